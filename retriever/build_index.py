@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> None:
     require("scipy", INSTALL)
     # Not above: --help answers at once, and where nothing but the base packages is installed.
     from retriever.corpus.passages import load_corpus
-    from retriever.indexes.building import build_index
+    from retriever.indexes.index import build_index
 
     corpus = load_corpus(arguments.corpus_path)
     build_index(corpus, arguments.index_path, build_options(arguments))

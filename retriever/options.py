@@ -44,9 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", type=Path, help="YAML file of options; options of the command line win")
     add_source(parser, f"{BUILT}, or {', '.join(WEB_SEARCHES)}", name="", is_required=False)
-    add(
-        "--build_if_missing", action="store_true", help="build the index first, by the options of the builder"
-    )
+    add("--build_if_missing", action="store_true", help="build the index by the options of the builder")
     add_build(parser)
     for name, (default, meaning) in COUNTS.items():
         add(f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)")
@@ -59,24 +57,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--reranker_model", default="", help="cross-encoder: a folder or a hub name")
     add("--pages_path", type=Path, help="JSONL file of rows with url, for POST /access")
     add("--cache_path", type=Path, help="file of the result store (SQLite: for the services of one host)")
-    add(
-        "--cache_mode",
-        choices=["use", "replay"],
-        default="use",
-        help="use: the store first, then the search; replay: the store only",
-    )
+    modes = "use: the store first, then the search; replay: the store only"
+    add("--cache_mode", choices=["use", "replay"], default="use", help=modes)
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port (default: %(default)s)")
     add("--token_file", type=Path, help="file with the token that clients must send; or set RETRIEVER_TOKEN")
     add("--port_file", type=Path, help="file to write the port to when the service is ready")
     add("--parent_pid", type=int, help="stop when this process has ended")
     add("--threads", type=int, default=0, help="number of cores to use; 0: all (default: %(default)s)")
-    add(
-        "--request_seconds",
-        type=float,
-        default=30.0,
-        help="seconds that a client may take to send a request or to take its reply (default: %(default)g)",
-    )
+    seconds = "seconds for a client to send a request or to take its reply (default: %(default)g)"
+    add("--request_seconds", type=float, default=30.0, help=seconds)
     return parser
 
 
@@ -84,12 +74,8 @@ def add_source(parser: argparse.ArgumentParser, names: str, name: str, is_requir
     """Add the options of both commands: corpus, index and encoder."""
     add = parser.add_argument
     add("--corpus_path", type=Path, required=is_required, help=CORPUS)
-    add(
-        "--index_path",
-        type=Path,
-        required=is_required,
-        help="folder of the index; the service also takes a FAISS file",
-    )
+    folder = "folder of the index; the service also takes a FAISS file"
+    add("--index_path", type=Path, required=is_required, help=folder)
     add("--retriever_name", default=name, help=f"encoder: {names} (default: {name or 'that of the index'})")
     add("--retriever_model", default="", help="model of the encoder: a folder or a hub name")
 
@@ -101,10 +87,7 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     kinds = ", ".join(name for name, kind in KINDS.items() if kind.backend and kind.has_vectors)
     add("--kind", help=f"kind of the index: {kinds} or package.module:Class (default: faiss)")
     add("--factory", help="FAISS factory string (default: Flat)")
-    add(
-        "--search",
-        help="search parameters kept in the index, such as nprobe=32 (FAISS) or hnsw_ef=128 (Qdrant)",
-    )
+    add("--search", help="search parameters kept in the index: nprobe=32 (FAISS), hnsw_ef=128 (Qdrant)")
     add("--embeddings", type=Path, help="folder to keep the vectors in, for further indexes")
     add("--embedding_dtype", help="precision of the kept vectors: float32 or float16 (default: float32)")
     add("--shard_rows", type=int, help="number of passages in a file of vectors (default: 262144)")
@@ -164,27 +147,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     is_collection = kind is not None and kind.backend
     if not given.build_if_missing and not is_collection and (extra := next(iter(_given_build(given)), None)):
         raise RetrieverError(f"--{extra}: only a build takes it; add --build_if_missing, or leave it out")
-    if given.web_budget < 0:
-        raise RetrieverError(f"--web_budget is {given.web_budget}, but must be at least 1")
-    if given.threads < 0:
-        raise RetrieverError(f"--threads is {given.threads}, but must be at least 1, or 0 for all cores")
+    least = {name: 1 for name in COUNTS} | {"web_budget": 0, "threads": 0}
+    for name, smallest in least.items():
+        if getattr(given, name) < smallest:
+            raise RetrieverError(f"--{name} is {getattr(given, name)}, but must be at least {smallest}")
     if not given.request_seconds > 0:
         raise RetrieverError(f"--request_seconds is {given.request_seconds}, but must be above 0")
-    for name in COUNTS:
-        if getattr(given, name) < 1:
-            raise RetrieverError(f"--{name} is {getattr(given, name)}, but must be at least 1")
     return given
 
 
 def read_token(arguments: argparse.Namespace) -> str:
     """Return the token that clients must send, or ""; raises RetrieverError for a missing or empty file."""
-    if arguments.token_file is None:
+    path = arguments.token_file
+    if path is None:
         return os.environ.get("RETRIEVER_TOKEN", "").strip()
-    if not arguments.token_file.is_file():
-        raise RetrieverError(f"{arguments.token_file}: no such file; correct --token_file")
-    token: str = arguments.token_file.read_text(encoding="utf-8").strip()
+    if not path.is_file():
+        raise RetrieverError(f"{path}: no such file; correct --token_file")
+    token: str = path.read_text(encoding="utf-8").strip()
     if not token:
-        raise RetrieverError(f"{arguments.token_file}: is empty; write a token into it")
+        raise RetrieverError(f"{path}: is empty; write a token into it")
     return token
 
 

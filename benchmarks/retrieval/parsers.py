@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from retriever.service import server
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from benchmarks.retrieval.load import compare, make_parser, queries_of, start
 from retriever.serve import main as serve
+from retriever.service import server
 
 
 def parse() -> argparse.Namespace:

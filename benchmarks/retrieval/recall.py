@@ -23,8 +23,7 @@ from typing import Any
 
 from retriever.backends import BuildOptions
 from retriever.corpus.passages import Corpus, load_corpus
-from retriever.indexes.building import build_index
-from retriever.indexes.opening import open_index
+from retriever.indexes.index import build_index, open_index
 
 DEPTHS = (3, 10)
 BATCH = 32

@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 
 from retriever.backends import LEXICAL, BuildOptions, IndexOptions, require_package
-from retriever.encoders.dense import check_dimension, check_vector, make_encoder
+from retriever.encoders import check_dimension, check_vector, make_encoder
 from retriever.errors import RetrieverError, Unavailable, reason
 from retriever.files import replacing
-from retriever.indexes.backend import Backend, Build, Embeddings
+from retriever.indexes.backend import Backend, Build, Embeddings, progress_bar
 from retriever.indexes.faiss import search_in_corpus_order
-from retriever.indexes.storage import progress_bar
 from retriever.interfaces import CorpusRow, Hits, Vectors
 
 TIMEOUT = 60  # seconds
-PARAMETERS = {"hnsw_ef": int, "exact": bool, "indexed_only": bool}
-QUANTIZATION = {"ignore": bool, "rescore": bool, "oversampling": float}
+BOOLEAN = {"true": True, "false": False}.__getitem__
+PARAMETERS: dict[str, Any] = {"hnsw_ef": int, "exact": BOOLEAN, "indexed_only": BOOLEAN}
+QUANTIZATION: dict[str, Any] = {"ignore": BOOLEAN, "rescore": BOOLEAN, "oversampling": float}
 BATCH = 256  # points of one request
 AHEAD = 16  # requests of a round, for each connection
 
@@ -57,8 +57,7 @@ class QdrantBackend(Backend):
             client.close()
         if is_taken and not _state_file(shards, options).is_file():
             raise RetrieverError(
-                f"--qdrant_collection {collection}: {url} has one of this name; choose another or delete it, or"
-                " serve it as it is: python -m retriever.serve --qdrant_url --qdrant_collection --retriever_name"
+                f"--qdrant_collection {collection}: exists in {url}; choose another, or serve it"
             )
 
     def write(self, build: Build) -> dict[str, Any]:
@@ -85,9 +84,8 @@ class QdrantBackend(Backend):
                         done.append(number)
                         _save_state(state, done)
         except errors as error:
-            raise RetrieverError(
-                f"{url or build.folder}: upload into {collection!r} failed ({reason(error)}); give the same command again"
-            ) from error
+            problem = f"upload into {collection!r} failed ({reason(error)}); give the same command again"
+            raise RetrieverError(f"{url or build.folder}: {problem}") from error
         finally:
             client.close()
         state.unlink(missing_ok=True)
@@ -191,7 +189,7 @@ class QdrantVectors:
         self.dimension = int(vectors.size)
 
     def query(self, vectors: np.ndarray, k: int, with_payload: bool = False) -> list[list[Any]]:
-        """Return the points nearest to each of float32 [Q, dimension]; raises Unavailable without an answer."""
+        """Return the nearest points for float32 [Q, dimension]; raises Unavailable without an answer."""
         from qdrant_client import models
 
         options = {"limit": k, "params": self._params, "with_payload": with_payload}
@@ -232,13 +230,8 @@ def open_collection(options: argparse.Namespace) -> Collection:
 class Collection:
     """Searches a collection whose payloads are the rows. Any number of threads may call it.
 
-    Raises RetrieverError: no such server or collection, no text in its payload, or vectors of another
-    encoder.
-
-    Args:
-        name: of the encoder. model: folder or hub name; empty: the name's own.
-        text: field of the payload that holds title and text.
-        search: as for `search_params`.
+    `name` and `model` are those of the encoder, `text` is the field of the payload with title and text. Raises
+    RetrieverError: no such collection, no text in its payload, or vectors of another encoder.
     """
 
     def __init__(
@@ -251,12 +244,8 @@ class Collection:
         self._encoder = make_encoder(name, model, ())
         check_dimension(self._vectors.name, self._vectors.dimension, self._encoder)
         point = self._vectors.first()
-        check_vector(
-            f"{self._vectors.name}, point {point.id}",
-            np.asarray(point.vector, np.float32),
-            self._row(point),
-            self._encoder,
-        )
+        name, vector = f"{self._vectors.name}, point {point.id}", np.asarray(point.vector, np.float32)
+        check_vector(name, vector, self._row(point), self._encoder)
         self.manifest = {
             "kind": "qdrant",
             "documents": self._vectors.documents,
@@ -268,7 +257,7 @@ class Collection:
         } | ({"search": search} if search else {})
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """As `interfaces.Searcher`; raises RetrieverError for a row without text, Unavailable for no answer."""
+        """As `interfaces.Searcher`; raises RetrieverError for a row without text."""
         points_of_queries = self._vectors.query(self._encoder.encode_queries(queries), k, with_payload=True)
         return [[(self._row(point), float(point.score)) for point in points] for points in points_of_queries]
 
@@ -276,20 +265,13 @@ class Collection:
         payload: CorpusRow = point.payload or {}
         text = payload.get(self._text)
         if not isinstance(text, str):
-            fields = ", ".join(payload) or "no field"
-            raise RetrieverError(
-                f"{self._vectors.name}: point {point.id} has no text in {self._text!r} (it has {fields});"
-                " set --qdrant_text"
-            )
+            problem = f"point {point.id} has no text in {self._text!r} (it has {', '.join(payload)})"
+            raise RetrieverError(f"{self._vectors.name}: {problem}; set --qdrant_text")
         return payload | {"id": str(payload.get("id", point.id)), "contents": text}
 
 
 def search_params(text: str) -> Any:
-    """Return Qdrant's search parameters of such as ``hnsw_ef=128,rescore=true,oversampling=2``; None if
-    empty.
-
-    Raises RetrieverError: no such parameter, or no such value.
-    """
+    """Return Qdrant's parameters of ``hnsw_ef=128,oversampling=2``, or None; raises RetrieverError."""
     if not text:
         return None
     from qdrant_client import models
@@ -299,14 +281,10 @@ def search_params(text: str) -> Any:
     for item in text.split(","):
         name, _, value = item.partition("=")
         try:
-            kind = types[name.strip()]
-            values[name.strip()] = (
-                {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-            )
+            values[name.strip()] = types[name.strip()](value.lower())
         except (KeyError, ValueError) as error:
-            raise RetrieverError(
-                f"search parameter {item!r}: expected NAME=VALUE of {', '.join(types)}"
-            ) from error
+            problem = f"search parameter {item!r}: expected NAME=VALUE of {', '.join(types)}"
+            raise RetrieverError(problem) from error
     quantization = {name: values.pop(name) for name in QUANTIZATION if name in values}
     if quantization:
         values["quantization"] = models.QuantizationSearchParams(**quantization)
@@ -314,10 +292,7 @@ def search_params(text: str) -> Any:
 
 
 def connect(folder: Path, url: str) -> tuple[Any, tuple[type[Exception], ...]]:
-    """Return a client, and the errors of its calls.
-
-    Raises RetrieverError: another process has the embedded collection open.
-    """
+    """Return a client and the errors of its calls; raises RetrieverError if another process has it."""
     from qdrant_client import QdrantClient
     from qdrant_client.http.exceptions import ApiException
 

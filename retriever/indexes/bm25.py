@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from retriever.backends import IndexOptions
-from retriever.encoders.hashed import K1, B, words
+from retriever.encoders import K1, B, words
 from retriever.errors import RetrieverError
-from retriever.indexes.backend import Backend, Build
-from retriever.indexes.storage import progress_bar, require_memory
+from retriever.indexes.backend import Backend, Build, progress_bar, require_memory
 from retriever.interfaces import Ranker
 
 FOLDER = "bm25"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from retriever.backends import IndexOptions
+from retriever.indexes.backend import require_memory
 from retriever.indexes.faiss import FaissBackend, index_file, map_flat
-from retriever.indexes.storage import require_memory
 from retriever.interfaces import Vectors
 
 QUERIES = 32  # at once; scores of 32 queries over 21 million rows take 2.7 GB over all devices

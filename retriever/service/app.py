@@ -16,30 +16,28 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from retriever.corpus.pages import Pages
-from retriever.encoders.dense import Reranker
+from retriever.corpus.passages import Pages
+from retriever.encoders import Reranker
 from retriever.errors import RetrieverError, SearchFailed, Unavailable
 from retriever.interfaces import Searcher
 from retriever.service.cache import NotRecorded, ResultCache
-from retriever.service.contracts import (
-    AccessRequest,
-    Left,
-    RetrieveRequest,
-    error_reply,
-    render,
-    render_pages,
-    reply_with,
-    while_connected,
-)
 from retriever.service.engine import (
     HEADER,
+    AccessRequest,
     Depths,
     Engine,
+    Left,
     Limits,
     Metrics,
     Overloaded,
     Refused,
+    RetrieveRequest,
+    error_reply,
     index_identity,
+    render,
+    render_pages,
+    reply_with,
+    while_connected,
 )
 
 ROUTES = {"/retrieve", "/access", "/health", "/metrics"}  # a label each; the others share one

@@ -6,22 +6,139 @@ import asyncio
 import ctypes
 import hashlib
 import json
+import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
+from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from pydantic import BaseModel, ConfigDict, Field
 
-from retriever.encoders.dense import Reranker
+from retriever.encoders import Reranker
 from retriever.errors import RetrieverError
-from retriever.interfaces import Hits, Searcher
+from retriever.interfaces import CorpusRow, Hits, Searcher
 from retriever.service.cache import ResultCache
-from retriever.service.contracts import MAX_QUERY_LENGTH, RetrieveRequest
+
+MAX_QUERY_LENGTH = 8192  # characters; what comes after them is cut off
+MAX_TOPK = 1000
+MAX_URLS = 256
+
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+class RetrieveRequest(BaseModel):
+    """A request of any of the three contracts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    queries: list[str]
+    topk: int | None = Field(None, ge=1, le=MAX_TOPK)
+    return_scores: bool = False
+    topk_retrieval: int | None = Field(None, ge=1, le=MAX_TOPK)
+    topk_rerank: int | None = Field(None, ge=1, le=MAX_TOPK)
+    not_sort: bool = False
+
+    @property
+    def is_calibadv(self) -> bool:
+        return self.topk_retrieval is not None or self.topk_rerank is not None
+
+    def depth(self, default: int) -> int:
+        """Return the number of documents to retrieve for each query."""
+        return (self.topk_retrieval if self.is_calibadv else self.topk) or default
+
+
+class AccessRequest(BaseModel):
+    """RLinf's page access."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    urls: list[str] = Field(min_length=1, max_length=MAX_URLS)
+
+
+def render(request: RetrieveRequest, hits: list[Hits]) -> Iterator[str]:
+    """Yield the parts of the reply's JSON in the contract of the request; raises ValueError before them."""
+    scores = (score for hits_of_query in hits for _, score in hits_of_query)
+    if request.return_scores and not all(map(math.isfinite, scores)):
+        raise ValueError("a score is no finite number")
+    yield '{"result":['
+    for number, hits_of_query in enumerate(hits):
+        yield ",[" if number else "["
+        for rank, (row, score) in enumerate(hits_of_query):
+            yield ("," if rank else "") + to_json(_item(request, row, score))
+        yield "]"
+    yield "]}"
+
+
+def render_pages(rows: list[CorpusRow | None]) -> Iterator[str]:
+    """Yield the parts of the JSON of ``POST /access``."""
+    yield '{"result":['
+    for number, row in enumerate(rows):
+        yield ("," if number else "") + to_json(row)
+    yield "]}"
+
+
+def error_reply(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status, headers=headers)
+
+
+def _item(request: RetrieveRequest, row: CorpusRow, score: float) -> Any:
+    if not request.is_calibadv:
+        return {"document": row, "score": score} if request.return_scores else row
+    contents = row["contents"]
+    return {"document": contents, "score": score, "id": row.get("id")} if request.return_scores else contents
+
+
+T = TypeVar("T")
+
+PIECE = 2**18  # bytes, about: what a reply takes of memory while it is sent
+JSON = "application/json"
+
+
+class Left(Exception):
+    """The client has closed its connection before it had a reply."""
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the work, or cancel it and raise Left if the client leaves."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Left
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def reply_with(parts: Iterator[str]) -> Response:
+    """Reply with JSON parts, computed in other threads; with a length if it is one piece, as most are."""
+    pieces = _pieces(parts)
+    first = await run_in_threadpool(next, pieces)
+    second = await run_in_threadpool(next, pieces, None) if len(first) >= PIECE else None
+    if second is None:
+        return Response(first, media_type=JSON)
+    return StreamingResponse(chain((first, second), pieces), media_type=JSON)
+
+
+def _pieces(parts: Iterator[str]) -> Iterator[bytes]:
+    piece = bytearray()
+    for part in parts:
+        piece += part.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
+        if len(piece) >= PIECE:
+            yield bytes(piece)
+            piece.clear()
+    if piece:
+        yield bytes(piece)
+
 
 HEADER = "X-Index-Identity"  # of every reply of POST /retrieve and POST /access
 IDENTITY_LENGTH = 32  # hexadecimal digits
@@ -31,7 +148,6 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TRIM_EVERY = 1000  # queries; a trim takes about 10 ms, a thousand queries of a small encoder 3 s
 WORTH_IT = 8  # queries for which a further search begins beside those under way
 
-T = TypeVar("T")
 Search = Callable[[Sequence[str], int], T]
 
 
@@ -96,6 +212,21 @@ def trimmed(search: Search[T]) -> Search[T]:
     return search_and_trim
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a service."""
+
+    max_batch: int = 256  # queries of one search
+    max_queue: int = 8192  # queries that wait; then 503
+    max_queries: int = 8192  # queries of one request; then 422
+    max_results: int = 2**16  # queries of one request times documents looked up for each; then 422
+    max_wait: float = 0.002  # seconds a search waits for others to join
+    workers: int = 1  # searches at the same time
+    max_body: int = 16 * 2**20  # bytes of a request; then 413
+    max_bodies: int = 2**27  # bytes of all requests under way; then 503
+    request_seconds: float = 30.0  # that a client may take to send a request's body; then 408
+
+
 class Overloaded(Exception):
     """More queries wait than the queue may hold."""
 
@@ -111,31 +242,25 @@ class _Waiting:
 class SearchBatcher:
     """Searches in threads; queries that arrive meanwhile share the next searches.
 
-    Args:
-        max_wait: seconds a search waits for other requests to join, unless the last search had a single one.
-        on_batch: called with the number of queries of every search.
-        workers: searches at the same time. A second one begins when WORTH_IT queries wait: a query of a small
-            batch costs several times one of a large batch.
+    `on_batch` is called with the number of queries of every search. A search waits `max_wait` seconds for
+    other requests, unless the last one had a single request. A further search begins when WORTH_IT queries wait: a
+    query of a small batch costs several times one of a large batch.
     """
 
     def __init__(
         self,
         search: Search[Sequence[Hits | Exception]],
-        max_batch: int = 256,
-        max_queue: int = 8192,
-        max_wait: float = 0.002,
+        limits: Limits,
         on_batch: Callable[[int], object] = lambda _: None,
-        workers: int = 1,
     ):
-        self._search, self._on_batch = search, on_batch
-        self.max_batch, self.max_queue, self.max_wait, self.workers = max_batch, max_queue, max_wait, workers
+        self._search, self._limits, self._on_batch = search, limits, on_batch
         self._queue: deque[_Waiting] = deque()
         self._requests = 0  # so far
         self._is_shared = False  # whether the last search was of several requests
         self._timer: asyncio.TimerHandle | None = None  # of the next searches
         self._searches: set[asyncio.Task[None]] = set()
         # Always the same threads: torch and OpenMP keep buffers and workers for each calling thread.
-        self._threads = ThreadPoolExecutor(workers, "search")
+        self._threads = ThreadPoolExecutor(limits.workers, "search")
 
     @property
     def queued(self) -> int:
@@ -144,7 +269,7 @@ class SearchBatcher:
 
     async def submit(self, queries: Sequence[str], k: int) -> list[Hits | BaseException]:
         """Return the k best rows of each query or its error; raises Overloaded and queues nothing if full."""
-        if self.queued + len(queries) > self.max_queue:
+        if self.queued + len(queries) > self._limits.max_queue:
             raise Overloaded
         loop = asyncio.get_running_loop()
         self._requests += 1
@@ -157,19 +282,23 @@ class SearchBatcher:
     def _schedule(self) -> None:
         """Begin searches soon, if allowed: other requests may join until then."""
         if self._timer is None and self._may_begin():
-            wait = self.max_wait if self._is_shared and len(self._queue) < self.max_batch else 0.0
+            wait = (
+                self._limits.max_wait
+                if self._is_shared and len(self._queue) < self._limits.max_batch
+                else 0.0
+            )
             self._timer = asyncio.get_running_loop().call_later(wait, self._begin)
 
     def _may_begin(self) -> bool:
         if not self._searches:
             return bool(self._queue)
-        return len(self._searches) < self.workers and len(self._queue) >= WORTH_IT
+        return len(self._searches) < self._limits.workers and len(self._queue) >= WORTH_IT
 
     def _begin(self) -> None:
         self._timer = None
         while self._may_begin():
-            searches = max(1, min(self.workers - len(self._searches), len(self._queue) // WORTH_IT))
-            batch = self._next_batch(min(self.max_batch, -(-len(self._queue) // searches)))
+            searches = max(1, min(self._limits.workers - len(self._searches), len(self._queue) // WORTH_IT))
+            batch = self._next_batch(min(self._limits.max_batch, -(-len(self._queue) // searches)))
             if batch:
                 search = asyncio.get_running_loop().create_task(self._run(batch))
                 self._searches.add(search)
@@ -210,21 +339,6 @@ class SearchBatcher:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a service."""
-
-    max_batch: int = 256  # queries of one search
-    max_queue: int = 8192  # queries that wait; then 503
-    max_queries: int = 8192  # queries of one request; then 422
-    max_results: int = 2**16  # queries of one request times documents looked up for each; then 422
-    max_wait: float = 0.002  # seconds a search waits for others to join
-    workers: int = 1  # searches at the same time
-    max_body: int = 16 * 2**20  # bytes of a request; then 413
-    max_bodies: int = 2**27  # bytes of all requests under way; then 503
-    request_seconds: float = 30.0  # that a client may take to send a request's body; then 408
-
-
-@dataclass(frozen=True)
 class Depths:
     """Documents per query if a request does not say."""
 
@@ -254,14 +368,7 @@ class Engine:
         # A request that the queue can never hold would be told to come back later for ever.
         self._max_queries = min(limits.max_queries, limits.max_queue)
         self._max_results = limits.max_results
-        self._batcher = SearchBatcher(
-            trimmed(searcher.search),
-            limits.max_batch,
-            limits.max_queue,
-            limits.max_wait,
-            metrics.batch.observe,
-            limits.workers,
-        )
+        self._batcher = SearchBatcher(trimmed(searcher.search), limits, metrics.batch.observe)
         self._has_warned = False  # that results cannot be stored
         metrics.queue.set_function(lambda: self._batcher.queued)
 

@@ -4,8 +4,7 @@ import pytest
 from retriever_rig import NAMES, town_rows, write_rows
 
 from retriever.corpus.passages import load_corpus
-from retriever.indexes.building import build_index
-from retriever.indexes.opening import open_index
+from retriever.indexes.index import build_index, open_index
 
 
 @pytest.fixture(scope="module")

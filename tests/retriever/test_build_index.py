@@ -14,8 +14,8 @@ pytest.importorskip("faiss")
 from retriever import prepare_corpus, serve
 from retriever.build_index import main
 from retriever.corpus.passages import load_corpus
-from retriever.encoders.hashed import HashedEncoder
-from retriever.indexes.opening import open_index
+from retriever.encoders import HashedEncoder
+from retriever.indexes.index import open_index
 
 
 def test_it_builds_what_the_options_say(tmp_path, files, capsys):
@@ -34,10 +34,10 @@ def interrupt(*_, **__):
 @pytest.mark.parametrize(
     ("name", "where", "kept"),
     [
-        ("hashed", "retriever.indexes.building._begin", set()),
+        ("hashed", "retriever.indexes.index._begin", set()),
         ("hashed", "retriever.indexes.faiss.write_faiss", {"i.embeddings"}),
-        ("hashed", "retriever.indexes.building.write_manifest", {"i.embeddings"}),
-        ("bm25", "retriever.indexes.building.write_manifest", set()),
+        ("hashed", "retriever.indexes.index.write_manifest", {"i.embeddings"}),
+        ("bm25", "retriever.indexes.index.write_manifest", set()),
     ],
 )
 def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch, name, where, kept):

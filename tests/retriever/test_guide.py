@@ -12,8 +12,8 @@ pytest.importorskip("fastapi")
 
 from fastapi.testclient import TestClient
 
-from retriever.indexes.gpu import NORM_BYTES, WORKSPACE
-from retriever.indexes.storage import vector_bytes
+from retriever.indexes.backend import vector_bytes
+from retriever.indexes.faiss import NORM_BYTES, WORKSPACE
 from retriever.options import make_parser, parse
 from retriever.service.server import load
 

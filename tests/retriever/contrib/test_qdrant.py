@@ -17,10 +17,9 @@ from retriever.backends import BuildOptions
 from retriever.contrib import qdrant
 from retriever.contrib.qdrant import Collection, collection_settings, search_params
 from retriever.corpus.passages import load_corpus
-from retriever.encoders.hashed import HashedEncoder
+from retriever.encoders import HashedEncoder
 from retriever.errors import RetrieverError
-from retriever.indexes.building import build_index
-from retriever.indexes.opening import open_index
+from retriever.indexes.index import build_index, open_index
 from retriever.options import parse
 from retriever.service.server import load
 

@@ -12,9 +12,8 @@ from qdrant_rig import qdrant_server
 from retriever.backends import BuildOptions
 from retriever.contrib.qdrant import QdrantVectors
 from retriever.corpus.passages import load_corpus
-from retriever.encoders.hashed import HashedEncoder
-from retriever.indexes.building import build_index
-from retriever.indexes.opening import open_index
+from retriever.encoders import HashedEncoder
+from retriever.indexes.index import build_index, open_index
 
 pytestmark = pytest.mark.medium
 COUNT, K = 2000, 5

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from retriever.corpus.pages import Pages
+from retriever.corpus.passages import Pages
 from retriever.errors import RetrieverError
 
 ROWS = [{"url": f"u{number}", "contents": "é" * number} for number in range(5)]

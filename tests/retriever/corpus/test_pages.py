@@ -10,7 +10,7 @@ import json
 from fastapi.testclient import TestClient
 
 from retriever.corpus import passages as offsets
-from retriever.corpus.pages import Pages
+from retriever.corpus.passages import Pages
 from retriever.errors import RetrieverError
 from retriever.service.app import make_app
 from retriever.service.engine import Depths

@@ -20,10 +20,9 @@ from huggingface_hub import constants
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
-from retriever.encoders.dense import PROBE_FILE, RECIPES, DenseEncoder
+from retriever.encoders import PROBE_FILE, RECIPES, DenseEncoder
 from retriever.errors import RetrieverError
-from retriever.indexes.building import build_index
-from retriever.indexes.opening import open_index
+from retriever.indexes.index import build_index, open_index
 
 need("sentence_transformers")
 pytestmark = pytest.mark.medium

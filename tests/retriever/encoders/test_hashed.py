@@ -11,9 +11,8 @@ pytest.importorskip("faiss")
 from retriever_rig import TOWNS
 
 from retriever.corpus.passages import split_contents
-from retriever.encoders.dense import cosine
-from retriever.encoders.hashed import HashedEncoder
-from retriever.indexes.opening import Index
+from retriever.encoders import HashedEncoder, cosine
+from retriever.indexes.index import Index
 
 
 @pytest.mark.parametrize("title", TOWNS)

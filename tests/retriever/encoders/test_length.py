@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("faiss")
 
-from retriever.encoders.hashed import HashedEncoder
+from retriever.encoders import HashedEncoder
 
 
 def test_a_long_passage_is_discounted_as_bm25_discounts_it():

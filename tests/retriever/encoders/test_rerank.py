@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from rerank_rig import tiny_cross_encoder
 from retriever_rig import NAMES
 
-from retriever.encoders.dense import Reranker, passage_text
+from retriever.encoders import Reranker, passage_text
 from retriever.service.app import make_app
 from retriever.service.engine import Depths
 

@@ -7,10 +7,9 @@ pytest.importorskip("faiss")
 
 from retriever.backends import BuildOptions
 from retriever.corpus.passages import load_corpus
-from retriever.encoders.hashed import words
+from retriever.encoders import words
 from retriever.errors import RetrieverError
-from retriever.indexes.building import build_index, embed
-from retriever.indexes.opening import open_index
+from retriever.indexes.index import build_index, embed, open_index
 
 PASSAGES = {  # id -> contents, a query that its passage alone matches
     "zh": ("北京大学\n北京大学位于北京市海淀区，创办于1898年。", "北京大学在哪个区？"),
@@ -64,6 +63,6 @@ def test_words_of_each_script(text, expected):
 def test_vectors_of_another_word_splitter_are_refused(tmp_path, monkeypatch):
     corpus = load_corpus(write_rows(tmp_path / "corpus.jsonl", [{"id": 1, "contents": "a\nb"}]))
     embed(corpus, tmp_path / "vectors", BuildOptions(), progress=False)
-    monkeypatch.setattr("retriever.encoders.hashed.WORDS", 3)
+    monkeypatch.setattr("retriever.encoders.WORDS", 3)
     with pytest.raises(RetrieverError, match="other settings .words was 2 and is 3"):
         embed(corpus, tmp_path / "vectors", BuildOptions(), progress=False)

@@ -17,11 +17,10 @@ pytest.importorskip("faiss")
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
-from retriever.indexes import building as embeddings_module
-from retriever.indexes import storage as plan
-from retriever.indexes.building import build_index
-from retriever.indexes.opening import open_index
-from retriever.indexes.storage import MANIFEST, locked
+from retriever.indexes import backend as plan
+from retriever.indexes import index as embeddings_module
+from retriever.indexes.backend import MANIFEST, locked
+from retriever.indexes.index import build_index, open_index
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def test_an_index_that_cannot_fit_on_the_disk_is_refused_before_it_is_written(tm
 HOLD = """
 import sys
 from pathlib import Path
-from retriever.indexes.storage import locked
+from retriever.indexes.backend import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.readline()

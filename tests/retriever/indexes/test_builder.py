@@ -10,11 +10,10 @@ from retriever_rig import people_corpus
 pytest.importorskip("faiss")
 
 from retriever.backends import BuildOptions
-from retriever.encoders.hashed import HashedEncoder
+from retriever.encoders import HashedEncoder
 from retriever.errors import RetrieverError
-from retriever.indexes import building as embeddings_module
-from retriever.indexes.building import build_index
-from retriever.indexes.opening import open_index
+from retriever.indexes import index as embeddings_module
+from retriever.indexes.index import build_index, open_index
 
 
 @pytest.fixture(scope="module")

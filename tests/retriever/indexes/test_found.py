@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from retriever.indexes.opening import Index
+from retriever.indexes.index import Index
 
 ROWS = [{"id": str(number)} for number in range(4)]
 

@@ -8,7 +8,7 @@ pytest.importorskip("faiss")
 import faiss
 
 from retriever.errors import RetrieverError
-from retriever.indexes import gpu
+from retriever.indexes import faiss as gpu
 from retriever.indexes.faiss import FaissVectors, read_header, search_in_corpus_order
 
 GIB = 2**30

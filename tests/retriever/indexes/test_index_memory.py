@@ -7,7 +7,7 @@ pytest.importorskip("faiss")
 
 import faiss
 
-from retriever.indexes import storage as plan
+from retriever.indexes import backend as plan
 
 
 @pytest.mark.medium

@@ -18,11 +18,10 @@ import faiss
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
-from retriever.encoders.hashed import HashedEncoder
+from retriever.encoders import HashedEncoder
 from retriever.errors import RetrieverError
-from retriever.indexes.building import build_index
-from retriever.indexes.opening import open_index
-from retriever.indexes.storage import MANIFEST
+from retriever.indexes.backend import MANIFEST
+from retriever.indexes.index import build_index, open_index
 
 PEOPLE = ["adara almson", "brulen falkski", "cirel domson", "elgar berkson"]
 

@@ -9,10 +9,10 @@ pytest.importorskip("faiss")
 
 from retriever.backends import BuildOptions
 from retriever.corpus.passages import load_corpus
-from retriever.encoders.hashed import HashedEncoder
-from retriever.indexes import building as embeddings
-from retriever.indexes import storage as progress
-from retriever.indexes.building import build_index
+from retriever.encoders import HashedEncoder
+from retriever.indexes import backend as progress
+from retriever.indexes import index as embeddings
+from retriever.indexes.index import build_index
 
 LINE = r"encode: (\d+) of 40 \((\d+\.\d) %\), +([\d.]+) passages/s, (\d\d:\d\d) left"
 

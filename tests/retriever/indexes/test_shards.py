@@ -8,10 +8,9 @@ pytest.importorskip("faiss")
 
 from retriever.backends import BuildOptions
 from retriever.contrib import qdrant
-from retriever.encoders.hashed import HashedEncoder
+from retriever.encoders import HashedEncoder
 from retriever.errors import RetrieverError
-from retriever.indexes.building import build_index, embed
-from retriever.indexes.opening import open_index
+from retriever.indexes.index import build_index, embed, open_index
 
 QUERIES = ["person 3 lives in town 3", "person 16", "town 5", "person 22 lives"]
 

@@ -14,8 +14,8 @@ pytest.importorskip("faiss")
 import faiss
 
 from retriever.errors import RetrieverError
+from retriever.indexes import backend as plan
 from retriever.indexes import faiss as faiss_module
-from retriever.indexes import storage as plan
 from retriever.indexes.backend import Embeddings
 from retriever.indexes.bm25 import top_k
 from retriever.indexes.faiss import FaissVectors, make_empty, map_flat, read_header, write_faiss

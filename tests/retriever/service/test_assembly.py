@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from retriever_rig import served
 
 from retriever.errors import RetrieverError
-from retriever.indexes.storage import MANIFEST
+from retriever.indexes.backend import MANIFEST
 from retriever.options import parse
 from retriever.service import server as assembly
 from retriever.service.server import load, load_index

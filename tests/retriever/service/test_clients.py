@@ -11,7 +11,7 @@ pytest.importorskip("fastapi")
 
 from retriever_rig import NAMES, served
 
-from retriever.corpus.pages import Pages
+from retriever.corpus.passages import Pages
 from retriever.service.app import make_app
 from retriever.service.engine import Depths
 

@@ -15,8 +15,8 @@ pytest.importorskip("fastapi")
 from retriever_rig import served
 
 from retriever.service.app import BodyLimit, make_app
-from retriever.service.connections import MAX_HEAD, SPARE_FILES, allowed_connections
 from retriever.service.engine import Depths, Limits
+from retriever.service.server import MAX_HEAD, SPARE_FILES, allowed_connections
 
 BODY = b'{"queries": ["ada almson"], "topk": 1}'
 HEAD = b"POST /retrieve HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"

@@ -11,8 +11,7 @@ from fastapi.testclient import TestClient
 from retriever_rig import NAMES, Counting
 
 from retriever.service.app import make_app
-from retriever.service.contracts import MAX_QUERY_LENGTH
-from retriever.service.engine import Depths, Limits
+from retriever.service.engine import MAX_QUERY_LENGTH, Depths, Limits
 
 
 def test_overload_is_503_with_retry_after(index):

@@ -12,10 +12,8 @@ from fastapi.testclient import TestClient
 from retriever_rig import town_rows, write_rows
 
 from retriever.backends import BuildOptions, IndexOptions
-from retriever.corpus.pages import Pages
-from retriever.corpus.passages import load_corpus
-from retriever.indexes.building import build_index
-from retriever.indexes.opening import open_index
+from retriever.corpus.passages import Pages, load_corpus
+from retriever.indexes.index import build_index, open_index
 from retriever.service.app import make_app
 from retriever.service.engine import Depths, index_identity
 

@@ -13,11 +13,10 @@ pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
 from retriever_rig import NAMES, Counting, served
 
-from retriever.corpus.pages import Pages
+from retriever.corpus.passages import Pages
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
-from retriever.service.contracts import PIECE
-from retriever.service.engine import Depths, Limits
+from retriever.service.engine import PIECE, Depths, Limits
 
 ROW = {
     "id": "7",

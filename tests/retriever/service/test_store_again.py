@@ -10,8 +10,7 @@ pytest.importorskip("fastapi")
 from retriever_rig import Counting
 
 from retriever.service.cache import ResultCache
-from retriever.service.contracts import RetrieveRequest
-from retriever.service.engine import Depths, Engine, Limits, Metrics
+from retriever.service.engine import Depths, Engine, Limits, Metrics, RetrieveRequest
 
 FIRST = [({"id": "1", "contents": "é"}, 0.5)]
 SECOND = [({"id": "2", "contents": "b"}, 0.25)]
