@@ -5,12 +5,9 @@ import importlib.util
 import json
 from pathlib import Path
 
+import faiss
 import numpy as np
 import pytest
-
-pytest.importorskip("faiss")
-
-import faiss
 
 PATH = Path(__file__).parents[2] / "scripts" / "download.py"
 

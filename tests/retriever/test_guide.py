@@ -6,10 +6,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("faiss")
-pytest.importorskip("fastapi")
-
 from fastapi.testclient import TestClient
 
 from retriever.indexes.backend import vector_bytes

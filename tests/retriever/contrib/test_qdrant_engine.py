@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("faiss")
 pytest.importorskip("qdrant_client")
 pytest.importorskip("qdrant_edge", reason="needs the package qdrant-edge-py")
 

@@ -5,11 +5,8 @@ import sqlite3
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from http_rig import Handler, serving
-
-pytest.importorskip("fastapi")
-
 from fastapi.testclient import TestClient
+from http_rig import Handler, serving
 
 from retriever.contrib import web
 from retriever.contrib.web import Budget, WebSearch

@@ -1,4 +1,4 @@
-"""Corpus store: rows on demand, offsets that are kept, and refusals with file and line."""
+"""The corpus: rows on demand, kept offsets, pages by URL, and refusals with file and line."""
 
 import gzip
 import hashlib
@@ -11,13 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
 from retriever.corpus import passages as corpus_module
 from retriever.corpus import passages as offsets
-from retriever.corpus.passages import load_corpus
+from retriever.corpus.passages import HEADER, Pages, cache_file, load_corpus, load_offsets, save_offsets, scan
 from retriever.errors import RetrieverError
+from retriever.service.app import make_app
+from retriever.service.engine import Depths
 
 
 def row(i, text="text"):
@@ -281,3 +284,152 @@ def test_no_more_of_a_line_is_read_than_the_limit():
     with pytest.raises(RetrieverError, match="c:1: longer than 16,777,216 bytes"):
         list(offsets.read_lines(stream, "c"))
     assert stream.given <= 2**24 + 1
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """200 KiB: all of it is fingerprinted."""
+    path = tmp_path / "corpus.jsonl"
+    rows = (json.dumps({"id": number, "contents": f'"T"\n{number:0180}'}) + "\n" for number in range(900))
+    path.write_text("".join(rows))
+    with path.open("rb") as file:
+        save_offsets(path, scan(file, path, lambda *_: {}))
+    return path
+
+
+def change(path, place):
+    """One byte; size and time stay."""
+    state = path.stat()
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert path.stat().st_mtime_ns == state.st_mtime_ns
+
+
+def test_a_change_anywhere_is_noticed(corpus):
+    size = corpus.stat().st_size
+    assert load_offsets(corpus).starts[-1] == size
+    for place in [*range(0, size, 4000), size - 1]:
+        change(corpus, place)
+        assert load_offsets(corpus) is None, place
+        change(corpus, place)
+        assert load_offsets(corpus) is not None
+
+
+def test_beginning_and_end_of_a_large_file_are_read(corpus, monkeypatch):
+    monkeypatch.setattr(offsets, "PROBES", 3)  # as if the file were larger
+    with corpus.open("rb") as file:
+        save_offsets(corpus, scan(file, corpus, lambda *_: {}))
+    size = corpus.stat().st_size
+    for place in (0, size // 2, size - 1):
+        change(corpus, place)
+        assert load_offsets(corpus) is None, place
+        change(corpus, place)
+    assert load_offsets(corpus) is not None
+
+
+@pytest.mark.parametrize("name", ["version", "size", "mtime_ns", "fingerprint"])
+def test_each_part_of_the_identity_counts(corpus, name):
+    path = cache_file(corpus)
+    whole = path.read_bytes()
+    state = json.loads(whole[:HEADER])
+    state[name] = "another" if name == "fingerprint" else state[name] + 1
+    path.write_bytes(json.dumps(state).encode().ljust(HEADER) + whole[HEADER:])
+    assert load_offsets(corpus) is None
+
+
+@pytest.mark.parametrize("cut", [8, 1])
+def test_kept_offsets_that_were_cut_off_are_not_used(corpus, cut):
+    path = cache_file(corpus)
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert load_offsets(corpus) is None
+
+
+def test_what_is_kept_is_what_was_found(corpus):
+    lines = corpus.read_bytes().splitlines(keepends=True)
+    np.testing.assert_array_equal(load_offsets(corpus).starts, np.cumsum([0, *map(len, lines)]))
+
+
+ROWS = [{"url": f"u{number}", "contents": "é" * number} for number in range(5)]
+
+
+@pytest.mark.parametrize("between", ["", "\n", "  \n\n"])
+def test_blank_lines_move_nothing(tmp_path, between):
+    path = tmp_path / "pages.jsonl"
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+    path.write_text(between + between.join(lines), encoding="utf-8")
+    pages = Pages(path)
+    assert len(pages) == 5
+    assert [pages.access(row["url"]) for row in reversed(ROWS)] == ROWS[::-1]
+    assert pages.access("u5") is None
+
+
+def test_a_mistake_is_named_by_its_line_of_the_file(tmp_path):
+    path = tmp_path / "pages.jsonl"
+    path.write_text('{"url": "a", "contents": ""}\n\n\n{"url": 3, "contents": ""}\n')
+    with pytest.raises(RetrieverError, match="pages.jsonl:4: field 'url' must be a string, got 3"):
+        Pages(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"url": "b"}', "expected a JSON object with 'url' and 'contents'"),
+        ('{"url": "b", "contents": null}', "field 'contents' must be a string, got None"),
+        ('{"url": "b", "contents": "a \\ud83d b"}', "holds half a surrogate pair; remove it"),
+        ('{"url": "b", "contents": "", "more": "\\uD83D"}', "holds half a surrogate pair; remove it"),
+    ],
+)
+def test_a_page_that_no_client_could_read_is_named_at_the_start(tmp_path, row, message):
+    """Else each trajectory that asks for it would fail, and with enough of them the run."""
+    path = tmp_path / "pages.jsonl"
+    path.write_text('{"url": "a", "contents": "A \\ud83d\\ude00"}\n' + row + "\n")
+    with pytest.raises(RetrieverError, match=f"pages.jsonl:2: {message}"):
+        Pages(path)
+
+
+def test_pages_by_url(index, tmp_path):
+    path = tmp_path / "pages.jsonl"
+    rows = [{"url": "https://w/index.php?title=A", "contents": "a"}, {"url": "u", "contents": "ü"}]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    with TestClient(make_app(index, Depths(1), pages=Pages(path))) as client:
+        urls = ["https://w/index.php/A", "u", "nowhere"]
+        assert client.post("/access", json={"urls": urls}).json() == {"result": [*rows, None]}
+    path.write_text('{"url": "u", "contents": ""}\n{"contents": "no url"}\n')
+    with pytest.raises(RetrieverError, match="pages.jsonl:2: expected a JSON object with 'url'"):
+        Pages(path)
+    with TestClient(make_app(index, Depths(1))) as client:
+        assert (
+            "start the service with --pages_path"
+            in client.post("/access", json={"urls": ["u"]}).json()["error"]
+        )
+
+
+def test_malformed_pages_are_one_line(tmp_path, monkeypatch):
+    path = tmp_path / "pages.jsonl"
+    path.write_text('{"url": ' + "[" * 200_000)
+    with pytest.raises(RetrieverError, match="pages.jsonl:1: expected a JSON object with 'url'"):
+        Pages(path)
+    monkeypatch.setattr(offsets, "MAX_LINE", 30)
+    path.write_text(json.dumps({"url": "u", "contents": "a" * 50}))
+    with pytest.raises(RetrieverError, match="pages.jsonl:1: longer than 30 bytes"):
+        Pages(path)
+
+
+def test_a_file_that_is_replaced_changes_nothing_and_one_that_is_rewritten_is_noticed(tmp_path):
+    path, other = tmp_path / "pages.jsonl", tmp_path / "other.jsonl"
+    rows = [{"url": name, "contents": name * 9} for name in "abc"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pages = Pages(path)
+    other.write_text('{"url": "b", "contents": "other"}\n')
+    other.replace(path)
+    assert [pages.access(name) for name in "cab"] == [rows[2], rows[0], rows[1]]
+
+    pages = Pages(path)
+    for changed in ('{"url": "c", "contents": "third"}\n', "{", ""):
+        path.write_text(changed)
+        with pytest.raises(RetrieverError, match="pages.jsonl: changed while it is served"):
+            pages.access("b")

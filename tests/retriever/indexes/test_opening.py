@@ -1,4 +1,4 @@
-"""Opening an index of each kind; what does not belong together is refused at the start."""
+"""Opening an index of each kind: results of a brute-force search, and refusals."""
 
 import json
 import math
@@ -9,19 +9,16 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import faiss
 import numpy as np
 import pytest
-
-pytest.importorskip("faiss")
-
-import faiss
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
 from retriever.encoders import HashedEncoder
 from retriever.errors import RetrieverError
 from retriever.indexes.backend import MANIFEST
-from retriever.indexes.index import build_index, open_index
+from retriever.indexes.index import Index, build_index, open_index
 
 PEOPLE = ["adara almson", "brulen falkski", "cirel domson", "elgar berkson"]
 
@@ -255,3 +252,28 @@ def test_missing_packages_say_what_to_install(tmp_path, corpus, monkeypatch, mod
     options = BuildOptions(name, kind="qdrant" if module == "qdrant_client" else "faiss")
     with pytest.raises(RetrieverError, match=message):
         build_index(corpus, tmp_path / "x", options, progress=False)
+
+
+ROWS = [{"id": str(number)} for number in range(4)]
+
+
+class Sparse:
+    """Finds row 2 for every query, and fewer than it is asked for."""
+
+    documents = len(ROWS)
+
+    def rank(self, queries, k):
+        self.asked = k
+        scores = np.full((len(queries), k), -np.inf, np.float32)
+        found = np.full((len(queries), k), -1, np.int64)
+        scores[:, 0], found[:, 0] = 0.5, 2
+        return scores, found
+
+
+def test_what_was_not_found_is_left_out():
+    ranker = Sparse()
+    index = Index(ROWS, ranker, {})
+    assert index.search(["a", "b"], 3) == [[(ROWS[2], 0.5)]] * 2
+    assert index.search(["a"], 9) == [[(ROWS[2], 0.5)]]
+    assert ranker.asked == 4  # there are no more
+    assert index.search([], 3) == []

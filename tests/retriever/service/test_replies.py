@@ -6,10 +6,6 @@ import tracemalloc
 
 import httpx
 import pytest
-
-pytest.importorskip("faiss")
-pytest.importorskip("fastapi")
-
 from fastapi.testclient import TestClient
 from retriever_rig import NAMES, Counting, served
 

@@ -1,24 +1,31 @@
-"""Indexes of vectors against a brute-force search: ids and order; ties in corpus order."""
+"""FAISS, JAX and BM25 against a brute-force search; memory that is planned."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import faiss
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-pytest.importorskip("faiss")
-
-import faiss
-
 from retriever.errors import RetrieverError
 from retriever.indexes import backend as plan
 from retriever.indexes import faiss as faiss_module
+from retriever.indexes import faiss as gpu
 from retriever.indexes.backend import Embeddings
 from retriever.indexes.bm25 import top_k
-from retriever.indexes.faiss import FaissVectors, make_empty, map_flat, read_header, write_faiss
+from retriever.indexes.faiss import (
+    MORE,
+    MOST,
+    FaissVectors,
+    make_empty,
+    map_flat,
+    read_header,
+    search_in_corpus_order,
+    write_faiss,
+)
 from retriever.indexes.jax import JaxVectors
 
 DIMENSION = 24
@@ -262,3 +269,194 @@ def test_only_a_large_exhaustive_index_searches_with_several_threads(
             assert ids.tolist() == small.nearest(queries, 5)[1].tolist()
     if is_exhaustive:
         assert large._searcher.submit(faiss.omp_get_max_threads).result() == 2
+
+
+def engine(scores, asked):
+    """Gives the best `count` of each row, of those that tie the last ones first, as engines may."""
+
+    def search(count):
+        asked.append(count)
+        order = np.lexsort((-np.arange(scores.shape[1])[None].repeat(len(scores), 0), -scores), axis=1)
+        order = order[:, :count]
+        return np.take_along_axis(scores, order, 1), order
+
+    return search
+
+
+@pytest.mark.parametrize("k", [1, 3, 20])
+@pytest.mark.parametrize("documents", [1, 5, MORE + 4, 300])
+@pytest.mark.parametrize("levels", [1, 3, 1000], ids="{} scores".format)
+def test_a_query_finds_the_same_alone_and_among_others(k, documents, levels):
+    """Rows of few and of many ties stand in one batch."""
+    rng = np.random.default_rng(k * documents)
+    scores = rng.integers(0, levels, (6, documents)).astype(np.float32)
+    scores[1] = np.arange(documents)  # none tie
+    expected = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    together, ids = search_in_corpus_order(engine(scores, []), k, documents)
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(together, np.take_along_axis(scores, expected, 1))
+    for number, row in enumerate(scores):
+        _, alone = search_in_corpus_order(engine(row[None], []), k, documents)
+        np.testing.assert_array_equal(alone[0], expected[number])
+
+
+def test_no_more_is_fetched_than_the_ties_need():
+    asked = []
+    search_in_corpus_order(engine(np.arange(5000, dtype=np.float32)[None], asked), 3, 5000)
+    assert asked == [3 + MORE]
+    asked.clear()
+    search_in_corpus_order(engine(np.zeros((1, 5000), np.float32), asked), 3, 5000)
+    assert asked[-1] == MOST and asked == sorted(set(asked))
+
+
+def test_places_without_a_document_come_last():
+    """-1 is what an engine gives where it found fewer."""
+    found = np.array([[0.5, 0.5, 0.0]], np.float32), np.array([[4, 2, -1]])
+    scores, ids = search_in_corpus_order(lambda count: found, 3, 9)
+    assert ids.tolist() == [[2, 4, -1]] and scores[0, 2] == -np.inf
+
+
+GIB = 2**30
+WIKI, WIDTH = 21_015_324, 768  # passages of wiki-18, and E5's dimension
+
+
+def test_wiki_18_fits_one_gpu_of_80_gb_and_four_of_24():
+    (one,) = gpu.plan_shards(WIKI, WIDTH, [79 * GIB], "wiki")
+    assert one == range(WIKI)
+    four = gpu.plan_shards(WIKI, WIDTH, [23 * GIB] * 4, "wiki")
+    assert [len(rows) for rows in four] == [5_253_831] * 4
+    assert [rows.start for rows in four[1:]] == [rows.stop for rows in four[:-1]]
+
+
+def test_each_device_gets_an_even_part_in_order():
+    shards = gpu.plan_shards(10, 4, [4 * GIB] * 3, "x")
+    assert [list(rows) for rows in shards] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
+    assert [len(rows) for rows in gpu.plan_shards(2, 4, [4 * GIB] * 3, "x")] == [0, 1, 1]
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers():
+    need = WIKI * (2 * WIDTH + 8) + gpu.WORKSPACE
+    gpu.plan_shards(WIKI, WIDTH, [need], "wiki")
+    with pytest.raises(
+        RetrieverError, match="wiki in fp16 over 1 GPU.s. needs 32.7 GiB .*GPU 0 has 32.7 GiB"
+    ):
+        gpu.plan_shards(WIKI, WIDTH, [need - 1], "wiki")
+    with pytest.raises(
+        RetrieverError, match="over 2 GPU.s. needs 17.6 GiB .*GPU 1 has 10.0 GiB free; take more"
+    ):
+        gpu.plan_shards(WIKI, WIDTH, [40 * GIB, 10 * GIB], "wiki")
+
+
+def test_inverted_lists_are_spread_and_checked():
+    gpu.require_ivf_memory(20 * GIB, [14 * GIB, 14 * GIB], "x")
+    with pytest.raises(
+        RetrieverError, match="x over 2 GPU.s. needs 13.5 GiB on each, and GPU 1 has 13.0 GiB"
+    ):
+        gpu.require_ivf_memory(20 * GIB, [14 * GIB, 13 * GIB], "x")
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("k", [3, 40])
+def test_shards_find_what_one_index_finds_in_corpus_order(devices, k):
+    rng = np.random.default_rng(0)
+    vectors = rng.integers(-500, 501, (500, 16)).astype(np.float32)  # exact products on every machine
+    vectors[300:400] = vectors[0:100]  # equal vectors on different devices
+    queries = vectors[rng.integers(0, 500, 20)]
+    added = []
+
+    class Part(faiss.IndexFlatIP):
+        def add(self, rows):
+            added.append(rows.base is not None)
+            super().add(rows)
+
+    shards = gpu.plan_shards(500, 16, [4 * GIB] * devices, "x")
+    index, _held = gpu.fill(faiss, vectors, shards, lambda device: Part(16))
+    assert added == [True] * devices  # one call each, of a view: nothing of the map was copied
+    assert index.ntotal == 500
+    _, found = search_in_corpus_order(lambda count: index.search(queries, count), k, 500)
+    expected = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :k]
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("factory", "allowed"),
+    [
+        ("Flat", True),
+        ("IVF4,Flat", True),
+        ("IVF4,PQ4x4", True),
+        ("IVF4,SQ8", True),
+        ("SQfp16", False),
+        ("SQ8", False),
+        ("PQ4x4", False),
+        ("HNSW8", False),
+        ("PCA8,Flat", False),
+        ("OPQ4,IVF4,PQ4x4", False),
+    ],
+)
+def test_what_would_stay_on_the_cpu_is_refused(tmp_path, factory, allowed):
+    index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
+    vectors = np.random.default_rng(0).standard_normal((1000, 16), dtype=np.float32)
+    index.train(vectors)
+    index.add(vectors)
+    path = tmp_path / "index.faiss"
+    faiss.write_index(index, str(path))
+    if allowed:
+        gpu.check_kind(read_header(path).kind, "x")
+        message = "no GPU support"
+    else:
+        message = f"--faiss_gpu: {path} is of FAISS type .* would stay on the CPU; leave --faiss_gpu out"
+    if hasattr(faiss, "GpuIndexFlatIP") and faiss.get_num_gpus() and allowed:
+        assert FaissVectors(path, gpu=True).nearest(vectors[:3], 1)[1].shape == (3, 1)
+        return
+    with pytest.raises(RetrieverError, match=message):
+        FaissVectors(path, gpu=True)
+
+
+def test_without_a_driver_it_says_so(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(gpu.ctypes, "CDLL", missing)
+    with pytest.raises(RetrieverError, match="no CUDA driver .libcuda.so.1: cannot open"):
+        gpu.free_memory(1)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "factory",
+    ["Flat", "SQ8", "SQfp16", "PQ8x4", "IVF16,Flat", "IVF16,PQ8x4", "HNSW16", "PCA8,Flat", "IVF16_HNSW8,SQ4"],
+)
+def test_planned_bytes_are_those_of_the_file(tmp_path, factory):
+    vectors = np.random.default_rng(0).standard_normal((20_000, 16), dtype=np.float32)
+    index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors[:1000])
+    index.add(vectors)
+    faiss.write_index(index, str(tmp_path / "index"))
+    assert plan.vector_bytes(20_000, 16, factory) == pytest.approx(
+        (tmp_path / "index").stat().st_size, rel=0.1
+    )
+
+
+def test_wiki18_flat_is_the_published_size():
+    assert plan.vector_bytes(21_015_324, 768, "Flat") == 64_559_075_328
+
+
+def test_memory_of_a_container_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "CGROUP", tmp_path)
+    whole = plan.available_memory()
+    assert whole > 2**20
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert plan.available_memory() > 2**20
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert plan.available_memory() == 4000
+
+
+def test_cores_of_a_container_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(plan, "CGROUP", tmp_path)
+    assert plan.available_cores() == 8
+    for text, cores in (("max 100000", 8), ("250000 100000", 3), ("20000 100000", 1), ("9900000 100000", 8)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert plan.available_cores() == cores
