@@ -230,8 +230,8 @@ def open_collection(options: argparse.Namespace) -> Collection:
 class Collection:
     """Searches a collection whose payloads are the rows. Any number of threads may call it.
 
-    `name` and `model` are those of the encoder, `text` is the field of the payload with title and text. Raises
-    RetrieverError: no such collection, no text in its payload, or vectors of another encoder.
+    `name` and `model` are those of the encoder, `text` is the field of the payload with title and text.
+    Raises RetrieverError: no such collection, no text in its payload, or vectors of another encoder.
     """
 
     def __init__(

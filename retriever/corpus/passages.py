@@ -285,6 +285,12 @@ class Corpus(Sequence[CorpusRow]):
         i = index % len(self)
         return parse_row(self._text[self._starts[i] : self._starts[i + 1]], f"{self.path}:{i + 1}")
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Corpus) and (len(self), self.sha256) == (len(other), other.sha256)
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
+
 
 def split_contents(contents: str) -> tuple[str, str]:
     """Return (title, text) of a passage; the title is the first line without its quotes."""

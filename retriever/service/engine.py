@@ -243,8 +243,8 @@ class SearchBatcher:
     """Searches in threads; queries that arrive meanwhile share the next searches.
 
     `on_batch` is called with the number of queries of every search. A search waits `max_wait` seconds for
-    other requests, unless the last one had a single request. A further search begins when WORTH_IT queries wait: a
-    query of a small batch costs several times one of a large batch.
+    other requests, unless the last one had a single request. A further search begins when WORTH_IT queries
+    wait: a query of a small batch costs several times one of a large batch.
     """
 
     def __init__(

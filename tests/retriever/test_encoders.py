@@ -15,7 +15,7 @@ from retriever.indexes.index import Index, build_index, embed, open_index
 
 
 @pytest.mark.parametrize("title", TOWNS)
-def test_a_title_finds_its_own_passage_first(towns, title):
+def test_title_finds_its_own_passage(towns, title):
     ((row, _), *_) = towns.search([title], 3)[0]
     assert split_contents(row["contents"])[0] == title
 
@@ -35,9 +35,9 @@ def test_scores_are_bm25_up_to_the_projection(towns):
             count = passage.count(term)
             score += idf * count * 1.9 / (count + 0.9 * (0.6 + 0.4 * len(passage) / mean))
         expected.append(score)
-    found = {row["id"]: score for row, score in towns.search(["mayor of port"], 4)[0]}
+    results = {row["id"]: score for row, score in towns.search(["mayor of port"], 4)[0]}
     found_without_of = {row["id"]: score for row, score in towns.search(["port mayor"], 4)[0]}
-    assert max(found, key=found.get) == "2"
+    assert max(results, key=results.get) == "2"
     for number, score in enumerate(expected):
         assert found_without_of.get(str(number), 0.0) == pytest.approx(score, abs=0.2)
 
@@ -80,7 +80,7 @@ def test_hashed_state_is_kept(tmp_path, towns):
     assert cosine(encoder.encode_queries(["limmat"])[0], encoder.encode_passages(towns.corpus[3:4])[0]) > 0.1
 
 
-def test_a_long_passage_is_discounted_as_bm25_discounts_it():
+def test_long_passage_is_discounted_as_in_bm25():
     """One `port` among 2 and among 61 words; twenty others without it make it rare."""
     rows = [{"contents": '""\nport short'}, {"contents": '""\nport ' + " ".join(f"w{n}" for n in range(60))}]
     rows += [{"contents": f'""\nother{n} thing{n}'} for n in range(20)]
@@ -115,8 +115,8 @@ def test_every_script_finds_its_passage(tmp_path, name):
     corpus = load_corpus(write_rows(tmp_path / "corpus.jsonl", rows))
     build_index(corpus, tmp_path / "index", BuildOptions(name), progress=False)
     index = open_index(tmp_path / "index", corpus)
-    found = index.search([query for _, query in PASSAGES.values()], 1)
-    assert [[row["id"] for row, _ in hits] for hits in found] == [[key] for key in PASSAGES]
+    results = index.search([query for _, query in PASSAGES.values()], 1)
+    assert [[row["id"] for row, _ in hits] for hits in results] == [[key] for key in PASSAGES]
     assert index.search(["哪里？", "ぬ", "밥", "!!!", "។"], 3) == [[]] * 5
 
 

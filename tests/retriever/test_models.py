@@ -76,7 +76,7 @@ def encoder():
 
 
 def first(index):
-    return [found[0][0]["id"] for found in index.search(QUESTIONS, 2)]
+    return [results[0][0]["id"] for results in index.search(QUESTIONS, 2)]
 
 
 def test_meaning_is_found_where_words_differ(built, corpus):
@@ -88,7 +88,7 @@ def test_meaning_is_found_where_words_differ(built, corpus):
 
 
 @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"engine": "jax"}])
-def test_a_bare_file_of_faiss_loads_as_it_is(tmp_path, corpus, encoder, options):
+def test_bare_faiss_file_is_opened(tmp_path, corpus, encoder, options):
     """The published e5_Flat.index is such a file."""
     index = faiss.IndexFlatIP(384)
     index.add(encoder.encode_passages(corpus[:]))
@@ -99,7 +99,7 @@ def test_a_bare_file_of_faiss_loads_as_it_is(tmp_path, corpus, encoder, options)
     assert opened.manifest["corpus_sha256"] == corpus.sha256
 
 
-def test_a_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
+def test_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
     path = tmp_path / "bare.index"
     options = IndexOptions("dense", MODEL)
 
@@ -109,7 +109,7 @@ def test_a_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
         faiss.write_index(index, str(path))
 
     write(6, 384)
-    with pytest.raises(RetrieverError, match="first vector is not what .* makes of the first passage"):
+    with pytest.raises(RetrieverError, match="first passage: its vector is not what"):
         open_index(path, corpus, options)
     write(6, 768)
     with pytest.raises(RetrieverError, match="bare.index: holds vectors of dimension 768, and .* 384"):
@@ -119,7 +119,7 @@ def test_a_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
         open_index(path, corpus, options)
 
 
-def test_vectors_have_length_one_and_do_not_depend_on_their_batch(corpus, encoder):
+def test_vectors_are_normalised_and_independent_of_batch(corpus, encoder):
     vectors = encoder.encode_passages(corpus[:])
     assert vectors.dtype == np.float32
     assert vectors.shape == (6, 384)
@@ -128,21 +128,21 @@ def test_vectors_have_length_one_and_do_not_depend_on_their_batch(corpus, encode
     assert encoder.encode_passages([]).shape == (0, 384)
 
 
-def test_threads_encode_at_once_with_one_set_of_weights(corpus, encoder):
+def test_threads_share_one_set_of_weights(corpus, encoder):
     """A tokenizer must not be used by two threads at once: each has its own, and the weights are shared."""
     queries = [[f"{question} {n}" for question in QUESTIONS[: 1 + n % 6]] for n in range(24)]
     alone = [encoder.encode_queries(batch) for batch in queries]
     with ThreadPoolExecutor(4) as pool:
-        for expected, found in zip(alone, pool.map(encoder.encode_queries, queries), strict=True):
-            np.testing.assert_allclose(found, expected, atol=1e-5)
+        for expected, results in zip(alone, pool.map(encoder.encode_queries, queries), strict=True):
+            np.testing.assert_allclose(results, expected, atol=1e-5)
     models = encoder._spare
     assert 1 < len(models) <= 4
-    weights = [[one.data_ptr() for one in model.parameters()] for model in models]
-    assert all(one == weights[0] for one in weights)
+    weights = [[single.data_ptr() for single in model.parameters()] for model in models]
+    assert all(single == weights[0] for single in weights)
     assert len({id(model.tokenizer) for model in models}) == len(models)
 
 
-def test_vectors_are_the_mean_over_the_words_of_the_network(encoder):
+def test_vectors_are_means_of_hidden_states(encoder):
     """Against transformers alone: pooling, length and the E5 prefixes are what the papers say."""
     import torch
     from transformers import AutoModel, AutoTokenizer
@@ -157,16 +157,16 @@ def test_vectors_are_the_mean_over_the_words_of_the_network(encoder):
     np.testing.assert_allclose(encoder.encode_queries(["a test"])[0], vector("a test"), atol=1e-5)
     e5 = DenseEncoder("e5", MODEL)
     np.testing.assert_allclose(e5.encode_queries(["a test"])[0], vector("query: a test"), atol=1e-5)
-    found = e5.encode_passages([{"id": "1", "contents": '"A"\ntest'}])[0]
-    np.testing.assert_allclose(found, vector('passage: "A"\ntest'), atol=1e-5)
+    results = e5.encode_passages([{"id": "1", "contents": '"A"\ntest'}])[0]
+    np.testing.assert_allclose(results, vector('passage: "A"\ntest'), atol=1e-5)
 
 
-def test_a_model_pooled_otherwise_is_refused():
+def test_model_with_other_pooling_is_refused():
     with pytest.raises(RetrieverError, match=r"pools by \['mean'\], and bge needs cls"):
         DenseEncoder("bge", MODEL)
 
 
-def test_models_that_cannot_be_loaded(tmp_path):
+def test_invalid_model_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(RetrieverError, match="cannot be loaded as a sentence-transformers model"):
         DenseEncoder("e5", str(tmp_path / "empty"))
@@ -176,7 +176,7 @@ def test_models_that_cannot_be_loaded(tmp_path):
 
 @pytest.mark.timeout(40)  # the hub's own client tries for more than a minute
 @pytest.mark.parametrize("offline", [False, True])
-def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, tmp_path, offline):
+def test_unreachable_hub_is_reported_at_once(monkeypatch, tmp_path, offline):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -185,12 +185,12 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, tmp_path, off
         DenseEncoder("e5")
 
 
-def test_another_model_than_the_index_was_built_with_is_refused(built, corpus, tmp_path):
+def test_other_model_than_the_builders_is_refused(built, corpus, tmp_path):
     """Same dimension, other weights."""
     copy = Path(shutil.copytree(built, tmp_path / "copy"))
     kept = np.load(copy / PROBE_FILE)
     np.save(copy / PROBE_FILE, kept[::-1])
-    with pytest.raises(RetrieverError, match="was built with another model than"):
+    with pytest.raises(RetrieverError, match="built with another model than"):
         open_index(copy, corpus)
     np.save(copy / PROBE_FILE, kept[:100])
     with pytest.raises(RetrieverError, match="holds vectors of dimension 100, and .* 384"):
@@ -227,8 +227,8 @@ def test_several_processes_encode_what_one_does(tmp_path, corpus):
     assert [path.name for path in sorted((tmp_path / "f").glob("shard*.npy"))] == ["shard-00000.npy"]
     build_index(corpus, tmp_path / "two", two, progress=False)
     for name in ("shard-00000.npy", "shard-00001.npy"):
-        one, other = (np.load(tmp_path / folder / name) for folder in "ef")
-        np.testing.assert_allclose(one, other, atol=1e-5)
+        single, other = (np.load(tmp_path / folder / name) for folder in "ef")
+        np.testing.assert_allclose(single, other, atol=1e-5)
     assert first(open_index(tmp_path / "two", corpus)) == first(open_index(tmp_path / "one", corpus))
 
 
@@ -237,10 +237,10 @@ def test_several_processes_encode_what_one_does(tmp_path, corpus):
     [
         ("dense", "cpu,cuda:77", "--devices cpu,cuda:77: "),
         ("dense", "tape", "--devices tape: "),
-        ("hashed", "cpu,cpu", "--devices cpu,cpu: hashed has no network; leave it out"),
+        ("hashed", "cpu,cpu", "--devices: hashed has no network"),
     ],
 )
-def test_devices_that_are_not_there(tmp_path, corpus, name, devices, message):
+def test_missing_devices_are_named(tmp_path, corpus, name, devices, message):
     options = BuildOptions(name, MODEL if name == "dense" else "", devices=devices)
     with pytest.raises(RetrieverError, match=message):
         build_index(corpus, tmp_path / "i", options, progress=False)
@@ -252,17 +252,17 @@ def test_real_questions_find_their_passages(tmp_path, shared):
     """Two hundred Wikipedia passages: the annotated one of 30 NQ questions is among three in most cases."""
     sample = shared / "data" / "wiki_sample"
     questions = [json.loads(line) for line in (sample / "test.jsonl").open()]
-    questions = [one for one in questions if one["data_source"] == "nq"][:30]
-    gold = {name for one in questions for name in one["supporting_ids"]}
+    questions = [single for single in questions if single["data_source"] == "nq"][:30]
+    gold = {name for single in questions for name in single["supporting_ids"]}
     with gzip.open(sample / "corpus.jsonl.gz", "rt") as file:
         rows = [row for i, row in enumerate(map(json.loads, file)) if row["id"] in gold or i < 170]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     corpus = load_corpus(tmp_path / "c.jsonl")
     build_index(corpus, tmp_path / "i", BuildOptions("dense", MODEL), progress=False)
-    found = open_index(tmp_path / "i", corpus).search([one["question"] for one in questions], 3)
+    results = open_index(tmp_path / "i", corpus).search([single["question"] for single in questions], 3)
     hits = [
-        bool(set(one["supporting_ids"]) & {row["id"] for row, _ in three})
-        for one, three in zip(questions, found, strict=True)
+        bool(set(single["supporting_ids"]) & {row["id"] for row, _ in three})
+        for single, three in zip(questions, results, strict=True)
     ]
     assert sum(hits) >= 27
 
@@ -280,26 +280,26 @@ def reranker(tmp_path_factory):
     )
 
 
-def ids(found):
-    return [row["id"] for row, _ in found]
+def ids(results):
+    return [row["id"] for row, _ in results]
 
 
-def test_the_best_are_kept_best_first(index, reranker):
+def test_reranker_keeps_the_best_first(index, reranker):
     """Best by the cross-encoder's own score of each pair, whatever order they were retrieved in."""
     queries = ["ada almson", "bo dorn"]
-    found = index.search(queries, 6)
-    whole = reranker.rerank(queries, found, 6)
-    for query, one, before in zip(queries, whole, found, strict=True):
+    results = index.search(queries, 6)
+    whole = reranker.rerank(queries, results, 6)
+    for query, single, before in zip(queries, whole, results, strict=True):
         own = {
             row["id"]: reranker._encoder.predict([(query, passage_text(row["contents"]))])[0]
             for row, _ in before
         }
-        assert ids(one) == sorted(own, key=own.get, reverse=True) != ids(before)
-        assert [score for _, score in one] == pytest.approx([own[name] for name in ids(one)], abs=1e-5)
-    for one, all_six, before in zip(reranker.rerank(queries, found, 3), whole, found, strict=True):
+        assert ids(single) == sorted(own, key=own.get, reverse=True) != ids(before)
+        assert [score for _, score in single] == pytest.approx([own[name] for name in ids(single)], abs=1e-5)
+    for single, all_six, before in zip(reranker.rerank(queries, results, 3), whole, results, strict=True):
         scores = [score for _, score in all_six]
         assert scores == sorted(scores, reverse=True)
-        assert one == all_six[:3]
+        assert single == all_six[:3]
         assert sorted(ids(all_six)) == sorted(ids(before))
     assert reranker.rerank(["x"], [[]], 3) == [[]]
 
@@ -311,11 +311,11 @@ def test_the_best_are_kept_best_first(index, reranker):
         ("no title", "(Title: no title) "),
     ],
 )
-def test_the_reranker_reads_what_the_authors_server_gives_theirs(contents, text):
+def test_reranker_reads_passages_like_the_authors(contents, text):
     assert passage_text(contents) == text
 
 
-def test_calibadv_requests_are_reranked_and_others_are_not(index, reranker):
+def test_only_calibadv_requests_are_reranked(index, reranker):
     (best,) = reranker.rerank(BODY["queries"], index.search(BODY["queries"], 6), 3)
     with TestClient(make_app(index, Depths(6), reranker=reranker)) as client:
         (items,) = client.post("/retrieve", json=BODY).json()["result"]
@@ -332,11 +332,11 @@ def test_calibadv_requests_are_reranked_and_others_are_not(index, reranker):
         assert client.get("/health").json()["reranker"] == ""
 
 
-def test_not_sort_gives_the_first_in_retrieval_order_without_reranking(index, reranker):
-    (found,) = index.search(BODY["queries"], 6)
-    (best,) = reranker.rerank(BODY["queries"], [found], 3)
-    assert set(ids(best)) != set(ids(found[:3]))  # the best by cross-encoder are others
-    expected = [{"document": row["contents"], "score": score, "id": row["id"]} for row, score in found[:3]]
+def test_not_sort_keeps_the_retrieval_order(index, reranker):
+    (results,) = index.search(BODY["queries"], 6)
+    (best,) = reranker.rerank(BODY["queries"], [results], 3)
+    assert set(ids(best)) != set(ids(results[:3]))  # the best by cross-encoder are others
+    expected = [{"document": row["contents"], "score": score, "id": row["id"]} for row, score in results[:3]]
     for loaded in (reranker, None):
         with TestClient(make_app(index, Depths(6, rerank_topk=3), reranker=loaded)) as client:
             for body in (BODY, {name: value for name, value in BODY.items() if name != "topk_rerank"}):

@@ -81,17 +81,17 @@ class QdrantServer:
         if route == "/points/query/batch":
             requests = [
                 edge.QueryRequest(
-                    limit=one["limit"],
-                    query=edge.Query.Nearest(one["query"]["nearest"]),
-                    params=search_params(one.get("params")),
+                    limit=item["limit"],
+                    query=edge.Query.Nearest(item["query"]["nearest"]),
+                    params=search_params(item.get("params")),
                     with_payload=False,
                 )
-                for one in body["searches"]
+                for item in body["searches"]
             ]
-            found = self.shard.query_batch(edge.QueryBatchRequest(requests))
+            results = self.shard.query_batch(edge.QueryBatchRequest(requests))
             return [
-                {"points": [{"id": one.id, "version": one.version, "score": one.score} for one in points]}
-                for points in found
+                {"points": [{"id": item.id, "version": item.version, "score": item.score} for item in points]}
+                for points in results
             ]
         raise AssertionError(f"{method} {route}: not a request of the retriever")
 

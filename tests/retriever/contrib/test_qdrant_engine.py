@@ -52,10 +52,10 @@ def search(url, vectors, parameters):
 
 def share_found(ids, exact):
     best = np.argsort(-exact, axis=1)[:, :K]
-    return np.mean([len({*row} & {*wanted}) / K for row, wanted in zip(ids, best, strict=True)])
+    return np.mean([len({*row} & {*required}) / K for row, required in zip(ids, best, strict=True)])
 
 
-def test_every_row_is_uploaded_once_and_the_settings_arrive(served):
+def test_rows_are_uploaded_once_with_settings(served):
     quantization, server, *_ = served
     assert server.shard.info().points_count == COUNT
     assert server.shard.info().indexed_vectors_count == COUNT  # else every search would be exact
@@ -63,21 +63,21 @@ def test_every_row_is_uploaded_once_and_the_settings_arrive(served):
     assert (kinds[quantization] is None) == (server.settings.get("quantization_config") is None)
 
 
-def test_an_exact_search_finds_the_best(served):
+def test_exact_search_finds_the_best(served):
     _, _, url, exact, vectors = served
     scores, ids = search(url, vectors, "exact=true")
     np.testing.assert_allclose(scores, -np.sort(-exact, axis=1)[:, :K], rtol=1e-5)
     np.testing.assert_allclose(scores, np.take_along_axis(exact, ids, 1), rtol=1e-5)
 
 
-def test_a_wider_search_finds_more(served):
+def test_wider_search_finds_more(served):
     quantization, _, url, exact, vectors = served
     full = ",rescore=true,oversampling=8"
     narrow, wide = (share_found(search(url, vectors, f"hnsw_ef={ef}{full}")[1], exact) for ef in (5, 512))
     assert narrow < wide and wide > (0.5 if quantization == "binary" else 0.8)
 
 
-def test_scores_are_of_the_codes_unless_they_are_computed_again(served):
+def test_scores_are_of_codes_unless_rescored(served):
     quantization, _, url, exact, vectors = served
 
     def off(parameters):

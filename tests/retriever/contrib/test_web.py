@@ -61,16 +61,16 @@ def budget(tmp_path):
         ("serpapi", {"api_key": "secret-SERPAPI_API_KEY", "engine": "google", "q": "who?", "num": "2"}),
     ],
 )
-def test_results_come_as_passages_in_the_webs_order(api, budget, provider, sent):
+def test_results_keep_the_order_of_the_web(api, budget, provider, sent):
     search = WebSearch(provider, budget, api.url)
-    found, same = search.search(["who?", "who?"], 2)
-    assert api.asked == [sent] and budget.spent == 1 and same == found  # equal queries are sent once
+    results, same = search.search(["who?", "who?"], 2)
+    assert api.asked == [sent] and budget.spent == 1 and same == results  # equal queries are sent once
     row = {"id": "https://e.org/0", "url": "https://e.org/0", "contents": '"T 0 x"\ns 0 y'}
-    assert found[0] == (row, 1.0) and found[1][1] == 0.5 and len(found) == 2
+    assert results[0] == (row, 1.0) and results[1][1] == 0.5 and len(results) == 2
     assert "secret-GOOGLE_API_KEY" not in json.dumps(search.manifest)
 
 
-def test_half_a_surrogate_pair_in_a_snippet_is_answered_and_kept(api, budget, tmp_path):
+def test_half_surrogate_pair_in_snippet_is_replaced(api, budget, tmp_path):
     items = [{"title": "half \ud800", "link": "https://e.org/\udfff", "snippet": "whole \U0001f600"}]
     api.replies["q"] = [(200, {"items": items})]
     search = WebSearch("google", budget, api.url)
@@ -106,7 +106,7 @@ def test_no_results_are_no_error(api, budget):
         ("serpapi", [(200, {"error": "Your account has run out of searches."})], 1, "run out of searches"),
     ],
 )
-def test_failures_name_their_cause_and_spend_what_was_sent(api, budget, provider, replies, spent, message):
+def test_failures_name_their_cause_and_are_counted(api, budget, provider, replies, spent, message):
     api.replies = {"bad": list(replies)}
     bad, good = WebSearch(provider, budget, api.url).search(["bad", "good"], 1)
     assert isinstance(bad, SearchFailed) and bad.status == 502
@@ -116,18 +116,18 @@ def test_failures_name_their_cause_and_spend_what_was_sent(api, budget, provider
     assert budget.spent == spent + 1
 
 
-def test_a_passing_failure_is_tried_again(api, budget):
+def test_passing_failure_is_retried(api, budget):
     api.replies = {"q": [(429, {"error": {"message": "slow down"}}), (503, {})]}
-    (found,) = WebSearch("google", budget, api.url).search(["q"], 1)
-    assert len(found) == 1 and budget.spent == 3
+    (results,) = WebSearch("google", budget, api.url).search(["q"], 1)
+    assert len(results) == 1 and budget.spent == 3
 
 
-def test_an_unreachable_provider_does_not_show_the_key(budget, api):
+def test_unreachable_provider_does_not_show_the_key(budget, api):
     (outcome,) = WebSearch("google", budget, "http://127.0.0.1:9/").search(["q"], 1)
     assert str(outcome) == "google: no answer after 3 attempts (ConnectError)"
 
 
-def test_the_budget_outlives_the_process_and_paid_results_are_kept(api, tmp_path):
+def test_budget_and_paid_results_outlive_the_process(api, tmp_path):
     """Of three queries in one request two fit the budget: they are stored, and come from the store later."""
     store = tmp_path / "store"
 
@@ -148,13 +148,13 @@ def test_the_budget_outlives_the_process_and_paid_results_are_kept(api, tmp_path
     assert len(api.asked) == 3
 
 
-def test_a_damaged_budget_is_refused(tmp_path):
+def test_damaged_budget_is_refused(tmp_path):
     (tmp_path / "budget").write_text("many")
     with pytest.raises(RetrieverError, match="not a count of requests"):
         Budget(tmp_path / "budget", 3)
 
 
-def test_the_service_is_started_by_its_options(api, tmp_path, monkeypatch):
+def test_options_start_the_web_service(api, tmp_path, monkeypatch):
     options = ["--retriever_name", "serpapi", "--web_endpoint", api.url]
     with pytest.raises(RetrieverError, match="--cache_path is missing"):
         parse(options)

@@ -336,8 +336,8 @@ def test_every_kind_finds_the_same_in_many_shards(tmp_path, corpus, monkeypatch,
         monkeypatch.setattr(qdrant, "BATCH", 2)  # several uploads a shard, too
 
     def hits(folder):
-        found = open_index(folder, corpus).search(QUERIES, 5)
-        return [[(row["id"], round(score, 3)) for row, score in hits_of_query] for hits_of_query in found]
+        results = open_index(folder, corpus).search(QUERIES, 5)
+        return [[(row["id"], round(score, 3)) for row, score in hits_of_query] for hits_of_query in results]
 
     build(corpus, tmp_path / "whole")
     build(corpus, tmp_path / "many", kind=kind, shard_rows=5)

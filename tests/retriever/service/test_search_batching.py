@@ -14,7 +14,7 @@ from retriever.service import engine as memory
 from retriever.service.engine import Limits, Overloaded, SearchBatcher
 
 
-def test_queries_that_wait_together_share_a_search_and_get_their_own_results(index):
+def test_waiting_queries_share_a_search(index):
     counting = Counting(index, seconds=0.02)
 
     async def run():
@@ -22,15 +22,15 @@ def test_queries_that_wait_together_share_a_search_and_get_their_own_results(ind
         return await asyncio.gather(*(batcher.submit([name], 3) for name in NAMES * 4))
 
     results = asyncio.run(run())
-    for (found,), name in zip(results, NAMES * 4, strict=True):
+    for (matches,), name in zip(results, NAMES * 4, strict=True):
         (alone,) = index.search([name], 3)
-        assert [row for row, _ in found] == [row for row, _ in alone]
+        assert [row for row, _ in matches] == [row for row, _ in alone]
         # FAISS multiplies many queries by another kernel, which rounds otherwise.
-        assert [score for _, score in found] == pytest.approx([score for _, score in alone], rel=1e-5)
+        assert [score for _, score in matches] == pytest.approx([score for _, score in alone], rel=1e-5)
     assert len(counting.batches) <= 3, counting.batches
 
 
-def test_a_client_that_sends_one_request_at_a_time_never_waits_for_others():
+def test_single_requests_do_not_wait():
     batches = []
 
     def search(queries, k):
@@ -56,12 +56,12 @@ def test_depths_are_not_mixed(index):
         batcher = SearchBatcher(counting.search, Limits())
         return await asyncio.gather(batcher.submit(["lives"], 2), batcher.submit(["lives", "bo"], 3))
 
-    one, two = asyncio.run(run())
-    assert [len(found) for found in one + two] == [2, 3, 3]
+    item, two = asyncio.run(run())
+    assert [len(matches) for matches in item + two] == [2, 3, 3]
     assert counting.batches == [(1, 2), (2, 3)]
 
 
-def test_a_full_queue_refuses_and_the_rest_is_answered(index):
+def test_full_queue_refuses_some_requests(index):
     counting = Counting(index, seconds=0.05)
 
     async def run():
@@ -75,7 +75,7 @@ def test_a_full_queue_refuses_and_the_rest_is_answered(index):
     assert all(len(result) == 1 for result in results if not isinstance(result, Overloaded))
 
 
-def test_an_error_of_a_search_reaches_its_callers_and_the_next_search_works(index):
+def test_error_of_a_search_reaches_its_callers(index):
     def search(queries, k):
         if "bad" in queries:
             raise OSError("disk")
@@ -90,7 +90,7 @@ def test_an_error_of_a_search_reaches_its_callers_and_the_next_search_works(inde
     assert asyncio.run(run())[0][0][0]["id"] == "0"
 
 
-def test_a_client_that_has_gone_is_not_searched_for(index):
+def test_query_of_absent_client_is_dropped(index):
     counting = Counting(index, seconds=0.05)
 
     async def run():
@@ -129,8 +129,8 @@ def together(index, workers, *bursts):
             tasks += [(name, asyncio.create_task(batcher.submit([name], 1))) for name in names]
             await asyncio.sleep(0.01)
         for name, task in tasks:
-            ((found,),) = await task
-            assert name in found[0]["contents"]
+            ((matches,),) = await task
+            assert name in matches[0]["contents"]
 
     asyncio.run(run())
     return most, sizes
@@ -153,21 +153,21 @@ def test_further_searches_begin_where_enough_queries_wait(index, workers, bursts
 
 
 @pytest.mark.medium
-def test_a_large_request_keeps_every_worker_busy(index):
+def test_large_request_keeps_every_worker_busy(index):
     counting = Counting(index, seconds=0.01)
 
     async def run():
         batcher = SearchBatcher(counting.search, Limits(max_batch=32, workers=2))
         return await batcher.submit(NAMES * 20, 1)
 
-    found = asyncio.run(run())
-    assert [one[0][0]["contents"].split('"')[1] for one in found] == NAMES * 20
+    matches = asyncio.run(run())
+    assert [item[0][0]["contents"].split('"')[1] for item in matches] == NAMES * 20
     sizes = [size for size, _ in counting.batches]
     assert sizes[:9] == [32] * 9
     assert sizes[9:] in ([32], [16, 16])  # workers that end at the same moment share what is left
 
 
-def test_a_request_that_does_not_fit_beside_those_that_wait_is_refused_whole():
+def test_request_above_the_queue_is_refused_whole():
     async def work():
         batcher = SearchBatcher(lambda queries, k: [[({"id": q}, 1.0)] for q in queries], Limits(max_queue=5))
         first = asyncio.ensure_future(batcher.submit(["a", "b", "c"], 1))
@@ -177,7 +177,7 @@ def test_a_request_that_does_not_fit_beside_those_that_wait_is_refused_whole():
             await batcher.submit(["d", "e", "f"], 1)
         assert batcher.queued == 3
         second = await batcher.submit(["d", "e"], 1)  # exactly full
-        return [found[0][0]["id"] for found in [*await first, *second]]
+        return [matches[0][0]["id"] for matches in [*await first, *second]]
 
     assert asyncio.run(work()) == ["a", "b", "c", "d", "e"]
 
@@ -187,7 +187,7 @@ def own_bytes():
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
-def test_holes_go_back():
+def test_freed_memory_is_returned():
     blocks = [b"x" * size for size in range(20_000, 24_000)]  # 88 MB, each too small for a mapping of its own
     full = own_bytes()
     pins = blocks[::50]
@@ -197,7 +197,7 @@ def test_holes_go_back():
     assert all(set(pin) == {120} for pin in pins)
 
 
-def test_once_in_so_many_queries(monkeypatch):
+def test_memory_is_trimmed_every_1000_queries(monkeypatch):
     trims = []
     monkeypatch.setattr(memory, "trim_memory", lambda: trims.append(1))
 

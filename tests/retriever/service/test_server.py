@@ -47,7 +47,7 @@ def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
         url = f"http://127.0.0.1:{port_file.read_text()}/retrieve"
         outcomes = []
 
-        async def one(client):
+        async def item(client):
             try:
                 reply = await client.post(url, json={"queries": NAMES * 8, "topk": 16})
                 outcomes.append(reply.status_code)
@@ -58,8 +58,8 @@ def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
 
         async def load():
             async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-                await one(client)
-                tasks = [asyncio.create_task(one(client)) for _ in range(12)]
+                await item(client)
+                tasks = [asyncio.create_task(item(client)) for _ in range(12)]
                 while outcomes.count(200) < 2 and not all(task.done() for task in tasks):
                     await asyncio.sleep(0.01)
                 process.send_signal(signal.SIGTERM)
@@ -98,7 +98,7 @@ class Empty:
         return [[] for _ in queries]
 
 
-def test_it_says_what_it_loads_and_then_hands_over():
+def test_loading_is_reported_before_the_service():
     go_on = threading.Event()
 
     def load(report):
@@ -128,7 +128,7 @@ def test_it_says_what_it_loads_and_then_hands_over():
     asyncio.run(ask())
 
 
-def test_while_it_loads_only_the_token_learns_what():
+def test_loading_stage_needs_the_token():
     async def ask():
         loading = Loading(lambda report: None, "secret")
         transport = httpx.ASGITransport(loading)
@@ -151,7 +151,7 @@ def command(folder, *more):
 
 
 @pytest.mark.medium
-def test_what_cannot_be_loaded_ends_the_service(tmp_path):
+def test_failed_loading_ends_the_service(tmp_path):
     ended = subprocess.run(command(tmp_path), capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: ") and "corpus.jsonl" in ended.stderr
@@ -159,7 +159,7 @@ def test_what_cannot_be_loaded_ends_the_service(tmp_path):
 
 
 @pytest.mark.medium
-def test_a_stop_while_loading_does_not_wait_for_it(tmp_path):
+def test_stop_does_not_wait_for_loading(tmp_path):
     """Building over so many passages takes far longer than the test waits."""
     rows = (json.dumps({"id": str(n), "contents": f'"T {n}"\nword{n} ' * 20}) for n in range(200_000))
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows) + "\n")
@@ -185,7 +185,7 @@ def test_a_stop_while_loading_does_not_wait_for_it(tmp_path):
         process.kill()
 
 
-def test_a_taken_port_is_one_line(tmp_path):
+def test_taken_port_is_named(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         options = ["--corpus_path", "c", "--index_path", "i", "--port", port]
@@ -218,7 +218,7 @@ def test_options_reach_the_service(files, capsys):
     assert "0.0.0.0 is open to the network without --token_file" in capsys.readouterr().err
 
 
-def test_a_missing_index_is_built_by_the_builders_options(tmp_path, files):
+def test_build_options_reach_the_builder(tmp_path, files):
     arguments = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "new"), "--build_if_missing"]
     arguments += ["--factory", "HNSW8", "--search", "efSearch=99", "--embeddings", str(tmp_path / "kept")]
     arguments += ["--embedding_dtype", "float16", "--shard_rows", "5"]
@@ -247,7 +247,7 @@ def test_limits_reach_the_service(files):
         assert b" 408 " in connection.recv(1000)
 
 
-def test_a_search_a_core_but_one_for_the_web(files, tmp_path, monkeypatch):
+def test_workers_are_cores_but_one_for_web(files, tmp_path, monkeypatch):
     """Equal queries of one search are paid for once; those of two searches would be paid for twice."""
     monkeypatch.setattr(assembly, "available_cores", lambda: 6)
     paths = ["--corpus_path", str(files[0]), "--index_path", str(files[1])]
