@@ -14,7 +14,6 @@ from retriever import prepare_corpus, serve
 from retriever.build_index import main
 from retriever.contrib.web import PROVIDERS
 from retriever.corpus.passages import load_corpus
-from retriever.encoders import HashedEncoder
 from retriever.errors import RetrieverError
 from retriever.indexes.index import open_index
 from retriever.options import WEB_SEARCHES, parse
@@ -63,31 +62,6 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch
         assert set(os.listdir(tmp_path)) == index | kept
         assert main(arguments) == 0
         assert os.listdir(tmp_path) == ["i"]
-
-
-def test_build_continues_after_ctrl_c(tmp_path, capsys, monkeypatch):
-    people_corpus(tmp_path / "c.jsonl", 20)
-    arguments = ["--corpus_path", str(tmp_path / "c.jsonl"), "--index_path", str(tmp_path / "i")]
-    arguments += ["--shard_rows", "5", "--embeddings", str(tmp_path / "e")]
-    encode, encoded = HashedEncoder.encode_passages, []
-
-    def encode_two(self, rows):
-        if len(encoded) == 2:
-            raise KeyboardInterrupt
-        encoded.append(rows[0]["id"])
-        return encode(self, rows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(HashedEncoder, "encode_passages", encode_two)
-        assert main(arguments) == 130
-    shards = {"shard-00000.npy", "shard-00001.npy"}
-    assert set(os.listdir(tmp_path / "e")) == shards | {"settings.json", "encoder.npz"}
-    monkeypatch.setattr(
-        HashedEncoder,
-        "encode_passages",
-        lambda self, rows: encoded.append(rows[0]["id"]) or encode(self, rows),
-    )
-    assert main(arguments) == 0 and encoded == ["0", "5", "10", "15"]
 
 
 def test_ctrl_c_ends_other_commands_in_one_line(tmp_path, files, capsys, monkeypatch):

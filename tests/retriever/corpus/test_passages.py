@@ -341,13 +341,6 @@ def test_each_part_of_the_identity_counts(corpus, name):
     assert load_offsets(corpus) is None
 
 
-@pytest.mark.parametrize("cut", [8, 1])
-def test_cut_offsets_are_not_used(corpus, cut):
-    path = cache_file(corpus)
-    path.write_bytes(path.read_bytes()[:-cut])
-    assert load_offsets(corpus) is None
-
-
 def test_offsets_are_the_starts_of_lines(corpus):
     lines = corpus.read_bytes().splitlines(keepends=True)
     np.testing.assert_array_equal(load_offsets(corpus).starts, np.cumsum([0, *map(len, lines)]))

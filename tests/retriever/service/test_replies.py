@@ -135,8 +135,6 @@ def test_too_many_documents_are_refused_before_search(index, queries, body, mess
 @pytest.mark.parametrize(
     "body",
     [
-        {"queries": ["ada"] * 512, "topk": 3, "return_scores": True},  # Search-R1's batch
-        {"queries": ["ada"] * 512 * 5, "topk_retrieval": 20, "topk_rerank": 3, "not_sort": True},
         pytest.param({"queries": ["ada"] * 8192, "topk": 8}, marks=pytest.mark.medium),
         {"queries": ["ada"], "topk": 1000},
     ],
