@@ -6,11 +6,10 @@ import argparse
 import sys
 
 from retriever.errors import require, status_of
-from retriever.options import BUILT, INSTALL, add_build, add_source, given_build
+from retriever.options import BUILT, INSTALL, add_build, add_source, build_options
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The fields of `indexing.options.BuildOptions`, which checks them, and where corpus and index are."""
     parser = argparse.ArgumentParser(
         prog="python -m retriever.build_index",
         description="Builds an index of a corpus; started again after a stop, it goes on.",
@@ -24,12 +23,10 @@ def run(arguments: argparse.Namespace) -> None:
     require("scipy", INSTALL)
     # Not above: --help answers at once, and where nothing but the base packages is installed.
     from retriever.corpus.passages import load_corpus
-    from retriever.indexing.builder import build_index
-    from retriever.indexing.options import BuildOptions
+    from retriever.indexes.index import build_index
 
     corpus = load_corpus(arguments.corpus_path)
-    options = BuildOptions(arguments.retriever_name, arguments.retriever_model, **given_build(arguments))
-    build_index(corpus, arguments.index_path, options)
+    build_index(corpus, arguments.index_path, build_options(arguments))
     sys.stdout.write(f"{len(corpus)} passages indexed in {arguments.index_path}\n")
 
 

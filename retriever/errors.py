@@ -1,4 +1,4 @@
-"""The service's own error type, and its wording; it shares nothing with the trainer."""
+"""Errors of the service, each one line; nothing is shared with the trainer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ class Unavailable(RetrieverError):
     """Another service does not answer now; the same call may succeed later."""
 
 
-def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> int:
-    """Do a command's work: 0, or 2 after an error and 130 after Ctrl-C, which are said in one line.
+class SearchFailed(Exception):
+    """One query was not answered; `status` is the HTTP status of the reply."""
 
-    Args:
-        interrupted: that line after Ctrl-C.
-    """
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> int:
+    """Run a command: status 0, 2 after an error, or 130 and the line `interrupted` after Ctrl-C."""
     try:
         work()
     except RetrieverError as error:
@@ -36,14 +40,7 @@ def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> i
 
 
 def require(module: str, advice: str) -> Any:
-    """An optional package's module.
-
-    Args:
-        advice: what to install, or which option not to use.
-
-    Raises:
-        RetrieverError: it, or something that it needs, is not installed.
-    """
+    """Import an optional package's module; raises RetrieverError with advice if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the process, and however full the disk is."""
+"""Files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path, by_many: bool = False) -> Iterator[Path]:
-    """Another name beside `path` to write to: it becomes `path` if the block ends well, else it goes.
+    """Yield a temporary name beside `path`, renamed to it if the block succeeds and removed otherwise.
 
-    Args:
-        by_many: several processes may write it at once; each has a name of its own. What a kill leaves is
-            then not written over.
-
-    Raises:
-        OSError: it cannot be written; an older file of this name is as it was.
+    Raises OSError: an older file is unchanged. `by_many`: several processes may write it at once.
     """
     own = f".{os.getpid()}" if by_many else ""
     partial = path.with_name(f".{path.name}{own}.partial")
@@ -31,7 +26,7 @@ def replacing(path: Path, by_many: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """As `replacing`, an empty folder ``PATH.unfinished``; an older one goes when the new one is complete."""
+    """As `replacing`, for an empty folder ``PATH.unfinished``."""
     partial, previous = (path.with_name(path.name + end) for end in (".unfinished", ".previous"))
     for leftover in (partial, previous):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -1,8 +1,7 @@
-"""What the rooms hand each other: rows, results, and what an encoder, an index and a searcher can do.
+"""Types shared by the packages of the service.
 
-A query's way has one name for each level: the service answers a request (`Engine.answer`), the batcher takes
-queries in (`SearchBatcher.submit`), a searcher searches texts (`Searcher.search`), a ranker ranks row numbers
-(`Ranker.rank`), and an index of vectors finds the nearest (`Vectors.nearest`).
+A query passes `Engine.answer` (a request), `SearchBatcher.submit` (queries that wait), `Searcher.search`
+(texts), `Ranker.rank` (row numbers) and `Vectors.nearest` (an index of vectors).
 """
 
 from __future__ import annotations
@@ -13,56 +12,47 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Row = dict[str, Any]  # of the corpus: id, contents and whatever else the file has
-Found = list[tuple[Row, float]]  # one query's rows with their scores, best first
+CorpusRow = dict[str, Any]  # id, contents and any other fields of the file
+Hits = list[tuple[CorpusRow, float]]  # one query's rows with their scores, best first
 
 
 class Encoder(Protocol):
-    """Texts to vectors whose inner product ranks passages."""
+    """Texts to vectors whose inner product ranks passages: float32 [texts, dimension]."""
 
     name: str  # of --retriever_name
     model: str  # folder or hub name; empty without weights
     dimension: int
 
-    def encode_passages(self, rows: Sequence[Row]) -> np.ndarray:
-        """float32 [len(rows), dimension]."""
-        ...
-
-    def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
-        """float32 [len(queries), dimension]."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Writes what `encoders.factory.load_encoder` needs."""
-        ...
+    def encode_passages(self, rows: Sequence[CorpusRow]) -> np.ndarray: ...
+    def encode_queries(self, queries: Sequence[str]) -> np.ndarray: ...
+    def save(self, folder: Path) -> None: ...  # for `encoders.dense.load_encoder`
 
 
 class Vectors(Protocol):
-    """An index of vectors: FAISS, JAX or Qdrant."""
+    """An index of vectors."""
 
     dimension: int
     documents: int
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [Q, D] -> scores float32 [Q, k], row numbers int64 [Q, k] or -1 if none was found."""
+        """Return scores float32 [Q, k] and row numbers int64 [Q, k] for queries float32 [Q, dimension].
+
+        Larger scores are better; best first, ties in corpus order; row -1 where fewer rows are found.
+        """
         ...
 
 
 class Ranker(Protocol):
-    """Ranks row numbers for texts."""
+    """Ranks rows for texts; returns as `Vectors.nearest`."""
 
     documents: int
 
-    def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Scores float32 [Q, k], row numbers int64 [Q, k] or -1."""
-        ...
+    def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 class Searcher(Protocol):
-    """What the service needs of an index, or of the web."""
+    """An index, a collection or the web: at most k rows for each query, or the error of that query."""
 
     manifest: dict[str, Any]
 
-    def search(self, queries: Sequence[str], k: int) -> Sequence[Found | Exception]:
-        """At most k rows of each query, or why that query has none."""
-        ...
+    def search(self, queries: Sequence[str], k: int) -> Sequence[Hits | Exception]: ...

@@ -1,4 +1,4 @@
-"""``python -m retriever.prepare_corpus INPUT … --output corpus.jsonl``: any known corpus to ours."""
+"""``python -m retriever.prepare_corpus INPUT … --output corpus.jsonl``: converts a corpus."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ def run(arguments: argparse.Namespace) -> None:
     # Not above: --help answers at once, and where nothing is installed.
     from retriever.corpus.prepare import prepare_corpus
 
-    report = prepare_corpus(
-        arguments.inputs, arguments.output, arguments.number_ids, arguments.drop_duplicates
-    )
-    dropped = "".join(f", {count} dropped ({why})" for why, count in sorted(report.dropped.items()))
+    options = (arguments.number_ids, arguments.drop_duplicates)
+    counts = prepare_corpus(arguments.inputs, arguments.output, *options)
+    dropped = "".join(f", {count} dropped ({why})" for why, count in sorted(counts.dropped.items()))
     sys.stdout.write(
-        f"{report.read} passages read{dropped}, {report.written} written to {arguments.output}\n"
+        f"{counts.read} passages read{dropped}, {counts.written} written to {arguments.output}\n"
     )
 
 

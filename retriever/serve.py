@@ -11,10 +11,10 @@ from retriever.options import INSTALL, parse
 
 def run(argv: list[str] | None) -> None:
     arguments = parse(argv)
-    _one_thread_an_operation(is_asked=arguments.threads > 0)
+    _limit_threads(is_asked=arguments.threads > 0)
     for package in ("fastapi", "uvicorn", "prometheus_client", "scipy"):
         require(package, INSTALL)
-    from retriever.service.web import server
+    from retriever.service import server
 
     server.run(arguments)
 
@@ -23,14 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     return status_of(lambda: run(argv))
 
 
-def _one_thread_an_operation(is_asked: bool) -> None:
-    """Searches run beside each other, so the threads of OpenMP would only wait for each other.
+def _limit_threads(is_asked: bool) -> None:
+    """Set one thread for each operation, as searches run beside each other; --threads wins over the
+    environment.
 
-    Beside other programs that wait is long: on two busy cores two threads encoded a query at 5 to 10 times
-    one thread's CPU time.
-
-    Args:
-        is_asked: --threads was given, and wins over the environment.
+    On two busy cores two threads encoded a query at 5 to 10 times one thread's CPU time.
     """
     # Read when numpy, FAISS, torch and tokenizers are loaded: nothing above imports them.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

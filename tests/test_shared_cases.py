@@ -32,12 +32,11 @@ from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import load_tokenizer
 from calibadv_jax.snapshots.huggingface import check_weights, read_hf_config
 from calibadv_jax.snapshots.peft import load_adapters
+from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
 from retriever.corpus.prepare import prepare_corpus
 from retriever.errors import RetrieverError
-from retriever.indexing.builder import build_index
-from retriever.indexing.options import BuildOptions
-from retriever.search.opening import IndexOptions, open_index
+from retriever.indexes.index import build_index, open_index
 
 # ---- models: tokenizers, chat templates, shapes of checkpoints ----
 
@@ -177,7 +176,7 @@ def test_index_with_ids_from_one_is_refused(shared, monkeypatch):
     pytest.importorskip("faiss")
     folder = shared / "cases/retriever"
     encoder = SimpleNamespace(name="e5", model="m", dimension=384)
-    monkeypatch.setattr("retriever.search.opening.make_encoder", lambda *_: encoder)
+    monkeypatch.setattr("retriever.indexes.index.make_encoder", lambda *_: encoder)
     with pytest.raises(RetrieverError, match="its ids are not the row numbers 0 … 4 of the corpus .*id 5"):
         open_index(folder / "idmap_from_one.index", load_corpus(folder / "en.jsonl"), IndexOptions("e5"))
 

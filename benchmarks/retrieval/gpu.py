@@ -23,9 +23,8 @@ import faiss
 import numpy as np
 
 from retriever.errors import RetrieverError
-from retriever.indexing.faiss import flat_header
-from retriever.search.backends.faiss import FaissVectors, map_flat
-from retriever.search.backends.jax import JaxVectors
+from retriever.indexes.faiss import FaissVectors, flat_header, map_flat
+from retriever.indexes.jax import JaxVectors
 
 ENGINES = ("shards", "cloner", "jax")
 BATCHES = (1, 64, 2560)

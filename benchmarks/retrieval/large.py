@@ -25,8 +25,9 @@ import numpy as np
 
 from benchmarks.retrieval.load import drive, process_bytes, start
 from retriever.corpus.passages import Corpus, load_corpus
-from retriever.encoders.dense import DenseEncoder
-from retriever.indexing.embeddings import SETTINGS, shard_path
+from retriever.encoders import DenseEncoder
+from retriever.indexes.backend import shard_path
+from retriever.indexes.index import SETTINGS
 
 DIMENSION = 384
 SHARD_ROWS = 2**18

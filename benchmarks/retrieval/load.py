@@ -41,10 +41,9 @@ import numpy as np
 from pydantic import BaseModel
 
 from retriever.corpus.passages import load_corpus, split_contents
-from retriever.encoders.dense import DenseEncoder
-from retriever.search.index import Dense, Index
-from retriever.search.index_memory import available_cores
-from retriever.search.opening import open_index
+from retriever.encoders import DenseEncoder
+from retriever.indexes.backend import available_cores
+from retriever.indexes.index import Dense, Index, open_index
 
 SLICES = 10  # of the soak
 

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from benchmarks.retrieval.load import compare, make_parser, queries_of, start
 from retriever.serve import main as serve
-from retriever.service.web import server
+from retriever.service import server
 
 
 def parse() -> argparse.Namespace:

@@ -21,10 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from retriever.backends import BuildOptions
 from retriever.corpus.passages import Corpus, load_corpus
-from retriever.indexing.builder import build_index
-from retriever.indexing.options import BuildOptions
-from retriever.search.opening import open_index
+from retriever.indexes.index import build_index, open_index
 
 DEPTHS = (3, 10)
 BATCH = 32

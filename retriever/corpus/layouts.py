@@ -1,7 +1,6 @@
 """Passages of other corpora, row by row: title/text JSON Lines, BEIR, DPR's and MS MARCO's tsv, csv, parquet.
 
-The first bytes of a file say which of these it is; its name does not matter. Files may be gzipped. Rows are
-read one by one, so that a corpus may be larger than the memory.
+The first bytes of a file decide its layout, not its name. Files may be gzipped, and larger than the memory.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -35,20 +35,20 @@ TABLES = {2: ("id", "text"), 4: ("id", "url", "title", "text")}  # MS MARCO pass
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage of any layout; `contents` as in wiki-18, empty if the row has no text."""
+    """A passage of any layout; `contents` is empty if the row has no text."""
 
     id: str | None
     contents: str
     url: str = ""
 
     def to_line(self) -> bytes:
-        """Return the row of our corpus, as a line of JSON."""
+        """Return the row of our corpus as a line of JSON."""
         row = {"id": self.id, "contents": self.contents} | ({"url": self.url} if self.url else {})
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 
 def is_convertible(path: Path) -> bool:
-    """Return whether the first row of a file, perhaps gzipped, is of one of these layouts and not of ours."""
+    """Whether the first row of a file, perhaps gzipped, has one of these layouts and not ours."""
     with _errors(path), path.open("rb") as raw:
         packed = raw.read(len(GZIP)) == GZIP
         raw.seek(0)
@@ -66,10 +66,9 @@ def is_convertible(path: Path) -> bool:
 
 
 def read_passages(path: Path, progress: bool = True) -> Iterator[tuple[str, Passage]]:
-    """Yields (place, passage): ``file:line`` for lines of text, ``file row N`` for parquet, counted from 1.
+    """Yield (place, passage); the place is ``file:line``, or ``file row N`` for parquet.
 
-    Raises:
-        RetrieverError: no such file, broken, or a row that no layout fits.
+    Raises RetrieverError: no such file, broken, or a row of no layout.
     """
     if not path.is_file():
         raise RetrieverError(f"{path}: no such file of passages; correct the path")
@@ -86,11 +85,7 @@ def read_passages(path: Path, progress: bool = True) -> Iterator[tuple[str, Pass
 
 
 def to_passage(row: Mapping[str, Any], where: str) -> Passage:
-    """A row of title and text, or of ready contents, as a passage.
-
-    Raises:
-        RetrieverError: no key for the text, or a value that is no text.
-    """
+    """Return a row of title and text, or of contents, as a passage; RetrieverError without a text."""
     title, text = _string(row, TITLES, where), _string(row, TEXTS, where)
     contents = _string(row, ("contents",), where)
     if contents is None and text is None:
@@ -110,7 +105,6 @@ def to_passage(row: Mapping[str, Any], where: str) -> Passage:
 
 
 def _compose(title: str | None, text: str | None, contents: str | None) -> str:
-    """Title in quotes, newline, text; an empty first line if there is no title."""
     plain = " ".join((title or "").split())
     if contents is not None:
         first = contents.partition("\n")[0].strip().removeprefix('"').removesuffix('"')
@@ -126,8 +120,8 @@ def _compose(title: str | None, text: str | None, contents: str | None) -> str:
 def _string(row: Mapping[str, Any], keys: Iterable[str], where: str) -> str | None:
     for key in keys:
         value = row.get(key)
-        if isinstance(value, list) and all(isinstance(one, str) for one in value):
-            value = " ".join(one.strip() for one in value)  # sentences
+        if isinstance(value, list) and all(isinstance(sentence, str) for sentence in value):
+            value = " ".join(sentence.strip() for sentence in value)
         if value is not None:
             if not isinstance(value, str):
                 raise RetrieverError(f"{where}: key {key!r} must be text, got {value!r:.60}; correct the row")
@@ -139,21 +133,15 @@ def _text(path: Path, raw: BinaryIO, is_packed: bool) -> Iterator[tuple[str, Map
     file = cast(BinaryIO, gzip.GzipFile(fileobj=raw) if is_packed else raw)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     first = text.readline()
-    lines = _chained(first, text)
+    lines = chain([first], text)
     if first.lstrip()[:1] == "{":
         yield from _json_lines(path, lines)
     elif "\t" in first or _has_text(_header(first)):
         yield from _table(path, first, lines)
     elif first.strip():
         raise RetrieverError(
-            f"{path}: neither JSON Lines nor a tsv, a csv with a header or parquet; convert it to one JSON"
-            " object a line, with 'id', 'title' and 'text'"
+            f"{path}: neither JSON Lines nor a tsv, a csv with a header or parquet; convert it"
         )
-
-
-def _chained(first: str, rest: Iterable[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -163,16 +151,14 @@ def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Mapping
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise RetrieverError(
-                f"{path}:{number}: not valid JSON ({error.msg}); each line is one object"
-            ) from error
+            raise RetrieverError(f"{path}:{number}: not valid JSON ({error.msg})") from error
         if not isinstance(row, dict):
             raise RetrieverError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
         yield f"{path}:{number}", row
 
 
 def _table(path: Path, first: str, lines: Iterator[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """With a header as DPR's psgs_w100, whose texts are quoted; or a tsv without one and without quotes."""
+    """A header and quoted cells as in DPR's psgs_w100, or a tsv with neither."""
     names, is_tsv = _header(first), "\t" in first
     if _has_text(names):
         csv.field_size_limit(sys.maxsize)
@@ -186,8 +172,7 @@ def _table(path: Path, first: str, lines: Iterator[str]) -> Iterator[tuple[str, 
     names = first.rstrip("\r\n").split("\t")
     if len(names) not in TABLES:
         raise RetrieverError(
-            f"{path}:1: {len(names)} columns; a tsv has a header with 'id', 'text' and 'title', or the two"
-            " columns of MS MARCO's passages, or the four of its documents; add a header"
+            f"{path}:1: {len(names)} columns and no header with 'id', 'text' and 'title'; add one"
         )
     columns = TABLES[len(names)]
     for number, line in enumerate(lines, 1):
@@ -195,7 +180,6 @@ def _table(path: Path, first: str, lines: Iterator[str]) -> Iterator[tuple[str, 
 
 
 def _header(first: str) -> list[str]:
-    """Return the names of columns that a first line may hold, in lower case."""
     cells = next(csv.reader([first], delimiter="\t" if "\t" in first else ","), [])
     return [name.strip().lower() for name in cells]
 
@@ -209,16 +193,14 @@ def _row(names: Iterable[str], cells: list[str], where: str) -> Iterator[tuple[s
     if cells in ([], [""]):
         return
     if len(cells) != len(names):
-        raise RetrieverError(
-            f"{where}: {len(cells)} columns, but the first row has {len(names)}; correct the row"
-        )
+        raise RetrieverError(f"{where}: {len(cells)} columns, but the first row has {len(names)}")
     yield where, dict(zip(names, cells, strict=True))
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with pq.ParquetFile(path) as file:
-        wanted = {*IDS, *TITLES, *TEXTS, "contents", "url"}
-        columns = [name for name in file.schema_arrow.names if name in wanted]
+        used = {*IDS, *TITLES, *TEXTS, "contents", "url"}
+        columns = [name for name in file.schema_arrow.names if name in used]
         if not columns:
             raise RetrieverError(f"{path}: no known column among {', '.join(file.schema_arrow.names)}")
         number = 0

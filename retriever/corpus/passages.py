@@ -1,29 +1,270 @@
-"""Passages in wiki-18's format: JSON Lines of ``{"id", "contents": "\\"Title\\"\\ntext"}``."""
+"""The corpus: JSON Lines of ``{"id", "contents": "\\"Title\\"\\ntext"}`` as wiki-18, mapped into memory.
+
+Offsets of a large corpus are kept in a file: 4,096 bytes of JSON padded with spaces, then int64
+[documents + 1]; row i lies in bytes offsets[i] to offsets[i + 1].
+"""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
+import itertools
+import json
 import mmap
+import os
+import re
+import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import Any, BinaryIO, overload
 
 import numpy as np
 from tqdm import tqdm
 
-from retriever.corpus import offsets
 from retriever.corpus.layouts import is_convertible, read_passages
-from retriever.corpus.offsets import parse_row, read_lines
 from retriever.errors import RetrieverError
-from retriever.interfaces import Row
+from retriever.files import replacing
+from retriever.interfaces import CorpusRow
+
+
+class Pages:
+    """Rows by URL, read on demand from a file that stays open: replacing it changes nothing.
+
+    Raises RetrieverError: no such file, or a malformed row. `sha256` is the hash of all rows.
+    """
+
+    def __init__(self, path: Path):
+        if not path.is_file():
+            raise RetrieverError(f"{path}: no such file of pages; correct --pages_path")
+        self.path = path
+        self._start: dict[str, int] = {}
+        self._reading = threading.Lock()  # requests share one place in the file
+        self._file = path.open("rb")
+        offset, digest = 0, hashlib.sha256()
+        for number, line in enumerate(read_lines(self._file, path), 1):
+            if line.strip():
+                self._start[self._url(line, number)] = offset
+                digest.update(line.strip() + b"\n")
+            offset += len(line)
+        self.sha256 = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._start)
+
+    def access(self, url: str) -> dict[str, Any] | None:
+        """Return the page's row, or None; RetrieverError if the file was changed since it was read.
+
+        ``…/index.php/Title`` is looked up as ``…/index.php?title=Title``.
+        """
+        url = url.replace("index.php/", "index.php?title=")
+        start = self._start.get(url)
+        if start is None:
+            return None
+        with self._reading:
+            self._file.seek(start)
+            line = self._file.readline()
+        try:
+            row: dict[str, Any] = json.loads(line)
+            if row["url"] == url:
+                return row
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise RetrieverError(f"{self.path}: changed while it is served; start the service again")
+
+    def _url(self, line: bytes, number: int) -> str:
+        where = f"{self.path}:{number}"
+        try:
+            row = json.loads(line)
+            url, contents = row["url"], row["contents"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RetrieverError(f"{where}: expected a JSON object with 'url' and 'contents'") from error
+        if not isinstance(url, str) or not isinstance(contents, str):
+            name, wrong = ("contents", contents) if isinstance(url, str) else ("url", url)
+            raise RetrieverError(f"{where}: field {name!r} must be a string, got {wrong!r}")
+        check_sendable(line, row, where)
+        return url
+
+
+VERSION = 1
+HEADER = 4096
+CACHED_FROM = 16 * 2**20  # bytes; a smaller corpus is scanned in less than a second
+MAX_LINE = 16 * 2**20  # bytes of a row; a longer one would cost several times as much memory
+HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # whether the other half follows or not
+PROBES, PROBE = 64, 4096  # parts of the file that its fingerprint reads, and bytes of each
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Offsets int64 [documents + 1], and the hash of all ids and contents."""
+
+    starts: np.ndarray
+    sha256: str
+
+
+def read_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, with their ends; RetrieverError for a line longer than MAX_LINE."""
+    for number in itertools.count(1):
+        line = file.readline(MAX_LINE + 1)
+        if not line:
+            return
+        if len(line) > MAX_LINE:
+            raise RetrieverError(f"{path}:{number}: longer than {MAX_LINE:,} bytes; cut the passage")
+        yield line
+
+
+def parse_row(line: bytes, where: str) -> CorpusRow:
+    """Return a row with its id as a string; RetrieverError without `id` and a non-empty `contents`."""
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise RetrieverError(f"{where}: not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        problem = f"not valid JSON ({error.msg}); each line is one object" if line.strip() else "empty row"
+        raise RetrieverError(f"{where}: {problem}; correct or remove the line") from error
+    except RecursionError as error:
+        raise RetrieverError(f"{where}: nested too deeply; remove the field that is") from error
+    if not isinstance(row, dict) or not isinstance(row.get("contents"), str) or not row["contents"].strip():
+        raise RetrieverError(
+            f"{where}: expected an object with a non-empty string 'contents'; convert rows of title and text"
+            " with python -m retriever.prepare_corpus"
+        )
+    if isinstance(row.get("id"), bool) or not isinstance(row.get("id"), str | int):
+        raise RetrieverError(f"{where}: field 'id' must be a string or a number, got {row.get('id')!r}")
+    return row | {"id": str(row["id"])}
+
+
+def check_sendable(line: bytes, row: Any, where: str) -> None:
+    """Raise RetrieverError for a row with half a surrogate pair: no client could read the reply."""
+    if HALF_PAIR.search(line):
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RetrieverError(f"{where}: holds half a surrogate pair; remove it") from error
+
+
+def scan(
+    lines: Iterable[bytes],
+    path: Path,
+    row_at: Callable[[int, int], CorpusRow],
+    places: Sequence[str] | None = None,
+) -> Offsets:
+    """Read every row once; raises RetrieverError for a malformed row or a repeated id, with its place.
+
+    Args:
+        row_at: returns the row between two offsets, to compare ids whose hashes are equal.
+        places: of the rows, for messages; None: the lines of `path`.
+    """
+    starts, keys = array("q", [0]), array("q")
+    digest = hashlib.sha256()
+    for number, line in enumerate(lines):
+        where = places[number] if places else f"{path}:{number + 1}"
+        row = parse_row(line, where)
+        check_sendable(line, row, where)
+        digest.update(f"{row['id']}\0{row['contents']}\0".encode())
+        keys.append(hash(row["id"]))
+        starts.append(starts[-1] + len(line))
+    if not keys:
+        raise RetrieverError(f"{path}: no passages in it")
+    offsets = Offsets(np.frombuffer(starts, np.int64), digest.hexdigest())
+    twice = find_duplicate(
+        np.frombuffer(keys, np.int64),
+        lambda i: row_at(int(offsets.starts[i]), int(offsets.starts[i + 1]))["id"],
+    )
+    if twice:
+        first, second, name = twice
+        here = places[second] if places else f"{path}:{second + 1}"
+        there = f"at {places[first]}" if places else f"in line {first + 1}"
+        raise RetrieverError(f"{here}: id {name!r} was used before, {there}; ids must be unique")
+    return offsets
+
+
+def find_duplicate(keys: np.ndarray, id_at: Callable[[int], str]) -> tuple[int, int, str] | None:
+    """Return (earlier row, row, id) of the first repeated id, from a hash of each: int64 [documents].
+
+    Ids of equal hashes are compared: one in 80,000 corpora of 21 million rows has such a pair by chance.
+    """
+    ordered = np.sort(keys)  # sorted values, not an argsort: half the memory
+    suspects = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not suspects.size:
+        return None
+    seen: dict[str, int] = {}
+    for i in np.flatnonzero(np.isin(keys, suspects)).tolist():
+        name = id_at(i)
+        if name in seen:
+            return seen[name], i, name
+        seen[name] = i
+    return None
+
+
+def cache_file(corpus: Path) -> Path:
+    """Return the file beside the corpus, or in the user's cache folder if that folder cannot be written."""
+    beside = corpus.with_name(corpus.name + ".offsets")
+    if beside.is_file() or os.access(corpus.parent, os.W_OK):
+        return beside
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retriever"
+    name = hashlib.sha256(str(corpus.resolve()).encode()).hexdigest()[:16]
+    return folder / f"{corpus.name}.{name}.offsets"
+
+
+def load_offsets(corpus: Path) -> Offsets | None:
+    """Return the kept offsets, memory-mapped; None if there are none or the corpus has changed since."""
+    path = cache_file(corpus)
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        header = file.read(HEADER)
+    try:
+        state = json.loads(header)
+    except ValueError:  # another program's file, or a damaged one: scanning replaces it
+        return None
+    identity = _identity(corpus)
+    if not isinstance(state, dict) or any(state.get(key) != value for key, value in identity.items()):
+        return None
+    count = int(state["documents"]) + 1
+    if path.stat().st_size != HEADER + 8 * count:
+        return None
+    starts = np.memmap(path, np.int64, mode="r", offset=HEADER, shape=(count,))
+    return Offsets(starts, state["sha256"]) if starts[-1] == identity["size"] else None
+
+
+def save_offsets(corpus: Path, offsets: Offsets) -> None:
+    """Write the file of offsets; RetrieverError if neither place can be written."""
+    path = cache_file(corpus)
+    state = _identity(corpus) | {"documents": len(offsets.starts) - 1, "sha256": offsets.sha256}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, by_many=True) as partial, partial.open("wb") as file:
+            file.write(json.dumps(state).encode().ljust(HEADER))
+            offsets.starts.tofile(file)
+    except OSError as error:
+        raise RetrieverError(f"{path}: cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
+
+
+def _identity(corpus: Path) -> dict[str, Any]:
+    """Return size, time and a hash over parts of the file: hashing 21 million passages would take minutes."""
+    state = corpus.stat()
+    digest = hashlib.sha256()
+    with corpus.open("rb") as file:
+        for start in np.linspace(0, max(0, state.st_size - PROBE), PROBES).astype(np.int64).tolist():
+            file.seek(start)
+            digest.update(file.read(PROBE))
+    return {
+        "version": VERSION,
+        "size": state.st_size,
+        "mtime_ns": state.st_mtime_ns,
+        "fingerprint": digest.hexdigest(),
+    }
+
 
 GZIP_LIMIT = 2**30  # unpacked bytes; these lie in memory
 
 
-class Corpus(Sequence[Row]):
-    """Rows in file order, parsed when they are asked for, and a hash that an index is checked against."""
+class Corpus(Sequence[CorpusRow]):
+    """Rows in file order, parsed on demand, and the hash that an index is checked against."""
 
     def __init__(self, path: Path, text: bytes | mmap.mmap, starts: np.ndarray, sha256: str):
         self.path, self.sha256 = path, sha256
@@ -33,10 +274,10 @@ class Corpus(Sequence[Row]):
         return len(self._starts) - 1
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> CorpusRow: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+    def __getitem__(self, index: slice) -> list[CorpusRow]: ...
+    def __getitem__(self, index: int | slice) -> CorpusRow | list[CorpusRow]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -52,67 +293,62 @@ class Corpus(Sequence[Row]):
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """(title, text) of a passage; the title is the first line without its quotes."""
+    """Return (title, text) of a passage; the title is the first line without its quotes."""
     title, _, text = contents.partition("\n")
     return title.strip().removeprefix('"').removesuffix('"'), text
 
 
 def load_corpus(path: Path, progress: bool = True) -> Corpus:
-    """Maps a ``.jsonl`` into memory, or reads a small ``.jsonl.gz`` or file of another layout.
+    """Map a ``.jsonl`` into memory, or read a small ``.jsonl.gz`` or a file of another layout.
 
-    The first time every row is read and checked; the offsets of a large file are then kept beside it.
-
-    Raises:
-        RetrieverError: no such file, a malformed or empty row or an id used twice (with file and line),
-            or one too large to hold that is not mapped.
+    Every row is checked the first time; offsets of a large file are then kept beside it. Raises
+    RetrieverError: no such file, a malformed row or a repeated id (with its place), or too large to hold.
     """
     if not path.is_file():
         raise RetrieverError(f"{path}: no such corpus; set --corpus_path to a .jsonl, csv, tsv or .gz file")
     if is_convertible(path):
         return _converted(path, progress)
     if path.suffix == ".gz":
-        packed = _unpack(path)
-        lines = read_lines(io.BytesIO(packed), path)
-        found = offsets.scan(lines, path, lambda a, b: parse_row(packed[a:b], str(path)))
-        return Corpus(path, packed, found.starts, found.sha256)
+        return _in_memory(path, _unpack(path))
     size = path.stat().st_size
     if not size:
         raise RetrieverError(f"{path}: no passages in it")
     with path.open("rb") as file:
         text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    kept = offsets.load_offsets(path) if size >= offsets.CACHED_FROM else None
+    kept = load_offsets(path) if size >= CACHED_FROM else None
     if kept is None:
-        kept = offsets.scan(_lines(path, size, progress), path, lambda a, b: parse_row(text[a:b], str(path)))
-        if size >= offsets.CACHED_FROM:
-            offsets.save_offsets(path, kept)
+        kept = scan(_lines(path, size, progress), path, lambda a, b: parse_row(text[a:b], str(path)))
+        if size >= CACHED_FROM:
+            save_offsets(path, kept)
     return Corpus(path, text, kept.starts, kept.sha256)
 
 
 def _converted(path: Path, progress: bool) -> Corpus:
-    """Return the passages of a file of another layout, as JSON Lines in memory."""
     convert = f"python -m retriever.prepare_corpus {path} --output corpus.jsonl"
     rows, places = io.BytesIO(), []
     for where, passage in read_passages(path, progress):
         if passage.id is None or not passage.contents:
-            lack, option = (
-                ("id", " --number_ids numbers the rows") if passage.id is None else ("text", " drops it")
+            problem = f"no id; {convert} --number_ids numbers the rows"
+            raise RetrieverError(
+                f"{where}: {problem if passage.id is None else f'no text; {convert} drops it'}"
             )
-            raise RetrieverError(f"{where}: no {lack}; {convert}{option}")
         rows.write(passage.to_line())
         places.append(where)
         if rows.tell() > GZIP_LIMIT:
             raise RetrieverError(
-                f"{path}: more than {GZIP_LIMIT:,} bytes as JSON; convert it ({convert}) and name the .jsonl,"
-                " which is mapped into memory instead"
+                f"{path}: more than {GZIP_LIMIT:,} bytes as JSON; {convert} makes a mapped one"
             )
-    packed = rows.getvalue()
-    lines = read_lines(io.BytesIO(packed), path)
-    found = offsets.scan(lines, path, lambda a, b: parse_row(packed[a:b], str(path)), places)
-    return Corpus(path, packed, found.starts, found.sha256)
+    return _in_memory(path, rows.getvalue(), places)
+
+
+def _in_memory(path: Path, text: bytes, places: Sequence[str] | None = None) -> Corpus:
+    lines = read_lines(io.BytesIO(text), path)
+    offsets = scan(lines, path, lambda a, b: parse_row(text[a:b], str(path)), places)
+    return Corpus(path, text, offsets.starts, offsets.sha256)
 
 
 def _lines(path: Path, size: int, progress: bool) -> Iterator[bytes]:
-    """Reads the file rather than the mapping, whose pages would all count as this process's memory."""
+    """Yield lines of the file rather than the mapping, whose pages would count as this process's memory."""
     bar = tqdm(total=size, desc="corpus", unit="B", unit_scale=True, disable=None if progress else True)
     with path.open("rb", buffering=2**20) as file, bar:
         for line in read_lines(file, path):
@@ -123,12 +359,11 @@ def _lines(path: Path, size: int, progress: bool) -> Iterator[bytes]:
 def _unpack(path: Path) -> bytes:
     try:
         with gzip.open(path) as file:
-            packed = file.read(GZIP_LIMIT + 1)
+            text = file.read(GZIP_LIMIT + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise RetrieverError(f"{path}: broken file: {error}") from error
-    if len(packed) > GZIP_LIMIT:
+    if len(text) > GZIP_LIMIT:
         raise RetrieverError(
-            f"{path}: more than {GZIP_LIMIT:,} bytes when unpacked; unpack it (gunzip -k {path}) and name"
-            " the .jsonl, which is mapped into memory instead"
+            f"{path}: more than {GZIP_LIMIT:,} bytes; unpack it (gunzip -k {path}), then it is mapped"
         )
-    return packed
+    return text

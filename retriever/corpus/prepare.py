@@ -1,4 +1,4 @@
-"""Corpora of any known layout to one of ours: streamed, checked, and complete when it appears."""
+"""Converts corpora of any known layout: streamed, checked, and complete when the file appears."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from retriever.corpus import offsets
 from retriever.corpus.layouts import Passage, read_passages
-from retriever.corpus.offsets import parse_row
+from retriever.corpus.passages import CACHED_FROM, Offsets, parse_row, save_offsets, scan
 from retriever.errors import RetrieverError
 from retriever.files import replacing
 
 
 @dataclass
-class Report:
-    """Passages read, written, and dropped by reason."""
+class PreparedPassages:
+    """Numbers of passages read, written, and dropped by reason."""
 
     read: int = 0
     written: int = 0
@@ -32,52 +31,41 @@ def prepare_corpus(
     number_ids: bool = False,
     drop_duplicates: bool = False,
     progress: bool = True,
-) -> Report:
-    """Writes the passages of all inputs as ``{"id", "contents"}`` (and ``"url"`` if a row has one).
+) -> PreparedPassages:
+    """Write the passages of all inputs as ``{"id", "contents"}`` (and ``"url"`` if a row has one).
 
-    The result was read once more before it gets its name: every row is well-formed and no id occurs twice.
-    What that reading found is kept beside it, so that a service need not read it again.
+    The result is read once more before it gets its name; its offsets are kept beside it. Raises
+    RetrieverError: a file is missing or a row malformed, an id occurs twice, nothing is left, or the disk
+    refuses.
 
     Args:
         inputs: files or patterns of files.
-        number_ids: give passages their number instead of their id.
-        drop_duplicates: keep the first of passages with the same contents; about 100 bytes of memory each.
-
-    Raises:
-        RetrieverError: a file is missing or a row malformed (with its place), an id occurs twice, nothing is
-            left, or the output cannot be written.
+        number_ids: replace ids by numbers.
+        drop_duplicates: keep the first of equal contents; about 100 bytes of memory each.
     """
     if output.suffix != ".jsonl":
         raise RetrieverError(f"{output}: the output must end in .jsonl")
-    report = Report()
+    counts = PreparedPassages()
     with ExitStack() as stack:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             partial = stack.enter_context(replacing(output))
             partial.touch()
         except OSError as error:
-            raise RetrieverError(
-                f"{output}: cannot be written ({error.strerror}); choose another --output"
-            ) from error
+            raise RetrieverError(f"{output}: cannot be written ({error.strerror})") from error
         with partial.open("wb") as file:
-            for passage in _kept(find_inputs(inputs), drop_duplicates, number_ids, report, progress):
+            for passage in _kept(find_inputs(inputs), drop_duplicates, number_ids, counts, progress):
                 file.write(passage.to_line())
-        if not report.written:
-            raise RetrieverError(
-                f"{output}: no passage is left of {report.read}; see docs/data.md for layouts"
-            )
-        found = _check(partial)
-    if output.stat().st_size >= offsets.CACHED_FROM:
-        offsets.save_offsets(output, found)
-    return report
+        if not counts.written:
+            raise RetrieverError(f"{output}: no passage is left of {counts.read}; see docs/data.md")
+        offsets = _check(partial)
+    if output.stat().st_size >= CACHED_FROM:
+        save_offsets(output, offsets)
+    return counts
 
 
 def find_inputs(inputs: Sequence[str]) -> list[Path]:
-    """Files in the order given, those of a pattern in the order of their names.
-
-    Raises:
-        RetrieverError: a pattern matches nothing.
-    """
+    """Return files in the order given, those of a pattern by name; RetrieverError if it matches nothing."""
     files: list[Path] = []
     for name in inputs:
         matches = sorted(glob.glob(name)) if glob.has_magic(name) and not Path(name).exists() else [name]
@@ -88,29 +76,29 @@ def find_inputs(inputs: Sequence[str]) -> list[Path]:
 
 
 def _kept(
-    files: Sequence[Path], drop_duplicates: bool, number_ids: bool, report: Report, progress: bool
+    files: Sequence[Path], drop_duplicates: bool, number_ids: bool, counts: PreparedPassages, progress: bool
 ) -> Iterator[Passage]:
     seen: set[bytes] = set()
     for path in files:
         for where, passage in read_passages(path, progress):
-            report.read += 1
+            counts.read += 1
             if not passage.contents:
-                report.dropped["no text"] += 1
+                counts.dropped["no text"] += 1
                 continue
             if drop_duplicates:
                 digest = hashlib.blake2b(passage.contents.encode(), digest_size=16).digest()
                 if digest in seen:
-                    report.dropped["duplicate"] += 1
+                    counts.dropped["duplicate"] += 1
                     continue
                 seen.add(digest)
             if passage.id is None and not number_ids:
                 raise RetrieverError(f"{where}: no id; --number_ids gives every passage its number")
-            name = str(report.written) if number_ids else passage.id
-            report.written += 1
+            name = str(counts.written) if number_ids else passage.id
+            counts.written += 1
             yield Passage(name, passage.contents, passage.url)
 
 
-def _check(path: Path) -> offsets.Offsets:
+def _check(path: Path) -> Offsets:
     def row_at(start: int, end: int) -> dict[str, object]:
         with path.open("rb") as file:
             file.seek(start)
@@ -118,6 +106,6 @@ def _check(path: Path) -> offsets.Offsets:
 
     try:
         with path.open("rb", buffering=2**20) as lines:
-            return offsets.scan(lines, Path("the result"), row_at)
+            return scan(lines, Path("the result"), row_at)
     except RetrieverError as error:
         raise RetrieverError(f"{error}; --number_ids gives every passage its number") from error

@@ -1,4 +1,4 @@
-"""Results on disk, found by request: repeats cost nothing, and a run can be repeated offline, exactly."""
+"""Store of results on disk: repeated queries cost nothing, and a run can be replayed offline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retriever.errors import RetrieverError
-from retriever.interfaces import Found
+from retriever.interfaces import Hits
 
 WAIT = 30.0  # seconds for another process of this host that writes
 
@@ -21,20 +21,14 @@ CacheMode = Literal["use", "replay"]
 
 
 class NotRecorded(Exception):
-    """Replay was asked for a query that the store does not hold."""
+    """A replay lacks a query."""
 
 
 class ResultCache:
-    """Content-addressed store: hash of query, depth and index identity -> documents and scores.
+    """Hash of query, depth and identity of the index -> documents and scores, in SQLite's WAL mode.
 
-    A SQLite file in WAL mode: several processes of one host may share it, several hosts may not.
-
-    Args:
-        identity: of index and reranker; results of another one are never mixed in.
-        mode: use: look up, search and store what is missing. replay: look up only.
-
-    Raises:
-        RetrieverError: the file is not such a store, or replay is asked for and it does not exist.
+    Several processes of one host may share it. Mode `use` stores missing results, `replay` looks up only.
+    Raises RetrieverError: the file is not such a store, or does not exist for a replay.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], mode: CacheMode):
@@ -48,12 +42,10 @@ class ResultCache:
             self._store = sqlite3.connect(path, timeout=WAIT, check_same_thread=False, isolation_level=None)
             self._set_up()
         except sqlite3.DatabaseError as error:
-            raise RetrieverError(
-                f"{path}: not a result store ({error}); choose another --cache_path"
-            ) from error
+            raise RetrieverError(f"{path}: not a result store ({error})") from error
 
     def _set_up(self) -> None:
-        """SQLite itself does not wait for another process that changes the journal mode: this does."""
+        """Wait for another process that changes the journal mode, which SQLite itself does not."""
         patience = time.monotonic() + WAIT
         while True:
             try:
@@ -67,13 +59,9 @@ class ResultCache:
                     raise
             time.sleep(0.01)
 
-    def look_up(self, queries: Sequence[str], k: int) -> list[Found | None]:
-        """What is known of each query.
-
-        Raises:
-            NotRecorded: in replay mode, with the first query that is not known.
-        """
-        known: list[Found | None] = []
+    def look_up(self, queries: Sequence[str], k: int) -> list[Hits | None]:
+        """Return the stored results of each query, or None; raises NotRecorded in a replay."""
+        results: list[Hits | None] = []
         for query in queries:
             with self._lock:
                 row = self._store.execute(
@@ -81,32 +69,25 @@ class ResultCache:
                 ).fetchone()
             if row is None and self.mode == "replay":
                 raise NotRecorded(query)
-            known.append(None if row is None else [(entry, score) for entry, score in json.loads(row[0])])
-        return known
+            results.append(None if row is None else [(entry, score) for entry, score in json.loads(row[0])])
+        return results
 
-    def store(self, queries: Sequence[str], k: int, found: Sequence[Found]) -> None:
-        """Keeps the results of queries, all or none.
-
-        Raises:
-            RetrieverError: they cannot be written; what was stored before remains.
-        """
-        rows = [
-            # ASCII: SQLite takes UTF-8 only, which has no half of a surrogate pair.
-            (self._key(query, k), json.dumps(one))
-            for query, one in zip(queries, found, strict=True)
-        ]
+    def store(self, queries: Sequence[str], k: int, results: Sequence[Hits]) -> None:
+        """Store the results of queries, all or none; RetrieverError if they cannot be written."""
+        pairs = zip(queries, results, strict=True)
+        # ASCII: SQLite takes UTF-8 only, which has no half of a surrogate pair.
+        rows = [(self._key(query, k), json.dumps(hits)) for query, hits in pairs]
         try:
             with self._lock, self._transaction() as store:
                 store.executemany("INSERT OR IGNORE INTO results VALUES (?, ?)", rows)
         except sqlite3.Error as error:
             raise RetrieverError(
-                f"{self.path}: results cannot be stored ({error}); make room there, or choose another"
-                " --cache_path"
+                f"{self.path}: results cannot be stored ({error}); set --cache_path"
             ) from error
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Another process that writes is waited for; whatever fails leaves no transaction open."""
+        """Wait for another process that writes; no failure leaves a transaction open."""
         self._store.execute("BEGIN IMMEDIATE")
         try:
             yield self._store
@@ -115,9 +96,6 @@ class ResultCache:
             if self._store.in_transaction:
                 self._store.execute("ROLLBACK")
             raise
-
-    def close(self) -> None:
-        self._store.close()
 
     def _key(self, query: str, k: int) -> bytes:
         return hashlib.sha256(json.dumps([self._identity, k, query]).encode()).digest()

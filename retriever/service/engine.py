@@ -1,28 +1,220 @@
-"""A request's way through the service: cut, looked up in the store, searched in a batch, reranked."""
+"""Answers requests: cuts queries, looks them up in the store, searches them in batches, reranks."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import hashlib
+import json
+import math
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
 
+from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from pydantic import BaseModel, ConfigDict, Field
 
+from retriever.encoders import Reranker
 from retriever.errors import RetrieverError
-from retriever.interfaces import Found, Searcher
-from retriever.search.rerank import Reranker
-from retriever.service.batching import SearchBatcher
+from retriever.interfaces import CorpusRow, Hits, Searcher
 from retriever.service.cache import ResultCache
-from retriever.service.memory import trimmed
-from retriever.service.metrics import Metrics
-from retriever.service.web.contracts import MAX_QUERY_LENGTH, RetrieveRequest
+
+MAX_QUERY_LENGTH = 8192  # characters; what comes after them is cut off
+MAX_TOPK = 1000
+MAX_URLS = 256
+
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+class RetrieveRequest(BaseModel):
+    """A request of any of the three contracts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    queries: list[str]
+    topk: int | None = Field(None, ge=1, le=MAX_TOPK)
+    return_scores: bool = False
+    topk_retrieval: int | None = Field(None, ge=1, le=MAX_TOPK)
+    topk_rerank: int | None = Field(None, ge=1, le=MAX_TOPK)
+    not_sort: bool = False
+
+    @property
+    def is_calibadv(self) -> bool:
+        return self.topk_retrieval is not None or self.topk_rerank is not None
+
+    def depth(self, default: int) -> int:
+        """Return the number of documents to retrieve for each query."""
+        return (self.topk_retrieval if self.is_calibadv else self.topk) or default
+
+
+class AccessRequest(BaseModel):
+    """RLinf's page access."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    urls: list[str] = Field(min_length=1, max_length=MAX_URLS)
+
+
+def render(request: RetrieveRequest, hits: list[Hits]) -> Iterator[str]:
+    """Yield the parts of the reply's JSON in the contract of the request; raises ValueError before them."""
+    scores = (score for hits_of_query in hits for _, score in hits_of_query)
+    if request.return_scores and not all(map(math.isfinite, scores)):
+        raise ValueError("a score is no finite number")
+    yield '{"result":['
+    for number, hits_of_query in enumerate(hits):
+        yield ",[" if number else "["
+        for rank, (row, score) in enumerate(hits_of_query):
+            yield ("," if rank else "") + to_json(_item(request, row, score))
+        yield "]"
+    yield "]}"
+
+
+def render_pages(rows: list[CorpusRow | None]) -> Iterator[str]:
+    """Yield the parts of the JSON of ``POST /access``."""
+    yield '{"result":['
+    for number, row in enumerate(rows):
+        yield ("," if number else "") + to_json(row)
+    yield "]}"
+
+
+def error_reply(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status, headers=headers)
+
+
+def _item(request: RetrieveRequest, row: CorpusRow, score: float) -> Any:
+    if not request.is_calibadv:
+        return {"document": row, "score": score} if request.return_scores else row
+    contents = row["contents"]
+    return {"document": contents, "score": score, "id": row.get("id")} if request.return_scores else contents
+
+
+T = TypeVar("T")
+
+PIECE = 2**18  # bytes, about: what a reply takes of memory while it is sent
+JSON = "application/json"
+
+
+class Left(Exception):
+    """The client has closed its connection before it had a reply."""
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the work, or cancel it and raise Left if the client leaves."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Left
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def reply_with(parts: Iterator[str]) -> Response:
+    """Reply with JSON parts, computed in other threads; with a length if it is one piece, as most are."""
+    pieces = _pieces(parts)
+    first = await run_in_threadpool(next, pieces)
+    second = await run_in_threadpool(next, pieces, None) if len(first) >= PIECE else None
+    if second is None:
+        return Response(first, media_type=JSON)
+    return StreamingResponse(chain((first, second), pieces), media_type=JSON)
+
+
+def _pieces(parts: Iterator[str]) -> Iterator[bytes]:
+    piece = bytearray()
+    for part in parts:
+        piece += part.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
+        if len(piece) >= PIECE:
+            yield bytes(piece)
+            piece.clear()
+    if piece:
+        yield bytes(piece)
+
+
+HEADER = "X-Index-Identity"  # of every reply of POST /retrieve and POST /access
+IDENTITY_LENGTH = 32  # hexadecimal digits
+# Place and file format of an index: copies, and engines that search exactly, answer alike.
+_IRRELEVANT = ("kind", "bytes", "checksums", "url")
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+TRIM_EVERY = 1000  # queries; a trim takes about 10 ms, a thousand queries of a small encoder 3 s
+WORTH_IT = 8  # queries for which a further search begins beside those under way
+
+Search = Callable[[Sequence[str], int], T]
+
+
+def index_identity(manifest: Mapping[str, Any], reranker: str, pages: str = "") -> str:
+    """Return a hash of corpus, encoder, approximation, reranker model and hash of the pages.
+
+    Services over copies of one index have the same, wherever they run.
+    """
+    decisive = {name: value for name, value in manifest.items() if name not in _IRRELEVANT}
+    text = json.dumps([decisive, reranker, *([pages] if pages else [])], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:IDENTITY_LENGTH]
+
+
+class Metrics:
+    """Prometheus metrics in their own registry: one process may hold several services."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("retriever_requests", "Requests", ["route", "status"], registry=registry)
+        self.seconds = Histogram("retriever_request_seconds", "Time to answer", ["route"], registry=registry)
+        self.batch = Histogram(
+            "retriever_batch_queries", "Queries of a search", buckets=BATCH_SIZES, registry=registry
+        )
+        self.queue = Gauge("retriever_queued_queries", "Queries that wait", registry=registry)
+        self.cached = Counter("retriever_cached_queries", "Answered from the store", registry=registry)
+        self.unstored = Counter(
+            "retriever_unstored_queries", "Answered, but the store took no result", registry=registry
+        )
+        self.cut = Counter("retriever_cut_queries", "Longer than the limit, and cut to it", registry=registry)
+        self.reranked = Counter("retriever_reranked_queries", "Reranked", registry=registry)
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system; no effect without glibc."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return
+    trim(0)
+
+
+def trimmed(search: Search[T]) -> Search[T]:
+    """Return the search with a `trim_memory` every TRIM_EVERY queries, in any number of threads.
+
+    glibc keeps the holes of temporaries of many sizes: 100 to 200 MB in ten minutes of 64 clients.
+    """
+    queries_since = 0
+    lock = threading.Lock()
+
+    def search_and_trim(queries: Sequence[str], k: int) -> T:
+        nonlocal queries_since
+        try:
+            return search(queries, k)
+        finally:
+            with lock:
+                queries_since += len(queries)
+                is_due = queries_since >= TRIM_EVERY
+                queries_since = 0 if is_due else queries_since
+            if is_due:
+                trim_memory()
+
+    return search_and_trim
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one service."""
+    """Limits of a service."""
 
     max_batch: int = 256  # queries of one search
     max_queue: int = 8192  # queries that wait; then 503
@@ -35,6 +227,117 @@ class Limits:
     request_seconds: float = 30.0  # that a client may take to send a request's body; then 408
 
 
+class Overloaded(Exception):
+    """More queries wait than the queue may hold."""
+
+
+@dataclass
+class _Waiting:
+    query: str
+    k: int
+    request: int  # its number
+    future: asyncio.Future[Hits]
+
+
+class SearchBatcher:
+    """Searches in threads; queries that arrive meanwhile share the next searches.
+
+    `on_batch` is called with the number of queries of every search. A search waits `max_wait` seconds for
+    other requests, unless the last one had a single request. A further search begins when WORTH_IT queries
+    wait: a query of a small batch costs several times one of a large batch.
+    """
+
+    def __init__(
+        self,
+        search: Search[Sequence[Hits | Exception]],
+        limits: Limits,
+        on_batch: Callable[[int], object] = lambda _: None,
+    ):
+        self._search, self._limits, self._on_batch = search, limits, on_batch
+        self._queue: deque[_Waiting] = deque()
+        self._requests = 0  # so far
+        self._is_shared = False  # whether the last search was of several requests
+        self._timer: asyncio.TimerHandle | None = None  # of the next searches
+        self._searches: set[asyncio.Task[None]] = set()
+        # Always the same threads: torch and OpenMP keep buffers and workers for each calling thread.
+        self._threads = ThreadPoolExecutor(limits.workers, "search")
+
+    @property
+    def queued(self) -> int:
+        """Number of queries that wait for their search."""
+        return len(self._queue)
+
+    async def submit(self, queries: Sequence[str], k: int) -> list[Hits | BaseException]:
+        """Return the k best rows of each query or its error; raises Overloaded and queues nothing if full."""
+        if self.queued + len(queries) > self._limits.max_queue:
+            raise Overloaded
+        loop = asyncio.get_running_loop()
+        self._requests += 1
+        waiting = [_Waiting(query, k, self._requests, loop.create_future()) for query in queries]
+        self._queue += waiting
+        self._schedule()
+        # If the client has left, this is cancelled and cancels the futures: queued queries are dropped.
+        return list(await asyncio.gather(*(query.future for query in waiting), return_exceptions=True))
+
+    def _schedule(self) -> None:
+        """Begin searches soon, if allowed: other requests may join until then."""
+        if self._timer is None and self._may_begin():
+            wait = (
+                self._limits.max_wait
+                if self._is_shared and len(self._queue) < self._limits.max_batch
+                else 0.0
+            )
+            self._timer = asyncio.get_running_loop().call_later(wait, self._begin)
+
+    def _may_begin(self) -> bool:
+        if not self._searches:
+            return bool(self._queue)
+        return len(self._searches) < self._limits.workers and len(self._queue) >= WORTH_IT
+
+    def _begin(self) -> None:
+        self._timer = None
+        while self._may_begin():
+            searches = max(1, min(self._limits.workers - len(self._searches), len(self._queue) // WORTH_IT))
+            batch = self._next_batch(min(self._limits.max_batch, -(-len(self._queue) // searches)))
+            if batch:
+                search = asyncio.get_running_loop().create_task(self._run(batch))
+                self._searches.add(search)
+                search.add_done_callback(self._end)
+
+    def _end(self, search: asyncio.Task[None]) -> None:
+        self._searches.discard(search)
+        self._schedule()
+
+    async def _run(self, batch: list[_Waiting]) -> None:
+        self._on_batch(len(batch))
+        self._is_shared = batch[0].request != batch[-1].request
+        queries = [waiting.query for waiting in batch]
+        loop = asyncio.get_running_loop()
+        try:
+            results = await loop.run_in_executor(self._threads, self._search, queries, batch[0].k)
+        except Exception as error:  # handed to every caller; the next batch is searched nevertheless
+            results = [error] * len(batch)
+        for waiting, result in zip(batch, results, strict=True):
+            if waiting.future.done():
+                continue
+            if isinstance(result, Exception):
+                waiting.future.set_exception(result)
+            else:
+                waiting.future.set_result(result)
+
+    def _next_batch(self, size: int) -> list[_Waiting]:
+        """Return queued queries of one k: an approximate index may rank 5 of 10 differently from 5 of 5."""
+        batch: list[_Waiting] = []
+        while self._queue and len(batch) < size:
+            if self._queue[0].future.done():
+                self._queue.popleft()
+            elif batch and self._queue[0].k != batch[0].k:
+                break
+            else:
+                batch.append(self._queue.popleft())
+        return batch
+
+
 @dataclass(frozen=True)
 class Depths:
     """Documents per query if a request does not say."""
@@ -44,7 +347,7 @@ class Depths:
 
 
 class Refused(Exception):
-    """A request that this service does not take, and how to change it."""
+    """A request that this service does not accept, and how to change it."""
 
 
 class Engine:
@@ -65,87 +368,62 @@ class Engine:
         # A request that the queue can never hold would be told to come back later for ever.
         self._max_queries = min(limits.max_queries, limits.max_queue)
         self._max_results = limits.max_results
-        self._batcher = SearchBatcher(
-            trimmed(searcher.search),
-            limits.max_batch,
-            limits.max_queue,
-            limits.max_wait,
-            metrics.batch.observe,
-            limits.workers,
-        )
+        self._batcher = SearchBatcher(trimmed(searcher.search), limits, metrics.batch.observe)
         self._has_warned = False  # that results cannot be stored
         metrics.queue.set_function(lambda: self._batcher.queued)
 
-    async def answer(self, request: RetrieveRequest) -> list[Found]:
-        """Each query's documents, as many and in such an order as the request asks for.
-
-        Raises:
-            Refused, Overloaded, NotRecorded, or why a query was not answered.
-        """
-        if len(request.queries) > self._max_queries:
+    async def answer(self, request: RetrieveRequest) -> list[Hits]:
+        """Return each query's documents; raises Refused, Overloaded, NotRecorded, or the error of a query."""
+        count, most = len(request.queries), self._max_queries
+        if count > most:
             raise Refused(
-                f"queries: {len(request.queries)} in one request, and {self._max_queries} are taken; send"
-                " fewer at once, or start with a larger --max_queries and --max_queue"
+                f"queries: {count} in one request, and {most} are taken; raise --max_queries, --max_queue"
             )
         depth = request.depth(self._depths.topk)
-        self._check_results(len(request.queries), depth)
+        if count * depth > self._max_results:
+            fitting = self._max_results // depth
+            smaller = f"at most {fitting} queries at once" if fitting else f"topk {self._max_results} at most"
+            raise Refused(
+                f"queries: {count} with {depth} documents each are {count * depth:,}, and"
+                f" {self._max_results:,} are taken; send {smaller}, or raise --max_results"
+            )
         needs_reranker = request.topk_rerank is not None and not request.not_sort
         if needs_reranker and self._reranker is None:
             raise Refused("topk_rerank: no reranker is loaded; leave it out, or start with --reranker_model")
-        queries = self._cut(request.queries)
-        found = await self._find(queries, depth)
+        self._metrics.cut.inc(sum(len(query) > MAX_QUERY_LENGTH for query in request.queries))
+        queries = [query[:MAX_QUERY_LENGTH] for query in request.queries]
+        hits = await self._find(queries, depth)
         if not request.is_calibadv:
-            return found
+            return hits
         keep = request.topk_rerank or self._depths.rerank_topk
         if request.not_sort:  # as the authors' server: no reranking, not only no new order
-            return [one[:keep] for one in found]
+            return [hits_of_query[:keep] for hits_of_query in hits]
         if self._reranker is None:
-            return found
+            return hits
         self._metrics.reranked.inc(len(queries))
-        rerank = self._reranker.rerank
-        return await asyncio.get_running_loop().run_in_executor(
-            self._rerank_thread, rerank, queries, found, keep
-        )
+        loop, rerank = asyncio.get_running_loop(), self._reranker.rerank
+        return await loop.run_in_executor(self._rerank_thread, rerank, queries, hits, keep)
 
-    def _check_results(self, queries: int, depth: int) -> None:
-        """All that is found for a request is in memory at once."""
-        if queries * depth <= self._max_results:
-            return
-        fitting = self._max_results // depth
-        smaller = f"at most {fitting} queries at once" if fitting else f"topk {self._max_results} at most"
-        raise Refused(
-            f"queries: {queries} with {depth} documents each are {queries * depth:,}, and"
-            f" {self._max_results:,} are taken; send {smaller}, or start with a larger --max_results"
-        )
-
-    def _cut(self, queries: Sequence[str]) -> list[str]:
-        """One overlong query must not cost the others of its request their answers."""
-        self._metrics.cut.inc(sum(len(query) > MAX_QUERY_LENGTH for query in queries))
-        return [query[:MAX_QUERY_LENGTH] for query in queries]
-
-    async def _find(self, queries: list[str], k: int) -> list[Found]:
-        """The k best rows of each query, from the store if they are known."""
+    async def _find(self, queries: list[str], k: int) -> list[Hits]:
+        """Return the k best rows of each query, from the store where it has them."""
         if self._cache is None:
-            return _all_found(await self._batcher.submit(queries, k))
-        known = await run_in_threadpool(self._cache.look_up, queries, k)
-        missing = [number for number, found in enumerate(known) if found is None]
-        self._metrics.cached.inc(len(known) - len(missing))
+            return _raise_errors(await self._batcher.submit(queries, k))
+        hits = await run_in_threadpool(self._cache.look_up, queries, k)
+        missing = [number for number, stored in enumerate(hits) if stored is None]
+        self._metrics.cached.inc(len(hits) - len(missing))
         if missing:
-            asked = [queries[number] for number in missing]
-            outcomes = await self._batcher.submit(asked, k)
-            # What was found is kept even if another query failed: it may have been paid for.
-            fresh = {
-                query: one
-                for query, one in zip(asked, outcomes, strict=True)
-                if not isinstance(one, BaseException)
-            }
-            await run_in_threadpool(self._keep, self._cache, fresh, k)
-            for number, one in zip(missing, _all_found(outcomes), strict=True):
-                known[number] = one
-        return [one for one in known if one is not None]
+            searched = [queries[number] for number in missing]
+            outcomes = await self._batcher.submit(searched, k)
+            # Results are stored even if another query failed: they may have been paid for.
+            pairs = zip(searched, outcomes, strict=True)
+            fresh = {query: outcome for query, outcome in pairs if not isinstance(outcome, BaseException)}
+            await run_in_threadpool(self._store, self._cache, fresh, k)
+            for number, outcome in zip(missing, _raise_errors(outcomes), strict=True):
+                hits[number] = outcome
+        return [hits_of_query for hits_of_query in hits if hits_of_query is not None]
 
-    def _keep(self, cache: ResultCache, fresh: Mapping[str, Found], k: int) -> None:
-        """Stores results. A full disk costs no client its answer: it is counted, and said once."""
+    def _store(self, cache: ResultCache, fresh: Mapping[str, Hits], k: int) -> None:
+        """Store results; a full disk costs no client its answer: count it, and warn once."""
         try:
             cache.store(list(fresh), k, list(fresh.values()))
             self._has_warned = False
@@ -156,10 +434,10 @@ class Engine:
             self._has_warned = True
 
 
-def _all_found(outcomes: Sequence[Found | BaseException]) -> list[Found]:
-    found = []
-    for one in outcomes:
-        if isinstance(one, BaseException):
-            raise one
-        found.append(one)
-    return found
+def _raise_errors(outcomes: Sequence[Hits | BaseException]) -> list[Hits]:
+    hits = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        hits.append(outcome)
+    return hits

@@ -5,6 +5,8 @@ import threading
 import time
 from contextlib import contextmanager
 
+import numpy as np
+
 from retriever.corpus.passages import load_corpus
 
 NAMES = [f"{a} {b}" for a in ("ada", "bo", "cy", "di") for b in ("almson", "berkson", "carlson", "dorn")]
@@ -34,6 +36,17 @@ def town_rows():
     ]
 
 
+def ids(hits):
+    """The ids of the rows of each query."""
+    return [[row["id"] for row, _ in hits_of_query] for hits_of_query in hits]
+
+
+def brute_force_ids(encoder, corpus, queries, k):
+    scores = encoder.encode_queries(queries) @ encoder.encode_passages(corpus[:]).T
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    return [[corpus[i]["id"] for i in row] for row in order.tolist()]
+
+
 class Counting:
     """A real index that notes the size of every search, and can be slowed down."""
 
@@ -52,8 +65,7 @@ def served(app, max_connections=100, seconds=30.0, loop="auto"):
     """(host, port) of a server over a real socket, with the service's own limits of connections."""
     import uvicorn
 
-    from retriever.service.web.connections import bounded_protocol
-    from retriever.service.web.server import listen, make_config
+    from retriever.service.server import bounded_protocol, listen, make_config
 
     with listen("127.0.0.1", 0) as listener:
         protocol = bounded_protocol(max_connections, seconds)

@@ -5,12 +5,9 @@ import importlib.util
 import json
 from pathlib import Path
 
+import faiss
 import numpy as np
 import pytest
-
-pytest.importorskip("faiss")
-
-import faiss
 
 PATH = Path(__file__).parents[2] / "scripts" / "download.py"
 
@@ -50,13 +47,13 @@ def test_parts_are_joined(download, tmp_path, parts, no_network, capsys):
     assert capsys.readouterr().out.endswith("e5_Flat.index: 50 vectors\n")
 
 
-def test_a_short_part_is_found(download, tmp_path, parts, no_network, capsys):
+def test_short_part_is_found(download, tmp_path, parts, no_network, capsys):
     (tmp_path / "part_ab").write_bytes(parts[1000:-4])
     assert download.main(["index", "--output", str(tmp_path)]) == 2
     assert "has 1,641 bytes, but 50 vectors of dimension 8 take 1,645" in capsys.readouterr().err
 
 
-def test_the_corpus_is_unpacked_and_checked(download, tmp_path, no_network, capsys):
+def test_corpus_is_unpacked_and_checked(download, tmp_path, no_network, capsys):
     rows = "".join(json.dumps({"id": str(i), "contents": "text"}) + "\n" for i in range(5))
     packed = tmp_path / "wiki-18.jsonl.gz"
     packed.write_bytes(gzip.compress(rows.encode())[:-6])
@@ -76,7 +73,7 @@ def test_no_network(download, tmp_path, no_network, capsys):
     assert f"copy the file to {tmp_path / 'new' / 'part_aa'}" in error
 
 
-def test_a_full_disk(download, tmp_path, parts, no_network, monkeypatch, capsys):
+def test_full_disk_is_named(download, tmp_path, parts, no_network, monkeypatch, capsys):
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10}))
     assert download.main(["index", "--output", str(tmp_path)]) == 2
     assert "needs up to 1,645 bytes more and 10 are free" in capsys.readouterr().err

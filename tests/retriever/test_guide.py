@@ -6,16 +6,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("faiss")
-pytest.importorskip("fastapi")
-
 from fastapi.testclient import TestClient
 
+from retriever.indexes.backend import vector_bytes
+from retriever.indexes.faiss import NORM_BYTES, WORKSPACE
 from retriever.options import make_parser, parse
-from retriever.search.backends.gpu import NORM_BYTES, WORKSPACE
-from retriever.search.index_memory import vector_bytes
-from retriever.service.assembly import load
+from retriever.service.server import load
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "retriever.md").read_text(encoding="utf-8")
@@ -27,24 +23,24 @@ EXAMPLE = re.compile(
 )
 
 
-def test_the_first_example_gives_what_it_says(tmp_path, monkeypatch):
+def test_first_example_gives_the_documented_reply(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    corpus, command, body, said = EXAMPLE.search(TEXT).groups()
+    corpus, command, body, output = EXAMPLE.search(TEXT).groups()
     Path("corpus.jsonl").write_text(corpus)
     with TestClient(load(parse(shlex.split(command)))) as client:
         header = {"content-type": "application/json"}
         reply = client.post("/retrieve", content=body, headers=header).json()
-    (((found,),), ((told,),)) = reply["result"], json.loads(said)["result"]
-    assert found["document"] == told["document"]
-    assert found["score"] == pytest.approx(told["score"], rel=1e-4)
+    (((results,),), ((documented,),)) = reply["result"], json.loads(output)["result"]
+    assert results["document"] == documented["document"]
+    assert results["score"] == pytest.approx(documented["score"], rel=1e-4)
 
 
-def test_options_that_it_names_exist():
-    known = set(make_parser()._option_string_actions)
+def test_documented_options_exist():
+    existing = set(make_parser()._option_string_actions)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", TEXT))
     assert len(named) > 25
     others = {"--retry", "--retry-all-errors", "--output"}  # curl, scripts/download.py
-    assert named - known == others
+    assert named - existing == others
 
 
 @pytest.mark.parametrize(
@@ -61,6 +57,6 @@ def test_options_that_it_names_exist():
         ("Qdrant, three nodes", ROWS * 768 * 1.5 * 2 / 3),
     ],
 )
-def test_its_arithmetic_is_that_of_the_service(what, size):
+def test_documented_sizes_are_computed(what, size):
     (row,) = [line for line in TEXT.splitlines() if line.startswith("|") and what in line.split("|")[1]]
     assert row.split("|")[2].split()[0] == f"{size / 1e9:.1f}"

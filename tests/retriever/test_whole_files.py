@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "retriever"
 
 
 @pytest.mark.parametrize("by_many", [False, True])
-def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, by_many):
+def test_failure_leaves_the_old_file(tmp_path, by_many):
     path = tmp_path / "a"
     with replacing(path, by_many) as partial:
         partial.write_text("old")
@@ -35,7 +35,7 @@ def test_failed_exchange_gives_back_the_old_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
-def test_two_processes_write_under_names_of_their_own(tmp_path, monkeypatch):
+def test_two_processes_write_under_different_names(tmp_path, monkeypatch):
     with replacing(tmp_path / "a", by_many=True) as first:
         monkeypatch.setattr("retriever.files.os.getpid", lambda: 1)
         with replacing(tmp_path / "a", by_many=True) as second:
@@ -45,11 +45,11 @@ def test_two_processes_write_under_names_of_their_own(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_text() == "first"
 
 
-def test_no_file_is_renamed_in_another_way():
-    found = {
+def test_files_are_renamed_in_one_module():
+    results = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and (node.attr == "rename" or ast.unparse(node) == "os.replace")
     }
-    assert found == {"files.py"}
+    assert results == {"files.py"}

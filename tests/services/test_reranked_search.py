@@ -56,8 +56,8 @@ def bare(child, tmp_path_factory):
 
 def test_the_trainer_gets_what_the_services_own_reranker_thinks_best(service, child):
     from retriever.corpus.passages import load_corpus
-    from retriever.search.opening import open_index
-    from retriever.search.rerank import Reranker
+    from retriever.encoders import Reranker
+    from retriever.indexes.index import open_index
 
     queries = ["ada almson", "bo dorn"]
     found = open_index(Path(child.index), load_corpus(Path(child.corpus))).search(queries, 6)

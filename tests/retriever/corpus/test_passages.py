@@ -1,4 +1,4 @@
-"""Corpus store: rows on demand, offsets that are kept, and refusals with file and line."""
+"""The corpus: rows on demand, kept offsets, pages by URL, and refusals with file and line."""
 
 import gzip
 import hashlib
@@ -11,13 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retriever.corpus import offsets
 from retriever.corpus import passages as corpus_module
-from retriever.corpus.passages import load_corpus
+from retriever.corpus import passages as offsets
+from retriever.corpus.passages import HEADER, Pages, cache_file, load_corpus, load_offsets, save_offsets, scan
 from retriever.errors import RetrieverError
+from retriever.service.app import make_app
+from retriever.service.engine import Depths
 
 
 def row(i, text="text"):
@@ -25,7 +28,7 @@ def row(i, text="text"):
 
 
 def write(path, rows):
-    path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in rows), encoding="utf-8")
     return path
 
 
@@ -43,7 +46,7 @@ def no_scan(monkeypatch):
     return lambda: monkeypatch.setattr(offsets, "scan", fail)
 
 
-def test_rows_are_those_of_the_file_in_its_order(tmp_path):
+def test_rows_have_the_order_of_the_file(tmp_path):
     rows = [row(i) for i in range(50)]
     corpus = load_corpus(write(tmp_path / "c.jsonl", rows))
     assert list(corpus) == rows
@@ -53,11 +56,11 @@ def test_rows_are_those_of_the_file_in_its_order(tmp_path):
         corpus[50]
 
 
-def test_ids_are_strings_and_a_last_line_needs_no_newline(tmp_path):
+def test_ids_are_strings_and_last_newline_is_optional(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text('{"id": 7, "contents": "a"}\r\n{"id": "8", "contents": "b"}')
     corpus = load_corpus(path)
-    assert [one["id"] for one in corpus] == ["7", "8"]
+    assert [item["id"] for item in corpus] == ["7", "8"]
     assert corpus[1]["contents"] == "b"
 
 
@@ -103,7 +106,7 @@ def test_offsets_of_a_changed_corpus_are_not_used(tmp_path, kept, change):
     assert json.loads(side.read_bytes()[: offsets.HEADER])["mtime_ns"] == path.stat().st_mtime_ns
 
 
-def test_offsets_go_to_the_cache_folder_where_the_corpus_cannot_be_written(tmp_path, kept, monkeypatch):
+def test_offsets_of_read_only_folder_are_cached(tmp_path, kept, monkeypatch):
     path = write(tmp_path / "c.jsonl", [row(1)])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(offsets.os, "access", lambda *_: False)
@@ -174,7 +177,7 @@ def table_of(folder, name, content, packed):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", TABLES)
-def test_table_is_the_same_corpus_as_its_rows(tmp_path, name, packed):
+def test_table_equals_the_corpus_of_its_rows(tmp_path, name, packed):
     rows = [{"id": "1", "contents": '"A"\nIt "is" so.'}, {"id": "2", "contents": '"B "b""\nTwo.\nLines'}]
     corpus = load_corpus(table_of(tmp_path, name, TABLES[name], packed), progress=False)
     assert list(corpus) == rows and corpus[-1] == rows[1]
@@ -205,7 +208,7 @@ def test_malformed_table_names_its_place(tmp_path, content, message, packed):
         load_corpus(table_of(tmp_path, "c.csv", content, packed))
 
 
-def test_large_table_is_refused_with_the_way_out(tmp_path, monkeypatch):
+def test_large_table_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "GZIP_LIMIT", 60)
     (tmp_path / "c.tsv").write_bytes(TABLES["psgs_w100.tsv"])
     with pytest.raises(
@@ -214,7 +217,7 @@ def test_large_table_is_refused_with_the_way_out(tmp_path, monkeypatch):
         load_corpus(tmp_path / "c.tsv")
 
 
-def test_a_large_gz_is_refused(tmp_path, monkeypatch):
+def test_large_gz_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "c.jsonl.gz"
     path.write_bytes(gzip.compress((json.dumps(row(1)) + "\n").encode() * 1))
     assert len(load_corpus(path)) == 1
@@ -237,7 +240,7 @@ def test_duplicates_are_found_whatever_the_hashes(ids, buckets):
     assert offsets.find_duplicate(keys, lambda i: str(ids[i])) == expected
 
 
-def test_a_duplicate_far_away_is_found(tmp_path):
+def test_distant_duplicate_is_found(tmp_path):
     rows = [row(i) for i in range(3000)]
     random.Random(0).shuffle(rows)
     rows.append(rows[17])
@@ -245,7 +248,7 @@ def test_a_duplicate_far_away_is_found(tmp_path):
         load_corpus(write(tmp_path / "c.jsonl", rows))
 
 
-def test_a_row_that_is_nested_too_deeply_is_one_line(tmp_path):
+def test_deeply_nested_row_is_named(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text(
         '{"id": "1", "contents": "a"}\n{"id": "2", "contents": "b", "more": ' + "[" * 200_000 + "\n"
@@ -255,10 +258,10 @@ def test_a_row_that_is_nested_too_deeply_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_a_line_that_is_far_too_long_is_refused_before_it_is_read_whole(tmp_path, monkeypatch, suffix):
+def test_overlong_line_is_refused(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(offsets, "MAX_LINE", 200)
     rows = [{"id": "1", "contents": "a" * 150}, {"id": "2", "contents": "b" * 300}]
-    text = "".join(json.dumps(one) + "\n" for one in rows)
+    text = "".join(json.dumps(item) + "\n" for item in rows)
     path = tmp_path / f"c{suffix}"
     path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
     with pytest.raises(RetrieverError, match=f"c{suffix}:2: longer than 200 bytes; cut the passage"):
@@ -276,8 +279,150 @@ class Endless(io.BytesIO):
         return b"x" * size
 
 
-def test_no_more_of_a_line_is_read_than_the_limit():
+def test_line_is_read_up_to_the_limit():
     stream = Endless()
     with pytest.raises(RetrieverError, match="c:1: longer than 16,777,216 bytes"):
         list(offsets.read_lines(stream, "c"))
     assert stream.given <= 2**24 + 1
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """200 KiB: all of it is fingerprinted."""
+    path = tmp_path / "corpus.jsonl"
+    rows = (json.dumps({"id": number, "contents": f'"T"\n{number:0180}'}) + "\n" for number in range(900))
+    path.write_text("".join(rows))
+    with path.open("rb") as file:
+        save_offsets(path, scan(file, path, lambda *_: {}))
+    return path
+
+
+def change(path, place):
+    """One byte; size and time stay."""
+    state = path.stat()
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert path.stat().st_mtime_ns == state.st_mtime_ns
+
+
+def test_change_anywhere_is_noticed(corpus):
+    size = corpus.stat().st_size
+    assert load_offsets(corpus).starts[-1] == size
+    for place in [*range(0, size, 4000), size - 1]:
+        change(corpus, place)
+        assert load_offsets(corpus) is None, place
+        change(corpus, place)
+        assert load_offsets(corpus) is not None
+
+
+def test_both_ends_of_large_file_are_read(corpus, monkeypatch):
+    monkeypatch.setattr(offsets, "PROBES", 3)  # as if the file were larger
+    with corpus.open("rb") as file:
+        save_offsets(corpus, scan(file, corpus, lambda *_: {}))
+    size = corpus.stat().st_size
+    for place in (0, size // 2, size - 1):
+        change(corpus, place)
+        assert load_offsets(corpus) is None, place
+        change(corpus, place)
+    assert load_offsets(corpus) is not None
+
+
+@pytest.mark.parametrize("name", ["version", "size", "mtime_ns", "fingerprint"])
+def test_each_part_of_the_identity_counts(corpus, name):
+    path = cache_file(corpus)
+    whole = path.read_bytes()
+    state = json.loads(whole[:HEADER])
+    state[name] = "another" if name == "fingerprint" else state[name] + 1
+    path.write_bytes(json.dumps(state).encode().ljust(HEADER) + whole[HEADER:])
+    assert load_offsets(corpus) is None
+
+
+def test_offsets_are_the_starts_of_lines(corpus):
+    lines = corpus.read_bytes().splitlines(keepends=True)
+    np.testing.assert_array_equal(load_offsets(corpus).starts, np.cumsum([0, *map(len, lines)]))
+
+
+ROWS = [{"url": f"u{number}", "contents": "é" * number} for number in range(5)]
+
+
+@pytest.mark.parametrize("between", ["", "\n", "  \n\n"])
+def test_blank_lines_move_nothing(tmp_path, between):
+    path = tmp_path / "pages.jsonl"
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+    path.write_text(between + between.join(lines), encoding="utf-8")
+    pages = Pages(path)
+    assert len(pages) == 5
+    assert [pages.access(row["url"]) for row in reversed(ROWS)] == ROWS[::-1]
+    assert pages.access("u5") is None
+
+
+def test_malformed_page_names_its_line(tmp_path):
+    path = tmp_path / "pages.jsonl"
+    path.write_text('{"url": "a", "contents": ""}\n\n\n{"url": 3, "contents": ""}\n')
+    with pytest.raises(RetrieverError, match="pages.jsonl:4: field 'url' must be a string, got 3"):
+        Pages(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"url": "b"}', "expected a JSON object with 'url' and 'contents'"),
+        ('{"url": "b", "contents": null}', "field 'contents' must be a string, got None"),
+        ('{"url": "b", "contents": "a \\ud83d b"}', "holds half a surrogate pair; remove it"),
+        ('{"url": "b", "contents": "", "more": "\\uD83D"}', "holds half a surrogate pair; remove it"),
+    ],
+)
+def test_unreadable_page_is_refused_at_the_start(tmp_path, row, message):
+    """Else each trajectory that asks for it would fail, and with enough of them the run."""
+    path = tmp_path / "pages.jsonl"
+    path.write_text('{"url": "a", "contents": "A \\ud83d\\ude00"}\n' + row + "\n")
+    with pytest.raises(RetrieverError, match=f"pages.jsonl:2: {message}"):
+        Pages(path)
+
+
+def test_pages_by_url(index, tmp_path):
+    path = tmp_path / "pages.jsonl"
+    rows = [{"url": "https://w/index.php?title=A", "contents": "a"}, {"url": "u", "contents": "ü"}]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    with TestClient(make_app(index, Depths(1), pages=Pages(path))) as client:
+        urls = ["https://w/index.php/A", "u", "nowhere"]
+        assert client.post("/access", json={"urls": urls}).json() == {"result": [*rows, None]}
+    path.write_text('{"url": "u", "contents": ""}\n{"contents": "no url"}\n')
+    with pytest.raises(RetrieverError, match="pages.jsonl:2: expected a JSON object with 'url'"):
+        Pages(path)
+    with TestClient(make_app(index, Depths(1))) as client:
+        assert (
+            "start the service with --pages_path"
+            in client.post("/access", json={"urls": ["u"]}).json()["error"]
+        )
+
+
+def test_broken_file_of_pages_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "pages.jsonl"
+    path.write_text('{"url": ' + "[" * 200_000)
+    with pytest.raises(RetrieverError, match="pages.jsonl:1: expected a JSON object with 'url'"):
+        Pages(path)
+    monkeypatch.setattr(offsets, "MAX_LINE", 30)
+    path.write_text(json.dumps({"url": "u", "contents": "a" * 50}))
+    with pytest.raises(RetrieverError, match="pages.jsonl:1: longer than 30 bytes"):
+        Pages(path)
+
+
+def test_replaced_pages_stay_and_rewritten_ones_are_noticed(tmp_path):
+    path, other = tmp_path / "pages.jsonl", tmp_path / "other.jsonl"
+    rows = [{"url": name, "contents": name * 9} for name in "abc"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pages = Pages(path)
+    other.write_text('{"url": "b", "contents": "other"}\n')
+    other.replace(path)
+    assert [pages.access(name) for name in "cab"] == [rows[2], rows[0], rows[1]]
+
+    pages = Pages(path)
+    for changed in ('{"url": "c", "contents": "third"}\n', "{", ""):
+        path.write_text(changed)
+        with pytest.raises(RetrieverError, match="pages.jsonl: changed while it is served"):
+            pages.access("b")

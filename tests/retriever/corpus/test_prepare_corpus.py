@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from retriever.corpus import layouts, offsets
+from retriever.corpus import layouts
+from retriever.corpus import passages as offsets
 from retriever.corpus.passages import load_corpus, split_contents
 from retriever.corpus.prepare import prepare_corpus
 from retriever.errors import RetrieverError
@@ -62,18 +63,18 @@ def parquet(path, *rows):
         (b"\xef\xbb\xbf" + lines({"id": 1, "title": "A", "text": "x"}), ("1", '"A"\nx')),
     ],
 )
-def test_a_row_of_every_layout(tmp_path, content, expected):
+def test_row_of_every_layout_is_converted(tmp_path, content, expected):
     (row,) = converted(tmp_path, content)
     assert (row["id"], row["contents"]) == expected
     title, _ = split_contents(row["contents"])
     assert title in ("A", "A b", "")
 
 
-def test_parquet_is_read_in_batches_and_its_other_columns_are_not(tmp_path, monkeypatch):
+def test_parquet_is_read_in_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(layouts, "BATCH", 2)
     rows = [{"_id": n, "title": f"T{n}", "text": f"x{n}", "vector": [0.5] * 3} for n in range(5)]
-    found = converted(tmp_path, parquet(tmp_path / "p", *rows))
-    assert found == [{"id": str(n), "contents": f'"T{n}"\nx{n}'} for n in range(5)]
+    results = converted(tmp_path, parquet(tmp_path / "p", *rows))
+    assert results == [{"id": str(n), "contents": f'"T{n}"\nx{n}'} for n in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_rows_of_our_layout_need_no_conversion(tmp_path, row, expected):
     assert layouts.is_convertible(tmp_path / "c.jsonl") is expected
 
 
-def test_a_url_is_kept(tmp_path):
+def test_url_is_kept(tmp_path):
     (row,) = converted(tmp_path, lines({"id": 1, "title": "A", "text": "x", "url": "http://a"}))
     assert row["url"] == "http://a"
 
@@ -99,7 +100,7 @@ def test_several_files_and_patterns_in_order(tmp_path):
     assert [row["id"] for row in load_corpus(tmp_path / "out.jsonl")] == ["0", "a", "b"]
 
 
-def test_passages_without_text_and_duplicates_are_counted(tmp_path):
+def test_dropped_passages_are_counted(tmp_path):
     rows = [("1", "x"), ("2", " "), ("3", "x"), ("4", "y")]
     (tmp_path / "in.jsonl").write_bytes(lines(*({"id": n, "title": "A", "text": text} for n, text in rows)))
     report = prepare_corpus([str(tmp_path / "in.jsonl")], tmp_path / "out.jsonl", progress=False)
@@ -109,7 +110,7 @@ def test_passages_without_text_and_duplicates_are_counted(tmp_path):
     assert [row["id"] for row in load_corpus(tmp_path / "out.jsonl")] == ["1", "4"]
 
 
-def test_numbers_replace_ids_that_are_missing_or_repeat(tmp_path):
+def test_numbers_replace_missing_or_repeated_ids(tmp_path):
     twice = lines({"id": "a", "text": "x"}, {"id": "a", "text": "y"})
     with pytest.raises(RetrieverError, match="the result:2: id 'a' was used before, in line 1.*--number_ids"):
         converted(tmp_path, twice)
@@ -118,7 +119,7 @@ def test_numbers_replace_ids_that_are_missing_or_repeat(tmp_path):
         converted(tmp_path, lines({"text": "x"}))
 
 
-def test_what_was_found_is_kept_for_the_service(tmp_path, monkeypatch):
+def test_offsets_are_kept_for_the_service(tmp_path, monkeypatch):
     monkeypatch.setattr(offsets, "CACHED_FROM", 1)
     rows = converted(tmp_path, lines(*({"id": n, "text": f"x{n}"} for n in range(9))))
 
@@ -142,7 +143,7 @@ def test_what_was_found_is_kept_for_the_service(tmp_path, monkeypatch):
         (lines({"id": 1, "text": 3}), "input:1: key 'text' must be text, got 3"),
         (b"id\ttext\ttitle\n1\tx\n", "input:2: 2 columns, but the first row has 3"),
         (b"0\tx\n1\tx\ty\n", "input:2: 3 columns, but the first row has 2"),
-        (b"a\tb\tc\n", "input:1: 3 columns; a tsv has a header"),
+        (b"a\tb\tc\n", "input:1: 3 columns and no header"),
         (b"plain words\n", "input: neither JSON Lines nor a tsv, a csv with a header or parquet"),
         (b"name,body of it\n1,x\n", "input: neither JSON Lines"),
         (b"id,text\n1,x,y\n", "input:2: 3 columns, but the first row has 2"),
@@ -156,7 +157,7 @@ def test_what_was_found_is_kept_for_the_service(tmp_path, monkeypatch):
         (lines({"id": 1, "text": " "}), "no passage is left of 1"),
     ],
 )
-def test_a_bad_file_is_one_line_and_leaves_nothing(tmp_path, content, message):
+def test_bad_file_is_named_and_leaves_nothing(tmp_path, content, message):
     (tmp_path / "out.jsonl").write_text("mine")
     with pytest.raises(RetrieverError, match=message) as caught:
         converted(tmp_path, content)
@@ -170,11 +171,11 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
     assert row["contents"] == "\na\ufffdb"
 
 
-def test_the_command(tmp_path, capsys):
+def test_command_reports_counts_and_errors(tmp_path, capsys):
     (tmp_path / "in.tsv").write_bytes(b"0\tIt is.\n1\t \n")
     assert main([str(tmp_path / "in.tsv"), "--output", str(tmp_path / "out.jsonl")]) == 0
-    said = capsys.readouterr().out
-    assert said == f"2 passages read, 1 dropped (no text), 1 written to {tmp_path / 'out.jsonl'}\n"
+    output = capsys.readouterr().out
+    assert output == f"2 passages read, 1 dropped (no text), 1 written to {tmp_path / 'out.jsonl'}\n"
     for arguments, message in (
         ([str(tmp_path / "none"), "--output", "x.jsonl"], "none: no such file of passages"),
         ([str(tmp_path / "*.none"), "--output", str(tmp_path / "x.jsonl")], "*.none: no file matches"),
@@ -182,8 +183,8 @@ def test_the_command(tmp_path, capsys):
         ([str(tmp_path / "in.tsv"), "--output", f"{tmp_path}/in.tsv/x.jsonl"], "cannot be written"),
     ):
         assert main(arguments) == 2
-        said = capsys.readouterr().err
-        assert message in said and said.startswith("error: ") and said.count("\n") == 1
+        output = capsys.readouterr().err
+        assert message in output and output.startswith("error: ") and output.count("\n") == 1
 
 
 def test_help_needs_nothing_installed():

@@ -1,30 +1,45 @@
-"""The service's contracts and errors, over a real index."""
+"""Contracts, limits, tokens, identity and errors of the service over a real index."""
 
+import asyncio
+import json
 import re
+import shutil
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from types import SimpleNamespace
 
+import httpx
 import pytest
-
-pytest.importorskip("faiss")
-pytest.importorskip("fastapi")
-
 from fastapi.testclient import TestClient
-from retriever_rig import town_rows
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from retriever_rig import NAMES, Counting, served, town_rows, write_rows
 
+from retriever.backends import BuildOptions, IndexOptions
+from retriever.corpus.passages import Pages, load_corpus
 from retriever.errors import RetrieverError, Unavailable
+from retriever.indexes.index import build_index, open_index
+from retriever.service.app import ROUTES, BodyLimit, make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Depths
-from retriever.service.web.app import make_app
+from retriever.service.engine import MAX_QUERY_LENGTH, Depths, Limits, index_identity
 
 ROWS = town_rows()
+TOKEN = {"Authorization": "Bearer secret"}
 
 
 @pytest.fixture(scope="module")
 def client(towns):
     with TestClient(make_app(towns, Depths(2))) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def guarded(index):
+    """A service with a token and a small limit of bodies."""
+    with TestClient(make_app(index, Depths(1), token="secret", limits=Limits(max_body=200))) as client:
         yield client
 
 
@@ -39,12 +54,11 @@ def test_search_r1_contract(client):
 def test_rlinf_contract(client):
     reply = client.post("/retrieve", json={"queries": ["port elton", "Zürich"], "return_scores": False})
     result = reply.json()["result"]
-    assert [one[0] for one in result] == [ROWS[2], ROWS[3]]
+    assert [rows[0] for rows in result] == [ROWS[2], ROWS[3]]
     assert len(result[0]) == 2  # the service's own topk
 
 
 def test_calibadv_contract(client):
-    """Three documents are asked for where the service gives two by itself."""
     body = {"queries": ["port elton"], "topk_retrieval": 3, "return_scores": True, "not_sort": False}
     (documents,) = client.post("/retrieve", json=body).json()["result"]
     assert len(documents) == 3
@@ -59,8 +73,8 @@ class Backwards:
 
     model = "m"
 
-    def rerank(self, queries, found, k):
-        return [[(row, -1.0 - n) for n, (row, _) in enumerate(one[::-1])][:k] for one in found]
+    def rerank(self, queries, hits, k):
+        return [[(row, -1.0 - n) for n, (row, _) in enumerate(rows[::-1])][:k] for rows in hits]
 
 
 @pytest.mark.parametrize("return_scores", [True, False])
@@ -75,7 +89,7 @@ class Backwards:
     ],
     ids=str,
 )
-def test_query_without_results_gets_an_empty_list(towns, tmp_path, depths, return_scores):
+def test_query_without_hits_gets_empty_list(towns, tmp_path, depths, return_scores):
     """In every contract, alone and among others, from the index and from the store."""
     cache = ResultCache(tmp_path / "store", towns.manifest, "use")
     app = make_app(towns, Depths(2), reranker=Backwards(), cache=cache)
@@ -92,80 +106,65 @@ def test_query_without_results_gets_an_empty_list(towns, tmp_path, depths, retur
     [
         ({"queries": ["a"], "topk": 0}, "topk"),
         ({"queries": ["a"], "top_k": 3}, "top_k"),
-        ({"queries": ["a"], "topk_retrieval": 3, "topk_rerank": 1}, "no reranker is loaded"),
+        ({"queries": ["a"], "topk_retrieval": 3, "topk_rerank": 1}, "topk_rerank: no reranker is loaded"),
         ({}, "queries"),
     ],
+    ids=["value", "field", "reranker", "empty"],
 )
-def test_every_error_is_json_that_says_what_to_change(client, body, message):
+def test_invalid_request_names_the_field(client, body, message):
     reply = client.post("/retrieve", json=body)
-    assert reply.status_code == 422
-    assert message in reply.json()["error"]
+    assert reply.status_code == 422 and message in reply.json()["error"]
 
 
-def test_health(client):
+def test_health_describes_the_index(client):
     state = client.get("/health").json()
-    assert state["status"] == "ready"
-    assert state["documents"] == len(ROWS)
-
-
-class Failing:
-    """A searcher whose index cannot be asked."""
-
-    def __init__(self, error):
-        self.error, self.manifest = error, {}
-
-    def search(self, queries, k):
-        raise self.error
+    assert state["status"] == "ready" and state["documents"] == len(ROWS)
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "message"),
     [
-        (RetrieverError("/i/index.faiss: cannot be read; build it again"), 500),
-        (Unavailable("no Qdrant"), 503),
+        (RetrieverError("/i/index.faiss: cannot be read"), 500, "/i/index.faiss: cannot be read"),
+        (Unavailable("no Qdrant"), 503, "no Qdrant"),
+        (ZeroDivisionError(), 500, "ZeroDivisionError in the service; its log has the details"),
     ],
+    ids=["error", "unavailable", "unexpected"],
 )
-def test_an_error_of_the_index_keeps_its_own_message(error, status):
-    with TestClient(make_app(Failing(error), Depths(1)), raise_server_exceptions=False) as client:
+def test_error_of_the_index_is_json(error, status, message):
+    class Failing:
+        manifest = {}
+
+        def search(self, queries, k):
+            raise error
+
+    with TestClient(make_app(Failing(), Depths(1)), raise_server_exceptions=False) as client:
         reply = client.post("/retrieve", json={"queries": ["a"]})
-        assert (reply.status_code, reply.json()) == (status, {"error": str(error)})
+        assert (reply.status_code, reply.json()) == (status, {"error": message})
         assert reply.headers.get("retry-after") == ("1" if status == 503 else None)
         assert f'route="/retrieve",status="{status}"' in client.get("/metrics").text
 
 
-def test_an_error_that_nobody_expected_names_its_type():
-    with TestClient(
-        make_app(Failing(ZeroDivisionError()), Depths(1)), raise_server_exceptions=False
-    ) as client:
-        reply = client.post("/retrieve", json={"queries": ["a"]})
-        assert reply.status_code == 500 and reply.json()["error"].startswith(
-            "ZeroDivisionError in the service"
-        )
-        assert 'route="/retrieve",status="500"' in client.get("/metrics").text
-
-
-def test_the_reranker_runs_in_one_thread(towns):
+def test_reranker_runs_in_one_thread(towns):
     """torch keeps buffers for each thread that calls it."""
     threads = set()
 
     class Reranker:
         model = "m"
 
-        def rerank(self, queries, found, k):
+        def rerank(self, queries, hits, k):
             threads.add(threading.get_ident())
             time.sleep(0.05)
-            return [one[:k] for one in found]
+            return [rows[:k] for rows in hits]
 
     body = {"queries": ["port elton"], "topk_retrieval": 2, "topk_rerank": 1}
     app = make_app(towns, Depths(2), reranker=Reranker())
     with TestClient(app) as client, ThreadPoolExecutor(6) as pool:
         replies = list(pool.map(lambda _: client.post("/retrieve", json=body), range(12)))
-    assert {reply.status_code for reply in replies} == {200}
-    assert len(threads) == 1
+    assert {reply.status_code for reply in replies} == {200} and len(threads) == 1
 
 
-def test_the_page_of_the_routes_loads_nothing_from_elsewhere(client):
-    """A cluster's nodes reach no CDN: every script and style comes from the service itself."""
+def test_docs_page_loads_from_the_service_only(client):
+    """A cluster's nodes reach no CDN."""
     pytest.importorskip("fastapi_offline")
     page = client.get("/docs").text
     addresses = re.findall(r'(?:src|href)="([^"]+)"', page)
@@ -177,9 +176,376 @@ def test_the_page_of_the_routes_loads_nothing_from_elsewhere(client):
     assert "/retrieve" in client.get("/openapi.json").json()["paths"]
 
 
-def test_without_the_page_s_package_it_says_so(towns, monkeypatch):
+def test_docs_page_without_its_package_is_404(towns, monkeypatch):
     monkeypatch.setitem(sys.modules, "fastapi_offline", None)
     with TestClient(make_app(towns, Depths(2))) as client:
         reply = client.get("/docs")
         assert reply.status_code == 404 and "pip install fastapi-offline" in reply.json()["error"]
         assert client.get("/openapi.json").status_code == 200
+
+
+# ---- limits of requests and queries ----
+
+
+def test_overload_is_503_with_retry_after(index):
+    slow = Counting(index, seconds=0.3)
+    app = make_app(slow, Depths(1), limits=Limits(max_batch=1, max_queue=1))
+    with TestClient(app) as client, ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda _: client.post("/retrieve", json={"queries": ["ada"]}), range(6)))
+    statuses = sorted(reply.status_code for reply in replies)
+    assert statuses[0] == 200 and statuses[-1] == 503
+    refused = next(reply for reply in replies if reply.status_code == 503)
+    assert refused.headers["retry-after"] == "1" and "try again" in refused.json()["error"]
+
+
+def test_no_queries_have_no_results(index):
+    counting = Counting(index)
+    with TestClient(make_app(counting, Depths(1))) as client:
+        for body in ({"queries": []}, {"queries": [], "topk_retrieval": 3, "not_sort": True}):
+            reply = client.post("/retrieve", json=body)
+            assert reply.status_code == 200 and reply.json() == {"result": []}
+    assert not counting.batches
+
+
+def test_long_query_is_cut_and_counted(index):
+    searched = []
+
+    class Noting(Counting):
+        def search(self, queries, k):
+            searched.extend(queries)
+            return super().search(queries, k)
+
+    fits = "b" * MAX_QUERY_LENGTH
+    body = {"queries": ["ada almson " + "x" * 9000, "bo dorn", fits], "topk": 1}
+    with TestClient(make_app(Noting(index), Depths(1))) as client:
+        reply = client.post("/retrieve", json=body)
+        assert reply.status_code == 200, reply.text
+        assert [rows[0]["id"] for rows in reply.json()["result"][:2]] == ["0", "7"]
+        assert "retriever_cut_queries_total 1.0" in client.get("/metrics").text
+    assert searched == [body["queries"][0][:MAX_QUERY_LENGTH], "bo dorn", fits]
+
+
+@pytest.mark.parametrize("limits", [Limits(max_queries=3), Limits(max_queue=3)], ids=["queries", "queue"])
+def test_too_many_queries_are_refused(index, limits):
+    """Also where only the queue is shorter: 503 would tell the client to try again for ever."""
+    with TestClient(make_app(index, Depths(1), limits=limits)) as client:
+        assert client.post("/retrieve", json={"queries": NAMES[:3]}).status_code == 200
+        reply = client.post("/retrieve", json={"queries": NAMES[:4]})
+        assert reply.status_code == 422
+        assert "4 in one request, and 3 are taken" in reply.json()["error"]
+
+
+# ---- token and body limit ----
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "status"),
+    [
+        ("POST", "/retrieve", 200),
+        ("POST", "/access", 404),  # no pages are loaded
+        ("GET", "/metrics", 200),
+        ("GET", "/docs", 200 if find_spec("fastapi_offline") else 404),
+        ("GET", "/openapi.json", 200),
+        ("GET", "/nothing", 404),
+        ("GET", "/health/", 307),  # not /health itself: starlette would redirect
+        ("GET", "//health", 404),
+        ("GET", "/retrieve", 405),
+        ("POST", "/health", 405),
+        ("PUT", "/health", 405),
+        ("OPTIONS", "/health", 405),
+    ],
+)
+def test_every_route_but_health_needs_the_token(guarded, method, route, status):
+    body = {"queries": ["ada"]} if route == "/retrieve" else {"urls": ["u"]}
+
+    def ask(**headers):
+        content = body if method == "POST" else None
+        url = f"http://testserver{route}"
+        return guarded.request(method, url, json=content, headers=headers, follow_redirects=False)
+
+    refused = ask()
+    assert refused.status_code == 401 and "Authorization" in refused.json()["error"]
+    assert ask(Authorization="Bearer other").status_code == 401
+    reply = ask(**TOKEN)
+    assert reply.status_code == status
+    if route in ("/nothing", "/retrieve") and status in (404, 405):
+        assert "POST /retrieve" in reply.json()["error"]
+
+
+def test_health_needs_no_token(guarded):
+    assert guarded.get("/health").json()["status"] == "ready"
+    assert guarded.head("/health").status_code == 200
+    tested = {"/retrieve", "/access", "/metrics"}
+    assert tested | {"/health"} == ROUTES  # a new route belongs into the list above
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        *[(value, 200) for value in ("Bearer secret", "bearer secret", "BEARER  secret")],
+        *[
+            (value, 401)
+            for value in ("secret", "Bearer", "Bearer secrets", "Basic secret", "Bearersecret", "")
+        ],
+    ],
+)
+def test_scheme_of_the_token(guarded, value, status):
+    reply = guarded.post("/retrieve", json={"queries": ["ada"]}, headers={"Authorization": value})
+    assert reply.status_code == status, reply.text
+    assert reply.headers.get("www-authenticate") == (None if status == 200 else "Bearer")
+
+
+def test_refusals_are_counted(guarded):
+    large = guarded.post("/retrieve", json={"queries": ["a" * 300]}, headers=TOKEN)
+    assert large.status_code == 413 and "larger than 200 bytes" in large.json()["error"]
+    guarded.post("/retrieve", json={"queries": ["ada"]})
+    text = guarded.get("/metrics", headers=TOKEN).text
+    assert 'route="/retrieve",status="413"' in text and 'route="/retrieve",status="401"' in text
+
+
+def scope_of(path="/retrieve", headers=()):
+    return {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": list(headers)}
+
+
+def test_token_is_checked_before_the_body(index):
+    sent = []
+
+    async def receive():
+        raise AssertionError("the body was read")
+
+    async def send(message):
+        sent.append(message)
+
+    app = make_app(index, Depths(1), token="secret")
+    asyncio.run(app(scope_of(headers=[(b"content-length", b"9000000")]), receive, send))
+    assert sent[0]["status"] == 401
+
+
+def test_body_in_parts_arrives_whole():
+    """Forty thousand parts: bytes that grow by `+=` would be copied for each, 80 GB in all."""
+    seen, sent = [], []
+
+    async def app(scope, receive, send):
+        seen.append(await receive())
+
+    async def send(message):
+        sent.append(message)
+
+    def ask(count, limit):
+        parts = iter([b"x" * 100] * count)
+        left = count
+
+        async def receive():
+            nonlocal left
+            left -= 1
+            return {"type": "http.request", "body": next(parts), "more_body": left > 0}
+
+        asyncio.run(BodyLimit(app, limit)(scope_of(), receive, send))
+        return left
+
+    begun = time.process_time()
+    assert ask(40_000, 2**22) == 0
+    assert time.process_time() - begun < 2
+    assert seen == [{"type": "http.request", "body": b"x" * 4_000_000, "more_body": False}] and not sent
+    assert ask(40_000, 500) == 40_000 - 6  # it stops where the limit is passed
+    assert sent[0]["status"] == 413 and len(seen) == 1
+
+
+# ---- any request ----
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=8,
+)
+fields = ["queries", "topk", "return_scores", "topk_retrieval", "topk_rerank", "not_sort", "urls", "more"]
+bodies = st.fixed_dictionaries(
+    {}, optional={name: json_values | st.lists(st.text(max_size=20), max_size=3) for name in fields}
+)
+
+
+def fuzz(index, examples):
+    header = {"content-type": "application/json"}
+    with TestClient(make_app(index, Depths(2)), raise_server_exceptions=False) as client:
+
+        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(bodies | json_values, st.sampled_from(["/retrieve", "/access"]))
+        def ask(body, route):
+            reply = client.post(route, content=json.dumps(body), headers=header)
+            assert reply.status_code < 500, (body, reply.text)
+            assert ("result" if reply.status_code == 200 else "error") in reply.json()
+
+        @settings(max_examples=examples // 4, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.binary(max_size=60))
+        def ask_bytes(data):
+            reply = client.post("/retrieve", content=data, headers=header)
+            assert reply.status_code < 500 and "error" in reply.json()
+
+        lone = client.post("/retrieve", content=b'{"queries": ["\\ud800"]}')
+        assert lone.status_code == 422, lone.text
+        ask()
+        ask_bytes()
+
+
+@pytest.mark.medium
+def test_no_request_makes_the_service_fail(index):
+    fuzz(index, 300)
+
+
+@pytest.mark.slow
+def test_many_requests_do_not_make_it_fail(index, all_cases):
+    """Some thousand; ten thousand with --all-cases."""
+    fuzz(index, 8000 if all_cases else 1500)
+
+
+# ---- clients as they are, over a socket: batch sizes, and what they read without a look at the status ----
+
+STEP = [NAMES[n % len(NAMES)] for n in range(512 * 5)]  # questions times trajectories of a paper run
+LONG = "ada almson " * 900  # 9,900 characters: a policy that repeats itself
+
+
+@pytest.fixture(scope="module")
+def url(index, tmp_path_factory):
+    pages = tmp_path_factory.mktemp("pages") / "pages.jsonl"
+    pages.write_text('{"url": "https://w/index.php?title=Ada", "contents": "a page"}\n')
+    with served(make_app(index, Depths(3), pages=Pages(pages))) as (host, port):
+        yield f"http://{host}:{port}"
+
+
+def post(url, route, body):
+    with httpx.Client(trust_env=False, timeout=60) as http:
+        return http.post(url + route, json=body).json()["result"]
+
+
+def title_of(contents):
+    """The first line of the contents is the title."""
+    title, _, text = contents.partition("\n")
+    assert text
+    return title.strip('"')
+
+
+def search_r1(url, queries):
+    """One request for all that search in a turn."""
+    result = post(url, "/retrieve", {"queries": queries, "topk": 3, "return_scores": True})
+    assert all(len(items) in (0, 3) for items in result)
+    assert all(isinstance(item["score"], float) for items in result for item in items)
+    return [title_of(items[0]["document"]["contents"]) if items else None for items in result]
+
+
+def calibadv(url, queries):
+    """The authors' request: documents are the contents alone."""
+    body = {"queries": queries, "topk_retrieval": 20, "topk_rerank": 3, "return_scores": True}
+    result = post(url, "/retrieve", body | {"not_sort": True})
+    assert all(len(items) in (0, 3) for items in result)
+    return [title_of(items[0]["document"]) if items else None for items in result]
+
+
+@pytest.mark.parametrize("client", [search_r1, calibadv])
+def test_client_batches_are_answered(url, client):
+    assert client(url, STEP) == STEP
+    assert client(url, []) == []
+    assert client(url, ["bo dorn", LONG, "cy dorn", ""]) == ["bo dorn", "ada almson", "cy dorn", None]
+
+
+@pytest.mark.medium
+def test_rlinf_queries_and_pages_are_answered(url):
+    """Many single queries at once; the rows are not wrapped; an unknown page is null."""
+    queries = STEP[:200] + [LONG]
+
+    async def run():
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+
+            async def ask(query):
+                body = {"queries": [query], "topk": 1, "return_scores": False}
+                return (await http.post(f"{url}/retrieve", json=body)).json()["result"][0][0]
+
+            return await asyncio.gather(*map(ask, queries))
+
+    rows = asyncio.run(run())
+    assert [row["id"] for row in rows[:-1]] == [str(NAMES.index(query)) for query in queries[:-1]]
+    assert set(rows[0]) >= {"id", "contents"}
+    assert post(url, "/retrieve", {"queries": [], "topk": 1, "return_scores": False}) == []
+    page = {"url": "https://w/index.php?title=Ada", "contents": "a page"}
+    assert post(url, "/access", {"urls": ["https://w/index.php/Ada", "https://nowhere"]}) == [page, None]
+
+
+# ---- identity of the index ----
+
+
+def identity(index, **more):
+    with TestClient(make_app(index, Depths(1), **more)) as client:
+        state = client.get("/health").json()["identity"]
+        reply = client.post("/retrieve", json={"queries": ["port elton"]})
+        assert reply.status_code == 200 and reply.headers["x-index-identity"] == state
+        return state
+
+
+def opened(corpus, folder, **options):
+    return open_index(folder, load_corpus(corpus), IndexOptions(**options))
+
+
+def test_copies_of_an_index_have_one_identity(files, tmp_path):
+    """Also where another engine searches the copy exactly."""
+    corpus, folder = files
+    copy = shutil.copytree(folder, tmp_path / "elsewhere")
+    moved = shutil.copy(corpus, tmp_path / "rows.jsonl")
+    first = identity(opened(corpus, folder))
+    assert identity(opened(moved, copy)) == first
+    assert identity(opened(moved, copy, engine="jax")) == first
+    assert int(first, 16) and len(first) == 32
+
+
+@pytest.mark.medium
+def test_identity_covers_everything_that_decides_results(files, tmp_path):
+    """One passage less, one word changed, another encoder, approximation, reranker."""
+    corpus, folder = files
+    changed = [*ROWS[:-1], ROWS[-1] | {"contents": ROWS[-1]["contents"] + " Indeed."}]
+    identities = {identity(opened(corpus, folder))}
+    identities.add(identity(opened(corpus, folder), reranker=SimpleNamespace(model="m")))
+    for number, (rows, options) in enumerate(
+        [
+            (ROWS, BuildOptions()),
+            (ROWS[:-1], BuildOptions()),
+            (changed, BuildOptions()),
+            (ROWS, BuildOptions("bm25")),
+            (ROWS, BuildOptions(factory="SQ8")),
+            (ROWS, BuildOptions(factory="IVF2,Flat", search="nprobe=1")),
+            (ROWS, BuildOptions(factory="IVF2,Flat", search="nprobe=2")),
+        ]
+    ):
+        file = write_rows(tmp_path / f"{number}.jsonl", rows)
+        build_index(load_corpus(file), tmp_path / str(number), options, progress=False)
+        identities.add(identity(opened(file, tmp_path / str(number))))
+    assert len(identities) == 9
+
+
+def test_pages_are_part_of_the_identity(index, tmp_path):
+    rows = ['{"url": "a", "contents": "A"}\n', '{"url": "a", "contents": "B"}\n']
+    identities = {identity(index)}
+    for number, row in enumerate([*rows, "\n" + rows[0].strip()]):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(row)
+        with TestClient(make_app(index, Depths(1), pages=Pages(path))) as client:
+            state = client.get("/health").json()
+            for urls in (["a"], 5):
+                reply = client.post("/access", json={"urls": urls})
+                assert reply.headers["x-index-identity"] == state["identity"] and state["pages_sha256"]
+        identities.add(state["identity"])
+    assert len(identities) == 3  # blank lines and the last line's end are no part of the pages
+
+
+def test_place_is_no_part_of_the_identity():
+    qdrant = {"collection": "c", "documents": 3, "search": "hnsw_ef=8"}
+    first = index_identity(qdrant | {"url": "http://a:6333"}, "")
+    assert index_identity(qdrant | {"url": "http://b:6333"}, "") == first
+    assert index_identity(qdrant | {"search": "hnsw_ef=128"}, "") != first
+
+
+@pytest.mark.parametrize("body", [{"queries": 3}, {"queries": ["a"], "topk": 0}, {"queries": []}], ids=str)
+def test_refusals_carry_the_identity(guarded, body):
+    state = guarded.get("/health").json()["identity"]
+    refused = guarded.post("/retrieve", json=body)
+    assert refused.status_code == 401 and refused.headers["x-index-identity"] == state
+    answered = guarded.post("/retrieve", json=body, headers=TOKEN)
+    assert answered.status_code in (200, 422) and answered.headers["x-index-identity"] == state
+    assert "x-index-identity" not in guarded.get("/health").headers

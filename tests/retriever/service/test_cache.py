@@ -1,25 +1,22 @@
 """A run is repeated from the store, exactly."""
 
+import asyncio
 import sqlite3
 import subprocess
 import sys
 import threading
 
 import pytest
-
-pytest.importorskip("faiss")
-pytest.importorskip("fastapi")
-
 from fastapi.testclient import TestClient
 from retriever_rig import Counting
 
 from retriever.errors import RetrieverError
+from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Depths
-from retriever.service.web.app import make_app
+from retriever.service.engine import Depths, Engine, Limits, Metrics, RetrieveRequest
 
 
-def test_a_run_is_repeated_from_the_store_exactly_and_a_miss_is_named(index, tmp_path):
+def test_store_repeats_a_run_and_names_a_miss(index, tmp_path):
     counting = Counting(index)
     body = {"queries": ["ada almson", "bo dorn"], "topk": 3, "return_scores": True}
     path = tmp_path / "store.sqlite"
@@ -40,7 +37,7 @@ def test_a_run_is_repeated_from_the_store_exactly_and_a_miss_is_named(index, tmp
     assert other.look_up(["ada almson"], 3) == [None]
 
 
-def test_a_damaged_or_missing_store_is_refused(index, tmp_path):
+def test_damaged_or_missing_store_is_refused(index, tmp_path):
     path = tmp_path / "store.sqlite"
     with pytest.raises(RetrieverError, match="nothing was recorded here"):
         ResultCache(path, index.manifest, "replay")
@@ -49,29 +46,27 @@ def test_a_damaged_or_missing_store_is_refused(index, tmp_path):
         ResultCache(path, index.manifest, "use")
 
 
-def one(name):
+def item(name):
     return [({"id": name, "contents": f"text of {name}"}, 1.0)]
 
 
-def test_a_failed_insert_is_one_line_and_loses_nothing(tmp_path):
+def test_failed_insert_loses_nothing(tmp_path):
     """A full disk: SQLite's own error, here by a limit of its own."""
     store = ResultCache(tmp_path / "s", {}, "use")
-    store.store(["a"], 1, [one("a")])
+    store.store(["a"], 1, [item("a")])
     (pages,) = store._store.execute("PRAGMA page_count").fetchone()
     store._store.execute(f"PRAGMA max_page_count = {pages}")
     large = [({"id": "b", "contents": "x" * 100_000}, 1.0)]
     for _ in range(2):
-        with pytest.raises(
-            RetrieverError, match="results cannot be stored .*full.*choose another --cache_path"
-        ):
+        with pytest.raises(RetrieverError, match="results cannot be stored .*full.*--cache_path"):
             store.store(["b"], 1, [large])
-    assert store.look_up(["a", "b"], 1) == [one("a"), None]
+    assert store.look_up(["a", "b"], 1) == [item("a"), None]
     store._store.execute("PRAGMA max_page_count = 1000000")
     store.store(["b"], 1, [large])
     assert store.look_up(["b"], 1) == [large]
 
 
-def test_a_store_that_fails_half_way_keeps_nothing_of_it_and_the_next_one_is_kept(tmp_path):
+def test_half_failed_insert_is_rolled_back(tmp_path):
     """Unlike a full disk, most errors leave SQLite's transaction open: here one of the second row."""
     store = ResultCache(tmp_path / "s", {}, "use")
     store._store.execute(
@@ -79,20 +74,20 @@ def test_a_store_that_fails_half_way_keeps_nothing_of_it_and_the_next_one_is_kep
         " BEGIN SELECT RAISE(FAIL, 'not this one'); END"
     )
     with pytest.raises(RetrieverError, match="results cannot be stored .*not this one"):
-        store.store(["a", "b"], 1, [one("a"), one("refused")])
+        store.store(["a", "b"], 1, [item("a"), item("refused")])
     assert store.look_up(["a", "b"], 1) == [None, None]
-    store.store(["c"], 1, [one("c")])
-    assert ResultCache(tmp_path / "s", {}, "use").look_up(["c"], 1) == [one("c")]  # written, not only begun
+    store.store(["c"], 1, [item("c")])
+    assert ResultCache(tmp_path / "s", {}, "use").look_up(["c"], 1) == [item("c")]  # written, not only begun
 
 
 def test_half_a_surrogate_pair_is_kept(tmp_path):
     store = ResultCache(tmp_path / "s", {}, "use")
-    store.store(["q"], 1, [one("half \ud800 of it")])
-    store.store(["r"], 1, [one("Zürich 日本")])
-    assert store.look_up(["q", "r"], 1) == [one("half \ud800 of it"), one("Zürich 日本")]
+    store.store(["q"], 1, [item("half \ud800 of it")])
+    store.store(["r"], 1, [item("Zürich 日本")])
+    assert store.look_up(["q", "r"], 1) == [item("half \ud800 of it"), item("Zürich 日本")]
 
 
-def test_who_opens_it_waits_for_another_that_sets_it_up(tmp_path):
+def test_opening_waits_for_another_process(tmp_path):
     path = tmp_path / "s"
     other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
@@ -100,8 +95,8 @@ def test_who_opens_it_waits_for_another_that_sets_it_up(tmp_path):
     thread.start()
     store = ResultCache(path, {}, "use")
     thread.join()
-    store.store(["q"], 1, [one("a")])
-    assert store.look_up(["q"], 1) == [one("a")]
+    store.store(["q"], 1, [item("a")])
+    assert store.look_up(["q"], 1) == [item("a")]
 
 
 WRITER = """
@@ -130,7 +125,74 @@ def test_two_processes_share_a_store(tmp_path):
         writer.stdin.write("go\n")
         writer.stdin.flush()
     for writer in writers:
-        _, said = writer.communicate(timeout=60)
-        assert writer.returncode == 0, said
+        _, output = writer.communicate(timeout=60)
+        assert writer.returncode == 0, output
     kept = ResultCache(path, {}, "replay").look_up([f"{name} {n}" for name in "ab" for n in range(300)], 1)
-    assert [found[0][0]["id"] for found in kept] == [f"{name} {n}" for name in "ab" for n in range(300)]
+    assert [results[0][0]["id"] for results in kept] == [f"{name} {n}" for name in "ab" for n in range(300)]
+
+
+FIRST = [({"id": "1", "contents": "é"}, 0.5)]
+SECOND = [({"id": "2", "contents": "b"}, 0.25)]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ResultCache(tmp_path / "store.sqlite", {"encoder": "x"}, "use")
+
+
+def test_first_stored_result_stays(store):
+    store.store(["a"], 3, [FIRST])
+    store.store(["b", "a"], 3, [SECOND, SECOND])
+    assert store.look_up(["a", "b", "c"], 3) == [FIRST, SECOND, None]
+    store.store(["c"], 3, [FIRST])  # nothing is left open
+    assert store.look_up(["c"], 3) == [FIRST]
+
+
+def test_later_process_finds_stored_results(store, tmp_path):
+    store.store(["a"], 3, [FIRST])
+    again = ResultCache(tmp_path / "store.sqlite", {"encoder": "x"}, "replay")
+    assert again.look_up(["a"], 3) == [FIRST]
+
+
+def test_equal_queries_at_once_are_all_answered(index, store):
+    counting = Counting(index, seconds=0.05)
+    engine = Engine(counting, Depths(3), Limits(max_batch=1, max_wait=0.0), Metrics(), None, store)
+    request = RetrieveRequest(queries=["ada almson"], topk=3)
+
+    async def ask():
+        return await asyncio.gather(*(engine.answer(request) for _ in range(4)))
+
+    answers = asyncio.run(asyncio.wait_for(ask(), 30))
+    assert len(answers[0][0]) == 3 and all(answer == answers[0] for answer in answers)
+    assert len(counting.batches) > 1  # they did ask at once
+    assert store.look_up(["ada almson"], 3) == answers[0]
+
+
+def test_full_disk_costs_no_client_its_answer(index, store, capsys):
+    """SQLite's own error, by a limit of its own; it is said once, and again after it has worked."""
+    engine_metrics = Metrics()
+    engine = Engine(index, Depths(3), Limits(), engine_metrics, None, store)
+
+    def unstored():
+        return engine_metrics.registry.get_sample_value("retriever_unstored_queries_total")
+
+    def ask(*queries):
+        answers = asyncio.run(engine.answer(RetrieveRequest(queries=list(queries), topk=3)))
+        assert answers == index.search(queries, 3)
+
+    ask("ada almson")
+    (pages,) = store._store.execute("PRAGMA page_count").fetchone()
+    for outage in (1, 2):
+        store._store.execute(f"PRAGMA max_page_count = {pages}")
+        long = [f"bo dorn {outage} {n}" for n in range(40)]
+        ask(*long)
+        ask(*long)
+        output = capsys.readouterr().err
+        assert output.count("warning: ") == 1 and "results cannot be stored" in output and "full" in output
+        assert unstored() == 80 * outage
+        ask("ada almson")  # what was stored before is still found
+        assert unstored() == 80 * outage
+        store._store.execute("PRAGMA max_page_count = 1000000")
+        ask("cy dorn" * outage)
+        (pages,) = store._store.execute("PRAGMA page_count").fetchone()
+    assert store.look_up(["cy dorn", "bo dorn 1 0"], 3) == [index.search(["cy dorn"], 3)[0], None]

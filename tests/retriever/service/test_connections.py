@@ -1,4 +1,4 @@
-"""Idle, slow and too many connections over real sockets: the service answers the others."""
+"""Connections over real sockets: idle, slow, too many, floods."""
 
 import asyncio
 import contextlib
@@ -8,16 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("faiss")
-pytest.importorskip("fastapi")
-
 from retriever_rig import served
 
+from benchmarks.retrieval.flood import TOKEN, bodies, idle, service, slow, watch
+from retriever.service.app import BodyLimit, make_app
 from retriever.service.engine import Depths, Limits
-from retriever.service.web.app import make_app
-from retriever.service.web.connections import MAX_HEAD, SPARE_FILES, allowed_connections
-from retriever.service.web.middleware import BodyLimit
+from retriever.service.server import MAX_HEAD, SPARE_FILES, allowed_connections
 
 BODY = b'{"queries": ["ada almson"], "topk": 1}'
 HEAD = b"POST /retrieve HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
@@ -40,9 +36,9 @@ def read(connection):
         except ConnectionResetError:
             return data
         data += part
-        head, found, rest = data.partition(b"\r\n\r\n")
+        head, results, rest = data.partition(b"\r\n\r\n")
         lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-        if not part or (found and lengths and len(rest) >= int(lengths[0][15:])):
+        if not part or (results and lengths and len(rest) >= int(lengths[0][15:])):
             return data
 
 
@@ -52,7 +48,7 @@ def ask(address):
         return read(connection)
 
 
-def test_idle_connections_beyond_the_bound_make_room(index):
+def test_idle_connections_beyond_the_limit_are_closed(index):
     with served(make_app(index, Depths(1)), max_connections=20) as address:
         idle = [socket.create_connection(address) for _ in range(60)]
         assert b" 200 OK" in ask(address)
@@ -67,7 +63,7 @@ def test_idle_connections_beyond_the_bound_make_room(index):
             connection.close()
 
 
-def test_a_request_that_was_sent_but_not_read_is_not_thrown_away(index):
+def test_unread_request_is_not_dropped(index):
     """asyncio's loop, which runs where uvloop is not installed, takes in all that connect before it reads."""
     app = make_app(index, Depths(1))
 
@@ -99,7 +95,7 @@ def is_closed(connection):
         connection.setblocking(True)
 
 
-def test_where_every_connection_has_a_request_the_next_is_told_to_come_back(index):
+def test_connection_beyond_busy_ones_gets_503(index):
     with served(make_app(index, Depths(1)), max_connections=3) as address:
         busy = [socket.create_connection(address) for _ in range(3)]
         for connection in busy:
@@ -113,7 +109,7 @@ def test_where_every_connection_has_a_request_the_next_is_told_to_come_back(inde
             connection.close()
 
 
-def test_a_head_that_does_not_end_is_cut_off(index):
+def test_endless_head_is_cut_off(index):
     """Also the second request's of a connection, whose first one the server had answered."""
     with served(make_app(index, Depths(1)), seconds=0.5) as address:
         for first in (b"", request() + BODY):
@@ -132,7 +128,7 @@ def test_a_head_that_does_not_end_is_cut_off(index):
                 assert 0.4 < time.monotonic() - begun < 3
 
 
-def test_a_search_that_takes_long_is_not_cut_off(index):
+def test_long_search_is_not_cut_off(index):
     class Slow:
         manifest = index.manifest
 
@@ -145,7 +141,7 @@ def test_a_search_that_takes_long_is_not_cut_off(index):
         assert b" 200 OK" in ask(address)
 
 
-def test_a_body_that_comes_too_slowly_is_408(index):
+def test_slow_body_is_408(index):
     limits = Limits(request_seconds=0.5)
     with served(make_app(index, Depths(1), limits=limits), seconds=0.5) as address:
         with socket.create_connection(address) as slow:
@@ -161,7 +157,7 @@ def test_a_body_that_comes_too_slowly_is_408(index):
 
 
 @pytest.mark.medium
-def test_a_reply_that_is_not_taken_up_is_given_up(index):
+def test_untaken_reply_is_given_up(index):
     """16 MB do not fit into the buffers of the sockets."""
 
     async def app(scope, receive, send):
@@ -201,7 +197,7 @@ def test_bodies_of_all_requests_together_are_bounded(index):
 
 
 @pytest.mark.parametrize("declared", [b"9" * 5000, b"-1", b"1e3"])
-def test_a_length_that_is_no_number_is_not_taken(declared):
+def test_invalid_length_is_refused(declared):
     sent = []
 
     async def send(message):
@@ -229,7 +225,7 @@ def open_health(address, method, size=16 * 2**20):
 
 
 @pytest.mark.parametrize(("method", "status"), [("POST", b" 401 "), ("GET", b" 200 ")])
-def test_bodies_sent_to_health_without_the_token_keep_no_search_waiting(index, method, status):
+def test_bodies_to_health_delay_no_search(index, method, status):
     """Eight of 16 MB took all that bodies may take."""
     with served(make_app(index, Depths(1), token="secret")) as address, contextlib.ExitStack() as stack:
         held = [stack.enter_context(open_health(address, method)) for _ in range(8)]
@@ -253,7 +249,7 @@ def resident():
         request() + BODY + b"GET /health HTTP/1.1\r\nx: ",  # the next one, while the first is answered
     ],
 )
-def test_a_head_of_any_length_is_refused_and_not_kept(index, start):
+def test_huge_head_is_refused_and_not_kept(index, start):
     """Sixteen heads of 58 MB took 600 MB. Also an address, what follows a body, and a second request's."""
     with served(make_app(index, Depths(1))) as address:
         head, before = start + b"x" * 58 * 10**6, resident()
@@ -267,7 +263,7 @@ def test_a_head_of_any_length_is_refused_and_not_kept(index, start):
             assert b" 200 OK" in ask(address)
 
 
-def test_a_refused_head_says_its_limit(index):
+def test_refused_head_names_the_limit(index):
     with served(make_app(index, Depths(1))) as address, socket.create_connection(address) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * MAX_HEAD)
         refused = read(connection)
@@ -320,3 +316,33 @@ def test_trailers_and_a_waiting_head_are_bounded(index):
                 while replies.count(b"HTTP/1.1 ") < len(statuses):
                     replies += read(connection)
             assert [part[:3] for part in replies.split(b"HTTP/1.1 ")[1:]] == statuses
+
+
+MB = 2**20
+
+
+@pytest.fixture(scope="module")
+def running(files):
+    with service(*files, "--max_connections", "150", "--request_seconds", "2") as (address, pid):
+        bodies(address, 2, 15 * MB, TOKEN)  # buffers of a first large body stay
+        yield address, pid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "flood", "growth"),
+    [
+        ("more idle connections than it takes", lambda address: idle(address, 400, 3.0), 20 * MB),
+        ("slow heads and bodies", lambda address: slow(address, 60, 4.0), 20 * MB),
+        ("40 bodies without token", lambda address: bodies(address, 40, 15 * MB), 30 * MB),
+        # 128 MB of bodies at most, up to twice that while they grow
+        ("40 bodies with token", lambda address: bodies(address, 40, 15 * MB, TOKEN), 270 * MB),
+        ("a body in small parts", lambda address: bodies(address, 1, 4 * MB, TOKEN, 1024), 30 * MB),
+    ],
+)
+def test_memory_stays_and_the_service_answers(running, what, flood, growth):
+    address, pid = running
+    outcome = watch(what, address, pid, lambda: flood(address))
+    assert outcome.answers >= 2
+    assert outcome.longest < 10, outcome
+    assert outcome.most - outcome.before < growth, outcome

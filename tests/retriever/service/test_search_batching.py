@@ -1,36 +1,36 @@
-"""Queries that wait together share one search, and get their own results."""
+"""Queries that wait together share a search and get their own results."""
 
 import asyncio
+import ctypes
+import os
 import threading
 import time
 
 import pytest
-
-pytest.importorskip("faiss")
-pytest.importorskip("fastapi")
-
 from retriever_rig import NAMES, Counting
 
-from retriever.service.batching import Overloaded, SearchBatcher
+from benchmarks.retrieval.load import process_bytes
+from retriever.service import engine as memory
+from retriever.service.engine import Limits, Overloaded, SearchBatcher
 
 
-def test_queries_that_wait_together_share_a_search_and_get_their_own_results(index):
+def test_waiting_queries_share_a_search(index):
     counting = Counting(index, seconds=0.02)
 
     async def run():
-        batcher = SearchBatcher(counting.search, max_batch=64)
+        batcher = SearchBatcher(counting.search, Limits(max_batch=64))
         return await asyncio.gather(*(batcher.submit([name], 3) for name in NAMES * 4))
 
     results = asyncio.run(run())
-    for (found,), name in zip(results, NAMES * 4, strict=True):
+    for (matches,), name in zip(results, NAMES * 4, strict=True):
         (alone,) = index.search([name], 3)
-        assert [row for row, _ in found] == [row for row, _ in alone]
+        assert [row for row, _ in matches] == [row for row, _ in alone]
         # FAISS multiplies many queries by another kernel, which rounds otherwise.
-        assert [score for _, score in found] == pytest.approx([score for _, score in alone], rel=1e-5)
+        assert [score for _, score in matches] == pytest.approx([score for _, score in alone], rel=1e-5)
     assert len(counting.batches) <= 3, counting.batches
 
 
-def test_a_client_that_sends_one_request_at_a_time_never_waits_for_others():
+def test_single_requests_do_not_wait():
     batches = []
 
     def search(queries, k):
@@ -38,7 +38,7 @@ def test_a_client_that_sends_one_request_at_a_time_never_waits_for_others():
         return [[({"id": query}, 1.0)] for query in queries]
 
     async def run():
-        batcher = SearchBatcher(search, max_wait=600.0)
+        batcher = SearchBatcher(search, Limits(max_wait=600.0))
         for _ in range(3):
             await asyncio.wait_for(batcher.submit(["ada", "bo"], 1), 10)
         await asyncio.gather(batcher.submit(["ada"], 1), batcher.submit(["bo"], 1))
@@ -53,19 +53,19 @@ def test_depths_are_not_mixed(index):
     counting = Counting(index)
 
     async def run():
-        batcher = SearchBatcher(counting.search)
+        batcher = SearchBatcher(counting.search, Limits())
         return await asyncio.gather(batcher.submit(["lives"], 2), batcher.submit(["lives", "bo"], 3))
 
-    one, two = asyncio.run(run())
-    assert [len(found) for found in one + two] == [2, 3, 3]
+    item, two = asyncio.run(run())
+    assert [len(matches) for matches in item + two] == [2, 3, 3]
     assert counting.batches == [(1, 2), (2, 3)]
 
 
-def test_a_full_queue_refuses_and_the_rest_is_answered(index):
+def test_full_queue_refuses_some_requests(index):
     counting = Counting(index, seconds=0.05)
 
     async def run():
-        batcher = SearchBatcher(counting.search, max_batch=2, max_queue=4)
+        batcher = SearchBatcher(counting.search, Limits(max_batch=2, max_queue=4))
         tasks = [asyncio.create_task(batcher.submit([name], 1)) for name in NAMES]
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -75,14 +75,14 @@ def test_a_full_queue_refuses_and_the_rest_is_answered(index):
     assert all(len(result) == 1 for result in results if not isinstance(result, Overloaded))
 
 
-def test_an_error_of_a_search_reaches_its_callers_and_the_next_search_works(index):
+def test_error_of_a_search_reaches_its_callers(index):
     def search(queries, k):
         if "bad" in queries:
             raise OSError("disk")
         return index.search(queries, k)
 
     async def run():
-        batcher = SearchBatcher(search)
+        batcher = SearchBatcher(search, Limits())
         (failed,) = await batcher.submit(["bad"], 1)
         assert isinstance(failed, OSError) and str(failed) == "disk"
         return await batcher.submit(["ada almson"], 1)
@@ -90,11 +90,11 @@ def test_an_error_of_a_search_reaches_its_callers_and_the_next_search_works(inde
     assert asyncio.run(run())[0][0][0]["id"] == "0"
 
 
-def test_a_client_that_has_gone_is_not_searched_for(index):
+def test_query_of_absent_client_is_dropped(index):
     counting = Counting(index, seconds=0.05)
 
     async def run():
-        batcher = SearchBatcher(counting.search, max_batch=1)
+        batcher = SearchBatcher(counting.search, Limits(max_batch=1))
         first = asyncio.create_task(batcher.submit(["ada"], 1))
         gone = asyncio.create_task(batcher.submit(["bo"], 1))
         last = asyncio.create_task(batcher.submit(["cy"], 1))
@@ -122,15 +122,15 @@ def together(index, workers, *bursts):
         return index.search(queries, k)
 
     async def run():
-        batcher = SearchBatcher(search, workers=workers)
+        batcher = SearchBatcher(search, Limits(workers=workers))
         tasks = []
         for burst in bursts:
             names = [NAMES[n % len(NAMES)] for n in range(burst)]
             tasks += [(name, asyncio.create_task(batcher.submit([name], 1))) for name in names]
             await asyncio.sleep(0.01)
         for name, task in tasks:
-            ((found,),) = await task
-            assert name in found[0]["contents"]
+            ((matches,),) = await task
+            assert name in matches[0]["contents"]
 
     asyncio.run(run())
     return most, sizes
@@ -153,15 +153,65 @@ def test_further_searches_begin_where_enough_queries_wait(index, workers, bursts
 
 
 @pytest.mark.medium
-def test_a_large_request_keeps_every_worker_busy(index):
+def test_large_request_keeps_every_worker_busy(index):
     counting = Counting(index, seconds=0.01)
 
     async def run():
-        batcher = SearchBatcher(counting.search, max_batch=32, workers=2)
+        batcher = SearchBatcher(counting.search, Limits(max_batch=32, workers=2))
         return await batcher.submit(NAMES * 20, 1)
 
-    found = asyncio.run(run())
-    assert [one[0][0]["contents"].split('"')[1] for one in found] == NAMES * 20
+    matches = asyncio.run(run())
+    assert [item[0][0]["contents"].split('"')[1] for item in matches] == NAMES * 20
     sizes = [size for size, _ in counting.batches]
     assert sizes[:9] == [32] * 9
     assert sizes[9:] in ([32], [16, 16])  # workers that end at the same moment share what is left
+
+
+def test_request_above_the_queue_is_refused_whole():
+    async def work():
+        batcher = SearchBatcher(lambda queries, k: [[({"id": q}, 1.0)] for q in queries], Limits(max_queue=5))
+        first = asyncio.ensure_future(batcher.submit(["a", "b", "c"], 1))
+        await asyncio.sleep(0)
+        assert batcher.queued == 3
+        with pytest.raises(Overloaded):
+            await batcher.submit(["d", "e", "f"], 1)
+        assert batcher.queued == 3
+        second = await batcher.submit(["d", "e"], 1)  # exactly full
+        return [matches[0][0]["id"] for matches in [*await first, *second]]
+
+    assert asyncio.run(work()) == ["a", "b", "c", "d", "e"]
+
+
+def own_bytes():
+    return process_bytes(os.getpid(), "RssAnon")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_freed_memory_is_returned():
+    blocks = [b"x" * size for size in range(20_000, 24_000)]  # 88 MB, each too small for a mapping of its own
+    full = own_bytes()
+    pins = blocks[::50]
+    del blocks
+    memory.trim_memory()
+    assert own_bytes() < full - 40e6
+    assert all(set(pin) == {120} for pin in pins)
+
+
+def test_memory_is_trimmed_every_1000_queries(monkeypatch):
+    trims = []
+    monkeypatch.setattr(memory, "trim_memory", lambda: trims.append(1))
+
+    def search(queries, k):
+        if k < 0:
+            raise ValueError
+        return [(query, k) for query in queries]
+
+    trimmed = memory.trimmed(search)
+    for _ in range(3):
+        assert trimmed(["a"] * 300, 2) == [("a", 2)] * 300
+    assert not trims
+    with pytest.raises(ValueError):
+        trimmed(["a"] * 300, -1)
+    assert len(trims) == 1
+    trimmed(["a"] * 999, 1)
+    assert len(trims) == 1

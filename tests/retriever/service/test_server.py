@@ -1,21 +1,28 @@
-"""The running service: its connections and its end."""
+"""The running service: assembled from its options, loading, its end."""
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
-import pytest
-
-pytest.importorskip("faiss")
-pytest.importorskip("fastapi")
-
+import faiss
 import httpx
-from retriever_rig import NAMES
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from retriever_rig import NAMES, served
 
-from retriever.service.web.server import listen
+from retriever.errors import RetrieverError
+from retriever.indexes.backend import MANIFEST
+from retriever.options import parse
+from retriever.service import server as assembly
+from retriever.service.app import make_app
+from retriever.service.engine import Depths, index_identity
+from retriever.service.server import Loading, listen, load, load_index, run
 
 
 def test_connections_send_at_once():
@@ -40,7 +47,7 @@ def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
         url = f"http://127.0.0.1:{port_file.read_text()}/retrieve"
         outcomes = []
 
-        async def one(client):
+        async def item(client):
             try:
                 reply = await client.post(url, json={"queries": NAMES * 8, "topk": 16})
                 outcomes.append(reply.status_code)
@@ -51,8 +58,8 @@ def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
 
         async def load():
             async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-                await one(client)
-                tasks = [asyncio.create_task(one(client)) for _ in range(12)]
+                await item(client)
+                tasks = [asyncio.create_task(item(client)) for _ in range(12)]
                 while outcomes.count(200) < 2 and not all(task.done() for task in tasks):
                     await asyncio.sleep(0.01)
                 process.send_signal(signal.SIGTERM)
@@ -82,3 +89,178 @@ def has_ipv6():
     except OSError:
         return False
     return True
+
+
+class Empty:
+    manifest = {"documents": 0}
+
+    def search(self, queries, k):
+        return [[] for _ in queries]
+
+
+def test_loading_is_reported_before_the_service():
+    go_on = threading.Event()
+
+    def load(report):
+        report("reading the corpus")
+        go_on.wait(30)
+        return make_app(Empty(), Depths(3))
+
+    async def ask():
+        loading = Loading(load)
+        transport = httpx.ASGITransport(loading)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+            waiting = asyncio.create_task(loading.wait())
+            while (reply := await client.get("/health")).json()["stage"] == "starting":
+                await asyncio.sleep(0.01)
+            assert reply.status_code == 503 and reply.headers["retry-after"] == "5"
+            assert reply.json()["status"] == "loading" and reply.json()["stage"] == "reading the corpus"
+            early = await client.post("/retrieve", json={"queries": ["q"]})
+            assert early.status_code == 503
+            assert "not ready yet: reading the corpus" in early.json()["error"]
+            go_on.set()
+            await waiting
+            ready = (await client.get("/health")).json()
+            identity = index_identity(Empty.manifest, "")
+            assert ready == {"status": "ready", "documents": 0, "reranker": "", "identity": identity}
+            assert (await client.post("/retrieve", json={"queries": ["q"]})).json() == {"result": [[]]}
+
+    asyncio.run(ask())
+
+
+def test_loading_stage_needs_the_token():
+    async def ask():
+        loading = Loading(lambda report: None, "secret")
+        transport = httpx.ASGITransport(loading)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+            for route in ("/retrieve", "/metrics", "/nothing"):
+                assert (await client.post(route)).status_code == 401
+            refused = await client.post("/retrieve", headers={"Authorization": "Bearer other"})
+            assert refused.status_code == 401 and "starting" not in refused.text
+            early = await client.post("/retrieve", headers={"Authorization": "Bearer secret"})
+            assert early.status_code == 503 and "starting" in early.json()["error"]
+            assert (await client.get("/health")).status_code == 503
+            assert (await client.post("/health")).status_code == 401
+
+    asyncio.run(ask())
+
+
+def command(folder, *more):
+    base = [sys.executable, "-m", "retriever.serve", "--corpus_path", str(folder / "corpus.jsonl")]
+    return [*base, "--index_path", str(folder / "index"), "--port", "0", *more]
+
+
+@pytest.mark.medium
+def test_failed_loading_ends_the_service(tmp_path):
+    ended = subprocess.run(command(tmp_path), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ") and "corpus.jsonl" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.medium
+def test_stop_does_not_wait_for_loading(tmp_path):
+    """Building over so many passages takes far longer than the test waits."""
+    rows = (json.dumps({"id": str(n), "contents": f'"T {n}"\nword{n} ' * 20}) for n in range(200_000))
+    (tmp_path / "corpus.jsonl").write_text("\n".join(rows) + "\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    process = subprocess.Popen(
+        [*command(tmp_path), "--build_if_missing", "--port", port], stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline
+            try:
+                reply = httpx.get(f"http://127.0.0.1:{port}/health", timeout=30, trust_env=False)
+                break
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        assert reply.status_code == 503 and reply.json()["status"] == "loading"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) in (0, -signal.SIGTERM)
+        assert not (tmp_path / "index" / "manifest.json").exists()
+    finally:
+        process.kill()
+
+
+def test_taken_port_is_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        options = ["--corpus_path", "c", "--index_path", "i", "--port", port]
+        with pytest.raises(RetrieverError, match=f"--port {port}: cannot listen on 127.0.0.1"):
+            run(parse(options))
+
+
+def test_build_if_missing(tmp_path, files):
+    arguments = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "new"), "--build_if_missing"]
+    stages = []
+    index = load_index(parse(arguments), stages.append)
+    assert [row["id"] for row, _ in index.search(["ada carlson"], 1)[0]] == ["2"]
+    assert [stage.split()[0] for stage in stages] == ["reading", "building", "loading"]
+    before = (tmp_path / "new" / MANIFEST).stat().st_mtime_ns
+    load_index(parse(arguments), stages.append)
+    assert [stage.split()[0] for stage in stages[3:]] == ["reading", "loading"]
+    assert (tmp_path / "new" / MANIFEST).stat().st_mtime_ns == before
+
+
+def test_options_reach_the_service(files, capsys):
+    arguments = ["--corpus_path", str(files[0]), "--index_path", str(files[1]), "--host", "0.0.0.0"]
+    arguments += ["--retrieval_topk", "5", "--reranking_topk", "2", "--max_queries", "4", "--engine", "jax"]
+    with TestClient(load(parse(arguments))) as client:
+        (five,) = client.post("/retrieve", json={"queries": ["ada dorn"]}).json()["result"]
+        body = {"queries": ["ada dorn"], "topk_retrieval": 5, "not_sort": True}
+        (two,) = client.post("/retrieve", json=body).json()["result"]
+        assert (len(five), len(two)) == (5, 2)
+        assert client.post("/retrieve", json={"queries": ["ada"] * 5}).status_code == 422
+        assert client.get("/health").json()["kind"] == "jax"
+    assert "0.0.0.0 is open to the network without --token_file" in capsys.readouterr().err
+
+
+def test_build_options_reach_the_builder(tmp_path, files):
+    arguments = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "new"), "--build_if_missing"]
+    arguments += ["--factory", "HNSW8", "--search", "efSearch=99", "--embeddings", str(tmp_path / "kept")]
+    arguments += ["--embedding_dtype", "float16", "--shard_rows", "5"]
+    index = load_index(parse(arguments), print)
+    assert index.manifest["factory"] == "HNSW8"
+    shards = sorted((tmp_path / "kept").glob("shard-*.npy"))
+    assert [np.load(path).shape[0] for path in shards] == [5, 5, 5, 1]
+    assert np.load(shards[0]).dtype == np.float16
+    assert faiss.read_index(str(tmp_path / "new" / "index.faiss")).hnsw.efSearch == 99
+    load_index(parse(arguments), print)
+    changed = [*arguments, "--factory", "Flat"]
+    with pytest.raises(
+        RetrieverError, match="--factory Flat: .*/new was built with HNSW8; leave the option out"
+    ):
+        load_index(parse(changed), print)
+    with pytest.raises(RetrieverError, match="--kind jax: .*/new was built with faiss"):
+        load_index(parse([*arguments[:5], "--kind", "jax"]), print)
+    with pytest.raises(RetrieverError, match="--factory: only a build takes it; add --build_if_missing"):
+        parse([*arguments[:4], "--factory", "Flat"])
+
+
+def test_limits_reach_the_service(files):
+    arguments = ["--corpus_path", str(files[0]), "--index_path", str(files[1]), "--request_seconds", "0.2"]
+    with served(load(parse(arguments))) as address, socket.create_connection(address) as connection:
+        connection.sendall(b"POST /retrieve HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{")
+        assert b" 408 " in connection.recv(1000)
+
+
+def test_workers_are_cores_but_one_for_web(files, tmp_path, monkeypatch):
+    """Equal queries of one search are paid for once; those of two searches would be paid for twice."""
+    monkeypatch.setattr(assembly, "available_cores", lambda: 6)
+    paths = ["--corpus_path", str(files[0]), "--index_path", str(files[1])]
+    web = ["--retriever_name", "google", "--cache_path", str(tmp_path / "c"), "--web_budget", "1"]
+    for threads, variable, expected in ((0, "1", 6), (0, "2", 3), (0, "99", 1), (4, "1", 4), (4, "2", 4)):
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        assert assembly._workers(parse([*paths, "--threads", str(threads)])) == expected
+        assert assembly._workers(parse([*web, "--threads", str(threads)])) == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert assembly._workers(parse(paths)) == 6
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan"])
+def test_request_seconds_must_be_a_time(value):
+    with pytest.raises(RetrieverError, match="--request_seconds is .*must be above 0"):
+        parse(["--corpus_path", "c", "--index_path", "i", "--request_seconds", value])

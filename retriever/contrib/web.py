@@ -1,0 +1,194 @@
+"""Web search by Google's Custom Search JSON API or SerpAPI, within a budget.
+
+Each attempt is counted on disk before it is sent, so that neither a crash nor a restart exceeds the budget.
+Titles and snippets are returned; pages are not fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from retriever.errors import RetrieverError, SearchFailed
+from retriever.files import replacing
+from retriever.interfaces import Hits
+
+PARALLEL = 8  # requests at the same time
+ATTEMPTS = 3
+FIRST_DELAY = 0.5  # seconds before the second attempt; the third waits twice as long
+TIMEOUT = 20.0  # seconds
+PROBLEM_LENGTH = 200  # characters shown of a provider's message
+PAGE_SIZE = 10  # results of a request at most
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A web search API with GET requests."""
+
+    endpoint: str
+    secrets: dict[str, str]  # parameter -> environment variable of its value
+    parameters: dict[str, str]
+    results: Callable[[dict[str, Any]], list[dict[str, Any]]]  # items with title, link and snippet
+    public: tuple[str, ...] = ()  # secrets that decide the results and may be shown
+
+
+def _serpapi_results(reply: dict[str, Any]) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = reply.get("organic_results", [])
+    problem = str(reply.get("error", ""))
+    if problem and not items and "any results" not in problem:  # its message for no results
+        raise ValueError(problem)
+    return items
+
+
+PROVIDERS = {
+    "google": Provider(  # https://developers.google.com/custom-search/v1/reference/rest/v1/cse/list
+        "https://customsearch.googleapis.com/customsearch/v1",
+        {"key": "GOOGLE_API_KEY", "cx": "GOOGLE_CSE_ID"},
+        {},
+        lambda reply: reply.get("items", []),
+        public=("cx",),
+    ),
+    "serpapi": Provider(  # https://serpapi.com/search-api
+        "https://serpapi.com/search.json",
+        {"api_key": "SERPAPI_API_KEY"},
+        {"engine": "google"},
+        _serpapi_results,
+    ),
+}
+
+
+class Budget:
+    """Counts requests in a file that is kept from run to run, and refuses those beyond a limit.
+
+    Raises RetrieverError: the file exists but does not hold a count.
+    """
+
+    def __init__(self, path: Path, limit: int):
+        self.path, self.limit = path, limit
+        self._lock = threading.Lock()
+        self.spent = 0
+        if path.is_file():
+            try:
+                self.spent = int(json.loads(path.read_text(encoding="utf-8"))["requests"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise RetrieverError(f"{path}: not a count of requests; delete it to count again") from error
+
+    def spend(self) -> None:
+        """Use up one request, first on disk; raises SearchFailed (402) when none is left."""
+        with self._lock:
+            if self.spent >= self.limit:
+                raise SearchFailed(
+                    402,
+                    f"the web search budget of {self.limit} requests is used up; raise --web_budget, or"
+                    f" delete {self.path} to count again",
+                )
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path) as partial:
+                partial.write_text(json.dumps({"requests": self.spent + 1}), encoding="utf-8")
+            self.spent += 1
+
+
+def open_web_search(options: argparse.Namespace) -> WebSearch:
+    """Return the searcher of the service's options."""
+    budget = Budget(Path(f"{options.cache_path}.budget"), options.web_budget)
+    return WebSearch(options.retriever_name, budget, options.web_endpoint)
+
+
+class WebSearch:
+    """Searches the web.
+
+    Raises RetrieverError: a key is not set.
+
+    Args:
+        provider: google (GOOGLE_API_KEY, GOOGLE_CSE_ID) or serpapi (SERPAPI_API_KEY).
+        endpoint: another address of the same API, such as a proxy's.
+    """
+
+    def __init__(self, provider: str, budget: Budget, endpoint: str = ""):
+        self.name, self._provider, self.budget = provider, PROVIDERS[provider], budget
+        self._secrets = {name: _secret(variable) for name, variable in self._provider.secrets.items()}
+        self._endpoint = endpoint or self._provider.endpoint
+        self._http = httpx.Client(timeout=TIMEOUT)
+        self._pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="web-search")
+        public = {name: self._secrets[name] for name in self._provider.public}
+        self.manifest = {"kind": "web", "encoder": provider, **public}
+
+    def search(self, queries: Sequence[str], k: int) -> list[Hits | Exception]:
+        """Return at most PAGE_SIZE results of each query, in the web's order, or the error of the query.
+
+        Scores are 1 / rank: the web gives none. Equal queries are sent once.
+        """
+        distinct = list(dict.fromkeys(queries))
+        outcomes = self._pool.map(lambda query: self._outcome(query, min(k, PAGE_SIZE)), distinct)
+        by_query = dict(zip(distinct, outcomes, strict=True))
+        return [by_query[query] for query in queries]
+
+    def _outcome(self, query: str, k: int) -> Hits | Exception:
+        try:
+            return self._ask(query, k)
+        except SearchFailed as error:
+            return error
+
+    def _ask(self, query: str, k: int) -> Hits:
+        delay, problem = FIRST_DELAY, ""
+        parameters = self._secrets | self._provider.parameters | {"q": query, "num": str(k)}
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(delay)
+                delay *= 2
+            self.budget.spend()
+            try:
+                response = self._http.get(self._endpoint, params=parameters)
+                reply = response.json()
+                if response.status_code == 200:
+                    return _hits(self._provider.results(reply)[:k])
+            except httpx.HTTPError as error:
+                problem = type(error).__name__  # not the text: it shows the address with the key
+                continue
+            except (ValueError, AttributeError, TypeError) as error:
+                raise SearchFailed(502, f"{self.name}: unusable answer: {_brief(error)}") from error
+            problem = f"status {response.status_code}: {_brief(_problem(reply))}"
+            if response.status_code != 429 and response.status_code < 500:
+                raise SearchFailed(502, f"{self.name}: {problem}; check key and quota")
+        raise SearchFailed(502, f"{self.name}: no answer after {ATTEMPTS} attempts ({problem})")
+
+
+def _hits(items: Sequence[dict[str, Any]]) -> Hits:
+    hits: Hits = []
+    for item in items:
+        if link := _line(item.get("link")):
+            contents = f'"{_line(item.get("title"))}"\n{_line(item.get("snippet"))}'
+            hits.append(({"id": link, "contents": contents, "url": link}, 1.0 / (len(hits) + 1)))
+    return hits
+
+
+def _line(text: Any) -> str:
+    """Return text on one line; half a surrogate pair becomes U+FFFD."""
+    whole = str(text or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return " ".join(whole.split())
+
+
+def _problem(reply: Any) -> str:
+    error = reply.get("error", "") if isinstance(reply, dict) else ""
+    return str(error.get("message", "") if isinstance(error, dict) else error)
+
+
+def _brief(text: object) -> str:
+    return _line(text)[:PROBLEM_LENGTH]
+
+
+def _secret(name: str) -> str:
+    value = os.environ.get(name, "")
+    if not value:
+        raise RetrieverError(f"{name} is not set; web search needs it in the environment")
+    return value

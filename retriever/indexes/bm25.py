@@ -1,0 +1,105 @@
+"""BM25 over words (Lucene's form), through bm25s."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retriever.backends import IndexOptions
+from retriever.encoders import K1, B, words
+from retriever.errors import RetrieverError
+from retriever.indexes.backend import Backend, Build, progress_bar, require_memory
+from retriever.interfaces import Ranker
+
+FOLDER = "bm25"
+SAMPLE = 1000  # passages whose words are counted to estimate the memory
+BLOCK = 2**20  # places checked at once
+
+
+class Bm25Backend(Backend):
+    """A sparse index of the words of all passages."""
+
+    def write(self, build: Build) -> dict[str, Any]:
+        import bm25s
+
+        corpus = build.corpus
+        sample = corpus[:: max(1, len(corpus) // SAMPLE)]
+        count = len(corpus) * sum(len(words(row["contents"])) for row in sample) // len(sample)
+        # The peak: word ids as lists, then three arrays of distinct words and their sort.
+        peak = 8 * count + 40 * (count * 2 // 3) + 64 * len(corpus)
+        require_memory(peak, "BM25", "use --retriever_name hashed --factory IVF4096,PQ64")
+        vocabulary: dict[str, int] = {}
+        ids = []
+        with progress_bar(len(corpus), "words", build.progress) as bar:
+            for row in corpus:
+                ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words(row["contents"])])
+                bar.update()
+        index = bm25s.BM25(k1=K1, b=B, method="lucene", backend="numpy")
+        index.index((ids, vocabulary), show_progress=build.progress and sys.stderr.isatty())
+        index.save(str(build.folder / FOLDER), show_progress=False)
+        return {}
+
+    def open(self, folder: Path, manifest: dict[str, Any], options: IndexOptions) -> Ranker:
+        return Bm25(folder / FOLDER, options.mmap, check=not options.skip_checksum)
+
+
+class Bm25:
+    """Ranks all passages; raises RetrieverError for a damaged index, or one too large for the memory.
+
+    `check` reads all of the index, so that no search meets a place out of range.
+    """
+
+    def __init__(self, folder: Path, mmap: bool = False, check: bool = True):
+        import bm25s
+
+        try:
+            if not mmap:
+                size = sum(file.stat().st_size for file in folder.iterdir())
+                require_memory(size, str(folder), "serve it with --mmap")
+            self._index = bm25s.BM25.load(str(folder), mmap=mmap, show_progress=False)
+        except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
+            raise RetrieverError(f"{folder}: not a whole BM25 index ({error}); build it again") from error
+        self.documents = int(self._index.scores["num_docs"])
+        if check and not _is_consistent(self._index):
+            raise RetrieverError(f"{folder}: not a whole BM25 index (places out of range); build it again")
+
+    def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `interfaces.Ranker`; row -1 without a word in common."""
+        ranked = [top_k(self._scores(query), k) for query in queries]
+        scores, ids = map(np.stack, zip(*ranked, strict=True))
+        return scores, np.where(scores > 0, ids, -1)
+
+    def _scores(self, query: str) -> np.ndarray:
+        indexed = [word for word in words(query) if word in self._index.vocab_dict]
+        if not indexed:
+            return np.zeros(self.documents, np.float32)
+        return self._index.get_scores(indexed)
+
+
+def _is_consistent(index: Any) -> bool:
+    """Each word's column must lie within the matrix and its rows within the passages."""
+    data, rows, starts = (index.scores[name] for name in ("data", "indices", "indptr"))
+    if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(rows) or len(rows) != len(data):
+        return False
+    columns = [column for word, column in index.vocab_dict.items() if word]  # bm25s adds an empty one
+    if np.any(starts[1:] < starts[:-1]) or max(columns, default=-1) >= len(starts) - 1:
+        return False
+    blocks = (rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK))
+    return all(block.min() >= 0 and block.max() < index.scores["num_docs"] for block in blocks)
+
+
+def top_k(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the k best of scores [N] and their places, ties in order of place."""
+    if k < len(scores):
+        least = np.partition(scores, len(scores) - k)[len(scores) - k]
+        better = np.flatnonzero(scores > least)
+        equal = np.flatnonzero(scores == least)[: k - len(better)]
+        ids = np.concatenate([better, equal])
+    else:
+        ids = np.arange(len(scores))
+    ids = ids[np.lexsort((ids, -scores[ids]))]
+    return scores[ids], ids

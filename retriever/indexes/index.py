@@ -1,0 +1,319 @@
+"""Builds an index in a folder; a stopped build continues. Opens it, and searches its corpus."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retriever.backends import LEXICAL, BuildOptions, IndexOptions, find_kind
+from retriever.corpus.passages import Corpus
+from retriever.encoders import (
+    HashedEncoder,
+    check_dimension,
+    check_vector,
+    load_encoder,
+    make_encoder,
+    spread,
+    words,
+    words_version,
+)
+from retriever.errors import RetrieverError
+from retriever.files import replacing, replacing_folder
+from retriever.indexes.backend import (
+    AGAIN,
+    MANIFEST,
+    Backend,
+    Build,
+    Embeddings,
+    check_files,
+    checksums,
+    load_backend,
+    locked,
+    progress_bar,
+    read_manifest,
+    require_disk,
+    shard_path,
+    write_manifest,
+)
+from retriever.indexes.faiss import FLAT, map_flat, read_header
+from retriever.interfaces import CorpusRow, Encoder, Hits, Ranker, Vectors
+
+SETTINGS = "settings.json"
+BLOCK = 2048  # passages encoded at once
+
+
+def build_index(
+    corpus: Corpus, folder: Path, options: BuildOptions | None = None, progress: bool = True
+) -> None:
+    """Encode the corpus and write the index; started again after a stop, it continues.
+
+    Raises RetrieverError: unknown encoder, factory or option; the folder holds something else; too little
+    memory or disk; embeddings started with other settings.
+    """
+    options = options or BuildOptions()
+    options.check()
+    backend = load_backend(options.index_kind, building=True)
+    backend.check(options)
+    with locked(folder):
+        if (
+            folder.exists()
+            and (folder.is_file() or any(folder.iterdir()))
+            and not (folder / MANIFEST).is_file()
+        ):
+            raise RetrieverError(f"{folder}: exists and is not an index; choose another --index_path")
+        if find_kind(options.index_kind).has_vectors:
+            _build_vectors(corpus, folder, backend, options, progress)
+        else:
+            with replacing_folder(folder) as unfinished, _writing(unfinished):
+                entries = backend.write(Build(unfinished, corpus, options, None, progress))
+                name = options.retriever_name
+                _finish(
+                    unfinished, corpus, options, {"kind": name, "encoder": name, "factory": name} | entries
+                )
+
+
+def _build_vectors(
+    corpus: Corpus, folder: Path, backend: Backend, options: BuildOptions, progress: bool
+) -> None:
+    shards = options.embeddings or folder.with_name(folder.name + ".embeddings")
+
+    def prepare(encoder: Encoder) -> None:
+        backend.prepare(encoder.dimension, options, shards)
+
+    with locked(shards), _writing(shards):
+        embeddings = embed(corpus, shards, options, progress, before=prepare)
+    encoder = embeddings.encoder
+    entries: dict[str, Any] = {"kind": options.kind, "encoder": encoder.name, "model": encoder.model}
+    entries |= {"dimension": encoder.dimension, "factory": options.kind}
+    with replacing_folder(folder) as unfinished, _writing(unfinished):
+        encoder.save(unfinished)
+        entries |= backend.write(Build(unfinished, corpus, options, embeddings, progress))
+        _finish(unfinished, corpus, options, entries)
+    if options.embeddings is None:
+        shutil.rmtree(shards)
+
+
+def _finish(folder: Path, corpus: Corpus, options: BuildOptions, entries: dict[str, Any]) -> None:
+    source = {"corpus_sha256": corpus.sha256, "documents": len(corpus)}
+    files = folder.glob(find_kind(options.index_kind).checked_files)
+    sums = {"checksums": checksums(folder, files)}
+    write_manifest(folder, source | words_version(options.retriever_name) | entries | sums)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RetrieverError(
+            f"{folder}: cannot be written ({error.strerror or error}); make room there, then give the same"
+            " command again: what was encoded is kept"
+        ) from error
+
+
+def embed(
+    corpus: Corpus,
+    folder: Path,
+    options: BuildOptions,
+    progress: bool = True,
+    before: Callable[[Encoder], None] = lambda _: None,
+) -> Embeddings:
+    """Encode all passages; complete shards of an earlier start are kept.
+
+    `before` is called with the encoder before anything is encoded. Raises RetrieverError: the folder was
+    started with other settings, or the disk is too small.
+    """
+    settings = {
+        "corpus_sha256": corpus.sha256,
+        "documents": len(corpus),
+        "encoder": options.retriever_name,
+        "model": options.retriever_model,
+        "shard_rows": options.shard_rows,
+        "dtype": options.embedding_dtype,
+    } | words_version(options.retriever_name)
+    if (folder / SETTINGS).is_file():
+        encoder = _resume(folder, settings)
+        before(encoder)
+    else:
+        encoder = make_encoder(options.retriever_name, options.retriever_model, corpus)
+        before(encoder)
+        if folder.exists() and any(folder.iterdir()):
+            raise RetrieverError(f"{folder}: exists and holds no embeddings; choose another --embeddings")
+        with replacing_folder(folder) as unfinished:
+            encoder.save(unfinished)
+            (unfinished / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    rows, dtype = options.shard_rows, np.dtype(options.embedding_dtype)
+    missing = [
+        (start, min(start + rows, len(corpus)))
+        for start in range(0, len(corpus), rows)
+        if not shard_path(folder, start, rows).is_file()
+    ]
+    passages = sum(stop - start for start, stop in missing)
+    alternatives = "use another --embeddings folder or --embedding_dtype float16"
+    require_disk(folder, passages * encoder.dimension * dtype.itemsize, "the vectors need", alternatives)
+    devices = options.devices.split(",") if options.devices else []
+    block = BLOCK * max(1, 4 * len(devices))
+    with (
+        spread(encoder, devices),
+        progress_bar(len(corpus), "encode", progress, len(corpus) - passages) as bar,
+    ):
+        for start, stop in missing:
+            _encode(corpus, encoder, range(start, stop), shard_path(folder, start, rows), dtype, block, bar)
+    return Embeddings(folder, encoder, len(corpus), rows)
+
+
+def _resume(folder: Path, settings: dict[str, Any]) -> Encoder:
+    begun = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    changed = [
+        f"{key} was {begun.get(key)!r} and is {value!r}"
+        for key, value in settings.items()
+        if begun.get(key) != value
+    ]
+    if changed:
+        raise RetrieverError(
+            f"{folder}: started with other settings ({', '.join(changed)}); restore or delete it"
+        )
+    return load_encoder(folder, settings["encoder"], settings["model"])
+
+
+def _encode(
+    corpus: Corpus, encoder: Encoder, rows: range, path: Path, dtype: np.dtype, block: int, bar: Any
+) -> None:
+    # Written, not mapped: on a full disk a mapping ends the process without a message.
+    with replacing(path) as partial, partial.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (len(rows), encoder.dimension)})
+        for first in rows[::block]:
+            last = min(first + block, rows.stop)
+            file.write(encoder.encode_passages(corpus[first:last]).astype(dtype).data)
+            bar.update(last - first)
+
+
+SPARE = 16  # passages fetched in place of those that turn out to be noise
+
+
+class Dense:
+    """Ranks rows by an encoder and an index of vectors."""
+
+    def __init__(self, encoder: Encoder, vectors: Vectors):
+        self.encoder, self.documents = encoder, vectors.documents
+        self._vectors = vectors
+
+    def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._vectors.nearest(self.encoder.encode_queries(queries), k)
+
+
+class Index:
+    """Searches a corpus. Any number of threads may call it.
+
+    A hit of the hashed encoder has a word of the query and a score above 0: its projection gives all other
+    passages a little noise.
+    """
+
+    def __init__(self, corpus: Corpus, ranker: Ranker, manifest: dict[str, Any]):
+        self.corpus, self.manifest = corpus, manifest
+        self._ranker = ranker
+        self._is_noisy = manifest.get("encoder") == HashedEncoder.name
+
+    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
+        """Return the k best rows of each query with their scores, best first; ties in corpus order."""
+        if not queries:
+            return []
+        fetched = min(k + SPARE * self._is_noisy, len(self.corpus))
+        scores, ids = self._ranker.rank(queries, fetched)
+        ranked = zip(queries, scores.tolist(), ids.tolist(), strict=True)
+        return [list(islice(self._hits(*ranking), k)) for ranking in ranked]
+
+    def _hits(self, query: str, scores: list[float], ids: list[int]) -> Iterator[tuple[CorpusRow, float]]:
+        query_words = set(words(query)) if self._is_noisy else set()
+        for score, i in zip(scores, ids, strict=True):
+            if i < 0:
+                continue
+            row = self.corpus[i]
+            if not self._is_noisy or (score > 0 and not query_words.isdisjoint(words(row["contents"]))):
+                yield row, score
+
+
+def open_index(path: Path, corpus: Corpus, options: IndexOptions | None = None) -> Index:
+    """Load an index that was built from exactly this corpus: a folder, or a bare FAISS file.
+
+    Raises RetrieverError: it is missing, damaged or too large, belongs to another corpus, or the options do
+    not fit it.
+    """
+    options = options or IndexOptions()
+    if path.is_file():
+        return _open_file(path, corpus, options)
+    manifest = read_manifest(path)
+    _check_source(path, manifest, corpus, options)
+    options.check(manifest["kind"])
+    kind = manifest["kind"] = options.engine or manifest["kind"]
+    options.check(kind)
+    backend = load_backend(kind)
+    encoder = None
+    if find_kind(kind).has_vectors:
+        model = options.retriever_model or manifest.get("model", "")
+        encoder = load_encoder(path, manifest["encoder"], model)
+    if encoder and (sizes := backend.sizes(path, manifest)):
+        _check_count(path, sizes[0], corpus)
+        check_dimension(path, sizes[1], encoder)
+    if not options.skip_checksum:
+        check_files(path, manifest)
+    index: Any = backend.open(path, manifest, options)
+    _check_count(path, index.documents, corpus)
+    if encoder:
+        check_dimension(path, index.dimension, encoder)
+    return Index(corpus, Dense(encoder, index) if encoder else index, manifest)
+
+
+def _open_file(path: Path, corpus: Corpus, options: IndexOptions) -> Index:
+    """Open a FAISS file without a manifest: only sizes, dimension and the first vector can be checked."""
+    name, engine = options.retriever_name, options.engine or "faiss"
+    if name in ("", *LEXICAL):
+        raise RetrieverError(f"{path}: has no manifest: set --retriever_name to e5, bge or dense")
+    options.check(engine)
+    header = read_header(path)
+    _check_count(path, header.documents, corpus)
+    encoder = make_encoder(name, options.retriever_model, corpus)
+    check_dimension(path, header.dimension, encoder)
+    index: Any = load_backend(engine).open(path, {}, options)
+    if header.kind == FLAT:
+        check_vector(f"{path}, first passage", map_flat(path)[0], corpus[0], encoder)
+    manifest = {
+        "corpus_sha256": corpus.sha256,
+        "documents": len(corpus),
+        "kind": engine,
+        "encoder": encoder.name,
+        "model": encoder.model,
+        "dimension": encoder.dimension,
+        "factory": "Flat" if header.kind == FLAT else header.kind.decode(),
+        "bytes": path.stat().st_size,
+    }
+    return Index(corpus, Dense(encoder, index), manifest)
+
+
+def _check_source(folder: Path, manifest: dict[str, Any], corpus: Corpus, options: IndexOptions) -> None:
+    """Refuse an index of another corpus, word splitter or encoder."""
+    if manifest["corpus_sha256"] != corpus.sha256:
+        raise RetrieverError(
+            f"{folder}: built from another corpus ({manifest['documents']} passages; this one has"
+            f" {len(corpus)}); {AGAIN}"
+        )
+    if manifest.get("words") != words_version(manifest["encoder"]).get("words"):
+        raise RetrieverError(f"{folder}: split into words by another version of this program; {AGAIN}")
+    if options.retriever_name and options.retriever_name != manifest["encoder"]:
+        raise RetrieverError(f"--retriever_name: {folder} was built with {manifest['encoder']}; leave it out")
+
+
+def _check_count(path: Path, documents: int, corpus: Corpus) -> None:
+    if documents != len(corpus):
+        raise RetrieverError(
+            f"{path}: holds {documents:,} vectors and the corpus {corpus.path} {len(corpus):,} passages; set"
+            " --corpus_path to the corpus that it was built from"
+        )

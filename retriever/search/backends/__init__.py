@@ -1,1 +1,0 @@
-"""What can search: one module for each kind of index."""

@@ -1,0 +1,268 @@
+"""The HTTP service: routes, replies to errors, and middleware."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import importlib
+import importlib.util
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from retriever.corpus.passages import Pages
+from retriever.encoders import Reranker
+from retriever.errors import RetrieverError, SearchFailed, Unavailable
+from retriever.interfaces import Searcher
+from retriever.service.cache import NotRecorded, ResultCache
+from retriever.service.engine import (
+    HEADER,
+    AccessRequest,
+    Depths,
+    Engine,
+    Left,
+    Limits,
+    Metrics,
+    Overloaded,
+    Refused,
+    RetrieveRequest,
+    error_reply,
+    index_identity,
+    render,
+    render_pages,
+    reply_with,
+    while_connected,
+)
+
+ROUTES = {"/retrieve", "/access", "/health", "/metrics"}  # a label each; the others share one
+OPEN = "/health"  # answers without a token, whoever reads it
+READS = ("GET", "HEAD")  # their bodies mean nothing, and are not read
+
+
+class Measure:
+    """ASGI middleware: counts and times requests by route and status, and adds the index identity to replies
+    of ``/retrieve`` and ``/access``."""
+
+    def __init__(self, app: Any, metrics: Metrics, identity: str):
+        self.app, self.metrics = app, metrics
+        self.header = (HEADER.lower().encode(), identity.encode())
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        route = scope["path"] if scope["path"] in ROUTES else "other"
+        begun, status = time.monotonic(), 500  # if the application fails before it answers
+
+        async def send_and_note(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if route in ("/retrieve", "/access"):
+                    message = message | {"headers": [*message.get("headers", ()), self.header]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        finally:
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(time.monotonic() - begun)
+
+
+class RequireToken:
+    """ASGI middleware: without ``Authorization: Bearer <token>`` a request gets 401, its body unread."""
+
+    def __init__(self, app: Any, token: str):
+        self.app, self.token = app, token.encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        is_open = scope["type"] == "http" and scope["path"] == OPEN and scope["method"] in READS
+        if scope["type"] == "http" and not is_open and not self._is_allowed(scope["headers"]):
+            message = "send the header Authorization: Bearer <the service's token>"
+            await error_reply(401, message, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _is_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        scheme, _, given = dict(headers).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.token)
+
+
+class BodyLimit:
+    """ASGI middleware: bounds memory and time of requests' bodies.
+
+    A body beyond `max_body` bytes gets 413, one that takes longer than `seconds` 408, neither read to its
+    end. One that would bring all bodies under way above `max_bodies` bytes gets 503.
+    """
+
+    def __init__(self, app: Any, max_body: int, max_bodies: int = 2**27, seconds: float = 30.0):
+        self.app, self.max_body, self.max_bodies, self.seconds = app, max_body, max_bodies, seconds
+        self._held = 0  # bytes, of all requests under way
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if scope["method"] in READS:
+            await self.app(scope, _replay(b"", receive), send)
+            return
+        body = bytearray()  # grows in place, however small the parts
+        try:
+            refusal = await self._read(body, scope, receive)
+            if refusal is None:
+                await self.app(scope, _replay(bytes(body), receive), send)
+            else:
+                await refusal(scope, receive, send)
+        except Left:
+            return
+        finally:
+            self._held -= len(body)
+
+    async def _read(self, body: bytearray, scope: Any, receive: Any) -> Response | None:
+        """Read the request's body; return the refusal if it is not accepted."""
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        is_number = declared.isdigit() and len(declared) < 20
+        expected = int(declared) if is_number else self.max_body + 1
+        more = True
+        try:
+            async with asyncio.timeout(self.seconds):
+                while more and max(expected, len(body)) <= self.max_body and self._held <= self.max_bodies:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Left
+                    part = message.get("body", b"")
+                    body += part
+                    self._held += len(part)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            text = f"the body took longer than {self.seconds:g} s; send it faster, or raise --request_seconds"
+            return error_reply(408, text, {"Connection": "close"})
+        if max(expected, len(body)) > self.max_body:
+            text = f"the body is larger than {self.max_body} bytes; send fewer queries at once"
+            return error_reply(413, text)
+        if self._held > self.max_bodies:
+            text = "the requests under way take all the memory they may; try again later"
+            return error_reply(503, text, {"Retry-After": "1"})
+        return None
+
+
+def _replay(body: bytes, receive: Any) -> Any:
+    """Return an ASGI receive that gives the whole body, then messages of `receive`."""
+    whole: bytes | None = body
+
+    async def replay() -> Any:
+        nonlocal whole
+        if whole is None:
+            return await receive()
+        message = {"type": "http.request", "body": whole, "more_body": False}
+        whole = None
+        return message
+
+    return replay
+
+
+TITLE = "calibadv retriever"
+RETRY_SECONDS = 1  # for a refused client
+OWN_ERRORS = (Refused, Overloaded, NotRecorded, SearchFailed, Unavailable, RetrieverError)
+
+
+def make_app(
+    searcher: Searcher,
+    depths: Depths,
+    *,
+    reranker: Reranker | None = None,
+    cache: ResultCache | None = None,
+    pages: Pages | None = None,
+    limits: Limits | None = None,
+    token: str = "",
+) -> FastAPI:
+    """Return the routes over a loaded index; with a `token`, all but /health need it as bearer token."""
+    app = _make_fastapi()
+    metrics, limits = Metrics(), limits or Limits()
+    engine = Engine(searcher, depths, limits, metrics, reranker, cache)
+    for kind in (RequestValidationError, HTTPException, *OWN_ERRORS, Exception):
+        app.add_exception_handler(kind, _reply_to_error)
+    # The last one added is the first that sees a request.
+    app.add_middleware(
+        BodyLimit, max_body=limits.max_body, max_bodies=limits.max_bodies, seconds=limits.request_seconds
+    )
+    if token:
+        app.add_middleware(RequireToken, token=token)
+    model = reranker.model if reranker else ""
+    identity = index_identity(searcher.manifest, model, pages.sha256 if pages else "")
+    app.add_middleware(Measure, metrics=metrics, identity=identity)
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        of_pages = {"pages_sha256": pages.sha256} if pages else {}
+        return {"status": "ready", **searcher.manifest, "reranker": model, **of_pages, "identity": identity}
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/retrieve")
+    async def retrieve(request: RetrieveRequest, http: Request) -> Response:
+        # With a store the search is finished even if the client leaves: it comes back for the results.
+        answer = engine.answer(request)
+        hits = await (answer if cache else while_connected(http, answer))
+        return await reply_with(render(request, hits))
+
+    @app.post("/access")
+    async def access(request: AccessRequest) -> Response:
+        if pages is None:
+            return error_reply(404, "no pages are loaded; start the service with --pages_path")
+        rows = await run_in_threadpool(lambda: [pages.access(url) for url in request.urls])
+        return await reply_with(render_pages(rows))
+
+    return app
+
+
+def _make_fastapi() -> FastAPI:
+    """Make the page at /docs load its scripts from the service: a cluster's nodes reach no CDN."""
+    if importlib.util.find_spec("fastapi_offline") is not None:
+        module = importlib.import_module("fastapi_offline")
+        offline: FastAPI = module.FastAPIOffline(title=TITLE, redoc_url=None)
+        return offline
+    app = FastAPI(title=TITLE, docs_url=None, redoc_url=None)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> JSONResponse:
+        return error_reply(404, "the page needs pip install fastapi-offline; /openapi.json has its content")
+
+    return app
+
+
+async def _reply_to_error(request: Request, error: Exception) -> JSONResponse:
+    """Reply to an error with JSON that says what to change."""
+    later = {"Retry-After": str(RETRY_SECONDS)}
+    match error:
+        case RequestValidationError():
+            problems = [f"{'.'.join(map(str, item['loc'][1:]))}: {item['msg']}" for item in error.errors()]
+            return error_reply(422, "; ".join(problems))
+        case HTTPException():
+            routes = "; there are POST /retrieve, POST /access, GET /health, GET /metrics and GET /docs"
+            advice = routes if error.status_code in (404, 405) else ""
+            message = f"{request.method} {request.url.path}: {error.detail}{advice}"
+            return error_reply(error.status_code, message, dict(error.headers or {}))
+        case Refused():
+            return error_reply(422, str(error))
+        case Overloaded():
+            return error_reply(503, "too many queries wait; try again later, or start more services", later)
+        case NotRecorded():
+            query = str(error)[:200]
+            return error_reply(409, f"replay: query {query!r} was not recorded; run with --cache_mode use")
+        case SearchFailed():
+            return error_reply(error.status, str(error))
+        case Unavailable():
+            return error_reply(503, str(error), later)
+        case RetrieverError():
+            return error_reply(500, str(error))
+    return error_reply(500, f"{type(error).__name__} in the service; its log has the details")

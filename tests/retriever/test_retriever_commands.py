@@ -1,0 +1,175 @@
+"""The commands: build_index, options, scripts/download.py."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from retriever_rig import people_corpus
+
+from retriever import prepare_corpus, serve
+from retriever.build_index import main
+from retriever.contrib.web import PROVIDERS
+from retriever.corpus.passages import load_corpus
+from retriever.errors import RetrieverError
+from retriever.indexes.index import open_index
+from retriever.options import WEB_SEARCHES, parse
+
+
+def test_build_command_follows_its_options(tmp_path, files, capsys):
+    arguments = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "i"), "--kind", "jax"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == f"16 passages indexed in {tmp_path / 'i'}\n"
+    assert open_index(tmp_path / "i", load_corpus(files[0])).manifest["kind"] == "jax"
+    assert main(["--corpus_path", str(tmp_path / "no"), "--index_path", str(tmp_path / "i")]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "kept"),
+    [
+        ("hashed", "retriever.encoders.HashedEncoder.save", set()),
+        ("hashed", "retriever.indexes.faiss.write_faiss", {"i.embeddings"}),
+        ("hashed", "retriever.indexes.index.write_manifest", {"i.embeddings"}),
+        ("bm25", "retriever.indexes.index.write_manifest", set()),
+    ],
+)
+def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch, name, where, kept):
+    """Also an older index stays."""
+    if name == "bm25":
+        pytest.importorskip("bm25s")
+    arguments = [
+        "--corpus_path",
+        str(files[0]),
+        "--index_path",
+        str(tmp_path / "i"),
+        "--retriever_name",
+        name,
+    ]
+    for index in (set(), {"i"}):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, interrupt)
+            assert main(arguments) == 130
+        line = "interrupted; give the same command again: what was encoded is kept\n"
+        assert capsys.readouterr().err == line
+        assert set(os.listdir(tmp_path)) == index | kept
+        assert main(arguments) == 0
+        assert os.listdir(tmp_path) == ["i"]
+
+
+def test_ctrl_c_ends_other_commands_in_one_line(tmp_path, files, capsys, monkeypatch):
+    monkeypatch.setattr("retriever.corpus.prepare._check", interrupt)
+    assert prepare_corpus.main([str(files[0]), "--output", str(tmp_path / "c.jsonl")]) == 130
+    assert capsys.readouterr().err == "interrupted; nothing was written: give the same command again\n"
+    assert not os.listdir(tmp_path)
+    monkeypatch.setattr("retriever.service.server.run", interrupt)
+    assert serve.main(["--corpus_path", str(files[0]), "--index_path", str(files[1])]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ctrl_c_reaches_processes(tmp_path, files):
+    """While shards are written, and while a service answers."""
+    people_corpus(tmp_path / "c.jsonl", 30_000)
+    build = ["build_index", "--corpus_path", tmp_path / "c.jsonl", "--index_path", tmp_path / "i"]
+    answer = ["serve", "--corpus_path", files[0], "--index_path", files[1], "--port", "0"]
+    for (module, *arguments), sign in (
+        ([*build, "--shard_rows", "1000"], tmp_path / "i.embeddings" / "shard-00001.npy"),
+        ([*answer, "--port_file", tmp_path / "port"], tmp_path / "port"),
+    ):
+        command = [sys.executable, "-m", f"retriever.{module}", *map(str, arguments)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        while not sign.exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate()[1].startswith("interrupted") and process.returncode == 130
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("retrieval_top: 3", [], "unknown key 'retrieval_top'; did you mean 'retrieval_topk'"),
+        ("retrieval_topk: many", [], "retrieval_topk must be of type int, got 'many'"),
+        ("faiss_gpu: 3", [], "faiss_gpu must be true or false, got 3"),
+        ("cache_mode: keep", [], "cache_mode is 'keep'; known are use, replay"),
+        ("- a", [], "expected keys and values"),
+        ("port: 1", [], "--corpus_path is missing"),
+        ("{corpus_path: c, index_path: i}", ["--max_queue", "0"], "--max_queue is 0"),
+        ("{corpus_path: c, index_path: i}", ["--max_queries", "0"], "--max_queries is 0"),
+        ("{corpus_path: c, index_path: i}", ["--threads", "-1"], "--threads is -1"),
+    ],
+)
+def test_invalid_options_are_named(tmp_path, text, arguments, message):
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(RetrieverError, match=message):
+        parse(["--config", str(path), *arguments])
+
+
+def test_command_line_wins_over_the_file(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("{corpus_path: c, index_path: i, retrieval_topk: 20, mmap: true}")
+    options = parse(["--config", str(path), "--retrieval_topk", "5"])
+    assert (options.retrieval_topk, options.mmap, str(options.corpus_path)) == (5, True, "c")
+
+
+def test_web_searches_have_providers():
+    assert set(WEB_SEARCHES) == set(PROVIDERS)
+
+
+def run_without(packages, *command):
+    """Runs a module where these packages cannot be imported."""
+    code = f"import runpy, sys; sys.modules.update(dict.fromkeys({packages}))\n"
+    code += f"sys.argv = {list(command)}; runpy.run_module(sys.argv[0], run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("module", ["retriever.serve", "retriever.build_index"])
+def test_help_needs_no_optional_package(module):
+    packages = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic"]
+    packages += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "tqdm"]
+    answer = run_without(packages, module, "--help")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith(f"usage: python -m {module}")
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("retriever.serve", "fastapi"), ("retriever.serve", "uvicorn"), ("retriever.build_index", "scipy")],
+)
+def test_missing_extra_is_named(module, package):
+    answer = run_without([package], module, "--corpus_path", "c", "--index_path", "i")
+    assert answer.returncode == 2
+    assert answer.stderr == f"error: {package} is not installed: pip install 'calibadv-jax[retriever]'\n"
+
+
+def test_corpus_needs_no_optional_package(tmp_path):
+    """scripts/download.py reads one where nothing but the base packages is installed."""
+    code = "import sys; sys.modules.update(dict.fromkeys(['faiss', 'scipy', 'fastapi', 'bm25s', 'jax']))\n"
+    code += "import retriever.corpus.passages, retriever.indexes.faiss"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, env=dict(os.environ))
+
+
+@pytest.mark.medium
+def test_threads_win_over_the_environment(tmp_path):
+    """Two searches at once then take a thread each. Left out, the environment's number stays."""
+    code = "import os, sys; from retriever import serve; sys.argv = ['serve', *sys.argv[1:]]\n"
+    code += "assert serve.main() == 2; print(os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'])"
+    command = [sys.executable, "-c", code, "--corpus_path", "none", "--index_path", "none", "--port", "0"]
+    environment = dict(os.environ, OMP_NUM_THREADS="7", MKL_NUM_THREADS="7")
+    for more, expected in (([], "7 7"), (["--threads", "2"], "1 1")):
+        ended = subprocess.run(
+            [*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert ended.stdout.strip() == expected, ended.stderr
