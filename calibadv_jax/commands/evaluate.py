@@ -46,7 +46,7 @@ from calibadv_jax.run.folder import judge_hash, tools_hash
 from calibadv_jax.run.model import Model, PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.run.wiring import open_rollouts
 from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_health import identity as index_identity
+from calibadv_jax.services.retriever_replies import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
 from calibadv_jax.snapshots.mirror import bring_newest
 

@@ -12,7 +12,7 @@ from calibadv_jax.config.keys import among
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.run.folder import SERVICE, holds_training
-from calibadv_jax.services.retriever_health import difference, identity
+from calibadv_jax.services.retriever_replies import difference, identity
 
 FILE = "retriever.json"  # in the run's folder: what the retrieval service said of its index
 

@@ -10,13 +10,13 @@ from test_replicas import Service, ask, client_of
 from test_retriever_client import ok, replying, search_all
 
 from calibadv_jax.core.errors import RequestFailed
-from calibadv_jax.services import replicas, retriever_client, waiting
+from calibadv_jax.services import http_client, retriever_client
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.05)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
 
 @pytest.mark.timeout(60)  # it would trickle for 200 s

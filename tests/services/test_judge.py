@@ -17,7 +17,7 @@ from calibadv_jax.contrib.judge import JudgeClient, data_of
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rewards.score import check_reward, score_trajectory
-from calibadv_jax.services import waiting
+from calibadv_jax.services import http_client
 
 KEY = re.compile(r"the key (\w+)")
 QUESTION = Question("q", "Where is the tower?", ("Paris",), "test")
@@ -97,7 +97,7 @@ def test_lone_surrogate_of_a_verdict_is_replaced(endpoint):
 
 
 def test_long_reply_of_the_judge_is_no_verdict(endpoint, monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     handler, config = endpoint
 
     class Zipped(handler):
@@ -157,7 +157,7 @@ def test_a_hostile_answer_does_not_move_the_verdict(endpoint):
 
 
 def test_a_judge_that_is_gone_or_says_nothing_fails_the_trajectory(endpoint, monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     handler, config = endpoint
     no_verdict = (200, {"choices": [{"message": {"content": "yes"}}]})
     handler.replies += [(503, b""), (200, b"{}"), no_verdict]
@@ -187,13 +187,13 @@ def test_a_judge_that_is_gone_or_says_nothing_fails_the_trajectory(endpoint, mon
     ],
 )
 def test_reply_without_a_verdict_names_the_expected_line(endpoint, monkeypatch, choice, message):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.0)
     handler, config = endpoint
-    handler.replies += [(200, {"choices": [choice]})] * waiting.BAD_REPLIES
+    handler.replies += [(200, {"choices": [choice]})] * http_client.BAD_REPLIES
     (failure,) = scores(config, "Paris")
     assert isinstance(failure, RequestFailed) and message in str(failure)
     assert "start the endpoint" not in str(failure)
-    (failure,) = scores(replace(config, url="http://127.0.0.1:9/v1", patience=waiting.ONCE), "Paris")
+    (failure,) = scores(replace(config, url="http://127.0.0.1:9/v1", patience=http_client.ONCE), "Paris")
     assert "/v1: no answer (" in str(failure) and "start the endpoint" in str(failure)
 
 
@@ -279,9 +279,9 @@ def judged_with(handler, config, work):
 
 
 def test_failed_verdict_is_asked_again(endpoint, monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     handler, config = endpoint
-    handler.replies += [(200, {"choices": []})] * waiting.BAD_REPLIES
+    handler.replies += [(200, {"choices": []})] * http_client.BAD_REPLIES
 
     async def twice(client):
         with pytest.raises(RequestFailed, match="no verdict in 3"):
@@ -289,7 +289,7 @@ def test_failed_verdict_is_asked_again(endpoint, monkeypatch):
         return await client.score(answered("Paris"))
 
     assert judged_with(handler, config, twice) == {"judge": 1.0, "judge_agreement": 1.0}
-    assert len(handler.bodies) == waiting.BAD_REPLIES + 1
+    assert len(handler.bodies) == http_client.BAD_REPLIES + 1
 
 
 def test_cancelled_waiter_leaves_the_verdict_to_others(endpoint):
@@ -310,7 +310,7 @@ def test_judge_keeps_to_max_concurrency(endpoint, limit, monkeypatch):
     _, config = endpoint
     under_way, most = 0, 0
 
-    async def slow(self, data):
+    async def slow(self, http, data):
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
@@ -348,16 +348,16 @@ def test_verdict_is_the_whole_last_line(line, verdict):
     if verdict is not None:
         assert judge.read_verdict(line, "k") == verdict
         return
-    with pytest.raises(judge._NoVerdict):
+    with pytest.raises(http_client.BadReply):
         judge.read_verdict(line, "k")
 
 
 @pytest.mark.parametrize("status", [429, 500, 502])
 def test_judge_that_is_away_is_waited_for(endpoint, status, monkeypatch):
     """As long as the patience lasts, not for three replies."""
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.001)
     handler, config = endpoint
-    handler.replies += [(status, b"")] * (waiting.BAD_REPLIES + 2)
+    handler.replies += [(status, b"")] * (http_client.BAD_REPLIES + 2)
     assert scores(replace(config, patience=20), "Paris")[0]["judge"] == 1.0
 
 
@@ -375,7 +375,7 @@ def test_judge_remembers_the_newest_verdicts(endpoint, monkeypatch):
 
 @pytest.mark.parametrize(("verdict", "agreement"), [(0.5, 1.0), (0.49, 0.0), (1.0, 1.0), (0.0, 0.0)])
 def test_verdict_of_one_half_agrees_with_a_match(endpoint, verdict, agreement, monkeypatch):
-    async def always(self, data):
+    async def always(self, http, data):
         return verdict
 
     monkeypatch.setattr(JudgeClient, "_request", always)

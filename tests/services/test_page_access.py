@@ -9,14 +9,14 @@ from http_rig import Handler, serving
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services import waiting
+from calibadv_jax.services import http_client
 from calibadv_jax.services.retriever_client import RetrieverClient
 
 
 @pytest.fixture
 def service(monkeypatch):
     """Reads pages with a client, from a service that first gives the replies."""
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
     class Pages(Handler):
         replies: list = []
@@ -36,8 +36,8 @@ def service(monkeypatch):
             result = [row if url == "p/ann" else None for url in urls]
             self.reply(200, {"result": result}, {"X-Index-Identity": self.state["identity"]})
 
-    def read(*addresses, between=None):
-        client = RetrieverClient(RetrieverConfig(page_address="p/{}", patience=0.2), url)
+    def read(*addresses, between=None, patience=0.2):
+        client = RetrieverClient(RetrieverConfig(page_address="p/{}", patience=patience), url)
         if between is not None:
             client.health()
 
@@ -102,12 +102,12 @@ def test_other_pages_than_at_the_start_are_never_taken(service):
 def test_page_waits_as_long_as_the_service_asks(service, monkeypatch):
     read, handler = service
     handler.replies += [(503, b"", {"Retry-After": "7"}), (429, b"")]
-    waits = []
+    pauses, sleep = [], asyncio.sleep
 
-    async def note(self, retry_after):
-        waits.append(retry_after)
-        return True
+    async def note(seconds):
+        pauses.append(seconds)
+        await sleep(0)
 
-    monkeypatch.setattr(waiting.Waits, "for_a_service", note)
-    assert read("ann") == [Document("page ann", "Ann", "Ann paints.")]
-    assert waits == [7.0, 0.0]
+    monkeypatch.setattr(http_client.asyncio, "sleep", note)
+    assert read("ann", patience=20.0) == [Document("page ann", "Ann", "Ann paints.")]
+    assert pauses == [7.0, pytest.approx(0.02, abs=0.01)]

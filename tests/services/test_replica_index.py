@@ -6,7 +6,7 @@ import pytest
 from test_replicas import Service, ask, client_of
 
 from calibadv_jax.core.errors import RequestFailed, UserError
-from calibadv_jax.services import replicas, waiting
+from calibadv_jax.services import http_client, retriever_client
 
 OURS = {"corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": "", "identity": "aa"}
 FOREIGN = {"corpus_sha256": "c1", "encoder": "e5"}
@@ -19,9 +19,9 @@ EXCHANGED = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(replicas, "LAST_PAUSE", 0.1)
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.05)
+    monkeypatch.setattr(retriever_client, "LAST_PAUSE", 0.1)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture

@@ -12,10 +12,9 @@ pytest.importorskip("aiohttp")
 
 from calibadv_jax.config import RetrieverConfig, load_config
 from calibadv_jax.core.errors import RequestFailed, UserError
-from calibadv_jax.services import replicas, retriever_client, waiting
-from calibadv_jax.services.http_client import Reply, Unreachable
-from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_process import RetrieverProcess
+from calibadv_jax.services import http_client, retriever_client
+from calibadv_jax.services.http_client import HttpReply, Unreachable
+from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
 from calibadv_jax.services.retriever_replies import Away
 
 
@@ -67,8 +66,8 @@ class Service:
 
 @pytest.fixture
 def services(monkeypatch):
-    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.05)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
     made = [Service("a"), Service("b"), Service("c")]
     yield made
@@ -273,7 +272,7 @@ def health(monkeypatch):
 
         def replicas(self, agreed):
             urls = ["http://a", "http://b"]
-            return replicas.Replicas(None, urls, agreed, set(), self.warnings.append)
+            return retriever_client.Replicas(None, urls, agreed, set(), self.warnings.append)
 
     health, sleep = Health(), asyncio.sleep
 
@@ -287,16 +286,16 @@ def health(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr(replicas.asyncio, "sleep", pause)
-    monkeypatch.setattr(replicas, "ask_health", ask)
+    monkeypatch.setattr(retriever_client.asyncio, "sleep", pause)
+    monkeypatch.setattr(retriever_client, "ask_health", ask)
     return health
 
 
 async def taken_out(several):
     """The first service, once the check that follows its outage has ended."""
-    replica = await several.take()
+    replica = await several.acquire()
     assert several.leave_out(replica, Unreachable("gone"))
-    several.give_back(replica)
+    several.release(replica)
     await replica.check
     return replica
 
@@ -342,7 +341,7 @@ def test_all_replicas_with_another_index_end_the_run(health):
             several._compare(replica, several._differs(replica, {"corpus_sha256": "2"}))
             assert replica.other == "corpus_sha256 '2' instead of '1'"
         with pytest.raises(UserError, match="serves another index than at the start of this run"):
-            await several.take()
+            await several.acquire()
 
     asyncio.run(run())
 
@@ -362,13 +361,13 @@ def test_only_unannounced_outages_are_warned_of(health):
 
 def test_single_service_is_never_left_out(health):
     """Nobody else could answer: it is asked again, without a check of its health."""
-    several = replicas.Replicas(None, ["http://a"], None, set(), health.warnings.append)
+    several = retriever_client.Replicas(None, ["http://a"], None, set(), health.warnings.append)
 
     async def run():
         for _ in range(3):
-            replica = await several.take()
+            replica = await several.acquire()
             assert not several.leave_out(replica, Unreachable("gone")) and replica.is_well
-            several.give_back(replica)
+            several.release(replica)
 
     asyncio.run(run())
     assert not health.warnings and several._all[0].check is None
@@ -391,8 +390,8 @@ def test_good_reply_ends_what_an_outage_began(health):
     several = health.replicas(None)
     replica = several._all[0]
     replica.pause, replica.is_well = 8.0, False
-    asyncio.run(several.check(replica, Reply(200, b"")))
-    assert replica.is_well and replica.pause == replicas.FIRST_PAUSE
+    asyncio.run(several.check(replica, HttpReply(200, b"")))
+    assert replica.is_well and replica.pause == retriever_client.CHECK_PAUSE
 
 
 def test_refusal_need_not_name_the_index(health):
@@ -400,7 +399,7 @@ def test_refusal_need_not_name_the_index(health):
     several = health.replicas({"identity": "x"})
     replica = several._all[0]
     several._named.add(replica.url)
-    replica.is_known = True
-    asyncio.run(several.check(replica, Reply(422, b"")))
+    replica.is_verified = True
+    asyncio.run(several.check(replica, HttpReply(422, b"")))
     with pytest.raises(Unreachable, match="serves another index: no X-Index-Identity instead of 'x'"):
-        asyncio.run(several.check(replica, Reply(200, b"")))
+        asyncio.run(several.check(replica, HttpReply(200, b"")))

@@ -11,8 +11,7 @@ from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.contrib.commands.doctor import check_retriever
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.wiring import check_inputs
-from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_process import RetrieverProcess, open_retriever
+from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess, open_retriever
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("faiss")

@@ -13,9 +13,8 @@ from search_rig import search
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
-from calibadv_jax.services import retriever_client, waiting
-from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_process import RetrieverProcess
+from calibadv_jax.services import http_client, retriever_client
+from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
 
 pytest.importorskip("aiohttp")
 
@@ -42,7 +41,7 @@ def replying(replies, requests=None, port=0):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     replies, requests = [], []
     with replying(replies, requests) as url:
         yield url, replies, requests
@@ -185,7 +184,7 @@ def test_a_service_may_say_how_long_to_wait(server):
 
 def test_a_service_that_comes_back_answers_who_waited(monkeypatch):
     """Its connections are refused first."""
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -6,14 +6,14 @@ import pytest
 from http_rig import Handler, serving
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.services.http_client import BadReply, Reply
+from calibadv_jax.services.http_client import BadReply, HttpReply
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_replies import read_documents, read_page
 
 
 def read(*items, is_reranked):
     (documents,) = read_documents(
-        "http://a", Reply(200, json.dumps({"result": [items]}).encode()), 1, is_reranked
+        "http://a", HttpReply(200, json.dumps({"result": [items]}).encode()), 1, is_reranked
     )
     return documents
 
@@ -39,7 +39,7 @@ def test_lone_surrogate_of_a_passage_is_replaced():
     (document,) = read(row, is_reranked=False)
     assert (document.id, document.title, document.text) == ("p\ufffd", "A\ufffd", "b \ufffd")
     page = json.dumps({"result": [{"contents": "T\n\ud83d"}]}).encode()
-    assert read_page("http://a", Reply(200, page), "a").text == "\ufffd"
+    assert read_page("http://a", HttpReply(200, page), "a").text == "\ufffd"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_passages_of_another_service_are_known_by_their_text():
     """The authors' service sends no ids; two passages of one article are two documents."""
     texts = ['"Ada"\nfirst part', '"Ada"\nsecond part']
     body = {"result": [[{"document": text, "score": 1.0} for text in texts]]}
-    reply = Reply(200, json.dumps(body).encode())
+    reply = HttpReply(200, json.dumps(body).encode())
     (documents,) = read_documents("http://a", reply, 1, is_reranked=True)
     assert [one.id for one in documents] == texts
     assert [(one.title, one.text) for one in documents] == [("Ada", "first part"), ("Ada", "second part")]

@@ -8,8 +8,8 @@ from test_replicas import Service, ask, client_of
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.services import replicas, retriever_client
-from calibadv_jax.services.retriever_process import check_running, open_retriever
+from calibadv_jax.services import retriever_client
+from calibadv_jax.services.retriever_client import check_running, open_retriever
 
 
 class Ready(Handler):
@@ -69,7 +69,7 @@ def test_what_is_no_url_is_not_waited_for(url):
 
 
 def test_a_run_begins_with_the_services_that_are_there_and_takes_in_the_other(monkeypatch):
-    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.05)
     monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
     here, gone = Service("here", corpus_sha256="1"), Service("gone")
     gone.stop()
