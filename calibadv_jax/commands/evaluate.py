@@ -39,7 +39,7 @@ from calibadv_jax.evaluation.report import (
 from calibadv_jax.hosts.joining import alone
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rewards.score import score_trajectory, text_scores
-from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
+from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.folder import judge_hash, tools_hash

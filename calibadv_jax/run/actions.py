@@ -16,7 +16,7 @@ from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.own_function import failure, load_optional, own_function
 from calibadv_jax.core.tags import NAME, RESERVED
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.rollout.actions import Access, OwnAction, Search
+from calibadv_jax.rollout.actions import AccessAction, OwnAction, SearchAction
 from calibadv_jax.rollout.prompts import ACTIONS, FROM_DATA
 
 DEFAULT = [ToolConfig("search")]
@@ -66,7 +66,7 @@ def _make(tools: str, log: Path, warn: Callable[[str], object]) -> tuple[Action,
 
 
 def _of_name(tool: ToolConfig) -> Action:
-    known = {"search": Search, "access": Access}
+    known = {"search": SearchAction, "access": AccessAction}
     if tool.name in known:
         return known[tool.name](max_length=tool.max_length)
     try:

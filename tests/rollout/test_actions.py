@@ -21,7 +21,7 @@ from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.tags import INVALID_ACTION, Grammar, parse_turn
 from calibadv_jax.core.trajectory import Document, Group
 from calibadv_jax.rewards.score import score_groups, score_trajectory
-from calibadv_jax.rollout.actions import OwnAction, Search, grammar_of, invalid_notice
+from calibadv_jax.rollout.actions import OwnAction, SearchAction, grammar_of, invalid_notice
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt
@@ -79,11 +79,11 @@ def test_search_by_its_name_is_search_as_it_was(byte_tokenizer):
         return build_prompt(QUESTION, byte_tokenizer, PromptConfig(), 9999, actions)
 
     assert make_actions(Config()) == ()
-    np.testing.assert_array_equal(asked(()), asked((Search(),)))
+    np.testing.assert_array_equal(asked(()), asked((SearchAction(),)))
     assert TEMPLATES["paper"].replace("{question}", "Who?") == decode(byte_tokenizer, asked(()))
-    assert invalid_notice([Search()]) == INVALID_ACTION and grammar_of([Search()]) == Grammar()
+    assert invalid_notice([SearchAction()]) == INVALID_ACTION and grammar_of([SearchAction()]) == Grammar()
     turns = call("search", "ann"), call("search", "bob"), "nothing"
-    one, other = (written(byte_tokenizer, actions, *turns) for actions in ((), (Search(),)))
+    one, other = (written(byte_tokenizer, actions, *turns) for actions in ((), (SearchAction(),)))
     np.testing.assert_array_equal(one.response_ids, other.response_ids)
     assert one.turns[0].documents == other.turns[0].documents == (DOCUMENT,)
 

@@ -11,7 +11,7 @@ from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.rollout.agent import RolloutContext
-from calibadv_jax.rollout.collect import collect_groups
+from calibadv_jax.rollout.runner import collect_groups
 
 QUESTIONS = [Question(f"q{number}", f"Who is {number}?", ("x",), "test") for number in range(3)]
 SEARCH, ANSWER = "<search> ann </search>", "<answer> {} </answer>"

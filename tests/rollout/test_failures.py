@@ -13,9 +13,7 @@ from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.tags import QUERY_REFUSED, neutralise
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
-from calibadv_jax.rollout.collect import collect_groups
-from calibadv_jax.rollout.failures import FailureCount
-from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.rollout.runner import FailureCount, Rollouts, collect_groups
 
 QUESTIONS = [Question(f"q{number}", f"Who is {number}?", ("x",), "test") for number in range(3)]
 SEARCH, ANSWER = "<search> ann </search>", "<answer> Ann </answer>"

@@ -21,8 +21,8 @@ from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import make_sample
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.agent import RolloutContext
-from calibadv_jax.rollout.collect import collect_groups
 from calibadv_jax.rollout.observation import added_token_strings
+from calibadv_jax.rollout.runner import collect_groups
 
 GOLDEN = "Ann Lee"
 GROUPS, GROUP_SIZE = 20, 5  # 100 trajectories a step

@@ -8,8 +8,7 @@ from tokenizers import normalizers
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.rollout.prompt_lengths import BATCH, drop_overlong, most_tokens, prompt_lengths
-from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.prompts import BATCH, build_prompt, drop_overlong, most_tokens, prompt_lengths
 
 SHORT = PromptConfig(template="short")
 LIGATURE = "\ufdfa"  # one letter, eighteen where Unicode is normalised to its plainest form

@@ -84,7 +84,7 @@ def test_long_reply_is_refused_within_its_limit(is_zipped):
         ("", 0),
         (None, 0),
     ],
-    ids="seconds spaces date utc zone past negative exponent words empty none".split(),
+    ids=["seconds", "spaces", "date", "utc", "zone", "past", "minus", "exponent", "words", "empty", "none"],
 )
 def test_seconds_or_a_date(header, hours):
     """Half an hour is for the time between the test's collection and its run."""

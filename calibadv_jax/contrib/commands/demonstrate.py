@@ -30,8 +30,7 @@ from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration
 from calibadv_jax.data.questions import load_questions, question_row
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.rollout.actions import Search as SearchAction
-from calibadv_jax.rollout.actions import grammar_of
+from calibadv_jax.rollout.actions import SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.actions import make_actions

@@ -33,8 +33,7 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rollout.actions import grammar_of
 from calibadv_jax.rollout.observation import encode
-from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
-from calibadv_jax.rollout.prompts import open_prompt
+from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
 from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.model import Model, build_model, find_folder
