@@ -26,10 +26,10 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.questions import answer_warnings, load_questions, select_evenly
 from calibadv_jax.evaluation.methods import METHODS, method_config, method_retriever, with_passages
-from calibadv_jax.evaluation.records import Key, Row, RowFile, identity, make_row
+from calibadv_jax.evaluation.records import Key, RowFile, ScoredRow, identity, make_row
 from calibadv_jax.evaluation.report import (
     Means,
-    Report,
+    ScoreReport,
     csv_table,
     markdown_table,
     summarise,
@@ -109,7 +109,7 @@ def validation_questions(config: Config, tokenizer: Any) -> tuple[list[Question]
     return evaluation_questions(agent, tokenizer, config.evaluate.sample_size)
 
 
-def evaluate_policy(config: Config, source: PolicySource, console: Console | None = None) -> Report:
+def evaluate_policy(config: Config, source: PolicySource, console: Console | None = None) -> ScoreReport:
     """Evaluates a policy on disk with the configured sampler and retriever; writes all files.
 
     Raises:
@@ -125,7 +125,7 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
         return _evaluate(config, source, console)
 
 
-def _evaluate(config: Config, source: PolicySource, console: Console) -> Report:
+def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreReport:
     output = Path(config.evaluate.output)
     if config.evaluate.method == "rag" and not config.has_retriever:
         raise UserError(
@@ -236,7 +236,7 @@ def _answer_missing(
         rollouts.context = replace(rollouts.context, retriever=retriever)
         done = 0
 
-        def keep(row: Row) -> None:
+        def keep(row: ScoredRow) -> None:
             nonlocal done
             file.add(row | {"retriever": service})
             done += 1
@@ -255,9 +255,9 @@ def validate(config: Config, rollouts: Rollouts) -> Means:
     """
     config = replace(config, evaluate=replace(config.evaluate, method="agent"))
     questions, _ = validation_questions(config, rollouts.context.tokenizer)
-    rows: list[Row] = []
+    rows: list[ScoredRow] = []
     for temperature in dict.fromkeys(config.evaluate.temperatures):
-        found: list[Row] = []
+        found: list[ScoredRow] = []
         answer(config, rollouts, questions, temperature, 1, found.append)
         rows += sorted(found, key=lambda row: (row["data_source"], row["id"]))
     return summarise(rows).means
@@ -269,7 +269,7 @@ def answer(
     questions: Sequence[Question],
     temperature: float,
     samples: int,
-    keep: Callable[[Row], object],
+    keep: Callable[[ScoredRow], object],
     evaluation: str = "",
 ) -> None:
     """Answers questions with the sampler's current policy, and hands over the row of each when complete.
@@ -331,7 +331,7 @@ def _passages_of_one(rollouts: Rollouts, text: str) -> list[Document]:
         return []
 
 
-def _write(output: Path, config: Config, about: dict[str, Any], report: Report) -> None:
+def _write(output: Path, config: Config, about: dict[str, Any], report: ScoreReport) -> None:
     evaluate = config.evaluate
     about |= {
         "method": evaluate.method,
@@ -347,7 +347,7 @@ def _write(output: Path, config: Config, about: dict[str, Any], report: Report) 
     write_text(output.with_suffix(".csv"), csv_table(report))
 
 
-def report_table(report: Report) -> str:
+def report_table(report: ScoreReport) -> str:
     """One row for each temperature and data source, for the console."""
     headers, rows = table_rows(report)
     return table(rows, headers)

@@ -22,7 +22,7 @@ from calibadv_jax.config.starts import newest_start
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.core.locking import locked_output
-from calibadv_jax.evaluation.report import Report, markdown_table
+from calibadv_jax.evaluation.report import ScoreReport, markdown_table
 from calibadv_jax.hosts.joining import alone
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -159,7 +159,7 @@ def _scores(config: Config, policy: dict[str, Any]) -> str:
     if path.is_file():
         found = read_json(path)
         if found.get("policy") == policy:
-            report = Report(found["scores"], found["intervals"])
+            report = ScoreReport(found["scores"], found["intervals"])
             about = (
                 f"Method: {found['method']}; {found['samples']} trajectories a question above temperature 0."
             )

@@ -21,9 +21,8 @@ from calibadv_jax.config import (
 )
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.evaluation.intervals import interval
 from calibadv_jax.evaluation.records import RowFile, identity, key_of, question_scores, read_scores
-from calibadv_jax.evaluation.report import metric_names, summarise
+from calibadv_jax.evaluation.report import interval, metric_names, summarise
 
 QUESTION = Question("1", "Who?", ("Ann",), "nq")
 

@@ -6,12 +6,12 @@ import pytest
 
 from calibadv_jax.commands import evaluate
 from calibadv_jax.config import Config
-from calibadv_jax.evaluation.report import Report
+from calibadv_jax.evaluation.report import ScoreReport
 
 
 def said(monkeypatch, answered):
     scores = {"f1": 0.0, "questions": 3.0, "trajectories": 3.0, "failed": 0.0}
-    report = Report({"0": {"all": scores}, "1": {"all": scores | answered}})
+    report = ScoreReport({"0": {"all": scores}, "1": {"all": scores | answered}})
     monkeypatch.setattr(evaluate, "choose_policy", lambda config: "a policy")
     monkeypatch.setattr(evaluate, "evaluate_policy", lambda *_: report)
     order = []

@@ -9,8 +9,9 @@ import pytest
 from scipy.stats import bootstrap
 
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.evaluation import intervals
-from calibadv_jax.evaluation.intervals import interval, intervals_of_sums, pass_at_k, stratified_mean
+from calibadv_jax.evaluation import report
+from calibadv_jax.evaluation.records import pass_at_k
+from calibadv_jax.evaluation.report import interval, intervals_of_sums, stratified_mean
 from calibadv_jax.evaluation.statistics import compare_paired
 
 FIRST = np.array([1.0, 0.0, 0.5, 0.2, 0.9, 0.4])
@@ -37,9 +38,9 @@ def test_the_interval_of_an_average_resamples_within_each_data_source():
     assert stratified_mean([FIRST, SECOND]) == pytest.approx((FIRST.mean() + SECOND.mean()) / 2)
 
 
-@pytest.mark.parametrize("elements", [intervals.ELEMENTS, 70])  # 70: eleven resamples at a time
+@pytest.mark.parametrize("elements", [report.ELEMENTS, 70])  # 70: eleven resamples at a time
 def test_the_interval_is_that_of_scipy(monkeypatch, elements):
-    monkeypatch.setattr(intervals, "ELEMENTS", elements)
+    monkeypatch.setattr(report, "ELEMENTS", elements)
     expected = bootstrap(
         (FIRST, SECOND),
         lambda first, second, axis: (np.mean(first, axis=axis) + np.mean(second, axis=axis)) / 2,

@@ -9,8 +9,7 @@ import pytest
 from replay import replay
 
 from calibadv_jax.config import RewardConfig
-from calibadv_jax.rewards.answer import cover_em, exact_match, f1, normalise_answer
-from calibadv_jax.rewards.score import score_trajectory
+from calibadv_jax.rewards.score import cover_em, exact_match, f1, normalise_answer, score_trajectory
 
 LOCAL = Path(__file__).resolve().parents[1] / "golden_local" / "answer_scores.json"
 

@@ -8,7 +8,7 @@ from replay import replay
 
 from calibadv_jax.core.tags import parse_turn
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.rewards.format import format_flaw, is_trajectory_valid
+from calibadv_jax.rewards.score import format_flaw
 
 SEARCH = "<think> t </think>\n<search> q </search>"
 ANSWER = "<think>u</think> <answer>Rome</answer>"
@@ -29,7 +29,7 @@ def turn(kind, text, num_observed=0, **fields):
 def is_valid(*turns, opening="", first_opening=None):
     question, prompt = Question("q", "?", ("Rome",), "test"), np.zeros(1, np.int32)
     trajectory = Trajectory(question, prompt, list(turns), opening=opening, first_opening=first_opening)
-    return is_trajectory_valid(trajectory)
+    return not format_flaw(trajectory)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def is_valid(*turns, opening="", first_opening=None):
     ],
 )
 def test_a_whole_response(response, expected):
-    assert is_trajectory_valid(replay(response, ["Rome"])) is expected
+    assert (not format_flaw(replay(response, ["Rome"]))) is expected
 
 
 @pytest.mark.medium

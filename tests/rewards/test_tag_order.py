@@ -7,7 +7,7 @@ import pytest
 
 from calibadv_jax.core.tags import TAGS
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.rewards.format import is_trajectory_valid
+from calibadv_jax.rewards.score import format_flaw
 
 GOOD = {
     "search": "<think> t </think> <search> q </search>",
@@ -23,7 +23,7 @@ def is_valid(search, answer):
 
     turns = [turn("search", search, 2), turn("answer", answer, 0)]
     trajectory = Trajectory(Question("q", "?", ("x",), "test"), np.zeros(1, np.int32), turns)
-    return is_trajectory_valid(trajectory)
+    return not format_flaw(trajectory)
 
 
 @pytest.mark.parametrize("kind", ["search", "answer"])
