@@ -77,11 +77,7 @@ class _Connections:
 
 
 class JudgeClient:
-    """Implements `interfaces.Judge`; the same answer to the same question is judged once.
-
-    Raises:
-        UserError: the prompt cannot be read.
-    """
+    """Implements `interfaces.Judge`; the same answer to the same question is judged once."""
 
     def __init__(self, config: JudgeConfig):
         self.config, self.url = config, config.url.rstrip("/")
@@ -96,9 +92,8 @@ class JudgeClient:
     async def score(self, trajectory: Trajectory) -> dict[str, float]:
         """Return the verdict in [0, 1], and whether it agrees with exact match.
 
-        Raises:
-            RequestFailed: no verdict: the endpoint was away, or gave none in `BAD_REPLIES` replies.
-            UserError: it has no such route or model, or asks for a token.
+        Raises RequestFailed if the endpoint was away or gave no verdict, and UserError if it has no such
+        route or model, or asks for a token.
         """
         question, answer = trajectory.question, trajectory.answer or ""
         verdict = await self.verdict(question, answer)
@@ -205,11 +200,7 @@ def _quoted(text: str) -> str:
 
 
 def read_verdict(reply: str, key: str) -> float:
-    """Return the verdict in the last line of a reply.
-
-    Raises:
-        BadReply: the line does not begin with the key, or holds something else.
-    """
+    """Return the verdict in the last line of a reply; raise BadReply if it holds anything else."""
     last = reply.strip().splitlines()[-1:] or [""]
     match = re.fullmatch(rf"{key} (?:(yes)|(no)|(0(?:\.\d+)?|1(?:\.0+)?))\.?", last[0].strip(), re.IGNORECASE)
     if match is None:
@@ -222,11 +213,7 @@ def read_verdict(reply: str, key: str) -> float:
 
 
 def read_prompt(path: str) -> str:
-    """Return the judge's instruction: the file's text, or the built-in one where no path is given.
-
-    Raises:
-        UserError: it cannot be read, or is empty.
-    """
+    """Return the text of the judge's prompt file, or the built-in one where no path is given."""
     if not path:
         return PROMPT
     try:

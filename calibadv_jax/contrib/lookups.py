@@ -24,14 +24,10 @@ def look_up_each(
     work: Callable[[Item, Search], Awaitable[Result]],
     show: Callable[[int], object] = lambda done: None,
 ) -> list[Result]:
-    """What `work` makes of each item, in their order.
+    """Return what `work` makes of each item and a search, in their order.
 
-    Args:
-        work: gets an item and a search, which finds nothing for a query that the service refuses.
-        show: called with the number of items that are done.
-
-    Raises:
-        UserError: the service cannot be used; see `RetrieverClient.search`.
+    The search finds nothing for a query that the service refuses; other errors are those of
+    `RetrieverClient.search`. `show` is called with the number of items that are done.
     """
 
     async def all_of_them() -> list[Result]:

@@ -61,12 +61,9 @@ def mcp_actions(
 ) -> list[Action]:
     """Return the tools of a server that are on; the server is started, or asked, and left again.
 
-    Args:
-        log: the standard error of the server's program is added to it; see `ServerLog`.
-        warn: called once if the program writes to its standard output what is no message.
-
-    Raises:
-        UserError: the package is missing, the server cannot be started or reached, or has no such tool.
+    The standard error of its program is added to `log`; `warn` is called once if it writes to its standard
+    output what is no message. Raises UserError if the package is missing, the server cannot be started or
+    reached, or has no such tool.
     """
     server = McpServer(config, log, warn)
     tools = {tool.name: tool for tool in run_to_its_end(server.tools)}
@@ -92,10 +89,7 @@ class McpServer:
     """A server and its connection."""
 
     def __init__(
-        self,
-        config: McpConfig,
-        log: Path | None = None,
-        warn: Callable[[str], object] = lambda _: None,
+        self, config: McpConfig, log: Path | None = None, warn: Callable[[str], object] = lambda _: None
     ):
         self.config, self._log, self._warn = config, log, warn
         self.where = f"MCP server {config.url or config.command}"
@@ -104,11 +98,7 @@ class McpServer:
         self._connections = PerLoop(_OfLoop)
 
     async def tools(self) -> list[Any]:
-        """Return the server's description of its tools.
-
-        Raises:
-            UserError: it cannot be started or reached.
-        """
+        """Return the server's description of its tools; raise UserError if it cannot be reached."""
         try:
             # A program that ends at once, such as one whose script is missing, is not waited for.
             patience = 0.0 if self.config.command else min(self.config.patience, START_PATIENCE)
@@ -122,10 +112,7 @@ class McpServer:
             await self.close()
 
     async def call(self, action: str, tool: str, arguments: Mapping[str, Any]) -> Any:
-        """Return a tool's result.
-
-        Args:
-            action: name of the service that fails, if it fails.
+        """Return a tool's result; the service that fails is called `action`.
 
         Raises:
             ActionRefused: the server does not take these arguments.
@@ -165,10 +152,7 @@ class McpServer:
             return mine.connection
 
     def _compare(self, tools: list[Any]) -> None:
-        """
-        Raises:
-            EnvironmentFailure: a tool that is on is gone, or has another schema.
-        """
+        """Raise EnvironmentFailure if a tool that is on is gone, or has another schema."""
         schemas = {tool.name: tool.input_schema for tool in tools}
         for name, schema in self.agreed.items():
             if name not in schemas or schemas[name] != schema:
@@ -215,11 +199,7 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """
-        Raises:
-            Unreachable: there is no server, or it does not speak MCP.
-            UserError: the package is missing, or there is no such program.
-        """
+        """Raise Unreachable if there is no MCP server, UserError if package or program are missing."""
         self._task = asyncio.create_task(self._keep())
         done, _ = await asyncio.wait({self._client}, timeout=self.config.timeout)
         if not done:
@@ -228,11 +208,10 @@ class _Connection:
         self._client.result()
 
     async def ask(self, ask: Callable[[Any], Awaitable[T]]) -> T:
-        """
-        Raises:
-            ActionRefused: the server does not take the arguments.
-            BadReply: another error of the server, an unreadable reply, or none in time.
-            Unreachable: the connection has ended.
+        """Raises:
+        ActionRefused: the server does not take the arguments.
+        BadReply: another error of the server, an unreadable reply, or none in time.
+        Unreachable: the connection has ended.
         """
         errors, client = _package().MCPError, self._client.result()
         limit = asyncio.timeout(self.config.timeout)
@@ -407,12 +386,7 @@ def excerpt(text: str) -> str:
 
 
 class ServerLog:
-    """The standard error of a server's program, a pipe whose text is added to a file.
-
-    Args:
-        path: what is longer than `LONGEST_LOG` becomes FILE.old; None: only the end is kept, for messages.
-        warn: told the text of a line on standard output that is no message.
-    """
+    """The standard error of a server's program, a pipe whose text is added to a file if there is a `path`."""
 
     def __init__(self, path: Path | None, warn: Callable[[str], object]):
         self.warn, self._path, self._tail = warn, path, b""

@@ -88,25 +88,19 @@ class EmptyRetriever:
         await self.inner.close()
 
 
-class RandomDocuments:
+class RandomDocuments(EmptyRetriever):
     """Implements `interfaces.Retriever` with documents of other questions, none of the query's own.
 
-    The same query gets the same documents.
+    The same query gets the same documents. There are no pages: addresses of unrelated ones are unknown.
     """
 
     def __init__(self, inner: Retriever, questions: Sequence[Question], seed: int):
-        self.inner, self.seed = inner, seed
+        super().__init__(inner)
+        self.seed = seed
         self.texts = sorted({question.text for question in questions})
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         return [await self._unrelated(query) for query in queries]
-
-    async def access(self, addresses: Sequence[str]) -> list[Document | None]:
-        """Return no pages: there are no addresses of unrelated ones."""
-        return [None for _ in addresses]
-
-    async def close(self) -> None:
-        await self.inner.close()
 
     async def _unrelated(self, query: str) -> list[Document]:
         (related,) = await self.inner.search([query])
@@ -129,8 +123,7 @@ def with_passages(
 ) -> Question:
     """Put passages before the question's text, for one-shot RAG; the whole text is neutralised later.
 
-    Args:
-        fits: whether the prompt is short enough; else passages lose their end, the last ones first.
+    Where the prompt does not fit, passages lose their end, the last ones first.
     """
     passages = "\n".join(
         f'Passage {number}: "{document.title}" {" ".join(document.text.split())}'

@@ -39,12 +39,9 @@ def identity(
 ) -> str:
     """Hash all that decides an answer or its scores: policy, method, prompt, sampling, retrieval, reward.
 
-    Args:
-        config: as given, before `method_config`.
-        service: description of the retriever.
-        questions: all of the evaluation; "random_documents" draws from them.
-        prompt_hashes: "tools": of the actions' descriptions, unless search is the only one; "judge": of the
-            judge's prompt, if it has a file.
+    The `config` is as given, before `method_config`; `service` describes the retriever; `questions` are all
+    of the evaluation. `prompt_hashes` may hold "tools", of the actions' descriptions unless search is the
+    only one, and "judge", of the file of the judge's prompt.
     """
     evaluate = config.evaluate
     value = {
@@ -79,11 +76,7 @@ def _deciding(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_row(evaluation: str, temperature: float, question: Question, group: Group, method: str) -> ScoredRow:
-    """Return the row of a scored group.
-
-    Args:
-        question: of the data; the group's own may carry passages.
-    """
+    """Return the row of a scored group; `question` is the data's: the group's own may carry passages."""
     is_agent = METHODS[method].template is None
     attempts = [_attempt(trajectory, is_agent) for trajectory in group.attempts]
     return {
@@ -149,22 +142,14 @@ def key_of(row: ScoredRow) -> Key:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Estimate without bias the chance that one of k samples is correct (Chen et al., arXiv 2107.03374).
-
-    Raises:
-        ValueError: k is not in 1 … samples.
-    """
+    """Estimate without bias the chance that one of k samples is correct (Chen et al., arXiv 2107.03374)."""
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be estimated from {samples} samples")
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def read_scores(path: Path) -> Iterator[ScoredRow]:
-    """Read every row of a file without its transcripts.
-
-    Raises:
-        UserError: no such file, or a line that no evaluation wrote.
-    """
+    """Read every row of a file without its transcripts; raise UserError if no evaluation wrote it."""
     return (_without_transcripts(row) for _, row in _read(path))
 
 
@@ -173,10 +158,6 @@ class RowFile:
 
     Rows of another evaluation, rows with a failed trajectory and a line that an interruption cut are dropped:
     their questions are asked again.
-
-    Args:
-        evaluation: see `identity`.
-        questions: of this evaluation.
     """
 
     def __init__(self, path: Path, evaluation: str, questions: Sequence[Question]):

@@ -65,9 +65,8 @@ def intervals_of_sums(
 ) -> np.ndarray:
     """Return percentile bootstrap intervals of functions of column sums, float64 [M, 2]; rows are resampled.
 
-    Args:
-        sums: float64 [N, K], a row for each question or group.
-        statistics: float64 [R, K], the sums of R resamples, -> float64 [R, M]; NaN where one is undefined.
+    The `sums` are float64 [N, K], a row for each question or group; `statistics` turns the sums of R
+    resamples, float64 [R, K], into float64 [R, M], NaN where undefined.
     """
     rng = random_state(0, 0, "bootstrap")
     batch = max(1, ELEMENTS // len(sums))

@@ -22,13 +22,10 @@ class Comparison:
 
 
 def compare_paired(first: Strata, second: Strata, confidence: float, resamples: int) -> Comparison:
-    """Compare two policies' means by the difference's bootstrap interval and a permutation test.
+    """Compare two policies' scores of the same questions in the same order.
 
-    The test exchanges the two scores of a question, in all ways where there are few and in `resamples` random
-    ways otherwise. The interval resamples the questions' differences.
-
-    Args:
-        first, second: scores of the same questions in the same order.
+    The permutation test exchanges the two scores of a question, in all ways where there are few and in
+    `resamples` random ways otherwise. The bootstrap interval resamples the questions' differences.
     """
     differences = [b - a for a, b in zip(first, second, strict=True)]
     # The mean is a weighted sum; a question with equal scores adds nothing to it, exchanged or not.

@@ -25,10 +25,7 @@ def _normalised(golden_answers: Sequence[str]) -> list[str]:
 
 
 def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Return 1.0 if the normalised prediction equals any normalised golden answer, else 0.0.
-
-    Raises, as the other scores: ValueError: `golden_answers` is empty.
-    """
+    """Return 1.0 if the normalised prediction equals any normalised golden answer, else 0.0."""
     return float(normalise_answer(prediction) in _normalised(golden_answers))
 
 
@@ -103,11 +100,8 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
     """Set `format_valid`, `answer_score` and the metrics of ANSWER_REWARDS, format and users' own functions.
 
     With `config.overlong_penalty` the score is less by the metric of that name. The other metrics are the raw
-    scores, not multiplied by format validity. A trajectory without an answer turn scores 0 everywhere.
-
-    Raises:
-        ValueError: the question has no golden answers.
-        UserError: a user's own function cannot be loaded or gives no number, or the judge's verdict is missing.
+    scores, not multiplied by format validity. A trajectory without an answer turn scores 0 everywhere. Raises
+    ValueError without golden answers, and UserError if a user's own function fails or a verdict is missing.
     """
     golden_answers = trajectory.question.golden_answers
     if not golden_answers:
@@ -142,11 +136,7 @@ def _load_own(address: str) -> Callable[..., float]:
 
 
 def own_score(address: str, trajectory: Trajectory) -> float:
-    """Return the score that a user's own function gives a finished trajectory.
-
-    Raises:
-        UserError: it cannot be loaded, fails, or gives no finite number.
-    """
+    """Return the score by a user's own function; raise UserError if it fails or gives no finite number."""
     function, question = _load_own(address), trajectory.question.id
     try:
         score = float(function(trajectory))
@@ -178,8 +168,7 @@ def _answer_reward(trajectory: Trajectory, scores: Mapping[str, float], config: 
 def check_reward(config: RewardConfig) -> list[str]:
     """Describe the reward; empty where it is a built-in comparison.
 
-    Raises:
-        UserError: a user's own function cannot be loaded, or two rewards have the same name.
+    Raises UserError if a user's own function cannot be loaded, or two rewards have the same name.
     """
     names = [metric_name(name) for name in config.weights]
     for address in filter(is_address, config.weights):
@@ -222,17 +211,12 @@ def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.G
 
     With `config.shuffle`, a control experiment, the pairs (answer_score, format_valid) are then permuted with
     `rng` over all trajectories of the step; the metrics stay true. Otherwise `rng` is not drawn from.
-
-    Raises:
-        ValueError: a question has no golden answers.
     """
     scored = [score_trajectory(trajectory, config) for group in groups for trajectory in group.trajectories]
     if config.shuffle:
         scored = [
             replace(
-                trajectory,
-                answer_score=scored[source].answer_score,
-                format_valid=scored[source].format_valid,
+                trajectory, answer_score=scored[source].answer_score, format_valid=scored[source].format_valid
             )
             for trajectory, source in zip(scored, rng.permutation(len(scored)), strict=True)
         ]

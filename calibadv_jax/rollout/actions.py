@@ -66,12 +66,7 @@ class AccessAction(RetrieverAction):
 
 
 class OwnAction(Action):
-    """A user's own action: its errors fail the trajectory, not the run.
-
-    Args:
-        time_limit: seconds of one call.
-        max_length: tokens of an observation; 0: rollout.max_observation_length.
-    """
+    """A user's own action: its errors, and calls beyond `time_limit` seconds, fail the trajectory only."""
 
     def __init__(self, inner: Action, time_limit: float, max_length: int = 0):
         self._inner, self._time_limit = inner, time_limit
@@ -155,10 +150,7 @@ def grammar_of(actions: Sequence[Action]) -> Grammar:
 
 
 def usages(actions: Sequence[Action], extra: Collection[str] = ()) -> list[dict[str, str]]:
-    """Return name, purpose and argument of each action, neutralised: a server may have written them.
-
-    No actions stand for search alone.
-    """
+    """Return each action's name, purpose and argument, neutralised as a server may have written them."""
     grammar = grammar_of(actions)
     return [
         {

@@ -1,7 +1,6 @@
 """The turn loop of one trajectory: think, act, read, answer.
 
-Token-in, token-out: the ids a sampler returned are trained on. They are decoded only to decide what the
-environment does next.
+Token-in, token-out: sampled ids are trained on; they are decoded only to decide what the environment does.
 """
 
 from __future__ import annotations
@@ -73,21 +72,16 @@ class RolloutContext:
 async def run_trajectory(
     context: RolloutContext, question: Question, index: int, seed: int, session: str
 ) -> Trajectory:
-    """Write one trajectory.
+    """Write one trajectory; with question, index and turn, `seed` determines every sampled token.
 
-    At most `rollout.max_searches` turns get an observation (retried invalid ones count); then comes one
-    final turn, in which an action stays unanswered. The trajectory ends at an answer, at a turn cut by a
-    length limit, at an invalid turn (unless `on_invalid` is "retry"), and where an observation would leave no
-    room for another token within `max_length`: that observation is dropped. A trajectory that sampler, action
-    or judge could not serve, or that took longer than `rollout.time_limit`, carries its error and the turns
-    it had.
+    At most `rollout.max_searches` turns get an observation (retried invalid ones count); then comes one final
+    turn, in which an action stays unanswered. The trajectory ends at an answer, at a turn cut by a length
+    limit, at an invalid turn (unless `on_invalid` is "retry"), and where an observation would leave no room
+    for another token within `max_length`: that observation is dropped. A trajectory that sampler, action or
+    judge could not serve, or that took longer than `rollout.time_limit`, carries its error and the turns it
+    had. Its `session` at the sampler, unique among those in flight, is always released.
 
-    Args:
-        seed: with question, index and turn it determines every sampled token.
-        session: name of the trajectory at the sampler, unique among those in flight; always released.
-
-    Raises:
-        UserError: see `build_prompt` and `Observations`; those of services that are no `RequestFailed` pass.
+    Raises UserError as `build_prompt` and `Observations`; those of services pass, unless RequestFailed.
     """
     rollout = context.rollout
     prompt_ids, first_opening = open_prompt(

@@ -67,9 +67,7 @@ def neutralise_reply(
 ) -> Reply:
     """Return an action's reply as it may be shown and kept.
 
-    Args:
-        max_length: tokens that will be shown at most; an end that cannot be shown is not kept either, unless
-            the action keeps documents whole.
+    The end behind `max_length` shown tokens is not kept either, unless the action keeps documents whole.
     """
 
     def cut(text: str) -> str:
@@ -103,11 +101,7 @@ class Observations:
         return self.information(numbered(documents))
 
     def information(self, body: str) -> tuple[np.ndarray, str]:
-        """Return the information block of a neutralised body.
-
-        Raises:
-            UserError: not even the tags fit.
-        """
+        """Return the information block of a neutralised body; raise UserError if not even the tags fit."""
         ending = CLOSE_INFORMATION + self.opening
         start = cut_early(OPEN_INFORMATION + body, self.tokenizer, self.max_length)
         ids = encode(self.tokenizer, start + ending)
@@ -130,10 +124,10 @@ class Observations:
 
 
 def cut_early(text: str, tokenizer: Any, max_length: int) -> str:
-    """Drop the end of a text, such as a page, that cannot change its first `max_length` tokens.
+    """Drop the end of a long text that cannot change its first `max_length` tokens.
 
-    The rest holds at least twice as many tokens. How many letters that takes is tried out: a tokenizer may
-    make one token of a word or a run of spaces of any length.
+    The rest holds twice as many tokens; how many letters that takes is tried out, as a token may have any
+    length.
     """
     length = LETTERS * max_length
     while length < len(text):

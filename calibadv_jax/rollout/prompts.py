@@ -36,10 +36,7 @@ _OTHER = (
     "You can {purpose} by <{name}> {argument} </{name}>, and you get what it brings between <information> and"
     " </information>."
 )
-TEMPLATES = {
-    "paper": _PAPER.replace(ACTIONS, _SEARCH),
-    "short": "Question: {question}\n",
-}
+TEMPLATES = {"paper": _PAPER.replace(ACTIONS, _SEARCH), "short": "Question: {question}\n"}
 FROM_DATA = "from_data"
 ENDING = 256  # characters at a prompt's end in which a turn may be opened
 BATCH = 1024  # prompts that are tokenised together, on all cores
@@ -48,11 +45,7 @@ _ENDS_IN_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 def template_text(name: str) -> str:
-    """Return a built-in template, or `name` itself where it contains {question}.
-
-    Raises:
-        UserError: neither.
-    """
+    """Return a built-in template, or `name` itself where it contains {question}; else raise UserError."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     if "{question}" in name:
@@ -72,33 +65,20 @@ def list_actions(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
 
 
 def build_prompt(
-    question: Question,
-    tokenizer: Any,
-    config: PromptConfig,
-    max_length: int,
-    actions: Sequence[Action] = (),
+    question: Question, tokenizer: Any, config: PromptConfig, max_length: int, actions: Sequence[Action] = ()
 ) -> np.ndarray:
     """Return the token ids of a question's prompt, int32 [P]; see `open_prompt`."""
     return open_prompt(question, tokenizer, config, max_length, actions)[0]
 
 
 def open_prompt(
-    question: Question,
-    tokenizer: Any,
-    config: PromptConfig,
-    max_length: int,
-    actions: Sequence[Action] = (),
+    question: Question, tokenizer: Any, config: PromptConfig, max_length: int, actions: Sequence[Action] = ()
 ) -> tuple[np.ndarray, str]:
     """Return a question's prompt, int32 [P], and the text at its end that begins the first turn.
 
     Tags and special tokens of the untrusted question are neutralised. A prompt of the data, which explains
-    the protocol, keeps the tags that it writes exactly.
-
-    Args:
-        actions: those that are on, which the template "paper" lists; none: search alone.
-
-    Raises:
-        UserError: longer than `max_length`; the row has no prompt; or the chat template fails or is missing.
+    the protocol, keeps the tags that it writes exactly. No `actions` stand for search alone. Raises UserError
+    if it is longer than `max_length`, the row has no prompt, or the chat template fails or is missing.
     """
     text, opening = write_prompt(question, tokenizer, config, added_token_strings(tokenizer), actions)
     ids = encode(tokenizer, text)
@@ -117,11 +97,7 @@ def write_prompt(
     extra: Collection[str],
     actions: Sequence[Action] = (),
 ) -> tuple[str, str]:
-    """Return the text that `open_prompt` encodes, and its end that begins the first turn: see `_opening`.
-
-    Args:
-        extra: the tokenizer's `added_token_strings`.
-    """
+    """Return the text of `open_prompt`, and its end that begins the first turn; `extra`: control tokens."""
     grammar = grammar_of(actions)
     if config.template == FROM_DATA:
         messages = _carried(question, extra, grammar)
@@ -187,8 +163,8 @@ def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: Prompt
 def _opening(text: str, message: str = "", controls: Sequence[str] = ()) -> str:
     """Return the end of a prompt that begins the first turn: <think> and what follows it, or "".
 
-    It may be any text behind the last of the `controls` (control tokens) that a chat template adds after the
-    last `message`. Elsewhere, where a text may explain the tag, it is the tag or an empty thought at the end.
+    Any text may follow the last of the `controls` (control tokens) that a chat template adds after the last
+    `message`. Elsewhere, where a text may explain the tag, it is the tag or an empty thought at the very end.
     """
     end = text[-ENDING:]
     if OPEN_THINK not in end:
@@ -233,11 +209,7 @@ def prompt_lengths(
 ) -> dict[int, int]:
     """Return the tokens of the prompts that are longer than `max_length`, by the question's place.
 
-    Nearly all are short enough by their letters; only the others are tokenised. So 100,000 questions take
-    seconds.
-
-    Raises:
-        UserError: a prompt cannot be written; see `build_prompt`.
+    Only prompts with many letters are tokenised: 100,000 questions take seconds. Raises as `build_prompt`.
     """
     extra = added_token_strings(tokenizer)
     lengths: dict[int, int] = {}
@@ -262,11 +234,7 @@ def prompt_lengths(
 
 
 def most_tokens(text: str) -> int:
-    """Bound the tokens of any tokenizer.
-
-    At most one for each byte of the text in its longest form of Unicode; some put a space before every piece,
-    which may double them.
-    """
+    """Bound the tokens: one a byte in Unicode's longest form, twice as many if each has a space before it."""
     return 2 * len(text if text.isascii() else unicodedata.normalize("NFKD", text).encode())
 
 
@@ -275,13 +243,8 @@ def drop_overlong(
 ) -> tuple[list[Question], str]:
     """Return the questions whose prompts fit, and in words how many do not; "" where all fit.
 
-    Args:
-        lengths: from `prompt_lengths`.
-        rule: data.overlong_prompts.
-        name: of the questions, for messages, such as data.train.
-
-    Raises:
-        UserError: some do not fit and the rule is "refuse", or none fits.
+    `lengths` come from `prompt_lengths`; `rule` is data.overlong_prompts; `name` is the questions' config
+    key. Raises UserError if the rule is "refuse" and some do not fit, or if none fits.
     """
     kept = [question for place, question in enumerate(questions) if place not in lengths]
     if not lengths:

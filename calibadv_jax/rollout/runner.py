@@ -21,22 +21,14 @@ T = TypeVar("T")
 
 
 class FailureCount:
-    """Counts the trajectories that failed as groups complete, and does not wait for the rest of them.
-
-    Args:
-        total: trajectories of all groups, complete or not.
-        max_share: `rollout.max_failed_share`.
-    """
+    """Counts failed trajectories among the `total` of all groups as groups complete."""
 
     def __init__(self, total: int, max_share: float):
         self.total, self.max_share = total, max_share
         self._errors: Counter[str] = Counter()
 
     def add(self, group: Group) -> None:
-        """
-        Raises:
-            EnvironmentFailure: more than `max_share` of `total` have failed; it names the commonest reason.
-        """
+        """Raise EnvironmentFailure, with the commonest reason, if more than `max_share` have failed."""
         self._errors.update(str(trajectory.error) for trajectory in group.failed)
         failed = self._errors.total()
         if failed > self.max_share * self.total:
@@ -53,12 +45,9 @@ async def collect_group(
 ) -> Group:
     """Write `rollout.group_size` trajectories of one question.
 
-    If one raises an error, the others are cancelled and awaited, and it is raised as it was.
-
-    Args:
-        slots: limits how many trajectories of all groups that share it run at once; first come, first served.
-        seed: as for `run_trajectory`.
-        name: prefix of the session names, ``name/index``; unique among groups in flight.
+    If one raises an error, the others are cancelled. `slots` limits how many trajectories of all groups that
+    share it run at once; first come, first served. The sessions are called ``name/index``, unique among
+    groups in flight.
     """
 
     async def write(index: int) -> Trajectory:
@@ -75,15 +64,11 @@ async def collect_groups(
     name: str,
     complete: Callable[[Group], object] = lambda _: None,
 ) -> list[Group]:
-    """Write one group for each question, in their order; arguments as for `collect_group`.
+    """Write one group for each question, in their order; see `collect_group`.
 
     At most `rollout.max_concurrency` trajectories are in flight, started in the order of the questions.
-
-    Args:
-        complete: called with each complete group, before its failures are counted.
-
-    Raises:
-        UserError: more than `rollout.max_failed_share` of the trajectories failed.
+    `complete` is called with each complete group. Raises UserError if more than `rollout.max_failed_share` of
+    the trajectories failed.
     """
     rollout = context.rollout
     slots = asyncio.Semaphore(rollout.max_concurrency)
@@ -116,12 +101,9 @@ async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 class Rollouts:
     """Writes trajectories on an event loop of its own, in a thread that lives as long as the block.
 
-    Args:
-        context: its sampler, retriever, actions and judge are used on that loop only, and closed at the end
-            of the block.
-        seed: of the run.
-        publish: turns a version's parameters into the sampler's input. It is called in the thread that uses
-            this object, in all processes of a run together.
+    The services of `context` are used on that loop only, and closed at the end of the block. `publish` turns
+    a version's parameters into the sampler's input; the thread that uses this object calls it, in all
+    processes of a run together.
     """
 
     def __init__(
@@ -157,7 +139,7 @@ class Rollouts:
     def begin(self, number: int, question: Question) -> Future[Group]:
         """Start the rollout of group `number`, counted over the whole run, in the background.
 
-        The number decides what is drawn, so that a question which comes twice gets other trajectories.
+        The number seeds it, so that a question which comes twice gets other trajectories.
         """
         seed = int(random_state(self.seed, number, "group").integers(2**31))
         coroutine = collect_group(self.context, question, self._slots, seed, f"group{number}")
@@ -171,12 +153,7 @@ class Rollouts:
         complete: Callable[[Group], object] = lambda _: None,
         **changes: Any,
     ) -> list[Group]:
-        """Write groups of trajectories in the order of the questions; see `collect_groups`.
-
-        Args:
-            complete: called on this object's thread.
-            changes: fields of RolloutConfig that differ from the context's.
-        """
+        """Write groups as `collect_groups`, with `changes` of the context's RolloutConfig."""
         context = replace(self.context, rollout=replace(self.context.rollout, **changes))
         return self._run(collect_groups(context, questions, seed, name, complete))
 

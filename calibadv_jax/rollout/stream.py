@@ -38,8 +38,7 @@ class RolloutStream:
         begin: starts the rollout of (number, question) in the background.
         questions: endless; the next one is drawn when its group may begin.
         max_failed_share: of the trajectories of a step; above it `take` raises an error.
-        max_replaced: tied groups of a step that others may replace.
-        are_tied: whether each of these complete groups is tied.
+        max_replaced: number of a step's groups for which `are_tied` that others may replace.
         wait_for: waits until one of these running groups is complete.
     """
 
@@ -76,13 +75,9 @@ class RolloutStream:
         return {"asked": self._begun + len(self._pending), "pending": sorted(pending.items())}
 
     def restore(self, state: Mapping[str, Any], questions: Mapping[str, Question]) -> None:
-        """Continue where `state` was called; to be called before anything has begun.
+        """Continue where `state` was called, before anything has begun, with `questions` by id.
 
-        Args:
-            questions: by id.
-
-        Raises:
-            UserError: a question that is not trained yet is gone.
+        Raises UserError if a question that is not trained yet is gone.
         """
         missing = [name for _, name in state["pending"] if name not in questions]
         if missing:
@@ -98,13 +93,9 @@ class RolloutStream:
 
         The oldest complete groups are returned, as soon as no other one must be waited for. Groups that begin
         now replace tied ones among them, up to `max_replaced`: which ones does not depend on who is first.
-        The groups count as trained when `commit` is called.
-
-        Args:
-            progress: called with the number of complete groups, whenever that has changed.
-
-        Raises:
-            The error of a rollout, or UserError where too many trajectories failed; all others are cancelled.
+        The groups count as trained when `commit` is called. `progress` is called with the number of complete
+        groups. Raises the error of a rollout, or UserError where too many trajectories failed; all others are
+        cancelled.
         """
         self._begin_allowed(step)
         while True:

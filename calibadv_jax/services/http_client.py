@@ -43,11 +43,7 @@ class BadReply(Exception):
 
 
 class Unreachable(Exception):
-    """A service did not answer a request, or not in time.
-
-    Args:
-        retry_after: seconds that it asks to wait for; 0: it does not say.
-    """
+    """A service did not answer in time, and asks to wait `retry_after` seconds; 0: it does not say."""
 
     def __init__(self, reason: str, retry_after: float = 0.0):
         super().__init__(reason)
@@ -84,11 +80,7 @@ class HttpReply:
         return f"status {self.status}: {excerpt(self.body)}"
 
     def parse(self, kind: type[M]) -> M:
-        """Parse the body; lone surrogates and bytes that are not UTF-8 become U+FFFD.
-
-        Raises:
-            ValidationError: not JSON, or no such object.
-        """
+        """Parse the body, or raise ValidationError; invalid UTF-8 and lone surrogates become U+FFFD."""
         try:
             return kind.model_validate_json(self.body)
         except ValidationError:
@@ -104,12 +96,9 @@ def excerpt(body: bytes) -> str:
 
 
 def open_session(timeout: float, token_variable: str = "") -> aiohttp.ClientSession:
-    """Open a session of the running event loop, with any number of connections.
+    """Open a session of the running event loop, with any number of connections and no proxy.
 
-    Proxies of the environment are not used: services are on loopback or in the same network.
-
-    Args:
-        token_variable: environment variable with the token of every request; empty: none.
+    The value of the environment variable `token_variable` is sent as the bearer token of every request.
     """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
     token = os.environ.get(token_variable, "").strip()
@@ -132,13 +121,8 @@ async def request(
 ) -> HttpReply:
     """Return the reply to a request; a redirection is a reply like any other.
 
-    Args:
-        longest: bytes of the reply, decompressed.
-
-    Raises:
-        BadReply: it is longer.
-        Unreachable: no whole reply.
-        UserError: this is no URL.
+    Raises BadReply if it has more than `longest` bytes (decompressed), Unreachable if it is not whole, and
+    UserError if this is no URL.
     """
     try:
         async with http.request(method, url, allow_redirects=False, **arguments) as response:
@@ -153,11 +137,7 @@ async def request(
 
 
 async def read_all(parts: AsyncIterator[bytes], longest: int = LONGEST_REPLY) -> bytes:
-    """Join the parts of a reply, each of which is decompressed when it is read.
-
-    Raises:
-        BadReply: longer than `longest` bytes.
-    """
+    """Join the parts of a reply; raise BadReply when they are longer than `longest` bytes."""
     body = bytearray()
     async for part in parts:
         body += part
@@ -167,11 +147,7 @@ async def read_all(parts: AsyncIterator[bytes], longest: int = LONGEST_REPLY) ->
 
 
 async def watched(reply: Coroutine[Any, Any, T], look: Callable[[], Awaitable[object]], pause: float) -> T:
-    """Wait for a reply, and call `look` every `pause` seconds meanwhile.
-
-    Raises:
-        Unreachable: `look` raised it before there was a reply.
-    """
+    """Return a reply; meanwhile call `look` every `pause` seconds, and raise its Unreachable."""
     task = asyncio.get_running_loop().create_task(reply)
     try:
         while not (await asyncio.wait({task}, timeout=pause))[0]:
@@ -192,15 +168,9 @@ async def retry(
 ) -> T:
     """Return what `attempt` returns; repeat it while the service is away, or answers against its contract.
 
-    The pauses double. A pause is at least as long as the service asks for, and ends with the patience.
-
-    Args:
-        patience: seconds for which the service may be away without interruption.
-        on_away: called before each pause that waits for the service.
-
-    Raises:
-        Unreachable: the service was away for longer.
-        BadReply: BAD_REPLIES replies were against the contract. Other errors pass at once.
+    The pauses double, are as long as the service asks for, and end with the patience. Raises Unreachable
+    after `patience` seconds without any reply, and the last of BAD_REPLIES errors BadReply. Other errors pass
+    at once. `on_away` is called before each pause that waits for the service.
     """
     pause, deadline, bad_replies = FIRST_PAUSE, 0.0, 0
     while True:
@@ -245,18 +215,11 @@ def wait_for_any(
     say: Callable[[str], object],
     token_variable: str = "",
 ) -> Present[T]:
-    """Ask all services together, again and again, until one of them answers.
+    """Ask all services together until one answers, for `patience` seconds; `say` once what is waited for.
 
-    Args:
-        what: name of such a service, for messages.
-        ask: asks one service; raises Unreachable where it is to be waited for.
-        timeout: seconds of one question.
-        patience: seconds for which none needs to answer.
-        advice: what a person can do when none does.
-        say: called once, with what is waited for.
-
-    Raises:
-        EnvironmentFailure: none has answered in time. Other errors of `ask` pass at once.
+    `ask` raises Unreachable where a service is to be waited for; other errors pass at once. A question may
+    take `timeout` seconds. `what` names a service in messages, and `advice` says how to start one. Raises
+    EnvironmentFailure if none has answered.
     """
     names, is_first = ", ".join(urls), True
 
@@ -300,11 +263,7 @@ def run_to_its_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 class PerLoop(Generic[T]):
-    """A value of the running event loop, such as connections: another loop gets a new one.
-
-    Args:
-        make: makes the value, on the loop that first asks for it.
-    """
+    """A value of the running event loop, such as connections: each loop `make`s a new one."""
 
     def __init__(self, make: Callable[[], T]):
         self._make = make

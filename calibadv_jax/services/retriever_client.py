@@ -66,15 +66,11 @@ class Replica:
 class Replicas:
     """Services of one index, each with one request under way at a time. For one event loop.
 
-    A service that cannot be reached, says that it cannot answer now, or serves another index gets no further
-    requests until its ``GET /health`` is good; the next one is asked instead.
-
-    Args:
-        urls: base URLs.
-        agreed: their health at the start; None: not asked, then nothing is compared.
-        named: URLs of services that have named their index with a reply; added to. A reply without the name
-            is then another service's.
-        warn: called with the service that is left out, and why.
+    A service that cannot be reached, says that it cannot answer now, or serves another index than the
+    `agreed` health (None: nothing is compared) gets no further requests until its ``GET /health`` is good;
+    the next one is asked instead. `named` collects the URLs of services that name their index with each
+    reply: from these a reply without the name is another service's. `warn` is called when a service is left
+    out.
     """
 
     def __init__(
@@ -97,10 +93,9 @@ class Replicas:
         await asyncio.gather(*checks, return_exceptions=True)
 
     async def ask(self, ask: Callable[[Replica], Awaitable[T]]) -> T:
-        """Return the answer of a free service; one that is away is left out, and another one is asked.
+        """Return a free service's answer; one that is away is left out, and another one asked.
 
-        Raises:
-            Unreachable: none is left. Other errors of `ask` pass.
+        Raises Unreachable if none is left. Other errors of `ask` pass.
         """
         while True:
             replica = await self.acquire()
@@ -113,11 +108,7 @@ class Replicas:
                 self.release(replica)
 
     async def post(self, replica: Replica, route: str, body: Mapping[str, Any]) -> HttpReply:
-        """Return a service's reply, whose index is the agreed one.
-
-        Raises:
-            As `request`; Unreachable also where the index is another one, or is not shown.
-        """
+        """Return a service's reply; raise Unreachable unless it is of the agreed index."""
         reply = await request(self._http, "POST", replica.url + route, json=body)
         if not reply.is_away:
             await self.check(replica, reply)
@@ -126,8 +117,7 @@ class Replicas:
     async def acquire(self) -> Replica:
         """Return the service that has been free longest; if none is well, any that may be again.
 
-        Raises:
-            UserError: all serve another index than at the start.
+        Raises UserError if all serve another index than at the start.
         """
         while True:
             usable = [replica for replica in self._all if not replica.other]
@@ -153,8 +143,7 @@ class Replicas:
     def leave_out(self, replica: Replica, reason: Unreachable) -> bool:
         """Send the service no requests until its health is good; a single service is not left out.
 
-        Returns:
-            Whether to ask again at once: another one is well, or all serve another index.
+        Returns whether to ask again at once: another one is well, or all serve another index.
         """
         replica.is_verified = False
         if len(self._all) > 1:
@@ -167,11 +156,7 @@ class Replicas:
         return others_are_well or all(other.other for other in self._all)
 
     async def check(self, replica: Replica, reply: HttpReply) -> None:
-        """Note that the service is well, unless the reply is of another index.
-
-        Raises:
-            Unreachable: another index than the agreed one, or the service does not say which.
-        """
+        """Note that the service is well; raise Unreachable unless the reply is of the agreed index."""
         if self._agreed is not None:
             await self._check_index(replica, reply, self._agreed.get(IDENTITY))
         replica.is_well, replica.pause = True, CHECK_PAUSE
@@ -230,14 +215,11 @@ class _Divisible(Exception):
 
 
 class RetrieverClient:
-    """Implements `interfaces.Retriever` over ``POST /retrieve``, of one service or several.
+    """Implements `interfaces.Retriever` over ``POST /retrieve``, of the services at one or several base URLs.
 
     One request is under way at each service at a time; queries that come meanwhile share the next one. While
-    all services are away a search waits, for `config.patience` seconds.
-
-    Args:
-        url: base URLs.
-        warn: called with what is waited for at the start, and with services that are left out.
+    all services are away a search waits, for `config.patience` seconds. `warn` is called with what is waited
+    for at the start, and with services that are left out.
     """
 
     def __init__(
@@ -266,7 +248,7 @@ class RetrieverClient:
 
         Raises:
             QueryRefused: the service does not take one of the queries.
-            RequestFailed: it was away for longer than `config.patience`, or answers nonsense.
+            RequestFailed: it was away for longer than `config.patience`, or its replies break the contract.
             UserError: it asks for a token, has no such route, refuses every query, or serves another index
                 than when `health` was called.
         """
@@ -289,19 +271,15 @@ class RetrieverClient:
     async def access(self, addresses: Sequence[str]) -> list[Document | None]:
         """Return the page at each address, put into `config.page_address`; None where there is none.
 
-        Raises:
-            As `search`, also where the pages are others; UserError where the service has none.
+        Raises as `search`, also if the pages are not those of `health`, or the service has none.
         """
         return list(await asyncio.gather(*map(self._page, addresses)))
 
     def health(self) -> dict[str, Any]:
         """Return the services' reply to ``GET /health``; empty where they have no such route.
 
-        Waits until one of them answers, for `config.patience` seconds; `missing` names those that do not.
-        To be called before the first search.
-
-        Raises:
-            UserError: none can be reached, or they serve different indexes.
+        To be called before the first search. Waits until one of them answers, for `config.patience` seconds;
+        `missing` names the others. Raises UserError if none does, or if they serve different indexes.
         """
         present = wait_for_any(
             "retriever",
@@ -322,13 +300,10 @@ class RetrieverClient:
         return agreed
 
     def check_reranker(self, state: Mapping[str, Any]) -> str:
-        """Say whether documents are reranked.
+        """Say whether documents are reranked, by the `state` that `health` returned.
 
-        Args:
-            state: of `health`; a service of another make does not name its reranker.
-
-        Raises:
-            UserError: the config asks for a reranker that the service lacks, or leaves one without effect.
+        Raises UserError if the service lacks the reranker of the config, or has one that would have no
+        effect.
         """
         config, model = self.config, state.get("reranker")
         if not config.rerank_topk:
@@ -373,10 +348,9 @@ class RetrieverClient:
         return await replicas.ask(ask)
 
     async def _answer(self, queries: list[str], window: float = 0.0) -> list[Outcome]:
-        """Return the outcome of each query. A request that fails is divided, until it shows which ones fail.
+        """Return the outcome of each query, after `window` seconds in which others may join.
 
-        Args:
-            window: seconds that are left to others to join.
+        A request that fails is divided, until it shows which queries fail.
         """
         _, replicas = self._connections.get()
         await asyncio.sleep(window)
@@ -484,12 +458,8 @@ class RetrieverProcess(ChildService):
 def check_running(config: RetrieverConfig, warn: Callable[[str], object]) -> None:
     """Wait for a service of `config.url`, and check that documents are reranked as the config says.
 
-    Args:
-        warn: called with what is waited for.
-
-    Raises:
-        UserError: none can be reached within `config.patience` seconds, or they are others than the config
-            asks for.
+    Raises UserError if none answers within `config.patience` seconds, or they are not what the config asks
+    for.
     """
     client = RetrieverClient(config, config.url, warn)
     client.check_reranker(client.health())
@@ -499,10 +469,9 @@ def check_running(config: RetrieverConfig, warn: Callable[[str], object]) -> Non
 def open_retriever(
     config: RetrieverConfig, log_path: Path, warn: Callable[[str], object]
 ) -> Iterator[str | list[str]]:
-    """Base URLs of retrieval services: `config.url`, or of a child process that ends with the block.
+    """Yield the URLs of retrieval services: `config.url`, or of a child process that ends with the block.
 
-    Raises:
-        UserError: as `check_running`; neither is configured; or the child does not become ready.
+    Raises UserError as `check_running`; if neither is configured; or if the child does not become ready.
     """
     if config.url:
         if config.url != NO_RETRIEVER:

@@ -1,4 +1,4 @@
-"""Replies of a retrieval service: documents, pages, and its health, which names the index.
+"""Replies of a retrieval service: documents, pages and health.
 
 The contract is Search-R1's, or that of the CalibAdv authors where documents are reranked.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, Field, ValidationError
@@ -23,6 +23,7 @@ SAME = ("corpus_sha256", "encoder", "model", "reranker", "pages_sha256")  # of s
 IDENTITY = "identity"  # of this project's services: index, reranker and pages in one string
 IDENTITY_HEADER = "X-Index-Identity"  # the same string, on every reply of POST /retrieve and POST /access
 
+T = TypeVar("T")
 _REFUSALS = (400, 413, 422)  # of the query; asking again changes nothing
 _WRONG_ADDRESS = (403, 404, 405)
 
@@ -57,10 +58,7 @@ class _Item(BaseModel):
 
 
 class _RankedItem(BaseModel):
-    """A document in the authors' contract; this project's service adds the row's id.
-
-    Without it the text is the identity, as in the authors' code: passages share titles.
-    """
+    """A document in the authors' contract. Without an id its text is its identity: passages share titles."""
 
     document: str
     id: str | int | None = None
@@ -71,24 +69,12 @@ class _RankedItem(BaseModel):
         return _Row(id=name, contents=self.document).to_document(self.score)
 
 
-class _Pages(BaseModel):
-    result: list[_Row | None] = Field(min_length=1, max_length=1)
-
-
-class _Results(BaseModel):
-    result: list[list[_Item]]
-
-
-class _RankedResults(BaseModel):
-    result: list[list[_RankedItem]]
+class _Reply(BaseModel, Generic[T]):
+    result: T
 
 
 def read_documents(url: str, reply: HttpReply, num_queries: int, is_reranked: bool) -> list[list[Document]]:
     """Return the documents of each query, best first.
-
-    Args:
-        url: of the service, for messages.
-        is_reranked: the reply is in the CalibAdv authors' contract, else in Search-R1's.
 
     Raises:
         Away: the service says so, perhaps as `Broken`.
@@ -97,7 +83,7 @@ def read_documents(url: str, reply: HttpReply, num_queries: int, is_reranked: bo
         UserError: it asks for a token, or has no such route.
     """
     _check_status(url, reply, "set retriever.url to a retrieval service")
-    results = _parse(reply, _RankedResults if is_reranked else _Results).result
+    results = _parse(reply, list[list[_RankedItem]] if is_reranked else list[list[_Item]])
     if len(results) != num_queries:
         raise BadReply(f"{len(results)} lists for {num_queries} queries")
     return [[item.to_document() for item in items] for items in results]
@@ -106,14 +92,14 @@ def read_documents(url: str, reply: HttpReply, num_queries: int, is_reranked: bo
 def read_page(url: str, reply: HttpReply, address: str) -> Document | None:
     """Return the page at an address, None where there is none; raises as `read_documents`."""
     _check_status(url, reply, "start the service with --pages_path, or leave access out of tools")
-    (page,) = _parse(reply, _Pages).result
+    (page,) = _parse(reply, tuple[_Row | None])
     # Not the passage of the same name, which may have been shown before.
     return None if page is None else replace(page.to_document(), id=f"page {address}")
 
 
-def _parse(reply: HttpReply, kind: type[Any]) -> Any:
+def _parse(reply: HttpReply, kind: Any) -> Any:
     try:
-        return reply.parse(kind)
+        return reply.parse(_Reply[kind]).result
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -136,12 +122,7 @@ def _check_status(url: str, reply: HttpReply, no_such_route: str) -> None:
 
 
 async def ask_health(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """Return the reply of ``GET /health``; empty where a service has no such route.
-
-    Raises:
-        Unreachable: it does not answer, is loading or is broken.
-        UserError: this is no URL.
-    """
+    """Return the reply of ``GET /health``, empty without such a route; raise Unreachable if it is away."""
     try:
         reply = await request(http, "GET", f"{url}/health")
     except BadReply as error:
