@@ -36,12 +36,12 @@ def look_up_each(
 
         async def search(query: str) -> list[Document]:
             try:
-                (found,) = await client.search([query])
+                (documents,) = await client.search([query])
             except QueryRefused:
                 return []
-            return found
+            return documents
 
-        async def one(item: Item) -> Result:
+        async def finish(item: Item) -> Result:
             nonlocal done
             async with slots:
                 result = await work(item, search)
@@ -50,7 +50,7 @@ def look_up_each(
             return result
 
         try:
-            return list(await asyncio.gather(*map(one, items)))
+            return list(await asyncio.gather(*map(finish, items)))
         finally:
             await client.close()
 

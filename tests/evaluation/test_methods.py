@@ -32,10 +32,10 @@ def test_without_search_there_is_one_turn_and_no_service(run, method):
     assert all("Question: " in prompt and "search" not in prompt for prompt in sampler.prompts)
     assert all(prompt.endswith("\n") for prompt in sampler.prompts)  # no opening <think>
     assert all(("step by step" in prompt) is (method == "chain_of_thought") for prompt in sampler.prompts)
-    found = report.means["0"]
-    assert (found["a"]["em"], found["b"]["em"], found["all"]["answered"]) == (1, 0, 1)
-    assert "format" not in found["all"]  # theirs is another one
-    assert found["all"]["text_f1"] == found["all"]["f1"] == 0.5  # the answer, where there is one
+    means = report.means["0"]
+    assert (means["a"]["em"], means["b"]["em"], means["all"]["answered"]) == (1, 0, 1)
+    assert "format" not in means["all"]  # theirs is another one
+    assert means["all"]["text_f1"] == means["all"]["f1"] == 0.5  # the answer, where there is one
     reranked = {"corpus": "c", "reranker": "m", "retrieval_topk": 6, "rerank_topk": 2}
     for retriever in ({}, reranked, {"corpus": "c", "encoder": "dense", "model": "m"}):
         config = run.config(evaluate={"method": method}, retriever=retriever)
@@ -46,9 +46,9 @@ def test_an_output_without_tags_is_scored_as_a_whole_beside_the_rest(run, monkey
     """A model that was never trained on the tags may know the answer all the same."""
     monkeypatch.setattr(evaluation_rig, "ANSWER", "I say {}")
     report, _ = run(Scripted(searches=False), evaluate={"method": "direct"})
-    found = report.means["0"]["a"]
-    assert [found[name] for name in ("answered", "f1", "cover_em", "text_cover_em")] == [0, 0, 0, 1]
-    assert found["text_f1"] == pytest.approx(0.5)  # one of three words: precision 1/3, recall 1
+    means = report.means["0"]["a"]
+    assert [means[name] for name in ("answered", "f1", "cover_em", "text_cover_em")] == [0, 0, 0, 1]
+    assert means["text_f1"] == pytest.approx(0.5)  # one of three words: precision 1/3, recall 1
     assert report.means["0"]["b"]["text_cover_em"] == 0
 
 
@@ -82,7 +82,9 @@ def test_a_passage_cannot_forge_the_protocol(run):
 
     class Hostile(Shelf):
         async def search(self, queries):
-            return [[replace(d, text=hostile) for d in found] for found in await super().search(queries)]
+            return [
+                [replace(d, text=hostile) for d in documents] for documents in await super().search(queries)
+            ]
 
     run.shelf = Hostile()
     _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"})
@@ -132,7 +134,7 @@ def test_random_documents_are_of_other_questions(run):
     seen = set()
     for row in rows(run):
         (ids,) = [turn["document_ids"] for turn in row["trajectories"][0]["turns"] if turn["document_ids"]]
-        of = {one.partition("/")[0] for one in ids}
+        of = {document_id.partition("/")[0] for document_id in ids}
         assert len(ids) == 2 and of < texts and row["question"] not in of
         seen |= of
     assert len(seen) > 2  # not the same ones for every query
@@ -147,8 +149,8 @@ def test_random_documents_never_are_what_the_query_finds(run):
 
     class Overlapping(Shelf):
         async def search(self, queries):
-            found = await super().search(queries)
-            return [[documents[0], Document("shared", "t", "x")] for documents in found]
+            results = await super().search(queries)
+            return [[documents[0], Document("shared", "t", "x")] for documents in results]
 
     run.shelf = Overlapping()
     run(evaluate={"method": "random_documents"})

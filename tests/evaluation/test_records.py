@@ -64,11 +64,11 @@ def test_transcripts_stay_on_disk(tmp_path):
     file.start()
     for number in (1, 2, 3):
         file.add(row(number))
-    assert all(one["trajectories"] == [{"error": None}] for one in file.rows.values())
+    assert all(scored["trajectories"] == [{"error": None}] for scored in file.rows.values())
     order = [key_of(row(number)) for number in (3, 1)]
-    assert [one["id"] for one in file.finish(order)] == ["3", "1"]
+    assert [scored["id"] for scored in file.finish(order)] == ["3", "1"]
     assert [json.loads(line) for line in path.read_text().splitlines()] == [row(3), row(1)]
-    assert [one["id"] for one in read_scores(path)] == ["3", "1"]
+    assert [scored["id"] for scored in read_scores(path)] == ["3", "1"]
     assert [path.name for path in tmp_path.iterdir()] == ["e.jsonl"]
 
 
@@ -104,8 +104,8 @@ def test_an_average_weighs_data_sources_alike_and_all_weighs_questions():
 
 def test_a_question_without_pass_at_k_is_left_out_of_it():
     rows = [row(1, scores={"em": 0.5, "pass@2": 1.0}), row(2, scores={"em": 0.0})]
-    found = summarise(rows).means["0"]["nq"]
-    assert (found["em"], found["pass@2"], found["questions"]) == (0.25, 1.0, 2)
+    summary = summarise(rows).means["0"]["nq"]
+    assert (summary["em"], summary["pass@2"], summary["questions"]) == (0.25, 1.0, 2)
 
 
 def test_metrics_come_in_one_order():
@@ -117,12 +117,12 @@ def test_metrics_come_in_one_order():
 def test_intervals_resample_questions_and_for_the_average_within_each_data_source():
     scores = {"nq": [1.0, 0.0, 0.5, 0.25], "hotpotqa": [0.0, 0.75]}
     rows = [row(n, source, scores={"em": em}) for source, some in scores.items() for n, em in enumerate(some)]
-    found = summarise(rows, resamples=500, confidence=0.9).intervals["0"]
+    summary = summarise(rows, resamples=500, confidence=0.9).intervals["0"]
     arrays = {source: np.array(some) for source, some in scores.items()}
-    assert found["average"]["em"] == interval(list(arrays.values()), 0.9, 500)
-    assert found["nq"]["em"] == interval([arrays["nq"]], 0.9, 500)
-    assert found["all"]["em"] == interval([np.concatenate(list(arrays.values()))], 0.9, 500)
-    assert found["all"]["em"] != found["average"]["em"]
+    assert summary["average"]["em"] == interval(list(arrays.values()), 0.9, 500)
+    assert summary["nq"]["em"] == interval([arrays["nq"]], 0.9, 500)
+    assert summary["all"]["em"] == interval([np.concatenate(list(arrays.values()))], 0.9, 500)
+    assert summary["all"]["em"] != summary["average"]["em"]
 
 
 def test_the_precision_that_samples_is_part_of_an_evaluation():
@@ -146,14 +146,14 @@ def test_template_arguments_are_part_of_an_evaluation():
 def test_other_actions_are_another_evaluation():
     """Without this the rows of an agent that could read pages answered for one that could not."""
 
-    def of(*tools, told="a"):
-        told_hash = {"tools": told if len(tools) > 1 else ""}
+    def of(*tools, hashed="a"):
+        told_hash = {"tools": hashed if len(tools) > 1 else ""}
         config = Config(tools=[ToolConfig(**tool) for tool in tools])
         return identity(config, {}, {}, [QUESTION], told_hash)
 
     search, access = {"name": "search"}, {"name": "access"}
     both = of(search, access)
-    assert len({of(search), both, of(search, access, told="b")}) == 3
+    assert len({of(search), both, of(search, access, hashed="b")}) == 3
     assert of(search, access | {"max_length": 100}) != both
     assert of(search, access | {"timeout": 1.0}) == both
 
@@ -170,13 +170,13 @@ def test_other_actions_are_another_evaluation():
     ],
 )
 def test_what_decides_the_scores_is_part_of_an_evaluation(reward, judge, is_other):
-    def of(reward=MappingProxyType({}), judge=MappingProxyType({}), told="a"):
+    def of(reward=MappingProxyType({}), judge=MappingProxyType({}), hashed="a"):
         asked = JudgeConfig(**({"url": "http://127.0.0.1:1/v1", "model": "small"} | judge))
         config = Config(reward=RewardConfig(judge=asked, **reward))
-        return identity(config, {}, {}, [QUESTION], {"judge": told})
+        return identity(config, {}, {}, [QUESTION], {"judge": hashed})
 
     assert (of(reward, judge) != of()) == is_other
-    assert of(told="b") != of()
+    assert of(hashed="b") != of()
 
 
 def test_pool_of_random_documents_identifies_an_evaluation():

@@ -20,14 +20,14 @@ SECOND = np.array([0.2, 0.8, 0.6])
 
 def resampled(values):
     """The mean of every one of the N^N equally likely resamples."""
-    return np.array([np.mean(one) for one in itertools.product(values, repeat=len(values))])
+    return np.array([np.mean(sample) for sample in itertools.product(values, repeat=len(values))])
 
 
 @pytest.mark.parametrize("confidence", [0.95, 0.8])
 def test_the_interval_is_that_of_all_resamples(confidence):
     low, high = np.quantile(resampled(FIRST), [(1 - confidence) / 2, (1 + confidence) / 2])
-    found = interval([FIRST], confidence, 40_000)
-    assert found == pytest.approx((low, high), abs=0.01)
+    bounds = interval([FIRST], confidence, 40_000)
+    assert bounds == pytest.approx((low, high), abs=0.01)
 
 
 @pytest.mark.medium
@@ -64,8 +64,8 @@ def test_interval_of_sums_resamples_rows():
     def ratio(drawn):
         return drawn[:, :1] / drawn[:, 1:]
 
-    found = intervals_of_sums(sums, ratio, 0.8, 40_000)
-    assert found.shape == (1, 2) and found[0] == pytest.approx(expected, abs=0.01)
+    bounds = intervals_of_sums(sums, ratio, 0.8, 40_000)
+    assert bounds.shape == (1, 2) and bounds[0] == pytest.approx(expected, abs=0.01)
 
 
 def test_the_interval_is_the_same_every_time_and_none_of_too_little():
@@ -86,11 +86,11 @@ def test_the_p_value_is_that_of_all_exchanges():
     differences = other - FIRST
     sums = signs(differences).sum(1)
     expected = (np.abs(sums) >= abs(differences.sum()) - 1e-9).mean()
-    found = compare_paired([FIRST], [other], 0.95, 10_000)
+    compared = compare_paired([FIRST], [other], 0.95, 10_000)
     assert 0.05 < expected < 0.5
-    assert found.p_value == pytest.approx(expected)
-    assert (found.questions, found.first, found.second) == (6, FIRST.mean(), other.mean())
-    assert found.difference == pytest.approx(differences.mean())
+    assert compared.p_value == pytest.approx(expected)
+    assert (compared.questions, compared.first, compared.second) == (6, FIRST.mean(), other.mean())
+    assert compared.difference == pytest.approx(differences.mean())
     low, high = np.quantile(resampled(differences), [0.025, 0.975])
     assert compare_paired([FIRST], [other], 0.95, 40_000).interval == pytest.approx((low, high), abs=0.01)
 
@@ -100,11 +100,11 @@ def test_the_test_of_an_average_gives_every_data_source_the_same_weight():
     sums = [signs(b - a).mean(1) for a, b in zip(first, second, strict=True)]
     exchanged = (sums[0][:, None] + sums[1][None]) / 2
     observed = sum((b - a).mean() for a, b in zip(first, second, strict=True)) / 2
-    found = compare_paired(first, second, 0.95, 10_000)
-    assert found.difference == pytest.approx(observed)
-    assert found.p_value == pytest.approx((np.abs(exchanged) >= abs(observed) - 1e-9).mean())
-    together = compare_paired(*([np.concatenate(one)] for one in (first, second)), 0.95, 10_000)
-    assert together.p_value != pytest.approx(found.p_value)
+    compared = compare_paired(first, second, 0.95, 10_000)
+    assert compared.difference == pytest.approx(observed)
+    assert compared.p_value == pytest.approx((np.abs(exchanged) >= abs(observed) - 1e-9).mean())
+    together = compare_paired(*([np.concatenate(sample)] for sample in (first, second)), 0.95, 10_000)
+    assert together.p_value != pytest.approx(compared.p_value)
 
 
 def test_many_questions_are_exchanged_at_random():
@@ -121,13 +121,13 @@ def test_many_questions_are_exchanged_at_random():
 def test_one_question_that_differs_says_nothing():
     other = FIRST.copy()
     other[0] += 0.5
-    found = compare_paired([FIRST], [other], 0.95, 100)
-    assert found.difference > 0 and found.p_value == 1.0
+    compared = compare_paired([FIRST], [other], 0.95, 100)
+    assert compared.difference > 0 and compared.p_value == 1.0
 
 
 def test_equal_policies_do_not_differ():
-    found = compare_paired([FIRST], [FIRST.copy()], 0.95, 100)
-    assert (found.difference, found.interval, found.p_value) == (0, (0, 0), 1)
+    compared = compare_paired([FIRST], [FIRST.copy()], 0.95, 100)
+    assert (compared.difference, compared.interval, compared.p_value) == (0, (0, 0), 1)
 
 
 def test_more_questions_of_one_difference_make_it_surer():
@@ -141,7 +141,7 @@ def test_more_questions_of_one_difference_make_it_surer():
 def test_pass_at_k_is_the_share_of_all_choices_with_a_correct_one(samples):
     for correct, k in itertools.product(range(samples + 1), range(1, samples + 1)):
         attempts = [1] * correct + [0] * (samples - correct)
-        choices = [any(one) for one in itertools.combinations(attempts, k)]
+        choices = [any(sample) for sample in itertools.combinations(attempts, k)]
         assert pass_at_k(samples, correct, k) == pytest.approx(np.mean(choices))
 
 

@@ -72,11 +72,14 @@ def test_a_long_trajectory_loses_evenly_more(tokens, penalty):
     """Only what it sampled counts, not the two observed tokens; a wrong answer loses as much."""
     config = RewardConfig(overlong_penalty=0.5, overlong_from=3, overlong_until=8)
     for answer, score in (("Rome", 1), ("Milan", 0)):
-        one = attempt(answer)
-        one.turns[1].token_ids = np.arange(tokens - 2, dtype=np.int32)
-        one = score_trajectory(one, config)
-        assert one.answer_score == pytest.approx(score - penalty)
-        assert one.metrics["overlong_penalty"] == pytest.approx(penalty) and one.metrics["f1"] == score
+        trajectory = attempt(answer)
+        trajectory.turns[1].token_ids = np.arange(tokens - 2, dtype=np.int32)
+        trajectory = score_trajectory(trajectory, config)
+        assert trajectory.answer_score == pytest.approx(score - penalty)
+        assert (
+            trajectory.metrics["overlong_penalty"] == pytest.approx(penalty)
+            and trajectory.metrics["f1"] == score
+        )
 
 
 @pytest.mark.parametrize(

@@ -83,13 +83,13 @@ def test_search_by_its_name_is_search_as_it_was(byte_tokenizer):
     assert TEMPLATES["paper"].replace("{question}", "Who?") == decode(byte_tokenizer, asked(()))
     assert invalid_notice([SearchAction()]) == INVALID_ACTION and grammar_of([SearchAction()]) == Grammar()
     turns = call("search", "ann"), call("search", "bob"), "nothing"
-    one, other = (written(byte_tokenizer, actions, *turns) for actions in ((), (SearchAction(),)))
-    np.testing.assert_array_equal(one.response_ids, other.response_ids)
-    assert one.turns[0].documents == other.turns[0].documents == (DOCUMENT,)
+    trajectory, other = (written(byte_tokenizer, actions, *turns) for actions in ((), (SearchAction(),)))
+    np.testing.assert_array_equal(trajectory.response_ids, other.response_ids)
+    assert trajectory.turns[0].documents == other.turns[0].documents == (DOCUMENT,)
 
 
 def test_a_trajectory_of_three_actions(byte_tokenizer):
-    one = written(
+    trajectory = written(
         byte_tokenizer,
         three(),
         call("search", "ann"),
@@ -98,23 +98,25 @@ def test_a_trajectory_of_three_actions(byte_tokenizer):
         call("answer", "Ann"),
         template="paper",
     )  # fmt: skip
-    assert [turn.kind for turn in one.turns] == ["search", "access", "calculate", "answer"]
-    assert [turn.query for turn in one.turns[:3]] == ["ann", "ann", "(1 + 2) / 2"]
-    assert one.turns[1].documents == (PAGE,) and "lives in Rome" in one.turns[1].observation_text
-    assert one.turns[2].observation_text == "\n\n<information>1.5</information>\n\n"
-    assert one.num_searches == 1 and score_trajectory(one, RewardConfig()).answer_score == 1
-    prompt = decode(byte_tokenizer, one.prompt_ids)
+    assert [turn.kind for turn in trajectory.turns] == ["search", "access", "calculate", "answer"]
+    assert [turn.query for turn in trajectory.turns[:3]] == ["ann", "ann", "(1 + 2) / 2"]
+    assert (
+        trajectory.turns[1].documents == (PAGE,) and "lives in Rome" in trajectory.turns[1].observation_text
+    )
+    assert trajectory.turns[2].observation_text == "\n\n<information>1.5</information>\n\n"
+    assert trajectory.num_searches == 1 and score_trajectory(trajectory, RewardConfig()).answer_score == 1
+    prompt = decode(byte_tokenizer, trajectory.prompt_ids)
     assert "by <access> address of the page </access>" in prompt and "by <calculate> numbers" in prompt
 
 
 def test_a_body_that_is_not_taken_is_said_and_the_trajectory_goes_on(byte_tokenizer):
     bodies = "__import__('os')", "9 ** 9", "1 / 0", "(" * 150, "1" * 201
     turns = [*(call("calculate", body) for body in bodies), call("access", "bob"), call("answer", "Ann")]
-    one = written(byte_tokenizer, three(), *turns, max_searches=9)
-    assert one.error is None and one.answer == "Ann" and len(one.turns) == 7
-    assert all(turn.is_refused for turn in one.turns[:6])
-    assert "The action calculate does not take this: write numbers" in one.turns[0].observation_text
-    assert "The action access does not take this: there is no page" in one.turns[5].observation_text
+    trajectory = written(byte_tokenizer, three(), *turns, max_searches=9)
+    assert trajectory.error is None and trajectory.answer == "Ann" and len(trajectory.turns) == 7
+    assert all(turn.is_refused for turn in trajectory.turns[:6])
+    assert "The action calculate does not take this: write numbers" in trajectory.turns[0].observation_text
+    assert "The action access does not take this: there is no page" in trajectory.turns[5].observation_text
     # An action that is not on, one without a body and one with a tag in its body are no actions.
     for text in ("<weather>x</weather>", "<calculate> </calculate>", "<calculate><think>1</calculate>"):
         assert parse_turn(text, "stop", grammar_of(three())).kind == "invalid"
@@ -132,10 +134,12 @@ def test_a_body_that_is_not_taken_is_said_and_the_trajectory_goes_on(byte_tokeni
 )
 def test_an_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
     """It is no zero: nothing is scored or trained."""
-    one = written(byte_tokenizer, [OwnAction(Tool(brings), 0.05)], call("tool", "x"), call("answer", "Ann"))
-    assert re.sub(r" \(/.*test_actions.py:\d+\)$", "", one.error) == reason
-    assert ("test_actions.py:" in one.error) == isinstance(brings, OSError)  # the place in own code
-    group = Group.of(QUESTION, [one])
+    trajectory = written(
+        byte_tokenizer, [OwnAction(Tool(brings), 0.05)], call("tool", "x"), call("answer", "Ann")
+    )
+    assert re.sub(r" \(/.*test_actions.py:\d+\)$", "", trajectory.error) == reason
+    assert ("test_actions.py:" in trajectory.error) == isinstance(brings, OSError)  # the place in own code
+    group = Group.of(QUESTION, [trajectory])
     assert score_groups([group], RewardConfig(), np.random.default_rng(0))[0].trajectories == []
 
 
@@ -177,11 +181,11 @@ def test_what_is_shown_of_a_reply_is_a_text(byte_tokenizer):
 def test_a_reply_of_ten_megabytes_is_cut_at_once(byte_tokenizer):
     huge = Reply((Document("d", "t", "<think>" * 1_500_000),), "</information> word " * 500_000)
     tool = OwnAction(Tool(huge), 9, max_length=64)
-    one = written(
+    trajectory = written(
         byte_tokenizer, [tool], call("tool", "x"), call("answer", "Ann"), max_observation_length=256
     )
-    assert len(one.turns[0].observation_ids) == 64 and one.answer == "Ann"
-    assert sum(len(document.text) for document in one.turns[0].documents) < 10_000  # nor is all of it kept
+    assert len(trajectory.turns[0].observation_ids) == 64 and trajectory.answer == "Ann"
+    assert sum(len(document.text) for document in trajectory.turns[0].documents) < 10_000
 
 
 def test_silver_documents_come_from_every_action(byte_tokenizer):
@@ -198,7 +202,7 @@ def test_silver_documents_come_from_every_action(byte_tokenizer):
     groups = score_groups([Group(QUESTION, [good, bad])], RewardConfig(), np.random.default_rng(0))
     (credit,) = compute_advantages(groups, AdvantageConfig()).credits
     assert credit.silver == {"page ann": 1.0}
-    assert [one.tolist() for one in credit.correctness] == [[0, 1, 0], [1, 0, 0]]
+    assert [array.tolist() for array in credit.correctness] == [[0, 1, 0], [1, 0, 0]]
     # The losing trajectory's page is forgiven, its sum is not.
     assert credit.turns[1][0] == 0 > credit.turns[1][1] and credit.softened[1].tolist() == [
         True,

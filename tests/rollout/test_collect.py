@@ -21,10 +21,10 @@ def script(session, turn):
     return SEARCH if turn == 0 else ANSWER.format(session)
 
 
-def context_of(sampler, tokenizer, found=None, **limits):
+def context_of(sampler, tokenizer, documents=None, **limits):
     return RolloutContext(
         sampler,
-        DictRetriever({"ann": [DOCUMENT]} if found is None else found),
+        DictRetriever({"ann": [DOCUMENT]} if documents is None else documents),
         tokenizer,
         RolloutConfig(**{"group_size": 2} | limits),
         PromptConfig(template="short"),
@@ -145,7 +145,7 @@ def test_cancelling_the_collection_cancels_every_trajectory(byte_tokenizer):
 
     async def run():
         task = asyncio.create_task(
-            collect_groups(context_of(sampler, byte_tokenizer, found={}), QUESTIONS, 0, "step4")
+            collect_groups(context_of(sampler, byte_tokenizer, documents={}), QUESTIONS, 0, "step4")
         )
         await asyncio.sleep(0.01)
         task.cancel()

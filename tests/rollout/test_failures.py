@@ -49,7 +49,7 @@ def script(session, turn):
 def test_a_search_that_fails_ends_its_trajectory_only(byte_tokenizer):
     sampler = ScriptedSampler(byte_tokenizer, script)
     groups = collect(byte_tokenizer, sampler, FailingRetriever(GONE, {"bob"}))
-    errors = [[one.error for one in group.attempts] for group in groups]
+    errors = [[trajectory.error for trajectory in group.attempts] for group in groups]
     assert errors == [
         [None] * 3,
         [None, None, "retriever: retriever http://x: no answer for 600 s"],
@@ -58,7 +58,7 @@ def test_a_search_that_fails_ends_its_trajectory_only(byte_tokenizer):
     (failed,) = groups[1].failed
     assert [turn.kind for turn in failed.turns] == ["search"] and failed.answer is None
     assert failed.turns[0].observation_text == "" and failed.seconds > 0
-    assert all(one.answer == "Ann" for one in groups[1].trajectories)
+    assert all(trajectory.answer == "Ann" for trajectory in groups[1].trajectories)
     assert sorted(sampler.released) == sorted(sampler.written)
 
 
@@ -78,7 +78,7 @@ def test_a_completion_that_fails_ends_its_trajectory_only(byte_tokenizer):
         return script(session, turn)
 
     groups = collect(byte_tokenizer, ScriptedSampler(byte_tokenizer, speak), DictRetriever({}))
-    errors = [one.error for group in groups for one in group.attempts]
+    errors = [trajectory.error for group in groups for trajectory in group.attempts]
     assert [error for error in errors if error] == ["sampler: no vLLM worker for 2 s"]
     assert groups[0].failed[0].turns[0].observation_text
 
@@ -198,7 +198,7 @@ def test_a_question_that_comes_twice_in_a_step_gets_other_trajectories(byte_toke
         )
         with Rollouts(context, seed) as rollouts:
             groups = [rollouts.begin(number, QUESTIONS[0]).result(10) for number in (0, 1)]
-        return [one.answer for group in groups for one in group.trajectories]
+        return [trajectory.answer for group in groups for trajectory in group.trajectories]
 
     drawn = answers(seed=0)
     assert len(set(drawn)) == 8

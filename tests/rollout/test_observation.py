@@ -76,7 +76,7 @@ def test_a_cut_inside_a_character_is_shown_as_such(byte_tokenizer):
 @pytest.mark.parametrize("space", ["\n", " \n\n", "\t", "\u00a0"])
 def test_the_space_around_the_documents_is_not_shown(byte_tokenizer, space):
     """As in the authors' code, which strips what it lists; space between documents stays."""
-    documents = [replace(one, text=one.text + space) for one in TWO]
+    documents = [replace(document, text=document.text + space) for document in TWO]
     _, text = render_observation(documents, byte_tokenizer, 1000)
     assert text == WHOLE.replace("painter.\n", f"painter.{space}\n")
 
@@ -116,7 +116,7 @@ def merging_tokenizer(passages):
 
 
 @pytest.mark.parametrize(
-    "limit", [64, *(pytest.param(one, marks=pytest.mark.medium) for one in (16, 128, 500))]
+    "limit", [64, *(pytest.param(limit, marks=pytest.mark.medium) for limit in (16, 128, 500))]
 )
 def test_a_page_of_a_million_letters_is_not_tokenised_whole(merging_tokenizer, passages, limit):
     """What is shown is the same to the last token as if it were."""

@@ -63,13 +63,13 @@ def test_the_bound_holds_where_a_tokenizer_writes_letters_out(byte_tokenizer, fo
 def test_they_are_refused_or_left_out():
     questions = ask("a", "b", "c")
     assert drop_overlong(questions, {}, 9, "refuse", "data.train") == (questions, "")
-    kept, found = drop_overlong(questions, {0: 12, 2: 40}, 9, "leave_out", "data.train")
+    kept, message = drop_overlong(questions, {0: 12, 2: 40}, 9, "leave_out", "data.train")
     assert kept == questions[1:2]
     words = (
         "data.train: the prompts of 2 of 3 questions are longer than rollout.max_prompt_length=9, the longest"
         " has 40 tokens (question 'q2')"
     )
-    assert found == f"{words}: they are left out"
+    assert message == f"{words}: they are left out"
     with pytest.raises(UserError) as refused:
         drop_overlong(questions, {0: 12, 2: 40}, 9, "refuse", "data.train")
     way_out = "raise it, or leave them out with data.overlong_prompts=leave_out"

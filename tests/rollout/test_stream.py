@@ -175,8 +175,8 @@ def test_a_question_that_is_gone_is_named():
 
 
 def failed(number, errors):
-    one = Trajectory(question(number), np.zeros(1, np.int32))
-    return Group.of(question(number), [replace(one, error=error) for error in errors])
+    trajectory = Trajectory(question(number), np.zeros(1, np.int32))
+    return Group.of(question(number), [replace(trajectory, error=error) for error in errors])
 
 
 def test_a_step_with_few_failures_goes_on_and_one_with_many_ends_before_it_is_complete():
@@ -280,8 +280,8 @@ def test_replaced_groups_make_no_other_one_too_stale(staleness, monkeypatch):
 
     monkeypatch.setattr("calibadv_jax.rollout.stream.wait", finish_one)
     for step in range(30):
-        numbers = [int(one.question.id[1:]) for one in rollouts.take(step)]
-        gone = [int(one.question.id[1:]) for one in rollouts.replaced]
+        numbers = [int(group.question.id[1:]) for group in rollouts.take(step)]
+        gone = [int(group.question.id[1:]) for group in rollouts.replaced]
         rollouts.commit()
         assert len(numbers) == PER_STEP and len(gone) <= 2
         assert all(step - started[number] <= staleness for number in numbers)

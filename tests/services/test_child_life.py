@@ -33,9 +33,9 @@ def test_it_is_told_where_to_write_its_port_and_whose_child_it_is(tmp_path, monk
     with make(tmp_path, "mine", environment={"WHAT": "its own"}) as service:
         assert service.url == "http://127.0.0.1:8123"
         file = service._port_file
-        said = (tmp_path / "logs/child.log").read_text()
+        output = (tmp_path / "logs/child.log").read_text()
         expected = ["mine", "--port", "0", "--port_file", str(file), "--parent_pid", str(os.getpid())]
-        assert said == f"{expected} its own yes\n"
+        assert output == f"{expected} its own yes\n"
     assert os.environ["WHAT"] == "ours"
 
 

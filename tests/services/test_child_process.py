@@ -78,8 +78,8 @@ def test_a_log_that_another_child_writes_is_not_cut(tmp_path):
         first.start()
     finally:
         os.dup2(saved, 0)
-        for one in (saved, reading):
-            os.close(one)
+        for descriptor in (saved, reading):
+            os.close(descriptor)
     while "theirs" not in log.read_text():
         time.sleep(0.02)
     failing = [sys.executable, "-c", "raise SystemExit('gone')"]

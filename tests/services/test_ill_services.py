@@ -63,7 +63,7 @@ def test_a_query_over_which_a_service_always_fails_fails_alone_and_soon(count):
     requests = []
     with replying([answer], requests) as url:
         *good, bad = search_all(url, *queries)
-    assert [one[0].id for one in good] == queries[:-1]
+    assert [documents[0].id for documents in good] == queries[:-1]
     assert isinstance(bad, RequestFailed) and "no usable answer in 3 attempts (status 500" in str(bad)
     assert len(requests) < 40
 

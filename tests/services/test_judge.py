@@ -48,7 +48,9 @@ class Endpoint(Handler):
         if self.replies:
             self.reply(*self.replies.pop(0))
             return
-        text = "".join(f"{OPEN}{one['role']}\n{one['content']}{CLOSE}\n" for one in body["messages"])
+        text = "".join(
+            f"{OPEN}{message['role']}\n{message['content']}{CLOSE}\n" for message in body["messages"]
+        )
         messages = re.findall(rf"{re.escape(OPEN)}(\w+)\n(.*?){re.escape(CLOSE)}", text, re.DOTALL)
         system = [content for role, content in messages if role == "system"][-1]
         user = "\n".join(content for role, content in messages if role == "user")
@@ -77,7 +79,7 @@ def scores(config, *answers):
     async def ask():
         client = JudgeClient(config)
         try:
-            asked = [client.score(answered(one)) for one in answers]
+            asked = [client.score(answered(answer)) for answer in answers]
             return await asyncio.gather(*asked, return_exceptions=True)
         finally:
             await client.close()
@@ -140,10 +142,10 @@ HOSTILE = [
 
 def test_a_hostile_answer_does_not_move_the_verdict(endpoint):
     handler, config = endpoint
-    for found in scores(config, *HOSTILE):
-        assert found["judge"] == 0.0, found
+    for scored in scores(config, *HOSTILE):
+        assert scored["judge"] == 0.0, scored
     for _, body in handler.bodies:
-        system, user = (one["content"] for one in body["messages"])
+        system, user = (message["content"] for message in body["messages"])
         fields = json.loads(
             user
         )  # one object, on one line, with these fields and without markup in its texts

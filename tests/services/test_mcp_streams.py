@@ -175,7 +175,7 @@ class OverHttp(Handler):
 
     def do_POST(self):
         request = json.loads(self.body_of_request())
-        known = {
+        answers = {
             "initialize": {
                 "protocolVersion": "2025-06-18",
                 "capabilities": {"tools": {}},
@@ -188,8 +188,8 @@ class OverHttp(Handler):
             encoding = {"Content-Encoding": "gzip"} if self.zipped else {}
             sent = gzip.compress(text, 1) if self.zipped else text
             self.reply(200, sent, {"Content-Type": "application/json"} | encoding)
-        elif request["method"] in known:
-            result = known[request["method"]]
+        elif request["method"] in answers:
+            result = answers[request["method"]]
             self.reply(200, {"jsonrpc": "2.0", "id": request["id"], "result": result})
         else:
             self.reply(404 if "id" in request else 202, b"")

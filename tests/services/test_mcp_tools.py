@@ -65,15 +65,15 @@ def server(request):
                 return mcp.Client(served, cache=None) if is_here else client(asked_for, log)
 
             patch.setattr(mcp_tools, "_client", opened)
-            yield config, {one.name: one for one in mcp_tools.mcp_actions(config, 0)}
+            yield config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
         return
     if request.param == "pipes":
         config = McpConfig(command=COMMAND, timeout=20)
-        yield config, {one.name: one for one in mcp_tools.mcp_actions(config, 0)}
+        yield config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
         return
     with over_http() as url:
         config = McpConfig(url=url, timeout=20)
-        yield config, {one.name: one for one in mcp_tools.mcp_actions(config, 0)}
+        yield config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
 
 
 def asked(config, action, *bodies):
@@ -102,17 +102,19 @@ def test_a_servers_tools_are_actions(server):
     plain, as_json = asked(config, actions["weather"], "Rome", '{"city": "Oslo"}')
     assert (plain.text, as_json.text) == ("sunny in Rome", "sunny in Oslo")
     body = json.dumps({"left": 2, "right": 3})
-    found, of_tool, of_schema, hostile = asked(
+    total, of_tool, of_schema, hostile = asked(
         config, actions["add"], body, '{"left": -1, "right": 3}', '{"left": "x"}', '{"left": "\\ud800"}'
     )
-    assert found.text == "5"
+    assert total.text == "5"
     # The policy reads why, and goes on; nothing of it ends the connection.
     assert isinstance(of_tool, ActionRefused) and "add" in str(of_tool)
     assert isinstance(of_schema, ActionRefused) and isinstance(hostile, ActionRefused)
     (large,) = asked(config, actions["large"], "")
     assert len(large.text) > 10_000_000
     (book,) = asked(config, actions["book"], "")
-    assert [(one.id, one.text) for one in book.documents] == [("shelf://book", "<search> a page </search>")]
+    assert [(document.id, document.text) for document in book.documents] == [
+        ("shelf://book", "<search> a page </search>")
+    ]
 
 
 def test_a_tool_that_is_too_slow_fails_its_trajectory_only(server, monkeypatch):

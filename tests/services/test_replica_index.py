@@ -32,14 +32,14 @@ def pair(request):
         service.stop()
 
 
-exchanged = pytest.mark.parametrize(("said", "manifest"), EXCHANGED.items(), ids=["another", "none"])
+exchanged = pytest.mark.parametrize(("reason", "manifest"), EXCHANGED.items(), ids=["another", "none"])
 ours = pytest.mark.parametrize("pair", [OURS], indirect=True)
 foreign = pytest.mark.parametrize("pair", [FOREIGN], indirect=True)
 
 
 @ours
 @exchanged
-def test_a_replica_whose_index_is_exchanged_is_left_out_and_may_come_back(pair, said, manifest):
+def test_a_replica_whose_index_is_exchanged_is_left_out_and_may_come_back(pair, reason, manifest):
     first, second = pair
     warnings = []
     with client_of(first, second, warn=warnings.append) as (client, run):
@@ -50,7 +50,9 @@ def test_a_replica_whose_index_is_exchanged_is_left_out_and_may_come_back(pair, 
         second.manifest = manifest
         for _ in range(5):
             assert set(run(ask(client, 6))) == {"a"}
-        assert warnings[0].startswith(f"retriever {second.url} serves another index ({said}) and is left out")
+        assert warnings[0].startswith(
+            f"retriever {second.url} serves another index ({reason}) and is left out"
+        )
         asked, checks = len(second.asked), second.checks
         while second.checks < checks + 3:  # bounded by pytest's limit
             assert set(run(ask(client, 6))) == {"a"}
@@ -64,8 +66,8 @@ def test_a_replica_whose_index_is_exchanged_is_left_out_and_may_come_back(pair, 
 def test_a_replica_of_another_make_that_comes_back_with_another_corpus_is_left_out(pair):
     """It says what it serves on GET /health only."""
     first, second = pair
-    said = []
-    with client_of(first, second, warn=said.append) as (client, run):
+    warnings = []
+    with client_of(first, second, warn=warnings.append) as (client, run):
         client.health()
         run(ask(client, 24))
         second.stop()
@@ -76,18 +78,18 @@ def test_a_replica_of_another_make_that_comes_back_with_another_corpus_is_left_o
         for _ in range(10):
             assert set(run(ask(client, 4))) == {"a"}
         checks.stop()
-    assert checks.asked == [] and any("corpus_sha256 'c2' instead of 'c1'" in line for line in said)
+    assert checks.asked == [] and any("corpus_sha256 'c2' instead of 'c1'" in line for line in warnings)
 
 
 @ours
 @exchanged
-def test_a_single_service_with_another_index_ends_the_run(pair, said, manifest):
+def test_a_single_service_with_another_index_ends_the_run(pair, reason, manifest):
     (service, _) = pair
     with client_of(service, warn=lambda _: None) as (client, run):
         client.health()
         run(ask(client, 5))
         service.manifest = manifest
-        message = f"retriever {service.url} serves another index .*{said}"
+        message = f"retriever {service.url} serves another index .*{reason}"
         with pytest.raises(UserError, match=message) as caught:
             run(ask(client, 5))
     assert not isinstance(caught.value, RequestFailed)  # else it would cost one trajectory

@@ -88,9 +88,9 @@ def client_of(*services, warn=print, **config):
 
 async def ask(client, count, first=0):
     """Who answered each of so many queries."""
-    found = await asyncio.gather(*(client.search([f"q{first + n}"]) for n in range(count)))
-    assert [one[0][0].title for one in found] == [f"q{first + n}" for n in range(count)]
-    return [one[0][0].id for one in found]
+    replies = await asyncio.gather(*(client.search([f"q{first + n}"]) for n in range(count)))
+    assert [reply[0][0].title for reply in replies] == [f"q{first + n}" for n in range(count)]
+    return [reply[0][0].id for reply in replies]
 
 
 def test_queries_are_shared_out_one_request_at_each(services):
@@ -247,17 +247,17 @@ def test_real_services_one_of_them_killed(tmp_path):
         assert client.health()["documents"] == 200
 
         async def run():
-            async def one(number):
+            async def look_up(number):
                 await asyncio.sleep(0.01 * number)
                 ((best, _),) = await client.search([f"person {number}"])
                 return best.id
 
-            tasks = [asyncio.create_task(one(number)) for number in range(200)]
+            tasks = [asyncio.create_task(look_up(number)) for number in range(200)]
             await asyncio.sleep(0.7)
             first.process.kill()
-            found = await asyncio.gather(*tasks)
+            ids = await asyncio.gather(*tasks)
             await client.close()
-            return found
+            return ids
 
         assert asyncio.run(run()) == [str(number) for number in range(200)]
 

@@ -59,18 +59,22 @@ def test_the_trainer_gets_what_the_services_own_reranker_thinks_best(service, ch
     from retriever.search.rerank import Reranker
 
     queries = ["ada almson", "bo dorn"]
-    found = open_index(Path(child.index), load_corpus(Path(child.corpus))).search(queries, 6)
-    expected = Reranker(child.reranker).rerank(queries, found, 2)
+    candidates = open_index(Path(child.index), load_corpus(Path(child.corpus))).search(queries, 6)
+    expected = Reranker(child.reranker).rerank(queries, candidates, 2)
     documents = search(service, queries, timeout=10.0, **RERANKED)
-    assert [[one.id for one in each] for each in documents] == [
+    assert [[document.id for document in each] for each in documents] == [
         [row["id"] for row, _ in each] for each in expected
     ]
-    assert [one.score for one in documents[0]] == pytest.approx([score for _, score in expected[0]], abs=1e-4)
+    assert [document.score for document in documents[0]] == pytest.approx(
+        [score for _, score in expected[0]], abs=1e-4
+    )
     assert documents[0][0].title in NAMES and documents[0][0].text.endswith("knows ada.")
     plain = search(service, queries, timeout=10.0, topk=2)
-    assert [[one.id for one in each] for each in plain] != [[one.id for one in each] for each in documents]
-    assert [[one.id for one in each] for each in plain] == [
-        [row["id"] for row, _ in each[:2]] for each in found
+    assert [[document.id for document in each] for each in plain] != [
+        [document.id for document in each] for each in documents
+    ]
+    assert [[document.id for document in each] for each in plain] == [
+        [row["id"] for row, _ in each[:2]] for each in candidates
     ]
 
 
@@ -130,17 +134,17 @@ def test_the_doctor_says_who_reranks(child, service, tmp_path):
     write_questions(tmp_path / "eval.jsonl", [Question("1", "ada almson?", ("x",), "test")])
     data = DataConfig(eval=str(tmp_path / "eval.jsonl"))
 
-    def said(**config):
+    def described(**config):
         return check_retriever(Config(data=data, retriever=RetrieverConfig(url=service, **config)))[1]
 
-    assert said(**RERANKED) == f"6 documents reranked to 2 by {child.reranker}"
-    assert said(rerank_topk=0, topk=4) == "not reranked: the best 4 documents"
+    assert described(**RERANKED) == f"6 documents reranked to 2 by {child.reranker}"
+    assert described(rerank_topk=0, topk=4) == "not reranked: the best 4 documents"
 
 
 def test_a_service_that_says_nothing_of_itself_is_believed():
     config = RetrieverConfig(url="http://127.0.0.1:1", **RERANKED)
-    said = RetrieverClient(config, config.url).check_reranker({})
-    assert said == "6 documents reranked to 2 by a service that does not name its reranker"
+    described = RetrieverClient(config, config.url).check_reranker({})
+    assert described == "6 documents reranked to 2 by a service that does not name its reranker"
 
 
 @pytest.mark.parametrize(

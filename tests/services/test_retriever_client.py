@@ -57,14 +57,14 @@ def test_a_query_that_comes_whenever_is_answered(server):
     replies.append(ok)
     client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
 
-    async def one(number):
+    async def ask(number):
         for turn in range(10):
             await asyncio.sleep(0.0007 * ((number * 7 + turn * 3) % 11))
             ((document,),) = await client.search([f"{number} {turn}"])
             assert document.id == f"{number} {turn}"
 
     async def run():
-        await asyncio.wait_for(asyncio.gather(*(one(number) for number in range(8))), 30)
+        await asyncio.wait_for(asyncio.gather(*(ask(number) for number in range(8))), 30)
         await client.close()
 
     asyncio.run(run())
@@ -90,8 +90,8 @@ def test_concurrent_searches_share_a_request_and_get_their_own_answer(server):
             await client.close()
 
     for _ in range(2):  # a second event loop: nothing may be bound to the first
-        found = asyncio.run(many())
-        assert [one[0][0].id for one in found] == [str(i) for i in range(50)]
+        results = asyncio.run(many())
+        assert [result[0][0].id for result in results] == [str(i) for i in range(50)]
     assert len(requests) == 2
 
 
@@ -135,9 +135,9 @@ def search_all(url, *queries):
     client = RetrieverClient(RetrieverConfig(timeout=2.0, patience=5.0), url)
 
     async def run():
-        found = await asyncio.gather(*(client.search([query]) for query in queries), return_exceptions=True)
+        results = await asyncio.gather(*(client.search([query]) for query in queries), return_exceptions=True)
         await client.close()
-        return [one if isinstance(one, Exception) else one[0] for one in found]
+        return [result if isinstance(result, Exception) else result[0] for result in results]
 
     return asyncio.run(run())
 
@@ -195,9 +195,9 @@ def test_a_service_that_comes_back_answers_who_waited(monkeypatch):
         await asyncio.sleep(0.5)
         assert not waiting.done()
         with replying([ok], port=port):
-            found = await waiting
+            results = await waiting
             await client.close()
-        return [one[0][0].id for one in found]
+        return [result[0][0].id for result in results]
 
     assert asyncio.run(run()) == [str(number) for number in range(20)]
 
@@ -230,9 +230,9 @@ def test_a_refused_query_is_asked_once_and_fails_no_other(server, status):
     assert [body["queries"] for body in requests].count(["x" * 100]) == 1
     requests.clear()
     many = [f"q{number}" if number % 50 else "x" * (10 + number) for number in range(200)]
-    found = search_all(url, *many)
-    for query, one in zip(many, found, strict=True):
-        assert isinstance(one, QueryRefused) if len(query) > 9 else one[0].id == query
+    results = search_all(url, *many)
+    for query, result in zip(many, results, strict=True):
+        assert isinstance(result, QueryRefused) if len(query) > 9 else result[0].id == query
     assert len(requests) < 60  # by halves, not one by one
 
 

@@ -62,7 +62,10 @@ def test_passages_of_another_service_are_known_by_their_text():
     body = {"result": [[{"document": text, "score": 1.0} for text in texts]]}
     reply = HttpReply(200, json.dumps(body).encode())
     (documents,) = read_documents("http://a", reply, 1, is_reranked=True)
-    assert [one.id for one in documents] == texts
-    assert [(one.title, one.text) for one in documents] == [("Ada", "first part"), ("Ada", "second part")]
+    assert [document.id for document in documents] == texts
+    assert [(document.title, document.text) for document in documents] == [
+        ("Ada", "first part"),
+        ("Ada", "second part"),
+    ]
     with pytest.raises(BadReply):
         read_documents("http://a", reply, 1, is_reranked=False)

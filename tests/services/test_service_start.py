@@ -18,11 +18,11 @@ class Ready(Handler):
 
 
 def test_a_service_that_comes_late_is_waited_for_and_a_person_is_told():
-    said = []
+    messages = []
     with late(Ready) as url:
-        check_running(RetrieverConfig(url=url, patience=60.0), said.append)
-    assert len(said) == 1 and said[0].startswith(f"waiting up to 60 s for retriever {url} (")
-    assert "otherwise start it with scripts/launch_retriever.sh or set retriever.url" in said[0]
+        check_running(RetrieverConfig(url=url, patience=60.0), messages.append)
+    assert len(messages) == 1 and messages[0].startswith(f"waiting up to 60 s for retriever {url} (")
+    assert "otherwise start it with scripts/launch_retriever.sh or set retriever.url" in messages[0]
 
 
 def test_inside_a_running_event_loop_it_is_asked_too():
@@ -36,7 +36,7 @@ def test_inside_a_running_event_loop_it_is_asked_too():
 
 
 def test_a_service_that_is_loading_is_waited_for(tmp_path):
-    asked, said = [], []
+    asked, messages = [], []
 
     class Loading(Handler):
         def do_GET(self):
@@ -45,10 +45,10 @@ def test_a_service_that_is_loading_is_waited_for(tmp_path):
 
     with serving(Loading) as url:
         config = RetrieverConfig(url=url, patience=60.0)
-        with open_retriever(config, tmp_path / "log", said.append) as urls:
+        with open_retriever(config, tmp_path / "log", messages.append) as urls:
             assert urls == url
     assert asked == ["/health"] * 3
-    assert len(said) == 1 and "reading the index" in said[0]
+    assert len(messages) == 1 and "reading the index" in messages[0]
 
 
 def test_a_service_that_never_comes_ends_the_start():
@@ -62,10 +62,10 @@ def test_a_service_that_never_comes_ends_the_start():
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:port", "ftp://a"])
 def test_what_is_no_url_is_not_waited_for(url):
-    said = []
+    messages = []
     with pytest.raises(UserError, match="not a URL; give one such as"):
-        check_running(RetrieverConfig(url=url, patience=600.0), said.append)
-    assert said == []
+        check_running(RetrieverConfig(url=url, patience=600.0), messages.append)
+    assert messages == []
 
 
 def test_a_run_begins_with_the_services_that_are_there_and_takes_in_the_other(monkeypatch):
@@ -73,12 +73,12 @@ def test_a_run_begins_with_the_services_that_are_there_and_takes_in_the_other(mo
     monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
     here, gone = Service("here", corpus_sha256="1"), Service("gone")
     gone.stop()
-    said = []
-    with client_of(here, gone, warn=said.append) as (client, run):
+    messages = []
+    with client_of(here, gone, warn=messages.append) as (client, run):
         assert client.health()["corpus_sha256"] == "1" and list(client.missing) == [gone.url]
         assert set(run(ask(client, 24))) == {"here"}
-        assert len(said) == 1
-        assert said[0].startswith(f"retriever {gone.url} is left out until it answers: ")
+        assert len(messages) == 1
+        assert messages[0].startswith(f"retriever {gone.url} is left out until it answers: ")
         back = Service("back", gone.port, corpus_sha256="1")
         answered = set()
         while "back" not in answered:  # bounded by pytest's limit
