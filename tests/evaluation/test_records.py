@@ -72,7 +72,7 @@ def test_transcripts_stay_on_disk(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["e.jsonl"]
 
 
-def test_a_row_that_is_asked_again_is_the_one_that_counts(tmp_path):
+def test_newest_row_of_a_question_counts(tmp_path):
     file = RowFile(tmp_path / "e.jsonl", "e", [QUESTION])
     file.start()
     file.add(row(1, scores={"em": 0.0}))
@@ -87,14 +87,14 @@ def test_lines_of_another_evaluation_are_counted(tmp_path):
     assert RowFile(path, "e", [QUESTION]).others == 2
 
 
-def test_a_line_that_is_damaged_in_the_middle_is_an_error(tmp_path):
+def test_line_that_is_damaged_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "e.jsonl"
     path.write_text(json.dumps(row(1)) + "\n{\n" + json.dumps(row(2)) + "\n")
     with pytest.raises(UserError, match=r"e.jsonl:2: not valid JSON .*; remove the file, or the line"):
         RowFile(path, "e", [QUESTION])
 
 
-def test_an_average_weighs_data_sources_alike_and_all_weighs_questions():
+def test_average_weighs_sources_all_weighs_questions():
     rows = [row(n, scores={"em": 1.0}) for n in range(3)] + [row(9, "hotpotqa", scores={"em": 0.0})]
     means = summarise(rows).means["0"]
     assert (means["all"]["em"], means["average"]["em"]) == (0.75, 0.5)
@@ -102,7 +102,7 @@ def test_an_average_weighs_data_sources_alike_and_all_weighs_questions():
     assert list(summarise(rows[:3]).means["0"]) == ["all", "nq"]
 
 
-def test_a_question_without_pass_at_k_is_left_out_of_it():
+def test_question_without_pass_at_k_is_skipped():
     rows = [row(1, scores={"em": 0.5, "pass@2": 1.0}), row(2, scores={"em": 0.0})]
     summary = summarise(rows).means["0"]["nq"]
     assert (summary["em"], summary["pass@2"], summary["questions"]) == (0.25, 1.0, 2)
@@ -114,7 +114,7 @@ def test_metrics_come_in_one_order():
     ]  # fmt: skip
 
 
-def test_intervals_resample_questions_and_for_the_average_within_each_data_source():
+def test_intervals_resample_within_each_data_source():
     scores = {"nq": [1.0, 0.0, 0.5, 0.25], "hotpotqa": [0.0, 0.75]}
     rows = [row(n, source, scores={"em": em}) for source, some in scores.items() for n, em in enumerate(some)]
     summary = summarise(rows, resamples=500, confidence=0.9).intervals["0"]
@@ -125,7 +125,7 @@ def test_intervals_resample_questions_and_for_the_average_within_each_data_sourc
     assert summary["all"]["em"] != summary["average"]["em"]
 
 
-def test_the_precision_that_samples_is_part_of_an_evaluation():
+def test_precision_that_samples_is_part_of_an_evaluation():
     def of(**sampler):
         config = Config(sampler=SamplerConfig(**sampler), loss=LossConfig(importance_cap=2.0))
         assert config.policy.compute_dtype == "bfloat16"

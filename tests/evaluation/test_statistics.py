@@ -24,14 +24,14 @@ def resampled(values):
 
 
 @pytest.mark.parametrize("confidence", [0.95, 0.8])
-def test_the_interval_is_that_of_all_resamples(confidence):
+def test_interval_is_that_of_all_resamples(confidence):
     low, high = np.quantile(resampled(FIRST), [(1 - confidence) / 2, (1 + confidence) / 2])
     bounds = interval([FIRST], confidence, 40_000)
     assert bounds == pytest.approx((low, high), abs=0.01)
 
 
 @pytest.mark.medium
-def test_the_interval_of_an_average_resamples_within_each_data_source():
+def test_interval_of_an_average_resamples_within_each_data_source():
     means = (resampled(FIRST)[:, None] + resampled(SECOND)[None]) / 2
     low, high = np.quantile(means, [0.025, 0.975])
     assert interval([FIRST, SECOND], 0.95, 40_000) == pytest.approx((low, high), abs=0.01)
@@ -39,7 +39,7 @@ def test_the_interval_of_an_average_resamples_within_each_data_source():
 
 
 @pytest.mark.parametrize("elements", [report.ELEMENTS, 70])  # 70: eleven resamples at a time
-def test_the_interval_is_that_of_scipy(monkeypatch, elements):
+def test_interval_is_that_of_scipy(monkeypatch, elements):
     monkeypatch.setattr(report, "ELEMENTS", elements)
     expected = bootstrap(
         (FIRST, SECOND),
@@ -68,7 +68,7 @@ def test_interval_of_sums_resamples_rows():
     assert bounds.shape == (1, 2) and bounds[0] == pytest.approx(expected, abs=0.01)
 
 
-def test_the_interval_is_the_same_every_time_and_none_of_too_little():
+def test_interval_is_repeatable_and_needs_two_questions():
     assert interval([FIRST], 0.95, 100) == interval([FIRST], 0.95, 100)
     assert interval([FIRST, SECOND[:1]], 0.95, 100) is None
     assert interval([FIRST], 0.95, 0) is None
@@ -81,7 +81,7 @@ def signs(differences):
 
 
 @pytest.mark.medium
-def test_the_p_value_is_that_of_all_exchanges():
+def test_p_value_is_that_of_all_exchanges():
     other = np.array([0.0, 0.0, 0.1, 0.3, 0.5, 0.0])  # one question is equal for both
     differences = other - FIRST
     sums = signs(differences).sum(1)
@@ -95,7 +95,7 @@ def test_the_p_value_is_that_of_all_exchanges():
     assert compare_paired([FIRST], [other], 0.95, 40_000).interval == pytest.approx((low, high), abs=0.01)
 
 
-def test_the_test_of_an_average_gives_every_data_source_the_same_weight():
+def test_average_weighs_data_sources_alike_in_test():
     first, second = [FIRST, SECOND], [FIRST[::-1] - 0.3, SECOND + 0.5]
     sums = [signs(b - a).mean(1) for a, b in zip(first, second, strict=True)]
     exchanged = (sums[0][:, None] + sums[1][None]) / 2
@@ -138,7 +138,7 @@ def test_more_questions_of_one_difference_make_it_surer():
 
 
 @pytest.mark.parametrize("samples", [1, 3, 6])
-def test_pass_at_k_is_the_share_of_all_choices_with_a_correct_one(samples):
+def test_pass_at_k_equals_share_of_choices(samples):
     for correct, k in itertools.product(range(samples + 1), range(1, samples + 1)):
         attempts = [1] * correct + [0] * (samples - correct)
         choices = [any(sample) for sample in itertools.combinations(attempts, k)]

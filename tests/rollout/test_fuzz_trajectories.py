@@ -264,7 +264,7 @@ def run_steps(seeds, tokenizer):
 
 
 @pytest.mark.medium
-def test_a_thousand_hostile_trajectories(byte_tokenizer):
+def test_thousand_hostile_trajectories(byte_tokenizer):
     met = run_steps(range(10), byte_tokenizer)
     assert met["trajectories"] == 1000
     assert min(met[kind] for kind in ("search", "answer", "invalid", "unfinished", "paid", "valid")) > 100

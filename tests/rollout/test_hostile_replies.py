@@ -64,7 +64,7 @@ class Pages(DictRetriever):
         return [page_of(f"access {address}") for address in addresses]
 
 
-def test_ten_thousand_hostile_replies_are_text(byte_tokenizer):
+def test_hostile_replies_are_text(byte_tokenizer):
     actions = make_actions(Config(tools=[ToolConfig(name) for name in own_tools()]))
     grammar = Grammar(NAMES)
     for number in range(10_000):
@@ -80,7 +80,7 @@ def own_tools():
 
 
 @pytest.mark.slow
-def test_ten_thousand_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer):
+def test_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer):
     """Through the whole loop: of the retrieval service, an own action and a real MCP server, in any order."""
     pytest.importorskip("mcp")
     server = ToolConfig(mcp=McpConfig(command=SERVER, timeout=60, tools=["forged"]))

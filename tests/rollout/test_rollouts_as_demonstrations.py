@@ -78,7 +78,7 @@ TURNS = {
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}<think>"])
 @pytest.mark.parametrize("prepend_think", [False, True])
 @pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS)
-def test_a_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, prepend_think, template):
+def test_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, prepend_think, template):
     byte_tokenizer = deepcopy(byte_tokenizer)
     byte_tokenizer.chat_template = template
     own = [ToolConfig(f"{__name__}:{name}") for name in ("Add", "Both", "Own")]

@@ -11,6 +11,7 @@ import pytest
 from http_rig import Handler, serving
 from pydantic import BaseModel
 
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.services import http_client
 from calibadv_jax.services.http_client import (
     BAD_REPLIES,
@@ -19,6 +20,7 @@ from calibadv_jax.services.http_client import (
     HttpReply,
     Unreachable,
     open_session,
+    post,
     request,
     retry,
 )
@@ -129,3 +131,28 @@ def test_retries_end_with_patience_or_bad_replies(monkeypatch, patience, failure
         asyncio.run(retry(attempt, patience, notices.append))
     assert slept == pytest.approx(pauses)
     assert len(notices) == sum(isinstance(failure, Unreachable) for failure in failures[:-1])
+
+
+@pytest.mark.parametrize("status", [301, 302, 307])
+def test_redirection_is_not_followed(monkeypatch, status):
+    """A request, and its token, stay with the address that was given."""
+    monkeypatch.setenv("TEST_TOKEN", "secret\n")
+    requests = []
+
+    class Moved(Handler):
+        def do_POST(self):
+            self.body()
+            requests.append((self.path, self.headers["Authorization"]))
+            self.reply(status, {}, {"Location": "/there"})
+
+        do_GET = do_POST
+
+    async def send(url):
+        async with open_session(5.0, "TEST_TOKEN") as http:
+            return await post(http, url, json={})
+
+    with serving(Moved) as url:
+        assert asyncio.run(send(f"{url}/here")).status == status
+    assert requests == [("/here", "Bearer secret")]
+    with pytest.raises(UserError, match="not a url: not a URL; give one such as"):
+        asyncio.run(send("not a url"))

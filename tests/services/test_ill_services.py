@@ -20,7 +20,7 @@ def quick(monkeypatch):
 
 
 @pytest.mark.timeout(60)  # it would trickle for 200 s
-def test_a_reply_that_trickles_is_given_up():
+def test_reply_that_trickles_is_given_up():
     class Trickling(Handler):
         def do_POST(self):
             self.body()
@@ -39,7 +39,7 @@ def test_a_reply_that_trickles_is_given_up():
 
 
 @pytest.mark.parametrize("status", [500, 507])
-def test_a_service_that_fails_over_everything_is_away_until_it_is_repaired(status):
+def test_service_that_fails_over_everything_is_away(status):
     requests = []
 
     def answer(body):
@@ -55,7 +55,7 @@ def test_a_service_that_fails_over_everything_is_away_until_it_is_repaired(statu
 
 
 @pytest.mark.parametrize("count", [1, 16])
-def test_a_query_over_which_a_service_always_fails_fails_alone_and_soon(count):
+def test_query_that_breaks_a_service_fails_alone(count):
     def answer(body):
         return (500, b"oops") if "bad" in body["queries"] else ok(body)
 
@@ -68,7 +68,7 @@ def test_a_query_over_which_a_service_always_fails_fails_alone_and_soon(count):
     assert len(requests) < 40
 
 
-def test_a_replica_that_fails_over_everything_is_replaced_by_the_other():
+def test_broken_replica_is_replaced():
     broken, good = Service("broken"), Service("good")
     broken.status = broken.health = 500
     with client_of(broken, good) as (client, run):
@@ -78,7 +78,7 @@ def test_a_replica_that_fails_over_everything_is_replaced_by_the_other():
         service.stop()
 
 
-def test_a_service_without_the_route_for_its_health_is_one():
+def test_service_without_the_route_for_its_health_is_one():
     """Small servers answer 501 where they know no GET."""
 
     class Small(Handler):

@@ -113,7 +113,7 @@ def test_long_reply_of_the_judge_is_no_verdict(endpoint, monkeypatch):
     assert "no verdict in 3 attempts: the reply is longer than 4 MiB" in str(failed)
 
 
-def test_a_verdict_and_its_agreement_with_exact_match(endpoint):
+def test_verdict_and_its_agreement_with_exact_match(endpoint):
     handler, config = endpoint
     right, wrong, same, strict = scores(config, "Paris", "London", "Paris", "the paris")
     assert right == same == {"judge": 1.0, "judge_agreement": 1.0}
@@ -140,7 +140,7 @@ HOSTILE = [
 ]
 
 
-def test_a_hostile_answer_does_not_move_the_verdict(endpoint):
+def test_hostile_answer_does_not_move_the_verdict(endpoint):
     handler, config = endpoint
     for scored in scores(config, *HOSTILE):
         assert scored["judge"] == 0.0, scored
@@ -158,7 +158,7 @@ def test_a_hostile_answer_does_not_move_the_verdict(endpoint):
     assert len(keys) == len(handler.bodies)  # nobody can guess the next one
 
 
-def test_a_judge_that_is_gone_or_says_nothing_fails_the_trajectory(endpoint, monkeypatch):
+def test_missing_verdict_fails_the_trajectory(endpoint, monkeypatch):
     monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     handler, config = endpoint
     no_verdict = (200, {"choices": [{"message": {"content": "yes"}}]})
@@ -208,7 +208,7 @@ def test_error_in_own_reward_names_file_and_line():
         score_trajectory(answered("Paris"), RewardConfig(answer="test_judge:failing"))
 
 
-def test_the_prompt_is_a_file(endpoint, tmp_path):
+def test_prompt_is_a_file(endpoint, tmp_path):
     handler, config = endpoint
     (tmp_path / "prompt.txt").write_text("Be strict.", encoding="utf-8")
     scores(replace(config, prompt=str(tmp_path / "prompt.txt")), "Paris")
@@ -261,7 +261,7 @@ short_way = mean
         ("test_judge:mean", "would be logged as reward/mean, which is another metric's name"),
     ],
 )
-def test_a_reward_of_ones_own_must_give_a_number(answer, message):
+def test_reward_of_ones_own_must_give_a_number(answer, message):
     with pytest.raises(UserError, match=message):
         check_reward(RewardConfig(answer=answer))
         score_trajectory(answered("Paris"), RewardConfig(answer=answer))

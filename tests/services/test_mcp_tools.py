@@ -94,7 +94,7 @@ def asked(config, action, *bodies):
     return asyncio.run(ask())
 
 
-def test_a_servers_tools_are_actions(server):
+def test_servers_tools_are_actions(server):
     config, actions = server
     assert set(actions) >= {"weather", "add", "slow_one"}  # a tag has no hyphen
     assert actions["weather"].argument == "city" and actions["large"].may_be_empty
@@ -117,7 +117,7 @@ def test_a_servers_tools_are_actions(server):
     ]
 
 
-def test_a_tool_that_is_too_slow_fails_its_trajectory_only(server, monkeypatch):
+def test_slow_tool_fails_its_trajectory_only(server, monkeypatch):
     config, actions = server
     monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
     limit = 0.5 if config.command == "in process" else 3
@@ -129,7 +129,7 @@ def test_a_tool_that_is_too_slow_fails_its_trajectory_only(server, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_is_started_again():
+def test_server_that_dies_is_started_again():
     config = McpConfig(command=COMMAND, timeout=20, patience=0.1)
     die, process = mcp_tools.mcp_actions(replace(config, tools=["die", "process"]), 0)
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_started_is_said():
         made(url=url, patience=0.01)
 
 
-def test_the_package_may_be_missing(monkeypatch):
+def test_package_may_be_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(UserError, match=r"pip install 'calibadv-jax\[mcp\]'"):
         mcp_tools.mcp_actions(McpConfig(command="python"), 0)

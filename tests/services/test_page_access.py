@@ -56,7 +56,7 @@ def service(monkeypatch):
         yield read, Pages
 
 
-def test_a_page_is_another_document_than_the_passage_of_its_title(service):
+def test_page_differs_from_passage_of_its_title(service):
     read, handler = service
     assert read("ann", "bob") == [Document("page ann", "Ann", "Ann paints."), None]
     assert sorted(handler.asked) == [("/access", ["p/ann"]), ("/access", ["p/bob"])]
@@ -78,7 +78,7 @@ def test_what_passes_is_waited_for(service):
         ((422, b"too long"), 1, RequestFailed, "status 422"),
     ],
 )
-def test_a_service_that_stays_ill(service, reply, times, kind, message):
+def test_service_that_stays_ill(service, reply, times, kind, message):
     read, handler = service
     handler.replies += [reply] * times
     with pytest.raises(kind, match=message) as error:

@@ -39,7 +39,7 @@ foreign = pytest.mark.parametrize("pair", [FOREIGN], indirect=True)
 
 @ours
 @exchanged
-def test_a_replica_whose_index_is_exchanged_is_left_out_and_may_come_back(pair, reason, manifest):
+def test_replica_with_exchanged_index_is_left_out(pair, reason, manifest):
     first, second = pair
     warnings = []
     with client_of(first, second, warn=warnings.append) as (client, run):
@@ -63,7 +63,7 @@ def test_a_replica_whose_index_is_exchanged_is_left_out_and_may_come_back(pair, 
 
 
 @foreign
-def test_a_replica_of_another_make_that_comes_back_with_another_corpus_is_left_out(pair):
+def test_replica_returning_with_another_corpus_is_left_out(pair):
     """It says what it serves on GET /health only."""
     first, second = pair
     warnings = []
@@ -83,7 +83,7 @@ def test_a_replica_of_another_make_that_comes_back_with_another_corpus_is_left_o
 
 @ours
 @exchanged
-def test_a_single_service_with_another_index_ends_the_run(pair, reason, manifest):
+def test_single_service_with_another_index_ends_the_run(pair, reason, manifest):
     (service, _) = pair
     with client_of(service, warn=lambda _: None) as (client, run):
         client.health()
@@ -96,7 +96,7 @@ def test_a_single_service_with_another_index_ends_the_run(pair, reason, manifest
 
 
 @foreign
-def test_a_single_service_of_another_make_is_compared_after_an_outage(pair):
+def test_foreign_service_is_compared_after_outage(pair):
     (service, _) = pair
     with client_of(service, warn=lambda _: None) as (client, run):
         client.health()

@@ -104,7 +104,7 @@ def test_queries_are_shared_out_one_request_at_each(services):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_one_agent_uses_all_of_them_alike(count):
+def test_sequential_searches_use_all_replicas_alike(count):
     """A request takes one turn, whatever the number of services."""
     made = [Service(str(number)) for number in range(count)]
 
@@ -121,7 +121,7 @@ def test_one_agent_uses_all_of_them_alike(count):
             service.stop()
 
 
-def test_the_one_that_is_free_is_asked(services):
+def test_one_that_is_free_is_asked(services):
     services[0].seconds = 1.0
     services[1].seconds = services[2].seconds = 0.02
     with client_of(*services) as (client, run):
@@ -131,7 +131,7 @@ def test_the_one_that_is_free_is_asked(services):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("status", [502, 503, 429])
-def test_one_that_says_it_is_away_is_left_out_and_comes_back(services, status):
+def test_replica_that_announces_absence_is_left_out(services, status):
     a, b, c = services
     a.status, a.health = status, 503
     with client_of(*services) as (client, run):
@@ -148,7 +148,7 @@ def test_one_that_says_it_is_away_is_left_out_and_comes_back(services, status):
     assert b.most == c.most == 1
 
 
-def test_one_that_dies_in_mid_run_loses_no_query_and_may_come_back(services):
+def test_dead_replica_loses_no_query(services):
     a, b, c = services
     for service in services:
         service.seconds = 0.02
@@ -170,7 +170,7 @@ def test_one_that_dies_in_mid_run_loses_no_query_and_may_come_back(services):
             assert time.monotonic() < deadline
 
 
-def test_one_that_hangs_delays_its_queries_and_loses_none(services):
+def test_hanging_replica_loses_no_query(services):
     services[0].seconds = 2.0
     services[0].health = 503
     with client_of(*services, timeout=0.3) as (client, run):
@@ -197,7 +197,7 @@ def test_all_away_is_patience_and_then_an_error(services):
         assert len(run(recover())) == 8
 
 
-def test_an_error_names_the_service_that_made_it(services):
+def test_error_names_the_service_that_made_it(services):
     services[0].status = 401
     reason = pytest.raises(UserError, match=f"retriever {services[0].url}: asks for a token")
     with client_of(services[0], services[0]) as (client, run), reason:

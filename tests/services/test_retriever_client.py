@@ -51,7 +51,7 @@ def ok(body):
     return 200, good(body)
 
 
-def test_a_query_that_comes_whenever_is_answered(server):
+def test_query_that_comes_whenever_is_answered(server):
     """Above all one that comes just as the answers to the last ones have gone out."""
     url, replies, _ = server
     replies.append(ok)
@@ -78,7 +78,7 @@ def test_documents_are_parsed(server):
     assert requests == [{"queries": ["a", "b"], "topk": 3, "return_scores": True}]
 
 
-def test_concurrent_searches_share_a_request_and_get_their_own_answer(server):
+def test_concurrent_searches_share_a_request(server):
     url, replies, requests = server
     replies.append(ok)
     client = RetrieverClient(RetrieverConfig(), url)
@@ -115,7 +115,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-def test_bad_replies_are_repeated_and_then_fail_that_query_only(server, bad):
+def test_bad_replies_fail_their_query_only(server, bad):
     url, replies, requests = server
     replies += [bad, ok]
     assert search(url, ["a"])[0][0].id == "a"
@@ -144,7 +144,7 @@ def search_all(url, *queries):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("status", [408, 425, 429, 502, 503, 504])
-def test_a_service_that_is_away_is_asked_again_for_as_long_as_the_patience_lasts(server, status):
+def test_absent_service_is_asked_until_patience_ends(server, status):
     url, replies, requests = server
     replies += [lambda body: (status, {"error": "busy"})] * 6 + [ok]
     assert search(url, ["a"], patience=30.0)[0][0].id == "a"
@@ -157,7 +157,7 @@ def test_a_service_that_is_away_is_asked_again_for_as_long_as_the_patience_lasts
 
 
 @pytest.mark.medium
-def test_a_service_may_say_how_long_to_wait(server):
+def test_service_may_say_how_long_to_wait(server):
     url, replies, requests = server
     later = {"Retry-After": "1"}
     replies += [lambda body: (503, {}, later), ok]
@@ -182,7 +182,7 @@ def test_a_service_may_say_how_long_to_wait(server):
         assert search(url, ["a"], patience=2.0)[0][0].id == "a"
 
 
-def test_a_service_that_comes_back_answers_who_waited(monkeypatch):
+def test_service_that_comes_back_answers_who_waited(monkeypatch):
     """Its connections are refused first."""
     monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     with socket.socket() as free:
@@ -219,7 +219,7 @@ def test_who_waits_can_be_cancelled(server):
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_refused_query_is_asked_once_and_fails_no_other(server, status):
+def test_refused_query_fails_no_other(server, status):
     url, replies, requests = server
     replies.append(
         lambda body: (status, {"error": "too long"}) if len(max(body["queries"], key=len)) > 9 else ok(body)
@@ -236,7 +236,7 @@ def test_a_refused_query_is_asked_once_and_fails_no_other(server, status):
     assert len(requests) < 60  # by halves, not one by one
 
 
-def test_a_service_that_refuses_every_query_ends_the_run(server):
+def test_service_that_refuses_every_query_ends_the_run(server):
     """Else a policy would be trained against nothing but refusals."""
     url, replies, _ = server
     replies.append(lambda body: (422, {"detail": "field required: query"}))
@@ -246,7 +246,7 @@ def test_a_service_that_refuses_every_query_ends_the_run(server):
 
 
 @pytest.mark.parametrize("status", [403, 404, 405])
-def test_a_wrong_address_ends_the_run_at_once(server, status):
+def test_wrong_address_ends_the_run_at_once(server, status):
     url, replies, requests = server
     replies.append(lambda body: (status, {"error": "no"}))
     with pytest.raises(UserError, match=f"status {status}: .*set retriever.url") as caught:
@@ -256,7 +256,7 @@ def test_a_wrong_address_ends_the_run_at_once(server, status):
         search("http://localhost:port", ["a"])
 
 
-def test_a_slow_server_is_a_clear_error(server):
+def test_slow_server_is_a_clear_error(server):
     url, replies, _ = server
     replies.append(lambda body: (time.sleep(0.5), ok(body))[1])
     with pytest.raises(RequestFailed, match="no whole reply in time"):
@@ -268,7 +268,7 @@ def test_nobody_listens():
         search("http://127.0.0.1:9", ["a"], patience=0.2)
 
 
-def test_the_child_service_answers_and_ends(tmp_path):
+def test_child_service_answers_and_ends(tmp_path):
     pytest.importorskip("faiss")
     pytest.importorskip("fastapi")
     corpus = tmp_path / "corpus.jsonl"
@@ -289,7 +289,7 @@ def test_the_child_service_answers_and_ends(tmp_path):
 
 
 @pytest.mark.medium
-def test_a_service_with_a_token(tmp_path, monkeypatch):
+def test_service_with_a_token(tmp_path, monkeypatch):
     """A child inherits it; without it, the run stops at once and says what to set."""
     pytest.importorskip("faiss")
     pytest.importorskip("fastapi")
@@ -306,7 +306,7 @@ def test_a_service_with_a_token(tmp_path, monkeypatch):
 
 
 @pytest.mark.medium
-def test_a_child_that_can_not_start_says_why(tmp_path):
+def test_child_that_cannot_start_says_why(tmp_path):
     pytest.importorskip("faiss")
     config = RetrieverConfig(corpus=str(tmp_path / "none.jsonl"), index=str(tmp_path / "index"))
     with pytest.raises(

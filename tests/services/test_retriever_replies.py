@@ -19,7 +19,7 @@ def read(*items, is_reranked):
 
 
 @pytest.mark.parametrize("row", ["p7", 7, 0, ""], ids=repr)
-def test_a_passage_keeps_the_id_of_its_row_in_both_contracts(row):
+def test_passage_keeps_its_id_in_both_contracts(row):
     """Supporting passages are told by it."""
     text = '"Ada"\nfirst part\nand on'
     plain = read({"document": {"id": row, "contents": text}, "score": 0.5}, is_reranked=False)
@@ -56,7 +56,7 @@ def test_odd_health_of_a_service_is_read(body, state):
         assert RetrieverClient(RetrieverConfig(timeout=5.0, patience=0.1), url).health() == state
 
 
-def test_passages_of_another_service_are_known_by_their_text():
+def test_foreign_passages_are_identified_by_text():
     """The authors' service sends no ids; two passages of one article are two documents."""
     texts = ['"Ada"\nfirst part', '"Ada"\nsecond part']
     body = {"result": [[{"document": text, "score": 1.0} for text in texts]]}

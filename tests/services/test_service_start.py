@@ -17,7 +17,7 @@ class Ready(Handler):
         self.reply(200, {"status": "ready"})
 
 
-def test_a_service_that_comes_late_is_waited_for_and_a_person_is_told():
+def test_late_service_is_waited_for():
     messages = []
     with late(Ready) as url:
         check_running(RetrieverConfig(url=url, patience=60.0), messages.append)
@@ -35,7 +35,7 @@ def test_inside_a_running_event_loop_it_is_asked_too():
     assert asyncio.run(ask()) == {"status": "ready"}
 
 
-def test_a_service_that_is_loading_is_waited_for(tmp_path):
+def test_service_that_is_loading_is_waited_for(tmp_path):
     asked, messages = [], []
 
     class Loading(Handler):
@@ -51,7 +51,7 @@ def test_a_service_that_is_loading_is_waited_for(tmp_path):
     assert len(messages) == 1 and "reading the index" in messages[0]
 
 
-def test_a_service_that_never_comes_ends_the_start():
+def test_service_that_never_comes_ends_the_start():
     config = RetrieverConfig(url=["http://127.0.0.1:9", "http://127.0.0.1:10"], patience=0.3)
     with pytest.raises(
         UserError,
@@ -68,7 +68,7 @@ def test_what_is_no_url_is_not_waited_for(url):
     assert messages == []
 
 
-def test_a_run_begins_with_the_services_that_are_there_and_takes_in_the_other(monkeypatch):
+def test_missing_replica_joins_later(monkeypatch):
     monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.05)
     monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
     here, gone = Service("here", corpus_sha256="1"), Service("gone")
