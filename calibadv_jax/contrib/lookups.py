@@ -12,7 +12,7 @@ from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services.retriever_client import RetrieverClient
 
 AT_ONCE = 128  # items; the client puts their queries into common requests
-Search = Callable[[str], Awaitable[list[Document]]]
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -21,7 +21,7 @@ def look_up_each(
     config: RetrieverConfig,
     url: str | Sequence[str],
     items: Sequence[Item],
-    work: Callable[[Item, Search], Awaitable[Result]],
+    work: Callable[[Item, Callable[[str], Awaitable[list[Document]]]], Awaitable[Result]],
     show: Callable[[int], object] = lambda done: None,
 ) -> list[Result]:
     """Return what `work` makes of each item and a search, in their order.

@@ -290,7 +290,6 @@ def _package() -> Any:
 
 
 def _client(config: McpConfig, log: ServerLog) -> Any:
-    """An asynchronous context whose value is the client."""
     mcp = _package()
     if config.command:
         from mcp.client.stdio import stdio_client
@@ -402,11 +401,11 @@ class ServerLog:
         return self._stream.write(text)
 
     def close(self) -> None:
-        """Ends this process's end of the pipe: the log ends with the programs that hold the others."""
+        """Close this process's end of the pipe: the log ends with the programs that hold the others."""
         self._stream.close()
 
     def last_line(self) -> str:
-        """What the program said last, once it has ended."""
+        """Return the last line of the program's output, once it has ended."""
         self.close()
         self._thread.join(1.0)  # a program that it started may go on
         return excerpt(self._tail.decode(errors="replace").strip().rpartition("\n")[2])
@@ -425,7 +424,7 @@ class ServerLog:
 
 @asynccontextmanager
 async def checked(transport: AbstractAsyncContextManager[Any], log: ServerLog) -> AsyncIterator[Any]:
-    """The streams of a program's pipes; a line that cannot be read fails its call, or is warned of."""
+    """Open the streams of a program's pipes; an unreadable line fails its call, or is warned of."""
     async with transport as (messages, requests):
         yield _Messages(messages, log), requests
 
@@ -464,7 +463,7 @@ class _Messages:
 
 
 def _message_of(error: Any, log: ServerLog) -> Any:
-    """The message of a line that the package refused; None: it is no reply to a call."""
+    """Return the message of a line that the package refused; None: no reply to a call."""
     from mcp.shared.message import SessionMessage
     from mcp_types import ErrorData, JSONRPCError, jsonrpc_message_adapter
 
@@ -486,7 +485,7 @@ def _message_of(error: Any, log: ServerLog) -> Any:
 
 
 def _id_in(line: str) -> int | None:
-    """The call that a damaged reply belongs to: its id stands before its result or behind it."""
+    """Return the call of a damaged reply: its id stands before its result or behind it."""
     if '"jsonrpc"' not in line:
         return None
     head, *rest = _RESULT.split(line, maxsplit=1)
@@ -495,7 +494,7 @@ def _id_in(line: str) -> int | None:
 
 
 async def bound_reply(response: Any) -> None:
-    """Hook of the package's HTTP client: a reply is read to a limit, and without lone surrogates."""
+    """Bound a reply of the package's HTTP client, and replace lone surrogates in it."""
     from httpx2 import StreamError
 
     read = response.aiter_bytes

@@ -83,7 +83,7 @@ class ChildService:
                 kind = UserError if self.process.returncode == INPUT_STATUS else EnvironmentFailure
                 raise kind(
                     f"{self.what} ended with status {self.process.returncode}:"
-                    f" {_cause(self._said())}; see {self.log_path}"
+                    f" {_cause(self._output())}; see {self.log_path}"
                 )
             if time.monotonic() > deadline:
                 raise EnvironmentFailure(
@@ -107,8 +107,7 @@ class ChildService:
             self._folder.cleanup()
             self._folder = None
 
-    def _said(self) -> str:
-        """What stands in the log since the child began."""
+    def _output(self) -> str:
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")

@@ -401,7 +401,7 @@ class RetrieverClient:
             raise self._failed(f"no usable page in {BAD_REPLIES} attempts ({error})") from error
 
     async def _serves(self, replicas: Replicas) -> bool:
-        """Whether the service answers an ordinary query, if only to refuse it."""
+        """Return whether the service answers an ordinary query, if only to refuse it."""
         try:
             with suppress(QueryRefused):
                 await self._request(replicas, [PROBE])
