@@ -124,6 +124,7 @@ def test_retries_end_with_patience_or_bad_replies(monkeypatch, patience, failure
             clock.now += left.pop(0)
         raise left.pop(0)
 
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.2)
     monkeypatch.setattr(http_client.asyncio, "sleep", sleep)
     monkeypatch.setattr(http_client, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(http_client, "random", SimpleNamespace(uniform=lambda low, high: high))

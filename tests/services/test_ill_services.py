@@ -5,18 +5,12 @@ import time
 
 import pytest
 from http_rig import Handler, serving
-from search_rig import search
-from test_replicas import Service, ask, client_of
+from search_rig import client_of, search
+from test_replicas import Service, ask
 from test_retriever_client import ok, replying, search_all
 
 from calibadv_jax.core.errors import RequestFailed
-from calibadv_jax.services import http_client, retriever_client
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.05)
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
+from calibadv_jax.services import retriever_client
 
 
 @pytest.mark.timeout(60)  # it would trickle for 200 s

@@ -75,16 +75,26 @@ def endpoint():
         yield handler, JudgeConfig(url=f"{url}/v1", model="m", timeout=5, patience=0.5)
 
 
-def scores(config, *answers):
+def judged_with(config, work):
+    """What `work(client)` returns."""
+
     async def ask():
         client = JudgeClient(config)
         try:
-            asked = [client.score(answered(answer)) for answer in answers]
-            return await asyncio.gather(*asked, return_exceptions=True)
+            return await work(client)
         finally:
             await client.close()
 
     return asyncio.run(ask())
+
+
+def scores(config, *answers):
+    async def score_all(client):
+        return await asyncio.gather(
+            *(client.score(answered(answer)) for answer in answers), return_exceptions=True
+        )
+
+    return judged_with(config, score_all)
 
 
 def test_lone_surrogate_of_a_verdict_is_replaced(endpoint):
@@ -98,8 +108,7 @@ def test_lone_surrogate_of_a_verdict_is_replaced(endpoint):
         assert scores(replace(config, url=f"{url}/v1"), "Paris")[0]["judge"] == 0.25
 
 
-def test_long_reply_of_the_judge_is_no_verdict(endpoint, monkeypatch):
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
+def test_long_reply_of_the_judge_is_no_verdict(endpoint):
     handler, config = endpoint
 
     class Zipped(handler):
@@ -158,8 +167,7 @@ def test_hostile_answer_does_not_move_the_verdict(endpoint):
     assert len(keys) == len(handler.bodies)  # nobody can guess the next one
 
 
-def test_missing_verdict_fails_the_trajectory(endpoint, monkeypatch):
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
+def test_missing_verdict_fails_the_trajectory(endpoint):
     handler, config = endpoint
     no_verdict = (200, {"choices": [{"message": {"content": "yes"}}]})
     handler.replies += [(503, b""), (200, b"{}"), no_verdict]
@@ -188,8 +196,7 @@ def test_missing_verdict_fails_the_trajectory(endpoint, monkeypatch):
         ({}, "the reply is no chat completion"),
     ],
 )
-def test_reply_without_a_verdict_names_the_expected_line(endpoint, monkeypatch, choice, message):
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.0)
+def test_reply_without_a_verdict_names_the_expected_line(endpoint, choice, message):
     handler, config = endpoint
     handler.replies += [(200, {"choices": [choice]})] * http_client.BAD_REPLIES
     (failure,) = scores(config, "Paris")
@@ -267,21 +274,7 @@ def test_reward_of_ones_own_must_give_a_number(answer, message):
         score_trajectory(answered("Paris"), RewardConfig(answer=answer))
 
 
-def judged_with(handler, config, work):
-    """What `work(client)` returns."""
-
-    async def ask():
-        client = JudgeClient(config)
-        try:
-            return await work(client)
-        finally:
-            await client.close()
-
-    return asyncio.run(ask())
-
-
-def test_failed_verdict_is_asked_again(endpoint, monkeypatch):
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
+def test_failed_verdict_is_asked_again(endpoint):
     handler, config = endpoint
     handler.replies += [(200, {"choices": []})] * http_client.BAD_REPLIES
 
@@ -290,7 +283,7 @@ def test_failed_verdict_is_asked_again(endpoint, monkeypatch):
             await client.score(answered("Paris"))
         return await client.score(answered("Paris"))
 
-    assert judged_with(handler, config, twice) == {"judge": 1.0, "judge_agreement": 1.0}
+    assert judged_with(config, twice) == {"judge": 1.0, "judge_agreement": 1.0}
     assert len(handler.bodies) == http_client.BAD_REPLIES + 1
 
 
@@ -303,7 +296,7 @@ def test_cancelled_waiter_leaves_the_verdict_to_others(endpoint):
         first.cancel()
         return await second, first.cancelled()
 
-    assert judged_with(handler, config, cancel_first) == ({"judge": 1.0, "judge_agreement": 1.0}, True)
+    assert judged_with(config, cancel_first) == ({"judge": 1.0, "judge_agreement": 1.0}, True)
     assert len(handler.bodies) == 1
 
 
@@ -355,9 +348,8 @@ def test_verdict_is_the_whole_last_line(line, verdict):
 
 
 @pytest.mark.parametrize("status", [429, 500, 502])
-def test_judge_that_is_away_is_waited_for(endpoint, status, monkeypatch):
+def test_judge_that_is_away_is_waited_for(endpoint, status):
     """As long as the patience lasts, not for three replies."""
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.001)
     handler, config = endpoint
     handler.replies += [(status, b"")] * (http_client.BAD_REPLIES + 2)
     assert scores(replace(config, patience=20), "Paris")[0]["judge"] == 1.0
@@ -372,7 +364,7 @@ def test_judge_remembers_the_newest_verdicts(endpoint, monkeypatch):
             await client.score(answered(answer))
             assert len(handler.bodies) == asked
 
-    judged_with(handler, config, ask)
+    judged_with(config, ask)
 
 
 @pytest.mark.parametrize(("verdict", "agreement"), [(0.5, 1.0), (0.49, 0.0), (1.0, 1.0), (0.0, 0.0)])

@@ -37,8 +37,7 @@ def write_tools(folder, **schemas):
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.001)
+def config(tmp_path):
     write_tools(tmp_path, say=SCHEMA)
     command = shlex.join([sys.executable, "-S", str(SERVER), str(tmp_path)])
     return McpConfig(command=command, timeout=20, patience=20)

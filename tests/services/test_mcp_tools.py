@@ -220,7 +220,6 @@ class FakeServer:
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.001)
     fake = FakeServer()
     monkeypatch.setattr(mcp_tools, "_client", fake.client)
     yield fake

@@ -14,9 +14,8 @@ from calibadv_jax.services.retriever_client import RetrieverClient
 
 
 @pytest.fixture
-def service(monkeypatch):
+def service():
     """Reads pages with a client, from a service that first gives the replies."""
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
     class Pages(Handler):
         replies: list = []

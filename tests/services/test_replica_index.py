@@ -3,10 +3,11 @@
 import asyncio
 
 import pytest
-from test_replicas import Service, ask, client_of
+from search_rig import client_of
+from test_replicas import Service, ask
 
 from calibadv_jax.core.errors import RequestFailed, UserError
-from calibadv_jax.services import http_client, retriever_client
+from calibadv_jax.services import retriever_client
 
 OURS = {"corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": "", "identity": "aa"}
 FOREIGN = {"corpus_sha256": "c1", "encoder": "e5"}
@@ -18,10 +19,8 @@ EXCHANGED = {
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.05)
+def frequent_checks(monkeypatch):
     monkeypatch.setattr(retriever_client, "LAST_PAUSE", 0.1)
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture

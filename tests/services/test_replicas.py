@@ -3,16 +3,17 @@
 import asyncio
 import json
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 from http_rig import Handler, serving
+from search_rig import client_of
 
 pytest.importorskip("aiohttp")
 
 from calibadv_jax.config import RetrieverConfig, load_config
 from calibadv_jax.core.errors import RequestFailed, UserError
-from calibadv_jax.services import http_client, retriever_client
+from calibadv_jax.services import retriever_client
 from calibadv_jax.services.http_client import HttpReply, Unreachable
 from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
 from calibadv_jax.services.retriever_replies import Away
@@ -66,24 +67,11 @@ class Service:
 
 @pytest.fixture
 def services(monkeypatch):
-    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.05)
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
     made = [Service("a"), Service("b"), Service("c")]
     yield made
     for service in made:
         service.stop()
-
-
-@contextmanager
-def client_of(*services, warn=print, **config):
-    config = {"timeout": 5.0, "patience": 20.0} | config
-    client = RetrieverClient(RetrieverConfig(**config), [service.url for service in services], warn)
-    with asyncio.Runner() as runner:
-        try:
-            yield client, runner.run
-        finally:
-            runner.run(client.close())
 
 
 async def ask(client, count, first=0):
@@ -286,6 +274,7 @@ def health(monkeypatch):
             raise answer
         return answer
 
+    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.5)
     monkeypatch.setattr(retriever_client.asyncio, "sleep", pause)
     monkeypatch.setattr(retriever_client, "ask_health", ask)
     return health

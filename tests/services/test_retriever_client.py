@@ -9,11 +9,11 @@ from email.utils import formatdate
 
 import pytest
 from http_rig import Handler, serving
-from search_rig import search
+from search_rig import client_of, search
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
-from calibadv_jax.services import http_client, retriever_client
+from calibadv_jax.services import retriever_client
 from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
 
 pytest.importorskip("aiohttp")
@@ -40,8 +40,7 @@ def replying(replies, requests=None, port=0):
 
 
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
+def server():
     replies, requests = [], []
     with replying(replies, requests) as url:
         yield url, replies, requests
@@ -55,19 +54,18 @@ def test_query_that_comes_whenever_is_answered(server):
     """Above all one that comes just as the answers to the last ones have gone out."""
     url, replies, _ = server
     replies.append(ok)
-    client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
 
-    async def ask(number):
+    async def ask(client, number):
         for turn in range(10):
             await asyncio.sleep(0.0007 * ((number * 7 + turn * 3) % 11))
             ((document,),) = await client.search([f"{number} {turn}"])
             assert document.id == f"{number} {turn}"
 
-    async def run():
-        await asyncio.wait_for(asyncio.gather(*(ask(number) for number in range(8))), 30)
-        await client.close()
+    async def ask_all(client):
+        await asyncio.wait_for(asyncio.gather(*(ask(client, number) for number in range(8))), 30)
 
-    asyncio.run(run())
+    with client_of(url, timeout=2.0) as (client, run):
+        run(ask_all(client))
 
 
 def test_documents_are_parsed(server):
@@ -132,14 +130,13 @@ def test_bad_replies_fail_their_query_only(server, bad):
 
 def search_all(url, *queries):
     """One search a query, at the same time; documents or errors."""
-    client = RetrieverClient(RetrieverConfig(timeout=2.0, patience=5.0), url)
 
-    async def run():
-        results = await asyncio.gather(*(client.search([query]) for query in queries), return_exceptions=True)
-        await client.close()
-        return [result if isinstance(result, Exception) else result[0] for result in results]
+    async def ask(client):
+        return await asyncio.gather(*(client.search([query]) for query in queries), return_exceptions=True)
 
-    return asyncio.run(run())
+    with client_of(url, timeout=2.0, patience=5.0) as (client, run):
+        results = run(ask(client))
+    return [result if isinstance(result, Exception) else result[0] for result in results]
 
 
 @pytest.mark.medium
@@ -182,40 +179,36 @@ def test_service_may_say_how_long_to_wait(server):
         assert search(url, ["a"], patience=2.0)[0][0].id == "a"
 
 
-def test_service_that_comes_back_answers_who_waited(monkeypatch):
+def test_service_that_comes_back_answers_who_waited():
     """Its connections are refused first."""
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    client = RetrieverClient(RetrieverConfig(timeout=2.0, patience=30.0), f"http://127.0.0.1:{port}")
 
-    async def run():
+    async def ask(client):
         waiting = asyncio.gather(*(client.search([str(number)]) for number in range(20)))
         await asyncio.sleep(0.5)
         assert not waiting.done()
         with replying([ok], port=port):
-            results = await waiting
-            await client.close()
-        return [result[0][0].id for result in results]
+            return [result[0][0].id for result in await waiting]
 
-    assert asyncio.run(run()) == [str(number) for number in range(20)]
+    with client_of(f"http://127.0.0.1:{port}", timeout=2.0, patience=30.0) as (client, run):
+        assert run(ask(client)) == [str(number) for number in range(20)]
 
 
 def test_who_waits_can_be_cancelled(server):
     url, replies, _ = server
     replies.append(lambda body: (503, {}))
 
-    async def run():
-        client = RetrieverClient(RetrieverConfig(patience=600.0), url)
+    async def ask(client):
         task = asyncio.create_task(client.search(["a"]))
         await asyncio.sleep(0.2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await client.close()
 
-    asyncio.run(run())
+    with client_of(url, patience=600.0) as (client, run):
+        run(ask(client))
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -319,16 +312,15 @@ def test_cancelled_search_leaves_the_request_to_others(server):
     url, replies, requests = server
     replies.append(ok)
 
-    async def run():
-        client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
+    async def ask(client):
         first, second = (asyncio.create_task(client.search([query])) for query in "ab")
         await asyncio.sleep(0)  # both have joined one request
         first.cancel()
         ((document,),) = await second
-        await client.close()
         return document.id, first.cancelled()
 
-    assert asyncio.run(run()) == ("b", True)
+    with client_of(url, timeout=2.0) as (client, run):
+        assert run(ask(client)) == ("b", True)
     assert [body["queries"] for body in requests] == [["a", "b"]]
 
 
@@ -348,13 +340,12 @@ def test_requests_hold_at_most_max_batch_queries(server, monkeypatch, searches, 
     replies.append(ok)
     queries = [[f"{number} {n}" for n in range(count)] for number, count in enumerate(searches)]
 
-    async def run():
-        client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
+    async def ask(client):
         replies = await asyncio.gather(*map(client.search, queries))
-        await client.close()
         return [[documents[0].id for documents in reply] for reply in replies]
 
-    assert asyncio.run(run()) == queries
+    with client_of(url, timeout=2.0) as (client, run):
+        assert run(ask(client)) == queries
     assert [len(body["queries"]) for body in requests] == sent
 
 
@@ -362,15 +353,10 @@ def test_refusal_after_an_answer_asks_no_probe(server):
     """The service has shown that it takes queries: only the first refusal may mean all of them."""
     url, replies, requests = server
     replies.append(lambda body: (422, {"error": "no"}) if "bad" in body["queries"] else ok(body))
-    client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
-
-    async def run(*queries):
-        for query in queries:
+    with client_of(url, timeout=2.0) as (client, run):
+        for query in ("bad", "bad", "good", "bad"):
             with suppress(QueryRefused):
-                await client.search([query])
-        await client.close()
-
-    asyncio.run(run("bad", "bad", "good", "bad"))
+                run(client.search([query]))
     sent = [body["queries"][0] for body in requests]
     assert sent == ["bad", retriever_client.PROBE, "bad", "good", "bad"]
 

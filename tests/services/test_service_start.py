@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 from http_rig import Handler, late, serving
-from test_replicas import Service, ask, client_of
+from search_rig import client_of
+from test_replicas import Service, ask
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import UserError
@@ -69,7 +70,6 @@ def test_what_is_no_url_is_not_waited_for(url):
 
 
 def test_missing_replica_joins_later(monkeypatch):
-    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.05)
     monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
     here, gone = Service("here", corpus_sha256="1"), Service("gone")
     gone.stop()
