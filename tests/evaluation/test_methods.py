@@ -43,7 +43,6 @@ def test_baselines_without_search_need_no_service(run, method):
 
 
 def test_output_without_tags_is_scored_whole(run, monkeypatch):
-    """A model that was never trained on the tags may know the answer all the same."""
     monkeypatch.setattr(evaluation_rig, "ANSWER", "I say {}")
     report, _ = run(Scripted(searches=False), evaluate={"method": "direct"})
     means = report.means["0"]["a"]
@@ -145,8 +144,6 @@ def test_random_documents_are_of_other_questions(run):
 
 
 def test_random_documents_never_are_what_the_query_finds(run):
-    """Half of what other questions find, the query finds too: it is left out, and others are drawn."""
-
     class Overlapping(Shelf):
         async def search(self, queries):
             results = await super().search(queries)

@@ -125,65 +125,60 @@ def test_intervals_resample_within_each_data_source():
     assert summary["all"]["em"] != summary["average"]["em"]
 
 
-def test_precision_that_samples_is_part_of_an_evaluation():
-    def of(**sampler):
-        config = Config(sampler=SamplerConfig(**sampler), loss=LossConfig(importance_cap=2.0))
-        assert config.policy.compute_dtype == "bfloat16"
-        return identity(config, {}, {}, [QUESTION], {})
-
-    assert of(name="vllm", dtype="float32") != of(name="vllm")
-    assert of(name="vllm", dtype="bfloat16") == of(name="vllm"), "what it is where none is given"
+def identity_of(hashes=None, texts=("Who?",), **sections):
+    questions = [replace(QUESTION, text=text) for text in texts]
+    return identity(Config(**sections), {}, {}, questions, hashes or {})
 
 
-def test_template_arguments_are_part_of_an_evaluation():
-    def of(**arguments):
-        prompt = PromptConfig(chat_template_kwargs=arguments)
-        return identity(Config(prompt=prompt), {}, {}, [QUESTION], {})
-
-    assert len({of(), of(enable_thinking=False), of(enable_thinking=True)}) == 3
+def vllm(**sampler):
+    return {"sampler": SamplerConfig(name="vllm", **sampler), "loss": LossConfig(importance_cap=2.0)}
 
 
-def test_other_actions_are_another_evaluation():
-    """Without this the rows of an agent that could read pages answered for one that could not."""
+def template(**arguments):
+    return {"prompt": PromptConfig(chat_template_kwargs=arguments)}
 
-    def of(*tools, hashed="a"):
-        told_hash = {"tools": hashed if len(tools) > 1 else ""}
-        config = Config(tools=[ToolConfig(**tool) for tool in tools])
-        return identity(config, {}, {}, [QUESTION], told_hash)
 
-    search, access = {"name": "search"}, {"name": "access"}
-    both = of(search, access)
-    assert len({of(search), both, of(search, access, hashed="b")}) == 3
-    assert of(search, access | {"max_length": 100}) != both
-    assert of(search, access | {"timeout": 1.0}) == both
+def tools(*names, tools_hash="a", **access):
+    configs = [ToolConfig(name, **(access if name == "access" else {})) for name in names]
+    return {"tools": configs, "hashes": {"tools": tools_hash if len(names) > 1 else ""}}
+
+
+def judged(reward=MappingProxyType({}), prompt_hash="a", **judge):
+    config = JudgeConfig(**({"url": "http://127.0.0.1:1/v1", "model": "small"} | judge))
+    return {"reward": RewardConfig(judge=config, **reward), "hashes": {"judge": prompt_hash}}
+
+
+def method(name, *texts):
+    return {"evaluate": EvaluateConfig(method=name), "texts": texts}
+
+
+BOTH = ("search", "access")
 
 
 @pytest.mark.parametrize(
-    ("reward", "judge", "is_other"),
+    ("first", "second", "are_equal"),
     [
-        ({"answer": "em"}, {}, True),
-        ({"answer": {"f1": 0.5, "judge": 0.5}}, {}, True),
-        ({}, {"model": "large"}, True),
-        ({}, {"max_answer": 10}, True),
-        ({}, {"url": "http://127.0.0.1:2/v1", "timeout": 1.0, "patience": 1.0, "max_concurrency": 2}, False),
-        ({"shuffle": True}, {}, False),
+        (vllm(), vllm(dtype="float32"), False),
+        (vllm(), vllm(dtype="bfloat16"), True),  # the default
+        (template(), template(enable_thinking=False), False),
+        (template(), template(enable_thinking=True), False),
+        (template(enable_thinking=False), template(enable_thinking=True), False),
+        (tools("search"), tools(*BOTH), False),
+        (tools("search"), tools(*BOTH, tools_hash="b"), False),
+        (tools(*BOTH), tools(*BOTH, tools_hash="b"), False),
+        (tools(*BOTH), tools(*BOTH, max_length=100), False),
+        (tools(*BOTH), tools(*BOTH, timeout=1.0), True),
+        (judged(), judged({"answer": "em"}), False),
+        (judged(), judged({"answer": {"f1": 0.5, "judge": 0.5}}), False),
+        (judged(), judged(model="large"), False),
+        (judged(), judged(max_answer=10), False),
+        (judged(), judged(prompt_hash="b"), False),
+        (judged(), judged(url="http://127.0.0.1:2/v1", timeout=1.0, patience=1.0, max_concurrency=2), True),
+        (judged(), judged({"shuffle": True}), True),
+        (method("random_documents", "Who?"), method("random_documents", "Who?", "Where?"), False),
+        (method("random_documents", "Who?"), method("random_documents", "Who?"), True),
+        (method("agent", "Who?"), method("agent", "Who?", "Where?"), True),  # each is answered by itself
     ],
 )
-def test_what_decides_the_scores_is_part_of_an_evaluation(reward, judge, is_other):
-    def of(reward=MappingProxyType({}), judge=MappingProxyType({}), hashed="a"):
-        asked = JudgeConfig(**({"url": "http://127.0.0.1:1/v1", "model": "small"} | judge))
-        config = Config(reward=RewardConfig(judge=asked, **reward))
-        return identity(config, {}, {}, [QUESTION], {"judge": hashed})
-
-    assert (of(reward, judge) != of()) == is_other
-    assert of(hashed="b") != of()
-
-
-def test_pool_of_random_documents_identifies_an_evaluation():
-    def of(method, *texts):
-        questions = [replace(QUESTION, text=text) for text in texts]
-        return identity(Config(evaluate=EvaluateConfig(method=method)), {}, {}, questions, {})
-
-    assert of("random_documents", "Who?") != of("random_documents", "Who?", "Where?")
-    assert of("random_documents", "Who?", "Where?") == of("random_documents", "Who?", "Where?")
-    assert of("agent", "Who?") == of("agent", "Who?", "Where?"), "each question is answered by itself"
+def test_what_decides_an_answer_identifies_its_evaluation(first, second, are_equal):
+    assert (identity_of(**first) == identity_of(**second)) == are_equal

@@ -131,7 +131,6 @@ def test_equal_policies_do_not_differ():
 
 
 def test_more_questions_of_one_difference_make_it_surer():
-    """The unit is the question: a narrower interval comes from more of them."""
     few, many = (compare_paired([np.zeros(n)], [np.tile([1.0, -0.5], n // 2)], 0.95, 2000) for n in (20, 200))
     assert many.interval[1] - many.interval[0] < (few.interval[1] - few.interval[0]) / 2
     assert many.p_value < few.p_value

@@ -133,7 +133,6 @@ def test_refused_body_is_an_observation(byte_tokenizer):
     ],
 )
 def test_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
-    """It is no zero: nothing is scored or trained."""
     trajectory = written(
         byte_tokenizer, [OwnAction(Tool(brings), 0.05)], call("tool", "x"), call("answer", "Ann")
     )

@@ -144,7 +144,6 @@ def test_invalid_action_may_be_retried(loop, prompt):
 
 @pytest.mark.parametrize("prepend_think", [False, True])
 def test_first_turn_continues_thought_of_template(byte_tokenizer, prepend_think):
-    """Later turns begin as prompt.prepend_think says; the tag stands once."""
     tokenizer = deepcopy(byte_tokenizer)
     tokenizer.chat_template = "{{ messages[0].content }}{{ '<|im_end|><think>\\n' }}"
     loop = Loop(tokenizer)

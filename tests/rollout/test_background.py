@@ -53,7 +53,6 @@ def open_rollouts(byte_tokenizer):
 
 
 def seeds(rollouts, *numbers):
-    """Seeds of the first turns of these groups of one question."""
     with rollouts:
         for future in [rollouts.begin(number, QUESTION) for number in numbers]:
             assert [trajectory.answer for trajectory in future.result(30).trajectories] == ["Ann", "Ann"]
@@ -101,7 +100,6 @@ class Stuck(Action):
 
 @pytest.mark.parametrize("ending", [None, SystemExit(143)])
 def test_failing_close_keeps_nothing_else_open(open_rollouts, ending):
-    """One line after what was trained; and a signal, or another error, stays why the block ends."""
     rollouts = open_rollouts()
     rollouts.context = replace(rollouts.context, actions=(OwnAction(Stuck(), 9),))
     with pytest.raises(SystemExit if ending else UserError) as caught, rollouts:

@@ -126,7 +126,6 @@ def test_error_stops_all_and_is_raised_unchanged(byte_tokenizer):
 
 
 def test_error_keeps_the_waiting_from_starting(byte_tokenizer):
-    """But for those that take a place before they hear of it."""
     sampler = failing(byte_tokenizer, RuntimeError("engine"))
     with pytest.raises(RuntimeError, match="engine"):
         collect(sampler, byte_tokenizer, max_concurrency=2)

@@ -104,7 +104,6 @@ def test_other_errors_end_the_run_at_once(byte_tokenizer, error):
 
 
 def test_too_many_failures_end_the_collection_with_the_commonest_reason(byte_tokenizer):
-    """Without waiting for the rest."""
     late = ScriptedSampler(
         byte_tokenizer, script, delay=lambda session, _: 3600.0 if session.startswith("step4/2") else 0.0
     )
@@ -117,7 +116,6 @@ def test_too_many_failures_end_the_collection_with_the_commonest_reason(byte_tok
 
 
 def test_last_group_before_the_limit_is_handed_on(byte_tokenizer):
-    """An evaluation keeps what its other trajectories have cost."""
     kept = []
     with pytest.raises(UserError, match="1 of 9 trajectories failed"):
         sampler = ScriptedSampler(byte_tokenizer, script)
@@ -179,7 +177,6 @@ class Judge:
 
 @pytest.mark.parametrize("text", ["<answer> Ann </answer>", "<answer></answer>", "no action"])
 def test_judge_is_asked_about_answers_alone(byte_tokenizer, text):
-    """An empty answer is an answer."""
     for verdict in ({"judge": 0.5}, RequestFailed("judge", "it is\naway")):
         judge = Judge(verdict)
         sampler = ScriptedSampler(byte_tokenizer, lambda *_: text)

@@ -97,7 +97,6 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def passages(shared):
-    """Titles and texts of Wikipedia."""
     with gzip.open(shared / "data/wiki_sample/corpus.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for _, line in zip(range(600), file, strict=False)]
     return [row["contents"].split("\n", 1) for row in rows]
@@ -119,7 +118,6 @@ def merging_tokenizer(passages):
     "limit", [64, *(pytest.param(limit, marks=pytest.mark.medium) for limit in (16, 128, 500))]
 )
 def test_page_of_a_million_letters_is_not_tokenised_whole(merging_tokenizer, passages, limit):
-    """What is shown is the same to the last token as if it were."""
     tokenizer = Watched(merging_tokenizer)
     for start in range(0, 600, 60):
         some = passages[start : start + 60]
@@ -134,7 +132,6 @@ def test_page_of_a_million_letters_is_not_tokenised_whole(merging_tokenizer, pas
 
 
 def test_long_word_is_one_token(word_tokenizer):
-    """The tokenizer knows no such word: what comes behind it is shown."""
     long = Document("1", "Ann", "x" * 10**5 + " is a painter")
     ids, _ = render_observation([long], word_tokenizer, 40)
     assert len(ids) < 40

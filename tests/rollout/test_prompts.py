@@ -307,7 +307,6 @@ class Counting:
 
 
 def test_they_are_those_that_the_loop_would_refuse(byte_tokenizer):
-    """More than one batch of them, in any script."""
     letters = ("a", "é", "字", "<think>", LIGATURE)
     questions = questions_of(*(letters[n % 5] * (n % 97) for n in range(2 * BATCH)))
     lengths = prompt_lengths(questions, byte_tokenizer, SHORT, 100)

@@ -128,7 +128,6 @@ def test_error_stops_the_step_and_cancels_the_others():
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("per_step", [1, 2, 4, 7])
 def test_resumed_run_may_change_questions_per_step(staleness, per_step):
-    """Every question is trained exactly once, in order, and no step waits for ever."""
     first = stream(Background(), staleness)
     trained = []
     for step in range(2):
@@ -153,7 +152,6 @@ def failed(number, errors):
 
 
 def test_many_failures_end_a_step_early():
-    """A quarter of three groups of four may fail: three trajectories."""
     for errors, ends in ((["sampler: lost", *"abc"[:2], None], False), (["x"] * 4, True)):
         background = Background(finish_at_once=False)
         rollouts = stream(background)

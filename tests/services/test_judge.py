@@ -76,8 +76,6 @@ def endpoint():
 
 
 def judged_with(config, work):
-    """What `work(client)` returns."""
-
     async def ask():
         client = JudgeClient(config)
         try:
@@ -349,7 +347,6 @@ def test_verdict_is_the_whole_last_line(line, verdict):
 
 @pytest.mark.parametrize("status", [429, 500, 502])
 def test_judge_that_is_away_is_waited_for(endpoint, status):
-    """As long as the patience lasts, not for three replies."""
     handler, config = endpoint
     handler.replies += [(status, b"")] * (http_client.BAD_REPLIES + 2)
     assert scores(replace(config, patience=20), "Paris")[0]["judge"] == 1.0

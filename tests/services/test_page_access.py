@@ -86,7 +86,6 @@ def test_service_that_stays_ill(service, reply, times, kind, message):
 
 
 def test_other_pages_than_at_the_start_are_never_taken(service):
-    """A service that was started again with another --pages_path, and the same index."""
     read, handler = service
 
     def exchange():

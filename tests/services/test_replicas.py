@@ -93,7 +93,6 @@ def test_queries_are_shared_out_one_request_at_each(services):
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_sequential_searches_use_all_replicas_alike(count):
-    """A request takes one turn, whatever the number of services."""
     made = [Service(str(number)) for number in range(count)]
 
     async def one_by_one(client):
@@ -221,7 +220,6 @@ def test_urls_are_one_or_a_list(tmp_path):
 
 @pytest.mark.slow
 def test_real_services_one_of_them_killed(tmp_path):
-    """Two services over one index; SIGKILL in mid-run; every query gets the documents it would have got."""
     pytest.importorskip("faiss")
     pytest.importorskip("fastapi")
     corpus = tmp_path / "corpus.jsonl"
@@ -349,7 +347,6 @@ def test_only_unannounced_outages_are_warned_of(health):
 
 
 def test_single_service_is_never_left_out(health):
-    """Nobody else could answer: it is asked again, without a check of its health."""
     several = retriever_client.Replicas(None, ["http://a"], None, set(), health.warnings.append)
 
     async def run():
@@ -392,3 +389,132 @@ def test_refusal_need_not_name_the_index(health):
     asyncio.run(several.check(replica, HttpReply(422, b"")))
     with pytest.raises(Unreachable, match="serves another index: no X-Index-Identity instead of 'x'"):
         asyncio.run(several.check(replica, HttpReply(200, b"")))
+
+
+def test_broken_replica_is_replaced():
+    broken, good = Service("broken"), Service("good")
+    broken.status = broken.health = 500
+    with client_of(broken, good) as (client, run):
+        assert set(run(ask(client, 30))) == {"good"}
+    assert len(broken.asked) <= 30
+    for service in (broken, good):
+        service.stop()
+
+
+OURS = {"corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": "", "identity": "aa"}
+FOREIGN = {"corpus_sha256": "c1", "encoder": "e5"}
+# Put in place of OURS without an outage. The second is of another make, and its health says nothing else.
+EXCHANGED = {
+    "identity 'bb' instead of 'aa'": OURS | {"identity": "bb"},
+    "no X-Index-Identity instead of 'aa'": {k: v for k, v in OURS.items() if k != "identity"},
+}
+
+
+@pytest.fixture
+def pair(request, monkeypatch):
+    monkeypatch.setattr(retriever_client, "LAST_PAUSE", 0.1)
+    made = [Service(name, **request.param) for name in "ab"]
+    yield made
+    for service in made:
+        service.stop()
+
+
+exchanged = pytest.mark.parametrize(("reason", "manifest"), EXCHANGED.items(), ids=["another", "none"])
+ours = pytest.mark.parametrize("pair", [OURS], indirect=True)
+foreign = pytest.mark.parametrize("pair", [FOREIGN], indirect=True)
+
+
+@ours
+@exchanged
+def test_replica_with_exchanged_index_is_left_out(pair, reason, manifest):
+    first, second = pair
+    warnings = []
+    with client_of(first, second, warn=warnings.append) as (client, run):
+        client.health()
+        answered = set()
+        while answered != {"a", "b"}:  # bounded by pytest's limit
+            answered |= set(run(ask(client, 4)))
+        second.manifest = manifest
+        for _ in range(5):
+            assert set(run(ask(client, 6))) == {"a"}
+        assert warnings[0].startswith(
+            f"retriever {second.url} serves another index ({reason}) and is left out"
+        )
+        asked, checks = len(second.asked), second.checks
+        while second.checks < checks + 3:  # bounded by pytest's limit
+            assert set(run(ask(client, 6))) == {"a"}
+        assert len(second.asked) == asked and len(set(warnings)) == len(warnings)
+        second.manifest = OURS
+        while "b" not in run(ask(client, 6)):
+            pass
+
+
+@foreign
+def test_replica_returning_with_another_corpus_is_left_out(pair):
+    """It says what it serves on GET /health only."""
+    first, second = pair
+    warnings = []
+    with client_of(first, second, warn=warnings.append) as (client, run):
+        client.health()
+        run(ask(client, 24))
+        second.stop()
+        assert set(run(ask(client, 12))) == {"a"}
+        checks = Service("b", second.port, corpus_sha256="c2", encoder="e5")
+        while not checks.checks:
+            assert set(run(ask(client, 4))) == {"a"}
+        for _ in range(10):
+            assert set(run(ask(client, 4))) == {"a"}
+        checks.stop()
+    assert checks.asked == [] and any("corpus_sha256 'c2' instead of 'c1'" in line for line in warnings)
+
+
+@ours
+@exchanged
+def test_single_service_with_another_index_ends_the_run(pair, reason, manifest):
+    (service, _) = pair
+    with client_of(service, warn=lambda _: None) as (client, run):
+        client.health()
+        run(ask(client, 5))
+        service.manifest = manifest
+        message = f"retriever {service.url} serves another index .*{reason}"
+        with pytest.raises(UserError, match=message) as caught:
+            run(ask(client, 5))
+    assert not isinstance(caught.value, RequestFailed)  # else it would cost one trajectory
+
+
+@foreign
+def test_foreign_service_is_compared_after_outage(pair):
+    (service, _) = pair
+    with client_of(service, warn=lambda _: None) as (client, run):
+        client.health()
+        run(ask(client, 5))
+
+        async def exchanged(manifest):
+            service.status = 503
+            waiting = asyncio.create_task(ask(client, 5))
+            await asyncio.sleep(0.1)
+            service.manifest, service.status = manifest, 200
+            return await waiting
+
+        assert run(exchanged(FOREIGN)) == ["a"] * 5
+        with pytest.raises(UserError, match="corpus_sha256 'c2' instead of 'c1'"):
+            run(exchanged(FOREIGN | {"corpus_sha256": "c2"}))
+
+
+@ours
+def test_when_every_replica_serves_another_index_the_run_ends(pair):
+    with client_of(*pair, warn=lambda _: None) as (client, run):
+        client.health()
+        for service in pair:
+            service.manifest = OURS | {"identity": "bb"}
+        with pytest.raises(UserError, match="serves another index than at the start"):
+            run(ask(client, 12))
+
+
+def test_services_that_say_nothing_of_themselves_are_believed():
+    service = Service("a")
+    service.health = 404
+    with client_of(service) as (client, run):
+        assert client.health() == {}
+        assert run(ask(client, 5)) == ["a"] * 5
+    service.stop()

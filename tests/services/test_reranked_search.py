@@ -47,7 +47,6 @@ def service(child, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bare(child, tmp_path_factory):
-    """A service without a reranker."""
     config = RetrieverConfig(corpus=child.corpus, index=child.index)
     with RetrieverProcess(config, tmp_path_factory.mktemp("log") / "log.txt") as process:
         yield process.url
@@ -112,7 +111,6 @@ def test_child_encodes_with_the_model_that_is_named(child, tmp_path):
 
 
 def test_options_of_a_child_are_dropped_with_url(child, service):
-    """The quickstart's steps, and methods that never search, go on with the url of a service."""
     running = child.at(service)
     assert (running.url, running.reranker, running.corpus) == (service, "", child.corpus)
     assert running.retrieval_topk == child.retrieval_topk

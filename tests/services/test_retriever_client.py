@@ -51,7 +51,6 @@ def ok(body):
 
 
 def test_query_that_comes_whenever_is_answered(server):
-    """Above all one that comes just as the answers to the last ones have gone out."""
     url, replies, _ = server
     replies.append(ok)
 
@@ -180,7 +179,6 @@ def test_service_may_say_how_long_to_wait(server):
 
 
 def test_service_that_comes_back_answers_who_waited():
-    """Its connections are refused first."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -230,7 +228,6 @@ def test_refused_query_fails_no_other(server, status):
 
 
 def test_service_that_refuses_every_query_ends_the_run(server):
-    """Else a policy would be trained against nothing but refusals."""
     url, replies, _ = server
     replies.append(lambda body: (422, {"detail": "field required: query"}))
     with pytest.raises(UserError, match="field required.*it refuses every query.*retriever.topk=3") as caught:
@@ -350,7 +347,6 @@ def test_requests_hold_at_most_max_batch_queries(server, monkeypatch, searches, 
 
 
 def test_refusal_after_an_answer_asks_no_probe(server):
-    """The service has shown that it takes queries: only the first refusal may mean all of them."""
     url, replies, requests = server
     replies.append(lambda body: (422, {"error": "no"}) if "bad" in body["queries"] else ok(body))
     with client_of(url, timeout=2.0) as (client, run):
@@ -370,3 +366,62 @@ def test_service_that_names_no_reranker_has_none():
     )
     with pytest.raises(UserError, match="its reranker m would be without effect"):
         client.check_reranker({"reranker": "m"})
+
+
+@pytest.mark.timeout(60)  # it would trickle for 200 s
+def test_reply_that_trickles_is_given_up():
+    class Trickling(Handler):
+        def do_POST(self):
+            self.body()
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            for _ in range(1000):
+                try:
+                    self.wfile.write(b" ")
+                except OSError:
+                    return  # the client has gone
+                time.sleep(0.2)
+
+    with serving(Trickling) as url, pytest.raises(RequestFailed, match="no answer for 0.5 s .no whole reply"):
+        search(url, ["a"], timeout=0.4, patience=0.5)
+
+
+@pytest.mark.parametrize("status", [500, 507])
+def test_service_that_fails_over_everything_is_away(status):
+    requests = []
+
+    def answer(body):
+        return (status, b"oops") if len(requests) < 8 else ok(body)
+
+    with replying([answer], requests) as url:
+        assert search(url, ["a"], patience=30.0)[0][0].id == "a"
+        assert len(requests) >= 8
+        requests.clear()
+    reason = pytest.raises(RequestFailed, match=f"no answer for 0.3 s .status {status}: 'oops'")
+    with replying([lambda body: (status, b"oops")], requests) as url, reason:
+        search(url, ["a"], patience=0.3)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_query_that_breaks_a_service_fails_alone(count):
+    def answer(body):
+        return (500, b"oops") if "bad" in body["queries"] else ok(body)
+
+    queries = [f"q{number}" for number in range(count - 1)] + ["bad"]
+    requests = []
+    with replying([answer], requests) as url:
+        *good, bad = search_all(url, *queries)
+    assert [documents[0].id for documents in good] == queries[:-1]
+    assert isinstance(bad, RequestFailed) and "no usable answer in 3 attempts (status 500" in str(bad)
+    assert len(requests) < 40
+
+
+def test_service_without_the_route_for_its_health_is_one():
+    class Small(Handler):
+        def do_POST(self):
+            self.reply(*ok(json.loads(self.body())))
+
+    with serving(Small) as url:
+        client = RetrieverClient(RetrieverConfig(patience=0.5), url)
+        assert client.health() == {}

@@ -20,7 +20,6 @@ def read(*items, is_reranked):
 
 @pytest.mark.parametrize("row", ["p7", 7, 0, ""], ids=repr)
 def test_passage_keeps_its_id_in_both_contracts(row):
-    """Supporting passages are told by it."""
     text = '"Ada"\nfirst part\nand on'
     plain = read({"document": {"id": row, "contents": text}, "score": 0.5}, is_reranked=False)
     ranked = read({"document": text, "id": row, "score": 0.5}, is_reranked=True)
@@ -57,7 +56,6 @@ def test_odd_health_of_a_service_is_read(body, state):
 
 
 def test_foreign_passages_are_identified_by_text():
-    """The authors' service sends no ids; two passages of one article are two documents."""
     texts = ['"Ada"\nfirst part', '"Ada"\nsecond part']
     body = {"result": [[{"document": text, "score": 1.0} for text in texts]]}
     reply = HttpReply(200, json.dumps(body).encode())

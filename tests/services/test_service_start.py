@@ -27,8 +27,6 @@ def test_late_service_is_waited_for():
 
 
 def test_inside_a_running_event_loop_it_is_asked_too():
-    """A notebook runs one."""
-
     async def ask():
         with serving(Ready) as url:
             return retriever_client.RetrieverClient(RetrieverConfig(), url).health()
