@@ -73,7 +73,7 @@ class Shelf:
         raises: query -> exception.
     """
 
-    reply = None
+    documents = None
 
     def __init__(self, raises=None):
         self.queries, self.raises, self.closed = [], raises or {}, 0
@@ -83,8 +83,8 @@ class Shelf:
         for query in queries:
             if query in self.raises:
                 raise self.raises[query]
-        if self.found is not None:
-            return [list(self.found) for _ in queries]
+        if self.documents is not None:
+            return [list(self.documents) for _ in queries]
         return [[Document(f"{q}/{n}", f"title {q}", f"text {q} {n}") for n in range(2)] for q in queries]
 
     async def close(self):

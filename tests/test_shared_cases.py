@@ -26,7 +26,7 @@ from calibadv_jax.data.questions import load_questions
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rewards.format import is_trajectory_valid
+from calibadv_jax.rewards.score import format_flaw
 from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import load_tokenizer
@@ -85,8 +85,8 @@ def test_thought_that_template_opens_counts(shared):
     }
     turns = [Turn(kind, ids, np.zeros(len(ids)), text, observation_ids=ids) for kind, text in texts.items()]
     question = Question("q", "Who wrote it?", ("Ada",), "test")
-    assert is_trajectory_valid(Trajectory(question, ids, turns, first_opening=opening))
-    assert not is_trajectory_valid(Trajectory(question, ids, turns))
+    assert not format_flaw(Trajectory(question, ids, turns, first_opening=opening))
+    assert format_flaw(Trajectory(question, ids, turns))
 
 
 def test_template_that_refuses_a_role_is_one_line(shared):

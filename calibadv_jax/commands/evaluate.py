@@ -24,10 +24,10 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.questions import answer_warnings, load_questions, select_evenly
 from calibadv_jax.evaluation.methods import METHODS, method_config, method_retriever, with_passages
-from calibadv_jax.evaluation.records import Key, Row, RowFile, identity, make_row
+from calibadv_jax.evaluation.records import Key, RowFile, ScoredRow, identity, make_row
 from calibadv_jax.evaluation.report import (
     Means,
-    Report,
+    ScoreReport,
     csv_table,
     markdown_table,
     summarise,
@@ -37,7 +37,7 @@ from calibadv_jax.evaluation.report import (
 from calibadv_jax.hosts.joining import alone
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rewards.score import score_trajectory, text_scores
-from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
+from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.fingerprints import describe_policy, describe_retriever, prompt_hashes
@@ -96,7 +96,7 @@ def validation_questions(config: Config, tokenizer: Any) -> tuple[list[Question]
     return evaluation_questions(agent, tokenizer, config.evaluate.sample_size)
 
 
-def evaluate_policy(config: Config, source: PolicySource, console: Console | None = None) -> Report:
+def evaluate_policy(config: Config, source: PolicySource, console: Console | None = None) -> ScoreReport:
     """Evaluate a policy on disk with the configured sampler and retriever; write all files.
 
     Raises UserError for bad input, files that another process writes, and too many failed trajectories; the
@@ -111,7 +111,7 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
         return _evaluate(config, source, console)
 
 
-def _evaluate(config: Config, source: PolicySource, console: Console) -> Report:
+def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreReport:
     output = Path(config.evaluate.output)
     if config.evaluate.method == "rag" and not config.has_retriever:
         raise UserError(
@@ -172,7 +172,7 @@ def _answer_missing(
         rollouts.context = replace(rollouts.context, retriever=retriever)
         done = 0
 
-        def keep(row: Row) -> None:
+        def keep(row: ScoredRow) -> None:
             nonlocal done
             file.add(row | {"retriever": service})
             done += 1
@@ -188,9 +188,9 @@ def validate(config: Config, rollouts: Rollouts) -> Means:
     """Evaluate during training: the agent answers a fixed sample of the questions once; writes nothing."""
     config = replace(config, evaluate=replace(config.evaluate, method="agent"))
     questions, _ = validation_questions(config, rollouts.context.tokenizer)
-    rows: list[Row] = []
+    rows: list[ScoredRow] = []
     for temperature in dict.fromkeys(config.evaluate.temperatures):
-        answered: list[Row] = []
+        answered: list[ScoredRow] = []
         answer(config, rollouts, questions, temperature, 1, answered.append)
         rows += sorted(answered, key=lambda row: (row["data_source"], row["id"]))
     return summarise(rows).means
@@ -202,7 +202,7 @@ def answer(
     questions: Sequence[Question],
     temperature: float,
     samples: int,
-    keep: Callable[[Row], object],
+    keep: Callable[[ScoredRow], object],
     evaluation: str = "",
 ) -> None:
     """Answer questions with the sampler's current policy.
@@ -250,7 +250,7 @@ def _passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[list[Do
     return [documents for batch in batches for documents in search(batch)]
 
 
-def _write(output: Path, config: Config, about: dict[str, Any], report: Report) -> None:
+def _write(output: Path, config: Config, about: dict[str, Any], report: ScoreReport) -> None:
     evaluate = config.evaluate
     about |= {
         "method": evaluate.method,
@@ -266,7 +266,7 @@ def _write(output: Path, config: Config, about: dict[str, Any], report: Report) 
     write_text(output.with_suffix(".csv"), csv_table(report))
 
 
-def report_table(report: Report) -> str:
+def report_table(report: ScoreReport) -> str:
     """Return a row for each temperature and data source, for the console."""
     headers, rows = table_rows(report)
     return table(rows, headers)

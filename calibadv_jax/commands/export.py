@@ -21,7 +21,7 @@ from calibadv_jax.config.starts import newest_start
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.core.locking import locked_output
-from calibadv_jax.evaluation.report import Report, markdown_table
+from calibadv_jax.evaluation.report import ScoreReport, markdown_table
 from calibadv_jax.hosts.joining import alone
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -140,6 +140,6 @@ def _scores(config: Config, policy: dict[str, Any]) -> str:
     evaluated = read_json(path) if path.is_file() else {}
     if evaluated.get("policy") == policy:
         about = f"Method: {evaluated['method']}; {evaluated['samples']} trajectories a question"
-        report = Report(evaluated["scores"], evaluated["intervals"])
+        report = ScoreReport(evaluated["scores"], evaluated["intervals"])
         return f"{about} above temperature 0.\n\n{markdown_table(report, evaluated['confidence'])}"
     return "Not evaluated. `calibadv evaluate` before `calibadv export` puts the scores here."

@@ -43,10 +43,9 @@ from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.rollout.actions import Access, Search, grammar_of
+from calibadv_jax.rollout.actions import AccessAction, SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, added_token_strings, encode, neutralise_documents
-from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
-from calibadv_jax.rollout.prompts import open_prompt
+from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.choices import describe_adapters
 from calibadv_jax.run.fingerprints import cold_start_identity
@@ -378,7 +377,7 @@ def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_
     prompt, opening = open_prompt(demonstration.question, tokenizer, config.prompt, longest, actions)
     parts: list[tuple[np.ndarray, bool]] = [(prompt, False)]
     shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
-    by_name: dict[str, Action] = {action.name: action for action in actions or (Search(),)}
+    by_name: dict[str, Action] = {action.name: action for action in actions or (SearchAction(),)}
     for number, turn in enumerate(demonstration.turns, 1):
         text = behind_opening(opening if number == 1 else shown.opening, turn.text)
         parts.append((np.asarray(encode(tokenizer, text), np.int32), turn.trained))
@@ -387,9 +386,9 @@ def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_
         if goes_on or turn.documents or turn.observation:
             observation = neutralise_observation(turn.observation, added_token_strings(tokenizer), grammar)
             documents = neutralise_documents(turn.documents, tokenizer, grammar)
-            renderer = Search() if isinstance(action, Search) else Access()  # not code of one's own
+            renderer = SearchAction() if isinstance(action, SearchAction) else AccessAction()  # no user code
             body = renderer.render(Reply(tuple(documents), observation))
-            parts.append((shown.of(action or Search()).information(body)[0], False))
+            parts.append((shown.of(action or SearchAction()).information(body)[0], False))
     tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
     mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])
     mask[0] = False  # nothing precedes the first token

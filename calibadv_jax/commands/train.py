@@ -32,7 +32,7 @@ from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
+from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fingerprints import check_same

@@ -1,18 +1,18 @@
 """A language model as the judge of answers, behind any OpenAI-compatible endpoint.
 
-What is judged was written by the policy, which is paid for what the judge says. So it cannot reach the judge
-as anything but data: it stands in JSON whose text has no bracket, quote or line of its own, and the verdict
-counts only behind a key that the policy cannot know.
+The policy, which is paid for the verdict, wrote the answer. So the answer reaches the judge as data only: as
+JSON whose text has no bracket, quote or line of its own, and the verdict counts only behind a key that the
+policy cannot know.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import secrets
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -23,9 +23,18 @@ from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Question, Trajectory
-from calibadv_jax.services.http_client import BadReply, Reply, Unreachable, open_session, request
-from calibadv_jax.services.retriever_replies import excerpt
-from calibadv_jax.services.waiting import BAD_REPLIES, Waits, no_answer
+from calibadv_jax.services.http_client import (
+    BAD_REPLIES,
+    BadReply,
+    HttpReply,
+    PerLoop,
+    Unreachable,
+    excerpt,
+    no_answer,
+    open_session,
+    request,
+    retry,
+)
 
 TOKEN_VARIABLE = "JUDGE_TOKEN"
 REMEMBERED = 100_000  # verdicts
@@ -45,12 +54,12 @@ EXPECTED = "the key of its prompt, a space, and yes, no or a number from 0 to 1,
 _MARKUP = re.compile(r"[<>\[\]{}|`#]")  # of chat templates and of Markdown
 
 
-class _Said(BaseModel):
+class _Message(BaseModel):
     content: str | None = None
 
 
 class _Choice(BaseModel):
-    message: _Said
+    message: _Message
     finish_reason: str | None = None
 
 
@@ -58,87 +67,79 @@ class _Completion(BaseModel):
     choices: list[_Choice] = Field(min_length=1)
 
 
-class _NoVerdict(BadReply):
-    """The endpoint answered, but not with a verdict."""
+@dataclass
+class _Connections:
+    """Of an event loop."""
+
+    http: aiohttp.ClientSession
+    slots: asyncio.Semaphore
+    asking: dict[str, asyncio.Task[float]] = field(default_factory=dict)
 
 
 class JudgeClient:
-    """Implements `interfaces.Judge`; the same answer to the same question is judged once.
-
-    Raises:
-        UserError: the prompt cannot be read.
-    """
+    """Implements `interfaces.Judge`; the same answer to the same question is judged once."""
 
     def __init__(self, config: JudgeConfig):
         self.config, self.url = config, config.url.rstrip("/")
         self.prompt = read_prompt(config.prompt)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._http: aiohttp.ClientSession | None = None
-        self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._asking: dict[str, asyncio.Task[float]] = {}
+        self._connections = PerLoop(self._connect)
         self._verdicts: OrderedDict[str, float] = OrderedDict()
 
-    async def score(self, trajectory: Trajectory) -> dict[str, float]:
-        """The verdict in [0, 1], and whether it agrees with exact match.
+    def _connect(self) -> _Connections:
+        slots = asyncio.Semaphore(self.config.max_concurrency)
+        return _Connections(open_session(self.config.timeout, TOKEN_VARIABLE), slots)
 
-        Raises:
-            RequestFailed: there is no verdict: the endpoint was away, or said none in `BAD_REPLIES` replies.
-            UserError: it has no such route or model, or asks for a token.
+    async def score(self, trajectory: Trajectory) -> dict[str, float]:
+        """Return the verdict in [0, 1], and whether it agrees with exact match.
+
+        Raises RequestFailed if the endpoint was away or gave no verdict, and UserError if it has no such
+        route or model, or asks for a token.
         """
         question, answer = trajectory.question, trajectory.answer or ""
         verdict = await self.verdict(question, answer)
-        golden = {normalise_answer(one) for one in question.golden_answers}
-        agrees = (verdict >= 0.5) == (normalise_answer(answer) in golden)
+        golden_answers = {normalise_answer(golden) for golden in question.golden_answers}
+        agrees = (verdict >= 0.5) == (normalise_answer(answer) in golden_answers)
         return {JUDGE: verdict, JUDGE_AGREEMENT: float(agrees)}
 
     async def verdict(self, question: Question, answer: str) -> float:
-        """What the judge says of an answer, in [0, 1]; raises as `score`."""
+        """Return the verdict on an answer, in [0, 1]; raises as `score`."""
         data = data_of(question.text, question.golden_answers, answer, self.config.max_answer)
-        known = self._verdicts.get(data)
-        return await self._ask_once(data) if known is None else known
-
-    async def close(self) -> None:
-        """Closes the connections of the running event loop."""
-        if self._loop is asyncio.get_running_loop() and self._http is not None:
-            for task in self._asking.values():
-                task.cancel()
-            await self._http.close()
-            self._loop = None
-
-    async def _ask_once(self, data: str) -> float:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # connections belong to the loop that opened them
-            token = os.environ.get(TOKEN_VARIABLE, "").strip()
-            self._loop, self._http = loop, open_session(self.config.timeout, token)
-            self._slots, self._asking = asyncio.Semaphore(self.config.max_concurrency), {}
-        if data not in self._asking:
-            task = self._asking[data] = loop.create_task(self._ask(data))
-            task.add_done_callback(lambda _: self._asking.pop(data, None))
+        if data in self._verdicts:
+            return self._verdicts[data]
+        asking = self._connections.get().asking
+        if data not in asking:
+            task = asking[data] = asyncio.create_task(self._ask(data))
+            task.add_done_callback(lambda _: asking.pop(data, None))
         # Shielded: others may wait for the same verdict.
-        verdict = await asyncio.shield(self._asking[data])
-        self._verdicts[data] = verdict
+        verdict = self._verdicts[data] = await asyncio.shield(asking[data])
         while len(self._verdicts) > REMEMBERED:
             self._verdicts.popitem(last=False)
         return verdict
 
-    async def _ask(self, data: str) -> float:
-        waits = Waits(self.config.patience)
-        while True:
-            try:
-                async with self._slots:
-                    return await self._request(data)
-            except Unreachable as error:
-                if not await waits.for_a_service(error.retry_after):
-                    raise self._failed(
-                        f"{no_answer(self.config.patience)} ({error}); start the endpoint, or correct"
-                        " reward.judge.url"
-                    ) from error
-            except BadReply as error:
-                if not await waits.for_a_good_reply():
-                    raise self._failed(f"no verdict in {BAD_REPLIES} attempts: {error}") from error
+    async def close(self) -> None:
+        """Close the connections of the running event loop."""
+        if (connections := self._connections.take()) is not None:
+            for task in connections.asking.values():
+                task.cancel()
+            await connections.http.close()
 
-    async def _request(self, data: str) -> float:
-        assert self._http is not None
+    async def _ask(self, data: str) -> float:
+        connections = self._connections.get()
+
+        async def attempt() -> float:
+            async with connections.slots:
+                return await self._request(connections.http, data)
+
+        patience = self.config.patience
+        try:
+            return await retry(attempt, patience)
+        except Unreachable as error:
+            advice = "start the endpoint, or correct reward.judge.url"
+            raise self._failed(f"{no_answer(patience)} ({error}); {advice}") from error
+        except BadReply as error:
+            raise self._failed(f"no verdict in {BAD_REPLIES} attempts: {error}") from error
+
+    async def _request(self, http: aiohttp.ClientSession, data: str) -> float:
         key = secrets.token_hex(8)
         body = {
             "model": self.config.model,
@@ -149,84 +150,70 @@ class JudgeClient:
             "temperature": 0,
             "max_tokens": self.config.max_tokens,
         }
-        url = f"{self.url}/chat/completions"
-        reply = await request(self._http, "POST", url, LONGEST_REPLY, json=body)
+        reply = await request(http, "POST", f"{self.url}/chat/completions", LONGEST_REPLY, json=body)
         self._check_status(reply)
         try:
             choice = reply.parse(_Completion).choices[0]
         except ValidationError as error:
-            raise _NoVerdict(
+            raise BadReply(
                 f"the reply is no chat completion ({excerpt(reply.body)}); correct reward.judge.url"
             ) from error
         try:
             return read_verdict(choice.message.content or "", key)
-        except _NoVerdict as error:
+        except BadReply as error:
             if choice.finish_reason == "length":
-                raise _NoVerdict(
+                raise BadReply(
                     f"the reply was cut after reward.judge.max_tokens={self.config.max_tokens}; raise it"
                 ) from error
             raise
 
-    def _check_status(self, reply: Reply) -> None:
-        said = f"status {reply.status}: {excerpt(reply.body)}"
+    def _check_status(self, reply: HttpReply) -> None:
         if reply.is_away:
-            raise Unreachable(said, reply.retry_after)
+            raise Unreachable(reply.excerpt, reply.retry_after)
         if reply.status in (401, 403):
             raise UserError(
-                f"judge {self.url}: {said}; set the environment variable {TOKEN_VARIABLE} to its token"
+                f"judge {self.url}: {reply.excerpt}; set the environment variable {TOKEN_VARIABLE} to its"
+                " token"
             )
         if reply.status in (404, 405):
             raise UserError(
-                f"judge {self.url}: {said}; correct reward.judge.url (it ends with /v1 at most servers) and"
-                " reward.judge.model"
+                f"judge {self.url}: {reply.excerpt}; correct reward.judge.url (it ends with /v1 at most"
+                " servers) and reward.judge.model"
             )
         if reply.status != 200:
-            raise _NoVerdict(said)
+            raise BadReply(reply.excerpt)
 
     def _failed(self, reason: str) -> RequestFailed:
         return RequestFailed(JUDGE, f"judge {self.url}: {reason}")
 
 
 def data_of(question: str, golden_answers: tuple[str, ...], answer: str, max_answer: int) -> str:
-    """What is judged, as one line of JSON: no text in it can end its field, its line or its message."""
-    fields: dict[str, str | list[str]] = {
-        "question": question,
-        "golden_answers": list(golden_answers),
-        "answer": answer[:max_answer],
-    }
-    return "{" + ", ".join(f'"{name}": {_quoted(value)}' for name, value in fields.items()) + "}"
+    """Write one line of JSON for the judge: no text in it can end its field, its line or its message."""
+    golden = f"[{', '.join(map(_quoted, golden_answers))}]"
+    fields = {"question": _quoted(question), "golden_answers": golden, "answer": _quoted(answer[:max_answer])}
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
 
 
-def _quoted(value: str | list[str]) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_quoted, value))}]"
+def _quoted(text: str) -> str:
     # Letters outside ASCII are escaped too: some templates have marks that look like brackets.
-    return _MARKUP.sub(lambda mark: f"\\u{ord(mark[0]):04x}", json.dumps(well_formed(value)))
+    return _MARKUP.sub(lambda mark: f"\\u{ord(mark[0]):04x}", json.dumps(well_formed(text)))
 
 
-def read_verdict(said: str, key: str) -> float:
-    """The verdict in the last line of a reply.
-
-    Raises:
-        _NoVerdict: the line does not begin with the key, or says something else.
-    """
-    last = said.strip().splitlines()[-1:] or [""]
-    found = re.fullmatch(rf"{key} (?:(yes)|(no)|(0(?:\.\d+)?|1(?:\.0+)?))\.?", last[0].strip(), re.IGNORECASE)
-    if found is None:
-        raise _NoVerdict(
+def read_verdict(reply: str, key: str) -> float:
+    """Return the verdict in the last line of a reply; raise BadReply if it holds anything else."""
+    last = reply.strip().splitlines()[-1:] or [""]
+    match = re.fullmatch(rf"{key} (?:(yes)|(no)|(0(?:\.\d+)?|1(?:\.0+)?))\.?", last[0].strip(), re.IGNORECASE)
+    if match is None:
+        raise BadReply(
             f"the last line is {last[0][:100]!r}, but must be {EXPECTED}; choose a model that keeps to it, or"
             " say it once more in reward.judge.prompt"
         )
-    yes, no, number = found.groups()
+    yes, no, number = match.groups()
     return 1.0 if yes else 0.0 if no else float(number)
 
 
 def read_prompt(path: str) -> str:
-    """What the judge is told to do: the file's text, or the built-in one where no path is given.
-
-    Raises:
-        UserError: it cannot be read, or is empty.
-    """
+    """Return the text of the judge's prompt file, or the built-in one where no path is given."""
     if not path:
         return PROMPT
     try:

@@ -12,7 +12,7 @@ from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services.retriever_client import RetrieverClient
 
 AT_ONCE = 128  # items; the client puts their queries into common requests
-Search = Callable[[str], Awaitable[list[Document]]]
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -21,17 +21,13 @@ def look_up_each(
     config: RetrieverConfig,
     url: str | Sequence[str],
     items: Sequence[Item],
-    work: Callable[[Item, Search], Awaitable[Result]],
+    work: Callable[[Item, Callable[[str], Awaitable[list[Document]]]], Awaitable[Result]],
     show: Callable[[int], object] = lambda done: None,
 ) -> list[Result]:
-    """What `work` makes of each item, in their order.
+    """Return what `work` makes of each item and a search, in their order.
 
-    Args:
-        work: gets an item and a search, which finds nothing for a query that the service refuses.
-        show: called with the number of items that are done.
-
-    Raises:
-        UserError: the service cannot be used; see `RetrieverClient.search`.
+    The search finds nothing for a query that the service refuses; other errors are those of
+    `RetrieverClient.search`. `show` is called with the number of items that are done.
     """
 
     async def all_of_them() -> list[Result]:
@@ -40,12 +36,12 @@ def look_up_each(
 
         async def search(query: str) -> list[Document]:
             try:
-                (found,) = await client.search([query])
+                (documents,) = await client.search([query])
             except QueryRefused:
                 return []
-            return found
+            return documents
 
-        async def one(item: Item) -> Result:
+        async def finish(item: Item) -> Result:
             nonlocal done
             async with slots:
                 result = await work(item, search)
@@ -54,7 +50,7 @@ def look_up_each(
             return result
 
         try:
-            return list(await asyncio.gather(*map(one, items)))
+            return list(await asyncio.gather(*map(finish, items)))
         finally:
             await client.close()
 

@@ -1,6 +1,6 @@
 """Tools of MCP servers as actions: one connection a server, made again where it is lost.
 
-The package `mcp` is optional; only what is in use of it is imported, in functions.
+The optional package `mcp` is imported in functions. What servers send is bounded before the package reads it.
 """
 
 from __future__ import annotations
@@ -12,34 +12,45 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from calibadv_jax.config import McpConfig
-from calibadv_jax.contrib.mcp_streams import ServerLog, bound_reply, checked, excerpt
 from calibadv_jax.core.errors import ActionRefused, EnvironmentFailure, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.tags import printable, well_formed
+from calibadv_jax.core.own_function import failure
+from calibadv_jax.core.tags import printable, well_formed, well_formed_json
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services.http_client import LONGEST_REPLY
-from calibadv_jax.services.waiting import Waits, run_to_its_end
+from calibadv_jax.services.child_process import set_aside
+from calibadv_jax.services.http_client import (
+    LONGEST_REPLY,
+    BadReply,
+    PerLoop,
+    Unreachable,
+    read_all,
+    retry,
+    run_to_its_end,
+)
 
 TOKEN_VARIABLE = "MCP_TOKEN"
 START_PATIENCE = 30.0  # seconds for which the start of a program waits for a server, at most
 CLOSING = 10.0  # seconds that a connection may take to end
 LONGEST_PURPOSE = 300  # letters of a tool's own description that stand in the prompt
+LONGEST_EXCERPT = 200  # letters of a server's text in a message
 MOST_BRACKETS = 100  # of a body
-INVALID_PARAMS, CONNECTION_CLOSED = -32602, -32000  # JSON-RPC's and MCP's codes
+# Codes of JSON-RPC and MCP.
+PARSE_ERROR, INVALID_PARAMS, CONNECTION_CLOSED = -32700, -32602, -32000
 SESSION_ENDED, UNREADABLE_EVENT = "Session terminated", "SSE stream failed"  # messages of the package
 LOGGERS = ("mcp", "client")  # of the package
+_TAIL = 4096  # bytes of a log that are kept for messages
+_ID = re.compile(r'"id"\s*:\s*(\d+)')
+_RESULT = re.compile(r'"(?:result|error)"\s*:')
 
 T = TypeVar("T")
-
-
-class Lost(Exception):
-    """The server cannot be reached, or its connection has ended."""
 
 
 def mcp_actions(
@@ -48,50 +59,46 @@ def mcp_actions(
     log: Path | None = None,
     warn: Callable[[str], object] = lambda _: None,
 ) -> list[Action]:
-    """The tools of a server that are on; the server is started, or asked, and left again.
+    """Return the tools of a server that are on; the server is started, or asked, and left again.
 
-    Args:
-        log: the standard error of the server's program is added to it; see `ServerLog`.
-        warn: told once if the program writes to its standard output what is no message.
-
-    Raises:
-        UserError: the package is missing, the server cannot be started or reached, or has no such tool.
+    The standard error of its program is added to `log`; `warn` is called once if it writes to its standard
+    output what is no message. Raises UserError if the package is missing, the server cannot be started or
+    reached, or has no such tool.
     """
     server = McpServer(config, log, warn)
-    known = {tool.name: tool for tool in run_to_its_end(server.tools)}
+    tools = {tool.name: tool for tool in run_to_its_end(server.tools)}
     for name in config.tools:
-        if name not in known:
+        if name not in tools:
             raise UserError(
-                f"tools: {server.where} has no tool {name!r}; it has {printable(', '.join(known)) or 'none'}"
+                f"tools: {server.where} has no tool {name!r}; it has {printable(', '.join(tools)) or 'none'}"
             )
-    names = config.tools or list(known)
-    server.agreed = {name: known[name].input_schema for name in names}
-    return [McpAction(server, known[name], max_length) for name in names]
+    names = config.tools or list(tools)
+    server.agreed = {name: tools[name].input_schema for name in names}
+    return [McpAction(server, tools[name], max_length) for name in names]
+
+
+@dataclass
+class _OfLoop:
+    """A server's connection in an event loop."""
+
+    connection: _Connection | None = None
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class McpServer:
-    """A server and its connection, which belongs to the event loop that runs when it is asked."""
+    """A server and its connection."""
 
     def __init__(
-        self,
-        config: McpConfig,
-        log: Path | None = None,
-        warn: Callable[[str], object] = lambda _: None,
+        self, config: McpConfig, log: Path | None = None, warn: Callable[[str], object] = lambda _: None
     ):
         self.config, self._log, self._warn = config, log, warn
         self.where = f"MCP server {config.url or config.command}"
         self.agreed: dict[str, Any] = {}  # schemas by tool: each connection must have these
         self._has_warned = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._connection: _Connection | None = None
-        self._opening = asyncio.Lock()
+        self._connections = PerLoop(_OfLoop)
 
     async def tools(self) -> list[Any]:
-        """What the server says of its tools.
-
-        Raises:
-            UserError: it cannot be started or reached.
-        """
+        """Return the server's description of its tools; raise UserError if it cannot be reached."""
         try:
             # A program that ends at once, such as one whose script is missing, is not waited for.
             patience = 0.0 if self.config.command else min(self.config.patience, START_PATIENCE)
@@ -105,67 +112,47 @@ class McpServer:
             await self.close()
 
     async def call(self, action: str, tool: str, arguments: Mapping[str, Any]) -> Any:
-        """A tool's result.
-
-        Args:
-            action: who failed, if it fails.
+        """Return a tool's result; the service that fails is called `action`.
 
         Raises:
             ActionRefused: the server does not take these arguments.
             RequestFailed: it was away for longer than `config.patience`, or did not answer in time.
             EnvironmentFailure: it no longer has the tools that it had at the start.
         """
-
-        async def ask(client: Any) -> Any:
-            return await client.call_tool(tool, dict(arguments))
-
+        patience = self.config.patience
         try:
-            result = await self._ask(action, ask, self.config.patience)
+            result = await self._ask(action, lambda client: client.call_tool(tool, dict(arguments)), patience)
         except ActionRefused:
-            await self._compare_now(action)
+            self._compare(await self._ask(action, _list_tools, patience))
             raise
         if result.is_error:  # of the tool, or because it is gone
-            await self._compare_now(action)
+            self._compare(await self._ask(action, _list_tools, patience))
         return result
 
-    async def _compare_now(self, action: str) -> None:
-        self._compare(await self._ask(action, _list_tools, self.config.patience))
-
     async def _ask(self, action: str, ask: Callable[[Any], Awaitable[T]], patience: float) -> T:
-        waits = Waits(patience)
-        while True:
-            try:
-                connection = await self._connected()
-                return await connection.ask(ask, self.config.timeout)
-            except Lost as error:
-                reason, goes_on = str(error), await waits.for_a_service(0)
-            except TimeoutError:
-                reason, goes_on = f"no reply within {self.config.timeout:g} s", await waits.for_a_good_reply()
-            except _BadReply as error:
-                reason, goes_on = str(error), await waits.for_a_good_reply()
-            if not goes_on:
-                raise RequestFailed(action, f"{self.where}: {reason}")
+        async def attempt() -> T:
+            return await (await self._connected()).ask(ask)
+
+        try:
+            return await retry(attempt, patience)
+        except (Unreachable, BadReply) as error:
+            raise RequestFailed(action, f"{self.where}: {error}") from error
 
     async def _connected(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # a connection belongs to the loop that opened it
-            self._loop, self._connection, self._opening = loop, None, asyncio.Lock()
-        async with self._opening:
-            if self._connection is None or self._connection.is_lost:
-                if self._connection is not None:
-                    await self._connection.close()
-                self._connection = _Connection(self.config, self._log, self._warn_once)
-                await self._connection.open()
-            if self.agreed and not self._connection.is_compared:
-                self._compare(await self._connection.ask(_list_tools, self.config.timeout))
-                self._connection.is_compared = True
-            return self._connection
+        mine = self._connections.get()
+        async with mine.opening:
+            if mine.connection is None or mine.connection.is_lost:
+                if mine.connection is not None:
+                    await mine.connection.close()
+                mine.connection = _Connection(self.config, self._log, self._warn_once)
+                await mine.connection.open()
+            if self.agreed and not mine.connection.is_compared:
+                self._compare(await mine.connection.ask(_list_tools))
+                mine.connection.is_compared = True
+            return mine.connection
 
     def _compare(self, tools: list[Any]) -> None:
-        """
-        Raises:
-            EnvironmentFailure: a tool that is on is gone, or has another schema.
-        """
+        """Raise EnvironmentFailure if a tool that is on is gone, or has another schema."""
         schemas = {tool.name: tool.input_schema for tool in tools}
         for name, schema in self.agreed.items():
             if name not in schemas or schemas[name] != schema:
@@ -184,10 +171,10 @@ class McpServer:
             )
 
     async def close(self) -> None:
-        """Ends the connection of the running event loop, and the server that it started."""
-        if self._loop is asyncio.get_running_loop() and self._connection is not None:
-            await self._connection.close()
-            self._connection = None
+        """End the connection of the running event loop, and the server that it started."""
+        mine = self._connections.take()
+        if mine is not None and mine.connection is not None:
+            await mine.connection.close()
 
 
 async def _list_tools(client: Any) -> list[Any]:
@@ -198,10 +185,6 @@ async def _list_tools(client: Any) -> list[Any]:
         cursor = page.next_cursor
         if not cursor:
             return tools
-
-
-class _BadReply(Exception):
-    """The server answered with an error that is not about the arguments, or with what cannot be read."""
 
 
 class _Connection:
@@ -216,26 +199,22 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """
-        Raises:
-            Lost: there is no server, or it does not speak MCP.
-            UserError: the package is missing, or there is no such program.
-        """
+        """Raise Unreachable if there is no MCP server, UserError if package or program are missing."""
         self._task = asyncio.create_task(self._keep())
         done, _ = await asyncio.wait({self._client}, timeout=self.config.timeout)
         if not done:
             await self.close()
-            raise Lost(f"no session within {self.config.timeout:g} s")
+            raise Unreachable(f"no session within {self.config.timeout:g} s")
         self._client.result()
 
-    async def ask(self, ask: Callable[[Any], Awaitable[T]], timeout: float) -> T:
+    async def ask(self, ask: Callable[[Any], Awaitable[T]]) -> T:
+        """Raises:
+        ActionRefused: the server does not take the arguments.
+        BadReply: another error of the server, an unreadable reply, or none in time.
+        Unreachable: the connection has ended.
         """
-        Raises:
-            ActionRefused, TimeoutError, Lost, _BadReply.
-        """
-        errors = _package().MCPError
-        client = self._client.result()
-        limit = asyncio.timeout(timeout)
+        errors, client = _package().MCPError, self._client.result()
+        limit = asyncio.timeout(self.config.timeout)
         try:
             async with limit:
                 return await ask(client)
@@ -244,18 +223,16 @@ class _Connection:
                 raise ActionRefused(error.message) from error
             is_unread = error.message.startswith(UNREADABLE_EVENT)
             if is_unread or (error.code != CONNECTION_CLOSED and error.message != SESSION_ENDED):
-                raise _BadReply(f"error {error.code}: {excerpt(error.message)}") from error
+                raise BadReply(f"error {error.code}: {excerpt(error.message)}") from error
             self.is_lost = True
-            raise Lost("the connection has ended") from error
+            raise Unreachable("the connection has ended") from error
         except (ValueError, RuntimeError) as error:  # a result against its schema
-            if self.is_lost:
-                raise Lost(_reason(error)) from error
-            raise _BadReply(_reason(error)) from error
+            raise (Unreachable if self.is_lost else BadReply)(_reason(error)) from error
         except Exception as error:  # the package raises whatever its connection does
             if limit.expired():
-                raise
+                raise BadReply(f"no reply within {self.config.timeout:g} s") from error
             self.is_lost = True
-            raise Lost(_reason(error)) from error
+            raise Unreachable(_reason(error)) from error
 
     async def close(self) -> None:
         self.is_lost = True
@@ -291,13 +268,13 @@ class _Connection:
                 " tools[].mcp.command"
             )
         line = log.last_line()
-        return Lost(f"{_reason(error)}{f' ({line})' if line else ''}")
+        return Unreachable(f"{_reason(error)}{f' ({line})' if line else ''}")
 
 
 def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return printable(f"{type(error).__name__} {error}"[:1000])[:300]
+    return printable(failure(error))
 
 
 def _package() -> Any:
@@ -313,7 +290,6 @@ def _package() -> Any:
 
 
 def _client(config: McpConfig, log: ServerLog) -> Any:
-    """An asynchronous context whose value is the client."""
     mcp = _package()
     if config.command:
         from mcp.client.stdio import stdio_client
@@ -329,8 +305,8 @@ def _client(config: McpConfig, log: ServerLog) -> Any:
     http = create_mcp_http_client(headers={"Authorization": f"Bearer {token}"} if token else None)
     http.event_hooks = {"response": [bound_reply]}
     limit = "max_sse_event_size"  # older versions of the package have none
-    known = inspect.signature(streamable_http_client).parameters
-    bounds = {limit: LONGEST_REPLY} if limit in known else {}
+    parameters = inspect.signature(streamable_http_client).parameters
+    bounds = {limit: LONGEST_REPLY} if limit in parameters else {}
     return mcp.Client(streamable_http_client(config.url, http_client=http, **bounds), cache=None)
 
 
@@ -347,8 +323,8 @@ class McpAction(Action):
         described = " ".join((tool.description or "").split())[:LONGEST_PURPOSE].rstrip(".")
         self.name = re.sub(r"\W", "_", tool.name, flags=re.ASCII)
         self.purpose = f"use {self.name} ({described})" if described else f"use {self.name}"
-        named = ", ".join(f'"{name}": {_type(one)}' for name, one in properties.items())
-        self.argument = self._only or f"{{{named}}}"
+        fields = ", ".join(f'"{name}": {_type(schema)}' for name, schema in properties.items())
+        self.argument = self._only or f"{{{fields}}}"
         self.may_be_empty, self.max_length = not required, max_length
 
     def parse(self, body: str) -> dict[str, Any]:
@@ -357,11 +333,11 @@ class McpAction(Action):
         if body.count("{") + body.count("[") > MOST_BRACKETS:
             raise ValueError("too many brackets")
         try:
-            found = json.loads(body)
+            value = json.loads(body)
         except ValueError:
-            found = None
-        if isinstance(found, dict):
-            return _well_formed(found)
+            value = None
+        if isinstance(value, dict):
+            return _well_formed(value)
         if self._only:
             return {self._only: well_formed(body)}
         raise ValueError(f"write a JSON object: {self.argument}")
@@ -399,5 +375,136 @@ def _well_formed(value: Any) -> Any:
     if isinstance(value, str):
         return well_formed(value)
     if isinstance(value, dict):
-        return {well_formed(name): _well_formed(one) for name, one in value.items()}
-    return [_well_formed(one) for one in value] if isinstance(value, list) else value
+        return {well_formed(name): _well_formed(item) for name, item in value.items()}
+    return [_well_formed(item) for item in value] if isinstance(value, list) else value
+
+
+def excerpt(text: str) -> str:
+    """Return the beginning of a server's text, on one line without control characters."""
+    return printable(text[: 2 * LONGEST_EXCERPT])[:LONGEST_EXCERPT]
+
+
+class ServerLog:
+    """The standard error of a server's program, a pipe whose text is added to a file if there is a `path`."""
+
+    def __init__(self, path: Path | None, warn: Callable[[str], object]):
+        self.warn, self._path, self._tail = warn, path, b""
+        reading, writing = os.pipe()
+        self._stream = os.fdopen(writing, "w", buffering=1, encoding="utf-8", errors="replace")
+        self._thread = threading.Thread(target=self._copy, args=(reading,), name="MCP log", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text)
+
+    def close(self) -> None:
+        """Close this process's end of the pipe: the log ends with the programs that hold the others."""
+        self._stream.close()
+
+    def last_line(self) -> str:
+        """Return the last line of the program's output, once it has ended."""
+        self.close()
+        self._thread.join(1.0)  # a program that it started may go on
+        return excerpt(self._tail.decode(errors="replace").strip().rpartition("\n")[2])
+
+    def _copy(self, reading: int) -> None:
+        with open(reading, "rb", buffering=0) as source:
+            while text := source.read(2**16):
+                self._tail = (self._tail + text)[-_TAIL:]
+                if self._path is not None:
+                    with suppress(OSError):  # a full disk must not stop the server
+                        self._path.parent.mkdir(parents=True, exist_ok=True)
+                        set_aside(self._path)
+                        with self._path.open("ab") as log:
+                            log.write(text)
+
+
+@asynccontextmanager
+async def checked(transport: AbstractAsyncContextManager[Any], log: ServerLog) -> AsyncIterator[Any]:
+    """Open the streams of a program's pipes; an unreadable line fails its call, or is warned of."""
+    async with transport as (messages, requests):
+        yield _Messages(messages, log), requests
+
+
+class _Messages:
+    """A stream of messages, without the errors of lines that are none."""
+
+    def __init__(self, lines: Any, log: ServerLog):
+        self._lines, self._log = lines, log
+
+    async def receive(self) -> Any:
+        return await self._next(self._lines.receive)
+
+    async def __anext__(self) -> Any:
+        return await self._next(self._lines.__anext__)
+
+    async def _next(self, read: Callable[[], Awaitable[Any]]) -> Any:
+        while True:
+            item = await read()
+            if isinstance(item, ValueError):
+                item = _message_of(item, self._log)
+            if item is not None:
+                return item
+
+    async def aclose(self) -> None:
+        await self._lines.aclose()
+
+    def __aiter__(self) -> _Messages:
+        return self
+
+    async def __aenter__(self) -> _Messages:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def _message_of(error: Any, log: ServerLog) -> Any:
+    """Return the message of a line that the package refused; None: no reply to a call."""
+    from mcp.shared.message import SessionMessage
+    from mcp_types import ErrorData, JSONRPCError, jsonrpc_message_adapter
+
+    line: Any = error.errors()[0]["input"]
+    if error.errors()[0]["type"] == "json_invalid":
+        try:  # one with lone surrogates
+            repaired = well_formed_json(line.encode("utf-8", "replace"))
+            return SessionMessage(jsonrpc_message_adapter.validate_json(repaired, by_name=False))
+        except ValueError:
+            call = _id_in(line)
+    else:
+        objects = [item["input"] for item in error.errors() if isinstance(item["input"], dict)]
+        call, line = next((item["id"] for item in objects if "id" in item), None), str(line)
+    if not isinstance(call, int | str):
+        log.warn(excerpt(line))
+        return None
+    data = ErrorData(code=PARSE_ERROR, message=f"a reply that cannot be read: {excerpt(line)}")
+    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=call, error=data))
+
+
+def _id_in(line: str) -> int | None:
+    """Return the call of a damaged reply: its id stands before its result or behind it."""
+    if '"jsonrpc"' not in line:
+        return None
+    head, *rest = _RESULT.split(line, maxsplit=1)
+    ids = _ID.findall(head) or _ID.findall("".join(rest))[-1:]
+    return int(ids[0]) if ids else None
+
+
+async def bound_reply(response: Any) -> None:
+    """Bound a reply of the package's HTTP client, and replace lone surrogates in it."""
+    from httpx2 import StreamError
+
+    read = response.aiter_bytes
+
+    async def read_whole(chunk_size: int | None = None) -> AsyncIterator[bytes]:
+        try:
+            yield well_formed_json(await read_all(read(chunk_size)))
+        except BadReply as error:
+            raise StreamError(str(error)) from error
+
+    # Of a stream the package itself bounds each event.
+    if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
+        response.aiter_bytes = read_whole

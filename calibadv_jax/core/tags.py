@@ -67,10 +67,11 @@ TAG_NAMES, TAGS, STOP_STRINGS = SEARCH_GRAMMAR.tag_names, SEARCH_GRAMMAR.tags, S
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 OPEN_INFORMATION, CLOSE_INFORMATION = "\n\n<information>", "</information>\n\n"
 FIRST_DOCUMENT = 'Doc 1(Title: "'  # begins a list of documents; nothing that is neutralised holds it
-INVALID_ACTION = (
-    "\nMy previous action is invalid. If I want to search, I should put the query between <search> and"
-    " </search>. If I want to give the final answer, I should put the answer between <answer> and"
-    " </answer>. Let me try again.\n"
+USAGE = " If I want to {purpose}, I should put the {argument} between <{name}> and </{name}>."
+ANSWER_USAGE = USAGE.format(purpose="give the final answer", argument="answer", name="answer")
+INVALID_TEMPLATE = "\nMy previous action is invalid.{usages} Let me try again.\n"
+INVALID_ACTION = INVALID_TEMPLATE.format(
+    usages=USAGE.format(purpose="search", argument="query", name="search") + ANSWER_USAGE
 )
 QUERY_REFUSED = (
     "The search engine does not take this query. It may be too long: a short query of a few words works best."

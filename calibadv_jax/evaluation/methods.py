@@ -1,4 +1,4 @@
-"""How the questions are answered: the agent as trained, baselines without its searches, and controls."""
+"""Methods of answering: the agent as trained, baselines without its searches, and controls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,7 @@ MAX_DRAWS = 8  # other questions whose documents are tried, before a search show
 
 @dataclass(frozen=True)
 class Method:
-    """One way to answer a question.
-
-    Args:
-        template: prompt of a method with a single turn; None: the agent's own prompt and turns.
-        asks_retriever: whether anything is looked up.
-    """
-
-    template: str | None
+    template: str | None  # prompt of a method with a single turn; None: the agent's own prompt and turns
     asks_retriever: bool
 
 
@@ -52,7 +45,7 @@ METHODS = {
 
 
 def method_config(config: Config) -> Config:
-    """The config with which the trajectories of `evaluate.method` are written."""
+    """Return the config with which the trajectories of `evaluate.method` are written."""
     method, rollout = METHODS[config.evaluate.method], config.rollout
     if not method.asks_retriever:
         config = replace(config, retriever=config.retriever.at(NO_RETRIEVER))
@@ -71,11 +64,7 @@ def method_config(config: Config) -> Config:
 
 
 def method_retriever(name: str, retriever: Retriever, questions: Sequence[Question], seed: int) -> Retriever:
-    """What answers the agent's searches.
-
-    Args:
-        questions: all of the evaluation, for "random_documents".
-    """
+    """Return the retriever of the agent's searches; "random_documents" draws from all `questions`."""
     if name == "empty_retriever":
         return EmptyRetriever(retriever)
     if name == "random_documents":
@@ -84,7 +73,7 @@ def method_retriever(name: str, retriever: Retriever, questions: Sequence[Questi
 
 
 class EmptyRetriever:
-    """Implements `interfaces.Retriever`: finds nothing."""
+    """Implements `interfaces.Retriever` without any document."""
 
     def __init__(self, inner: Retriever):
         self.inner = inner
@@ -99,25 +88,19 @@ class EmptyRetriever:
         await self.inner.close()
 
 
-class RandomDocuments:
-    """Implements `interfaces.Retriever`: documents of the same corpus that were found for other questions.
+class RandomDocuments(EmptyRetriever):
+    """Implements `interfaces.Retriever` with documents of other questions, none of the query's own.
 
-    None of them is among those that the query itself finds. The same query gets the same documents.
+    The same query gets the same documents. There are no pages: addresses of unrelated ones are unknown.
     """
 
     def __init__(self, inner: Retriever, questions: Sequence[Question], seed: int):
-        self.inner, self.seed = inner, seed
+        super().__init__(inner)
+        self.seed = seed
         self.texts = sorted({question.text for question in questions})
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         return [await self._unrelated(query) for query in queries]
-
-    async def access(self, addresses: Sequence[str]) -> list[Document | None]:
-        """No page: an unrelated one would have to come from an address that nobody knows."""
-        return [None for _ in addresses]
-
-    async def close(self) -> None:
-        await self.inner.close()
 
     async def _unrelated(self, query: str) -> list[Document]:
         (related,) = await self.inner.search([query])
@@ -126,10 +109,10 @@ class RandomDocuments:
         order = random_state(self.seed, 0, f"random documents of {query}").permutation(len(self.texts))
         for index in order[:MAX_DRAWS].tolist():
             try:
-                (found,) = await self.inner.search([self.texts[index]])
-            except QueryRefused:  # the other question's text, and not what the policy asks for
+                (documents,) = await self.inner.search([self.texts[index]])
+            except QueryRefused:  # the other question's text, not the policy's query
                 continue
-            drawn |= {document.id: document for document in found if document.id not in refused}
+            drawn |= {document.id: document for document in documents if document.id not in refused}
             if len(drawn) >= len(related):
                 break
         return list(drawn.values())[: len(related)]
@@ -138,20 +121,18 @@ class RandomDocuments:
 def with_passages(
     question: Question, documents: Sequence[Document], fits: Callable[[Question], bool] = lambda _: True
 ) -> Question:
-    """The question as one-shot RAG asks it: passages, then the question.
+    """Put passages before the question's text, for one-shot RAG; the whole text is neutralised later.
 
-    They become part of the question's text, which is neutralised like any other untrusted text.
-
-    Args:
-        fits: whether the prompt is short enough; where it is not, passages lose their end, the last ones
-            first.
+    Where the prompt does not fit, passages lose their end, the last ones first.
     """
-    lines = [f'Passage {n}: "{d.title}" {" ".join(d.text.split())}' for n, d in enumerate(documents, 1)]
-    passages = "\n".join(lines)
+    passages = "\n".join(
+        f'Passage {number}: "{document.title}" {" ".join(document.text.split())}'
+        for number, document in enumerate(documents, 1)
+    )
 
     def shown(length: int) -> Question:
-        some = [passages[:length]] if length else []
-        return replace(question, text="\n".join([*some, f"Question: {question.text}"]))
+        beginning = f"{passages[:length]}\n" if length else ""
+        return replace(question, text=f"{beginning}Question: {question.text}")
 
     least, most = 0, min(len(passages), FIRST_TRY)  # letters that fit, and that may not
     while fits(shown(most)):

@@ -1,6 +1,6 @@
-"""The questions of an evaluation with their transcripts and scores: JSON Lines, one question a line.
+"""Rows of an evaluation: a question with transcripts and scores, a line of a JSON Lines file.
 
-Each line carries the identity of its evaluation, so that an interrupted one continues and no other one does.
+A row carries the identity of its evaluation, so that only an interrupted run of the same one continues.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,9 @@ from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import replacing, written
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.evaluation.intervals import pass_at_k
 from calibadv_jax.evaluation.methods import METHODS
 
-Row = dict[str, Any]  # one line of the file
+ScoredRow = dict[str, Any]  # one line of the file
 Key = tuple[str, str, str]  # temperature, data source, question id
 
 FIELDS = (
@@ -35,24 +35,20 @@ def identity(
     policy: dict[str, Any],
     service: dict[str, Any],
     questions: Sequence[Question],
-    told: Mapping[str, str],
+    prompt_hashes: Mapping[str, str],
 ) -> str:
-    """Hash of what decides an answer or its scores: policy, method, prompt, sampling, retrieval, reward.
+    """Hash all that decides an answer or its scores: policy, method, prompt, sampling, retrieval, reward.
 
-    Args:
-        config: as given, before `method_config`.
-        service: which retriever answers.
-        questions: all of the evaluation; "random_documents" draws from them.
-        told: hashes of what the policy is told of its actions ("tools", where search is not the only one)
-            and of what the judge is told ("judge", where it has a file).
+    The `config` is as given, before `method_config`; `service` describes the retriever; `questions` are all
+    of the evaluation. `prompt_hashes` may hold "tools", of the actions' descriptions unless search is the
+    only one, and "judge", of the file of the judge's prompt.
     """
-    evaluate, sampler = config.evaluate, config.sampler
-    dtype = config.sampler_dtype
+    evaluate = config.evaluate
     value = {
         "policy": policy,
         "evaluate": [evaluate.method, evaluate.template, evaluate.samples],
         "seed": config.run.seed,
-        "sampler": [sampler.name, dtype],
+        "sampler": [config.sampler.name, config.sampler_dtype],
         "prompt": {  # evaluations that are older than chat_template_kwargs go on
             name: value for name, value in dataclasses.asdict(config.prompt).items() if value != {}
         },
@@ -61,30 +57,28 @@ def identity(
         "service": service,
         "pool": [q.text for q in questions] if evaluate.method == "random_documents" else [],
     }
-    if config.reward != RewardConfig() or told.get("judge"):
-        value["reward"] = [_deciding("reward", dataclasses.asdict(config.reward)), told.get("judge", "")]
-    if told.get("tools"):
-        value["tools"] = [told["tools"], [[tool.name, tool.max_length] for tool in config.tools]]
+    judge, tools = prompt_hashes.get("judge", ""), prompt_hashes.get("tools")
+    if config.reward != RewardConfig() or judge:
+        value["reward"] = [_deciding("reward", dataclasses.asdict(config.reward)), judge]
+    if tools:
+        value["tools"] = [tools, [[tool.name, tool.max_length] for tool in config.tools]]
     return _hash(value)
 
 
 def _deciding(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a section, and of those in it, that decide an answer or its scores."""
+    """Keep the keys of a section, and of its sections, that decide an answer or its scores."""
     free = marked(Mark.NO_ANSWER)
-    kept = {name: one for name, one in values.items() if f"{section}.{name}" not in free}
     return {
-        name: _deciding(f"{section}.{name}", one) if isinstance(one, dict) else one
-        for name, one in kept.items()
+        name: _deciding(f"{section}.{name}", value) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if f"{section}.{name}" not in free
     }
 
 
-def make_row(evaluation: str, temperature: float, question: Question, group: Group, method: str) -> Row:
-    """A scored group as a line of the file.
-
-    Args:
-        question: as it stands in the data; the group's own may carry passages.
-    """
-    attempts = [_attempt(one, METHODS[method].template is None) for one in group.attempts]
+def make_row(evaluation: str, temperature: float, question: Question, group: Group, method: str) -> ScoredRow:
+    """Return the row of a scored group; `question` is the data's: the group's own may carry passages."""
+    is_agent = METHODS[method].template is None
+    attempts = [_attempt(trajectory, is_agent) for trajectory in group.attempts]
     return {
         "evaluation": evaluation,
         "content": _content(question),
@@ -93,29 +87,29 @@ def make_row(evaluation: str, temperature: float, question: Question, group: Gro
         "id": question.id,
         "question": question.text,
         "golden_answers": list(question.golden_answers),
-        "scores": question_scores([one["scores"] for one in attempts if one["error"] is None]),
+        "scores": question_scores([attempt["scores"] for attempt in attempts if attempt["error"] is None]),
         "trajectories": attempts,
     }
 
 
 def question_scores(attempts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over a question's finished trajectories; with several also mean@n and pass@k of exact match.
+    """Return means over a question's finished trajectories; empty where none has finished.
 
-    pass@k for k = 2, 4, 8, … and n. Empty where none has finished.
+    With n > 1 of them also mean@n and pass@k of exact match, for k = 2, 4, 8, … and n.
     """
     if not attempts:
         return {}
     count = len(attempts)
-    scores = {name: sum(one[name] for one in attempts) / count for name in attempts[0]}
+    scores = {name: sum(attempt[name] for attempt in attempts) / count for name in attempts[0]}
     if count > 1:
-        correct = sum(one["em"] == 1 for one in attempts)
+        correct = sum(attempt["em"] == 1 for attempt in attempts)
         scores[f"mean@{count}"] = correct / count
         powers = {2**exponent for exponent in range(1, count.bit_length())}
         scores |= {f"pass@{k}": pass_at_k(count, correct, k) for k in sorted(powers | {count})}
     return scores
 
 
-def _attempt(trajectory: Trajectory, is_agent: bool) -> Row:
+def _attempt(trajectory: Trajectory, is_agent: bool) -> ScoredRow:
     scores = trajectory.metrics | {
         "answered": float(trajectory.answer is not None),
         "searches": float(trajectory.num_searches),
@@ -143,62 +137,62 @@ def _attempt(trajectory: Trajectory, is_agent: bool) -> Row:
     }
 
 
-def key_of(row: Row) -> Key:
+def key_of(row: ScoredRow) -> Key:
     return row["temperature"], row["data_source"], row["id"]
 
 
-def read_scores(path: Path) -> Iterator[Row]:
-    """Every row of a file without its transcripts.
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Estimate without bias the chance that one of k samples is correct (Chen et al., arXiv 2107.03374)."""
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} cannot be estimated from {samples} samples")
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
-    Raises:
-        UserError: no such file, or a line that no evaluation wrote.
-    """
+
+def read_scores(path: Path) -> Iterator[ScoredRow]:
+    """Read every row of a file without its transcripts; raise UserError if no evaluation wrote it."""
     return (_without_transcripts(row) for _, row in _read(path))
 
 
 class RowFile:
-    """The file of an evaluation that is under way: what it already holds, and new rows as they come.
+    """The file of an evaluation that is under way: its rows so far, and new ones. Transcripts stay on disk.
 
-    Rows of another evaluation and rows with a trajectory that failed are dropped: those questions are asked
-    again. So is a line that was cut by the interruption. Transcripts stay on disk.
-
-    Args:
-        evaluation: see `identity`.
-        questions: of this evaluation.
+    Rows of another evaluation, rows with a failed trajectory and a line that an interruption cut are dropped:
+    their questions are asked again.
     """
 
     def __init__(self, path: Path, evaluation: str, questions: Sequence[Question]):
         self.path, self.evaluation = path, evaluation
-        self.rows: dict[Key, Row] = {}  # without transcripts
+        self.rows: dict[Key, ScoredRow] = {}  # without transcripts
         self.others = 0  # lines of another evaluation
         self._offsets: dict[Key, int] = {}  # bytes before a row's line
-        known = {(question.data_source, question.id): question for question in questions}
+        contents = {(question.data_source, question.id): _content(question) for question in questions}
         for offset, row in _read(path, may_be_cut=True) if path.is_file() else ():
-            question = known.get((row["data_source"], row["id"]))
             is_ours = row["evaluation"] == evaluation
             self.others += not is_ours
-            is_same = question is not None and row["content"] == _content(question)
-            if is_ours and is_same and not _has_failed(row):
+            key = row["data_source"], row["id"]
+            is_same = key in contents and row["content"] == contents[key]
+            has_failed = any(attempt["error"] is not None for attempt in row["trajectories"])
+            if is_ours and is_same and not has_failed:
                 self._note(row, offset)
 
     def start(self) -> None:
-        """Drops what is not kept from the file; `add` appends to it."""
+        """Remove the dropped rows from the file; `add` appends to it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
         self._rewrite(list(self.rows))
 
-    def add(self, row: Row) -> None:
-        """Appends a row; it survives the end of this process."""
+    def add(self, row: ScoredRow) -> None:
+        """Append a row; it survives the end of this process."""
         with written(self.path), self.path.open("ab") as file:
             self._note(row, file.tell())
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 
-    def finish(self, order: Sequence[Key]) -> list[Row]:
-        """Puts the file in this order; returns its rows without transcripts."""
+    def finish(self, order: Sequence[Key]) -> list[ScoredRow]:
+        """Put the file in this order; return its rows without transcripts."""
         self._rewrite(order)
         return [self.rows[key] for key in order]
 
-    def _note(self, row: Row, offset: int) -> None:
+    def _note(self, row: ScoredRow, offset: int) -> None:
         self.rows[key_of(row)], self._offsets[key_of(row)] = _without_transcripts(row), offset
 
     def _rewrite(self, order: Sequence[Key]) -> None:
@@ -211,13 +205,11 @@ class RowFile:
         self._offsets = offsets
 
 
-def _without_transcripts(row: Row) -> Row:
-    errors = [{"error": one["error"]} for one in row["trajectories"]]
-    return row | {"trajectories": errors}
+def _without_transcripts(row: ScoredRow) -> ScoredRow:
+    return row | {"trajectories": [{"error": attempt["error"]} for attempt in row["trajectories"]]}
 
 
 def _content(question: Question) -> str:
-    """Hash of all that the data say of a question."""
     return _hash(dataclasses.asdict(question))
 
 
@@ -225,16 +217,8 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _has_failed(row: Row) -> bool:
-    return any(one["error"] is not None for one in row["trajectories"])
-
-
-def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, Row]]:
-    """(bytes before the line, row) of every line.
-
-    Args:
-        may_be_cut: a last line without its end is left out.
-    """
+def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, ScoredRow]]:
+    """Yield (bytes before the line, row) of every line; with `may_be_cut` not of a last one without end."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the .jsonl (or the .json beside it) of an evaluation")
     offset = 0
@@ -246,7 +230,7 @@ def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, Row]]:
             offset += len(line)
 
 
-def _parse(line: bytes, where: str) -> Row:
+def _parse(line: bytes, where: str) -> ScoredRow:
     try:
         row = json.loads(line)
     except ValueError as error:

@@ -1,18 +1,23 @@
-"""Scores by data source with their intervals, as JSON, Markdown and CSV."""
+"""Means of scores by data source with bootstrap intervals, as JSON, Markdown and CSV.
+
+Scores come as strata: one float64 array [N] a group of questions, such as a data source. Their mean is the
+mean of the groups' means: one group gives the plain mean, several give the average of data sets.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from calibadv_jax.evaluation.intervals import interval, stratified_mean
-from calibadv_jax.evaluation.records import Row
+from calibadv_jax.core.seeds import random_state
+from calibadv_jax.evaluation.records import ScoredRow
 
+Strata = Sequence[np.ndarray]
 Means = dict[str, dict[str, dict[str, float]]]  # temperature -> data source -> metric -> mean
 Intervals = dict[str, dict[str, dict[str, tuple[float, float]]]]
 
@@ -20,43 +25,96 @@ ALL = "all"  # mean over all questions
 AVERAGE = "average"  # mean of the data sources' means, where there are several
 METRICS = ("f1", "em", "cover_em", "text_f1", "text_cover_em", "format", "answered", "searches", "tokens")
 COUNTS = ("questions", "trajectories", "failed")
+FEW = 30  # with fewer questions or groups a bootstrap interval is too narrow to decide anything
+ELEMENTS = 2_000_000  # values that are resampled at a time: bounds the memory, in doubles
 
 
 @dataclass(frozen=True)
-class Report:
+class ScoreReport:
     """Means and bootstrap intervals; the counts stand among the means."""
 
     means: Means
     intervals: Intervals = field(default_factory=dict)
 
 
-def summarise(rows: Sequence[Row], resamples: int = 0, confidence: float = 0.95) -> Report:
-    """Means over questions by temperature and data source, in the order in which they come.
+def stratified_mean(strata: Strata) -> float:
+    """Return the mean of the strata's means."""
+    return float(sum(np.mean(values) for values in strata) / len(strata))
+
+
+def interval(strata: Strata, confidence: float, resamples: int) -> tuple[float, float] | None:
+    """Return the percentile bootstrap interval (low, high) of `stratified_mean`.
+
+    Questions are resampled within each stratum. The numbers of ``scipy.stats.bootstrap``, whose import takes
+    a second. None where a stratum has fewer than two questions, or `resamples` is 0.
+    """
+    if not resamples or min(map(len, strata)) < 2:
+        return None
+    rng = random_state(0, 0, "bootstrap")
+    batch = max(1, ELEMENTS // max(map(len, strata)))
+    means = np.concatenate(
+        [_resampled(strata, min(batch, resamples - done), rng) for done in range(0, resamples, batch)]
+    )
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def intervals_of_sums(
+    sums: np.ndarray, statistics: Callable[[np.ndarray], np.ndarray], confidence: float, resamples: int
+) -> np.ndarray:
+    """Return percentile bootstrap intervals of functions of column sums, float64 [M, 2]; rows are resampled.
+
+    The `sums` are float64 [N, K], a row for each question or group; `statistics` turns the sums of R
+    resamples, float64 [R, K], into float64 [R, M], NaN where undefined.
+    """
+    rng = random_state(0, 0, "bootstrap")
+    batch = max(1, ELEMENTS // len(sums))
+    even = np.full(len(sums), 1 / len(sums))
+    drawn = [
+        statistics(rng.multinomial(len(sums), even, min(batch, resamples - done)) @ sums)
+        for done in range(0, resamples, batch)
+    ]
+    tail = (1 - confidence) / 2
+    intervals: np.ndarray = np.nanquantile(np.concatenate(drawn), [tail, 1 - tail], axis=0).T
+    return intervals
+
+
+def _resampled(strata: Strata, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return `stratified_mean` of `count` resamples, float64 [count]."""
+    drawn = (values[rng.integers(0, len(values), (count, len(values)))] for values in strata)
+    means: np.ndarray = np.mean([values.mean(axis=1) for values in drawn], axis=0)
+    return means
+
+
+def summarise(rows: Sequence[ScoredRow], resamples: int = 0, confidence: float = 0.95) -> ScoreReport:
+    """Return means over questions by temperature and data source, in the order of the rows.
 
     A question with several trajectories counts once, with the mean of its finished ones. A question without
     a finished one is counted in `failed` only, and one with fewer than k of them is left out of pass@k.
     """
-    means: Means = {}
-    intervals: Intervals = {}
-    by_temperature: dict[str, list[Row]] = {}
-    for row in rows:
-        by_temperature.setdefault(row["temperature"], []).append(row)
-    for temperature, some in by_temperature.items():
-        means[temperature], intervals[temperature] = {}, {}
-        by_source: dict[str, list[Row]] = {}
-        for row in some:
-            by_source.setdefault(row["data_source"], []).append(row)
-        groups = {ALL: [some]}
+    report = ScoreReport({}, {})
+    for temperature, its_rows in _grouped(rows, "temperature").items():
+        by_source = _grouped(its_rows, "data_source")
+        groups = {ALL: [its_rows]}
         if len(by_source) > 1:
             groups[AVERAGE] = list(by_source.values())
         groups |= {source: [members] for source, members in by_source.items()}
-        for name, strata in groups.items():
-            means[temperature][name], intervals[temperature][name] = _of(strata, resamples, confidence)
-    return Report(means, intervals)
+        summaries = {name: _summary(strata, resamples, confidence) for name, strata in groups.items()}
+        report.means[temperature] = {name: means for name, (means, _) in summaries.items()}
+        report.intervals[temperature] = {name: bounds for name, (_, bounds) in summaries.items()}
+    return report
 
 
-def _of(
-    strata: Sequence[Sequence[Row]], resamples: int, confidence: float
+def _grouped(rows: Sequence[ScoredRow], column: str) -> dict[str, list[ScoredRow]]:
+    groups: dict[str, list[ScoredRow]] = {}
+    for row in rows:
+        groups.setdefault(row[column], []).append(row)
+    return groups
+
+
+def _summary(
+    strata: Sequence[Sequence[ScoredRow]], resamples: int, confidence: float
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
     means: dict[str, float] = {}
     intervals: dict[str, tuple[float, float]] = {}
@@ -65,27 +123,27 @@ def _of(
         values = [scores_of(members, name) for members in strata]
         if all(map(len, values)):
             means[name] = stratified_mean(values)
-            if (found := interval(values, confidence, resamples)) is not None:
-                intervals[name] = found
-    failed = [sum(one["error"] is not None for one in row["trajectories"]) for row in rows]
-    tried = sum(len(row["trajectories"]) for row in rows)
+            if (bounds := interval(values, confidence, resamples)) is not None:
+                intervals[name] = bounds
+    has_failed = [attempt["error"] is not None for row in rows for attempt in row["trajectories"]]
     means["questions"] = float(sum(bool(row["scores"]) for row in rows))
-    return means | {"trajectories": float(tried - sum(failed)), "failed": float(sum(failed))}, intervals
+    means["trajectories"], means["failed"] = float(has_failed.count(False)), float(sum(has_failed))
+    return means, intervals
 
 
-def metric_names(rows: Sequence[Row]) -> list[str]:
-    """The known metrics first, then mean@k and pass@k; those that no row has are left out."""
-    found = {name: None for row in rows for name in row["scores"]}
-    return [name for name in METRICS if name in found] + [name for name in found if "@" in name]
+def metric_names(rows: Sequence[ScoredRow]) -> list[str]:
+    """Return the names of `METRICS` that a row has, then mean@k and pass@k."""
+    names = {name: None for row in rows for name in row["scores"]}
+    return [name for name in METRICS if name in names] + [name for name in names if "@" in name]
 
 
-def scores_of(rows: Sequence[Row], metric: str) -> np.ndarray:
-    """float64 [N]: one score a question that has one."""
+def scores_of(rows: Sequence[ScoredRow], metric: str) -> np.ndarray:
+    """Return the scores of the questions that have one, float64 [N]."""
     return np.array([row["scores"][metric] for row in rows if metric in row["scores"]], np.float64)
 
 
 def unanswered(means: Means) -> list[str]:
-    """A line for each temperature at which no trajectory answered."""
+    """Return a line for each temperature at which no trajectory answered."""
     return [
         f"temperature {temperature}: nobody answered, so that these scores tell nothing of what the policy"
         " knows: it does not keep to the format (teach it: calibadv sft), or its turns are cut"
@@ -95,10 +153,12 @@ def unanswered(means: Means) -> list[str]:
     ]
 
 
-def table_rows(report: Report) -> tuple[list[str], list[list[Any]]]:
-    """Headers, and one row for each temperature and data source; "-" where there is no value."""
-    found = {name: None for sources in report.means.values() for one in sources.values() for name in one}
-    names = [name for name in found if name not in COUNTS]
+def table_rows(report: ScoreReport) -> tuple[list[str], list[list[Any]]]:
+    """Return headers, and one row for each temperature and data source; "-" where there is no value."""
+    means = [values for sources in report.means.values() for values in sources.values()]
+    names = [
+        name for name in dict.fromkeys(name for values in means for name in values) if name not in COUNTS
+    ]
     rows = [
         [temperature, source, *(values.get(name, "-") for name in names)]
         + [int(values[name]) for name in COUNTS]
@@ -109,8 +169,8 @@ def table_rows(report: Report) -> tuple[list[str], list[list[Any]]]:
     return ["temperature", "data", *names, *COUNTS], rows
 
 
-def markdown_table(report: Report, confidence: float) -> str:
-    """A cell is ``0.775 [0.721, 0.826]``: the mean and its interval."""
+def markdown_table(report: ScoreReport, confidence: float) -> str:
+    """Write a table whose cells are ``0.775 [0.721, 0.826]``: the mean and its interval."""
     headers, rows = table_rows(report)
     lines = ["| " + " | ".join(headers) + " |", "|---" * len(headers) + "|"]
     for temperature, source, *cells in rows:
@@ -128,8 +188,8 @@ def _cell(value: Any, bounds: tuple[float, float] | None) -> str:
     return f"{value:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
 
 
-def csv_table(report: Report) -> str:
-    """Every metric has three columns, such as em, em_low and em_high; empty where there is no value."""
+def csv_table(report: ScoreReport) -> str:
+    """Write three columns a metric, such as em, em_low and em_high; empty where there is no value."""
     headers, rows = table_rows(report)
     names = headers[2 : -len(COUNTS)]
     output = io.StringIO()

@@ -1,4 +1,4 @@
-"""Two policies on the same questions: the paired permutation test, and the difference's interval."""
+"""Paired comparison of two policies on the same questions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import numpy as np
 from scipy.stats import permutation_test
 
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.evaluation.intervals import ELEMENTS, Strata, interval, stratified_mean
+from calibadv_jax.evaluation.report import ELEMENTS, Strata, interval, stratified_mean
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two policies on the same questions."""
-
     questions: int
     first: float
     second: float
@@ -24,13 +22,10 @@ class Comparison:
 
 
 def compare_paired(first: Strata, second: Strata, confidence: float, resamples: int) -> Comparison:
-    """Difference of two policies' means, its interval, and a permutation test.
+    """Compare two policies' scores of the same questions in the same order.
 
-    The test exchanges the two scores of a question, in all ways where there are few and in `resamples` random
-    ways otherwise. The interval resamples the questions' differences.
-
-    Args:
-        first, second: scores of the same questions in the same order.
+    The permutation test exchanges the two scores of a question, in all ways where there are few and in
+    `resamples` random ways otherwise. The bootstrap interval resamples the questions' differences.
     """
     differences = [b - a for a, b in zip(first, second, strict=True)]
     # The mean is a weighted sum; a question with equal scores adds nothing to it, exchanged or not.

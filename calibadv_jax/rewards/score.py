@@ -3,37 +3,105 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from calibadv_jax.config import RewardConfig
 from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT
+from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.own_function import failure, is_address, own_function
+from calibadv_jax.core.tags import Grammar, turn_flaw, whole_turn
 from calibadv_jax.core.trajectory import Group, Trajectory
-from calibadv_jax.rewards.answer import ANSWER_REWARDS
-from calibadv_jax.rewards.format import is_trajectory_valid
 
-# What is logged as reward/NAME already.
+
+def _normalised(golden_answers: Sequence[str]) -> list[str]:
+    if not golden_answers:
+        raise ValueError("a prediction cannot be scored without golden answers")
+    return [normalise_answer(golden) for golden in golden_answers]
+
+
+def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
+    """Return 1.0 if the normalised prediction equals any normalised golden answer, else 0.0."""
+    return float(normalise_answer(prediction) in _normalised(golden_answers))
+
+
+def cover_em(prediction: str, golden_answers: Sequence[str]) -> float:
+    """Return 1.0 if any normalised golden answer is a substring of the normalised prediction, else 0.0.
+
+    A golden answer that normalises to nothing ("The") covers every prediction, as upstream.
+    """
+    normalised = normalise_answer(prediction)
+    return float(any(golden in normalised for golden in _normalised(golden_answers)))
+
+
+def f1(prediction: str, golden_answers: Sequence[str]) -> float:
+    """Return the best F1 in [0, 1] between the words of the prediction and those of a golden answer.
+
+    Computed as 2·common / (predicted + golden words): one rounding, so that equal fractions are equal
+    doubles, which the precision/recall form does not give. Two empty answers score 0.
+    """
+    words = Counter(normalise_answer(prediction).split())
+    best = 0.0
+    for golden in _normalised(golden_answers):
+        golden_words = Counter(golden.split())
+        common = (words & golden_words).total()
+        if common:
+            best = max(best, 2 * common / (words.total() + golden_words.total()))
+    return best
+
+
+# Name, as in reward.answer and the metric reward/NAME -> score of (prediction, golden answers), in [0, 1].
+ANSWER_REWARDS: dict[str, Callable[[str, Sequence[str]], float]] = {
+    "em": exact_match,
+    "f1": f1,
+    "cover_em": cover_em,
+}
+# Names of reward/NAME that are logged already.
 TAKEN = (
     *(*ANSWER_REWARDS, JUDGE, JUDGE_AGREEMENT, "format", "format_valid", "overlong_penalty"),
     *("mean", "max", "min"),
 )
 
 
+def format_flaw(trajectory: Trajectory) -> str:
+    """Return the first reason for which a trajectory breaks the protocol; empty if it is valid.
+
+    Valid: one or more turns that each sampled exactly think + the action that was executed and got an
+    observation, then one answer turn that sampled exactly think + answer. A protocol tag inside a body (a
+    forged observation, a second action) is invalid. The opening that the environment or the prompt wrote
+    counts as sampled. Only sampled text and turn structure are judged, never a document.
+    """
+    for number, (turn, flaw) in enumerate(zip(trajectory.turns, turn_flaws(trajectory), strict=True), 1):
+        if flaw:
+            return f"turn {number}: {flaw}"
+        if turn.is_action and not len(turn.observation_ids):
+            return f"turn {number}: the action was not executed"
+        if turn.kind == "answer" and number < len(trajectory.turns):
+            return f"turn {number}: an answer before the last turn"
+    if trajectory.answer is None:
+        return "the last turn is not an answer"
+    return "an answer without any action before it" if len(trajectory.turns) == 1 else ""
+
+
+def turn_flaws(trajectory: Trajectory) -> list[str]:
+    """Return for each turn why it is not exactly a thought and the element of its kind; empty if it is."""
+    grammar = Grammar(trajectory.actions)
+    return [
+        turn_flaw(whole_turn(trajectory.opening_of(number), turn.text), turn.kind, grammar)
+        for number, turn in enumerate(trajectory.turns)
+    ]
+
+
 def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
-    """The trajectory with `format_valid`, `answer_score` and the metrics of ANSWER_REWARDS and format.
+    """Set `format_valid`, `answer_score` and the metrics of ANSWER_REWARDS, format and users' own functions.
 
-    A function of the user's own that pays has a metric of its name; what the judge said is a metric already.
-    With `config.overlong_penalty` the score is less by what the metric of that name says. The other metrics
-    are the raw scores, not multiplied by format validity. A trajectory without an answer turn scores 0
-    everywhere.
-
-    Raises:
-        ValueError: the question has no golden answers.
-        UserError: a function of the user's cannot be loaded or gives no number, or nobody has judged.
+    With `config.overlong_penalty` the score is less by the metric of that name. The other metrics are the raw
+    scores, not multiplied by format validity. A trajectory without an answer turn scores 0 everywhere. Raises
+    ValueError without golden answers, and UserError if a user's own function fails or a verdict is missing.
     """
     golden_answers = trajectory.question.golden_answers
     if not golden_answers:
@@ -44,76 +112,72 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
         for name, reward in ANSWER_REWARDS.items()
     }
     scores |= {metric_name(name): own_score(name, trajectory) for name in config.weights if is_address(name)}
-    is_valid = is_trajectory_valid(trajectory)
-    score = _paid(trajectory, scores, config) if is_valid or not config.format else 0.0
+    is_valid = not format_flaw(trajectory)
+    score = _answer_reward(trajectory, scores, config) if is_valid or not config.format else 0.0
     if config.overlong_penalty:
         scores["overlong_penalty"] = overlong_penalty(int(trajectory.mask.sum()), config)
         score -= scores["overlong_penalty"]
-    metrics = trajectory.metrics | scores | {"format": float(is_valid)}
     return replace(
         trajectory,
         format_valid=is_valid,
         answer_score=score,
         max_score=config.max_score,
-        metrics=metrics,
+        metrics=trajectory.metrics | scores | {"format": float(is_valid)},
     )
 
 
 def metric_name(reward: str) -> str:
-    """As the reward is logged, behind reward/."""
+    """Return the reward's name in the log, behind reward/."""
     return reward.partition(":")[2] or reward
 
 
-def own_score(address: str, trajectory: Trajectory) -> float:
-    """What a function of the user's own says of a finished trajectory.
+def _load_own(address: str) -> Callable[..., float]:
+    return own_function(address, "reward.answer", ("trajectory",), "reward(trajectory) -> float")
 
-    Raises:
-        UserError: it cannot be loaded, fails, or gives no finite number.
-    """
-    function = own_function(address, "reward.answer", ("trajectory",), "reward(trajectory) -> float")
+
+def own_score(address: str, trajectory: Trajectory) -> float:
+    """Return the score by a user's own function; raise UserError if it fails or gives no finite number."""
+    function, question = _load_own(address), trajectory.question.id
     try:
         score = float(function(trajectory))
     except Exception as error:  # a function of the user's own may raise anything
         raise UserError(
-            f"reward.answer: {address} failed on an answer to question {trajectory.question.id!r}:"
-            f" {failure(error)}; it must return a number for every trajectory"
+            f"reward.answer: {address} failed on an answer to question {question!r}: {failure(error)}; it"
+            " must return a number for every trajectory"
         ) from error
     if not math.isfinite(score):
         raise UserError(
-            f"reward.answer: {address} gave {score} for an answer to question {trajectory.question.id!r}; it"
-            " must return a finite number"
+            f"reward.answer: {address} gave {score} for an answer to question {question!r}; it must return a"
+            " finite number"
         )
     return score
 
 
-def _paid(trajectory: Trajectory, scores: Mapping[str, float], config: RewardConfig) -> float:
-    """The weighted sum of what pays."""
+def _answer_reward(trajectory: Trajectory, scores: Mapping[str, float], config: RewardConfig) -> float:
     if JUDGE in config.weights and trajectory.answer is not None and JUDGE not in trajectory.metrics:
         raise UserError(
             "reward.answer names judge, but nobody has judged these trajectories: only a run with"
             " reward.judge.url asks, while it samples"
         )
-    known = {JUDGE: trajectory.metrics.get(JUDGE, 0.0), **scores}
+    scores = {JUDGE: trajectory.metrics.get(JUDGE, 0.0), **scores}
     if isinstance(config.answer, str):
-        return known[metric_name(config.answer)]
-    return math.fsum(weight * known[metric_name(name)] for name, weight in config.answer.items())
+        return scores[metric_name(config.answer)]
+    return math.fsum(weight * scores[metric_name(name)] for name, weight in config.answer.items())
 
 
 def check_reward(config: RewardConfig) -> list[str]:
-    """What pays, in words; nothing where it is one of the built-in comparisons.
+    """Describe the reward; empty where it is a built-in comparison.
 
-    Raises:
-        UserError: a function of the user's cannot be loaded, or two rewards have the same name.
+    Raises UserError if a user's own function cannot be loaded, or two rewards have the same name.
     """
     names = [metric_name(name) for name in config.weights]
-    for name in config.weights:
-        if not is_address(name):
-            continue
-        own_function(name, "reward.answer", ("trajectory",), "reward(trajectory) -> float")
-        if metric_name(name) in TAKEN or names.count(metric_name(name)) > 1:
+    for address in filter(is_address, config.weights):
+        _load_own(address)
+        name = metric_name(address)
+        if name in TAKEN or names.count(name) > 1:
             raise UserError(
-                f"reward.answer: {name} would be logged as reward/{metric_name(name)}, which is another"
-                " metric's name; rename the function"
+                f"reward.answer: {address} would be logged as reward/{name}, which is another metric's name;"
+                " rename the function"
             )
     lines = []
     if config.judge.url:
@@ -125,39 +189,36 @@ def check_reward(config: RewardConfig) -> list[str]:
 
 
 def overlong_penalty(sampled: int, config: RewardConfig) -> float:
-    """What a trajectory of so many sampled tokens loses: 0 up to one length, all from another one on."""
+    """Return the penalty of `sampled` tokens: 0 up to one length, all from another one on."""
     share = (sampled - config.overlong_from) / (config.overlong_until - config.overlong_from)
     return config.overlong_penalty * min(1.0, max(0.0, share))
 
 
 def text_scores(trajectory: Trajectory) -> dict[str, float]:
-    """Scores of the answer or, where none is marked, of all that was written."""
+    """Score the answer or, where none is marked, the whole output."""
     text = trajectory.answer or " ".join(turn.text for turn in trajectory.turns)
-    names = ("f1", "cover_em")
-    return {f"text_{name}": ANSWER_REWARDS[name](text, trajectory.question.golden_answers) for name in names}
+    golden_answers = trajectory.question.golden_answers
+    return {f"text_{name}": ANSWER_REWARDS[name](text, golden_answers) for name in ("f1", "cover_em")}
 
 
 def trajectory_scores(group: Group, config: RewardConfig) -> list[float]:
-    """The score of each trajectory of a group by itself, before `config.shuffle`."""
-    return [score_trajectory(one, config).answer_score for one in group.trajectories]
+    """Return the score of each trajectory of a group, before `config.shuffle`."""
+    return [score_trajectory(trajectory, config).answer_score for trajectory in group.trajectories]
 
 
 def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.Generator) -> list[Group]:
-    """The groups with every trajectory scored, but not those that failed.
+    """Score every trajectory that has not failed.
 
-    With `config.shuffle`, a control experiment, the pairs (answer_score, format_valid) are then
-    permuted with `rng` over all trajectories of the step; the metrics stay true. Otherwise `rng` is
-    not drawn from.
-
-    Raises:
-        ValueError: a question has no golden answers.
+    With `config.shuffle`, a control experiment, the pairs (answer_score, format_valid) are then permuted with
+    `rng` over all trajectories of the step; the metrics stay true. Otherwise `rng` is not drawn from.
     """
-    scored = [score_trajectory(one, config) for group in groups for one in group.trajectories]
+    scored = [score_trajectory(trajectory, config) for group in groups for trajectory in group.trajectories]
     if config.shuffle:
-        sources = [scored[source] for source in rng.permutation(len(scored))]
         scored = [
-            replace(one, answer_score=source.answer_score, format_valid=source.format_valid)
-            for one, source in zip(scored, sources, strict=True)
+            replace(
+                trajectory, answer_score=scored[source].answer_score, format_valid=scored[source].format_valid
+            )
+            for trajectory, source in zip(scored, rng.permutation(len(scored)), strict=True)
         ]
     remaining = iter(scored)
     return [replace(group, trajectories=[next(remaining) for _ in group.trajectories]) for group in groups]

@@ -1,4 +1,4 @@
-"""The actions that come with the program, how one's own is kept to the rules, and how all are named."""
+"""Actions: those of the retriever, the guard around users' own, and their names in prompts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from typing import Any
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply, Retriever
 from calibadv_jax.core.own_function import failure
-from calibadv_jax.core.tags import INVALID_ACTION, NOTHING_FOUND, SEARCH_GRAMMAR, Grammar, neutralise
+from calibadv_jax.core.tags import (
+    ANSWER_USAGE,
+    INVALID_TEMPLATE,
+    NOTHING_FOUND,
+    SEARCH_GRAMMAR,
+    USAGE,
+    Grammar,
+    neutralise,
+)
 from calibadv_jax.core.trajectory import Document
 
 
 @dataclass(frozen=True)
-class OfRetriever(Action):
-    """An action of the retriever; `over` gives it the one that is open."""
+class RetrieverAction(Action):
+    """An action of the retriever; `over` returns the action of an open one."""
 
     retriever: Retriever | None = None
     max_length: int = 0
@@ -31,22 +39,22 @@ class OfRetriever(Action):
         return self.retriever
 
 
-class Search(OfRetriever):
+class SearchAction(RetrieverAction):
     """Documents for a query, best first."""
 
     name, purpose, argument = "search", "search", "query"
     keeps_documents_whole = True
 
     async def call(self, argument: str) -> Reply:
-        (found,) = await self.opened.search([argument])
-        return Reply(tuple(found))
+        (documents,) = await self.opened.search([argument])
+        return Reply(tuple(documents))
 
     def render(self, reply: Reply) -> str:
         return super().render(reply) or NOTHING_FOUND
 
 
-class Access(OfRetriever):
-    """One page of the retriever, by its address."""
+class AccessAction(RetrieverAction):
+    """A page of the retriever, by its address."""
 
     name, purpose, argument = "access", "read a whole page", "address of the page"
 
@@ -58,13 +66,7 @@ class Access(OfRetriever):
 
 
 class OwnAction(Action):
-    """An action from outside this program: what goes wrong in it fails the trajectory, not the run.
-
-    Args:
-        inner: what is asked.
-        time_limit: seconds of one call.
-        max_length: tokens of an observation; 0: rollout.max_observation_length.
-    """
+    """A user's own action: its errors, and calls beyond `time_limit` seconds, fail the trajectory only."""
 
     def __init__(self, inner: Action, time_limit: float, max_length: int = 0):
         self._inner, self._time_limit = inner, time_limit
@@ -77,32 +79,30 @@ class OwnAction(Action):
         except (ValueError, UserError):
             raise
         except Exception as error:  # a person's own code may raise anything
-            raise self._failed(error) from error
+            raise self._failed(failure(error)) from error
 
     async def call(self, argument: Any) -> Reply:
         limit = asyncio.timeout(self._time_limit)
         try:
             async with limit:
-                found = await self._inner.call(argument)
+                reply = await self._inner.call(argument)
         except (ActionRefused, UserError):
             raise
         except Exception as error:  # a person's own code may raise anything
-            if limit.expired():
-                reason = f"no reply within {self._time_limit:g} s"
-                raise RequestFailed(self.name, f"action {self.name}: {reason}") from error
-            raise self._failed(error) from error
-        return self._checked(found)
+            reason = f"no reply within {self._time_limit:g} s" if limit.expired() else failure(error)
+            raise self._failed(reason) from error
+        return self._checked(reply)
 
     def render(self, reply: Reply) -> str:
         try:
-            shown = self._inner.render(reply)
+            text = self._inner.render(reply)
         except Exception as error:  # a person's own code may raise anything
-            raise self._failed(error) from error
-        if not isinstance(shown, str):
+            raise self._failed(failure(error)) from error
+        if not isinstance(text, str):
             raise UserError(
-                f"action {self.name}: render returned {type(shown).__name__}; it must return a text"
+                f"action {self.name}: render returned {type(text).__name__}; it must return a text"
             )
-        return shown
+        return text
 
     async def close(self) -> None:
         try:
@@ -110,64 +110,59 @@ class OwnAction(Action):
         except Exception as error:  # a person's own code may raise anything
             raise UserError(f"action {self.name}: close failed: {failure(error)}; correct it") from error
 
-    def _failed(self, error: Exception) -> RequestFailed:
-        return RequestFailed(self.name, f"action {self.name}: {failure(error)}")
+    def _failed(self, reason: str) -> RequestFailed:
+        return RequestFailed(self.name, f"action {self.name}: {reason}")
 
-    def _checked(self, found: Any) -> Reply:
-        if isinstance(found, str):
-            return Reply(text=found)
-        if not isinstance(found, Reply):
-            if not isinstance(found, Sequence) or not all(isinstance(one, Document) for one in found):
-                raise UserError(
-                    f"action {self.name}: call returned {type(found).__name__}; it must return a text, a list"
-                    " of Documents or a Reply"
-                )
-            found = Reply(tuple(found))
-        documents = found.documents
-        listed = isinstance(documents, Sequence) and all(map(_is_whole, documents))
-        if not listed or not isinstance(found.text, str):
+    def _checked(self, reply: Any) -> Reply:
+        if isinstance(reply, str):
+            return Reply(text=reply)
+        if isinstance(reply, Sequence) and all(isinstance(item, Document) for item in reply):
+            reply = Reply(tuple(reply))
+        if not isinstance(reply, Reply):
+            raise UserError(
+                f"action {self.name}: call returned {type(reply).__name__}; it must return a text, a list"
+                " of Documents or a Reply"
+            )
+        is_list = isinstance(reply.documents, Sequence)
+        if not (is_list and all(map(_is_valid, reply.documents)) and isinstance(reply.text, str)):
             raise UserError(
                 f"action {self.name}: call returned a Reply whose text, or whose Documents' id, title or"
                 " text, are no texts, or a score that is no finite number; make texts of them"
             )
-        return found
+        return reply
 
 
-def _is_whole(document: Any) -> bool:
-    """Whether what it holds can be shown and kept."""
+def _is_valid(document: Any) -> bool:
+    """Whether the document's fields can be shown and kept."""
     if not isinstance(document, Document):
         return False
     score, texts = document.score, (document.id, document.title, document.text)
     is_number = score is None or (isinstance(score, int | float) and math.isfinite(score))
-    return is_number and all(isinstance(one, str) for one in texts)
+    return is_number and all(isinstance(text, str) for text in texts)
 
 
 def grammar_of(actions: Sequence[Action]) -> Grammar:
-    """The tags of these actions; none stand for search alone."""
+    """Return the tags of these actions; none stand for search alone."""
     if not actions:
         return SEARCH_GRAMMAR
-    return Grammar(
-        tuple(one.name for one in actions), frozenset(one.name for one in actions if one.may_be_empty)
-    )
+    may_be_empty = frozenset(action.name for action in actions if action.may_be_empty)
+    return Grammar(tuple(action.name for action in actions), may_be_empty)
 
 
-def usages(actions: Sequence[Action], extra: Collection[str] = ()) -> list[tuple[str, str, str]]:
-    """Name, purpose and argument of each, as they may stand in a prompt: a server may have written them."""
+def usages(actions: Sequence[Action], extra: Collection[str] = ()) -> list[dict[str, str]]:
+    """Return each action's name, purpose and argument, neutralised as a server may have written them."""
     grammar = grammar_of(actions)
     return [
-        (one.name, neutralise(one.purpose, extra, grammar), neutralise(one.argument, extra, grammar))
-        for one in actions
+        {
+            "name": action.name,
+            "purpose": neutralise(action.purpose, extra, grammar),
+            "argument": neutralise(action.argument, extra, grammar),
+        }
+        for action in actions or (SearchAction(),)
     ]
 
 
 def invalid_notice(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
-    """What the policy reads after a turn that does none of these; none stand for search alone."""
-    if not actions:
-        return INVALID_ACTION
-    ways = " ".join(
-        f"If I want to {purpose}, I should put the {argument} between <{name}> and </{name}>."
-        for name, purpose, argument in usages(actions, extra)
-    )
-    beginning, _, _ = INVALID_ACTION.partition(" If I want")
-    _, want, ending = INVALID_ACTION.rpartition(" If I want")
-    return f"{beginning} {ways}{want}{ending}"
+    """Return the notice after a turn that does none of these; none stand for search alone."""
+    ways = "".join(USAGE.format(**usage) for usage in usages(actions, extra))
+    return INVALID_TEMPLATE.format(usages=ways + ANSWER_USAGE)

@@ -1,7 +1,6 @@
 """The turn loop of one trajectory: think, act, read, answer.
 
-Token-in, token-out: the ids a sampler returned are the ids that are trained on. Nothing is decoded, cut
-and encoded again; text is read only to decide what the environment does next.
+Token-in, token-out: sampled ids are trained on; they are decoded only to decide what the environment does.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from calibadv_jax.core.tags import (
     whole_turn,
 )
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.rollout.actions import OfRetriever, Search, grammar_of, invalid_notice
+from calibadv_jax.rollout.actions import RetrieverAction, SearchAction, grammar_of, invalid_notice
 from calibadv_jax.rollout.observation import (
     Observations,
     added_token_strings,
@@ -42,12 +41,7 @@ from calibadv_jax.rollout.prompts import open_prompt
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """What every trajectory of a run is written with.
-
-    Args:
-        actions: those that are on; none: search alone.
-        judge: asked for a verdict on every answer.
-    """
+    """Services and settings of every trajectory of a run; no `actions` stand for search alone."""
 
     sampler: Sampler
     retriever: Retriever
@@ -59,10 +53,10 @@ class RolloutContext:
 
     @cached_property
     def by_name(self) -> dict[str, Action]:
-        """The actions that are on, those of the retriever with this one."""
+        """The actions that are on; those of the retriever use `retriever`."""
         return {
-            one.name: one.over(self.retriever) if isinstance(one, OfRetriever) else one
-            for one in self.actions or (Search(),)
+            action.name: action.over(self.retriever) if isinstance(action, RetrieverAction) else action
+            for action in self.actions or (SearchAction(),)
         }
 
     @cached_property
@@ -78,22 +72,16 @@ class RolloutContext:
 async def run_trajectory(
     context: RolloutContext, question: Question, index: int, seed: int, session: str
 ) -> Trajectory:
-    """Writes one trajectory.
+    """Write one trajectory; with question, index and turn, `seed` determines every sampled token.
 
-    At most `rollout.max_searches` turns get an observation (retried invalid ones count); then comes one
-    final turn without a reply, in which an action stays unanswered. The trajectory ends at an answer, at
-    a turn cut by a length limit, at an invalid turn (unless `on_invalid` is "retry"), and where an
-    observation would leave no room for another token within `max_length`: that observation is dropped.
-    A trajectory that sampler, action or judge could not serve, or that took longer than `rollout.time_limit`,
-    carries its error and the turns it had.
+    At most `rollout.max_searches` turns get an observation (retried invalid ones count); then comes one final
+    turn, in which an action stays unanswered. The trajectory ends at an answer, at a turn cut by a length
+    limit, at an invalid turn (unless `on_invalid` is "retry"), and where an observation would leave no room
+    for another token within `max_length`: that observation is dropped. A trajectory that sampler, action or
+    judge could not serve, or that took longer than `rollout.time_limit`, carries its error and the turns it
+    had. Its `session` at the sampler, unique among those in flight, is always released.
 
-    Args:
-        seed: with question, index and turn it determines every sampled token.
-        session: name of the trajectory at the sampler, unique among those in flight; always released.
-
-    Raises:
-        UserError: see `build_prompt` and `Observations`; those of sampler, actions and judge that are
-            no `RequestFailed` pass.
+    Raises UserError as `build_prompt` and `Observations`; those of services pass, unless RequestFailed.
     """
     rollout = context.rollout
     prompt_ids, first_opening = open_prompt(
@@ -108,7 +96,7 @@ async def run_trajectory(
         actions=context.grammar.actions,
         first_opening=None if first_opening == opening else first_opening,
     )
-    begun = time.monotonic()
+    start = time.monotonic()
     limit = asyncio.timeout(rollout.time_limit or None)
     try:
         async with limit:
@@ -123,12 +111,11 @@ async def run_trajectory(
         trajectory.error = f"time: not finished within rollout.time_limit={rollout.time_limit:g} s"
     finally:
         context.sampler.release(session)
-    trajectory.seconds = time.monotonic() - begun
+    trajectory.seconds = time.monotonic() - start
     return trajectory
 
 
 async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, session: str) -> None:
-    """Appends turns to the trajectory until it ends."""
     rollout = context.rollout
     tokens = trajectory.prompt_ids.tolist()
     for number in range(rollout.max_searches + 1):
@@ -144,7 +131,8 @@ async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, ses
         turn = _read(completion, context, trajectory.opening_of(number))
         trajectory.turns.append(turn)
         tokens += completion.token_ids
-        if number == rollout.max_searches or not _goes_on(turn, rollout):
+        goes_on = turn.is_action or (turn.kind == "invalid" and rollout.on_invalid == "retry")
+        if number == rollout.max_searches or not goes_on:
             return
         if not await _observe(turn, context, room=rollout.max_length - len(tokens) - 1):
             return
@@ -152,7 +140,7 @@ async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, ses
 
 
 def turn_seed(seed: int, question_id: str, index: int, turn: int) -> int:
-    """uint32 that depends on all four, the same on every machine."""
+    """Return a uint32 that depends on all four, the same on every machine."""
     digest = hashlib.blake2b(f"{seed}\0{question_id}\0{index}\0{turn}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
 
@@ -176,35 +164,32 @@ def _read(completion: Completion, context: RolloutContext, opening: str) -> Turn
     )
 
 
-def _goes_on(turn: Turn, rollout: RolloutConfig) -> bool:
-    return turn.is_action or (turn.kind == "invalid" and rollout.on_invalid == "retry")
-
-
 async def _observe(turn: Turn, context: RolloutContext, room: int) -> bool:
-    """Appends the environment's reply to the turn; False where it has more than `room` tokens."""
+    """Append the environment's reply to the turn; False where it has more than `room` tokens."""
     if room < 1:
         return False
-    shown, reply = context.observations, Reply()
+    observations, reply = context.observations, Reply()
     if turn.is_action:
         action = context.by_name[turn.kind]
-        shown = shown.of(action)
+        observations = observations.of(action)
         try:
-            found = await action.call(_parsed(action, turn.query))
+            reply = await action.call(_argument(action, turn.query))
         except (QueryRefused, ActionRefused) as error:
             turn.is_refused = True
-            ids, text = shown.information(_refusal(turn.kind, error, context))
+            ids, text = observations.information(_refusal(turn.kind, error, context))
         else:
-            reply = neutralise_reply(found, action, context.tokenizer, context.grammar, shown.max_length)
-            ids, text = shown.information(action.render(reply))
+            limit = observations.max_length
+            reply = neutralise_reply(reply, action, context.tokenizer, context.grammar, limit)
+            ids, text = observations.information(action.render(reply))
     else:
-        ids, text = shown.invalid()
+        ids, text = observations.invalid()
     if len(ids) > room:
         return False
     turn.documents, turn.observation_ids, turn.observation_text = reply.documents, ids, text
     return True
 
 
-def _parsed(action: Action, body: str) -> Any:
+def _argument(action: Action, body: str) -> Any:
     try:
         return action.parse(body)
     except ValueError as error:

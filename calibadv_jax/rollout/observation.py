@@ -1,4 +1,4 @@
-"""What the environment shows after a turn."""
+"""Observations: the neutralised reply after a turn, in text and tokens."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ LETTERS = 16  # of a text that are looked at first, for each of the tokens that 
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Ids of `text`, nothing added."""
+    """Return the ids of `text`, nothing added."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Text of `ids` with every token shown and no space removed."""
+    """Return the text of `ids` with every token shown and no space removed."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def added_token_strings(tokenizer: Any) -> frozenset[str]:
-    """Control tokens: strings the tokenizer turns into one token of its own wherever they occur.
+    """Return the control tokens: strings that become a token of their own wherever they occur.
 
-    Of the added tokens that are not special only those with markup count: an added word, or a run of
-    spaces, has no special meaning. The same holds for a special token of one character.
+    Added tokens without markup (a word, a run of spaces) and special tokens of one character do not count.
     """
     special = {str(token) for token in tokenizer.all_special_tokens}
     added = {token for token in map(str, tokenizer.get_added_vocab()) if _MARKUP & set(token)}
@@ -50,46 +49,43 @@ def added_token_strings(tokenizer: Any) -> frozenset[str]:
 def neutralise_documents(
     documents: Sequence[Document], tokenizer: Any, grammar: Grammar = SEARCH_GRAMMAR
 ) -> tuple[Document, ...]:
-    """Retrieved documents as they may be shown and kept."""
+    """Return retrieved documents as they may be shown and kept."""
     extra = added_token_strings(tokenizer)
     return tuple(
         replace(
-            d,
-            id=well_formed(d.id),
-            title=neutralise(d.title, extra, grammar),
-            text=neutralise(d.text, extra, grammar),
+            document,
+            id=well_formed(document.id),
+            title=neutralise(document.title, extra, grammar),
+            text=neutralise(document.text, extra, grammar),
         )
-        for d in documents
+        for document in documents
     )
 
 
 def neutralise_reply(
     reply: Reply, action: Action, tokenizer: Any, grammar: Grammar, max_length: int
 ) -> Reply:
-    """What an action brought, as it may be shown and kept.
+    """Return an action's reply as it may be shown and kept.
 
-    Args:
-        max_length: tokens that will be shown at most; an end that cannot be shown is not kept either, unless
-            the action keeps documents whole.
+    The end behind `max_length` shown tokens is not kept either, unless the action keeps documents whole.
     """
+
+    def cut(text: str) -> str:
+        return cut_early(well_formed(text), tokenizer, max_length)
+
     documents = reply.documents
     if not action.keeps_documents_whole:
         documents = tuple(
-            replace(
-                d,
-                title=cut_early(well_formed(d.title), tokenizer, max_length),
-                text=cut_early(well_formed(d.text), tokenizer, max_length),
-            )
-            for d in documents
+            replace(document, title=cut(document.title), text=cut(document.text)) for document in documents
         )
     documents = neutralise_documents(documents, tokenizer, grammar)
-    text = cut_early(well_formed(reply.text), tokenizer, max_length)
+    text = cut(reply.text)
     return Reply(documents, neutralise(text, added_token_strings(tokenizer), grammar) if text else "")
 
 
 @dataclass(frozen=True)
 class Observations:
-    """Writes what the environment replies to a turn, tokenised on its own: int32 [M] ids and their text."""
+    """Writes observations, tokenised on their own: int32 [M] ids and their text."""
 
     tokenizer: Any
     max_length: int  # tokens; a longer information block loses the end of its body, never its closing tag
@@ -97,30 +93,22 @@ class Observations:
     notice: str = INVALID_ACTION  # after an invalid turn
 
     def of(self, action: Action) -> Observations:
-        """With the action's own limit, where that is smaller."""
+        """Apply the action's own limit, where that is smaller."""
         return replace(self, max_length=min(self.max_length, action.max_length or self.max_length))
 
     def of_documents(self, documents: Sequence[Document]) -> tuple[np.ndarray, str]:
-        """The block of neutralised documents, best first; the last one loses the space at its end.
-
-        Raises:
-            UserError: see `information`.
-        """
+        """Return the block of neutralised documents, best first; see `information`."""
         return self.information(numbered(documents))
 
     def information(self, body: str) -> tuple[np.ndarray, str]:
-        """The information block of a neutralised body.
-
-        Raises:
-            UserError: not even the tags fit.
-        """
+        """Return the information block of a neutralised body; raise UserError if not even the tags fit."""
         ending = CLOSE_INFORMATION + self.opening
-        begun = cut_early(OPEN_INFORMATION + body, self.tokenizer, self.max_length)
-        whole = encode(self.tokenizer, begun + ending)
-        if len(whole) <= self.max_length:
-            return np.asarray(whole, np.int32), begun + ending
+        start = cut_early(OPEN_INFORMATION + body, self.tokenizer, self.max_length)
+        ids = encode(self.tokenizer, start + ending)
+        if len(ids) <= self.max_length:
+            return np.asarray(ids, np.int32), start + ending
         closing = encode(self.tokenizer, ending)
-        opening = encode(self.tokenizer, begun)[: max(0, self.max_length - len(closing))]
+        opening = encode(self.tokenizer, start)[: max(0, self.max_length - len(closing))]
         tags = len(encode(self.tokenizer, OPEN_INFORMATION))
         if tags > len(opening):
             raise UserError(
@@ -130,17 +118,16 @@ class Observations:
         return np.asarray([*opening, *closing], np.int32), decode(self.tokenizer, opening) + ending
 
     def invalid(self) -> tuple[np.ndarray, str]:
-        """The notice after a turn that asks for nothing; it is never cut."""
+        """Return the notice after a turn that asks for nothing; it is never cut."""
         text = self.notice + self.opening
         return np.asarray(encode(self.tokenizer, text), np.int32), text
 
 
 def cut_early(text: str, tokenizer: Any, max_length: int) -> str:
-    """A text of which only the first `max_length` tokens are wanted, without an end that cannot change them.
+    """Drop the end of a long text that cannot change its first `max_length` tokens.
 
-    A page may have a million letters. What is left holds at least twice as many tokens as are wanted, so
-    that the cut is far behind the last of them. How many letters that takes is tried out: a tokenizer may
-    make one token of a word or a run of spaces of any length.
+    The rest holds twice as many tokens; how many letters that takes is tried out, as a token may have any
+    length.
     """
     length = LETTERS * max_length
     while length < len(text):

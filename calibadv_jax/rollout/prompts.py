@@ -1,8 +1,9 @@
-"""Prompt templates, and the prompt of a question in tokens."""
+"""The prompt of a question: templates, tokens, and which prompts are too long."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,40 +12,40 @@ import numpy as np
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
+from calibadv_jax.core.own_function import failure
 from calibadv_jax.core.tags import OPEN_THINK, Grammar, leaves_thought_open, neutralise, split_at_tags
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.rollout.actions import grammar_of, usages
 from calibadv_jax.rollout.observation import added_token_strings, encode
 
+ACTIONS = "{actions}"  # in a template: where the actions that are on are listed
+# Of Search-R1 and CalibAdv, word for word: their policies were trained under this prompt.
+_PAPER = (
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time"
+    " you get new information. {actions} If you find no"
+    " further external knowledge needed, you can directly provide the answer inside <answer> and"
+    " </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
+    " Question: {question}\n"
+)
 _SEARCH = (
-    " After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query"
+    "After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query"
     " </search> and it will return the top searched results between <information> and </information>. You can"
     " search as many times as your want."
 )
-TEMPLATES = {
-    # Data: the prompt of Search-R1 and CalibAdv, word for word, under which their policies were trained.
-    "paper": (
-        "Answer the given question. You must conduct reasoning inside <think> and </think> first every time"
-        f" you get new information.{_SEARCH} If you find no"
-        " further external knowledge needed, you can directly provide the answer inside <answer> and"
-        " </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
-        " Question: {question}\n"
-    ),
-    "short": "Question: {question}\n",
-}
+_OTHER = (
+    "You can {purpose} by <{name}> {argument} </{name}>, and you get what it brings between <information> and"
+    " </information>."
+)
+TEMPLATES = {"paper": _PAPER.replace(ACTIONS, _SEARCH), "short": "Question: {question}\n"}
 FROM_DATA = "from_data"
 ENDING = 256  # characters at a prompt's end in which a turn may be opened
+BATCH = 1024  # prompts that are tokenised together, on all cores
 _THOUGHT = re.compile("<think>.*", re.DOTALL)
 _ENDS_IN_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")
-ACTIONS = "{actions}"  # in a template: where the actions that are on are listed
 
 
 def template_text(name: str) -> str:
-    """A built-in template, or `name` itself where it contains {question}.
-
-    Raises:
-        UserError: neither.
-    """
+    """Return a built-in template, or `name` itself where it contains {question}; else raise UserError."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     if "{question}" in name:
@@ -56,46 +57,28 @@ def template_text(name: str) -> str:
 
 
 def list_actions(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
-    """How each action is called, a sentence or two each; none stand for search alone."""
+    """Say how each action is called, a sentence or two each; none stand for search alone."""
     ways = [
-        _SEARCH
-        if name == "search"
-        else f" You can {purpose} by <{name}> {argument} </{name}>, and you get what it brings between"
-        " <information> and </information>."
-        for name, purpose, argument in usages(actions, extra)
+        _SEARCH if usage["name"] == "search" else _OTHER.format(**usage) for usage in usages(actions, extra)
     ]
-    return "".join(ways or [_SEARCH]).replace(ACTIONS, "actions")
+    return " ".join(ways).replace(ACTIONS, "actions")
 
 
 def build_prompt(
-    question: Question,
-    tokenizer: Any,
-    config: PromptConfig,
-    max_length: int,
-    actions: Sequence[Action] = (),
+    question: Question, tokenizer: Any, config: PromptConfig, max_length: int, actions: Sequence[Action] = ()
 ) -> np.ndarray:
-    """Token ids of a question's prompt, int32 [P]; see `open_prompt`."""
+    """Return the token ids of a question's prompt, int32 [P]; see `open_prompt`."""
     return open_prompt(question, tokenizer, config, max_length, actions)[0]
 
 
 def open_prompt(
-    question: Question,
-    tokenizer: Any,
-    config: PromptConfig,
-    max_length: int,
-    actions: Sequence[Action] = (),
+    question: Question, tokenizer: Any, config: PromptConfig, max_length: int, actions: Sequence[Action] = ()
 ) -> tuple[np.ndarray, str]:
-    """Token ids of a question's prompt, int32 [P], and the text at its end that begins the first turn.
+    """Return a question's prompt, int32 [P], and the text at its end that begins the first turn.
 
-    The question is untrusted: tags and special tokens in it are neutralised. So is a prompt of the data,
-    which explains the protocol: it keeps the tags that it writes exactly, and nothing else.
-
-    Args:
-        actions: those that are on, which the template "paper" lists; none: search alone.
-
-    Raises:
-        UserError: longer than `max_length`; chat is "on" for a tokenizer without a chat template; the row has
-            no prompt, or one that needs a chat template which is not there; or the chat template fails.
+    Tags and special tokens of the untrusted question are neutralised. A prompt of the data, which explains
+    the protocol, keeps the tags that it writes exactly. No `actions` stand for search alone. Raises UserError
+    if it is longer than `max_length`, the row has no prompt, or the chat template fails or is missing.
     """
     text, opening = write_prompt(question, tokenizer, config, added_token_strings(tokenizer), actions)
     ids = encode(tokenizer, text)
@@ -114,29 +97,27 @@ def write_prompt(
     extra: Collection[str],
     actions: Sequence[Action] = (),
 ) -> tuple[str, str]:
-    """The text that `open_prompt` encodes, and what of its end begins the first turn: see `_opening`.
-
-    Args:
-        extra: the tokenizer's `added_token_strings`.
-    """
+    """Return the text of `open_prompt`, and its end that begins the first turn; `extra`: control tokens."""
     grammar = grammar_of(actions)
     if config.template == FROM_DATA:
         messages = _carried(question, extra, grammar)
     else:
-        asked = question.text
+        text = question.text
         if config.question_mark:
-            asked = asked.strip().removesuffix("?") + "?"
-        template, listed = template_text(config.template), list_actions(actions, extra)
-        # Apart, so that neither the question nor what a server says of its tools names a place of the other.
-        parts = template.split("{question}")
-        parts = [part.replace(_SEARCH, listed).replace(ACTIONS, listed.strip()) for part in parts]
-        messages = [("user", neutralise(asked, extra, grammar).join(parts))]
+            text = text.strip().removesuffix("?") + "?"
+        template = _PAPER if config.template == "paper" else template_text(config.template)
+        # Split first: neither the question nor a server's text about its tools fills a place of the other.
+        listed = list_actions(actions, extra)
+        parts = [part.replace(ACTIONS, listed) for part in template.split("{question}")]
+        messages = [("user", neutralise(text, extra, grammar).join(parts))]
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if config.chat == "on" and not has_template:
         raise UserError("prompt.chat is 'on', but the tokenizer has no chat template; use 'auto' or 'off'")
     if has_template and config.chat != "off":
         text = _in_chat(messages, tokenizer, config)
-        opening = _opening(text, messages[-1][1].strip(), [one for one in extra if one not in grammar.tags])
+        opening = _opening(
+            text, messages[-1][1].strip(), [token for token in extra if token not in grammar.tags]
+        )
     elif config.chat_template_kwargs:
         raise UserError("prompt.chat_template_kwargs needs a chat template, and none is used: leave it out")
     elif len(messages) == 1:
@@ -153,7 +134,6 @@ def write_prompt(
 
 
 def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: PromptConfig) -> str:
-    """The messages in the tokenizer's chat template."""
     template = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
     arguments = config.chat_template_kwargs
     if unknown := [name for name in arguments if name not in str(tokenizer.chat_template)]:
@@ -167,9 +147,8 @@ def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: Prompt
         )
     except Exception as error:  # a template is a program, which raises what it likes
         roles = " and ".join(dict.fromkeys(role for role, _ in messages))
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"{template} fails on messages of the role {roles}: {reason}; correct it, or choose"
+            f"{template} fails on messages of the role {roles}: {failure(error)}; correct it, or choose"
             " prompt.chat=off or another prompt.template"
         ) from error
     for role, content in messages:
@@ -182,14 +161,10 @@ def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: Prompt
 
 
 def _opening(text: str, message: str = "", controls: Sequence[str] = ()) -> str:
-    """The end of a prompt that begins the first turn: <think> and what follows it, or "".
+    """Return the end of a prompt that begins the first turn: <think> and what follows it, or "".
 
-    It may be any text behind the last control token that a chat template adds. Elsewhere, where a text may
-    explain the tag, it is the tag or an empty thought at the very end.
-
-    Args:
-        message: the last one of a chat.
-        controls: control tokens that are no tags.
+    Any text may follow the last of the `controls` (control tokens) that a chat template adds after the last
+    `message`. Elsewhere, where a text may explain the tag, it is the tag or an empty thought at the very end.
     """
     end = text[-ENDING:]
     if OPEN_THINK not in end:
@@ -201,15 +176,15 @@ def _opening(text: str, message: str = "", controls: Sequence[str] = ()) -> str:
 
 
 def _carried(question: Question, extra: Collection[str], grammar: Grammar) -> list[tuple[str, str]]:
-    """(role, content) of the messages that the question's row carries, neutralised."""
+    """Return (role, content) of the messages that the question's row carries, neutralised."""
     if not question.prompt:
         raise UserError(
             f"question {question.id!r}: prompt.template is {FROM_DATA!r}, but its row has no 'prompt'; choose"
             " another template"
         )
-    asked = neutralise(question.text, extra, grammar)
+    text = neutralise(question.text, extra, grammar)
     return [
-        (message.role, asked.join(_neutralise_but_tags(part, extra, grammar) for part in message.parts))
+        (message.role, text.join(_neutralise_but_tags(part, extra, grammar) for part in message.parts))
         for message in question.prompt
     ]
 
@@ -223,3 +198,65 @@ def _neutralise_but_tags(text: str, extra: Collection[str], grammar: Grammar) ->
     # A control token that contains a tag is in no single piece.
     is_divided = any(token in kept for token in others if token.strip())
     return neutralise(text, extra, grammar) if is_divided else kept
+
+
+def prompt_lengths(
+    questions: Sequence[Question],
+    tokenizer: Any,
+    config: PromptConfig,
+    max_length: int,
+    actions: Sequence[Action] = (),
+) -> dict[int, int]:
+    """Return the tokens of the prompts that are longer than `max_length`, by the question's place.
+
+    Only prompts with many letters are tokenised: 100,000 questions take seconds. Raises as `build_prompt`.
+    """
+    extra = added_token_strings(tokenizer)
+    lengths: dict[int, int] = {}
+    pending: list[tuple[int, str]] = []
+
+    def measure() -> None:
+        if pending:
+            places, texts = zip(*pending, strict=True)
+            ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+            measured = zip(places, map(len, ids), strict=True)
+            lengths.update((place, length) for place, length in measured if length > max_length)
+            pending.clear()
+
+    for place, question in enumerate(questions):
+        text, _ = write_prompt(question, tokenizer, config, extra, actions)
+        if most_tokens(text) > max_length:
+            pending.append((place, text))
+        if len(pending) == BATCH:
+            measure()
+    measure()
+    return lengths
+
+
+def most_tokens(text: str) -> int:
+    """Bound the tokens: one a byte in Unicode's longest form, twice as many if each has a space before it."""
+    return 2 * len(text if text.isascii() else unicodedata.normalize("NFKD", text).encode())
+
+
+def drop_overlong(
+    questions: Sequence[Question], lengths: dict[int, int], max_length: int, rule: str, name: str
+) -> tuple[list[Question], str]:
+    """Return the questions whose prompts fit, and in words how many do not; "" where all fit.
+
+    `lengths` come from `prompt_lengths`; `rule` is data.overlong_prompts; `name` is the questions' config
+    key. Raises UserError if the rule is "refuse" and some do not fit, or if none fits.
+    """
+    kept = [question for place, question in enumerate(questions) if place not in lengths]
+    if not lengths:
+        return kept, ""
+    worst = max(lengths, key=lambda place: lengths[place])
+    message = (
+        f"{name}: the prompts of {len(lengths)} of {len(questions)} questions are longer than"
+        f" rollout.max_prompt_length={max_length}, the longest has {lengths[worst]} tokens (question"
+        f" {questions[worst].id!r})"
+    )
+    if rule == "refuse":
+        raise UserError(f"{message}: raise it, or leave them out with data.overlong_prompts=leave_out")
+    if not kept:
+        raise UserError(f"{message}: none is left; raise it")
+    return kept, f"{message}: they are left out"

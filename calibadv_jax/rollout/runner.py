@@ -1,9 +1,10 @@
-"""Rollouts in the background: the event loop on which trajectories are written while the learner works."""
+"""Groups of trajectories: one coroutine a trajectory, on an event loop beside the learner's thread."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -11,24 +12,98 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.core.trajectory import Document, Group, Question
-from calibadv_jax.rollout.agent import RolloutContext
-from calibadv_jax.rollout.collect import collect_group, collect_groups
+from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
+from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 
 T = TypeVar("T")
+
+
+class FailureCount:
+    """Counts failed trajectories among the `total` of all groups as groups complete."""
+
+    def __init__(self, total: int, max_share: float):
+        self.total, self.max_share = total, max_share
+        self._errors: Counter[str] = Counter()
+
+    def add(self, group: Group) -> None:
+        """Raise EnvironmentFailure, with the commonest reason, if more than `max_share` have failed."""
+        self._errors.update(str(trajectory.error) for trajectory in group.failed)
+        failed = self._errors.total()
+        if failed > self.max_share * self.total:
+            ((reason, count),) = self._errors.most_common(1)
+            raise EnvironmentFailure(
+                f"{failed} of {self.total} trajectories failed, more than"
+                f" rollout.max_failed_share={self.max_share:g}; the commonest reason ({count} times):"
+                f" {reason}"
+            )
+
+
+async def collect_group(
+    context: RolloutContext, question: Question, slots: asyncio.Semaphore, seed: int, name: str
+) -> Group:
+    """Write `rollout.group_size` trajectories of one question.
+
+    If one raises an error, the others are cancelled. `slots` limits how many trajectories of all groups that
+    share it run at once; first come, first served. The sessions are called ``name/index``, unique among
+    groups in flight.
+    """
+
+    async def write(index: int) -> Trajectory:
+        async with slots:
+            return await run_trajectory(context, question, index, seed, f"{name}/{index}")
+
+    return Group.of(question, await _gather([write(index) for index in range(context.rollout.group_size)]))
+
+
+async def collect_groups(
+    context: RolloutContext,
+    questions: Sequence[Question],
+    seed: int,
+    name: str,
+    complete: Callable[[Group], object] = lambda _: None,
+) -> list[Group]:
+    """Write one group for each question, in their order; see `collect_group`.
+
+    At most `rollout.max_concurrency` trajectories are in flight, started in the order of the questions.
+    `complete` is called with each complete group. Raises UserError if more than `rollout.max_failed_share` of
+    the trajectories failed.
+    """
+    rollout = context.rollout
+    slots = asyncio.Semaphore(rollout.max_concurrency)
+    failures = FailureCount(len(questions) * rollout.group_size, rollout.max_failed_share)
+
+    async def collect(number: int, question: Question) -> Group:
+        group = await collect_group(context, question, slots, seed, f"{name}/{number}")
+        complete(group)
+        failures.add(group)
+        return group
+
+    return await _gather([collect(number, question) for number, question in enumerate(questions)])
+
+
+async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results in order; a failure is raised when the others are cancelled and have ended."""
+    failure: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as failures:
+        failure = failures
+        while isinstance(failure, BaseExceptionGroup):  # the earliest: later ones come from being cancelled
+            failure = failure.exceptions[0]
+    if failure is not None:  # raised out here, so that it keeps its own cause and gets no other context
+        raise failure
+    return [task.result() for task in tasks]
 
 
 class Rollouts:
     """Writes trajectories on an event loop of its own, in a thread that lives as long as the block.
 
-    Args:
-        context: its sampler, retriever, actions and judge are used on that loop only, and closed at the end
-            of the block.
-        seed: of the run.
-        publish: makes of a version's parameters what the sampler takes. It is called in the thread that uses
-            this object, in all processes of a run together.
+    The services of `context` are used on that loop only, and closed at the end of the block. `publish` turns
+    a version's parameters into the sampler's input; the thread that uses this object calls it, in all
+    processes of a run together.
     """
 
     def __init__(
@@ -58,13 +133,13 @@ class Rollouts:
             self._loop.close()
 
     def load(self, version: int, published: Any) -> None:
-        """Hands what `publish` returned to the sampler; when it returns the parameters may be donated."""
+        """Hand a result of `publish` to the sampler; when this returns the parameters may be donated."""
         self._run(self.context.sampler.load(version, published))
 
     def begin(self, number: int, question: Question) -> Future[Group]:
-        """Starts the rollout of group `number`, counted over the whole run, in the background.
+        """Start the rollout of group `number`, counted over the whole run, in the background.
 
-        The number decides what is drawn, so that a question which comes twice gets other trajectories.
+        The number seeds it, so that a question which comes twice gets other trajectories.
         """
         seed = int(random_state(self.seed, number, "group").integers(2**31))
         coroutine = collect_group(self.context, question, self._slots, seed, f"group{number}")
@@ -78,26 +153,20 @@ class Rollouts:
         complete: Callable[[Group], object] = lambda _: None,
         **changes: Any,
     ) -> list[Group]:
-        """Groups of trajectories in the order of the questions.
-
-        Args:
-            name: prefix of the sessions' names.
-            complete: called with each group as soon as it is there, on this object's thread.
-            changes: fields of RolloutConfig that differ from the context's.
-        """
+        """Write groups as `collect_groups`, with `changes` of the context's RolloutConfig."""
         context = replace(self.context, rollout=replace(self.context.rollout, **changes))
         return self._run(collect_groups(context, questions, seed, name, complete))
 
     def search(self, queries: Sequence[str]) -> list[list[Document]]:
-        """Documents of each query; see `Retriever.search`."""
+        """Return the documents of each query; see `Retriever.search`."""
         return self._run(self.context.retriever.search(queries))
 
     def metrics(self) -> dict[str, float]:
-        """What the sampler counts; see `Sampler.metrics`."""
+        """Return the sampler's counts; see `Sampler.metrics`."""
         return self.context.sampler.metrics()
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-        """Log-probabilities of a text under each copy of the weights; see `Sampler.prompt_logprobs`."""
+        """Return log-probabilities under each copy of the weights; see `Sampler.prompt_logprobs`."""
         return self._run(self.context.sampler.prompt_logprobs(token_ids))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -109,18 +178,13 @@ class Rollouts:
             raise
 
     async def _finish(self) -> None:
-        """Cancels what is running, and closes the connections, all of them before an error is raised."""
+        """Cancel what is running, and close all connections before an error is raised."""
         running = asyncio.all_tasks() - {asyncio.current_task()}
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        failures: list[UserError] = []
-        for service in (
-            *self.context.actions,
-            self.context.judge,
-            self.context.retriever,
-            self.context.sampler,
-        ):
+        context, failures = self.context, []
+        for service in (*context.actions, context.judge, context.retriever, context.sampler):
             try:
                 if service is not None:
                     await service.close()

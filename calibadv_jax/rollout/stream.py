@@ -1,9 +1,8 @@
 """Rollouts that run ahead of the learner by a bounded number of steps.
 
-Group n (counted from 0 over the whole run) is not assigned to a step in advance. It may begin once the
-policy is new enough: the group can then still be trained within `max_staleness` steps, even if all others
-finish first. With 0 that is plain on-policy training: all groups of a step begin together, and the step
-waits for all of them.
+A group, counted over the whole run, is not assigned to a step in advance. It begins once the policy is new
+enough to train the group within `max_staleness` steps, even if all others finish first. With 0 that is
+on-policy training: all groups of a step begin together, and the step waits for all of them.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from typing import Any
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question
-from calibadv_jax.rollout.failures import FailureCount
+from calibadv_jax.rollout.runner import FailureCount
 
 
 @dataclass
-class _Asked:
+class _Started:
     number: int
     question: Question
-    started_at: int  # step
+    step: int
     future: Future[Group]
 
 
 def any_done(running: list[Future[Group]]) -> None:
-    """Waits until one of these is complete."""
+    """Wait until one of these is complete."""
     wait(running, None, FIRST_COMPLETED)
 
 
@@ -39,9 +38,8 @@ class RolloutStream:
         begin: starts the rollout of (number, question) in the background.
         questions: endless; the next one is drawn when its group may begin.
         max_failed_share: of the trajectories of a step; above it `take` raises an error.
-        max_replaced: groups of a step in whose place others are asked for.
-        are_tied: says of each of some complete groups whether it is one of these.
-        wait_for: waits until one of these, which are under way, is complete.
+        max_replaced: number of a step's groups for which `are_tied` that others may replace.
+        wait_for: waits until one of these running groups is complete.
     """
 
     def __init__(
@@ -60,30 +58,26 @@ class RolloutStream:
         self._max_replaced, self._are_tied, self._wait_for = max_replaced, are_tied, wait_for
         self._begun, self._trained = 0, 0  # groups, over the whole run; replaced ones count as trained
         self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
-        self._running: dict[int, _Asked] = {}
-        self._taken: list[_Asked] = []
-        self._replaced: list[_Asked] = []  # since the last `commit`
+        self._running: dict[int, _Started] = {}
+        self._taken: list[_Started] = []
+        self._replaced: list[_Started] = []  # since the last `commit`
 
     @property
     def replaced(self) -> list[Group]:
-        """Groups of the last `take` in whose place others are trained; none after `commit`."""
-        return [one.future.result() for one in self._replaced]
+        """Groups of the last `take` that others replaced; none after `commit`."""
+        return [group.future.result() for group in self._replaced]
 
     def state(self) -> dict[str, Any]:
-        """What a resumed stream needs: groups that are not trained yet are asked for again."""
+        """Return the state that `restore` takes: groups that are not trained yet are begun again."""
         open_groups = [*self._taken, *self._replaced, *self._running.values()]
-        pending = {one.number: one.question.id for one in open_groups}
+        pending = {group.number: group.question.id for group in open_groups}
         pending |= {number: question.id for number, question in self._pending}
         return {"asked": self._begun + len(self._pending), "pending": sorted(pending.items())}
 
     def restore(self, state: Mapping[str, Any], questions: Mapping[str, Question]) -> None:
-        """Continues where `state` was called; to be called before anything has begun.
+        """Continue where `state` was called, before anything has begun, with `questions` by id.
 
-        Args:
-            questions: by id.
-
-        Raises:
-            UserError: a question that is not trained yet is gone.
+        Raises UserError if a question that is not trained yet is gone.
         """
         missing = [name for _, name in state["pending"] if name not in questions]
         if missing:
@@ -95,23 +89,22 @@ class RolloutStream:
         self._begun = self._trained = state["asked"] - len(self._pending)
 
     def take(self, step: int, progress: Callable[[int], object] = lambda _: None) -> list[Group]:
-        """Waits for the groups that step `step` trains, and begins as many others as may run meanwhile.
+        """Wait for the groups that step `step` trains, and begin as many others as may run meanwhile.
 
-        The oldest of those that are complete, as soon as no other one must be waited for. Of these, tied ones
-        give way to groups that begin now, up to `max_replaced`: which ones does not depend on who is first.
-        What is taken counts as trained when `commit` is called.
-
-        Args:
-            progress: told how many groups are complete, whenever that has changed.
-
-        Raises:
-            The error of a rollout, or UserError where too many trajectories failed; all others are cancelled.
+        The oldest complete groups are returned, as soon as no other one must be waited for. Groups that begin
+        now replace tied ones among them, up to `max_replaced`: which ones does not depend on who is first.
+        The groups count as trained when `commit` is called. `progress` is called with the number of complete
+        groups. Raises the error of a rollout, or UserError where too many trajectories failed; all others are
+        cancelled.
         """
         self._begin_allowed(step)
         while True:
-            ready = sorted(number for number, one in self._running.items() if one.future.done())
+            ready = sorted(number for number, group in self._running.items() if group.future.done())
             for number in ready:
-                self._raise_failure(self._running[number])
+                future = self._running[number].future
+                if future.cancelled() or future.exception() is not None:
+                    self.close()
+                    future.result()
             self._check_failures(ready[: self.per_step])
             progress(min(len(ready), self.per_step))
             if len(ready) >= self.per_step and self._is_in_time(ready, step):
@@ -119,38 +112,38 @@ class RolloutStream:
                     break
                 self._begin_allowed(step)
                 continue
-            self._wait_for([one.future for one in self._running.values() if not one.future.done()])
+            self._wait_for([group.future for group in self._running.values() if not group.future.done()])
         self._taken = [self._running.pop(number) for number in ready[: self.per_step]]
-        return [one.future.result() for one in self._taken]
+        return [group.future.result() for group in self._taken]
 
     def _is_in_time(self, ready: Sequence[int], step: int) -> bool:
-        """Whether the steps to come can train all that is left within `max_staleness`."""
-        taken = set(ready[: self.per_step])
-        last = [one.started_at + self.max_staleness for n, one in self._running.items() if n not in taken]
+        """Whether the steps to come can train all other groups within `max_staleness`."""
+        others = self._running.keys() - ready[: self.per_step]
+        last_steps = [self._running[number].step + self.max_staleness for number in others]
         return all(
-            sum(at <= due for at in last) <= (due - step) * self.per_step
+            sum(last <= due for last in last_steps) <= (due - step) * self.per_step
             for due in range(step, step + self.max_staleness + 1)
         )
 
     def _replace(self, numbers: Sequence[int]) -> bool:
-        """Takes out as many tied groups as may be replaced; whether there was one."""
+        """Take out as many tied groups as may be replaced; return whether there was one."""
         room = self._max_replaced - len(self._replaced)
         if room <= 0:
             return False
-        found = self._are_tied([self._running[number].future.result() for number in numbers])
-        tied = [number for number, is_tied in zip(numbers, found, strict=True) if is_tied][:room]
+        are_tied = self._are_tied([self._running[number].future.result() for number in numbers])
+        tied = [number for number, is_tied in zip(numbers, are_tied, strict=True) if is_tied][:room]
         self._replaced += [self._running.pop(number) for number in tied]
         return bool(tied)
 
     def commit(self) -> None:
-        """The groups of the last `take` are trained."""
+        """Count the groups of the last `take` as trained."""
         self._trained += len(self._taken) + len(self._replaced)
         self._taken, self._replaced = [], []
 
     def close(self) -> None:
-        """Cancels what is running."""
-        for one in self._running.values():
-            one.future.cancel()
+        """Cancel all running groups."""
+        for group in self._running.values():
+            group.future.cancel()
 
     def _begin_allowed(self, step: int) -> None:
         # Counted in groups, not in steps: a resumed run may have another number of them a step.
@@ -159,7 +152,7 @@ class RolloutStream:
             if not self._pending:
                 self._pending.append((self._begun, next(self._questions)))
             number, question = self._pending[0]  # stays until its group runs: a stop in between loses nothing
-            self._running[number] = _Asked(number, question, step, self._begin(number, question))
+            self._running[number] = _Started(number, question, step, self._begin(number, question))
             self._pending.popleft()
             self._begun += 1
 
@@ -173,8 +166,3 @@ class RolloutStream:
         except UserError:
             self.close()
             raise
-
-    def _raise_failure(self, one: _Asked) -> None:
-        if one.future.cancelled() or one.future.exception() is not None:
-            self.close()
-            one.future.result()

@@ -15,7 +15,7 @@ from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.own_function import failure, load_optional, own_function
 from calibadv_jax.core.tags import NAME, RESERVED
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.rollout.actions import Access, OwnAction, Search
+from calibadv_jax.rollout.actions import AccessAction, OwnAction, SearchAction
 from calibadv_jax.rollout.prompts import ACTIONS, FROM_DATA
 
 DEFAULT = [ToolConfig("search")]
@@ -62,7 +62,7 @@ def _made(tools: str, log: Path, progress: bool) -> tuple[Action, ...] | UserErr
 
 
 def _of_name(tool: ToolConfig) -> Action:
-    built_in = {"search": Search, "access": Access}
+    built_in = {"search": SearchAction, "access": AccessAction}
     if tool.name in built_in:
         return built_in[tool.name](max_length=tool.max_length)
     try:

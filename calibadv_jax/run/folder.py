@@ -25,8 +25,8 @@ from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
 from calibadv_jax.run.model import Base, Model, base_of
-from calibadv_jax.services.retriever_health import difference
-from calibadv_jax.services.retriever_health import identity as index_identity
+from calibadv_jax.services.retriever_replies import difference
+from calibadv_jax.services.retriever_replies import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
 from calibadv_jax.snapshots.huggingface import copy_tokenizer
 from calibadv_jax.snapshots.mirror import Mirror

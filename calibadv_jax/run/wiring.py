@@ -29,8 +29,7 @@ from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import find_workers, open_workers
-from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_process import check_running, open_retriever
+from calibadv_jax.services.retriever_client import RetrieverClient, check_running, open_retriever
 from calibadv_jax.snapshots.publish import SnapshotStore
 
 

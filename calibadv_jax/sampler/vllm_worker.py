@@ -31,8 +31,7 @@ from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.files import write_text
 from calibadv_jax.sampler.vllm_command import FLAVOURS, server_command
 from calibadv_jax.services.child_process import ChildService
-from calibadv_jax.services.http_client import BadReply, Unreachable, limit, request
-from calibadv_jax.services.waiting import Present, wait_for_any
+from calibadv_jax.services.http_client import BadReply, Present, Unreachable, limit, request, wait_for_any
 
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
 

@@ -21,15 +21,11 @@ UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # the log has every line at once, and er
 
 
 class ChildService:
-    """Ready when the block begins, stopped when it ends.
+    """A child process, ready when the block begins, stopped when it ends.
 
-    Args:
-        what: how messages call the service.
-        command: started with ``--port 0 --port_file FILE --parent_pid PID`` added.
-        log_path: the child's output is added to it: other commands may write to it too. What is longer than
-            LONGEST_LOG becomes FILE.old, in place of an older one; who writes to it goes on there.
-        timeout_key: config key of `start_timeout`, for the message.
-        environment: variables that differ from this process's.
+    `what` and `timeout_key` (the config key of `start_timeout`) are for messages. The `command` is started
+    with ``--port 0 --port_file FILE --parent_pid PID`` added, and its output is added to `log_path`; other
+    commands may write there too. The `environment` holds the variables that differ from this process's.
     """
 
     def __init__(
@@ -50,11 +46,7 @@ class ChildService:
         self._log_start = 0  # bytes of the log before this child's
 
     def __enter__(self) -> ChildService:
-        """Starts the service and waits until it answers.
-
-        Raises:
-            UserError: it ended, or was not ready within `start_timeout` seconds.
-        """
+        """Start the service and wait for it; raise UserError if it ends or does not get ready in time."""
         self.start()
         try:
             self.wait()
@@ -67,7 +59,7 @@ class ChildService:
         self.stop()
 
     def start(self) -> None:
-        """Starts it without waiting, so that several may start side by side."""
+        """Start without waiting, so that several may start side by side."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="service-")
         arguments = ["--port", "0", "--port_file", str(self._port_file), "--parent_pid", str(os.getpid())]
@@ -82,7 +74,7 @@ class ChildService:
             )
 
     def wait(self) -> None:
-        """Waits until it is ready; see `__enter__`."""
+        """Wait until it is ready; see `__enter__`."""
         assert self.process is not None
         deadline = time.monotonic() + self.start_timeout
         while not self._port_file.is_file():
@@ -91,7 +83,7 @@ class ChildService:
                 kind = UserError if self.process.returncode == INPUT_STATUS else EnvironmentFailure
                 raise kind(
                     f"{self.what} ended with status {self.process.returncode}:"
-                    f" {_cause(self._said())}; see {self.log_path}"
+                    f" {_cause(self._output())}; see {self.log_path}"
                 )
             if time.monotonic() > deadline:
                 raise EnvironmentFailure(
@@ -102,7 +94,7 @@ class ChildService:
         self.url = f"http://127.0.0.1:{self._port_file.read_text()}"
 
     def stop(self) -> None:
-        """Ends it and waits for its end; harmless when it has ended."""
+        """End it and wait for its end; harmless when it has ended."""
         if self.process is not None:
             self.process.terminate()
             try:
@@ -115,8 +107,7 @@ class ChildService:
             self._folder.cleanup()
             self._folder = None
 
-    def _said(self) -> str:
-        """What stands in the log since the child began."""
+    def _output(self) -> str:
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
@@ -128,13 +119,13 @@ class ChildService:
 
 
 def set_aside(log: Path) -> None:
-    """A log that is longer than LONGEST_LOG becomes FILE.old, in place of an older one."""
+    """Rename a log that is longer than LONGEST_LOG to FILE.old, in place of an older one."""
     if log.is_file() and log.stat().st_size > LONGEST_LOG:
         log.replace(log.with_name(f"{log.name}.old"))
 
 
 def _cause(log: str) -> str:
-    """The first line that names an error: those below are what it led to. Else the last line."""
+    """Return the first line that names an error, as later ones follow from it, or else the last line."""
     lines = log.strip().splitlines()
     errors = (_ERROR.search(line) for line in lines if not _HARMLESS.search(line))
     named = next((error.group() for error in errors if error), None)

@@ -1,4 +1,4 @@
-"""Connections to the services that a rollout uses.
+"""HTTP connections to the services of a run, and the one retry loop for all of them.
 
 aiohttp, because hundreds of requests are open at once: httpx goes through all of a pool's connections for
 each request (encode/httpx#3215), which took more of a core than the agent loop itself.
@@ -7,66 +7,51 @@ each request (encode/httpx#3215), which took more of a core than the agent loop 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
+from calibadv_jax.core.own_function import failure
 from calibadv_jax.core.tags import well_formed_json
 
-AWAY = (408, 425, 429, 502, 503, 504)  # it says itself that a later attempt may succeed
+AWAY = (408, 425, 429, 502, 503, 504)  # statuses that announce that a later attempt may succeed
 NO_SUCH_METHOD = 501
 KEEPALIVE_SECONDS = 2.0  # below the servers' five: so none closes a connection that is just being reused
-
 LONGEST_REPLY = 2**26  # bytes, decompressed: 256 queries with 256 KiB of documents each
+
+FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE
+LAST_PAUSE = 10.0
+ONCE = 1e-3  # patience in seconds for a single attempt
+BAD_REPLIES = 3  # replies against the contract after which a request has failed
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 
 class BadReply(Exception):
-    """A service answered, but not what its contract says."""
+    """A service answered, but against its contract."""
 
 
 class Unreachable(Exception):
-    """A service did not answer a request, or not in time.
-
-    Args:
-        retry_after: seconds that it asks to wait for; 0: it does not say.
-    """
+    """A service did not answer in time, and asks to wait `retry_after` seconds; 0: it does not say."""
 
     def __init__(self, reason: str, retry_after: float = 0.0):
         super().__init__(reason)
         self.retry_after = retry_after
 
 
-def open_session(timeout: float, token: str = "") -> aiohttp.ClientSession:
-    """A session of the running event loop, with any number of connections.
-
-    Proxies of the environment are not used: services are on loopback or in the same network.
-
-    Args:
-        token: sent with every request, as ``Authorization: Bearer``; empty: none.
-    """
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
-    headers = {"Authorization": f"Bearer {token}"} if token else None
-    return aiohttp.ClientSession(connector=connector, timeout=limit(timeout), headers=headers)
-
-
-def limit(seconds: float) -> aiohttp.ClientTimeout:
-    """Time limit of a request, from its connection to the last byte of its reply."""
-    return aiohttp.ClientTimeout(total=seconds)
-
-
 @dataclass(frozen=True)
-class Reply:
-    """What a service answered."""
-
+class HttpReply:
     status: int
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)  # by names of any case
@@ -79,74 +64,90 @@ class Reply:
     @property
     def retry_after(self) -> float:
         """Seconds that the service asks to wait for; 0: it does not say."""
-        return _seconds(self.headers.get("Retry-After", ""))
+        value = self.headers.get("Retry-After", "")
+        if value.strip().isdecimal():
+            return float(value)
+        try:
+            date = parsedate_to_datetime(value)
+        except ValueError:
+            return 0.0
+        date = date.replace(tzinfo=date.tzinfo or UTC)
+        return max(0.0, (date - datetime.now(UTC)).total_seconds())
+
+    @property
+    def excerpt(self) -> str:
+        """Status and beginning of the body, on one line."""
+        return f"status {self.status}: {excerpt(self.body)}"
 
     def parse(self, kind: type[M]) -> M:
-        """The body as an object; lone surrogates and what is not UTF-8 become U+FFFD.
-
-        Raises:
-            ValidationError: it is not JSON, or no such object.
-        """
+        """Parse the body, or raise ValidationError; invalid UTF-8 and lone surrogates become U+FFFD."""
         try:
             return kind.model_validate_json(self.body)
         except ValidationError:
-            whole = well_formed_json(self.body)
-            if whole == self.body:
+            repaired = well_formed_json(self.body)
+            if repaired == self.body:
                 raise
-            return kind.model_validate_json(whole)
+            return kind.model_validate_json(repaired)
 
 
-async def post(http: aiohttp.ClientSession, url: str, **arguments: Any) -> Reply:
-    """The reply to a request; see `request`."""
+def excerpt(body: bytes) -> str:
+    """Return the beginning of a body, on one line."""
+    return repr(" ".join(body.decode(errors="replace").split())[:120])
+
+
+def open_session(timeout: float, token_variable: str = "") -> aiohttp.ClientSession:
+    """Open a session of the running event loop, with any number of connections and no proxy.
+
+    The value of the environment variable `token_variable` is sent as the bearer token of every request.
+    """
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+    token = os.environ.get(token_variable, "").strip()
+    headers = {"Authorization": f"Bearer {token}"} if token else None
+    return aiohttp.ClientSession(connector=connector, timeout=limit(timeout), headers=headers)
+
+
+def limit(seconds: float) -> aiohttp.ClientTimeout:
+    """Limit a request's time, from its connection to the last byte of its reply."""
+    return aiohttp.ClientTimeout(total=seconds)
+
+
+async def post(http: aiohttp.ClientSession, url: str, **arguments: Any) -> HttpReply:
+    """Send a POST request; see `request`."""
     return await request(http, "POST", url, **arguments)
 
 
 async def request(
     http: aiohttp.ClientSession, method: str, url: str, longest: int = LONGEST_REPLY, **arguments: Any
-) -> Reply:
-    """The reply to a request; a redirection is a reply like any other.
+) -> HttpReply:
+    """Return the reply to a request; a redirection is a reply like any other.
 
-    Args:
-        longest: bytes of the reply, decompressed.
-
-    Raises:
-        BadReply: it is longer.
-        Unreachable: no whole reply.
-        UserError: this is no URL.
+    Raises BadReply if it has more than `longest` bytes (decompressed), Unreachable if it is not whole, and
+    UserError if this is no URL.
     """
     try:
         async with http.request(method, url, allow_redirects=False, **arguments) as response:
             body = await read_all(response.content.iter_any(), longest)
-            return Reply(response.status, body, response.headers)
+            return HttpReply(response.status, body, response.headers)
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
         raise UserError(f"{url}: not a URL; give one such as http://127.0.0.1:8000") from error
     except TimeoutError as error:
         raise Unreachable("no whole reply in time") from error
     except aiohttp.ClientError as error:
-        raise Unreachable(f"{type(error).__name__} {error}".strip()) from error
+        raise Unreachable(failure(error)) from error
 
 
 async def read_all(parts: AsyncIterator[bytes], longest: int = LONGEST_REPLY) -> bytes:
-    """The parts of a reply in one, each of which is decompressed when it is read.
-
-    Raises:
-        BadReply: they are longer than so many bytes.
-    """
-    read, length = [], 0
+    """Join the parts of a reply; raise BadReply when they are longer than `longest` bytes."""
+    body = bytearray()
     async for part in parts:
-        length += len(part)
-        if length > longest:
+        body += part
+        if len(body) > longest:
             raise BadReply(f"the reply is longer than {longest / 2**20:g} MiB")
-        read.append(part)
-    return b"".join(read)
+    return bytes(body)
 
 
 async def watched(reply: Coroutine[Any, Any, T], look: Callable[[], Awaitable[object]], pause: float) -> T:
-    """The reply that is waited for; meanwhile `look` is called every `pause` seconds.
-
-    Raises:
-        Unreachable: `look` raised it before there was a reply.
-    """
+    """Return a reply; meanwhile call `look` every `pause` seconds, and raise its Unreachable."""
     task = asyncio.get_running_loop().create_task(reply)
     try:
         while not (await asyncio.wait({task}, timeout=pause))[0]:
@@ -160,14 +161,124 @@ async def watched(reply: Coroutine[Any, Any, T], look: Callable[[], Awaitable[ob
         task.cancel()
 
 
-def _seconds(retry_after: str) -> float:
-    """Of the header's two forms: a number of seconds, or a date; 0 where it is neither."""
-    if retry_after.strip().isdecimal():
-        return float(retry_after)
+async def retry(
+    attempt: Callable[[], Awaitable[T]],
+    patience: float,
+    on_away: Callable[[Unreachable], object] = lambda error: None,
+) -> T:
+    """Return what `attempt` returns; repeat it while the service is away, or answers against its contract.
+
+    The pauses double, are as long as the service asks for, and end with the patience. Raises Unreachable
+    after `patience` seconds without any reply, and the last of BAD_REPLIES errors BadReply. Other errors pass
+    at once. `on_away` is called before each pause that waits for the service.
+    """
+    pause, deadline, bad_replies = FIRST_PAUSE, 0.0, 0
+    while True:
+        try:
+            return await attempt()
+        except Unreachable as error:
+            deadline = deadline or time.monotonic() + patience
+            left = deadline - time.monotonic()
+            if left <= 0 or patience <= ONCE:
+                raise
+            on_away(error)
+            seconds = min(max(pause + random.uniform(0, FIRST_PAUSE), error.retry_after), left)
+        except BadReply:
+            bad_replies, deadline, seconds = bad_replies + 1, 0.0, pause
+            if bad_replies == BAD_REPLIES:
+                raise
+        await asyncio.sleep(seconds)
+        pause = min(2 * pause, LAST_PAUSE)
+
+
+def no_answer(patience: float) -> str:
+    """Say that a service has not answered, and for how long it was waited for, if it was."""
+    return f"no answer for {patience:g} s" if patience > ONCE else "no answer"
+
+
+@dataclass(frozen=True)
+class Present(Generic[T]):
+    """Services that answer, at least one, and services that do not."""
+
+    answers: dict[str, T]  # by URL, in the order of the URLs
+    missing: dict[str, str]  # URL: why it does not answer
+
+
+def wait_for_any(
+    what: str,
+    urls: Sequence[str],
+    ask: Callable[[aiohttp.ClientSession, str], Awaitable[T]],
+    *,
+    timeout: float,
+    patience: float,
+    advice: str,
+    say: Callable[[str], object],
+    token_variable: str = "",
+) -> Present[T]:
+    """Ask all services together until one answers, for `patience` seconds; `say` once what is waited for.
+
+    `ask` raises Unreachable where a service is to be waited for; other errors pass at once. A question may
+    take `timeout` seconds. `what` names a service in messages, and `advice` says how to start one. Raises
+    EnvironmentFailure if none has answered.
+    """
+    names, is_first = ", ".join(urls), True
+
+    def on_away(error: Unreachable) -> None:
+        nonlocal is_first
+        if is_first:
+            say(f"waiting up to {patience:g} s for {what} {names} ({error}); otherwise {advice}")
+        is_first = False
+
+    async def ask_all() -> Present[T]:
+        async with open_session(timeout, token_variable) as http:
+            distinct = list(dict.fromkeys(urls))
+            outcomes = await asyncio.gather(*(ask(http, url) for url in distinct), return_exceptions=True)
+        answers: dict[str, T] = {}
+        missing: dict[str, Unreachable] = {}
+        for url, outcome in zip(distinct, outcomes, strict=True):
+            if isinstance(outcome, Unreachable):
+                missing[url] = outcome
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                answers[url] = outcome
+        if not answers:
+            raise next(iter(missing.values()))
+        return Present(answers, {url: str(error) for url, error in missing.items()})
+
     try:
-        date = parsedate_to_datetime(retry_after)
-    except ValueError:
-        return 0.0
-    if date.tzinfo is None:
-        date = date.replace(tzinfo=UTC)
-    return max(0.0, (date - datetime.now(UTC)).total_seconds())
+        return run_to_its_end(lambda: retry(ask_all, patience, on_away))
+    except Unreachable as error:
+        raise EnvironmentFailure(f"{what} {names}: cannot be reached ({error}); {advice}") from error
+
+
+def run_to_its_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine, in a thread of its own where an event loop runs already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(work())).result()
+
+
+class PerLoop(Generic[T]):
+    """A value of the running event loop, such as connections: each loop `make`s a new one."""
+
+    def __init__(self, make: Callable[[], T]):
+        self._make = make
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._value: T | None = None
+
+    def get(self) -> T:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop or self._value is None:
+            self._loop, self._value = loop, self._make()
+        return self._value
+
+    def take(self) -> T | None:
+        """Return the value of the running loop, to be closed, and forget it; None: it has none."""
+        if self._loop is not asyncio.get_running_loop():
+            return None
+        value, self._value = self._value, None
+        return value

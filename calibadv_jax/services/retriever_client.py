@@ -1,30 +1,205 @@
-"""The retrieval service's client."""
+"""Client of the retrieval service: one running service, several that answer alike, or a child process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.config.sections.retriever import PAGE_ROUTE, ROUTE
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER, PAGE_ROUTE, ROUTE
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services.http_client import BadReply, Unreachable, open_session, request
-from calibadv_jax.services.replicas import Replica, Replicas
-from calibadv_jax.services.retriever_health import ask_health, difference, token
-from calibadv_jax.services.retriever_replies import Broken, read_documents, read_page
-from calibadv_jax.services.waiting import BAD_REPLIES, Waits, no_answer, wait_for_any
+from calibadv_jax.services.child_process import ChildService
+from calibadv_jax.services.http_client import (
+    BAD_REPLIES,
+    LAST_PAUSE,
+    BadReply,
+    HttpReply,
+    PerLoop,
+    Unreachable,
+    no_answer,
+    open_session,
+    request,
+    retry,
+    wait_for_any,
+)
+from calibadv_jax.services.retriever_replies import (
+    IDENTITY,
+    IDENTITY_HEADER,
+    TOKEN_VARIABLE,
+    Away,
+    Broken,
+    ask_health,
+    difference,
+    read_documents,
+    read_page,
+)
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
 PROBE = "test"  # a query that no service can object to
+CHECK_PAUSE = 0.5  # seconds before a service that failed is asked for its health; doubles up to LAST_PAUSE
 
 Outcome = list[Document] | RequestFailed  # of one query
 T = TypeVar("T")
+
+
+@dataclass
+class Replica:
+    url: str
+    pause: float  # before its health is asked for
+    is_busy: bool = False  # with a request of ours
+    is_well: bool = True
+    is_verified: bool = False  # it has shown its index since it was last away
+    other: str = ""  # what it serves instead of the agreed index
+    turn: int = 0  # of its last request
+    check: asyncio.Task[None] | None = None
+
+
+class Replicas:
+    """Services of one index, each with one request under way at a time. For one event loop.
+
+    A service that cannot be reached, says that it cannot answer now, or serves another index than the
+    `agreed` health (None: nothing is compared) gets no further requests until its ``GET /health`` is good;
+    the next one is asked instead. `named` collects the URLs of services that name their index with each
+    reply: from these a reply without the name is another service's. `warn` is called when a service is left
+    out.
+    """
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        urls: Sequence[str],
+        agreed: Mapping[str, Any] | None,
+        named: set[str],
+        warn: Callable[[str], object],
+    ):
+        self._http, self._agreed, self._named, self._warn = http, agreed, named, warn
+        self._all = [Replica(url, CHECK_PAUSE) for url in urls]
+        self._turns = 0
+        self._changed = asyncio.Event()
+
+    async def close(self) -> None:
+        checks = [replica.check for replica in self._all if replica.check is not None]
+        for check in checks:
+            check.cancel()
+        await asyncio.gather(*checks, return_exceptions=True)
+
+    async def ask(self, ask: Callable[[Replica], Awaitable[T]]) -> T:
+        """Return a free service's answer; one that is away is left out, and another one asked.
+
+        Raises Unreachable if none is left. Other errors of `ask` pass.
+        """
+        while True:
+            replica = await self.acquire()
+            try:
+                return await ask(replica)
+            except Unreachable as error:
+                if not self.leave_out(replica, error):
+                    raise
+            finally:
+                self.release(replica)
+
+    async def post(self, replica: Replica, route: str, body: Mapping[str, Any]) -> HttpReply:
+        """Return a service's reply; raise Unreachable unless it is of the agreed index."""
+        reply = await request(self._http, "POST", replica.url + route, json=body)
+        if not reply.is_away:
+            await self.check(replica, reply)
+        return reply
+
+    async def acquire(self) -> Replica:
+        """Return the service that has been free longest; if none is well, any that may be again.
+
+        Raises UserError if all serve another index than at the start.
+        """
+        while True:
+            usable = [replica for replica in self._all if not replica.other]
+            if not usable:
+                raise UserError(
+                    f"retriever {self._all[0].url} serves another index than at the start of this run"
+                    f" ({self._all[0].other}); serve the index that the run began with, or begin another run"
+                )
+            candidates = [replica for replica in usable if replica.is_well] or usable
+            free = [replica for replica in candidates if not replica.is_busy]
+            if free:
+                replica = min(free, key=lambda replica: replica.turn)
+                self._turns += 1
+                replica.is_busy, replica.turn = True, self._turns
+                return replica
+            self._changed.clear()
+            await self._changed.wait()
+
+    def release(self, replica: Replica) -> None:
+        replica.is_busy = False
+        self._changed.set()
+
+    def leave_out(self, replica: Replica, reason: Unreachable) -> bool:
+        """Send the service no requests until its health is good; a single service is not left out.
+
+        Returns whether to ask again at once: another one is well, or all serve another index.
+        """
+        replica.is_verified = False
+        if len(self._all) > 1:
+            if replica.is_well and not replica.other and not isinstance(reason, Away):
+                self._warn(f"retriever {replica.url} is left out until it answers: {reason}")
+            replica.is_well = False
+            if replica.check is None or replica.check.done():
+                replica.check = asyncio.create_task(self._wait_for(replica, reason.retry_after))
+        others_are_well = any(other.is_well for other in self._all if other is not replica)
+        return others_are_well or all(other.other for other in self._all)
+
+    async def check(self, replica: Replica, reply: HttpReply) -> None:
+        """Note that the service is well; raise Unreachable unless the reply is of the agreed index."""
+        if self._agreed is not None:
+            await self._check_index(replica, reply, self._agreed.get(IDENTITY))
+        replica.is_well, replica.pause = True, CHECK_PAUSE
+
+    async def _check_index(self, replica: Replica, reply: HttpReply, agreed: Any) -> None:
+        name = reply.headers.get(IDENTITY_HEADER)
+        if agreed is not None and name is not None:
+            self._named.add(replica.url)
+            self._compare(replica, f"{IDENTITY} {name!r} instead of {agreed!r}" if name != agreed else "")
+        elif reply.status == 200 and replica.url in self._named:
+            self._compare(replica, f"no {IDENTITY_HEADER} instead of {agreed!r}")
+        elif not replica.is_verified:
+            self._compare(replica, self._differs(replica, await ask_health(self._http, replica.url)))
+        if replica.other:
+            raise Unreachable(f"it serves another index: {replica.other}")
+
+    def _differs(self, replica: Replica, state: Mapping[str, Any]) -> str:
+        if self._agreed is None:
+            return ""
+        if replica.url in self._named and IDENTITY not in state:
+            return f"no {IDENTITY} instead of {self._agreed[IDENTITY]!r}"
+        return difference(self._agreed, state)
+
+    def _compare(self, replica: Replica, other: str) -> None:
+        if other and other != replica.other:
+            self._warn(
+                f"retriever {replica.url} serves another index ({other}) and is left out; serve the one that"
+                " the run began with"
+            )
+        replica.other, replica.is_verified = other, not other
+
+    async def _wait_for(self, replica: Replica, wait: float) -> None:
+        """Wait until its health is good; a service without that route need only answer."""
+        while not replica.is_well:
+            await asyncio.sleep(min(max(replica.pause, wait), LAST_PAUSE))
+            replica.pause = min(2 * replica.pause, LAST_PAUSE)
+            try:
+                state = await ask_health(self._http, replica.url)
+            except Unreachable:
+                continue
+            self._compare(replica, self._differs(replica, state))
+            replica.is_well = not replica.other
+        self._changed.set()
 
 
 @dataclass
@@ -35,16 +210,16 @@ class _Batch:
     outcomes: asyncio.Task[list[Outcome]]
 
 
+class _Divisible(Exception):
+    """A request of several queries failed, perhaps over one of them."""
+
+
 class RetrieverClient:
-    """Implements `interfaces.Retriever` over ``POST /retrieve``, of one service or several.
+    """Implements `interfaces.Retriever` over ``POST /retrieve``, of the services at one or several base URLs.
 
-    The contract is Search-R1's, or where documents are reranked that of the CalibAdv authors.
     One request is under way at each service at a time; queries that come meanwhile share the next one. While
-    all services are away a search waits, for `config.patience` seconds.
-
-    Args:
-        url: base URLs.
-        warn: told what is waited for at the start, and which service is left out and why.
+    all services are away a search waits, for `config.patience` seconds. `warn` is called with what is waited
+    for at the start, and with services that are left out.
     """
 
     def __init__(
@@ -54,68 +229,57 @@ class RetrieverClient:
         warn: Callable[[str], object] = lambda _: None,
     ):
         self.config, self._warn = config, warn
-        self.urls = [one.rstrip("/") for one in ([url] if isinstance(url, str) else url)]
+        self.urls = [base.rstrip("/") for base in ([url] if isinstance(url, str) else url)]
         self.url = ", ".join(self.urls)  # in messages
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._http: aiohttp.ClientSession | None = None
+        self._connections = PerLoop(self._connect)
         self._batch: _Batch | None = None  # still takes queries
-        self._replicas: Replicas | None = None  # of the running event loop, as the connections
         self._has_answered = False
-        self._agreed: dict[str, Any] | None = None  # what `health` gave: searches take documents of that only
+        self._agreed: dict[str, Any] | None = None  # of `health`: searches take documents of that only
         self._named: set[str] = set()  # of `Replicas`
         self.missing: dict[str, str] = {}  # services that did not answer `health`, and why
 
+    def _connect(self) -> tuple[aiohttp.ClientSession, Replicas]:
+        self._batch = None
+        http = open_session(self.config.timeout, TOKEN_VARIABLE)
+        return http, Replicas(http, self.urls, self._agreed, self._named, self._warn)
+
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
-        """Documents of each query, best first.
+        """Return the documents of each query, best first.
 
         Raises:
             QueryRefused: the service does not take one of the queries.
-            RequestFailed: it was away for longer than `config.patience`, or answers nonsense.
+            RequestFailed: it was away for longer than `config.patience`, or its replies break the contract.
             UserError: it asks for a token, has no such route, refuses every query, or serves another index
                 than when `health` was called.
         """
-        loop = self._enter_loop()
+        self._connections.get()
         batch = self._batch
         is_full = batch is not None and len(batch.queries) + len(queries) > MAX_BATCH
         if batch is None or is_full or batch.outcomes.done():
             shared: list[str] = []
-            batch = self._batch = _Batch(shared, loop.create_task(self._answer(shared, BATCH_WINDOW)))
+            batch = self._batch = _Batch(shared, asyncio.create_task(self._answer(shared, BATCH_WINDOW)))
         start = len(batch.queries)
         batch.queries += queries
-        found = []
+        documents = []
         # Shielded: others wait for the same request. Whatever ends its task is raised here.
         for outcome in (await asyncio.shield(batch.outcomes))[start : start + len(queries)]:
             if isinstance(outcome, RequestFailed):
                 raise outcome
-            found.append(outcome)
-        return found
+            documents.append(outcome)
+        return documents
 
     async def access(self, addresses: Sequence[str]) -> list[Document | None]:
-        """The page at each address, put into `config.page_address`; None where there is none.
+        """Return the page at each address, put into `config.page_address`; None where there is none.
 
-        Raises:
-            As `search`, also where the pages are others; UserError where the service has none.
+        Raises as `search`, also if the pages are not those of `health`, or the service has none.
         """
-        self._enter_loop()
         return list(await asyncio.gather(*map(self._page, addresses)))
 
-    def _enter_loop(self) -> asyncio.AbstractEventLoop:
-        """The running event loop; connections belong to the loop that opened them."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._http = loop, open_session(self.config.timeout, token())
-            self._batch = None
-            self._replicas = Replicas(self._http, self.urls, self._agreed, self._named, self._warn)
-        return loop
-
     def health(self) -> dict[str, Any]:
-        """What the services report about themselves on ``GET /health``; empty where they have no such route.
+        """Return the services' reply to ``GET /health``; empty where they have no such route.
 
-        Waits until one of them answers, for `config.patience` seconds; `missing` names those that do not.
-        To be called before the first search.
-
-        Raises:
-            UserError: none can be reached, or they serve different indexes.
+        To be called before the first search. Waits until one of them answers, for `config.patience` seconds;
+        `missing` names the others. Raises UserError if none does, or if they serve different indexes.
         """
         present = wait_for_any(
             "retriever",
@@ -125,7 +289,7 @@ class RetrieverClient:
             patience=self.config.patience,
             advice="start it with scripts/launch_retriever.sh or set retriever.url",
             say=self._warn,
-            token=token(),
+            token_variable=TOKEN_VARIABLE,
         )
         self.missing = present.missing
         (first, agreed), *others = present.answers.items()
@@ -136,13 +300,10 @@ class RetrieverClient:
         return agreed
 
     def check_reranker(self, state: Mapping[str, Any]) -> str:
-        """Whether documents are reranked, in words.
+        """Say whether documents are reranked, by the `state` that `health` returned.
 
-        Args:
-            state: what `health` gave; a service of another make does not say what it has.
-
-        Raises:
-            UserError: the config asks for a reranker that the service lacks, or leaves one without effect.
+        Raises UserError if the service lacks the reranker of the config, or has one that would have no
+        effect.
         """
         config, model = self.config, state.get("reranker")
         if not config.rerank_topk:
@@ -157,125 +318,96 @@ class RetrieverClient:
                 f"retriever {self.url}: has no reranker, but retriever.rerank_topk is {config.rerank_topk};"
                 " start it with --reranker_model, or set retriever.retrieval_topk=0 retriever.rerank_topk=0"
             )
-        who = "a service that does not name its reranker" if model is None else model
-        return f"{config.retrieval_topk} documents reranked to {config.rerank_topk} by {who}"
+        reranker = "a service that does not name its reranker" if model is None else model
+        return f"{config.retrieval_topk} documents reranked to {config.rerank_topk} by {reranker}"
 
     async def close(self) -> None:
-        """Closes the connections of the running event loop."""
-        if self._loop is asyncio.get_running_loop():
-            assert self._http is not None and self._replicas is not None
-            await self._replicas.close()
-            await self._http.close()
-            self._loop = None
+        """Close the connections of the running event loop."""
+        if (connections := self._connections.take()) is not None:
+            http, replicas = connections
+            await replicas.close()
+            await http.close()
 
-    @property
-    def _depths(self) -> dict[str, Any]:
-        """The fields of a request that say how many documents, and by that whose contract it is."""
+    async def _request(self, replicas: Replicas, queries: list[str]) -> list[Outcome]:
+        """Return the documents of each query; queries join until a service is free."""
         config = self.config
-        if not config.rerank_topk:
-            return {"topk": config.topk}
-        depths = {"topk_retrieval": config.retrieval_topk, "topk_rerank": config.rerank_topk}
-        return depths | {"not_sort": False}
-
-    @property
-    def _contract(self) -> str:
-        """What the service must understand, for messages."""
-        config = self.config
+        depths: dict[str, Any] = {"topk": config.topk}  # how many documents, and by that whose contract
         if config.rerank_topk:
-            return (
-                "a reranker and the CalibAdv authors' POST /retrieve, and does it take"
-                f" retriever.retrieval_topk={config.retrieval_topk} and rerank_topk={config.rerank_topk}"
-            )
-        return f"Search-R1's POST /retrieve, and does it take retriever.topk={config.topk}"
-
-    async def _answer(self, queries: list[str], window: float = 0.0, is_probe: bool = False) -> list[Outcome]:
-        """What became of each query. A request that fails is divided, until it shows which queries fail.
-
-        Args:
-            queries: if others still join them, they do so until a service is free.
-            window: seconds that are left to others to join.
-            is_probe: whether a failure is the outcome at once, without patience.
-        """
-        assert self._http is not None and self._replicas is not None
-        http, replicas, waits = self._http, self._replicas, Waits(self.config.patience)
+            depths = {"topk_retrieval": config.retrieval_topk, "topk_rerank": config.rerank_topk}
+            depths["not_sort"] = False
 
         async def ask(replica: Replica) -> list[Outcome]:
             if self._batch is not None and self._batch.queries is queries:
                 self._batch = None
-            body = {"queries": queries, "return_scores": True} | self._depths
-            reply = await request(http, "POST", replica.url + ROUTE, json=body)
-            if not reply.is_away:
-                await replicas.check(replica, reply)
-            found = read_documents(replica.url, reply, len(queries), bool(self.config.rerank_topk))
+            body = {"queries": queries, "return_scores": True} | depths
+            reply = await replicas.post(replica, ROUTE, body)
+            documents = read_documents(replica.url, reply, len(queries), bool(config.rerank_topk))
             self._has_answered = True
-            return list(found)
+            return list(documents)
 
+        return await replicas.ask(ask)
+
+    async def _answer(self, queries: list[str], window: float = 0.0) -> list[Outcome]:
+        """Return the outcome of each query, after `window` seconds in which others may join.
+
+        A request that fails is divided, until it shows which queries fail.
+        """
+        _, replicas = self._connections.get()
         await asyncio.sleep(window)
-        while True:
+
+        async def attempt() -> list[Outcome]:
             try:
-                return await self._ask_any(ask)
-            except (Unreachable, BadReply, QueryRefused) as error:
-                failure: Unreachable | BadReply | QueryRefused = error
-            if is_probe:
-                return [failure if isinstance(failure, QueryRefused) else self._failed(str(failure))]
-            if isinstance(failure, Unreachable) and not (
-                isinstance(failure, Broken) and await self._serves()
-            ):
-                if not await waits.for_a_service(failure.retry_after):
-                    return [self._gave_up(failure)] * len(queries)
-            elif len(queries) > 1:
-                middle = len(queries) // 2
-                parts = await asyncio.gather(self._answer(queries[:middle]), self._answer(queries[middle:]))
-                return [outcome for part in parts for outcome in part]
-            elif isinstance(failure, QueryRefused):
-                await self._check_contract(queries)
-                return [failure]
-            elif not await waits.for_a_good_reply():
-                return [self._failed(f"no usable answer in {BAD_REPLIES} attempts ({failure})")]
+                return await self._request(replicas, queries)
+            except Broken as error:
+                if not await self._serves(replicas):
+                    raise
+                failure: Exception = BadReply(str(error))  # it is these queries that break it
+            except (BadReply, QueryRefused) as error:
+                failure = error
+            raise failure if len(queries) == 1 else _Divisible
+
+        try:
+            return await retry(attempt, self.config.patience)
+        except Unreachable as error:
+            return [self._gave_up(error)] * len(queries)
+        except BadReply as error:
+            return [self._failed(f"no usable answer in {BAD_REPLIES} attempts ({error})")]
+        except QueryRefused as error:
+            await self._check_contract(queries)
+            return [error]
+        except _Divisible:
+            middle = len(queries) // 2
+            halves = await asyncio.gather(self._answer(queries[:middle]), self._answer(queries[middle:]))
+            return [outcome for half in halves for outcome in half]
 
     async def _page(self, address: str) -> Document | None:
-        assert self._http is not None and self._replicas is not None
-        http, replicas, waits = self._http, self._replicas, Waits(self.config.patience)
+        _, replicas = self._connections.get()
         body = {"urls": [self.config.page_address.replace("{}", address)]}
 
         async def ask(replica: Replica) -> Document | None:
-            reply = await request(http, "POST", replica.url + PAGE_ROUTE, json=body)
-            if not reply.is_away:
-                await replicas.check(replica, reply)
-            return read_page(replica.url, reply, address)
+            return read_page(replica.url, await replicas.post(replica, PAGE_ROUTE, body), address)
 
-        while True:
+        async def attempt() -> Document | None:
             try:
-                return await self._ask_any(ask)
-            except (Unreachable, BadReply) as error:
-                failure: Unreachable | BadReply = error
-            if isinstance(failure, Unreachable) and not isinstance(failure, Broken):
-                if not await waits.for_a_service(failure.retry_after):
-                    raise self._gave_up(failure)
-            elif not await waits.for_a_good_reply():
-                raise self._failed(f"no usable page in {BAD_REPLIES} attempts ({failure})")
+                return await replicas.ask(ask)
+            except Broken as error:
+                raise BadReply(str(error)) from error
 
-    async def _ask_any(self, ask: Callable[[Replica], Awaitable[T]]) -> T:
-        """What a free service answers. One that is away is left out, and another one is asked.
+        try:
+            return await retry(attempt, self.config.patience)
+        except Unreachable as error:
+            raise self._gave_up(error) from error
+        except BadReply as error:
+            raise self._failed(f"no usable page in {BAD_REPLIES} attempts ({error})") from error
 
-        Raises:
-            Unreachable: none is left. Other errors of `ask` pass.
-        """
-        assert self._replicas is not None
-        while True:
-            replica = await self._replicas.take()
-            try:
-                return await ask(replica)
-            except Unreachable as error:
-                if not self._replicas.leave_out(replica, error):
-                    raise
-            finally:
-                self._replicas.give_back(replica)
-
-    async def _serves(self) -> bool:
-        """Whether the service answers an ordinary query, if only to refuse it."""
-        (outcome,) = await self._answer([PROBE], is_probe=True)
-        return isinstance(outcome, QueryRefused | list)
+    async def _serves(self, replicas: Replicas) -> bool:
+        """Return whether the service answers an ordinary query, if only to refuse it."""
+        try:
+            with suppress(QueryRefused):
+                await self._request(replicas, [PROBE])
+        except (Unreachable, BadReply):
+            return False
+        return True
 
     async def _check_contract(self, refused: list[str]) -> None:
         """If nothing was ever answered, a refusal may mean every query: then the run must not go on."""
@@ -283,7 +415,14 @@ class RetrieverClient:
             return
         (outcome,) = await self._answer([PROBE])
         if isinstance(outcome, QueryRefused):
-            raise UserError(f"{outcome}; it refuses every query: is it a service with {self._contract}?")
+            config = self.config
+            contract = f"Search-R1's POST /retrieve, and does it take retriever.topk={config.topk}"
+            if config.rerank_topk:
+                contract = (
+                    "a reranker and the CalibAdv authors' POST /retrieve, and does it take"
+                    f" retriever.retrieval_topk={config.retrieval_topk} and rerank_topk={config.rerank_topk}"
+                )
+            raise UserError(f"{outcome}; it refuses every query: is it a service with {contract}?")
 
     def _failed(self, reason: str) -> RequestFailed:
         return RequestFailed("retriever", f"retriever {self.url}: {reason}")
@@ -293,3 +432,53 @@ class RetrieverClient:
             f"{no_answer(self.config.patience)} ({reason}); start it with"
             " scripts/launch_retriever.sh, set retriever.url, or raise retriever.patience"
         )
+
+
+class RetrieverProcess(ChildService):
+    """The service as a child process, whose output goes to `log_path`."""
+
+    def __init__(self, config: RetrieverConfig, log_path: Path):
+        options = {
+            "corpus_path": config.corpus,
+            "retriever_name": config.encoder,
+            "index_path": config.index or f"{config.corpus}.index",
+            "retrieval_topk": config.topk,
+            "threads": config.threads,
+            "retriever_model": config.model,
+            "pages_path": config.pages,
+            "reranker_model": config.reranker,
+        }
+        command = [sys.executable, "-m", "retriever.serve", "--build_if_missing"]
+        for name, value in options.items():
+            if value != "":
+                command += [f"--{name}", str(value)]
+        super().__init__("the retriever", command, log_path, config.start_timeout, "retriever.start_timeout")
+
+
+def check_running(config: RetrieverConfig, warn: Callable[[str], object]) -> None:
+    """Wait for a service of `config.url`, and check that documents are reranked as the config says.
+
+    Raises UserError if none answers within `config.patience` seconds, or they are not what the config asks
+    for.
+    """
+    client = RetrieverClient(config, config.url, warn)
+    client.check_reranker(client.health())
+
+
+@contextmanager
+def open_retriever(
+    config: RetrieverConfig, log_path: Path, warn: Callable[[str], object]
+) -> Iterator[str | list[str]]:
+    """Yield the URLs of retrieval services: `config.url`, or of a child process that ends with the block.
+
+    Raises UserError as `check_running`; if neither is configured; or if the child does not become ready.
+    """
+    if config.url:
+        if config.url != NO_RETRIEVER:
+            check_running(config, warn)
+        yield config.url
+        return
+    if not config.corpus:
+        raise UserError("retriever.url is empty: set it, or retriever.corpus to start a service here")
+    with RetrieverProcess(config, log_path) as process:
+        yield process.url

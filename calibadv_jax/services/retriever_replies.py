@@ -1,18 +1,29 @@
-"""What a retrieval service answers, in Search-R1's contract or in that of the CalibAdv authors."""
+"""Replies of a retrieval service: documents, pages and health.
+
+The contract is Search-R1's, or that of the CalibAdv authors where documents are reranked.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, Generic, TypeVar
 
+import aiohttp
 from pydantic import BaseModel, Field, ValidationError
 
 from calibadv_jax.core.errors import QueryRefused, UserError
+from calibadv_jax.core.tags import well_formed_json
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services.http_client import AWAY, BadReply, Reply, Unreachable
+from calibadv_jax.services.http_client import AWAY, BadReply, HttpReply, Unreachable, excerpt, request
 
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
+SAME = ("corpus_sha256", "encoder", "model", "reranker", "pages_sha256")  # of services that answer alike
+IDENTITY = "identity"  # of this project's services: index, reranker and pages in one string
+IDENTITY_HEADER = "X-Index-Identity"  # the same string, on every reply of POST /retrieve and POST /access
 
+T = TypeVar("T")
 _REFUSALS = (400, 413, 422)  # of the query; asking again changes nothing
 _WRONG_ADDRESS = (403, 404, 405)
 
@@ -29,29 +40,25 @@ class _Row(BaseModel):
     id: str | int | None = None
     contents: str
 
+    def to_document(self, score: float | None = None) -> Document:
+        title, _, text = self.contents.partition("\n")
+        title = title.strip().removeprefix('"').removesuffix('"')
+        return Document(title if self.id is None else str(self.id), title, text, score)
+
 
 _Score = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class _Item(BaseModel):
-    """Of Search-R1's contract."""
-
     document: _Row
     score: _Score | None = None
 
     def to_document(self) -> Document:
-        row = self.document
-        title, _, text = row.contents.partition("\n")
-        title = title.strip().removeprefix('"').removesuffix('"')
-        name = title if row.id is None else str(row.id)
-        return Document(name, title, text, self.score)
+        return self.document.to_document(self.score)
 
 
 class _RankedItem(BaseModel):
-    """Of the CalibAdv authors' contract; this project's service adds the row's id.
-
-    From another one the text is the identity, as it is in the authors' code: passages share titles.
-    """
+    """A document in the authors' contract. Without an id its text is its identity: passages share titles."""
 
     document: str
     id: str | int | None = None
@@ -59,100 +66,85 @@ class _RankedItem(BaseModel):
 
     def to_document(self) -> Document:
         name = self.document if self.id is None else self.id
-        row = _Row(id=name, contents=self.document)
-        return _Item(document=row, score=self.score).to_document()
+        return _Row(id=name, contents=self.document).to_document(self.score)
 
 
-class _PageRow(BaseModel):
-    contents: str
-
-    def to_document(self, address: str) -> Document:
-        """The page; not the passage of the same name, which may have been shown before."""
-        return replace(_Item(document=_Row(contents=self.contents)).to_document(), id=f"page {address}")
+class _Reply(BaseModel, Generic[T]):
+    result: T
 
 
-class _Pages(BaseModel):
-    """A reply to ``POST /access``."""
-
-    result: list[_PageRow | None] = Field(min_length=1, max_length=1)
-
-
-class _Results(BaseModel):
-    """A reply in Search-R1's contract."""
-
-    result: list[list[_Item]]
-
-
-class _RankedResults(BaseModel):
-    """A reply in the authors' contract."""
-
-    result: list[list[_RankedItem]]
-
-
-def read_documents(url: str, reply: Reply, num_queries: int, is_reranked: bool) -> list[list[Document]]:
-    """The documents of each query, best first.
-
-    Args:
-        url: of the service, for messages.
-        is_reranked: the service was asked in the CalibAdv authors' contract, else in Search-R1's.
+def read_documents(url: str, reply: HttpReply, num_queries: int, is_reranked: bool) -> list[list[Document]]:
+    """Return the documents of each query, best first.
 
     Raises:
         Away: the service says so, perhaps as `Broken`.
-        BadReply: it is no answer to so many queries.
+        BadReply: no answer to `num_queries` queries.
         QueryRefused: the service does not take one of the queries.
         UserError: it asks for a token, or has no such route.
     """
     _check_status(url, reply, "set retriever.url to a retrieval service")
-    kind: type[_Results | _RankedResults] = _RankedResults if is_reranked else _Results
-    try:
-        lists = reply.parse(kind).result
-    except ValidationError as error:
-        raise _bad_reply(error, reply) from error
-    if len(lists) != num_queries:
-        raise BadReply(f"{len(lists)} lists for {num_queries} queries")
-    return [[item.to_document() for item in one] for one in lists]
+    results = _parse(reply, list[list[_RankedItem]] if is_reranked else list[list[_Item]])
+    if len(results) != num_queries:
+        raise BadReply(f"{len(results)} lists for {num_queries} queries")
+    return [[item.to_document() for item in items] for items in results]
 
 
-def read_page(url: str, reply: Reply, address: str) -> Document | None:
-    """The one page that was asked for; None where there is none.
-
-    Args:
-        url: of the service, for messages.
-
-    Raises:
-        As `read_documents`.
-    """
+def read_page(url: str, reply: HttpReply, address: str) -> Document | None:
+    """Return the page at an address, None where there is none; raises as `read_documents`."""
     _check_status(url, reply, "start the service with --pages_path, or leave access out of tools")
+    (page,) = _parse(reply, tuple[_Row | None])
+    # Not the passage of the same name, which may have been shown before.
+    return None if page is None else replace(page.to_document(), id=f"page {address}")
+
+
+def _parse(reply: HttpReply, kind: Any) -> Any:
     try:
-        (page,) = reply.parse(_Pages).result
+        return reply.parse(_Reply[kind]).result
     except ValidationError as error:
-        raise _bad_reply(error, reply) from error
-    return None if page is None else page.to_document(address)
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise BadReply(f"{place}: {first['msg']} in {excerpt(reply.body)}") from error
 
 
-def _bad_reply(error: ValidationError, reply: Reply) -> BadReply:
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    return BadReply(f"{place}: {first['msg']} in {excerpt(reply.body)}")
-
-
-def _check_status(url: str, reply: Reply, no_such_route: str) -> None:
-    """Raises what `read_documents` says, unless the reply's status is 200."""
-    said = f"status {reply.status}: {excerpt(reply.body)}"
+def _check_status(url: str, reply: HttpReply, no_such_route: str) -> None:
     if reply.status == 401:
         raise UserError(
             f"retriever {url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
         )
     if reply.status in _WRONG_ADDRESS:
-        raise UserError(f"retriever {url}: {said}; {no_such_route}")
+        raise UserError(f"retriever {url}: {reply.excerpt}; {no_such_route}")
     if reply.status in _REFUSALS:
-        raise QueryRefused(f"retriever {url}: {said}")
+        raise QueryRefused(f"retriever {url}: {reply.excerpt}")
     if reply.is_away:
-        raise (Away if reply.status in AWAY else Broken)(said, reply.retry_after)
+        raise (Away if reply.status in AWAY else Broken)(reply.excerpt, reply.retry_after)
     if reply.status != 200:
-        raise BadReply(said)
+        raise BadReply(reply.excerpt)
 
 
-def excerpt(reply: bytes) -> str:
-    """Its beginning, on one line."""
-    return repr(" ".join(reply.decode(errors="replace").split())[:120])
+async def ask_health(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """Return the reply of ``GET /health``, empty without such a route; raise Unreachable if it is away."""
+    try:
+        reply = await request(http, "GET", f"{url}/health")
+    except BadReply as error:
+        raise Unreachable(str(error)) from error
+    if reply.is_away:
+        raise Unreachable(reply.excerpt)
+    try:
+        state = json.loads(well_formed_json(reply.body)) if reply.status == 200 else {}
+    except (ValueError, RecursionError):  # too many brackets
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def difference(agreed: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """Say why a service gives other documents than was agreed on; empty: nothing shows that it does."""
+    names = [*SAME, IDENTITY] if IDENTITY in agreed and IDENTITY in state else SAME
+    for name in names:
+        if state.get(name) != agreed.get(name):
+            return f"{name} {state.get(name)!r} instead of {agreed.get(name)!r}"
+    return ""
+
+
+def identity(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a service's state that decides which documents it gives; may be empty."""
+    return {name: state[name] for name in (*SAME, IDENTITY) if name in state}

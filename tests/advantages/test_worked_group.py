@@ -10,7 +10,7 @@ import pytest
 from calibadv_jax.advantages.credit import answer_mass, last_sampled_turn
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.rewards.answer import f1
+from calibadv_jax.rewards.score import f1
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/calibadv.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -451,7 +451,7 @@ def test_overlong_prompts_are_left_out_and_reported(run, capsys):
 def test_passages_are_cut_to_the_prompt_length(run):
     """Two passages of a million letters, and room for 300 and the question."""
     run.shelf = Shelf()
-    run.shelf.found = [Document("1", "first", "word " * 200_000), Document("2", "second", "x")]
+    run.shelf.documents = [Document("1", "first", "word " * 200_000), Document("2", "second", "x")]
     config = {"max_prompt_length": 200, "max_observation_length": 400, "max_length": 4000}
     _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
     assert {len(prompt) for prompt in sampler.prompts} == {600}

@@ -21,9 +21,8 @@ from calibadv_jax.config import (
 )
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.evaluation.intervals import interval
 from calibadv_jax.evaluation.records import RowFile, identity, key_of, question_scores, read_scores
-from calibadv_jax.evaluation.report import metric_names, summarise
+from calibadv_jax.evaluation.report import interval, metric_names, summarise
 
 QUESTION = Question("1", "Who?", ("Ann",), "nq")
 
@@ -65,15 +64,15 @@ def test_transcripts_stay_on_disk(tmp_path):
     file.start()
     for number in (1, 2, 3):
         file.add(row(number))
-    assert all(one["trajectories"] == [{"error": None}] for one in file.rows.values())
+    assert all(scored["trajectories"] == [{"error": None}] for scored in file.rows.values())
     order = [key_of(row(number)) for number in (3, 1)]
-    assert [one["id"] for one in file.finish(order)] == ["3", "1"]
+    assert [scored["id"] for scored in file.finish(order)] == ["3", "1"]
     assert [json.loads(line) for line in path.read_text().splitlines()] == [row(3), row(1)]
-    assert [one["id"] for one in read_scores(path)] == ["3", "1"]
+    assert [scored["id"] for scored in read_scores(path)] == ["3", "1"]
     assert [path.name for path in tmp_path.iterdir()] == ["e.jsonl"]
 
 
-def test_a_row_that_is_asked_again_is_the_one_that_counts(tmp_path):
+def test_newest_row_of_a_question_counts(tmp_path):
     file = RowFile(tmp_path / "e.jsonl", "e", [QUESTION])
     file.start()
     file.add(row(1, scores={"em": 0.0}))
@@ -88,14 +87,14 @@ def test_lines_of_another_evaluation_are_counted(tmp_path):
     assert RowFile(path, "e", [QUESTION]).others == 2
 
 
-def test_a_line_that_is_damaged_in_the_middle_is_an_error(tmp_path):
+def test_line_that_is_damaged_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "e.jsonl"
     path.write_text(json.dumps(row(1)) + "\n{\n" + json.dumps(row(2)) + "\n")
     with pytest.raises(UserError, match=r"e.jsonl:2: not valid JSON .*; remove the file, or the line"):
         RowFile(path, "e", [QUESTION])
 
 
-def test_an_average_weighs_data_sources_alike_and_all_weighs_questions():
+def test_average_weighs_sources_all_weighs_questions():
     rows = [row(n, scores={"em": 1.0}) for n in range(3)] + [row(9, "hotpotqa", scores={"em": 0.0})]
     means = summarise(rows).means["0"]
     assert (means["all"]["em"], means["average"]["em"]) == (0.75, 0.5)
@@ -103,10 +102,10 @@ def test_an_average_weighs_data_sources_alike_and_all_weighs_questions():
     assert list(summarise(rows[:3]).means["0"]) == ["all", "nq"]
 
 
-def test_a_question_without_pass_at_k_is_left_out_of_it():
+def test_question_without_pass_at_k_is_skipped():
     rows = [row(1, scores={"em": 0.5, "pass@2": 1.0}), row(2, scores={"em": 0.0})]
-    found = summarise(rows).means["0"]["nq"]
-    assert (found["em"], found["pass@2"], found["questions"]) == (0.25, 1.0, 2)
+    summary = summarise(rows).means["0"]["nq"]
+    assert (summary["em"], summary["pass@2"], summary["questions"]) == (0.25, 1.0, 2)
 
 
 def test_metrics_come_in_one_order():
@@ -115,76 +114,71 @@ def test_metrics_come_in_one_order():
     ]  # fmt: skip
 
 
-def test_intervals_resample_questions_and_for_the_average_within_each_data_source():
+def test_intervals_resample_within_each_data_source():
     scores = {"nq": [1.0, 0.0, 0.5, 0.25], "hotpotqa": [0.0, 0.75]}
     rows = [row(n, source, scores={"em": em}) for source, some in scores.items() for n, em in enumerate(some)]
-    found = summarise(rows, resamples=500, confidence=0.9).intervals["0"]
+    summary = summarise(rows, resamples=500, confidence=0.9).intervals["0"]
     arrays = {source: np.array(some) for source, some in scores.items()}
-    assert found["average"]["em"] == interval(list(arrays.values()), 0.9, 500)
-    assert found["nq"]["em"] == interval([arrays["nq"]], 0.9, 500)
-    assert found["all"]["em"] == interval([np.concatenate(list(arrays.values()))], 0.9, 500)
-    assert found["all"]["em"] != found["average"]["em"]
+    assert summary["average"]["em"] == interval(list(arrays.values()), 0.9, 500)
+    assert summary["nq"]["em"] == interval([arrays["nq"]], 0.9, 500)
+    assert summary["all"]["em"] == interval([np.concatenate(list(arrays.values()))], 0.9, 500)
+    assert summary["all"]["em"] != summary["average"]["em"]
 
 
-def test_the_precision_that_samples_is_part_of_an_evaluation():
-    def of(**sampler):
-        config = Config(sampler=SamplerConfig(**sampler), loss=LossConfig(importance_cap=2.0))
-        assert config.policy.compute_dtype == "bfloat16"
-        return identity(config, {}, {}, [QUESTION], {})
-
-    assert of(name="vllm", dtype="float32") != of(name="vllm")
-    assert of(name="vllm", dtype="bfloat16") == of(name="vllm"), "what it is where none is given"
+def identity_of(hashes=None, texts=("Who?",), **sections):
+    questions = [replace(QUESTION, text=text) for text in texts]
+    return identity(Config(**sections), {}, {}, questions, hashes or {})
 
 
-def test_template_arguments_are_part_of_an_evaluation():
-    def of(**arguments):
-        prompt = PromptConfig(chat_template_kwargs=arguments)
-        return identity(Config(prompt=prompt), {}, {}, [QUESTION], {})
-
-    assert len({of(), of(enable_thinking=False), of(enable_thinking=True)}) == 3
+def vllm(**sampler):
+    return {"sampler": SamplerConfig(name="vllm", **sampler), "loss": LossConfig(importance_cap=2.0)}
 
 
-def test_other_actions_are_another_evaluation():
-    """Without this the rows of an agent that could read pages answered for one that could not."""
+def template(**arguments):
+    return {"prompt": PromptConfig(chat_template_kwargs=arguments)}
 
-    def of(*tools, told="a"):
-        told_hash = {"tools": told if len(tools) > 1 else ""}
-        config = Config(tools=[ToolConfig(**tool) for tool in tools])
-        return identity(config, {}, {}, [QUESTION], told_hash)
 
-    search, access = {"name": "search"}, {"name": "access"}
-    both = of(search, access)
-    assert len({of(search), both, of(search, access, told="b")}) == 3
-    assert of(search, access | {"max_length": 100}) != both
-    assert of(search, access | {"timeout": 1.0}) == both
+def tools(*names, tools_hash="a", **access):
+    configs = [ToolConfig(name, **(access if name == "access" else {})) for name in names]
+    return {"tools": configs, "hashes": {"tools": tools_hash if len(names) > 1 else ""}}
+
+
+def judged(reward=MappingProxyType({}), prompt_hash="a", **judge):
+    config = JudgeConfig(**({"url": "http://127.0.0.1:1/v1", "model": "small"} | judge))
+    return {"reward": RewardConfig(judge=config, **reward), "hashes": {"judge": prompt_hash}}
+
+
+def method(name, *texts):
+    return {"evaluate": EvaluateConfig(method=name), "texts": texts}
+
+
+BOTH = ("search", "access")
 
 
 @pytest.mark.parametrize(
-    ("reward", "judge", "is_other"),
+    ("first", "second", "are_equal"),
     [
-        ({"answer": "em"}, {}, True),
-        ({"answer": {"f1": 0.5, "judge": 0.5}}, {}, True),
-        ({}, {"model": "large"}, True),
-        ({}, {"max_answer": 10}, True),
-        ({}, {"url": "http://127.0.0.1:2/v1", "timeout": 1.0, "patience": 1.0, "max_concurrency": 2}, False),
-        ({"shuffle": True}, {}, False),
+        (vllm(), vllm(dtype="float32"), False),
+        (vllm(), vllm(dtype="bfloat16"), True),  # the default
+        (template(), template(enable_thinking=False), False),
+        (template(), template(enable_thinking=True), False),
+        (template(enable_thinking=False), template(enable_thinking=True), False),
+        (tools("search"), tools(*BOTH), False),
+        (tools("search"), tools(*BOTH, tools_hash="b"), False),
+        (tools(*BOTH), tools(*BOTH, tools_hash="b"), False),
+        (tools(*BOTH), tools(*BOTH, max_length=100), False),
+        (tools(*BOTH), tools(*BOTH, timeout=1.0), True),
+        (judged(), judged({"answer": "em"}), False),
+        (judged(), judged({"answer": {"f1": 0.5, "judge": 0.5}}), False),
+        (judged(), judged(model="large"), False),
+        (judged(), judged(max_answer=10), False),
+        (judged(), judged(prompt_hash="b"), False),
+        (judged(), judged(url="http://127.0.0.1:2/v1", timeout=1.0, patience=1.0, max_concurrency=2), True),
+        (judged(), judged({"shuffle": True}), True),
+        (method("random_documents", "Who?"), method("random_documents", "Who?", "Where?"), False),
+        (method("random_documents", "Who?"), method("random_documents", "Who?"), True),
+        (method("agent", "Who?"), method("agent", "Who?", "Where?"), True),  # each is answered by itself
     ],
 )
-def test_what_decides_the_scores_is_part_of_an_evaluation(reward, judge, is_other):
-    def of(reward=MappingProxyType({}), judge=MappingProxyType({}), told="a"):
-        asked = JudgeConfig(**({"url": "http://127.0.0.1:1/v1", "model": "small"} | judge))
-        config = Config(reward=RewardConfig(judge=asked, **reward))
-        return identity(config, {}, {}, [QUESTION], {"judge": told})
-
-    assert (of(reward, judge) != of()) == is_other
-    assert of(told="b") != of()
-
-
-def test_pool_of_random_documents_identifies_an_evaluation():
-    def of(method, *texts):
-        questions = [replace(QUESTION, text=text) for text in texts]
-        return identity(Config(evaluate=EvaluateConfig(method=method)), {}, {}, questions, {})
-
-    assert of("random_documents", "Who?") != of("random_documents", "Who?", "Where?")
-    assert of("random_documents", "Who?", "Where?") == of("random_documents", "Who?", "Where?")
-    assert of("agent", "Who?") == of("agent", "Who?", "Where?"), "each question is answered by itself"
+def test_what_decides_an_answer_identifies_its_evaluation(first, second, are_equal):
+    assert (identity_of(**first) == identity_of(**second)) == are_equal

@@ -6,12 +6,12 @@ import pytest
 
 from calibadv_jax.commands import evaluate
 from calibadv_jax.config import Config
-from calibadv_jax.evaluation.report import Report
+from calibadv_jax.evaluation.report import ScoreReport
 
 
-def said(monkeypatch, answered):
+def printed(monkeypatch, answered):
     scores = {"f1": 0.0, "questions": 3.0, "trajectories": 3.0, "failed": 0.0}
-    report = Report({"0": {"all": scores}, "1": {"all": scores | answered}})
+    report = ScoreReport({"0": {"all": scores}, "1": {"all": scores | answered}})
     monkeypatch.setattr(evaluate, "choose_policy", lambda config: "a policy")
     monkeypatch.setattr(evaluate, "evaluate_policy", lambda *_: report)
     order = []
@@ -27,7 +27,7 @@ def said(monkeypatch, answered):
     ("answered", "is_said"), [({"answered": 0.0}, True), ({"answered": 0.1}, False), ({}, False)]
 )
 def test_only_where_nobody_answered(monkeypatch, answered, is_said):
-    order = said(monkeypatch, answered)
+    order = printed(monkeypatch, answered)
     (table,) = (place for place, text in enumerate(order) if text.startswith("temperature  data"))
     warnings = [
         place for place, text in enumerate(order) if re.match("warning: temperature 1: nobody answered", text)

@@ -9,8 +9,9 @@ import pytest
 from scipy.stats import bootstrap
 
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.evaluation import intervals
-from calibadv_jax.evaluation.intervals import interval, intervals_of_sums, pass_at_k, stratified_mean
+from calibadv_jax.evaluation import report
+from calibadv_jax.evaluation.records import pass_at_k
+from calibadv_jax.evaluation.report import interval, intervals_of_sums, stratified_mean
 from calibadv_jax.evaluation.statistics import compare_paired
 
 FIRST = np.array([1.0, 0.0, 0.5, 0.2, 0.9, 0.4])
@@ -19,27 +20,27 @@ SECOND = np.array([0.2, 0.8, 0.6])
 
 def resampled(values):
     """The mean of every one of the N^N equally likely resamples."""
-    return np.array([np.mean(one) for one in itertools.product(values, repeat=len(values))])
+    return np.array([np.mean(sample) for sample in itertools.product(values, repeat=len(values))])
 
 
 @pytest.mark.parametrize("confidence", [0.95, 0.8])
-def test_the_interval_is_that_of_all_resamples(confidence):
+def test_interval_is_that_of_all_resamples(confidence):
     low, high = np.quantile(resampled(FIRST), [(1 - confidence) / 2, (1 + confidence) / 2])
-    found = interval([FIRST], confidence, 40_000)
-    assert found == pytest.approx((low, high), abs=0.01)
+    bounds = interval([FIRST], confidence, 40_000)
+    assert bounds == pytest.approx((low, high), abs=0.01)
 
 
 @pytest.mark.medium
-def test_the_interval_of_an_average_resamples_within_each_data_source():
+def test_interval_of_an_average_resamples_within_each_data_source():
     means = (resampled(FIRST)[:, None] + resampled(SECOND)[None]) / 2
     low, high = np.quantile(means, [0.025, 0.975])
     assert interval([FIRST, SECOND], 0.95, 40_000) == pytest.approx((low, high), abs=0.01)
     assert stratified_mean([FIRST, SECOND]) == pytest.approx((FIRST.mean() + SECOND.mean()) / 2)
 
 
-@pytest.mark.parametrize("elements", [intervals.ELEMENTS, 70])  # 70: eleven resamples at a time
-def test_the_interval_is_that_of_scipy(monkeypatch, elements):
-    monkeypatch.setattr(intervals, "ELEMENTS", elements)
+@pytest.mark.parametrize("elements", [report.ELEMENTS, 70])  # 70: eleven resamples at a time
+def test_interval_is_that_of_scipy(monkeypatch, elements):
+    monkeypatch.setattr(report, "ELEMENTS", elements)
     expected = bootstrap(
         (FIRST, SECOND),
         lambda first, second, axis: (np.mean(first, axis=axis) + np.mean(second, axis=axis)) / 2,
@@ -63,11 +64,11 @@ def test_interval_of_sums_resamples_rows():
     def ratio(drawn):
         return drawn[:, :1] / drawn[:, 1:]
 
-    found = intervals_of_sums(sums, ratio, 0.8, 40_000)
-    assert found.shape == (1, 2) and found[0] == pytest.approx(expected, abs=0.01)
+    bounds = intervals_of_sums(sums, ratio, 0.8, 40_000)
+    assert bounds.shape == (1, 2) and bounds[0] == pytest.approx(expected, abs=0.01)
 
 
-def test_the_interval_is_the_same_every_time_and_none_of_too_little():
+def test_interval_is_repeatable_and_needs_two_questions():
     assert interval([FIRST], 0.95, 100) == interval([FIRST], 0.95, 100)
     assert interval([FIRST, SECOND[:1]], 0.95, 100) is None
     assert interval([FIRST], 0.95, 0) is None
@@ -80,30 +81,30 @@ def signs(differences):
 
 
 @pytest.mark.medium
-def test_the_p_value_is_that_of_all_exchanges():
+def test_p_value_is_that_of_all_exchanges():
     other = np.array([0.0, 0.0, 0.1, 0.3, 0.5, 0.0])  # one question is equal for both
     differences = other - FIRST
     sums = signs(differences).sum(1)
     expected = (np.abs(sums) >= abs(differences.sum()) - 1e-9).mean()
-    found = compare_paired([FIRST], [other], 0.95, 10_000)
+    compared = compare_paired([FIRST], [other], 0.95, 10_000)
     assert 0.05 < expected < 0.5
-    assert found.p_value == pytest.approx(expected)
-    assert (found.questions, found.first, found.second) == (6, FIRST.mean(), other.mean())
-    assert found.difference == pytest.approx(differences.mean())
+    assert compared.p_value == pytest.approx(expected)
+    assert (compared.questions, compared.first, compared.second) == (6, FIRST.mean(), other.mean())
+    assert compared.difference == pytest.approx(differences.mean())
     low, high = np.quantile(resampled(differences), [0.025, 0.975])
     assert compare_paired([FIRST], [other], 0.95, 40_000).interval == pytest.approx((low, high), abs=0.01)
 
 
-def test_the_test_of_an_average_gives_every_data_source_the_same_weight():
+def test_average_weighs_data_sources_alike_in_test():
     first, second = [FIRST, SECOND], [FIRST[::-1] - 0.3, SECOND + 0.5]
     sums = [signs(b - a).mean(1) for a, b in zip(first, second, strict=True)]
     exchanged = (sums[0][:, None] + sums[1][None]) / 2
     observed = sum((b - a).mean() for a, b in zip(first, second, strict=True)) / 2
-    found = compare_paired(first, second, 0.95, 10_000)
-    assert found.difference == pytest.approx(observed)
-    assert found.p_value == pytest.approx((np.abs(exchanged) >= abs(observed) - 1e-9).mean())
-    together = compare_paired(*([np.concatenate(one)] for one in (first, second)), 0.95, 10_000)
-    assert together.p_value != pytest.approx(found.p_value)
+    compared = compare_paired(first, second, 0.95, 10_000)
+    assert compared.difference == pytest.approx(observed)
+    assert compared.p_value == pytest.approx((np.abs(exchanged) >= abs(observed) - 1e-9).mean())
+    together = compare_paired(*([np.concatenate(sample)] for sample in (first, second)), 0.95, 10_000)
+    assert together.p_value != pytest.approx(compared.p_value)
 
 
 def test_many_questions_are_exchanged_at_random():
@@ -120,27 +121,26 @@ def test_many_questions_are_exchanged_at_random():
 def test_one_question_that_differs_says_nothing():
     other = FIRST.copy()
     other[0] += 0.5
-    found = compare_paired([FIRST], [other], 0.95, 100)
-    assert found.difference > 0 and found.p_value == 1.0
+    compared = compare_paired([FIRST], [other], 0.95, 100)
+    assert compared.difference > 0 and compared.p_value == 1.0
 
 
 def test_equal_policies_do_not_differ():
-    found = compare_paired([FIRST], [FIRST.copy()], 0.95, 100)
-    assert (found.difference, found.interval, found.p_value) == (0, (0, 0), 1)
+    compared = compare_paired([FIRST], [FIRST.copy()], 0.95, 100)
+    assert (compared.difference, compared.interval, compared.p_value) == (0, (0, 0), 1)
 
 
 def test_more_questions_of_one_difference_make_it_surer():
-    """The unit is the question: a narrower interval comes from more of them."""
     few, many = (compare_paired([np.zeros(n)], [np.tile([1.0, -0.5], n // 2)], 0.95, 2000) for n in (20, 200))
     assert many.interval[1] - many.interval[0] < (few.interval[1] - few.interval[0]) / 2
     assert many.p_value < few.p_value
 
 
 @pytest.mark.parametrize("samples", [1, 3, 6])
-def test_pass_at_k_is_the_share_of_all_choices_with_a_correct_one(samples):
+def test_pass_at_k_equals_share_of_choices(samples):
     for correct, k in itertools.product(range(samples + 1), range(1, samples + 1)):
         attempts = [1] * correct + [0] * (samples - correct)
-        choices = [any(one) for one in itertools.combinations(attempts, k)]
+        choices = [any(sample) for sample in itertools.combinations(attempts, k)]
         assert pass_at_k(samples, correct, k) == pytest.approx(np.mean(choices))
 
 

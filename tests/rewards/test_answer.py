@@ -9,8 +9,7 @@ import pytest
 from replay import replay
 
 from calibadv_jax.config import RewardConfig
-from calibadv_jax.rewards.answer import cover_em, exact_match, f1, normalise_answer
-from calibadv_jax.rewards.score import score_trajectory
+from calibadv_jax.rewards.score import cover_em, exact_match, f1, normalise_answer, score_trajectory
 
 LOCAL = Path(__file__).resolve().parents[1] / "golden_local" / "answer_scores.json"
 
@@ -84,7 +83,7 @@ def test_equal_fractions_are_equal_doubles():
     assert f1(" ".join(ten), [" ".join(ten[:7] + ["x", "y", "z"])]) == 0.7
 
 
-def test_a_repeated_word_counts_as_often_as_it_stands_on_both_sides():
+def test_repeated_word_counts_on_both_sides():
     """By hand: common words over the mean of both numbers of words."""
     assert f1("new new york", ["new new york"]) == 1.0
     assert f1("new new york", ["new york"]) == 2 * 2 / (3 + 2)  # one "new" has nothing to match
@@ -93,6 +92,6 @@ def test_a_repeated_word_counts_as_often_as_it_stands_on_both_sides():
     assert f1("yes yes yes yes", ["yes"]) == 2 * 1 / (4 + 1)
 
 
-def test_an_article_leaves_a_gap_where_no_space_stands():
+def test_article_leaves_a_gap_where_no_space_stands():
     """As in SQuAD's normalisation; a dash that is not ASCII is no punctuation."""
     assert normalise_answer("North–the–South of a  Sea") == "north– –south of sea"

@@ -60,7 +60,7 @@ def test_relative_score_is_a_share_of_the_largest(answer, score, largest):
     assert scored.relative_score == pytest.approx(score / largest)
 
 
-def test_the_structured_answer_counts_not_the_text():
+def test_structured_answer_counts_not_the_text():
     trajectory = attempt("Milan")
     trajectory.turns[0].text += "<answer>Rome</answer>"
     trajectory.turns[0].observation_text = "<answer>Rome</answer>"
@@ -68,15 +68,18 @@ def test_the_structured_answer_counts_not_the_text():
 
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(2, 0), (3, 0), (4, 0.1), (8, 0.5), (9, 0.5)])
-def test_a_long_trajectory_loses_evenly_more(tokens, penalty):
+def test_long_trajectory_loses_evenly_more(tokens, penalty):
     """Only what it sampled counts, not the two observed tokens; a wrong answer loses as much."""
     config = RewardConfig(overlong_penalty=0.5, overlong_from=3, overlong_until=8)
     for answer, score in (("Rome", 1), ("Milan", 0)):
-        one = attempt(answer)
-        one.turns[1].token_ids = np.arange(tokens - 2, dtype=np.int32)
-        one = score_trajectory(one, config)
-        assert one.answer_score == pytest.approx(score - penalty)
-        assert one.metrics["overlong_penalty"] == pytest.approx(penalty) and one.metrics["f1"] == score
+        trajectory = attempt(answer)
+        trajectory.turns[1].token_ids = np.arange(tokens - 2, dtype=np.int32)
+        trajectory = score_trajectory(trajectory, config)
+        assert trajectory.answer_score == pytest.approx(score - penalty)
+        assert (
+            trajectory.metrics["overlong_penalty"] == pytest.approx(penalty)
+            and trajectory.metrics["f1"] == score
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,7 @@ def test_a_long_trajectory_loses_evenly_more(tokens, penalty):
         {"overlong_until": 5},
     ],
 )
-def test_a_penalty_without_a_range_is_refused(keys):
+def test_penalty_without_a_range_is_refused(keys):
     with pytest.raises(ValueError, match="overlong_from"):
         RewardConfig(**keys)
 
@@ -131,7 +134,7 @@ def test_shuffling_is_repeatable_and_otherwise_draws_nothing():
     assert used.random() == unused.random()
 
 
-def test_a_trajectory_that_failed_takes_no_part_in_the_shuffle():
+def test_trajectory_that_failed_takes_no_part_in_the_shuffle():
     groups = step()
     for group in groups:
         group.failed.append(group.trajectories.pop(3))  # without an answer: 0

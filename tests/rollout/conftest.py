@@ -28,25 +28,7 @@ def word_tokenizer():
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [
-        "Question",
-        "Who",
-        "is",
-        "Ann",
-        "a",
-        "painter",
-        "Doc",
-        "Title",
-        "1",
-        "2",
-        "3",
-        ":",
-        "?",
-        "(",
-        ")",
-        ".",
-        '"',
-    ]
+    words = [*("Question", "Who", "is", "Ann", "a", "painter", "Doc", "Title"), *'123:?()."']
     tags = [f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/")]
     vocabulary = {word: index for index, word in enumerate([EOS, "<unk>", *tags, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -60,12 +60,12 @@ class ScriptedSampler:
 class DictRetriever:
     """Finds what the dictionary holds; nothing for other queries."""
 
-    found: dict[str, list[Document]]
+    documents: dict[str, list[Document]]
     queries: list[str] = field(default_factory=list)
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         self.queries += queries
-        return [list(self.found.get(query, [])) for query in queries]
+        return [list(self.documents.get(query, [])) for query in queries]
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Loop:
     def __call__(
         self,
         *turns: str,
-        found: dict[str, list[Document]] | None = None,
+        documents: dict[str, list[Document]] | None = None,
         question: Question = QUESTION,
         seed: int = 0,
         index: int = 0,
@@ -88,7 +88,7 @@ class Loop:
         **limits: object,
     ) -> Trajectory:
         self.sampler = ScriptedSampler(self.tokenizer, lambda _, turn: turns[turn], by_letter=by_letter)
-        self.retriever = DictRetriever({"ann": [DOCUMENT]} if found is None else found)
+        self.retriever = DictRetriever({"ann": [DOCUMENT]} if documents is None else documents)
         context = RolloutContext(
             self.sampler,
             self.retriever,

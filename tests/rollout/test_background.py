@@ -53,14 +53,13 @@ def open_rollouts(byte_tokenizer):
 
 
 def seeds(rollouts, *numbers):
-    """Seeds of the first turns of these groups of one question."""
     with rollouts:
         for future in [rollouts.begin(number, QUESTION) for number in numbers]:
             assert [trajectory.answer for trajectory in future.result(30).trajectories] == ["Ann", "Ann"]
     return sorted(sampling.seed for *_, sampling in rollouts.context.sampler.calls)
 
 
-def test_the_number_of_a_group_and_the_seed_of_the_run_decide_what_is_drawn(open_rollouts):
+def test_group_number_and_run_seed_decide_draws(open_rollouts):
     first = seeds(open_rollouts(), 3, 4)
     assert len(set(first)) == 4  # a question that comes twice gets other trajectories
     assert seeds(open_rollouts(), 4, 3) == first
@@ -79,7 +78,7 @@ def test_evaluation_changes_the_settings_of_its_own_rollouts_only(open_rollouts)
     assert rollouts.context.sampler.calls[0][0] == "eval/0/0"
 
 
-def test_weights_and_probes_go_to_the_sampler_and_everything_is_closed_once(open_rollouts):
+def test_sampler_gets_weights_and_services_close_once(open_rollouts):
     rollouts = open_rollouts()
     with rollouts:
         rollouts.load(7, {"w": 1})
@@ -100,8 +99,7 @@ class Stuck(Action):
 
 
 @pytest.mark.parametrize("ending", [None, SystemExit(143)])
-def test_an_action_that_does_not_close_keeps_nothing_else_open(open_rollouts, ending):
-    """One line after what was trained; and a signal, or another error, stays why the block ends."""
+def test_failing_close_keeps_nothing_else_open(open_rollouts, ending):
     rollouts = open_rollouts()
     rollouts.context = replace(rollouts.context, actions=(OwnAction(Stuck(), 9),))
     with pytest.raises(SystemExit if ending else UserError) as caught, rollouts:
@@ -112,7 +110,7 @@ def test_an_action_that_does_not_close_keeps_nothing_else_open(open_rollouts, en
     assert not rollouts._thread.is_alive()
 
 
-def test_the_end_cancels_what_is_running(open_rollouts):
+def test_end_cancels_what_is_running(open_rollouts):
     begun = time.monotonic()
     rollouts = open_rollouts(delay=lambda *_: 60.0)
     with rollouts:

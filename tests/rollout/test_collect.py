@@ -11,7 +11,7 @@ from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.rollout.agent import RolloutContext
-from calibadv_jax.rollout.collect import collect_groups
+from calibadv_jax.rollout.runner import collect_groups
 
 QUESTIONS = [Question(f"q{number}", f"Who is {number}?", ("x",), "test") for number in range(3)]
 SEARCH, ANSWER = "<search> ann </search>", "<answer> {} </answer>"
@@ -21,10 +21,10 @@ def script(session, turn):
     return SEARCH if turn == 0 else ANSWER.format(session)
 
 
-def context_of(sampler, tokenizer, found=None, **limits):
+def context_of(sampler, tokenizer, documents=None, **limits):
     return RolloutContext(
         sampler,
-        DictRetriever({"ann": [DOCUMENT]} if found is None else found),
+        DictRetriever({"ann": [DOCUMENT]} if documents is None else documents),
         tokenizer,
         RolloutConfig(**{"group_size": 2} | limits),
         PromptConfig(template="short"),
@@ -43,7 +43,7 @@ def collect(sampler, tokenizer, questions=QUESTIONS, seed=0, **limits):
     return asyncio.run(run())
 
 
-def test_groups_come_in_the_order_of_the_questions_with_their_own_members(byte_tokenizer):
+def test_groups_come_in_order_of_questions(byte_tokenizer):
     slow_first = ScriptedSampler(
         byte_tokenizer, script, delay=lambda session, _: 0.02 if session.startswith("step4/0") else 0.0
     )
@@ -56,7 +56,7 @@ def test_groups_come_in_the_order_of_the_questions_with_their_own_members(byte_t
     assert sorted(slow_first.released) == sorted(slow_first.written)
 
 
-def test_trajectories_start_in_order_and_no_more_than_allowed_are_in_flight(byte_tokenizer):
+def test_trajectories_start_in_order_within_max_concurrency(byte_tokenizer):
     flying, most = set(), 0
 
     def watch(session, turn):
@@ -112,7 +112,7 @@ def failing(tokenizer, error):
     return ScriptedSampler(tokenizer, speak, delay=delay)
 
 
-def test_one_error_stops_all_and_is_raised_as_it_was(byte_tokenizer):
+def test_error_stops_all_and_is_raised_unchanged(byte_tokenizer):
     cause = ConnectionError("refused")
     error = UserError("retriever is down")
     error.__cause__ = cause
@@ -125,8 +125,7 @@ def test_one_error_stops_all_and_is_raised_as_it_was(byte_tokenizer):
     assert len(sampler.released) == 6
 
 
-def test_an_error_keeps_the_waiting_from_starting(byte_tokenizer):
-    """But for those that take a place before they hear of it."""
+def test_error_keeps_the_waiting_from_starting(byte_tokenizer):
     sampler = failing(byte_tokenizer, RuntimeError("engine"))
     with pytest.raises(RuntimeError, match="engine"):
         collect(sampler, byte_tokenizer, max_concurrency=2)
@@ -134,18 +133,12 @@ def test_an_error_keeps_the_waiting_from_starting(byte_tokenizer):
     assert sorted(sampler.released) == sorted(sampler.written)
 
 
-def test_a_question_too_long_is_named(byte_tokenizer):
-    questions = [*QUESTIONS, Question("long", "x" * 90, ("x",), "test")]
-    with pytest.raises(UserError, match="question 'long'"):
-        collect(ScriptedSampler(byte_tokenizer, script), byte_tokenizer, questions, max_prompt_length=50)
-
-
 def test_cancelling_the_collection_cancels_every_trajectory(byte_tokenizer):
     sampler = ScriptedSampler(byte_tokenizer, script, delay=lambda *_: 3600.0)
 
     async def run():
         task = asyncio.create_task(
-            collect_groups(context_of(sampler, byte_tokenizer, found={}), QUESTIONS, 0, "step4")
+            collect_groups(context_of(sampler, byte_tokenizer, documents={}), QUESTIONS, 0, "step4")
         )
         await asyncio.sleep(0.01)
         task.cancel()

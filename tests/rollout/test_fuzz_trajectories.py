@@ -20,8 +20,8 @@ from calibadv_jax.learner.batching import pack, place
 from calibadv_jax.learner.step import make_sample
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.agent import RolloutContext
-from calibadv_jax.rollout.collect import collect_groups
 from calibadv_jax.rollout.observation import added_token_strings
+from calibadv_jax.rollout.runner import collect_groups
 
 GOLDEN = "Ann Lee"
 GROUPS, GROUP_SIZE = 20, 5  # 100 trajectories a step
@@ -80,7 +80,7 @@ class Step:
         ]
         self.documents = [Document(f"d{n}", hostile(rng, 3), hostile(rng, 20)) for n in range(12)]
 
-    def found(self, query):
+    def draw_documents(self, query):
         rng = Random(f"{self.seed}/{query}")
         return rng.sample(self.documents, rng.choice([0, 1, 3, 3, 3]))
 
@@ -115,7 +115,7 @@ class Library(DictRetriever):
         self.step, self.change = step, change
 
     async def search(self, queries):
-        return [[self.change(document) for document in self.step.found(query)] for query in queries]
+        return [[self.change(document) for document in self.step.draw_documents(query)] for query in queries]
 
 
 def hostile(rng, most):
@@ -151,8 +151,8 @@ def check_trajectory(trajectory, completions, tokenizer, prepend_think):
             frame = ["<information>", "</information>"] if turn.kind == "search" else INVALID_TAGS
             assert tags_of(text(turn.observation_ids)) == [*frame, *opened]
     if trajectory.answer is not None:
-        said = text(completions[-1].token_ids)
-        assert re.search(rf"<answer>\s*{re.escape(trajectory.answer)}\s*</answer>", said)
+        answer_text = text(completions[-1].token_ids)
+        assert re.search(rf"<answer>\s*{re.escape(trajectory.answer)}\s*</answer>", answer_text)
     if trajectory.answer_score > 0:
         assert trajectory.answer is not None
 
@@ -238,12 +238,16 @@ def run_step(seed, tokenizer):
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     met["trajectories"] = len(trajectories)
     check_batch(
-        trajectories, [values for one in result.advantages for values in one], step.rollout.max_length
+        trajectories,
+        [values for turn_values in result.advantages for values in turn_values],
+        step.rollout.max_length,
     )
     blank, _ = written(step, tokenizer, lambda document: harmless(document, tokenizer))
-    for one, other in zip(trajectories, (t for group in blank for t in group.trajectories), strict=True):
-        assert (one.answer_score, one.format_valid) == (other.answer_score, other.format_valid)
-        assert [turn.kind for turn in one.turns] == [turn.kind for turn in other.turns]
+    for trajectory, other in zip(
+        trajectories, (t for group in blank for t in group.trajectories), strict=True
+    ):
+        assert (trajectory.answer_score, trajectory.format_valid) == (other.answer_score, other.format_valid)
+        assert [turn.kind for turn in trajectory.turns] == [turn.kind for turn in other.turns]
     return met
 
 
@@ -259,7 +263,7 @@ def run_steps(seeds, tokenizer):
 
 
 @pytest.mark.medium
-def test_a_thousand_hostile_trajectories(byte_tokenizer):
+def test_thousand_hostile_trajectories(byte_tokenizer):
     met = run_steps(range(10), byte_tokenizer)
     assert met["trajectories"] == 1000
     assert min(met[kind] for kind in ("search", "answer", "invalid", "unfinished", "paid", "valid")) > 100

@@ -64,7 +64,7 @@ class Pages(DictRetriever):
         return [page_of(f"access {address}") for address in addresses]
 
 
-def test_ten_thousand_hostile_replies_are_text(byte_tokenizer):
+def test_hostile_replies_are_text(byte_tokenizer):
     actions = make_actions(Config(tools=[ToolConfig(name) for name in own_tools()]))
     grammar = Grammar(NAMES)
     for number in range(10_000):
@@ -80,7 +80,7 @@ def own_tools():
 
 
 @pytest.mark.slow
-def test_ten_thousand_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer):
+def test_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer):
     """Through the whole loop: of the retrieval service, an own action and a real MCP server, in any order."""
     pytest.importorskip("mcp")
     server = ToolConfig(mcp=McpConfig(command=SERVER, timeout=60, tools=["forged"]))
@@ -104,31 +104,33 @@ def test_ten_thousand_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenize
     async def all_of_them():
         slots = asyncio.Semaphore(64)
 
-        async def one(number):
+        async def write(number):
             async with slots:
                 return await run_trajectory(context, QUESTION, 0, number, str(number))
 
         try:
-            return await asyncio.gather(*map(one, range(len(orders))))
+            return await asyncio.gather(*map(write, range(len(orders))))
         finally:
             await asyncio.gather(*(action.close() for action in actions))
 
-    for number, one in enumerate(asyncio.run(all_of_them())):
-        assert one.error is None, one.error
-        check(one, orders[number], number, sampler, grammar_of(actions))
+    for number, trajectory in enumerate(asyncio.run(all_of_them())):
+        assert trajectory.error is None, trajectory.error
+        check(trajectory, orders[number], number, sampler, grammar_of(actions))
 
 
-def check(one, order, number, sampler, grammar):
-    assert [turn.kind for turn in one.turns] == [*order, "answer"] and one.answer == "Bob"
+def check(trajectory, order, number, sampler, grammar):
+    assert [turn.kind for turn in trajectory.turns] == [*order, "answer"] and trajectory.answer == "Bob"
     sampled = [token for completion in sampler.written[str(number)] for token in completion.token_ids]
-    assert one.response_ids[one.mask].tolist() == sampled
-    assert not one.logprobs[~one.mask].any() and np.all(one.logprobs[one.mask] < 0)
-    scored = score_trajectory(one, RewardConfig())
+    assert trajectory.response_ids[trajectory.mask].tolist() == sampled
+    assert not trajectory.logprobs[~trajectory.mask].any() and np.all(
+        trajectory.logprobs[trajectory.mask] < 0
+    )
+    scored = score_trajectory(trajectory, RewardConfig())
     assert scored.answer_score == 0 and scored.format_valid
-    for turn in one.turns[:-1]:
+    for turn in trajectory.turns[:-1]:
         assert not turn.is_refused
         opening, inside, closing = re.split("(?<=<information>)|(?=</information>)", turn.observation_text)
         assert (opening.strip(), closing.strip()) == ("<information>", "</information>")
         assert not FORBIDDEN.search(inside)
-        said = neutralise(hostile(f"{turn.kind} {number}"), ["<|im_end|>"], grammar)
-        assert said.strip() in inside  # it was shown, but as text
+        expected = neutralise(hostile(f"{turn.kind} {number}"), ["<|im_end|>"], grammar)
+        assert expected.strip() in inside  # it was shown, but as text

@@ -59,7 +59,7 @@ class Own(Add):
 
 class Pages(DictRetriever):
     async def access(self, addresses):
-        return [replace(LONG, id=f"page {one}") if one == "bob" else None for one in addresses]
+        return [replace(LONG, id=f"page {address}") if address == "bob" else None for address in addresses]
 
 
 TURNS = {
@@ -78,17 +78,17 @@ TURNS = {
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}<think>"])
 @pytest.mark.parametrize("prepend_think", [False, True])
 @pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS)
-def test_a_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, prepend_think, template):
+def test_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, prepend_think, template):
     byte_tokenizer = deepcopy(byte_tokenizer)
     byte_tokenizer.chat_template = template
-    own = [ToolConfig(f"{__name__}:{one}") for one in ("Add", "Both", "Own")]
+    own = [ToolConfig(f"{__name__}:{name}") for name in ("Add", "Both", "Own")]
     config = Config(
         prompt=PromptConfig(template="short", prepend_think=prepend_think),
         rollout=RolloutConfig(max_observation_length=300, max_searches=3),
         tools=[ToolConfig("search"), ToolConfig("access", max_length=150), *own],
     )
     opening = "" if prepend_think else "<think>"
-    texts = [f"{opening} t </think>{one}" for one in (*turns, "<answer> Ann </answer>")]
+    texts = [f"{opening} t </think>{body}" for body in (*turns, "<answer> Ann </answer>")]
     if template:
         texts[0] = texts[0].removeprefix("<think>")
     context = RolloutContext(
@@ -108,8 +108,8 @@ def test_a_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, 
         cli.calibadv(["select-rollouts", str(tmp_path / "run"), "--output", str(tmp_path / "d.jsonl")])
     assert stop.value.code in (0, None)
 
-    (one,) = load_demonstrations(tmp_path / "d.jsonl", context.grammar)
-    learned = sft.encode_demonstration(one, config, byte_tokenizer, "sampled")
+    (demonstration,) = load_demonstrations(tmp_path / "d.jsonl", context.grammar)
+    learned = sft.encode_demonstration(demonstration, config, byte_tokenizer, "sampled")
     parts = [part for turn in written.turns for part in (turn.token_ids, turn.observation_ids)]
     whole = np.concatenate([written.prompt_ids, *parts])
     assert byte_tokenizer.decode(learned.tokens) == byte_tokenizer.decode(whole)

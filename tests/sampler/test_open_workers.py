@@ -12,7 +12,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.wiring import open_services
 from calibadv_jax.sampler import vllm_worker
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess, open_workers
-from calibadv_jax.services import waiting
+from calibadv_jax.services import http_client
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_worker_that_is_still_starting_is_waited_for(events):
 @pytest.mark.parametrize("content", [{"weight_version": "abc/3"}, {"error": "loading"}, b"<html>"], ids=repr)
 def test_a_worker_that_says_that_it_cannot_answer_yet_is_waited_for(events, monkeypatch, content):
     """Whatever stands in its reply."""
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     statuses, said = [503, 500], []
 
     class Starting(Info):

@@ -1,8 +1,9 @@
-"""A child that ends before it is ready says why, and where to read more."""
+"""A child service from its start to its end, and why it ended before it was ready."""
 
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ from calibadv_jax.services.child_process import ChildService
         ("print('INFO: 0 errors'); print('Errors: none'); raise SystemExit('gone')", "gone"),
     ],
 )
-def test_the_cause_is_named_and_the_log(tmp_path, monkeypatch, code, cause):
+def test_cause_is_named_and_the_log(tmp_path, monkeypatch, code, cause):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # the child's output is in order all the same
     log = tmp_path / "logs" / "child.log"
     service = ChildService("the child", [sys.executable, "-c", code], log, 20.0, "some.start_timeout")
@@ -41,7 +42,7 @@ def test_the_cause_is_named_and_the_log(tmp_path, monkeypatch, code, cause):
     assert service.process is None
 
 
-def test_a_child_that_does_not_get_ready_in_time(tmp_path):
+def test_child_that_does_not_get_ready_in_time(tmp_path):
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     service = ChildService("the child", command, tmp_path / "log", 0.3, "some.start_timeout")
     with pytest.raises(UserError, match="not ready within 0.3 s; see .*log or raise some.start_timeout"):
@@ -50,7 +51,7 @@ def test_a_child_that_does_not_get_ready_in_time(tmp_path):
 
 
 @pytest.mark.medium
-def test_a_long_log_is_set_aside_at_a_start(tmp_path, monkeypatch):
+def test_long_log_is_set_aside_at_a_start(tmp_path, monkeypatch):
     monkeypatch.setattr(child_process, "LONGEST_LOG", 100)
     log = tmp_path / "child.log"
     for number in range(40):
@@ -62,7 +63,7 @@ def test_a_long_log_is_set_aside_at_a_start(tmp_path, monkeypatch):
     assert sum(map(len, kept)) < 40 and len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_log_that_another_child_writes_is_not_cut(tmp_path):
+def test_log_that_another_child_writes_is_not_cut(tmp_path):
     """Two commands may work in the folder of a run; the cause is looked for in the child's own lines."""
     log = tmp_path / "child.log"
     running = [
@@ -78,8 +79,8 @@ def test_a_log_that_another_child_writes_is_not_cut(tmp_path):
         first.start()
     finally:
         os.dup2(saved, 0)
-        for one in (saved, reading):
-            os.close(one)
+        for descriptor in (saved, reading):
+            os.close(descriptor)
     while "theirs" not in log.read_text():
         time.sleep(0.02)
     failing = [sys.executable, "-c", "raise SystemExit('gone')"]
@@ -89,3 +90,63 @@ def test_a_log_that_another_child_writes_is_not_cut(tmp_path):
     assert first.process.wait(20) is not None
     first.stop()
     assert log.read_text().splitlines() == ["ValueError: theirs", "gone", "end"]
+
+
+READY = """
+import os, signal, sys, time
+if "ignore" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(sys.argv[1:], os.environ.get("WHAT"), os.environ.get("KEPT"), flush=True)
+file = sys.argv[sys.argv.index("--port_file") + 1]
+with open(file + ".unfinished", "w") as out:
+    out.write("8123")
+os.replace(file + ".unfinished", file)
+time.sleep(60)
+"""
+
+
+def make(tmp_path, *arguments, **options):
+    command = [sys.executable, "-c", READY, *arguments]
+    return ChildService("the child", command, tmp_path / "logs" / "child.log", 30.0, "key", **options)
+
+
+def test_child_gets_port_file_and_parent(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEPT", "yes")
+    monkeypatch.setenv("WHAT", "ours")
+    with make(tmp_path, "mine", environment={"WHAT": "its own"}) as service:
+        assert service.url == "http://127.0.0.1:8123"
+        file = service._port_file
+        output = (tmp_path / "logs/child.log").read_text()
+        expected = ["mine", "--port", "0", "--port_file", str(file), "--parent_pid", str(os.getpid())]
+        assert output == f"{expected} its own yes\n"
+    assert os.environ["WHAT"] == "ours"
+
+
+def test_nothing_is_left_at_the_end(tmp_path):
+    service = make(tmp_path)
+    with pytest.raises(ZeroDivisionError), service:
+        process, folder = service.process, service._port_file.parent
+        assert process.poll() is None and folder.is_dir()
+        raise ZeroDivisionError
+    assert process.returncode is not None and not folder.exists()
+    service.stop()  # harmless
+
+
+@pytest.mark.timeout(60)  # else it would wait for a child that never ends
+def test_child_that_does_not_listen_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(child_process, "STOP_SECONDS", 0.3)
+    with make(tmp_path, "ignore") as service:
+        process = service.process
+    assert process.returncode == -9
+
+
+def test_several_start_side_by_side(tmp_path):
+    services = [make(tmp_path / str(number)) for number in range(2)]
+    for service in services:
+        service.start()
+    files = [service._port_file for service in services]
+    for service in services:
+        service.wait()
+    assert len(set(files)) == 2 and all(isinstance(file, Path) for file in files)
+    for service in services:
+        service.stop()

@@ -11,10 +11,22 @@ import pytest
 from http_rig import Handler, serving
 from pydantic import BaseModel
 
-from calibadv_jax.services import waiting
-from calibadv_jax.services.http_client import BadReply, Reply, open_session, request
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.services import http_client
+from calibadv_jax.services.http_client import (
+    BAD_REPLIES,
+    ONCE,
+    BadReply,
+    HttpReply,
+    Unreachable,
+    open_session,
+    post,
+    request,
+    retry,
+)
 
 HOUR = 3600
+AWAY = Unreachable("away")
 
 
 class Text(BaseModel):
@@ -33,7 +45,7 @@ class Text(BaseModel):
     ids=["high", "low", "escaped", "no UTF-8", "other escapes"],
 )
 def test_lone_surrogate_of_a_reply_is_replaced(body, text):
-    assert Reply(200, body).parse(Text).text == text
+    assert HttpReply(200, body).parse(Text).text == text
 
 
 @pytest.mark.parametrize("is_zipped", [True, False])
@@ -72,51 +84,76 @@ def test_long_reply_is_refused_within_its_limit(is_zipped):
         ("2e4", 0),
         ("soon", 0),
         ("", 0),
+        (None, 0),
     ],
-    ids=["seconds", "spaces", "date", "utc", "zone", "past", "negative", "exponent", "words", "empty"],
+    ids=["seconds", "spaces", "date", "utc", "zone", "past", "minus", "exponent", "words", "empty", "none"],
 )
 def test_seconds_or_a_date(header, hours):
     """Half an hour is for the time between the test's collection and its run."""
-    assert Reply(503, b"", {"Retry-After": header}).retry_after == pytest.approx(hours * HOUR, abs=HOUR / 2)
-
-
-def test_a_reply_that_does_not_say():
-    assert Reply(503, b"", {}).retry_after == 0
+    reply = HttpReply(503, b"", {} if header is None else {"Retry-After": header})
+    assert reply.retry_after == pytest.approx(hours * HOUR, abs=HOUR / 2)
 
 
 @pytest.mark.parametrize("status", [200, 404, 408, 422, 429, 500, 501, 503])
 def test_status_says_whether_a_service_is_away(status):
-    assert Reply(status, b"").is_away == (status in (408, 429, 500, 503))
+    assert HttpReply(status, b"").is_away == (status in (408, 429, 500, 503))
 
 
-def test_pauses_double_and_a_reply_renews_patience(monkeypatch):
-    clock = SimpleNamespace(now=100.0)
-    pauses = []
+@pytest.mark.parametrize(
+    ("patience", "failures", "pauses"),
+    [
+        # A reply, even a bad one, renews the patience.
+        (2.0, [AWAY, AWAY, BadReply(), 5, AWAY, Unreachable("", 9), AWAY], [0.4, 0.6, 0.8, 1.8, 0.2]),
+        (2.0, [BadReply()] * BAD_REPLIES, [0.2, 0.4]),
+        (99.0, [AWAY] * 9 + [ValueError()], [0.4, 0.6, 1.0, 1.8, 3.4, 6.6, 10.2, 10.2, 10.2]),
+        (99.0, [Unreachable("", 30), ValueError()], [30.0]),
+        (ONCE, [AWAY], []),
+        (0.0, [AWAY], []),
+    ],
+)
+def test_retries_end_with_patience_or_bad_replies(monkeypatch, patience, failures, pauses):
+    """Failures are raised in turn; a number is seconds that pass before the next one."""
+    clock, slept, notices, left = SimpleNamespace(now=100.0), [], [], list(failures)
 
     async def sleep(seconds):
-        pauses.append(seconds)
+        slept.append(seconds)
         clock.now += seconds
 
-    monkeypatch.setattr(waiting.asyncio, "sleep", sleep)
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(waiting, "random", SimpleNamespace(uniform=lambda low, high: high))
+    async def attempt():
+        if isinstance(left[0], int):
+            clock.now += left.pop(0)
+        raise left.pop(0)
 
-    async def run():
-        waits = waiting.Waits(patience=2.0)
-        assert await waits.for_a_service(0) and await waits.for_a_service(0)
-        assert pauses == [0.4, pytest.approx(0.6)]
-        assert await waits.for_a_good_reply() and pauses[-1] == 0.8
-        clock.now += 5  # the service was there meanwhile
-        assert await waits.for_a_service(0) and pauses[-1] == pytest.approx(1.8)
-        assert await waits.for_a_service(9) and pauses[-1] == pytest.approx(0.2)  # what is left
-        assert not await waits.for_a_service(0)
-        assert await waits.for_a_good_reply() and not await waits.for_a_good_reply()
-        return waiting.Waits(patience=99.0)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.2)
+    monkeypatch.setattr(http_client.asyncio, "sleep", sleep)
+    monkeypatch.setattr(http_client, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(http_client, "random", SimpleNamespace(uniform=lambda low, high: high))
+    with pytest.raises(type(failures[-1])):
+        asyncio.run(retry(attempt, patience, notices.append))
+    assert slept == pytest.approx(pauses)
+    assert len(notices) == sum(isinstance(failure, Unreachable) for failure in failures[:-1])
 
-    waits = asyncio.run(run())
-    pauses.clear()
-    for _ in range(9):
-        asyncio.run(waits.for_a_service(0))
-    assert pauses[-1] == pytest.approx(waiting.LONGEST_PAUSE + waiting.FIRST_PAUSE)
-    asyncio.run(waiting.Waits(patience=99.0).for_a_service(30))
-    assert pauses[-1] == 30
+
+@pytest.mark.parametrize("status", [301, 302, 307])
+def test_redirection_is_not_followed(monkeypatch, status):
+    """A request, and its token, stay with the address that was given."""
+    monkeypatch.setenv("TEST_TOKEN", "secret\n")
+    requests = []
+
+    class Moved(Handler):
+        def do_POST(self):
+            self.body()
+            requests.append((self.path, self.headers["Authorization"]))
+            self.reply(status, {}, {"Location": "/there"})
+
+        do_GET = do_POST
+
+    async def send(url):
+        async with open_session(5.0, "TEST_TOKEN") as http:
+            return await post(http, url, json={})
+
+    with serving(Moved) as url:
+        assert asyncio.run(send(f"{url}/here")).status == status
+    assert requests == [("/here", "Bearer secret")]
+    with pytest.raises(UserError, match="not a url: not a URL; give one such as"):
+        asyncio.run(send("not a url"))

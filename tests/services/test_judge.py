@@ -17,7 +17,7 @@ from calibadv_jax.contrib.judge import JudgeClient, data_of
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rewards.score import check_reward, score_trajectory
-from calibadv_jax.services import waiting
+from calibadv_jax.services import http_client
 
 KEY = re.compile(r"the key (\w+)")
 QUESTION = Question("q", "Where is the tower?", ("Paris",), "test")
@@ -48,7 +48,9 @@ class Endpoint(Handler):
         if self.replies:
             self.reply(*self.replies.pop(0))
             return
-        text = "".join(f"{OPEN}{one['role']}\n{one['content']}{CLOSE}\n" for one in body["messages"])
+        text = "".join(
+            f"{OPEN}{message['role']}\n{message['content']}{CLOSE}\n" for message in body["messages"]
+        )
         messages = re.findall(rf"{re.escape(OPEN)}(\w+)\n(.*?){re.escape(CLOSE)}", text, re.DOTALL)
         system = [content for role, content in messages if role == "system"][-1]
         user = "\n".join(content for role, content in messages if role == "user")
@@ -73,16 +75,24 @@ def endpoint():
         yield handler, JudgeConfig(url=f"{url}/v1", model="m", timeout=5, patience=0.5)
 
 
-def scores(config, *answers):
+def judged_with(config, work):
     async def ask():
         client = JudgeClient(config)
         try:
-            asked = [client.score(answered(one)) for one in answers]
-            return await asyncio.gather(*asked, return_exceptions=True)
+            return await work(client)
         finally:
             await client.close()
 
     return asyncio.run(ask())
+
+
+def scores(config, *answers):
+    async def score_all(client):
+        return await asyncio.gather(
+            *(client.score(answered(answer)) for answer in answers), return_exceptions=True
+        )
+
+    return judged_with(config, score_all)
 
 
 def test_lone_surrogate_of_a_verdict_is_replaced(endpoint):
@@ -96,8 +106,7 @@ def test_lone_surrogate_of_a_verdict_is_replaced(endpoint):
         assert scores(replace(config, url=f"{url}/v1"), "Paris")[0]["judge"] == 0.25
 
 
-def test_long_reply_of_the_judge_is_no_verdict(endpoint, monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+def test_long_reply_of_the_judge_is_no_verdict(endpoint):
     handler, config = endpoint
 
     class Zipped(handler):
@@ -111,7 +120,7 @@ def test_long_reply_of_the_judge_is_no_verdict(endpoint, monkeypatch):
     assert "no verdict in 3 attempts: the reply is longer than 4 MiB" in str(failed)
 
 
-def test_a_verdict_and_its_agreement_with_exact_match(endpoint):
+def test_verdict_and_its_agreement_with_exact_match(endpoint):
     handler, config = endpoint
     right, wrong, same, strict = scores(config, "Paris", "London", "Paris", "the paris")
     assert right == same == {"judge": 1.0, "judge_agreement": 1.0}
@@ -138,12 +147,12 @@ HOSTILE = [
 ]
 
 
-def test_a_hostile_answer_does_not_move_the_verdict(endpoint):
+def test_hostile_answer_does_not_move_the_verdict(endpoint):
     handler, config = endpoint
-    for found in scores(config, *HOSTILE):
-        assert found["judge"] == 0.0, found
+    for scored in scores(config, *HOSTILE):
+        assert scored["judge"] == 0.0, scored
     for _, body in handler.bodies:
-        system, user = (one["content"] for one in body["messages"])
+        system, user = (message["content"] for message in body["messages"])
         fields = json.loads(
             user
         )  # one object, on one line, with these fields and without markup in its texts
@@ -156,8 +165,7 @@ def test_a_hostile_answer_does_not_move_the_verdict(endpoint):
     assert len(keys) == len(handler.bodies)  # nobody can guess the next one
 
 
-def test_a_judge_that_is_gone_or_says_nothing_fails_the_trajectory(endpoint, monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+def test_missing_verdict_fails_the_trajectory(endpoint):
     handler, config = endpoint
     no_verdict = (200, {"choices": [{"message": {"content": "yes"}}]})
     handler.replies += [(503, b""), (200, b"{}"), no_verdict]
@@ -186,14 +194,13 @@ def test_a_judge_that_is_gone_or_says_nothing_fails_the_trajectory(endpoint, mon
         ({}, "the reply is no chat completion"),
     ],
 )
-def test_reply_without_a_verdict_names_the_expected_line(endpoint, monkeypatch, choice, message):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.0)
+def test_reply_without_a_verdict_names_the_expected_line(endpoint, choice, message):
     handler, config = endpoint
-    handler.replies += [(200, {"choices": [choice]})] * waiting.BAD_REPLIES
+    handler.replies += [(200, {"choices": [choice]})] * http_client.BAD_REPLIES
     (failure,) = scores(config, "Paris")
     assert isinstance(failure, RequestFailed) and message in str(failure)
     assert "start the endpoint" not in str(failure)
-    (failure,) = scores(replace(config, url="http://127.0.0.1:9/v1", patience=waiting.ONCE), "Paris")
+    (failure,) = scores(replace(config, url="http://127.0.0.1:9/v1", patience=http_client.ONCE), "Paris")
     assert "/v1: no answer (" in str(failure) and "start the endpoint" in str(failure)
 
 
@@ -206,7 +213,7 @@ def test_error_in_own_reward_names_file_and_line():
         score_trajectory(answered("Paris"), RewardConfig(answer="test_judge:failing"))
 
 
-def test_the_prompt_is_a_file(endpoint, tmp_path):
+def test_prompt_is_a_file(endpoint, tmp_path):
     handler, config = endpoint
     (tmp_path / "prompt.txt").write_text("Be strict.", encoding="utf-8")
     scores(replace(config, prompt=str(tmp_path / "prompt.txt")), "Paris")
@@ -259,37 +266,23 @@ short_way = mean
         ("test_judge:mean", "would be logged as reward/mean, which is another metric's name"),
     ],
 )
-def test_a_reward_of_ones_own_must_give_a_number(answer, message):
+def test_reward_of_ones_own_must_give_a_number(answer, message):
     with pytest.raises(UserError, match=message):
         check_reward(RewardConfig(answer=answer))
         score_trajectory(answered("Paris"), RewardConfig(answer=answer))
 
 
-def judged_with(handler, config, work):
-    """What `work(client)` returns."""
-
-    async def ask():
-        client = JudgeClient(config)
-        try:
-            return await work(client)
-        finally:
-            await client.close()
-
-    return asyncio.run(ask())
-
-
-def test_failed_verdict_is_asked_again(endpoint, monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+def test_failed_verdict_is_asked_again(endpoint):
     handler, config = endpoint
-    handler.replies += [(200, {"choices": []})] * waiting.BAD_REPLIES
+    handler.replies += [(200, {"choices": []})] * http_client.BAD_REPLIES
 
     async def twice(client):
         with pytest.raises(RequestFailed, match="no verdict in 3"):
             await client.score(answered("Paris"))
         return await client.score(answered("Paris"))
 
-    assert judged_with(handler, config, twice) == {"judge": 1.0, "judge_agreement": 1.0}
-    assert len(handler.bodies) == waiting.BAD_REPLIES + 1
+    assert judged_with(config, twice) == {"judge": 1.0, "judge_agreement": 1.0}
+    assert len(handler.bodies) == http_client.BAD_REPLIES + 1
 
 
 def test_cancelled_waiter_leaves_the_verdict_to_others(endpoint):
@@ -301,7 +294,7 @@ def test_cancelled_waiter_leaves_the_verdict_to_others(endpoint):
         first.cancel()
         return await second, first.cancelled()
 
-    assert judged_with(handler, config, cancel_first) == ({"judge": 1.0, "judge_agreement": 1.0}, True)
+    assert judged_with(config, cancel_first) == ({"judge": 1.0, "judge_agreement": 1.0}, True)
     assert len(handler.bodies) == 1
 
 
@@ -310,7 +303,7 @@ def test_judge_keeps_to_max_concurrency(endpoint, limit, monkeypatch):
     _, config = endpoint
     under_way, most = 0, 0
 
-    async def slow(self, data):
+    async def slow(self, http, data):
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
@@ -348,16 +341,14 @@ def test_verdict_is_the_whole_last_line(line, verdict):
     if verdict is not None:
         assert judge.read_verdict(line, "k") == verdict
         return
-    with pytest.raises(judge._NoVerdict):
+    with pytest.raises(http_client.BadReply):
         judge.read_verdict(line, "k")
 
 
 @pytest.mark.parametrize("status", [429, 500, 502])
-def test_judge_that_is_away_is_waited_for(endpoint, status, monkeypatch):
-    """As long as the patience lasts, not for three replies."""
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.001)
+def test_judge_that_is_away_is_waited_for(endpoint, status):
     handler, config = endpoint
-    handler.replies += [(status, b"")] * (waiting.BAD_REPLIES + 2)
+    handler.replies += [(status, b"")] * (http_client.BAD_REPLIES + 2)
     assert scores(replace(config, patience=20), "Paris")[0]["judge"] == 1.0
 
 
@@ -370,12 +361,12 @@ def test_judge_remembers_the_newest_verdicts(endpoint, monkeypatch):
             await client.score(answered(answer))
             assert len(handler.bodies) == asked
 
-    judged_with(handler, config, ask)
+    judged_with(config, ask)
 
 
 @pytest.mark.parametrize(("verdict", "agreement"), [(0.5, 1.0), (0.49, 0.0), (1.0, 1.0), (0.0, 0.0)])
 def test_verdict_of_one_half_agrees_with_a_match(endpoint, verdict, agreement, monkeypatch):
-    async def always(self, data):
+    async def always(self, http, data):
         return verdict
 
     monkeypatch.setattr(JudgeClient, "_request", always)

@@ -13,7 +13,7 @@ import pytest
 from http_rig import Handler, serving
 
 from calibadv_jax.config import Config, LogConfig, McpConfig, RunConfig, ToolConfig
-from calibadv_jax.contrib import mcp_streams, mcp_tools
+from calibadv_jax.contrib import mcp_tools
 from calibadv_jax.core.errors import (
     ENVIRONMENT_STATUS,
     ActionRefused,
@@ -23,7 +23,7 @@ from calibadv_jax.core.errors import (
     exit_status,
 )
 from calibadv_jax.run.actions import make_actions
-from calibadv_jax.services import child_process, waiting
+from calibadv_jax.services import child_process, http_client
 
 pytest.importorskip("mcp")
 SERVER = Path(__file__).parent / "mcp_lines.py"
@@ -37,8 +37,7 @@ def write_tools(folder, **schemas):
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.001)
+def config(tmp_path):
     write_tools(tmp_path, say=SCHEMA)
     command = shlex.join([sys.executable, "-S", str(SERVER), str(tmp_path)])
     return McpConfig(command=command, timeout=20, patience=20)
@@ -148,7 +147,7 @@ def test_standard_error_is_kept_and_bounded(config, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", ["", "\x1b[31mno module\x07 here\n"])
 def test_last_line_of_a_program_is_printable(error):
-    log = mcp_streams.ServerLog(None, lambda line: None)
+    log = mcp_tools.ServerLog(None, lambda line: None)
     log.write(f"starting\n{error}")
     assert log.last_line() == ("[31mno module here" if error else "starting")
 
@@ -175,7 +174,7 @@ class OverHttp(Handler):
 
     def do_POST(self):
         request = json.loads(self.body_of_request())
-        known = {
+        answers = {
             "initialize": {
                 "protocolVersion": "2025-06-18",
                 "capabilities": {"tools": {}},
@@ -188,8 +187,8 @@ class OverHttp(Handler):
             encoding = {"Content-Encoding": "gzip"} if self.zipped else {}
             sent = gzip.compress(text, 1) if self.zipped else text
             self.reply(200, sent, {"Content-Type": "application/json"} | encoding)
-        elif request["method"] in known:
-            result = known[request["method"]]
+        elif request["method"] in answers:
+            result = answers[request["method"]]
             self.reply(200, {"jsonrpc": "2.0", "id": request["id"], "result": result})
         else:
             self.reply(404 if "id" in request else 202, b"")
@@ -203,7 +202,7 @@ class OverHttp(Handler):
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_reply_over_http_is_bounded(monkeypatch, zipped):
-    monkeypatch.setattr(waiting, "BAD_REPLIES", 1)
+    monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
 
     class Server(OverHttp):
         body = (RESULT % "a \\ud83d").encode()
@@ -220,7 +219,7 @@ def test_reply_over_http_is_bounded(monkeypatch, zipped):
 
 @pytest.mark.parametrize("bad", [(RESULT % "\\ud83d").encode(), b"x" * (2**26 + 1)], ids=["emoji", "long"])
 def test_unreadable_event_fails_its_call_alone(monkeypatch, bad):
-    monkeypatch.setattr(waiting, "BAD_REPLIES", 1)
+    monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
     openings = []
 
     class Events(OverHttp):

@@ -19,7 +19,7 @@ from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.contrib import mcp_tools
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.run.actions import make_actions
-from calibadv_jax.services import waiting
+from calibadv_jax.services import http_client
 from calibadv_jax.services.http_client import LONGEST_REPLY
 
 pytest.importorskip("mcp")
@@ -65,15 +65,15 @@ def server(request):
                 return mcp.Client(served, cache=None) if is_here else client(asked_for, log)
 
             patch.setattr(mcp_tools, "_client", opened)
-            yield config, {one.name: one for one in mcp_tools.mcp_actions(config, 0)}
+            yield config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
         return
     if request.param == "pipes":
         config = McpConfig(command=COMMAND, timeout=20)
-        yield config, {one.name: one for one in mcp_tools.mcp_actions(config, 0)}
+        yield config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
         return
     with over_http() as url:
         config = McpConfig(url=url, timeout=20)
-        yield config, {one.name: one for one in mcp_tools.mcp_actions(config, 0)}
+        yield config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
 
 
 def asked(config, action, *bodies):
@@ -94,7 +94,7 @@ def asked(config, action, *bodies):
     return asyncio.run(ask())
 
 
-def test_a_servers_tools_are_actions(server):
+def test_servers_tools_are_actions(server):
     config, actions = server
     assert set(actions) >= {"weather", "add", "slow_one"}  # a tag has no hyphen
     assert actions["weather"].argument == "city" and actions["large"].may_be_empty
@@ -102,22 +102,24 @@ def test_a_servers_tools_are_actions(server):
     plain, as_json = asked(config, actions["weather"], "Rome", '{"city": "Oslo"}')
     assert (plain.text, as_json.text) == ("sunny in Rome", "sunny in Oslo")
     body = json.dumps({"left": 2, "right": 3})
-    found, of_tool, of_schema, hostile = asked(
+    total, of_tool, of_schema, hostile = asked(
         config, actions["add"], body, '{"left": -1, "right": 3}', '{"left": "x"}', '{"left": "\\ud800"}'
     )
-    assert found.text == "5"
+    assert total.text == "5"
     # The policy reads why, and goes on; nothing of it ends the connection.
     assert isinstance(of_tool, ActionRefused) and "add" in str(of_tool)
     assert isinstance(of_schema, ActionRefused) and isinstance(hostile, ActionRefused)
     (large,) = asked(config, actions["large"], "")
     assert len(large.text) > 10_000_000
     (book,) = asked(config, actions["book"], "")
-    assert [(one.id, one.text) for one in book.documents] == [("shelf://book", "<search> a page </search>")]
+    assert [(document.id, document.text) for document in book.documents] == [
+        ("shelf://book", "<search> a page </search>")
+    ]
 
 
-def test_a_tool_that_is_too_slow_fails_its_trajectory_only(server, monkeypatch):
+def test_slow_tool_fails_its_trajectory_only(server, monkeypatch):
     config, actions = server
-    monkeypatch.setattr(waiting, "BAD_REPLIES", 1)
+    monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
     limit = 0.5 if config.command == "in process" else 3
     timed = replace(config, timeout=limit, patience=1)
     slow, quick = asked(timed, actions["slow_one"], '{"seconds": 60}', '{"seconds": 0}')
@@ -127,7 +129,7 @@ def test_a_tool_that_is_too_slow_fails_its_trajectory_only(server, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_is_started_again():
+def test_server_that_dies_is_started_again():
     config = McpConfig(command=COMMAND, timeout=20, patience=0.1)
     die, process = mcp_tools.mcp_actions(replace(config, tools=["die", "process"]), 0)
 
@@ -154,7 +156,7 @@ def test_what_cannot_be_started_is_said():
         made(url=url, patience=0.01)
 
 
-def test_the_package_may_be_missing(monkeypatch):
+def test_package_may_be_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(UserError, match=r"pip install 'calibadv-jax\[mcp\]'"):
         mcp_tools.mcp_actions(McpConfig(command="python"), 0)
@@ -218,7 +220,6 @@ class FakeServer:
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.001)
     fake = FakeServer()
     monkeypatch.setattr(mcp_tools, "_client", fake.client)
     yield fake
@@ -336,7 +337,7 @@ def test_refused_arguments_are_not_sent_again(fake):
 
 
 def test_errors_of_a_server_are_borne_three_times(fake):
-    broken = [mcp_error(-32603, "it\nbroke " + "x" * 300) for _ in range(waiting.BAD_REPLIES)]
+    broken = [mcp_error(-32603, "it\nbroke " + "x" * 300) for _ in range(http_client.BAD_REPLIES)]
     fake.replies = [*broken[1:], result(block("text", text="a")), *broken]
     (action,) = fake_actions()
     good, failed = asked(action._server.config, action, "a", "b")
@@ -359,7 +360,7 @@ def test_server_that_stays_away_fails_the_trajectory(fake):
     fake.opens = [ExceptionGroup("several", [ExceptionGroup("inner", [ValueError("no\nluck")])])] * 10_000
     (failed,) = asked(action._server.config, action, "a")
     assert type(failed) is RequestFailed
-    assert str(failed) == "MCP server fake: ValueError no luck (no module here)"
+    assert str(failed) == "MCP server fake: ValueError: no luck (no module here)"
     assert 2 <= 10_000 - len(fake.opens) < 1_000 and not fake.calls
 
 
@@ -370,12 +371,13 @@ def test_server_away_at_the_start_is_waited_for(fake, monkeypatch):
     fake.opens = [OSError("gone")] * 2
     assert [action.name for action in over_url(20)] == ["look_up"] and not fake.opens
     fake.opens = [OSError("gone")] * 10_000
-    with pytest.raises(UserError, match=r"OSError gone \(no module here\); correct tools\[\].mcp.command"):
+    with pytest.raises(UserError, match=r"OSError: gone .*\(no module here\); correct tools\[\].mcp.command"):
         fake_actions()
-    with pytest.raises(UserError, match=r"server http://h/mcp: OSError gone .*; start it, or correct tools"):
+    with pytest.raises(UserError, match=r"server http://h/mcp: OSError: gone .*; start it, or correct tools"):
         over_url(0.01)
     fake.opens, patience = [], []
-    monkeypatch.setattr(mcp_tools, "Waits", patience.append)
+    once = mcp_tools.retry
+    monkeypatch.setattr(mcp_tools, "retry", lambda attempt, limit: patience.append(limit) or once(attempt, 0))
     for seconds in (5, 500):
         over_url(seconds)
     assert patience == [5, mcp_tools.START_PATIENCE]

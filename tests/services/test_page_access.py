@@ -9,14 +9,13 @@ from http_rig import Handler, serving
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services import waiting
+from calibadv_jax.services import http_client
 from calibadv_jax.services.retriever_client import RetrieverClient
 
 
 @pytest.fixture
-def service(monkeypatch):
+def service():
     """Reads pages with a client, from a service that first gives the replies."""
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
 
     class Pages(Handler):
         replies: list = []
@@ -36,8 +35,8 @@ def service(monkeypatch):
             result = [row if url == "p/ann" else None for url in urls]
             self.reply(200, {"result": result}, {"X-Index-Identity": self.state["identity"]})
 
-    def read(*addresses, between=None):
-        client = RetrieverClient(RetrieverConfig(page_address="p/{}", patience=0.2), url)
+    def read(*addresses, between=None, patience=0.2):
+        client = RetrieverClient(RetrieverConfig(page_address="p/{}", patience=patience), url)
         if between is not None:
             client.health()
 
@@ -56,7 +55,7 @@ def service(monkeypatch):
         yield read, Pages
 
 
-def test_a_page_is_another_document_than_the_passage_of_its_title(service):
+def test_page_differs_from_passage_of_its_title(service):
     read, handler = service
     assert read("ann", "bob") == [Document("page ann", "Ann", "Ann paints."), None]
     assert sorted(handler.asked) == [("/access", ["p/ann"]), ("/access", ["p/bob"])]
@@ -78,7 +77,7 @@ def test_what_passes_is_waited_for(service):
         ((422, b"too long"), 1, RequestFailed, "status 422"),
     ],
 )
-def test_a_service_that_stays_ill(service, reply, times, kind, message):
+def test_service_that_stays_ill(service, reply, times, kind, message):
     read, handler = service
     handler.replies += [reply] * times
     with pytest.raises(kind, match=message) as error:
@@ -87,7 +86,6 @@ def test_a_service_that_stays_ill(service, reply, times, kind, message):
 
 
 def test_other_pages_than_at_the_start_are_never_taken(service):
-    """A service that was started again with another --pages_path, and the same index."""
     read, handler = service
 
     def exchange():
@@ -102,12 +100,12 @@ def test_other_pages_than_at_the_start_are_never_taken(service):
 def test_page_waits_as_long_as_the_service_asks(service, monkeypatch):
     read, handler = service
     handler.replies += [(503, b"", {"Retry-After": "7"}), (429, b"")]
-    waits = []
+    pauses, sleep = [], asyncio.sleep
 
-    async def note(self, retry_after):
-        waits.append(retry_after)
-        return True
+    async def note(seconds):
+        pauses.append(seconds)
+        await sleep(0)
 
-    monkeypatch.setattr(waiting.Waits, "for_a_service", note)
-    assert read("ann") == [Document("page ann", "Ann", "Ann paints.")]
-    assert waits == [7.0, 0.0]
+    monkeypatch.setattr(http_client.asyncio, "sleep", note)
+    assert read("ann", patience=20.0) == [Document("page ann", "Ann", "Ann paints.")]
+    assert pauses == [7.0, pytest.approx(0.02, abs=0.01)]

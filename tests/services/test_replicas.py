@@ -3,19 +3,19 @@
 import asyncio
 import json
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 from http_rig import Handler, serving
+from search_rig import client_of
 
 pytest.importorskip("aiohttp")
 
 from calibadv_jax.config import RetrieverConfig, load_config
 from calibadv_jax.core.errors import RequestFailed, UserError
-from calibadv_jax.services import replicas, retriever_client, waiting
-from calibadv_jax.services.http_client import Reply, Unreachable
-from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_process import RetrieverProcess
+from calibadv_jax.services import retriever_client
+from calibadv_jax.services.http_client import HttpReply, Unreachable
+from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
 from calibadv_jax.services.retriever_replies import Away
 
 
@@ -67,8 +67,6 @@ class Service:
 
 @pytest.fixture
 def services(monkeypatch):
-    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
     made = [Service("a"), Service("b"), Service("c")]
     yield made
@@ -76,22 +74,11 @@ def services(monkeypatch):
         service.stop()
 
 
-@contextmanager
-def client_of(*services, warn=print, **config):
-    config = {"timeout": 5.0, "patience": 20.0} | config
-    client = RetrieverClient(RetrieverConfig(**config), [service.url for service in services], warn)
-    with asyncio.Runner() as runner:
-        try:
-            yield client, runner.run
-        finally:
-            runner.run(client.close())
-
-
 async def ask(client, count, first=0):
     """Who answered each of so many queries."""
-    found = await asyncio.gather(*(client.search([f"q{first + n}"]) for n in range(count)))
-    assert [one[0][0].title for one in found] == [f"q{first + n}" for n in range(count)]
-    return [one[0][0].id for one in found]
+    replies = await asyncio.gather(*(client.search([f"q{first + n}"]) for n in range(count)))
+    assert [reply[0][0].title for reply in replies] == [f"q{first + n}" for n in range(count)]
+    return [reply[0][0].id for reply in replies]
 
 
 def test_queries_are_shared_out_one_request_at_each(services):
@@ -105,8 +92,7 @@ def test_queries_are_shared_out_one_request_at_each(services):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_one_agent_uses_all_of_them_alike(count):
-    """A request takes one turn, whatever the number of services."""
+def test_sequential_searches_use_all_replicas_alike(count):
     made = [Service(str(number)) for number in range(count)]
 
     async def one_by_one(client):
@@ -122,7 +108,7 @@ def test_one_agent_uses_all_of_them_alike(count):
             service.stop()
 
 
-def test_the_one_that_is_free_is_asked(services):
+def test_one_that_is_free_is_asked(services):
     services[0].seconds = 1.0
     services[1].seconds = services[2].seconds = 0.02
     with client_of(*services) as (client, run):
@@ -132,7 +118,7 @@ def test_the_one_that_is_free_is_asked(services):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("status", [502, 503, 429])
-def test_one_that_says_it_is_away_is_left_out_and_comes_back(services, status):
+def test_replica_that_announces_absence_is_left_out(services, status):
     a, b, c = services
     a.status, a.health = status, 503
     with client_of(*services) as (client, run):
@@ -149,7 +135,7 @@ def test_one_that_says_it_is_away_is_left_out_and_comes_back(services, status):
     assert b.most == c.most == 1
 
 
-def test_one_that_dies_in_mid_run_loses_no_query_and_may_come_back(services):
+def test_dead_replica_loses_no_query(services):
     a, b, c = services
     for service in services:
         service.seconds = 0.02
@@ -171,7 +157,7 @@ def test_one_that_dies_in_mid_run_loses_no_query_and_may_come_back(services):
             assert time.monotonic() < deadline
 
 
-def test_one_that_hangs_delays_its_queries_and_loses_none(services):
+def test_hanging_replica_loses_no_query(services):
     services[0].seconds = 2.0
     services[0].health = 503
     with client_of(*services, timeout=0.3) as (client, run):
@@ -198,7 +184,7 @@ def test_all_away_is_patience_and_then_an_error(services):
         assert len(run(recover())) == 8
 
 
-def test_an_error_names_the_service_that_made_it(services):
+def test_error_names_the_service_that_made_it(services):
     services[0].status = 401
     reason = pytest.raises(UserError, match=f"retriever {services[0].url}: asks for a token")
     with client_of(services[0], services[0]) as (client, run), reason:
@@ -234,7 +220,6 @@ def test_urls_are_one_or_a_list(tmp_path):
 
 @pytest.mark.slow
 def test_real_services_one_of_them_killed(tmp_path):
-    """Two services over one index; SIGKILL in mid-run; every query gets the documents it would have got."""
     pytest.importorskip("faiss")
     pytest.importorskip("fastapi")
     corpus = tmp_path / "corpus.jsonl"
@@ -248,17 +233,17 @@ def test_real_services_one_of_them_killed(tmp_path):
         assert client.health()["documents"] == 200
 
         async def run():
-            async def one(number):
+            async def look_up(number):
                 await asyncio.sleep(0.01 * number)
                 ((best, _),) = await client.search([f"person {number}"])
                 return best.id
 
-            tasks = [asyncio.create_task(one(number)) for number in range(200)]
+            tasks = [asyncio.create_task(look_up(number)) for number in range(200)]
             await asyncio.sleep(0.7)
             first.process.kill()
-            found = await asyncio.gather(*tasks)
+            ids = await asyncio.gather(*tasks)
             await client.close()
-            return found
+            return ids
 
         assert asyncio.run(run()) == [str(number) for number in range(200)]
 
@@ -273,7 +258,7 @@ def health(monkeypatch):
 
         def replicas(self, agreed):
             urls = ["http://a", "http://b"]
-            return replicas.Replicas(None, urls, agreed, set(), self.warnings.append)
+            return retriever_client.Replicas(None, urls, agreed, set(), self.warnings.append)
 
     health, sleep = Health(), asyncio.sleep
 
@@ -287,16 +272,17 @@ def health(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr(replicas.asyncio, "sleep", pause)
-    monkeypatch.setattr(replicas, "ask_health", ask)
+    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.5)
+    monkeypatch.setattr(retriever_client.asyncio, "sleep", pause)
+    monkeypatch.setattr(retriever_client, "ask_health", ask)
     return health
 
 
 async def taken_out(several):
     """The first service, once the check that follows its outage has ended."""
-    replica = await several.take()
+    replica = await several.acquire()
     assert several.leave_out(replica, Unreachable("gone"))
-    several.give_back(replica)
+    several.release(replica)
     await replica.check
     return replica
 
@@ -342,7 +328,7 @@ def test_all_replicas_with_another_index_end_the_run(health):
             several._compare(replica, several._differs(replica, {"corpus_sha256": "2"}))
             assert replica.other == "corpus_sha256 '2' instead of '1'"
         with pytest.raises(UserError, match="serves another index than at the start of this run"):
-            await several.take()
+            await several.acquire()
 
     asyncio.run(run())
 
@@ -361,14 +347,13 @@ def test_only_unannounced_outages_are_warned_of(health):
 
 
 def test_single_service_is_never_left_out(health):
-    """Nobody else could answer: it is asked again, without a check of its health."""
-    several = replicas.Replicas(None, ["http://a"], None, set(), health.warnings.append)
+    several = retriever_client.Replicas(None, ["http://a"], None, set(), health.warnings.append)
 
     async def run():
         for _ in range(3):
-            replica = await several.take()
+            replica = await several.acquire()
             assert not several.leave_out(replica, Unreachable("gone")) and replica.is_well
-            several.give_back(replica)
+            several.release(replica)
 
     asyncio.run(run())
     assert not health.warnings and several._all[0].check is None
@@ -391,8 +376,8 @@ def test_good_reply_ends_what_an_outage_began(health):
     several = health.replicas(None)
     replica = several._all[0]
     replica.pause, replica.is_well = 8.0, False
-    asyncio.run(several.check(replica, Reply(200, b"")))
-    assert replica.is_well and replica.pause == replicas.FIRST_PAUSE
+    asyncio.run(several.check(replica, HttpReply(200, b"")))
+    assert replica.is_well and replica.pause == retriever_client.CHECK_PAUSE
 
 
 def test_refusal_need_not_name_the_index(health):
@@ -400,7 +385,136 @@ def test_refusal_need_not_name_the_index(health):
     several = health.replicas({"identity": "x"})
     replica = several._all[0]
     several._named.add(replica.url)
-    replica.is_known = True
-    asyncio.run(several.check(replica, Reply(422, b"")))
+    replica.is_verified = True
+    asyncio.run(several.check(replica, HttpReply(422, b"")))
     with pytest.raises(Unreachable, match="serves another index: no X-Index-Identity instead of 'x'"):
-        asyncio.run(several.check(replica, Reply(200, b"")))
+        asyncio.run(several.check(replica, HttpReply(200, b"")))
+
+
+def test_broken_replica_is_replaced():
+    broken, good = Service("broken"), Service("good")
+    broken.status = broken.health = 500
+    with client_of(broken, good) as (client, run):
+        assert set(run(ask(client, 30))) == {"good"}
+    assert len(broken.asked) <= 30
+    for service in (broken, good):
+        service.stop()
+
+
+OURS = {"corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": "", "identity": "aa"}
+FOREIGN = {"corpus_sha256": "c1", "encoder": "e5"}
+# Put in place of OURS without an outage. The second is of another make, and its health says nothing else.
+EXCHANGED = {
+    "identity 'bb' instead of 'aa'": OURS | {"identity": "bb"},
+    "no X-Index-Identity instead of 'aa'": {k: v for k, v in OURS.items() if k != "identity"},
+}
+
+
+@pytest.fixture
+def pair(request, monkeypatch):
+    monkeypatch.setattr(retriever_client, "LAST_PAUSE", 0.1)
+    made = [Service(name, **request.param) for name in "ab"]
+    yield made
+    for service in made:
+        service.stop()
+
+
+exchanged = pytest.mark.parametrize(("reason", "manifest"), EXCHANGED.items(), ids=["another", "none"])
+ours = pytest.mark.parametrize("pair", [OURS], indirect=True)
+foreign = pytest.mark.parametrize("pair", [FOREIGN], indirect=True)
+
+
+@ours
+@exchanged
+def test_replica_with_exchanged_index_is_left_out(pair, reason, manifest):
+    first, second = pair
+    warnings = []
+    with client_of(first, second, warn=warnings.append) as (client, run):
+        client.health()
+        answered = set()
+        while answered != {"a", "b"}:  # bounded by pytest's limit
+            answered |= set(run(ask(client, 4)))
+        second.manifest = manifest
+        for _ in range(5):
+            assert set(run(ask(client, 6))) == {"a"}
+        assert warnings[0].startswith(
+            f"retriever {second.url} serves another index ({reason}) and is left out"
+        )
+        asked, checks = len(second.asked), second.checks
+        while second.checks < checks + 3:  # bounded by pytest's limit
+            assert set(run(ask(client, 6))) == {"a"}
+        assert len(second.asked) == asked and len(set(warnings)) == len(warnings)
+        second.manifest = OURS
+        while "b" not in run(ask(client, 6)):
+            pass
+
+
+@foreign
+def test_replica_returning_with_another_corpus_is_left_out(pair):
+    """It says what it serves on GET /health only."""
+    first, second = pair
+    warnings = []
+    with client_of(first, second, warn=warnings.append) as (client, run):
+        client.health()
+        run(ask(client, 24))
+        second.stop()
+        assert set(run(ask(client, 12))) == {"a"}
+        checks = Service("b", second.port, corpus_sha256="c2", encoder="e5")
+        while not checks.checks:
+            assert set(run(ask(client, 4))) == {"a"}
+        for _ in range(10):
+            assert set(run(ask(client, 4))) == {"a"}
+        checks.stop()
+    assert checks.asked == [] and any("corpus_sha256 'c2' instead of 'c1'" in line for line in warnings)
+
+
+@ours
+@exchanged
+def test_single_service_with_another_index_ends_the_run(pair, reason, manifest):
+    (service, _) = pair
+    with client_of(service, warn=lambda _: None) as (client, run):
+        client.health()
+        run(ask(client, 5))
+        service.manifest = manifest
+        message = f"retriever {service.url} serves another index .*{reason}"
+        with pytest.raises(UserError, match=message) as caught:
+            run(ask(client, 5))
+    assert not isinstance(caught.value, RequestFailed)  # else it would cost one trajectory
+
+
+@foreign
+def test_foreign_service_is_compared_after_outage(pair):
+    (service, _) = pair
+    with client_of(service, warn=lambda _: None) as (client, run):
+        client.health()
+        run(ask(client, 5))
+
+        async def exchanged(manifest):
+            service.status = 503
+            waiting = asyncio.create_task(ask(client, 5))
+            await asyncio.sleep(0.1)
+            service.manifest, service.status = manifest, 200
+            return await waiting
+
+        assert run(exchanged(FOREIGN)) == ["a"] * 5
+        with pytest.raises(UserError, match="corpus_sha256 'c2' instead of 'c1'"):
+            run(exchanged(FOREIGN | {"corpus_sha256": "c2"}))
+
+
+@ours
+def test_when_every_replica_serves_another_index_the_run_ends(pair):
+    with client_of(*pair, warn=lambda _: None) as (client, run):
+        client.health()
+        for service in pair:
+            service.manifest = OURS | {"identity": "bb"}
+        with pytest.raises(UserError, match="serves another index than at the start"):
+            run(ask(client, 12))
+
+
+def test_services_that_say_nothing_of_themselves_are_believed():
+    service = Service("a")
+    service.health = 404
+    with client_of(service) as (client, run):
+        assert client.health() == {}
+        assert run(ask(client, 5)) == ["a"] * 5
+    service.stop()

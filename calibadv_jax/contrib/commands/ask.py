@@ -23,7 +23,7 @@ from calibadv_jax.core.tags import NOTHING_FOUND, parse_turn, printable, well_fo
 from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.transcripts import LONGEST, cut, ending, folded, turn_lines
-from calibadv_jax.rollout.actions import Search
+from calibadv_jax.rollout.actions import SearchAction
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.runner import Rollouts
@@ -243,7 +243,7 @@ class _SaidAction(Action):
             self._say(cut(f"        {printable(reply.text)}", LONGEST))
         for number, document in enumerate(reply.documents, 1):
             self._say(folded(number, document))
-        if isinstance(self._inner, Search) and not reply.documents:
+        if isinstance(self._inner, SearchAction) and not reply.documents:
             self._say(f"        {NOTHING_FOUND}")
         return reply
 

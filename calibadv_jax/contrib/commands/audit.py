@@ -26,7 +26,7 @@ from calibadv_jax.contrib.truth import MEASURES, VERDICTS, Evidence, gather, joi
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.evaluation.intervals import FEW, intervals_of_sums
+from calibadv_jax.evaluation.report import FEW, intervals_of_sums
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.record.reader import KeptStep, find_step, read_step
 from calibadv_jax.record.schema import kept_steps

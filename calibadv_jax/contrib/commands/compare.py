@@ -18,14 +18,13 @@ from typing import Any
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
-from calibadv_jax.evaluation.intervals import FEW
-from calibadv_jax.evaluation.records import Row, read_scores
-from calibadv_jax.evaluation.report import ALL, AVERAGE, metric_names, scores_of
+from calibadv_jax.evaluation.records import ScoredRow, read_scores
+from calibadv_jax.evaluation.report import ALL, AVERAGE, FEW, metric_names, scores_of
 from calibadv_jax.evaluation.statistics import Comparison, compare_paired
 from calibadv_jax.metrics.console import Console, table
 
 DEFAULT_METRICS = ("em", "f1", "cover_em")
-Questions = dict[tuple[str, str], Row]  # (data source, id) -> row
+Questions = dict[tuple[str, str], ScoredRow]  # (data source, id) -> row
 Found = dict[str, Questions]  # by temperature
 BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
 

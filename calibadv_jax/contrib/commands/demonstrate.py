@@ -30,13 +30,12 @@ from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration
 from calibadv_jax.data.questions import load_questions, question_row
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.rollout.actions import Search as SearchAction
-from calibadv_jax.rollout.actions import grammar_of
+from calibadv_jax.rollout.actions import SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import build_model
-from calibadv_jax.services.retriever_process import open_retriever
+from calibadv_jax.services.retriever_client import open_retriever
 
 WRITTEN, NO_LIMIT = "written", 2**31
 # Cause for which a question gives no demonstration -> what to do.

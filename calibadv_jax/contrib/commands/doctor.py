@@ -33,15 +33,13 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rollout.actions import grammar_of
 from calibadv_jax.rollout.observation import encode
-from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
-from calibadv_jax.rollout.prompts import open_prompt
+from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
 from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.model import Model, build_model, find_folder
 from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
-from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_process import open_retriever
-from calibadv_jax.services.waiting import ONCE
+from calibadv_jax.services.http_client import ONCE
+from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
 from calibadv_jax.snapshots.huggingface import check_weights
 
 NO_ANSWER = "I do not know"

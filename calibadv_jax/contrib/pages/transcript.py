@@ -11,7 +11,7 @@ from calibadv_jax.contrib.pages.tokens import Pieces
 from calibadv_jax.contrib.pages.words import group_words, is_judged, trajectory_words, turn_words
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Trajectory
 from calibadv_jax.record.reader import from_rows
-from calibadv_jax.rewards.format import format_flaw, turn_flaws
+from calibadv_jax.rewards.score import format_flaw, turn_flaws
 
 _TURN_COLUMNS = (
     *("kind", "stop_reason", "is_refused", "policy_versions", "advantage_raw", "advantage"),
