@@ -1,4 +1,4 @@
-"""A whole run: every section, and what must hold between them."""
+"""A whole run: every section, and the rules between them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,25 @@ from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.credit import AdvantageConfig, RewardConfig
 from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
-from calibadv_jax.config.sections.evaluate import EvaluateConfig
-from calibadv_jax.config.sections.guards import GuardsConfig
-from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig
+from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig, SftConfig
 from calibadv_jax.config.sections.policy import DistributedConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
-from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
-from calibadv_jax.config.sections.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
+from calibadv_jax.config.sections.rollout import (
+    OF_RETRIEVER,
+    RolloutConfig,
+    SamplerConfig,
+    ToolConfig,
+    tool_of,
+)
+from calibadv_jax.config.sections.run import (
+    CheckpointConfig,
+    EvaluateConfig,
+    ExportConfig,
+    GuardsConfig,
+    LogConfig,
+    RunConfig,
+)
 from calibadv_jax.config.sections.section import SECTION, Mark
-from calibadv_jax.config.sections.sft import SftConfig
-from calibadv_jax.config.sections.tools import OF_RETRIEVER, ToolConfig, tool_of
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -44,8 +53,8 @@ class Config:
     tools: Annotated[list[ToolConfig], Mark.COLD_START] = Field(
         default_factory=lambda: [ToolConfig("search")]
     )
-    """The actions that the policy may take before it answers (docs/tools.md). An entry that has a name only
-    may be written as this name: [search, access]."""
+    """Actions of the policy before it answers (docs/tools.md). An entry that has a name only may be written
+    as this name: [search, access]."""
     retriever: Annotated[RetrieverConfig, Mark.UNLEARNED, Mark.TUNED] = Field(default_factory=RetrieverConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)

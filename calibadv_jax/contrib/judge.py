@@ -29,6 +29,7 @@ from calibadv_jax.services.waiting import BAD_REPLIES, Waits, no_answer
 
 TOKEN_VARIABLE = "JUDGE_TOKEN"
 REMEMBERED = 100_000  # verdicts
+LONGEST_ANSWER = 2000  # letters that the judge sees
 LONGEST_REPLY = 2**22  # bytes: up to `max_concurrency` of them are read at once
 PROMPT = (
     "You judge answers to questions. You are given a JSON object with the fields question, golden_answers"
@@ -93,7 +94,7 @@ class JudgeClient:
 
     async def verdict(self, question: Question, answer: str) -> float:
         """What the judge says of an answer, in [0, 1]; raises as `score`."""
-        data = data_of(question.text, question.golden_answers, answer, self.config.max_answer)
+        data = data_of(question.text, question.golden_answers, answer)
         known = self._verdicts.get(data)
         return await self._ask_once(data) if known is None else known
 
@@ -187,12 +188,12 @@ class JudgeClient:
         return RequestFailed(JUDGE, f"judge {self.url}: {reason}")
 
 
-def data_of(question: str, golden_answers: tuple[str, ...], answer: str, max_answer: int) -> str:
+def data_of(question: str, golden_answers: tuple[str, ...], answer: str) -> str:
     """What is judged, as one line of JSON: no text in it can end its field, its line or its message."""
     fields: dict[str, str | list[str]] = {
         "question": question,
         "golden_answers": list(golden_answers),
-        "answer": answer[:max_answer],
+        "answer": answer[:LONGEST_ANSWER],
     }
     return "{" + ", ".join(f'"{name}": {_quoted(value)}' for name, value in fields.items()) + "}"
 

@@ -11,6 +11,7 @@ INPUT_STATUS = 2  # a mistake in config, data or arguments: a restart fails agai
 ENVIRONMENT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
 # Errors of the system that end without a change of the input.
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
+LONGEST_LINE = 300  # characters
 UNWRITABLE = (*PASSING, errno.EROFS, errno.EACCES, errno.EPERM)
 REFUSAL = "refused by calibadv_jax: "  # start of every refusal by our engine inside a vLLM worker
 
@@ -60,11 +61,19 @@ def storage_path(error: BaseException) -> str | None:
     return None
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error as one line of at most 300 characters, for messages: ``… cannot be read ({text})``.
+
+    The system's errors give the system's words without number and path; errors without a message their type.
+    """
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    return " ".join(text.split())[:LONGEST_LINE] or type(error).__name__
+
+
 def cause_text(error: BaseException) -> str:
-    """Return the cause of a library's error as one short line: the system's words if it is the disk."""
+    """Return the cause of a library's error as one line: the system's words if the disk failed."""
     number = storage_errno(error)
-    text = str(error.__cause__ or error) if number is None else os.strerror(number)
-    return " ".join(text.split())[:300]
+    return one_line(error.__cause__ or error) if number is None else os.strerror(number)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import Config
-from calibadv_jax.config.references import kept_values
+from calibadv_jax.config.load import kept_values
 from calibadv_jax.core.files import PARTIAL, replacing
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Group
 from calibadv_jax.record.rows import Logprobs, Row, to_rows

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from calibadv_jax.config import Config, SftPhase, ToolConfig, dump_config, known_keys
-from calibadv_jax.config.kept import at_home
+from calibadv_jax.config.kept import Start, add_start, newest_start, read_config, rebase_paths
 from calibadv_jax.config.keys import among, marked
-from calibadv_jax.config.references import kept_values, with_references
+from calibadv_jax.config.load import kept_values, with_references
 from calibadv_jax.config.sections.section import Mark
-from calibadv_jax.config.starts import Start, add_start, newest_start, read_config
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
@@ -176,7 +175,10 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
             f"{path}: empty or cut off (was the disk full?); remove {config.sft.output}, and the cold start"
             " is made again"
         )
-    before, now = with_defaults(at_home(kept, path.parent)), at_home(kept_values(config), path.parent)
+    before, now = (
+        with_defaults(rebase_paths(kept, path.parent)),
+        rebase_paths(kept_values(config), path.parent),
+    )
     if config.sft.row_length is None:  # the cold start has chosen it
         now["sft"]["row_length"] = before["sft"]["row_length"]
     changed = [
@@ -239,7 +241,7 @@ def _changes(
     start: Start, config: Config, identity: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, Any, bool]]:
     """(dotted key, value then, value now, whether it makes another experiment) of all that differs."""
-    before, now = with_defaults(start.config), at_home(kept_values(config), Path(config.run.dir))
+    before, now = with_defaults(start.config), rebase_paths(kept_values(config), Path(config.run.dir))
     same_decay, same_tools = _decay(before, config) == _decay(now, config), offers_same(before, now)
     for name, old, new in differences(before, now):
         is_length = name in ("learner.steps", "learner.optimizer.decay_updates")

@@ -13,7 +13,7 @@ import jax
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.keys import among
-from calibadv_jax.config.references import kept_values
+from calibadv_jax.config.load import kept_values
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.learner.learner import Learner, State

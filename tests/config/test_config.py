@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from calibadv_jax.config import Config, counterpart, dump_config, known_keys, load_config, peer_keys
+from calibadv_jax.config import Config, counterpart, dump_config, known_keys, load_config
+from calibadv_jax.config.keys import PEER_PAGE, peer_keys
 from calibadv_jax.core.errors import UserError
 from scripts import document_config, document_peer_keys
 
@@ -231,12 +232,12 @@ def test_an_unknown_key_is_refused_with_the_one_that_was_meant(write, text, over
 
 def test_every_key_of_a_peer_has_an_answer():
     """Also with Hydra's plus; it names only keys that exist, or says why there is none."""
-    for key in peer_keys.ALL:
+    for key in peer_keys():
         assert set(key.keys) <= known_keys().keys()
         message = counterpart(f"+{key.name}")
         assert ("did you mean" in message) == bool(key.keys) and (key.keys or key.note), key
         assert all(repr(name) in message for name in key.keys) and key.note in message, key
-        assert key.trainer in message and (peer_keys.PAGE in message) == bool(key.trainer), key
+        assert key.trainer in message and (PEER_PAGE in message) == bool(key.trainer), key
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import yaml
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, dump_config, load_config, parse_config
-from calibadv_jax.config.references import kept_values, with_references
-from calibadv_jax.config.starts import add_start
+from calibadv_jax.config.kept import add_start
+from calibadv_jax.config.load import kept_values, with_references
 from calibadv_jax.core import secrets
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.secrets import redact

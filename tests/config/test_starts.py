@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from calibadv_jax.commands.export import training_config
-from calibadv_jax.config import Config, dump_config, starts
-from calibadv_jax.config.starts import add_start, newest_start, start_files
+from calibadv_jax.config import Config, dump_config, kept
+from calibadv_jax.config.kept import add_start, newest_start, start_files
 from calibadv_jax.contrib.commands import ask
 from calibadv_jax.contrib.report.runs import read_runs
 from calibadv_jax.core.errors import UserError
@@ -38,7 +38,7 @@ def test_start_without_its_hashes_is_none(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("full")
 
-    monkeypatch.setattr(starts, "write_json", fail)
+    monkeypatch.setattr(kept, "write_json", fail)
     with pytest.raises(OSError, match="full"):
         add_start(tmp_path, WHOLE, IDENTITY)
     assert newest_start(tmp_path) is None

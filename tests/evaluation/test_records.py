@@ -165,7 +165,7 @@ def test_other_actions_are_another_evaluation():
         ({"answer": "em"}, {}, True),
         ({"answer": {"f1": 0.5, "judge": 0.5}}, {}, True),
         ({}, {"model": "large"}, True),
-        ({}, {"max_answer": 10}, True),
+        ({}, {"max_tokens": 10}, True),
         ({}, {"url": "http://127.0.0.1:2/v1", "timeout": 1.0, "patience": 1.0, "max_concurrency": 2}, False),
         ({"shuffle": True}, {}, False),
     ],

@@ -10,7 +10,7 @@ from trainer_rig import QUESTIONS, ScriptedRollouts, make_config, make_model
 
 from calibadv_jax.commands.train import train
 from calibadv_jax.config import Config, dump_config
-from calibadv_jax.config.starts import add_start, newest_start
+from calibadv_jax.config.kept import add_start, newest_start
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.metrics.console import Console

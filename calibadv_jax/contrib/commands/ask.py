@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import Config, RewardConfig, load_config
-from calibadv_jax.config.starts import newest_start
+from calibadv_jax.config.kept import newest_start
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, UserError
 from calibadv_jax.core.interfaces import Action, Completion, Reply, Sampler, SamplingParams
 from calibadv_jax.core.tags import NOTHING_FOUND, parse_turn, printable, well_formed, with_open_tag
