@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from calibadv_jax.config import LogConfig
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.core.files import write_text, written
 from calibadv_jax.metrics.catalogue import find
 
@@ -18,12 +18,12 @@ MLFLOW_BATCH = 1000  # values that it takes at once
 
 
 class Backend(Protocol):
-    """Takes the finite values of every step."""
+    """Receives the finite values of every step."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def rewind(self, step: int) -> None:
-        """The steps from `step` on will be written again."""
+        """Prepare for writing the steps from `step` on again."""
 
     def close(self) -> None: ...
 
@@ -31,12 +31,12 @@ class Backend(Protocol):
 def open_backends(
     log: LogConfig, directory: Path, start_step: int | None, warn: Callable[[str], object] = lambda _: None
 ) -> list[Backend]:
-    """Those that log.backends names, in its order.
+    """Open the backends that log.backends names, in its order.
 
     Args:
-        directory: of the run; the run is called by its name.
-        start_step: first step that will be written, where an earlier attempt may have written it already.
-        warn: told where a service has gone.
+        directory: of the run, which services call by its name.
+        start_step: first step that will be written; an earlier attempt may have written it already.
+        warn: called when a service has gone.
 
     Raises:
         UserError: a package is not installed, or a service cannot be used.
@@ -50,8 +50,8 @@ def open_backends(
 class TensorBoard:
     """Event files in ``<directory>/tensorboard``.
 
-    They are written by the caller: the thread of tensorboardX' SummaryWriter dies on a full disk, and the
-    queue before it blocks the run.
+    The caller's thread writes them: that of tensorboardX' SummaryWriter dies on a full disk, and its queue
+    then blocks the run.
     """
 
     def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
@@ -104,28 +104,28 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise _missing("wandb") from error
-        known = _Identity(directory / "wandb_run_id")
+        identity = _Identity(directory / "wandb_run_id")
         try:
             self._run = wandb.init(
                 project=log.project,
                 name=directory.name,
                 dir=str(directory),
-                id=known.value or None,
+                id=identity.value or None,
                 resume="allow",
             )
         except wandb.errors.Error as error:
             raise UserError(
-                f"log.backends: Weights & Biases cannot be used ({' '.join(str(error).split())}); log in, or"
+                f"log.backends: Weights & Biases cannot be used ({one_line(error)}); log in, or"
                 " set WANDB_MODE=offline"
             ) from error
-        known.keep(self._run.id)
+        identity.keep(self._run.id)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
     def rewind(self, step: int) -> None:
-        """Nothing: what is written again stands at the same steps."""
+        """Nothing to do: values that are written again stand at the same steps."""
 
     def close(self) -> None:
         self._run.finish()
@@ -134,7 +134,7 @@ class WeightsAndBiases:
 class MLflow:
     """A run of the MLflow experiment log.project, at MLFLOW_TRACKING_URI; a resumed run is continued.
 
-    A server that goes away while the run is on ends nothing: what it did not take is sent after a later step.
+    A server that goes away does not end the run: the values that it missed are sent after a later step.
     """
 
     def __init__(self, log: LogConfig, directory: Path, warn: Callable[[str], object]) -> None:
@@ -143,19 +143,18 @@ class MLflow:
             from mlflow.exceptions import MlflowException
         except ImportError as error:
             raise _missing("mlflow-skinny") from error
-        known = _Identity(directory / "mlflow_run_id")
+        identity = _Identity(directory / "mlflow_run_id")
         try:
             self._client = mlflow.MlflowClient()
-            if not known.value:
+            if not identity.value:
                 experiment = self._client.get_experiment_by_name(log.project)
-                place = (
-                    experiment.experiment_id if experiment else self._client.create_experiment(log.project)
-                )
-                known.keep(self._client.create_run(place, run_name=directory.name).info.run_id)
-            self._run_id = self._client.get_run(known.value).info.run_id
+                number = experiment and experiment.experiment_id
+                number = number or self._client.create_experiment(log.project)
+                identity.keep(self._client.create_run(number, run_name=directory.name).info.run_id)
+            self._run_id = self._client.get_run(identity.value).info.run_id
         except MlflowException as error:
             raise UserError(
-                f"log.backends: no MLflow ({' '.join(str(error).split())}); set MLFLOW_TRACKING_URI"
+                f"log.backends: no MLflow ({one_line(error)}); set MLFLOW_TRACKING_URI"
             ) from error
         self._warn, self._is_away = warn, False
         self._unsent: list[Any] = []
@@ -164,15 +163,15 @@ class MLflow:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now = self._now()
-        self._unsent += [
-            self._metric(_plain_name(name), float(value), now, step) for name, value in values.items()
-        ]
+        for name, value in values.items():
+            plain = re.sub(r"[^\w\-.:/ ]", "_", name)  # MLflow takes no other characters
+            self._unsent.append(self._metric(plain, float(value), now, step))
         try:
             self._send()
         except self._error as error:
             if not self._is_away:
                 self._warn(
-                    f"log.backends: MLflow does not take the metrics ({' '.join(str(error).split())}); they"
+                    f"log.backends: MLflow does not take the metrics ({one_line(error)}); they"
                     " stand in metrics.jsonl, and are sent again after the next step"
                 )
             self._is_away = True
@@ -184,7 +183,7 @@ class MLflow:
         self._is_away = False
 
     def rewind(self, step: int) -> None:
-        """Nothing: what is written again stands at the same steps, later in time."""
+        """Nothing to do: values that are written again stand at the same steps, later in time."""
 
     def close(self) -> None:
         try:
@@ -193,12 +192,12 @@ class MLflow:
         except self._error as error:
             self._warn(
                 f"log.backends: MLflow lacks {len(self._unsent)} values and the end of the run"
-                f" ({' '.join(str(error).split())}); metrics.jsonl has all of them"
+                f" ({one_line(error)}); metrics.jsonl has all of them"
             )
 
 
 class Prometheus:
-    """The newest step's values as gauges ``calibadv_<name>`` at http://host:port/metrics, log.prometheus."""
+    """The newest step's values as gauges ``calibadv_<name>`` at http://HOST:PORT/metrics (log.prometheus)."""
 
     def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
         try:
@@ -215,7 +214,7 @@ class Prometheus:
             self._server, self._thread = start_http_server(int(port), host, registry)
         except OSError as error:
             raise UserError(
-                f"log.prometheus={log.prometheus}: no server there ({error.strerror}); choose another port"
+                f"log.prometheus={log.prometheus}: no server there ({one_line(error)}); choose another port"
             ) from error
 
     def collect(self) -> Iterator[Any]:
@@ -232,7 +231,7 @@ class Prometheus:
         self._values = {"step": step, **values}
 
     def rewind(self, step: int) -> None:
-        """Nothing: only the newest values are shown."""
+        """Nothing to do: only the newest values are shown."""
 
     def close(self) -> None:
         self._server.shutdown()
@@ -241,7 +240,7 @@ class Prometheus:
 
 
 class _Identity:
-    """The name under which a service knows this run, in a file of the run's folder."""
+    """A service's name of this run, in a file of the run's folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -251,11 +250,6 @@ class _Identity:
         self.value = value
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self._path, value)
-
-
-def _plain_name(name: str) -> str:
-    """MLflow takes letters, digits and ``_ - . : / `` and spaces."""
-    return re.sub(r"[^\w\-.:/ ]", "_", name)
 
 
 def _missing(package: str) -> UserError:

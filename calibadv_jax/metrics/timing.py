@@ -1,4 +1,4 @@
-"""The parts of a step: how long they take, what the console shows meanwhile, what a signal must wait for."""
+"""The phases of a step: their seconds, their line on the console, and signals that must wait for them."""
 
 from __future__ import annotations
 
@@ -41,16 +41,12 @@ class Phases(Stopwatch):
         self._console, self._stop = console, stop
 
     def held(self) -> AbstractContextManager[None]:
-        """Work that a signal must not break off; see `Stop.held`."""
+        """Hold back signals; see `Stop.held`."""
         return self._stop.held()
 
     @contextmanager
     def __call__(self, name: str, shown: str = "") -> Iterator[None]:
-        """
-        Args:
-            name: of its time in the metrics.
-            shown: on the console; default: nothing.
-        """
+        """Time a phase as `name`, and show the text `shown` on the console."""
         with ExitStack() as stack:
             stack.enter_context(super().__call__(name))
             if shown:

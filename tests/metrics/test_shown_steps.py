@@ -7,7 +7,7 @@ import pytest
 
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.metrics.shown_steps import SAID_AGAIN, ShownSteps, why_tied
+from calibadv_jax.metrics.shown_steps import REPEAT_TIED, ShownSteps, why_tied
 
 HOSTILE = "\x1b[2Jgone\x07 [bold red]red[/] \u202eleft\r\n[/"
 
@@ -80,13 +80,13 @@ def test_a_step_that_teaches_something_says_nothing():
 
 def test_the_reason_comes_once_and_again_after_many_steps():
     tied, free = [group("a", 0, 0)], [group("a", 0, 1.0)]
-    lines = said(*[tied] * SAID_AGAIN, free, tied, [group("a", 1.0, 1.0)]).splitlines()
+    lines = said(*[tied] * REPEAT_TIED, free, tied, [group("a", 1.0, 1.0)]).splitlines()
     warnings = [line.split(":")[1] + line.split(":")[2] for line in lines if line.startswith("warning")]
     assert warnings == [
         " step 1 all 1 groups tied",
-        f" step {SAID_AGAIN} for {SAID_AGAIN} steps all groups tied",
-        f" step {SAID_AGAIN + 2} all 1 groups tied",
-        f" step {SAID_AGAIN + 3} for 2 steps all groups tied",
+        f" step {REPEAT_TIED} for {REPEAT_TIED} steps all groups tied",
+        f" step {REPEAT_TIED + 2} all 1 groups tied",
+        f" step {REPEAT_TIED + 3} for 2 steps all groups tied",
     ]
 
 

@@ -22,7 +22,7 @@ from calibadv_jax.core.interfaces import Action, Completion, Reply, Sampler, Sam
 from calibadv_jax.core.tags import NOTHING_FOUND, parse_turn, printable, well_formed, with_open_tag
 from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.metrics.transcripts import LONGEST, cut, ending, folded, turn_lines
+from calibadv_jax.metrics.shown_steps import LONGEST, cut, ending, folded, turn_lines
 from calibadv_jax.rollout.actions import Search
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.observation import decode
