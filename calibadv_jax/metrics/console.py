@@ -72,7 +72,7 @@ class Console:
         self._open: list[threading.Event] = []  # ends of the open blocks, the innermost last
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Write a line of STEP_METRICS: ``step 12/60  reward 0.523  …   4.3 s/step  2,900 tok/s  ETA 12 min``."""
+        """Write ``step 12/60  reward 0.523  …   4.3 s/step  2,900 tok/s  ETA 12 min``."""
         parts = [f"step {step:{len(str(total))}}/{total}"]
         for shown in STEP_METRICS:
             if shown.metric in metrics:
@@ -121,7 +121,7 @@ class Console:
 
     @contextmanager
     def bar(self, label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        """Yield ``show(done)``, which moves a bar of `total`; without a terminal, write a line every minute."""
+        """Yield ``show(done)``, which moves a bar; without a terminal, write a line every minute."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
         with self._live(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as live:
             task = live.add_task(label, total=total)

@@ -149,9 +149,7 @@ def test_mirror_of_another_run_is_refused(kept_config):
     kept_config.write_text(text.replace("mirror: ''", "mirror: s3://bucket/mine"))
     assert load_config(kept_config).run.mirror == "s3://bucket/mine"
     assert load_config(kept_config, ["run.dir=new", "run.mirror="]).run.mirror == ""
-    with pytest.raises(
-        UserError, match=r"run.mirror=s3://bucket/mine belongs to the run that kept_config this"
-    ):
+    with pytest.raises(UserError, match=r"run.mirror=s3://bucket/mine belongs to the run that kept this"):
         load_config(kept_config, ["run.dir=new"])
     kept_config.write_text(text.replace("mirror: ''", "mirror: s3://bucket/too-old"))  # no folder "old"
     with pytest.raises(UserError, match="run.mirror=s3://bucket/too-old belongs to the run"):
