@@ -275,7 +275,7 @@ def well_formed(text: str) -> str:
 
 
 def well_formed_json(body: bytes) -> bytes:
-    """Replace lone surrogates and bytes that are not UTF-8 in JSON, which strict parsers refuse, by U+FFFD."""
+    """Replace lone surrogates and bytes that are not UTF-8 in JSON, which parsers refuse, by U+FFFD."""
     return _ESCAPE.sub(
         lambda escape: rb"\ufffd" if escape[1] else escape[0], body.decode(errors="replace").encode()
     )

@@ -39,13 +39,13 @@ GUARDS = {
         "actor/entropy",
         "min_entropy",
         True,
-        "the policy is nearly deterministic: the trajectories of a group come out the same and teach nothing",
+        "the policy is nearly deterministic: the trajectories of a group are equal and tie",
     ),
     "format_valid": Guard(
         "reward/format_valid",
         "min_format_valid",
         True,
-        "the policy has left the format: hardly a trajectory is valid, and invalid trajectories earn nothing",
+        "the policy has left the format: hardly a trajectory is valid and gets a reward",
     ),
     "think_repetition": Guard(
         "rollout/think_repetition",
@@ -57,13 +57,13 @@ GUARDS = {
         "rollout/sampled_perplexity",
         "max_sampled_perplexity",
         False,
-        "the policy samples what it finds improbable itself: it is close to noise",
+        "the policy samples tokens that it finds improbable itself, close to noise",
     ),
     "answer_ratio": Guard(
         "advantage/answer/ratio_before",
         "max_answer_ratio",
         False,
-        "wrong answers have become far longer than right answers: almost only what not to say is learned",
+        "wrong answers are far longer than right answers: hardly anything is reinforced",
     ),
 }
 RATE_KEYS = {"actor": "learner.optimizer.lr", "critic": "critic.optimizer.lr"}

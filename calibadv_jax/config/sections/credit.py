@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials, refuse_if
 from calibadv_jax.core.own_function import is_address
 
 ANSWER_REWARDS = ("f1", "em", "cover_em")
@@ -53,10 +53,10 @@ class JudgeConfig:
     @model_validator(mode="after")
     def _is_whole(self) -> JudgeConfig:
         refuse_credentials("url", self.url, "JUDGE_TOKEN")
-        if bool(self.url) != bool(self.model):
-            raise ValueError(
-                f"url is {self.url!r} and model is {self.model!r}: set both to ask a judge, or neither"
-            )
+        refuse_if(
+            bool(self.url) != bool(self.model),
+            f"url is {self.url!r} and model is {self.model!r}: set both to ask a judge, or neither",
+        )
         return self
 
 
@@ -91,33 +91,32 @@ class RewardConfig:
         return math.fsum(weight for weight in self.weights.values() if weight > 0) or 1.0
 
     @model_validator(mode="after")
-    def _answer_is_known(self) -> RewardConfig:
-        if not self.weights:
-            raise ValueError("answer names no reward: name one, such as f1, or several with their weights")
+    def _values_fit(self) -> RewardConfig:
+        refuse_if(
+            not self.weights, "answer names no reward: name one, such as f1, or several with their weights"
+        )
+        names = (*ANSWER_REWARDS, JUDGE)
         for name, weight in self.weights.items():
-            if name not in (*ANSWER_REWARDS, JUDGE) and not is_address(name):
-                raise ValueError(
-                    f"answer names {name!r}: must be one of {', '.join((*ANSWER_REWARDS, JUDGE))}, or a"
-                    f" function of your own as {OWN}"
-                )
-            if not weight:
-                raise ValueError(f"answer gives {name} the weight 0: leave it out, it is logged all the same")
-        if JUDGE in self.weights and not self.judge.url:
-            raise ValueError("answer names judge, but nobody is asked: set judge.url and judge.model")
-        return self
-
-    @model_validator(mode="after")
-    def _penalty_has_a_range(self) -> RewardConfig:
-        if self.overlong_penalty and self.overlong_until <= self.overlong_from:
-            raise ValueError(
-                f"overlong_penalty is {self.overlong_penalty:g}, but overlong_until ({self.overlong_until})"
-                f" is not above overlong_from ({self.overlong_from}): set both, in tokens"
+            refuse_if(
+                name not in names and not is_address(name),
+                f"answer names {name!r}: must be one of {', '.join(names)}, or your own function as {OWN}",
             )
-        if not self.overlong_penalty and (self.overlong_from or self.overlong_until):
-            raise ValueError(
-                "overlong_from and overlong_until do nothing without overlong_penalty: set it, or leave them"
-                " out"
+            refuse_if(
+                not weight, f"answer gives {name} the weight 0: leave it out, it is logged all the same"
             )
+        refuse_if(
+            JUDGE in self.weights and not self.judge.url,
+            "answer names judge, but there is none: set judge.url and judge.model",
+        )
+        refuse_if(
+            self.overlong_penalty and self.overlong_until <= self.overlong_from,
+            f"overlong_penalty is {self.overlong_penalty:g}, but overlong_until ({self.overlong_until}) is"
+            f" not above overlong_from ({self.overlong_from}): set both, in tokens",
+        )
+        refuse_if(
+            not self.overlong_penalty and (self.overlong_from or self.overlong_until),
+            "overlong_from and overlong_until do nothing without overlong_penalty: set it, or leave them out",
+        )
         return self
 
 
@@ -213,6 +212,8 @@ class AdvantageConfig:
     @classmethod
     def _is_known(cls, name: str, info: ValidationInfo) -> str:
         names = (CALIBRATED, *ESTIMATORS) if info.field_name == "name" else ESTIMATORS
-        if name not in names and not is_address(name):
-            raise ValueError(f"must be one of {', '.join(names)}, or a function of your own as {OWN}")
+        refuse_if(
+            name not in names and not is_address(name),
+            f"must be one of {', '.join(names)}, or a function of your own as {OWN}",
+        )
         return name

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
 from calibadv_jax.core.tags import OPEN_THINK
 
 
@@ -55,10 +55,10 @@ class DataConfig:
 
     @model_validator(mode="after")
     def _some_question_is_asked(self) -> DataConfig:
-        if self.rest_below >= self.rest_above:
-            raise ValueError(
-                f"rest_below is {self.rest_below:g}, but must be below rest_above ({self.rest_above:g})"
-            )
+        refuse_if(
+            self.rest_below >= self.rest_above,
+            f"rest_below is {self.rest_below:g}, but must be below rest_above ({self.rest_above:g})",
+        )
         return self
 
 
@@ -134,13 +134,13 @@ class WorldConfig:
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> WorldConfig:
-        if self.one_hop + self.two_hop + self.comparison + self.rumour + self.age == 0:
-            raise ValueError(
-                "one_hop, two_hop, comparison, rumour and age are all 0: give at least one a share"
-            )
-        if self.rumour and min(self.people, self.cities, self.companies) < 2:
-            raise ValueError(
-                "a false rumour names another person, city or company: people, cities and companies must be"
-                " 2 or more"
-            )
+        refuse_if(
+            self.one_hop + self.two_hop + self.comparison + self.rumour + self.age == 0,
+            "one_hop, two_hop, comparison, rumour and age are all 0: give at least one a share",
+        )
+        refuse_if(
+            self.rumour and min(self.people, self.cities, self.companies) < 2,
+            "a false rumour names another person, city or company: people, cities and companies must be"
+            " 2 or more",
+        )
         return self

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
 from calibadv_jax.core.own_function import is_address
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
@@ -123,87 +123,71 @@ class LossConfig:
         return self.importance_cap > 0 or (self.old_logprobs == "sampler" and self.name != "gpg")
 
     @model_validator(mode="after")
-    def _name_is_known(self) -> LossConfig:
-        if self.name not in LOSS_KEYS and not is_address(self.name):
-            raise ValueError(
-                f"loss.name is {self.name}: it must be one of {', '.join(LOSS_KEYS)}, or a function of your"
-                " own as package.module:function"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _loss_reads_every_key(self) -> LossConfig:
         if is_address(self.name):
             return self
+        refuse_if(
+            self.name not in LOSS_KEYS,
+            f"loss.name is {self.name}: it must be one of {', '.join(LOSS_KEYS)}, or a function of your own"
+            " as package.module:function",
+        )
         unread = {key for keys in LOSS_KEYS.values() for key in keys} - set(LOSS_KEYS[self.name])
         fields: Any = LossConfig
         for key, field in fields.__pydantic_fields__.items():
             value = getattr(self, key)
-            if key in unread and value != field.default:
-                raise ValueError(
-                    f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out"
-                )
+            refuse_if(
+                key in unread and value != field.default,
+                f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out",
+            )
         return self
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> LossConfig:
-        if self.name in BY_SEQUENCE and self.aggregation != "sequence_mean":
-            raise ValueError(
-                f"loss.name={self.name} is a mean over trajectories, but loss.aggregation is"
-                f" {self.aggregation}: set loss.aggregation=sequence_mean"
-            )
-        if 0 < self.dual_clip <= 1:
-            raise ValueError(f"loss.dual_clip is {self.dual_clip}: it must be above 1, or 0 for none")
-        if 0 < self.drop_above < 1 + self.clip_high:
-            raise ValueError(
-                f"loss.drop_above is {self.drop_above}, below the clip at {1 + self.clip_high}: set it above,"
-                " or 0 for none"
-            )
-        if self.cov_low >= self.cov_high:
-            raise ValueError(
-                f"loss.cov_low is {self.cov_low}, but must be below loss.cov_high = {self.cov_high}"
-            )
+        refuse_if(
+            self.name in BY_SEQUENCE and self.aggregation != "sequence_mean",
+            f"loss.name={self.name} is a mean over trajectories, but loss.aggregation is {self.aggregation}:"
+            " set loss.aggregation=sequence_mean",
+        )
+        for key in ("dual_clip", "importance_high"):
+            value = getattr(self, key)
+            refuse_if(0 < value <= 1, f"loss.{key} is {value}: it must be above 1, or 0 for none")
+        refuse_if(
+            0 < self.drop_above < 1 + self.clip_high,
+            f"loss.drop_above is {self.drop_above}, below the clip at {1 + self.clip_high}: set it above, or"
+            " 0 for none",
+        )
+        refuse_if(
+            self.cov_low >= self.cov_high,
+            f"loss.cov_low is {self.cov_low}, but must be below loss.cov_high = {self.cov_high}",
+        )
         is_normed = self.aggregation == "sequence_sum_norm"
-        if is_normed and not self.length_norm:
-            raise ValueError(
-                "loss.aggregation=sequence_sum_norm divides by loss.length_norm, which is 0: set it to the"
-                " longest response, in tokens"
-            )
-        if self.length_norm and not is_normed:
-            raise ValueError(
-                f"loss.length_norm is {self.length_norm}, but loss.aggregation={self.aggregation} does not"
-                " read it: leave it out, or set loss.aggregation=sequence_sum_norm"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _correction_acts(self) -> LossConfig:
-        if 0 < self.importance_high <= 1:
-            raise ValueError(
-                f"loss.importance_high is {self.importance_high}: it must be above 1, or 0 for none"
-            )
-        if self.masks_by_mismatch and self.old_logprobs == "sampler":
-            raise ValueError(
-                "loss.importance_low, importance_high and reject_by compare the sampler with"
-                " loss.old_logprobs, which are the sampler's own: set loss.old_logprobs=recompute, or leave"
-                " them out"
-            )
+        refuse_if(
+            is_normed != bool(self.length_norm),
+            f"loss.aggregation is {self.aggregation}, and loss.length_norm is {self.length_norm}: set"
+            " loss.length_norm, to the longest response in tokens, with loss.aggregation=sequence_sum_norm"
+            " only",
+        )
+        refuse_if(
+            self.masks_by_mismatch and self.old_logprobs == "sampler",
+            "loss.importance_low, importance_high and reject_by compare the sampler with loss.old_logprobs,"
+            " which are the sampler's own: set loss.old_logprobs=recompute, or leave them out",
+        )
         weighs = self.importance_cap > 0 or self.importance_low > 0 or self.importance_high > 0
-        if self.importance_level != "token" and not weighs:
-            raise ValueError(
-                f"loss.importance_level={self.importance_level} says how loss.importance_cap, importance_low"
-                " and importance_high weigh, but none is set: set one, or leave it out"
-            )
-        if (self.reject_by == "none") != (self.reject_above == 0):
-            raise ValueError(
-                f"loss.reject_by is {self.reject_by}, and loss.reject_above is {self.reject_above:g}: set"
-                " both, or leave both out"
-            )
-        if self.reject_by == "none" and self.reject_over != "token":
-            raise ValueError(
-                f"loss.reject_over={self.reject_over} says what loss.reject_by measures, which is none: set"
-                " it, or leave reject_over out"
-            )
+        refuse_if(
+            self.importance_level != "token" and not weighs,
+            f"loss.importance_level={self.importance_level} is for loss.importance_cap, importance_low and"
+            " importance_high, but none is set: set one, or leave it out",
+        )
+        refuse_if(
+            (self.reject_by == "none") != (self.reject_above == 0),
+            f"loss.reject_by is {self.reject_by}, and loss.reject_above is {self.reject_above:g}: set both,"
+            " or leave both out",
+        )
+        refuse_if(
+            self.reject_by == "none" and self.reject_over != "token",
+            f"loss.reject_over={self.reject_over} is for loss.reject_by, which is none: set it, or leave"
+            " reject_over out",
+        )
         return self
 
 
@@ -289,8 +273,9 @@ class SftPhase:
 
     @model_validator(mode="after")
     def _one_length(self) -> SftPhase:
-        if self.steps and self.epochs:
-            raise ValueError(f"has steps={self.steps} and epochs={self.epochs}: leave one out")
+        refuse_if(
+            self.steps and self.epochs, f"has steps={self.steps} and epochs={self.epochs}: leave one out"
+        )
         return self
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
 
 REST = -1  # size of a mesh axis that takes the devices which the other axes leave
 
@@ -37,17 +37,19 @@ class LoraConfig:
     @field_validator("targets")
     @classmethod
     def _has_targets(cls, targets: list[LoraTarget]) -> list[LoraTarget]:
-        if not targets or len(set(targets)) < len(targets):
-            raise ValueError(f"must name at least one of {', '.join(LORA_TARGETS)}, and none twice")
+        refuse_if(
+            not targets or len(set(targets)) < len(targets),
+            f"must name at least one of {', '.join(LORA_TARGETS)}, and none twice",
+        )
         return targets
 
     @model_validator(mode="after")
     def _init_has_a_rank(self) -> LoraConfig:
-        if self.init_from and not self.rank:
-            raise ValueError(
-                f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: set it to the rank"
-                " (r) of that folder's adapter_config.json, or leave init_from out"
-            )
+        refuse_if(
+            self.init_from and not self.rank,
+            f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: set it to the rank"
+            " (r) of that folder's adapter_config.json, or leave init_from out",
+        )
         return self
 
 
@@ -80,11 +82,11 @@ class PolicyConfig:
 
     @model_validator(mode="after")
     def _workers_can_read_the_base(self) -> PolicyConfig:
-        if self.lora.snapshots == "adapters" and not (self.path and self.lora.rank):
-            raise ValueError(
-                "policy.lora.snapshots=adapters needs adapters (policy.lora.rank above 0) and a base that a"
-                " worker can read (policy.path): set both, or policy.lora.snapshots=merged"
-            )
+        refuse_if(
+            self.lora.snapshots == "adapters" and not (self.path and self.lora.rank),
+            "policy.lora.snapshots=adapters needs adapters (policy.lora.rank above 0) and a base that a"
+            " worker can read (policy.path): set both, or policy.lora.snapshots=merged",
+        )
         return self
 
 
@@ -109,17 +111,16 @@ class MeshConfig:
     @field_validator("data", "fsdp", "tensor")
     @classmethod
     def _is_a_size(cls, size: int) -> int:
-        if size < 1 and size != REST:
-            raise ValueError("must be at least 1, or -1 for all remaining devices")
+        refuse_if(size < 1 and size != REST, "must be at least 1, or -1 for all remaining devices")
         return size
 
     @model_validator(mode="after")
     def _one_axis_takes_the_rest(self) -> MeshConfig:
-        if list(self.sizes.values()).count(REST) > 1:
-            raise ValueError(
-                f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}: only one of them can be -1,"
-                " which stands for all remaining devices"
-            )
+        refuse_if(
+            list(self.sizes.values()).count(REST) > 1,
+            f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}: only one of them can be -1,"
+            " which stands for all remaining devices",
+        )
         return self
 
 

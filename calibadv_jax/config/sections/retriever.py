@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials, refuse_if
 
 NO_RETRIEVER = "http://no-retriever.invalid"  # url of methods that never search: no service is opened
 NO_MODEL = ("hashed", "bm25")  # encoders without weights
@@ -63,58 +63,48 @@ class RetrieverConfig:
         return replace(self, url=url, model="", reranker="")
 
     @model_validator(mode="after")
-    def _url_is_the_base(self) -> RetrieverConfig:
+    def _keys_fit(self) -> RetrieverConfig:
         for url in [self.url] if isinstance(self.url, str) else self.url:
             refuse_credentials("url", url, "RETRIEVER_TOKEN")
-            if url.rstrip("/").endswith(ROUTE):
-                base = url.rstrip("/").removesuffix(ROUTE)
-                raise ValueError(
-                    f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _model_has_an_effect(self) -> RetrieverConfig:
-        if self.url and (self.model or self.reranker):
-            key, option = ("model", "retriever_model") if self.model else ("reranker", "reranker_model")
-            raise ValueError(
+            base = url.rstrip("/").removesuffix(ROUTE)
+            refuse_if(
+                base != url.rstrip("/"),
+                f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}",
+            )
+        for key, option in (("model", "retriever_model"), ("reranker", "reranker_model")):
+            refuse_if(
+                self.url and getattr(self, key),
                 f"{key} is for a service that is started here, but url names {self.url}: start that service"
-                f" with --{option}, or leave out one of the two keys"
+                f" with --{option}, or leave out one of the two keys",
             )
-        if self.model and self.encoder in NO_MODEL:
-            raise ValueError(
-                f"model {self.model!r} would be without effect: the encoder {self.encoder} has none; set"
-                " encoder=dense, or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _page_address_has_a_place(self) -> RetrieverConfig:
-        if self.page_address.count("{}") != 1:
-            raise ValueError(f"page_address is {self.page_address!r}, but must contain {{}} once")
-        return self
-
-    @model_validator(mode="after")
-    def _reranker_has_an_effect(self) -> RetrieverConfig:
+        refuse_if(
+            self.model and self.encoder in NO_MODEL,
+            f"model {self.model!r} would be without effect: the encoder {self.encoder} has none; set"
+            " encoder=dense, or leave it out",
+        )
+        refuse_if(
+            self.page_address.count("{}") != 1,
+            f"page_address is {self.page_address!r}, but must contain {{}} once",
+        )
         keep = self.rerank_topk or 0
-        if bool(self.retrieval_topk) != bool(keep):
-            raise ValueError(
-                f"retrieval_topk is {self.retrieval_topk} and rerank_topk is {self.rerank_topk}: to rerank,"
-                " set both (the paper: retrieval_topk=20, rerank_topk=3); else leave both out"
-            )
-        if keep > self.retrieval_topk:
-            raise ValueError(
-                f"rerank_topk is {keep}, but only retrieval_topk = {self.retrieval_topk} documents are looked"
-                " up: raise the second or lower the first"
-            )
-        if self.reranker and not keep:
-            raise ValueError(
-                f"reranker {self.reranker!r} would be without effect: set retrieval_topk=20 and"
-                " rerank_topk=3, or leave it out"
-            )
-        if keep and not self.url and self.corpus and not self.reranker:
-            raise ValueError(
-                "rerank_topk is set, but the service that is started here has no reranker: set reranker to a"
-                " cross-encoder, such as cross-encoder/ms-marco-MiniLM-L12-v2"
-            )
+        refuse_if(
+            bool(self.retrieval_topk) != bool(keep),
+            f"retrieval_topk is {self.retrieval_topk} and rerank_topk is {self.rerank_topk}: to rerank, set"
+            " both (the paper: retrieval_topk=20, rerank_topk=3); else leave both out",
+        )
+        refuse_if(
+            keep > self.retrieval_topk,
+            f"rerank_topk is {keep}, but only retrieval_topk = {self.retrieval_topk} documents are looked up:"
+            " raise the second or lower the first",
+        )
+        refuse_if(
+            self.reranker and not keep,
+            f"reranker {self.reranker!r} would be without effect: set retrieval_topk=20 and rerank_topk=3, or"
+            " leave it out",
+        )
+        refuse_if(
+            keep and not self.url and self.corpus and not self.reranker,
+            "rerank_topk is set, but the service that is started here has no reranker: set reranker to a"
+            " cross-encoder, such as cross-encoder/ms-marco-MiniLM-L12-v2",
+        )
         return self

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials, refuse_if
 from calibadv_jax.core.own_function import is_address
 
 OF_RETRIEVER = ("search", "access")
@@ -57,11 +57,11 @@ class RolloutConfig:
 
     @model_validator(mode="after")
     def _prompt_fits(self) -> RolloutConfig:
-        if self.max_prompt_length >= self.max_length:
-            raise ValueError(
-                f"max_prompt_length is {self.max_prompt_length},"
-                f" but must be below max_length ({self.max_length})"
-            )
+        refuse_if(
+            self.max_prompt_length >= self.max_length,
+            f"max_prompt_length is {self.max_prompt_length},"
+            f" but must be below max_length ({self.max_length})",
+        )
         return self
 
 
@@ -102,10 +102,10 @@ class SamplerConfig:
     def _workers_have_devices(self) -> SamplerConfig:
         for url in self.urls:
             refuse_credentials("urls", url)
-        if self.worker_devices and len(self.worker_devices) != self.workers:
-            raise ValueError(
-                f"worker_devices names {len(self.worker_devices)} workers, but workers is {self.workers}"
-            )
+        refuse_if(
+            self.worker_devices and len(self.worker_devices) != self.workers,
+            f"worker_devices names {len(self.worker_devices)} workers, but workers is {self.workers}",
+        )
         return self
 
 
@@ -126,8 +126,10 @@ class McpConfig:
     @model_validator(mode="after")
     def _is_one_server(self) -> McpConfig:
         refuse_credentials("url", self.url, "MCP_TOKEN")
-        if bool(self.command.strip()) == bool(self.url):
-            raise ValueError("mcp needs a command to start, or the url of a running server: give one of them")
+        refuse_if(
+            bool(self.command.strip()) == bool(self.url),
+            "mcp needs a command to start, or the url of a running server: give one of them",
+        )
         return self
 
 
@@ -145,13 +147,12 @@ class ToolConfig:
 
     @model_validator(mode="after")
     def _is_known(self) -> ToolConfig:
-        if bool(self.name) == bool(self.mcp):
-            raise ValueError("give a name, or an mcp server")
-        if self.name and self.name not in OF_RETRIEVER and not is_address(self.name):
-            raise ValueError(
-                f"name is {self.name!r}: must be one of {', '.join(OF_RETRIEVER)}, or a class of your own as"
-                f" {OWN_TOOL}"
-            )
+        refuse_if(bool(self.name) == bool(self.mcp), "give a name, or an mcp server")
+        refuse_if(
+            self.name and self.name not in OF_RETRIEVER and not is_address(self.name),
+            f"name is {self.name!r}: must be one of {', '.join(OF_RETRIEVER)}, or a class of your own as"
+            f" {OWN_TOOL}",
+        )
         return self
 
 

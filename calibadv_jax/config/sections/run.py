@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
 from calibadv_jax.core.files import check_literal
 
 
@@ -34,10 +34,10 @@ class RunConfig:
     @field_validator("dir")
     @classmethod
     def _check_dir(cls, value: str) -> str:
-        if "://" in value:
-            raise ValueError(
-                f"{value} is no folder of a file system; set run.mirror to it and run.dir to a folder"
-            )
+        refuse_if(
+            "://" in value,
+            f"{value} is no folder of a file system; set run.mirror to it and run.dir to a folder",
+        )
         check_literal(Path(value))
         return value
 
@@ -120,8 +120,7 @@ class EvaluateConfig:
 
     @model_validator(mode="after")
     def _output_is_json(self) -> EvaluateConfig:
-        if not self.output.endswith(".json"):
-            raise ValueError(f"output is {self.output!r}: it must end in .json")
+        refuse_if(not self.output.endswith(".json"), f"output is {self.output!r}: it must end in .json")
         return self
 
 

@@ -14,13 +14,19 @@ SECTION = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrin
 _CREDENTIALS = re.compile(r"(?:[a-z+.-]*:)?/*(?:[^/?#]*@|[^/?#:\[]*:(?!\d*(?:[/?#]|$))[^@]*@)", re.IGNORECASE)
 
 
+def refuse_if(condition: object, message: str) -> None:
+    """Raise ValueError, which pydantic turns into a message with the section's name."""
+    if condition:
+        raise ValueError(message)
+
+
 def refuse_credentials(key: str, url: str, token_variable: str = "") -> None:
     """Raise ValueError for a URL with a user or a password, which would stand in the run's folder."""
-    if _CREDENTIALS.match(url):
-        token = f", and set the environment variable {token_variable} to a token" if token_variable else ""
-        raise ValueError(
-            f"{key} holds a user or a password, which messages and logs would show; take them out{token}"
-        )
+    token = f", and set the environment variable {token_variable} to a token" if token_variable else ""
+    refuse_if(
+        _CREDENTIALS.match(url),
+        f"{key} holds a user or a password, which messages and logs would show; take them out{token}",
+    )
 
 
 class Mark(Enum):
