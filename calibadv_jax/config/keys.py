@@ -65,7 +65,7 @@ def find_peer_keys(dotted: str) -> tuple[list[PeerKey], int]:
 
 
 def known_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Dotted name of every key -> its type, sections included; not the keys of sections in a list."""
+    """Return the type of every key by its dotted name, sections included; not of sections in a list."""
     keys: dict[str, Any] = {}
     for name, kind in _fields(section).items():
         keys[prefix + name] = kind
@@ -160,9 +160,8 @@ def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
 
 
 def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
-    """The first that exists of: a peer's key of this whole name, a key of this name in the section, a peer's
-    key by the end of its name, a key of this name elsewhere, a similar name in the section, a similar name of
-    a peer, a similar name anywhere."""
+    """Return a peer's key of this whole name, else a key of this name in the section, a peer's key by the end
+    of its name, a key of this name elsewhere, or a similar name: in the section, of a peer, anywhere."""
     dotted = dotted.lstrip("+")  # Hydra's mark of a key that is added
     section, _, name = dotted.rpartition(".")
     top = section.partition(".")[0]

@@ -53,8 +53,7 @@ class Config:
     tools: Annotated[list[ToolConfig], Mark.COLD_START] = Field(
         default_factory=lambda: [ToolConfig("search")]
     )
-    """Actions of the policy before it answers (docs/tools.md). An entry that has a name only may be written
-    as this name: [search, access]."""
+    """Actions of the policy before it answers (docs/tools.md); a name alone is an entry: [search, access]."""
     retriever: Annotated[RetrieverConfig, Mark.UNLEARNED, Mark.TUNED] = Field(default_factory=RetrieverConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)

@@ -74,6 +74,10 @@ class Turn:
         return self.kind not in NO_ACTIONS
 
 
+def _joined(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+
+
 @dataclass
 class Trajectory:
     """One attempt at a question. Its response is all turns concatenated, without the prompt."""
@@ -104,28 +108,21 @@ class Trajectory:
     @property
     def response_ids(self) -> np.ndarray:
         """int32 [T]: sampled and observation tokens of all turns, in order."""
-        parts = [part for turn in self.turns for part in (turn.token_ids, turn.observation_ids)]
-        return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+        return _joined(
+            (part for turn in self.turns for part in (turn.token_ids, turn.observation_ids)), np.int32
+        )
 
     @property
     def mask(self) -> np.ndarray:
         """bool [T]: True where the policy sampled the token."""
-        parts = [
-            np.full(len(ids), sampled)
-            for turn in self.turns
-            for ids, sampled in ((turn.token_ids, True), (turn.observation_ids, False))
-        ]
-        return np.concatenate(parts) if parts else np.zeros(0, bool)
+        lengths = ((len(turn.token_ids), len(turn.observation_ids)) for turn in self.turns)
+        return _joined((part for n, m in lengths for part in (np.ones(n, bool), np.zeros(m, bool))), bool)
 
     @property
     def logprobs(self) -> np.ndarray:
         """float32 [T]: the sampler's log-probabilities; 0 on observation tokens."""
-        parts = [
-            part
-            for turn in self.turns
-            for part in (turn.logprobs, np.zeros(len(turn.observation_ids), np.float32))
-        ]
-        return np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, np.float32)
+        pairs = ((turn.logprobs, np.zeros(len(turn.observation_ids))) for turn in self.turns)
+        return _joined((part for pair in pairs for part in pair), np.float32)
 
     @property
     def policy_versions(self) -> tuple[int, ...]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from calibadv_jax.config import LogConfig
 from calibadv_jax.core.errors import UserError, one_line
@@ -17,14 +18,16 @@ from calibadv_jax.metrics.catalogue import find
 MLFLOW_BATCH = 1000  # values that it takes at once
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """Receives the finite values of every step."""
 
+    @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> None:  # noqa: B027 services keep the newest value of a step
         """Prepare for writing the steps from `step` on again."""
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -47,7 +50,7 @@ def open_backends(
     ]
 
 
-class TensorBoard:
+class TensorBoard(Backend):
     """Event files in ``<directory>/tensorboard``.
 
     The caller's thread writes them: that of tensorboardX' SummaryWriter dies on a full disk, and its queue
@@ -93,7 +96,7 @@ class TensorBoard:
         self._events.write_event(self._event(wall_time=time.time(), step=step, **content))
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Backend):
     """A run of Weights & Biases; WANDB_MODE=offline keeps it in the folder, for ``wandb sync``.
 
     A resumed run is continued. Its values stand over ``step``, so that steps written again replace the curve.
@@ -124,14 +127,11 @@ class WeightsAndBiases:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def rewind(self, step: int) -> None:
-        """Nothing to do: values that are written again stand at the same steps."""
-
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Backend):
     """A run of the MLflow experiment log.project, at MLFLOW_TRACKING_URI; a resumed run is continued.
 
     A server that goes away does not end the run: the values that it missed are sent after a later step.
@@ -182,9 +182,6 @@ class MLflow:
             del self._unsent[:MLFLOW_BATCH]
         self._is_away = False
 
-    def rewind(self, step: int) -> None:
-        """Nothing to do: values that are written again stand at the same steps, later in time."""
-
     def close(self) -> None:
         try:
             self._send()
@@ -196,7 +193,7 @@ class MLflow:
             )
 
 
-class Prometheus:
+class Prometheus(Backend):
     """The newest step's values as gauges ``calibadv_<name>`` at http://HOST:PORT/metrics (log.prometheus)."""
 
     def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
@@ -229,9 +226,6 @@ class Prometheus:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._values = {"step": step, **values}
-
-    def rewind(self, step: int) -> None:
-        """Nothing to do: only the newest values are shown."""
 
     def close(self) -> None:
         self._server.shutdown()

@@ -35,29 +35,13 @@ class Guard:
 
 
 GUARDS = {
-    "entropy": Guard(
-        "actor/entropy",
-        "min_entropy",
-        True,
-        "the policy is nearly deterministic: the trajectories of a group are equal and tie",
-    ),
-    "format_valid": Guard(
-        "reward/format_valid",
-        "min_format_valid",
-        True,
-        "the policy has left the format: hardly a trajectory is valid and gets a reward",
-    ),
+    "entropy": Guard("actor/entropy", "min_entropy", True, "the policy is nearly deterministic: groups tie"),
+    "format_valid": Guard("reward/format_valid", "min_format_valid", True, "the policy has left the format"),
     "think_repetition": Guard(
-        "rollout/think_repetition",
-        "max_think_repetition",
-        False,
-        "the policy repeats itself within a turn",
+        "rollout/think_repetition", "max_think_repetition", False, "the policy repeats itself within a turn"
     ),
     "sampled_perplexity": Guard(
-        "rollout/sampled_perplexity",
-        "max_sampled_perplexity",
-        False,
-        "the policy samples tokens that it finds improbable itself, close to noise",
+        "rollout/sampled_perplexity", "max_sampled_perplexity", False, "the policy samples improbable tokens"
     ),
     "answer_ratio": Guard(
         "advantage/answer/ratio_before",

@@ -71,8 +71,7 @@ class RewardConfig:
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
     overlong_penalty: NonNegativeFloat = 0.0
-    """Penalty of a trajectory with overlong_until sampled tokens or more (DAPO's soft punishment: 1);
-    0: off."""
+    """Penalty of a trajectory with overlong_until sampled tokens or more (DAPO: 1); 0: off."""
     overlong_from: NonNegativeInt = 0
     """Sampled tokens from which the penalty grows evenly."""
     overlong_until: NonNegativeInt = 0
@@ -145,17 +144,14 @@ class AdvantageConfig:
     std_over: Literal["group", "step"] = "group"
     """normalize_std: the standard deviation of each group, or of all scores of the step."""
     score_threshold: float = Field(default=0.7, ge=0, le=1)
-    """grpo_neutral, grpo_acceptable: lowest score, as a share of the largest reward, at which a trajectory
-    below its group's mean counts as nearly right."""
+    """grpo_neutral, grpo_acceptable: lowest relative score below the group's mean that is nearly right."""
     turn_weight: NonNegativeFloat = 1.0
-    """gigpo, mt_grpo, stepsearch, a2tgpo, tips: weight of the rewards of turns, beside GRPO's advantage of
-    their trajectory."""
+    """gigpo, mt_grpo, stepsearch, a2tgpo, tips: weight of turns' rewards, beside GRPO's advantage."""
     discount: float = Field(default=1.0, gt=0, le=1)
     """gigpo, stepsearch, igpo, a2tgpo, tips: weight of the next turn's reward in a turn's sum (GiGPO's
     authors: 0.95). gae: gamma, for each sampled token."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """gae: lambda. 1: a token's advantage is the score less the critic's value; 0: only the change of the
-    critic's value up to the next sampled token."""
+    """gae: lambda. 1: score less the critic's value; 0: change of the value up to the next sampled token."""
     probes: Annotated[list[Literal["current", "initial"]], Mark.UNLEARNED] = Field(default_factory=list)
     """Policies under which the golden answer's log-probability after every turn is kept, though the estimator
     does not need it, so that `calibadv audit` can show igpo and a2tgpo (current: the policy before the step's
@@ -167,8 +163,7 @@ class AdvantageConfig:
     a correctness of 1/3; upper_limit: moved towards the group's largest advantage, by the correctness; reset:
     plain, and a positive advantage becomes 0 where all search turns of that number are correct."""
     silver_threshold: float = Field(default=0.7, ge=0, le=1)
-    """calibadv, querygroup, stepsearch: lowest answer score of a trajectory whose documents are silver, as a
-    share of the largest reward."""
+    """calibadv, querygroup, stepsearch: lowest relative score of a trajectory with silver documents."""
     correctness: Literal["fraction", "max", "mean"] = "fraction"
     """calibadv, querygroup: how the correctness of a search turn follows from its silver documents."""
     rebalance: bool = True
@@ -183,8 +178,7 @@ class AdvantageConfig:
     rebalance_excess: bool = False
     """calibadv: leave turns alone whose |negative sum| / positive sum is not above target_ratio."""
     target_ratio: PositiveFloat = 1.0
-    """calibadv: the paper's lambda: |negative sum| / positive sum over the balanced tokens, after the
-    rebalance."""
+    """calibadv: the paper's lambda: |negative sum| / positive sum of the balanced tokens afterwards."""
     adjust: Literal["positive", "negative", "clip"] = "positive"
     """calibadv: the side that the rebalance multiplies by a factor. clip: no side, but no advantage is below
     -target_ratio times the mean positive advantage over the balanced tokens."""

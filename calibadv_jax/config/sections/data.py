@@ -25,18 +25,15 @@ class ColumnsConfig:
 @dataclass(frozen=True, config=SECTION)
 class DataConfig:
     train: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED] = ""
-    """Training questions: a file, a list of files, or data_source: file. Layouts and hub addresses:
-    docs/data.md."""
+    """Training questions: a file, a list of files, or data_source: file (docs/data.md)."""
     eval: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED, Mark.PER_RUN] = ""
     """Held-out questions, in the same forms."""
     columns: Annotated[ColumnsConfig, Mark.UNLEARNED] = Field(default_factory=ColumnsConfig)
     """Keys of the rows of data.train and data.eval, where their layout is not a known one."""
     weights: Annotated[dict[str, PositiveFloat], Mark.TUNED] = Field(default_factory=dict)
-    """Share of each data_source in the training questions, in any unit; empty: every question once an
-    epoch."""
+    """Share of each data_source in the training questions, in any unit; empty: all once an epoch."""
     eval_limit: Annotated[NonNegativeInt, Mark.UNLEARNED, Mark.PER_RUN] = 0
-    """Questions to evaluate on, spread evenly over the data sources and the same for every run.seed. 0: all
-    questions."""
+    """Questions to evaluate on, spread evenly over the data sources; 0: all questions."""
     overlong_prompts: Annotated[Literal["refuse", "leave_out"], Mark.UNLEARNED] = "refuse"
     """What to do with questions whose prompt is longer than rollout.max_prompt_length, and with
     demonstrations longer than sft.row_length. refuse: the command ends before anything is sampled or trained;
@@ -65,20 +62,17 @@ class DataConfig:
 @dataclass(frozen=True, config=SECTION)
 class PromptConfig:
     template: str = "paper"
-    """Name of a built-in template (paper, short), a text that contains {question}, or from_data: the prompt
-    that each row of the data carries."""
+    """Built-in template (paper, short), a text with {question}, or from_data: the prompt of each row."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Wrap the prompt in the tokenizer's chat template; auto: if the tokenizer has a template."""
     question_mark: bool = False
     """End every question with a question mark, as the data preparation of Search-R1 and CalibAdv does."""
     prepend_think: bool = False
-    """Begin every turn with <think>, so that the policy does not write this tag. A prompt or chat template
-    that opens it already stays as it is."""
+    """Begin every turn with <think>, unless the prompt or chat template opens it already."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking: false} for Qwen3's."""
     date_string: str = "26 Jul 2024"
-    """Date for chat templates that show a date: Llama 3.2's would take today's, and change the prompt of a
-    run over midnight."""
+    """Date for chat templates that show a date, so that a run over midnight keeps its prompt."""
 
     @property
     def opening(self) -> str:
@@ -121,16 +115,13 @@ class WorldConfig:
     rumour: NonNegativeFloat = 0.0
     """Share of two-hop questions whose first passage states an answer that may be false."""
     age: NonNegativeFloat = 0.0
-    """Share of questions for a person's age, the difference of two years in one passage, which needs the
-    action of a calculator."""
+    """Share of questions for a person's age, the difference of two years, which needs a calculator."""
     rumour_truth: float = Field(default=0.5, ge=0, le=1)
     """Share of the rumours that are true: the reward of answering without the second search."""
     pages: bool = False
-    """Write the facts to pages, and to each passage only its page's address, so that the policy has to read
-    the page (tools: [search, access])."""
+    """Write the facts to pages that the policy has to read, not to passages (tools: [search, access])."""
     misread: float = Field(default=0.0, ge=0, le=1)
-    """Share of the cold start's demonstrations that search beyond a rumour, and then answer with another
-    fact than the question asks for."""
+    """Share of demonstrations of the cold start that search beyond a rumour and answer with a wrong fact."""
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> WorldConfig:

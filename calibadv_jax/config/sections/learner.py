@@ -47,8 +47,7 @@ class LossConfig:
     """PPO clip: upper bound 1 + clip_high. gmpo: of the logarithm, clip_high. dppo_tv, dppo_kl: the distance
     for a positive advantage."""
     dual_clip: NonNegativeFloat = 0.0
-    """vanilla, lld: ratio, above 1, up to which the term of a token with a negative advantage grows; 0: no
-    bound."""
+    """vanilla, lld: largest ratio, above 1, of a token with a negative advantage; 0: no bound."""
     ratio_cap: PositiveFloat = 20.0
     """dppo_tv, dppo_kl: largest weight of a token by its ratio."""
     tau_positive: PositiveFloat = 1.0
@@ -58,8 +57,7 @@ class LossConfig:
     dro_beta: PositiveFloat = 0.1
     """dro: weight of half the squared logarithm of the ratio."""
     drop_above: NonNegativeFloat = 0.0
-    """cispo: tokens with a positive advantage and a ratio above this get no gradient (the authors: 101);
-    0: off."""
+    """cispo: no gradient of tokens with a positive advantage and a ratio above this; 0: off."""
     lld_coef: NonNegativeFloat = 0.1
     """lld: weight of the penalty on tokens with a positive advantage that have become less likely."""
     lld_gating: bool = False
@@ -98,8 +96,7 @@ class LossConfig:
     """Distance of learner and sampler by which tokens or trajectories are masked, and count in the mean as 0.
     With d = log of learner / sampler, k2: d² / 2; k3: exp(d) - 1 - d."""
     reject_over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
-    """reject_by: compare a token's distance with reject_above, or the sum, mean or largest of a
-    trajectory's."""
+    """reject_by: compare a token's distance with reject_above, or a trajectory's sum, mean or largest."""
     reject_above: NonNegativeFloat = 0.0
     """reject_by: largest distance that stays."""
     importance_low: float = Field(default=0.0, ge=0, lt=1)
@@ -262,8 +259,7 @@ class SftPhase:
     steps: PositiveInt | None = None
     """Optimizer updates; null: 100, or as many as `epochs` needs."""
     epochs: PositiveInt | None = None
-    """Instead of steps: passes over the demonstrations of the file, each in another order; the last update of
-    a phase may have fewer rows."""
+    """Instead of steps: passes over the file's demonstrations, each in another order."""
     kind: Literal["imperfect", "lookups", "drills"] = "imperfect"
     """Demonstrations of the generator. imperfect: whole trajectories with flaws; lookups: careful one-hop and
     comparison questions; drills: words to copy and names to compare, without search. With a JSONL file it has
@@ -282,11 +278,9 @@ class SftPhase:
 @dataclass(frozen=True, config=SECTION)
 class SftConfig:
     init_from: str = ""
-    """Policy to start from: a HuggingFace folder, or OWNER/NAME[@REVISION] of the hub; empty: random
-    parameters of policy.init."""
+    """Policy to start from: a HuggingFace folder or OWNER/NAME[@REVISION]; empty: random, as policy.init."""
     demonstrations: str = ""
-    """JSONL file of demonstrations, in our layout or as chat messages (docs/data.md), or the name of a
-    generator: world."""
+    """JSONL file of demonstrations (docs/data.md), or the name of a generator: world."""
     first_query: Literal["best", "varied"] = "best"
     """First query of `calibadv demonstrate`. best: the query with the best hits, mostly the question itself;
     varied: the question or a title in it, drawn for each question among those that lead to all supporting

@@ -28,8 +28,7 @@ class LoraConfig:
     base_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the frozen parameters; that of the adapters is policy.param_dtype."""
     init_from: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
-    """PEFT folder (adapter_config.json, adapter_model.safetensors) with the adapters to begin with; empty:
-    new adapters, which change nothing at first."""
+    """PEFT folder with the adapters to begin with; empty: new adapters, which change nothing at first."""
     snapshots: Annotated[Literal["merged", "adapters"], Mark.UNLEARNED] = "merged"
     """What vLLM workers load. merged: the whole policy. adapters: these alone, megabytes instead of
     gigabytes; the worker adds them to the base, which it reads from policy.path."""
@@ -56,8 +55,7 @@ class LoraConfig:
 @dataclass(frozen=True, config=SECTION)
 class PolicyConfig:
     path: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
-    """Policy to start from: a HuggingFace folder (config.json, safetensors, tokenizer), or OWNER/NAME of the
-    hub."""
+    """Policy to start from: a HuggingFace folder, or OWNER/NAME of the hub."""
     revision: str = ""
     """Branch, tag or commit of policy.path on the hub; empty: main. A run keeps its first commit."""
     tokenizer: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
@@ -69,8 +67,7 @@ class PolicyConfig:
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Precision of the trained parameters and of the optimizer state."""
     remat: Annotated[Literal["none", "dots", "full"], Mark.UNLEARNED] = "full"
-    """What the backward pass computes again to save memory. dots: all but matrix products; full: every
-    layer."""
+    """Recomputed by the backward pass to save memory. dots: all but matrix products; full: every layer."""
     attention: Annotated[Literal["auto", "xla", "splash", "triton", "cudnn"], Mark.UNLEARNED] = "auto"
     """Attention kernel. auto: Splash on TPU, Triton on GPU, otherwise XLA. cudnn holds a mask of T x T."""
     attention_chunk: Annotated[PositiveInt, Mark.UNLEARNED] = 128

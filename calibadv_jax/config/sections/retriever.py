@@ -22,8 +22,7 @@ class RetrieverConfig:
     service, and failing services are left out until they answer again. Empty: start a service as a child
     process from `corpus` and `index`. The environment variable RETRIEVER_TOKEN is sent as the token."""
     corpus: str = ""
-    """Corpus of the child service: JSONL of {"id", "contents"} rows, or csv, tsv or parquet of id, title and
-    text; also gzipped."""
+    """Corpus of the child service: JSONL of {"id", "contents"}, or csv, tsv or parquet; also gzipped."""
     index: Annotated[str, Mark.NO_ANSWER, Mark.OUTPUT] = ""
     """Folder of the child service's index; it is built if it is missing."""
     pages: str = ""
@@ -32,11 +31,9 @@ class RetrieverConfig:
     """URL of a page for the action `access`; {} is the policy's text, which may be a title only:
     https://en.wikipedia.org/w/index.php?title={}."""
     encoder: Annotated[str, Mark.LEARNED] = "hashed"
-    """Encoder of an index that is built: bm25 and hashed need no weights; e5, bge and dense (any
-    sentence-transformers model, see `model`) have some."""
+    """Encoder of a new index: bm25 and hashed have no weights; e5, bge and dense (see `model`) do."""
     model: Annotated[str, Mark.LEARNED] = ""
-    """Model of the child service's encoder: a folder or a hub name of sentence-transformers. Empty: the
-    index's, or the usual model of e5 and bge."""
+    """Model of the child service's encoder: folder or hub name; empty: the index's, or the usual e5 or bge."""
     topk: Annotated[PositiveInt, Mark.LEARNED] = 3
     """Documents per query, if nothing is reranked."""
     retrieval_topk: Annotated[NonNegativeInt, Mark.LEARNED] = 0
@@ -45,8 +42,7 @@ class RetrieverConfig:
     """Documents per query that the reranker keeps (the paper: 3). 0: nothing is reranked, even if the service
     has a reranker; null: the same, but a service with a reranker is refused."""
     reranker: Annotated[str, Mark.LEARNED] = ""
-    """Cross-encoder of the child service: a folder or a hub name. A running service (`url`) has its own, or
-    none."""
+    """Cross-encoder of the child service: folder or hub name. A running service has its own, or none."""
     timeout: Annotated[PositiveFloat, Mark.NO_ANSWER] = 30.0
     """Seconds for one request, to the last byte of its reply; then it is repeated."""
     patience: Annotated[PositiveFloat, Mark.NO_ANSWER] = 600.0

@@ -31,8 +31,7 @@ class RolloutConfig:
     max_length: PositiveInt = 16384
     """Tokens of prompt and response together at most."""
     on_invalid: Literal["end", "retry"] = "end"
-    """What follows a turn that is neither action nor answer. end: the trajectory ends (CalibAdv); retry: it
-    goes on (Search-R1)."""
+    """After a turn that neither acts nor answers the trajectory ends (CalibAdv), or goes on (Search-R1)."""
     temperature: Annotated[NonNegativeFloat, Mark.NO_ANSWER] = 1.0
     """Sampling temperature; 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -68,8 +67,7 @@ class RolloutConfig:
 @dataclass(frozen=True, config=SECTION)
 class SamplerConfig:
     name: Annotated[Literal["jax", "vllm"], Mark.LEARNED] = "jax"
-    """jax: sample in the trainer's process, on its mesh; vllm: on servers that load snapshots of the
-    policy."""
+    """jax: sample in the trainer's process, on its mesh; vllm: on servers that load policy snapshots."""
     slots: PositiveInt = 64
     """Trajectories decoded together (jax: rows of the KV cache; vllm: trajectories of one worker)."""
     decode_chunk: PositiveInt = 32
@@ -77,8 +75,7 @@ class SamplerConfig:
     prefill_chunk: PositiveInt = 256
     """jax: tokens of one row that prefill computes together."""
     urls: Annotated[list[str], Mark.PER_RUN] = Field(default_factory=list)
-    """vllm: addresses of running workers (scripts/launch_vllm_worker.sh), which several processes share out
-    in this order; empty: start `workers` child processes."""
+    """vllm: addresses of running workers, shared out by processes; empty: start `workers` of them."""
     workers: PositiveInt = 1
     """vllm: child processes to start if `urls` is empty, of all processes of the run together."""
     flavour: Literal["auto", "gpu", "cpu", "tpu"] = "auto"
@@ -88,15 +85,13 @@ class SamplerConfig:
     sampler's log-probabilities differ from the learner's, and the loss must correct for it:
     loss.importance_cap above 0, or loss.old_logprobs=sampler."""
     worker_devices: list[str] = Field(default_factory=list)
-    """vllm: CUDA_VISIBLE_DEVICES of each child process, such as ["4,5", "6,7"]; empty: the devices of the
-    trainer."""
+    """vllm: CUDA_VISIBLE_DEVICES of each child process, such as ["4,5", "6,7"]; empty: the trainer's."""
     worker_args: list[str] = Field(default_factory=list)
     """vllm: further arguments of the child processes' launcher."""
     start_timeout: PositiveFloat = 1800.0
     """vllm: seconds for a child process to become ready."""
     patience: PositiveFloat = 600.0
-    """vllm: seconds without any usable worker after which the start of a run ends, or later a trajectory
-    fails (rollout.max_failed_share)."""
+    """vllm: seconds without a usable worker until the start ends, or a trajectory fails."""
 
     @model_validator(mode="after")
     def _workers_have_devices(self) -> SamplerConfig:
@@ -114,8 +109,7 @@ class McpConfig:
     command: str = ""
     """Command line of a server that is started here and speaks MCP on its standard input and output."""
     url: str = ""
-    """Address of a running server that speaks MCP over HTTP, instead of `command`. The environment variable
-    MCP_TOKEN is sent as a bearer token."""
+    """Address of a running server that speaks MCP over HTTP; MCP_TOKEN is sent as its bearer token."""
     tools: list[str] = Field(default_factory=list)
     """Tools of the server that are on; empty: all of them."""
     timeout: PositiveFloat = 60.0

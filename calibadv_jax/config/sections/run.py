@@ -72,11 +72,9 @@ class CheckpointConfig:
     keep: PositiveInt = 2
     """Full checkpoints to keep."""
     asynchronous: Annotated[bool, Mark.UNLEARNED] = True
-    """Write a full checkpoint while the next steps go on, from a copy of the state in host memory. false: the
-    run waits for it."""
+    """Write a full checkpoint while the next steps go on, from a copy of the state in host memory."""
     resume: bool = True
-    """Continue from the newest full checkpoint in run.dir, if there is one. false: a folder that holds a
-    checkpoint is refused."""
+    """Continue from the newest full checkpoint in run.dir. false: a folder with a checkpoint is refused."""
     allow_change: list[str] = field(default_factory=list)
     """Keys or sections that may differ from the config of the run that is resumed, such as [learner.steps,
     loss]. Other changes that would make it another experiment are refused."""
@@ -99,8 +97,7 @@ class EvaluateConfig:
     Controls of the agent: empty_retriever: searches return nothing; random_documents: searches return the
     documents of another question."""
     template: str = ""
-    """Prompt of direct, chain_of_thought and rag, with {question}; empty: the built-in prompt. For rag the
-    passages come before the question."""
+    """Prompt of direct, chain_of_thought and rag, with {question}; empty: built in."""
     temperatures: list[NonNegativeFloat] = Field(default_factory=lambda: [0.0], min_length=1)
     """Sampling temperatures; each is one pass over the evaluation questions."""
     samples: PositiveInt = 1
@@ -108,8 +105,7 @@ class EvaluateConfig:
     every: NonNegativeInt = 0
     """Training steps between two evaluations; 0: none during training."""
     sample_size: NonNegativeInt = 500
-    """Questions of an evaluation during training: the same each time, equally many from every data source;
-    0: all questions."""
+    """Questions of an evaluation during training, always the same, of all data sources; 0: all questions."""
     resamples: NonNegativeInt = 10000
     """Bootstrap resamples of the questions for the confidence intervals; 0: no intervals."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
@@ -127,8 +123,7 @@ class EvaluateConfig:
 @dataclass(frozen=True, config=SECTION)
 class ExportConfig:
     source: str = ""
-    """Checkpoint or snapshot to export; empty: the newest full checkpoint of run.dir. The model card has its
-    scores if evaluate.output is an evaluation of it."""
+    """Checkpoint or snapshot to export; empty: the newest full checkpoint of run.dir."""
     output: Annotated[str, Mark.OUTPUT] = "${run.dir}/hf"
     """HuggingFace folder to write."""
     adapter_output: Annotated[str, Mark.OUTPUT] = "${run.dir}/adapter"
@@ -153,14 +148,12 @@ class GuardsConfig:
     """Smallest actor/entropy allowed (nats a token). At 0.01 a policy is nearly deterministic: the
     trajectories of a group are equal and tie. Healthy quickstarts end at 0.02 to 0.07. null: off."""
     min_format_valid: float | None = Field(default=0.1, gt=0, le=1)
-    """Smallest reward/format_valid allowed: below one valid trajectory in ten, groups hold next to no reward
-    to compare. null: off."""
+    """Smallest reward/format_valid allowed; below, groups hold next to no reward to compare. null: off."""
     max_think_repetition: float | None = Field(default=0.3, gt=0, le=1)
     """Largest rollout/think_repetition allowed, the share of 4-grams of a turn that are repeated in it.
     Technical prose has about 0.06, a loop close to 1. null: off."""
     max_sampled_perplexity: float | None = Field(default=10.0, gt=1)
-    """Largest rollout/sampled_perplexity allowed. A trained policy is near 1 to 3; at 10 it samples noise, as
-    after too large an update. null: off."""
+    """Largest rollout/sampled_perplexity allowed: usual are 1 to 3, noise has 10. null: off."""
     max_answer_ratio: PositiveFloat | None = 5.0
     """Largest advantage/answer/ratio_before allowed: negative over positive advantage of the answer turns,
     about 1 if right and wrong answers are equally long. At 5 wrong answers are far longer, and hardly
