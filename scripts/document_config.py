@@ -52,11 +52,15 @@ def keys() -> list[Key]:
 
     def section_of(field: dict[str, Any]) -> dict[str, Any] | None:
         """The section that a field holds, or may hold."""
-        names = [one["$ref"].rsplit("/", 1)[-1] for one in (field, *field.get("anyOf", ())) if "$ref" in one]
+        names = [
+            option["$ref"].rsplit("/", 1)[-1]
+            for option in (field, *field.get("anyOf", ()))
+            if "$ref" in option
+        ]
         return definitions[names[0]] if names else None
 
     def defaults_of(section: dict[str, Any]) -> dict[str, Any]:
-        return {name: one.get("default") for name, one in section["properties"].items()}
+        return {name: option.get("default") for name, option in section["properties"].items()}
 
     def walk(section: dict[str, Any], values: dict[str, Any], prefix: str) -> Iterator[Key]:
         inner: list[tuple[dict[str, Any], dict[str, Any], str]] = []
@@ -80,7 +84,9 @@ def keys() -> list[Key]:
 def kind_of(field: dict[str, Any]) -> str:
     """What a value may be: ``integer > 0``, ``adamw or muon``, ``list of text``, ``number or null``."""
     if "anyOf" in field:
-        return " or ".join("null" if one["type"] == "null" else kind_of(one) for one in field["anyOf"])
+        return " or ".join(
+            "null" if option["type"] == "null" else kind_of(option) for option in field["anyOf"]
+        )
     if "enum" in field:
         return " or ".join(f"`{choice}`" for choice in field["enum"])
     if field["type"] == "array":

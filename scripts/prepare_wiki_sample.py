@@ -41,11 +41,11 @@ def main() -> int:
     rows = {row["id"]: row for row in corpus}
     with (arguments.output / "demonstrations.jsonl").open("w", encoding="utf-8") as file:
         for question in questions:
-            found = [rows[name] for name in question.supporting_ids if name in rows][:MAX_DOCUMENTS]
-            if not found:
+            supporting = [rows[name] for name in question.supporting_ids if name in rows][:MAX_DOCUMENTS]
+            if not supporting:
                 continue
             documents = []
-            for row in found:
+            for row in supporting:
                 title, text = split_contents(row["contents"])
                 documents.append({"id": row["id"], "title": title, "text": text})
             answer = question.golden_answers[0]

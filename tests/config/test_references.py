@@ -40,7 +40,7 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def test_kept_config_has_references_and_resolves_to_the_same(file, tmp_path, monkeypatch):
+def test_kept_config_has_references_and_resolves_equally(file, tmp_path, monkeypatch):
     config = load_config(file)
     assert config.tools[1].mcp.command == "srv --key hunter2"
     kept = dump_config(config)

@@ -30,7 +30,10 @@ def name(path):
 
 
 def paper(model, *overlays, overrides=()):
-    paths = [FOLDER / f"paper/{model}.yaml", *(FOLDER / f"paper/overlays/{one}.yaml" for one in overlays)]
+    paths = [
+        FOLDER / f"paper/{model}.yaml",
+        *(FOLDER / f"paper/overlays/{overlay}.yaml" for overlay in overlays),
+    ]
     return load_config(paths, overrides)
 
 
@@ -48,7 +51,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name)
-def test_every_config_passes_the_offline_doctor(path, tmp_path, monkeypatch, capsys):
+def test_configs_pass_the_offline_doctor(path, tmp_path, monkeypatch, capsys):
     """In an empty folder, and without a connection."""
 
     def refuse(*_):
@@ -65,7 +68,7 @@ def test_every_config_passes_the_offline_doctor(path, tmp_path, monkeypatch, cap
 @pytest.mark.medium
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_overlay_changes_its_one_key(model, overlay):
+def test_overlays_change_their_one_key(model, overlay):
     config, plain = paper(model, overlay.stem), paper(model)
     changed = [key for key, _, _ in differences(dataclasses.asdict(plain), dataclasses.asdict(config))]
     (key,) = [key for key in changed if not key.startswith(("run.", "sft.output", "export.", "evaluate."))]
@@ -90,7 +93,7 @@ def test_plain_grpo_differs_in_one_key(model):
     assert changes == [("advantage.name", "calibadv", "grpo")]
 
 
-def test_the_headers_hold_commands():
+def test_headers_hold_commands():
     assert len(COMMANDS) > 30
     assert {param.values[0] for param in COMMANDS} >= {
         "calibadv train",
@@ -104,7 +107,7 @@ def test_the_headers_hold_commands():
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS)
-def test_every_command_of_a_header_parses(program, arguments, monkeypatch, capsys):
+def test_commands_of_headers_parse(program, arguments, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     argv = shlex.split(arguments)
     if program == "scripts/launch_retriever.sh":
@@ -168,13 +171,13 @@ FACTS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_papers_settings(model):
+def test_settings_of_the_paper(model):
     config = paper(model)
     for key, value in FACTS.items():
-        found: object = config
+        value: object = config
         for part in key.split("."):
-            found = getattr(found, part)
-        assert found == value, key
+            value = getattr(value, part)
+        assert value == value, key
 
 
 @pytest.mark.parametrize(
@@ -208,11 +211,11 @@ def test_the_papers_settings(model):
         ),
     ],
 )
-def test_the_settings_of_other_projects(name, facts):
+def test_settings_of_other_projects(name, facts):
     config = load_config(FOLDER / f"{name}.yaml")
     for section, values in facts.items():
-        found = {key: getattr(getattr(config, section), key) for key in values}
-        assert found == values
+        value = {key: getattr(getattr(config, section), key) for key in values}
+        assert value == values
     optimizer = config.learner.optimizer
     assert (optimizer.lr, optimizer.schedule, optimizer.weight_decay) == (1e-6, "constant", 0.01)
     assert optimizer.eps == (1e-5 if name == "rlinf" else 1e-8)
@@ -257,7 +260,7 @@ def test_memory_is_counted_for_the_mesh(model):
     [path for path in CONFIGS if "--gpu_memory" in str(load_config(path).sampler.worker_args)],
     ids=name,
 )
-def test_trainer_and_workers_leave_room_for_the_retriever(path):
+def test_memory_fractions_leave_room_for_the_retriever(path):
     """All three share the GPUs: a tenth of 80 GB is the index, its encoder and the reranker."""
     config = load_config(path)
     workers = vllm_worker.parse(["--model", "x", *config.sampler.worker_args])
@@ -270,8 +273,8 @@ def test_trainer_and_workers_leave_room_for_the_retriever(path):
     assert 1.4 * trainer < fraction * 80e9  # temporaries of the kernels are not counted
 
 
-def test_the_offline_doctor_names_what_is_wrong(capsys):
-    def said(*overrides):
+def test_offline_doctor_names_the_mistake(capsys):
+    def check_offline(*overrides):
         try:
             doctor.run(paper("qwen2.5-3b", overrides=overrides), offline=True)
             status = 0
@@ -279,22 +282,22 @@ def test_the_offline_doctor_names_what_is_wrong(capsys):
             status = end.code
         return status, capsys.readouterr().out
 
-    assert said()[0] == 0
-    status, text = said("prompt.template=papr")
+    assert check_offline()[0] == 0
+    status, text = check_offline("prompt.template=papr")
     assert status == 1 and "FAIL prompt: prompt.template is 'papr'" in text
     assert "1 of 6 offline checks failed" in text
-    status, text = said("learner.microbatch_rows=12")
+    status, text = check_offline("learner.microbatch_rows=12")
     assert status == 1 and "set it to 16" in text
-    status, text = said("policy.init.model_type=gpt2")
+    status, text = check_offline("policy.init.model_type=gpt2")
     assert status == 1 and "FAIL policy: policy.init: model_type is 'gpt2'" in text
-    status, text = said("rollout.max_length=8192", "mesh.fsdp=-1")
+    status, text = check_offline("rollout.max_length=8192", "mesh.fsdp=-1")
     assert status == 0 and "longer ends without an answer" in text and "as many as there are here" in text
     assert "20 documents reranked to 3" in text and "10 update(s) each: 2050 in all" in text
-    status, text = said("policy.init.vocab_size=151936", "policy.path=", "sampler.name=jax")
+    status, text = check_offline("policy.init.vocab_size=151936", "policy.path=", "sampler.name=jax")
     assert status == 0 and "3085.94M parameters" in text and "kv cache" in text
 
 
-def test_files_that_are_here_are_checked_offline(tmp_path, capsys):
+def test_existing_files_are_checked_offline(tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"id": "1", "question": "Who?"}\n')
     with pytest.raises(SystemExit):
         doctor.run(paper("qwen2.5-3b", overrides=[f"data.train={tmp_path}/bad.jsonl"]), offline=True)

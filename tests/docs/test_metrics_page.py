@@ -137,8 +137,12 @@ def test_every_logged_name_is_documented(training, cold_start):
 def test_every_documented_name_is_logged(training, cold_start):
     names = [name for metric in metrics() for own in metric.names() for name in (own, *authors_names(own))]
     patterns = {name: "[^/]+".join(map(re.escape, re.split(r"<[^>]*>", name))) for name in names}
-    found = training | cold_start
-    missing = {name for name, one in patterns.items() if not any(re.fullmatch(one, other) for other in found)}
+    logged = training | cold_start
+    missing = {
+        name
+        for name, pattern in patterns.items()
+        if not any(re.fullmatch(pattern, other) for other in logged)
+    }
     assert not missing
 
 
@@ -159,12 +163,12 @@ def test_names_and_the_authors_names():
     assert find("eval/nq/f1") is find("reward/means") is None
 
 
-def test_the_page_is_up_to_date():
+def test_metrics_page_is_current():
     page = document_metrics.PAGE.read_text(encoding="utf-8")
     assert page == document_metrics.page(), "run: python -m scripts.document_metrics"
 
 
-def test_a_line_of_the_page():
+def test_line_of_the_page():
     cells = document_metrics.cells(find("group/solved"))
     assert cells == [
         "`group/solved`",

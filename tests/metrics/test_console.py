@@ -31,18 +31,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_step_is_one_line_of_the_known_metrics():
+def test_step_is_one_line():
     stream = io.StringIO()
     metrics = {"perf/tokens_per_second": 2900.3, "reward/mean": 0.52341, "timing_s/step": 4.3, "unknown": 3.0}
     Console(stream=stream).step(12, 60, metrics)
     assert stream.getvalue() == "step 12/60  reward 0.523    4.3 s/step    2,900 tok/s  ETA 3 min\n"
 
 
-def test_the_lines_of_a_run_stand_under_each_other():
+def test_lines_of_a_run_are_aligned():
     """However large or small the numbers, and whatever the width of a terminal."""
     stream = io.StringIO()
     console = Console(stream=stream)
-    names = [one.metric for one in STEP_METRICS]
+    names = [shown.metric for shown in STEP_METRICS]
     large = {"actor/grad_norm": 12345.6 / 100, "rollout/sampled_tokens/mean": 16384.0}
     large |= {"timing_s/step": 123.456, "perf/tokens_per_second": 234567.0}
     for step, value in ((1, 0.0), (10, 0.987654), (100, 1.0), (1000, float("nan"))):
@@ -55,7 +55,7 @@ def test_the_lines_of_a_run_stand_under_each_other():
     assert lines[0].startswith("step    1/2000  loss  0.0000 nats  reward 0.000")
 
 
-def test_the_time_left_is_that_of_the_median_step():
+def test_eta_uses_the_median_step():
     stream = io.StringIO()
     console = Console(stream=stream)
     for step, seconds in ((1, 500.0), (2, 10.0), (3, 12.0), (4, 8.0), (5, 8.0)):
@@ -101,11 +101,11 @@ def rollout_metrics() -> set[str]:
 
 def test_every_metric_of_the_line_exists():
     timing = set(Stopwatch().metrics())
-    missing = {one.metric for one in STEP_METRICS} - update_metrics() - rollout_metrics() - timing
+    missing = {shown.metric for shown in STEP_METRICS} - update_metrics() - rollout_metrics() - timing
     assert missing == {"sft/loss"}  # the cold start's name for actor/loss, given by its entry point
 
 
-def test_without_progress_only_results_and_warnings_are_shown(capsys):
+def test_no_progress_leaves_results_and_warnings(capsys):
     stream = Terminal()
     console = Console(progress=False, stream=stream)
     console.step(1, 2, {"reward/mean": 1.0})
@@ -124,7 +124,7 @@ def seen(stream):
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
 
 
-def test_a_terminal_shows_what_is_being_done_and_a_bar_that_counts():
+def test_terminal_shows_phase_and_bar():
     stream = Terminal()
     console = Console(stream=stream)
     with console.phase("publishing the policy", announce=True):
@@ -138,7 +138,7 @@ def test_a_terminal_shows_what_is_being_done_and_a_bar_that_counts():
     assert "a line [1/2] above the bar\n" in text.replace("\r", "")
 
 
-def test_in_a_file_there_are_plain_lines():
+def test_file_gets_plain_lines():
     """Nothing that moves or colours."""
     stream = io.StringIO()
     console = Console(stream=stream)

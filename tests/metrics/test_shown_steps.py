@@ -29,12 +29,12 @@ def group(name, *scores, kind="answer", valid=True, f1=0.0, error=None):
         Trajectory(question, np.zeros(1, np.int32), [turn(kind, **answer)], index, error=error)
         for index in range(len(scores))
     ]
-    for one, score in zip(made, scores, strict=True):
-        one.answer_score, one.format_valid, one.metrics = score, valid, {"f1": f1}
+    for sample, score in zip(made, scores, strict=True):
+        sample.answer_score, sample.format_valid, sample.metrics = score, valid, {"f1": f1}
     return Group.of(question, made)
 
 
-def said(*steps, stream=None, transcripts=0, progress=True):
+def show_steps(*steps, stream=None, transcripts=0, progress=True):
     stream = stream or io.StringIO()
     shown = ShownSteps(Console(progress, stream), len(steps), transcripts)
     for number, groups in enumerate(steps, 1):
@@ -58,8 +58,8 @@ def said(*steps, stream=None, transcripts=0, progress=True):
         ([group("a", 1.0), group("b", 0)], "a group of one trajectory has nothing to compare"),
     ],
 )
-def test_a_step_whose_groups_are_all_tied_says_why_and_what_to_try(groups, reason):
-    text = said(groups)
+def test_tied_step_warns_with_its_reason(groups, reason):
+    text = show_steps(groups)
     assert f"warning: step 1: all {len(groups)} groups tied: nothing was learned" in text
     assert reason in text and "log.transcripts=1 shows one" in text
 
@@ -72,15 +72,15 @@ def test_tied_step_compares_with_the_largest_reward():
         assert why_tied([tied]).find(words) >= 0
 
 
-def test_a_step_that_teaches_something_says_nothing():
+def test_step_with_signal_does_not_warn():
     assert why_tied([group("a", 0, 0), group("b", 0, 1.0)]) == ""
     assert why_tied([group("a", 0, 0, error="retriever: gone")]) == ""  # failures have words of their own
-    assert "warning" not in said([group("a", 0, 1.0)])
+    assert "warning" not in show_steps([group("a", 0, 1.0)])
 
 
-def test_the_reason_comes_once_and_again_after_many_steps():
+def test_tied_warning_is_repeated_after_many_steps():
     tied, free = [group("a", 0, 0)], [group("a", 0, 1.0)]
-    lines = said(*[tied] * REPEAT_TIED, free, tied, [group("a", 1.0, 1.0)]).splitlines()
+    lines = show_steps(*[tied] * REPEAT_TIED, free, tied, [group("a", 1.0, 1.0)]).splitlines()
     warnings = [line.split(":")[1] + line.split(":")[2] for line in lines if line.startswith("warning")]
     assert warnings == [
         " step 1 all 1 groups tied",
@@ -90,13 +90,13 @@ def test_the_reason_comes_once_and_again_after_many_steps():
     ]
 
 
-def test_transcripts_are_shown_when_asked_for_also_without_progress():
+def test_transcripts_are_shown_without_progress():
     groups = [group(name, 0, 1.0) for name in "abcd"]
-    for one in groups:
+    for sample in groups:
         documents = (Document("1", "Ann", "wrote it"),)
-        one.trajectories[0].turns.insert(0, turn("search", think="look", query="ann", documents=documents))
-    assert "transcript" not in said(groups)
-    lines = said(groups, transcripts=2, progress=False).splitlines()
+        sample.trajectories[0].turns.insert(0, turn("search", think="look", query="ann", documents=documents))
+    assert "transcript" not in show_steps(groups)
+    lines = show_steps(groups, transcripts=2, progress=False).splitlines()
     assert [line for line in lines if line.startswith("question")] == [
         "question  who is a?",
         "question  who is c?",
@@ -109,12 +109,12 @@ def test_transcripts_are_shown_when_asked_for_also_without_progress():
         "  [1]   Ann: wrote it",
         "answer  bob",
     ]
-    assert said(groups, transcripts=9, progress=False).count("question ") == 4
+    assert show_steps(groups, transcripts=9, progress=False).count("question ") == 4
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_no_text_of_a_transcript_commands_the_terminal(stream):
-    one = group("a", 0, 0)
+def test_transcripts_do_not_command_the_terminal(stream):
+    sample = group("a", 0, 0)
     question = Question("a", HOSTILE, ("ann",), "toy")
     documents = (Document("1", HOSTILE, HOSTILE),)
     turns = [
@@ -126,15 +126,15 @@ def test_no_text_of_a_transcript_commands_the_terminal(stream):
     groups = [
         Group(question, [Trajectory(question, np.zeros(1, np.int32), turns)]),
         Group(question, [], [failed]),
-        one,
+        sample,
     ]
-    text = said(groups, stream=stream(), transcripts=3, progress=False)
+    text = show_steps(groups, stream=stream(), transcripts=3, progress=False)
     assert "\x07" not in text and "\u202e" not in text and "\r" not in text and "\x1b[2J" not in text
     assert text.count("[bold red]red[/] left [/") == 13  # shown as it stands, without a style
     assert "\x1b[1;31m" not in text and "\x1b[31m" not in text
 
 
-def test_a_long_turn_is_cut():
-    one = group("a", 0, 1.0)
-    one.trajectories[0].turns.insert(0, turn("invalid", text="word " * 10_000))
-    assert max(map(len, said([one], transcripts=1).splitlines())) <= 1000
+def test_long_turn_is_cut():
+    sample = group("a", 0, 1.0)
+    sample.trajectories[0].turns.insert(0, turn("invalid", text="word " * 10_000))
+    assert max(map(len, show_steps([sample], transcripts=1).splitlines())) <= 1000

@@ -14,7 +14,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_parts_add_up_by_name_and_the_step_counts_from_the_start(clock):
+def test_seconds_add_up_by_name(clock):
     watch = Stopwatch()
     for seconds in (2.0, 3.0):
         with watch("rollout"):
@@ -31,7 +31,7 @@ def test_parts_add_up_by_name_and_the_step_counts_from_the_start(clock):
     }
 
 
-def test_a_part_that_fails_is_counted(clock):
+def test_failing_part_is_counted(clock):
     watch = Stopwatch()
     with pytest.raises(OSError), watch("rollout"):
         clock[0] += 2.0

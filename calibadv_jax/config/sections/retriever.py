@@ -31,9 +31,9 @@ class RetrieverConfig:
     """URL of a page for the action `access`; {} is the policy's text, which may be a title only:
     https://en.wikipedia.org/w/index.php?title={}."""
     encoder: Annotated[str, Mark.LEARNED] = "hashed"
-    """Encoder of a new index: bm25 and hashed have no weights; e5, bge and dense (see `model`) do."""
+    """Encoder of a new index: bm25 and hashed without weights; e5, bge and dense (see `model`) with."""
     model: Annotated[str, Mark.LEARNED] = ""
-    """Model of the child service's encoder: folder or hub name; empty: the index's, or the usual e5 or bge."""
+    """Model of the child service's encoder: folder or hub name; empty: the index's, or the usual."""
     topk: Annotated[PositiveInt, Mark.LEARNED] = 3
     """Documents per query, if nothing is reranked."""
     retrieval_topk: Annotated[NonNegativeInt, Mark.LEARNED] = 0
