@@ -45,14 +45,14 @@ class Stop:
         self._ending = threading.Lock()  # of the thread that ends the process
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():  # no other one may set handlers
+        if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._handle)
             received, self._sent = os.pipe()
             os.set_blocking(self._sent, False)
             self._sent_before = signal.set_wakeup_fd(self._sent, warn_on_full_buffer=False)
             self._watcher = threading.Thread(
-                target=self._watch, args=(received,), name="signals", daemon=True
+                target=lambda: self._watch(received), name="signals", daemon=True
             )
             self._watcher.start()
         return self

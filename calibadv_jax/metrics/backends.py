@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
 from abc import ABC, abstractmethod
@@ -103,19 +104,11 @@ class WeightsAndBiases(Backend):
     """
 
     def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise _missing("wandb") from error
+        wandb = _package("wandb", "wandb")
         identity = _Identity(directory / "wandb_run_id")
         try:
-            self._run = wandb.init(
-                project=log.project,
-                name=directory.name,
-                dir=str(directory),
-                id=identity.value or None,
-                resume="allow",
-            )
+            place = {"name": directory.name, "dir": str(directory), "id": identity.value or None}
+            self._run = wandb.init(project=log.project, resume="allow", **place)
         except wandb.errors.Error as error:
             raise UserError(
                 f"log.backends: Weights & Biases cannot be used ({one_line(error)}); log in, or"
@@ -138,11 +131,8 @@ class MLflow(Backend):
     """
 
     def __init__(self, log: LogConfig, directory: Path, warn: Callable[[str], object]) -> None:
-        try:
-            import mlflow
-            from mlflow.exceptions import MlflowException
-        except ImportError as error:
-            raise _missing("mlflow-skinny") from error
+        mlflow = _package("mlflow", "mlflow-skinny")
+        self._error, self._metric = mlflow.exceptions.MlflowException, mlflow.entities.Metric
         identity = _Identity(directory / "mlflow_run_id")
         try:
             self._client = mlflow.MlflowClient()
@@ -152,13 +142,12 @@ class MLflow(Backend):
                 number = number or self._client.create_experiment(log.project)
                 identity.keep(self._client.create_run(number, run_name=directory.name).info.run_id)
             self._run_id = self._client.get_run(identity.value).info.run_id
-        except MlflowException as error:
+        except self._error as error:
             raise UserError(
                 f"log.backends: no MLflow ({one_line(error)}); set MLFLOW_TRACKING_URI"
             ) from error
         self._warn, self._is_away = warn, False
         self._unsent: list[Any] = []
-        self._error, self._metric = MlflowException, mlflow.entities.Metric
         self._now = mlflow.utils.time.get_current_time_millis
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -197,18 +186,14 @@ class Prometheus(Backend):
     """The newest step's values as gauges ``calibadv_<name>`` at http://HOST:PORT/metrics (log.prometheus)."""
 
     def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, start_http_server
-            from prometheus_client.core import GaugeMetricFamily
-        except ImportError as error:
-            raise _missing("prometheus-client") from error
-        self._family = GaugeMetricFamily
+        client = _package("prometheus_client", "prometheus-client")
+        self._family = _package("prometheus_client.core", "prometheus-client").GaugeMetricFamily
         self._values: dict[str, float] = {}
-        registry = CollectorRegistry()
+        registry = client.CollectorRegistry()
         registry.register(self)
         host, _, port = log.prometheus.rpartition(":")
         try:
-            self._server, self._thread = start_http_server(int(port), host, registry)
+            self._server, self._thread = client.start_http_server(int(port), host, registry)
         except OSError as error:
             raise UserError(
                 f"log.prometheus={log.prometheus}: no server there ({one_line(error)}); choose another port"
@@ -246,8 +231,11 @@ class _Identity:
         write_text(self._path, value)
 
 
-def _missing(package: str) -> UserError:
-    return UserError(f"log.backends: {package} is not installed; pip install {package}")
+def _package(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"log.backends: {package} is not installed; pip install {package}") from error
 
 
 _OPEN: dict[str, Callable[[LogConfig, Path, int | None], Backend]] = {

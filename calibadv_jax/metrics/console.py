@@ -198,16 +198,11 @@ def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
             raise ValueError(f"row {row} has {len(row)} cells, the table has {len(headers)} columns")
     columns = list(zip(headers, *body, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    is_number = [
-        bool(rows) and all(isinstance(row[index], int | float) for row in rows)
-        for index in range(len(headers))
-    ]
+    numeric = [all(isinstance(cell, int | float) for cell in column) for column in zip(*rows, strict=True)]
+    sides = [">" if is_number else "<" for is_number in numeric] or ["<"] * len(headers)
 
     def line(cells: Sequence[str]) -> str:
-        aligned = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(cells, widths, is_number, strict=True)
-        )
-        return "  ".join(aligned).rstrip()
+        layout = zip(cells, sides, widths, strict=True)
+        return "  ".join(f"{cell:{side}{width}}" for cell, side, width in layout).rstrip()
 
     return "\n".join([line(headers), "  ".join("-" * width for width in widths), *map(line, body)])

@@ -10,45 +10,33 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.metrics.console import Console
 
 
-class Stopwatch:
-    """``with watch("rollout"): …`` adds up seconds by name, counted from its creation."""
+class Phases:
+    """``with phase("update", "updating"): …`` adds up seconds by name, and shows the text meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console, stop: Stop) -> None:
+        self._console, self._stop = console, stop
         self._begun = time.monotonic()
         self._seconds: dict[str, float] = {}
         self.tokens = 0  # that the step trained on, prompts and observations included; set by the caller
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str, shown: str = "") -> Iterator[None]:
         begun = time.monotonic()
-        try:
+        with ExitStack() as stack:
+            stack.callback(lambda: self._add(name, time.monotonic() - begun))
+            if shown:
+                stack.enter_context(self._console.phase(shown))
             yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begun
 
-    def metrics(self) -> dict[str, float]:
-        """``timing_s/<name>``, ``timing_s/step`` (all since the start) and ``perf/tokens_per_second``."""
-        total = time.monotonic() - self._begun
-        parts = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
-        return parts | {"timing_s/step": total, "perf/tokens_per_second": self.tokens / total}
-
-
-class Phases(Stopwatch):
-    """``with phase("update", "updating"): …`` is timed and shown."""
-
-    def __init__(self, console: Console, stop: Stop):
-        super().__init__()
-        self._console, self._stop = console, stop
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def held(self) -> AbstractContextManager[None]:
         """Hold back signals; see `Stop.held`."""
         return self._stop.held()
 
-    @contextmanager
-    def __call__(self, name: str, shown: str = "") -> Iterator[None]:
-        """Time a phase as `name`, and show the text `shown` on the console."""
-        with ExitStack() as stack:
-            stack.enter_context(super().__call__(name))
-            if shown:
-                stack.enter_context(self._console.phase(shown))
-            yield
+    def metrics(self) -> dict[str, float]:
+        """Return ``timing_s/<name>``, ``timing_s/step`` (since the start) and ``perf/tokens_per_second``."""
+        total = time.monotonic() - self._begun
+        parts = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        return parts | {"timing_s/step": total, "perf/tokens_per_second": self.tokens / total}

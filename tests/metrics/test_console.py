@@ -13,13 +13,14 @@ import optax
 import pytest
 
 from calibadv_jax.config import LossConfig, MeshConfig, RewardConfig
+from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.metrics import console as console_module
 from calibadv_jax.metrics.console import STEP_METRICS, Console, duration, number, table
 from calibadv_jax.metrics.summary import trajectory_metrics
-from calibadv_jax.metrics.timing import Stopwatch
+from calibadv_jax.metrics.timing import Phases
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -100,7 +101,7 @@ def rollout_metrics() -> set[str]:
 
 
 def test_every_metric_of_the_line_exists():
-    timing = set(Stopwatch().metrics())
+    timing = set(Phases(Console(progress=False), Stop()).metrics())
     missing = {shown.metric for shown in STEP_METRICS} - update_metrics() - rollout_metrics() - timing
     assert missing == {"sft/loss"}  # the cold start's name for actor/loss, given by its entry point
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from calibadv_jax.metrics.timing import Stopwatch
+from calibadv_jax.core.stopping import Stop
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.metrics.timing import Phases
 
 
 @pytest.fixture
@@ -15,7 +17,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_seconds_add_up_by_name(clock):
-    watch = Stopwatch()
+    watch = Phases(Console(progress=False), Stop())
     for seconds in (2.0, 3.0):
         with watch("rollout"):
             clock[0] += seconds
@@ -32,7 +34,7 @@ def test_seconds_add_up_by_name(clock):
 
 
 def test_failing_part_is_counted(clock):
-    watch = Stopwatch()
+    watch = Phases(Console(progress=False), Stop())
     with pytest.raises(OSError), watch("rollout"):
         clock[0] += 2.0
         raise OSError
