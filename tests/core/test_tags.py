@@ -15,6 +15,9 @@ from calibadv_jax.core.tags import (
 )
 
 CONTROL = "<|im_end|>"
+OPEN = "<search> is not closed"
+ACTIONS = "there are <search>, <answer>, written exactly so"
+FOR_ENVIRONMENT = "<information> is for the environment alone"
 
 
 def read(text, stop_reason="stop"):
@@ -141,26 +144,14 @@ def test_lone_surrogates_are_replaced():
         ("<think>t</think> <search> q </search>\n", "search", ""),
         ("<think>t</think><answer></answer>", "answer", ""),
         ("<think>t", "invalid", "<think> is not closed"),
-        ("<think>t</think><search>q", "invalid", "<search> is not closed"),
-        ("<think>t</think><search>q</answer>", "invalid", "<search> is not closed before </answer>"),
+        ("<think>t</think><search>q", "invalid", OPEN),
+        ("<think>t</think><search>q</answer>", "invalid", f"{OPEN} before </answer>"),
         ("<think>t<search>q</search>", "search", "<think> is not closed before <search>"),
         ("t</think><search>q</search>", "search", "</think> closes nothing"),
         ("<think>t</think><search>q</search><search>r</search>", "search", "two actions: <search>, <search>"),
-        (
-            "<think>t</think><search>q<answer>r</answer>",
-            "answer",
-            "two actions: <search> is not closed before <answer>",
-        ),
-        (
-            "<think>t</think><browse>q</browse>",
-            "invalid",
-            "unknown action <browse>: there are <search>, <answer>, written exactly so",
-        ),
-        (
-            "<think>t</think>< Search >q</ search>",
-            "invalid",
-            "unknown action < Search >: there are <search>, <answer>, written exactly so",
-        ),
+        ("<think>t</think><search>q<answer>r</answer>", "answer", f"two actions: {OPEN} before <answer>"),
+        ("<think>t</think><browse>q</browse>", "invalid", f"unknown action <browse>: {ACTIONS}"),
+        ("<think>t</think>< Search >q</ search>", "invalid", f"unknown action < Search >: {ACTIONS}"),
         ("<think>t</think><search>  </search>", "invalid", "<search> is empty"),
         ("<think>t</think><search>q</search> done", "search", "text after </search>"),
         ("<think>t</think>so<search>q</search>", "search", "text before <search>"),
@@ -170,11 +161,7 @@ def test_lone_surrogates_are_replaced():
         ("Rome", "invalid", "no action: none of <search>, <answer>"),
         ("<think>Rome</think>", "invalid", "no action: none of <search>, <answer>"),
         ("", "invalid", "no action: none of <search>, <answer>"),
-        (
-            "<think>t</think><information>Rome</information><answer>Rome</answer>",
-            "answer",
-            "<information> is for the environment alone",
-        ),
+        ("<think>t</think><information>a</information><answer>a</answer>", "answer", FOR_ENVIRONMENT),
         ("<think>t</think><answer>a</answer>", "search", "<answer> in a turn of kind search"),
     ],
 )

@@ -176,20 +176,13 @@ def test_long_phase_repeats_its_progress(monkeypatch):
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [
-        (0.52341, "0.5234"),
-        (0.0, "0"),
-        (5e-7, "5e-07"),
-        (12345.6, "12346"),
-        (-2.5, "-2.5"),
-        (float("nan"), "nan"),
-    ],
+    [(0.52341, "0.5234"), (0.0, "0"), (5e-7, "5e-07"), (12345.6, "12346"), (-2.5, "-2.5"), (np.nan, "nan")],
 )
 def test_number(value, shown):
     assert number(value) == shown
 
 
-def test_table_aligns_text_left_and_numbers_right():
+def test_table_aligns_cells_and_checks_rows():
     text = table([["one-hop", 0.51234, 40], ["all", 1.0, 200]], ["questions", "F1", "n"])
     assert text.splitlines() == [
         "questions     F1    n",
@@ -198,11 +191,6 @@ def test_table_aligns_text_left_and_numbers_right():
         "all        1.000  200",
     ]
 
-
-def test_table_without_rows():
     assert table([], ["a", "bb"]) == "a  bb\n-  --"
-
-
-def test_table_refuses_a_row_of_another_length():
     with pytest.raises(ValueError, match="1 cells, the table has 2 columns"):
         table([["a"]], ["a", "b"])

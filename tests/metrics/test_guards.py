@@ -12,20 +12,9 @@ from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.guards import GUARDS, Guards, guard_metrics
 
 QUESTION = Question("q", "?", ("x",), "test")
-HEALTHY = {
-    "actor/entropy": 0.3,
-    "reward/format_valid": 0.9,
-    "rollout/think_repetition": 0.05,
-    "rollout/sampled_perplexity": 1.4,
-    "advantage/answer/ratio_before": 1.1,
-}
-COLLAPSED = {
-    "actor/entropy": 0.001,
-    "reward/format_valid": 0.05,
-    "rollout/think_repetition": 0.8,
-    "rollout/sampled_perplexity": 40.0,
-    "advantage/answer/ratio_before": 9.0,
-}
+METRICS = [guard.metric for guard in GUARDS.values()]
+HEALTHY = dict(zip(METRICS, (0.3, 0.9, 0.05, 1.4, 1.1), strict=True))
+COLLAPSED = dict(zip(METRICS, (0.001, 0.05, 0.8, 40.0, 9.0), strict=True))
 
 
 def guards(**values):

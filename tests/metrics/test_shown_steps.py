@@ -45,10 +45,7 @@ def show_steps(*steps, stream=None, transcripts=0, progress=True):
 @pytest.mark.parametrize(
     ("groups", "reason"),
     [
-        (
-            [group("a", 0, 0, kind="unfinished", valid=False)],
-            "cut before they answer: raise rollout.max_turn_length",
-        ),
+        ([group("a", 0, 0, kind="unfinished", valid=False)], "raise rollout.max_turn_length"),
         ([group("a", 0, 0, kind="invalid", valid=False)], "teach the format first (calibadv sft)"),
         ([group("a", 0, 0, kind="search", valid=False)], "raise rollout.max_searches"),
         ([group("a", 0, 0, valid=False, f1=1.0)], "all of those in the wrong format"),
@@ -97,10 +94,8 @@ def test_transcripts_are_shown_without_progress():
         sample.trajectories[0].turns.insert(0, turn("search", think="look", query="ann", documents=documents))
     assert "transcript" not in show_steps(groups)
     lines = show_steps(groups, transcripts=2, progress=False).splitlines()
-    assert [line for line in lines if line.startswith("question")] == [
-        "question  who is a?",
-        "question  who is c?",
-    ]
+    questions = [line for line in lines if line.startswith("question")]
+    assert questions == ["question  who is a?", "question  who is c?"]
     assert lines[:6] == [
         "transcript: score 0.000, format valid",
         "question  who is a?",
@@ -117,17 +112,11 @@ def test_transcripts_do_not_command_the_terminal(stream):
     sample = group("a", 0, 0)
     question = Question("a", HOSTILE, ("ann",), "toy")
     documents = (Document("1", HOSTILE, HOSTILE),)
-    turns = [
-        turn("search", think=HOSTILE, query=HOSTILE, documents=documents),
-        turn("invalid", text=HOSTILE),
-        turn("answer", answer=HOSTILE),
-    ]
+    search = turn("search", think=HOSTILE, query=HOSTILE, documents=documents)
+    turns = [search, turn("invalid", text=HOSTILE), turn("answer", answer=HOSTILE)]
     failed = Trajectory(question, np.zeros(1, np.int32), turns[:1], error=f"retriever: {HOSTILE}")
-    groups = [
-        Group(question, [Trajectory(question, np.zeros(1, np.int32), turns)]),
-        Group(question, [], [failed]),
-        sample,
-    ]
+    finished = Trajectory(question, np.zeros(1, np.int32), turns)
+    groups = [Group(question, [finished]), Group(question, [], [failed]), sample]
     text = show_steps(groups, stream=stream(), transcripts=3, progress=False)
     assert "\x07" not in text and "\u202e" not in text and "\r" not in text and "\x1b[2J" not in text
     assert text.count("[bold red]red[/] left [/") == 13  # shown as it stands, without a style

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -97,29 +98,13 @@ def test_value_that_is_no_scalar_is_refused(tmp_path):
     assert steps(tmp_path) == []
 
 
-class Notebook:
-    """A backend that writes down what it is told."""
-
-    def __init__(self):
-        self.calls = []
-
-    def write(self, step, values):
-        self.calls.append((step, dict(values)))
-
-    def rewind(self, step):
-        self.calls.append(("rewind", step))
-
-    def close(self):
-        self.calls.append("closed")
-
-
 def test_backends_get_finite_values_rewinds_and_end(tmp_path):
-    notebooks = [Notebook(), Notebook()]
-    with MetricsWriter(tmp_path, notebooks) as writer:
+    backends = [Mock(), Mock()]
+    with MetricsWriter(tmp_path, backends) as writer:
         writer.write(1, {"loss": np.float32(0.5), "kl": float("nan")})
         writer.rewind(1)
-    for notebook in notebooks:
-        assert notebook.calls == [(1, {"loss": 0.5}), ("rewind", 1), "closed"]
+    for backend in backends:
+        assert backend.mock_calls == [call.write(1, {"loss": 0.5}), call.rewind(1), call.close()]
 
 
 def test_reading_a_missing_file(tmp_path):
