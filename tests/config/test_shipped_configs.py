@@ -140,8 +140,8 @@ FACTS = {
         ("loss", dict(clip_low=0.2, clip_high=0.2, kl_coef=0.0, entropy_coef=0.0)),
         ("loss", dict(aggregation="token_mean")),
         ("learner", dict(minibatch_size=256, epochs=1, steps=205)),
-        ("learner.optimizer", dict(decay_updates=4100, lr=5e-7, schedule="cosine", warmup_steps=0, beta1=0.9)),
-        ("learner.optimizer", dict(weight_decay=0.01, beta2=0.999, max_grad_norm=1.0)),
+        ("learner.optimizer", dict(decay_updates=4100, lr=5e-7, schedule="cosine", warmup_steps=0)),
+        ("learner.optimizer", dict(weight_decay=0.01, beta1=0.9, beta2=0.999, max_grad_norm=1.0)),
     ],
     "search_r1": [  # scripts/nq_hotpotqa/v0.2/train_grpo.sh at a14dc3a
         ("reward", dict(answer="em", format=False)),
