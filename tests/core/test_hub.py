@@ -90,22 +90,13 @@ def test_run_keeps_its_commit(hub, tmp_path, policy_folder):
 @pytest.mark.medium
 def test_cold_start_keeps_its_commit(hub, tmp_path, policy_folder):
     first = hub.add("owner/policy", policy_folder)
-    row = {
-        "messages": [
-            {"role": "user", "content": "who ?"},
-            {"role": "assistant", "content": "<answer> it </answer>"},
-        ]
-    }
-    (tmp_path / "chats.jsonl").write_text(json.dumps(row))
+    chat = (("user", "who ?"), ("assistant", "<answer> it </answer>"))
+    messages = [{"role": role, "content": content} for role, content in chat]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
     config = configured(tmp_path)
+    places = {"demonstrations": str(tmp_path / "chats.jsonl"), "output": str(tmp_path / "run/sft")}
     cold = replace(
-        config.sft,
-        init_from="owner/policy",
-        demonstrations=str(tmp_path / "chats.jsonl"),
-        phases=[SftPhase(1)],
-        rows=8,
-        row_length=256,
-        output=str(tmp_path / "run/sft"),
+        config.sft, init_from="owner/policy", phases=[SftPhase(1)], rows=8, row_length=256, **places
     )
     sft.run(replace(config, sft=cold, log=replace(config.log, backends=[], progress=False)))
     assert (tmp_path / "run/sft/model.safetensors").is_file()
@@ -149,11 +140,7 @@ def test_evaluation_and_tokenizer_accept_a_repository(hub, tmp_path, policy_fold
     [
         ("owner/nothing", "", "owner/nothing .model on http.*neither a folder here nor a repository there"),
         ("owner/policy", "v9", "owner/policy .*no revision 'v9'; correct policy.revision"),
-        (
-            "owner/gated",
-            "",
-            "owner/gated .*access is granted on request; ask.*owner/gated, then set HF_TOKEN",
-        ),
+        ("owner/gated", "", "owner/gated .*access is granted on request; ask.*owner/gated, then set HF"),
         ("owner/policy@main", "main", "both name a revision: leave one out"),
     ],
 )
@@ -190,23 +177,11 @@ def test_revision_of_a_folder_is_refused(tmp_path, policy_folder):
         build_model(config, config.policy.path)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("owner/name", True),
-        ("owner/name@v1", True),
-        ("/owner/name", False),
-        ("./name", False),
-        ("name", False),
-        ("a/b/c", False),
-        ("here/missing", False),
-        ("", False),
-    ],
-)
-def test_names_of_repositories(tmp_path, monkeypatch, name, expected):
+def test_names_of_repositories(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert hub_client.is_repository(name) == expected
+    names = ["owner/name", "owner/name@v1", "/owner/name", "./name", "name", "a/b/c", "here/missing", ""]
+    assert [name for name in names if hub_client.is_repository(name)] == names[:2]
 
 
 def rows(source, count=2):
@@ -224,16 +199,14 @@ def test_data_sets_by_file_pattern_or_alone(hub):
         "popqa",
     }
     assert [item.data_source for item in load_questions("owner/one")] == ["mine", "mine"]
-    with pytest.raises(
-        UserError, match="2 data files; name the files.*nq/test.jsonl .its data files: nq/test.jsonl, p"
+    files = "its data files: nq/test.jsonl, popqa/test.jsonl"
+    for name, message in (
+        ("owner/flash", f"2 data files; name the files.*nq/test.jsonl .{files}"),
+        ("hf://datasets/owner/flash/dev.jsonl", f"no file 'dev.jsonl'; {files}"),
+        ("hf://datasets/owner", "expected hf://datasets/OWNER/NAME/FILE"),
     ):
-        load_questions("owner/flash")
-    with pytest.raises(
-        UserError, match="no file 'dev.jsonl'; its data files: nq/test.jsonl, popqa/test.jsonl"
-    ):
-        load_questions("hf://datasets/owner/flash/dev.jsonl")
-    with pytest.raises(UserError, match="expected hf://datasets/OWNER/NAME/FILE"):
-        load_questions("hf://datasets/owner")
+        with pytest.raises(UserError, match=message):
+            load_questions(name)
 
 
 @pytest.mark.medium

@@ -143,16 +143,8 @@ def but(name, **figures):
 def test_row_shows_memory_of_a_device(tmp_path):
     """16 GB are 14.9 GiB."""
     row = cells(tmp_path)
-    assert row[:8] == [
-        "qwen2.5-3b",
-        "16 v5e",
-        "14.9",
-        "9.0 in 61 s",
-        "2.9 in 2 s",
-        "3.0 in 20 s",
-        "3.5 in 5 s",
-        "3.2 in 4 s",
-    ]
+    assert row[:3] == ["qwen2.5-3b", "16 v5e", "14.9"]
+    assert row[3:8] == ["9.0 in 61 s", "2.9 in 2 s", "3.0 in 20 s", "3.5 in 5 s", "3.2 in 4 s"]
     assert row[-1] == f"`{POINT}`"
     assert len(table(tmp_path, list(POINTS)).splitlines()) == 3  # head, rule, the point
 
