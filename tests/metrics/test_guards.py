@@ -39,7 +39,7 @@ def test_guard_trips_once_after_its_patience(name):
     others = {f"guard/{other}": 0 for other in GUARDS if other != name}
     assert all(others.items() <= verdict.metrics.items() for verdict in verdicts)
     ((finding,),) = (verdict.findings for verdict in verdicts if verdict.findings)
-    assert finding.startswith(f"step 3: {GUARDS[name].words} (")
+    assert finding.startswith(f"step 3: {GUARDS[name].cause} (")
     assert f"({GUARDS[name].metric} {COLLAPSED[GUARDS[name].metric]:.4g}, " in finding
     assert f"guards.{GUARDS[name].threshold}=" in finding and "for 2 steps" in finding
     assert "\n" not in finding
