@@ -37,7 +37,7 @@ class PeerKey:
 
 @functools.cache
 def peer_keys() -> tuple[PeerKey, ...]:
-    """Return the keys of other trainers, from ``peer_keys.yaml``."""
+    """Return the keys of other trainers, from the table beside this module."""
     table = yaml.safe_load(_PEER_TABLE.read_text(encoding="utf-8"))
     parts = [
         (trainer, name, *text.partition("; "))
