@@ -200,7 +200,8 @@ def test_package_is_the_console_script(tmp_path):
         (["help", "compare"], "usage: calibadv compare [-h]"),
     ],
 )
-def test_help_and_version_end_well(argv, words, capsys):
+def test_help_and_version_end_well(argv, words, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "SILENCE", 60.0)  # a slow machine would report that it loads
     with pytest.raises(SystemExit) as stop:
         cli.calibadv(argv)
     printed = capsys.readouterr()
