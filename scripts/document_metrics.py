@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from calibadv_jax/metrics/catalogue.yaml.
+"""Write docs/metrics.md from calibadv_jax/metrics/catalogue.yaml.
 
 Run from the repository root:
 
@@ -63,7 +63,7 @@ scrape_configs:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEADER]
     for section, metrics in sections().items():
         parts.append(f"\n## {section}\n\n| name | unit | meaning | the authors' name |\n|---|---|---|---|\n")
@@ -72,7 +72,7 @@ def page() -> str:
 
 
 def cells(metric: Metric) -> list[str]:
-    """The cells of a metric's line."""
+    """Return the cells of a metric's line."""
     aliases = [alias for name in metric.names() for alias in authors_names(name)]
     cells = [f"`{metric.name}`", metric.unit, metric.meaning, ", ".join(f"`{alias}`" for alias in aliases)]
     return [cell.replace("|", "\\|") for cell in cells]

@@ -1,4 +1,4 @@
-"""Writes docs/coming_from.md from the table of calibadv_jax/config/peer_keys.yaml.
+"""Write docs/coming_from.md from the table of calibadv_jax/config/peer_keys.yaml.
 
 Run from the repository root:
 

@@ -1,4 +1,4 @@
-"""Tokenizer and cold-start demonstrations for configs/wiki_sample.yaml, made from the data itself.
+"""Make the tokenizer and cold-start demonstrations of configs/wiki_sample.yaml from its data.
 
     python scripts/prepare_wiki_sample.py --data DATA_FOLDER --output runs/wiki_sample/start
 
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def train_tokenizer(texts: list[str]) -> Any:
-    """Byte-level BPE in HuggingFace's format, with the protocol's tags as single tokens."""
+    """Train byte-level BPE in HuggingFace's format, with the protocol's tags as single tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
