@@ -1,8 +1,8 @@
 """The command line: ``calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]``.
 
-Some commands work on files instead of a config and take arguments of their own: see TOOLS.
-``python -m calibadv_jax COMMAND`` does the same, and ``python -m calibadv_jax.train`` trains. `calibadv`
-reads and checks the config before it imports what the command needs, so that a mistake is found at once.
+Some commands work on files instead of a config and have their own arguments: see TOOLS. ``python -m
+calibadv_jax COMMAND`` does the same, and ``python -m calibadv_jax.train`` trains. The config is read and
+checked before the command's libraries are imported, so that a mistake is reported at once.
 """
 
 from __future__ import annotations
@@ -25,24 +25,33 @@ from calibadv_jax.core.errors import INPUT_STATUS, UserError, exit_status, stora
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.stopping import leave
 
-SILENCE = 2.0  # seconds of loading after which a command says what it does
+SILENCE = 2.0  # seconds of loading after which a command reports it
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+CORE = ("sft", "train", "evaluate", "export")  # in calibadv_jax.commands; others in contrib.commands
 
-# Modules of `calibadv_jax.commands`; the other commands are modules of `calibadv_jax.contrib.commands`.
-CORE = ("sft", "train", "evaluate", "export")
-
-# Commands with a config.
-COMMANDS = {
+COMMANDS = {  # with a config
     "quickstart": "From nothing to a better search agent: world, cold start, training, evaluation, export.",
     "sft": "Supervised cold start on demonstrations.",
     "train": "Reinforcement learning of a search agent.",
-    "evaluate": "Scores a policy on held-out questions.",
-    "export": "Writes a checkpoint as a HuggingFace folder.",
-    "coverage": "Which questions the index can answer: shares by data source, and files of those questions.",
+    "evaluate": "Scores of a policy on held-out questions.",
+    "export": "A checkpoint as a HuggingFace folder.",
+    "coverage": "Share of questions that the index can answer, by data source, and files of them.",
     "demonstrate": "Demonstrations for sft from questions that name their supporting passages.",
-    "doctor": "Checks a config end to end before a run.",
-    "plan": "Memory, time and device hours of a run on TPUs or GPUs that are not here.",
+    "doctor": "Checks of a config before a run, end to end.",
+    "plan": "Memory, time and device hours of a run on TPUs or GPUs that you do not have yet.",
 }
+TOOLS = {  # without a config
+    "inspect": "Page of a run's trajectories: tokens by advantage, and the reason of each turn's advantage.",
+    "ask": "Ask a policy a question, and show its searches and documents.",
+    "replay": "Reward, advantages and loss of a kept step again, or with other settings.",
+    "audit": "Credit of a run against the supporting passages of its questions.",
+    "report": "Curves of one or more runs, as one HTML page and as PNG files.",
+    "compare": "Test the difference of two evaluations on the same questions.",
+    "select-rollouts": "Demonstrations for sft from the best kept rollouts.",
+    "prepare-data": "Convert and filter question files of any known layout.",
+}
+# A file inspect.py would hide Python's own from a file beside it that is run by its path.
+MODULES = {"inspect": "inspect_run"}
 
 
 @dataclass(frozen=True)
@@ -50,48 +59,30 @@ class Value:
     """An option with a value; its type is that of the default."""
 
     metavar: str
-    what: str
+    help: str
     default: str | int | float
 
 
 # Options of a command, handed to its run() by name: a text describes a flag.
 OPTIONS: dict[str, dict[str, str | Value]] = {
-    "export": {
-        "adapter": "write the adapters of policy.lora alone, as a PEFT folder (export.adapter_output)"
-    },
-    "doctor": {"offline": "check what needs no network, no services and no model or data files"},
+    "export": {"adapter": "write only the adapters of policy.lora, as a PEFT folder (export.adapter_output)"},
+    "doctor": {"offline": "only checks without network, services, model files and data files"},
     "plan": {
-        "tpu": Value("KIND:SHAPE", "a TPU slice, such as v5e:4x4 or v5e-16", ""),
+        "tpu": Value("KIND:SHAPE", "TPU slice, such as v5e:4x4 or v5e-16", ""),
         "gpu": Value("KIND", "h100, h200 or h20", ""),
-        "topology": Value("SHAPE", "of the GPUs: slices x hosts x GPUs of a host, such as 1x2x8", ""),
-        "efficiency": Value("SHARE", "of the devices' highest speed that a step reaches", 0.4),
-        "tokens": Value(
-            "NUMBER", "tokens of a trajectory on average; 0: the longest that the config allows", 0
-        ),
-        "sampled": Value("NUMBER", "of these, those that the policy writes; 0: the most", 0),
-        "estimate": "count memory by the doctor's formula, without a compiler",
+        "topology": Value("SHAPE", "of the GPUs: slices x hosts x GPUs per host, such as 1x2x8", ""),
+        "efficiency": Value("SHARE", "of the devices' peak speed that a step reaches", 0.4),
+        "tokens": Value("NUMBER", "mean tokens of a trajectory; 0: the longest that the config allows", 0),
+        "sampled": Value("NUMBER", "of these, sampled tokens; 0: the most", 0),
+        "estimate": "estimate memory by the doctor's formula, without a compiler",
         "json": Value("FILE", "write the figures to this file", ""),
     },
 }
 
-# Commands without a config.
-TOOLS: dict[str, str] = {
-    "inspect": "A page of a run's trajectories: tokens by advantage, and why each turn got its own.",
-    "ask": "Asks a policy a question, and shows what it searches and reads.",
-    "replay": "Reward, advantages and loss of a kept step once more, or with other settings.",
-    "audit": "Measures the credit of a run against the truth, if its questions name their passages.",
-    "report": "Draws the curves of one or more runs, as one HTML page and as PNG files.",
-    "compare": "Tests the difference of two evaluations on the same questions.",
-    "select-rollouts": "Makes demonstrations for sft of the best kept rollouts.",
-    "prepare-data": "Converts and filters question files of any layout that is known here.",
-}
-# A file inspect.py would hide Python's own from a file beside it that is run by its path.
-MODULES = {"inspect": "inspect_run"}
-
 
 @dataclass(frozen=True)
 class Arguments:
-    """What was asked for on the command line."""
+    """Parsed command line."""
 
     configs: list[Path]  # later files win
     overrides: list[str]  # "key.path=value", in the order given; later values win
@@ -105,10 +96,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
-    """The console script: as `main` for the command that the first argument names.
-
-    ``help``, ``help COMMAND`` and ``--version`` are answered here.
-    """
+    """Run the command that the first argument names; ``help`` and ``--version`` are answered here."""
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if command == "--version":
         sys.stdout.write(f"calibadv {version('calibadv-jax')}\n")
@@ -116,13 +104,7 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     if command == "help" and rest:
         command, *rest = rest[0], "--help"
     if command in ("-h", "--help", "help"):
-        width = max(map(len, COMMANDS | TOOLS))
-        usage = "usage: calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]"
-        lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
-        lines += ["", "commands without a config:"]
-        lines += [f"  {name:{width}}  {what}" for name, what in TOOLS.items()]
-        lines += ["", "calibadv help COMMAND says more; calibadv --version"]
-        sys.stdout.write("\n".join([usage, "", "commands:", *lines, ""]))
+        sys.stdout.write(_overview())
         sys.exit(0)
     if command in TOOLS:
         _run_tool(command, rest)
@@ -135,20 +117,31 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     main(command, lambda config, **options: _load(command).run(config, **options), rest)
 
 
+def _overview() -> str:
+    usage = "usage: calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]"
+    width = max(map(len, COMMANDS | TOOLS))
+    with_config, without = (
+        [f"  {name:{width}}  {text}" for name, text in commands.items()] for commands in (COMMANDS, TOOLS)
+    )
+    more = "calibadv help COMMAND says more; calibadv --version"
+    lines = [usage, "", "commands:", *with_config, "", "commands without a config:", *without, "", more, ""]
+    return "\n".join(lines)
+
+
 def module_of(command: str) -> str:
-    """The dotted name of a command's module."""
+    """Return the dotted name of a command's module."""
     package = "commands" if command in CORE else "contrib.commands"
     return f"calibadv_jax.{package}.{MODULES.get(command, command.replace('-', '_'))}"
 
 
 def _load(name: str) -> ModuleType:
-    """The module of a command, which loads JAX and more; says so if that takes long."""
+    """Import the module of a command, and report if that takes long."""
 
-    def say() -> None:
+    def report() -> None:
         sys.stderr.write(f"calibadv {name}: loading its libraries (JAX and others)\n")
         sys.stderr.flush()
 
-    timer = threading.Timer(SILENCE, say)
+    timer = threading.Timer(SILENCE, report)
     timer.daemon = True
     timer.start()
     try:
@@ -166,13 +159,11 @@ def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
 
 
 def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = None) -> NoReturn:
-    """Loads the config, calls `run` and ends the process.
+    """Load the config, call `run` with it and the options of OPTIONS by name, and end the process.
 
-    `run` gets the config, and the options of OPTIONS by name.
-    Exit status: 0 when `run` returns, whatever it returns (it raises SystemExit for another one); 2 after
-    a `UserError` and 75 after an `EnvironmentFailure`, which are printed as one line ``error: …``; 130 after
-    an interruption from the keyboard.
-    Any other exception is a defect of this program and shows its traceback.
+    Exit status: 0 when `run` returns; 2 after a `UserError` and 75 after an `EnvironmentFailure`, which are
+    printed as one line ``error: …``; 130 after an interruption from the keyboard. Other exceptions are
+    defects of this program and show their traceback.
     """
     arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command, {}))
     end(lambda: _with_config(run, arguments, makes_inputs=command == "quickstart"))
@@ -184,48 +175,32 @@ def parse(
     argv: Sequence[str] | None = None,
     options: Mapping[str, str | Value] = MappingProxyType({}),
 ) -> Arguments:
-    """Parses `argv` (default: the process's arguments).
-
-    Args:
-        program: how the command was called, for messages.
-        options: flags and options of this command, with what they do.
+    """Parse `argv` (default: the process's arguments), with the `options` of the command `program`.
 
     Raises:
         SystemExit: status 0 after ``--help``, 2 after a mistake that was reported in one line.
     """
     parser = _Parser(prog=program, description=description, allow_abbrev=False)
-    parser.add_argument(
-        "--config",
-        type=Path,
-        required=True,
-        action="append",
-        metavar="FILE",
-        help="YAML file of the run; if it is given several times, later files win, key by key",
-    )
+    text = "YAML file of the run; if it is given several times, later files win, key by key"
+    parser.add_argument("--config", type=Path, required=True, action="append", metavar="FILE", help=text)
     for name, option in options.items():
         if isinstance(option, Value):
-            kind, default = type(option.default), option.default
-            parser.add_argument(
-                f"--{name}", metavar=option.metavar, type=kind, default=default, help=option.what
-            )
+            kind: dict[str, Any] = {"metavar": option.metavar, "type": type(option.default)}
+            parser.add_argument(f"--{name}", default=option.default, help=option.help, **kind)
         else:
             parser.add_argument(f"--{name}", action="store_true", help=option)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key.path=value",
-        help="config keys and their new values; every key is described in docs/configuration.md",
-    )
-    known, unknown = parser.parse_known_intermixed_args(argv)
+    text = "config keys and their new values; every key is described in docs/configuration.md"
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
+    parsed, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         hint = counterpart(unknown[0].partition("=")[0].strip("-").replace("-", "_"))
         parser.error(
             f"unknown option {unknown[0]!r}; config keys are written key.path=value, without dashes"
             + (f"; {hint}" if hint else "")
         )
-    chosen = {name: getattr(known, name) for name in options}
-    return Arguments(known.config, known.overrides, known.dry_run, chosen)
+    chosen = {name: getattr(parsed, name) for name in options}
+    return Arguments(parsed.config, parsed.overrides, parsed.dry_run, chosen)
 
 
 def _with_config(run: Callable[..., object], arguments: Arguments, makes_inputs: bool) -> None:
@@ -237,7 +212,7 @@ def _with_config(run: Callable[..., object], arguments: Arguments, makes_inputs:
 
 
 def end(work: Callable[[], object]) -> NoReturn:
-    """Does the work and ends the process with the status of how it went; see `leave`."""
+    """Do the work and end the process with its status; see `leave`."""
     try:
         work()
     except SystemExit as stopped:
@@ -248,14 +223,13 @@ def end(work: Callable[[], object]) -> NoReturn:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         leave(INTERRUPTED)
-    except Exception as error:  # a full disk is an error of each library's own
+    except Exception as error:  # each library has its own error for a full disk
         number = storage_errno(error)
         if number is None:
             raise
         place = storage_path(error) or "a file"
-        sys.stderr.write(
-            f"error: {place}: {os.strerror(number)}; fix that, then give the same command again\n"
-        )
+        text = f"error: {place}: {os.strerror(number)}; fix that, then give the same command again"
+        sys.stderr.write(f"{text}\n")
         leave(exit_status(error))
     leave(0)
 

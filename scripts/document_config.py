@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the JSON schema that pydantic makes of calibadv_jax/config/.
+"""Write docs/configuration.md from the JSON schema that pydantic makes of calibadv_jax/config/.
 
 Run from the repository root:
 
@@ -36,7 +36,7 @@ LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One line of the page."""
+    """A line of the page."""
 
     section: str  # dotted; "sft.phases[]" for the sections of a list
     name: str
@@ -46,12 +46,12 @@ class Key:
 
 
 def keys() -> list[Key]:
-    """Every key that is no section, section by section, a section's own keys before the inner sections."""
+    """Return every key that is no section, a section's own keys before its inner sections."""
     schema = TypeAdapter(Config).json_schema()
     definitions = schema["$defs"]
 
     def section_of(field: dict[str, Any]) -> dict[str, Any] | None:
-        """The section that a field holds, or may hold."""
+        """Return the section that a field holds, or may hold."""
         names = [
             option["$ref"].rsplit("/", 1)[-1]
             for option in (field, *field.get("anyOf", ()))
@@ -60,7 +60,7 @@ def keys() -> list[Key]:
         return definitions[names[0]] if names else None
 
     def defaults_of(section: dict[str, Any]) -> dict[str, Any]:
-        return {name: prop.get("default") for name, prop in section["properties"].items()}
+        return {name: option.get("default") for name, option in section["properties"].items()}
 
     def walk(section: dict[str, Any], values: dict[str, Any], prefix: str) -> Iterator[Key]:
         inner: list[tuple[dict[str, Any], dict[str, Any], str]] = []
@@ -82,7 +82,7 @@ def keys() -> list[Key]:
 
 
 def kind_of(field: dict[str, Any]) -> str:
-    """What a value may be: ``integer > 0``, ``adamw or muon``, ``list of text``, ``number or null``."""
+    """Describe a type: ``integer > 0``, ``adamw or muon``, ``list of text``, ``number or null``."""
     if "anyOf" in field:
         return " or ".join(
             "null" if option["type"] == "null" else kind_of(option) for option in field["anyOf"]
@@ -100,7 +100,7 @@ def kind_of(field: dict[str, Any]) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEADER]
     section = None
     for key in keys():

@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from calibadv_jax/metrics/catalogue.py.
+"""Write docs/metrics.md from calibadv_jax/metrics/catalogue.yaml.
 
 Run from the repository root:
 
@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from calibadv_jax.metrics.catalogue import SECTIONS, Metric, authors_names
+from calibadv_jax.metrics.catalogue import Metric, authors_names, sections
 from scripts.generated_page import write_or_check
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEADER = """# Metrics
 
-Every name in `metrics.jsonl`, generated from `calibadv_jax/metrics/catalogue.py` by
+Every name in `metrics.jsonl`, generated from `calibadv_jax/metrics/catalogue.yaml` by
 `python -m scripts.document_metrics`. A row of that file is one step. The cold start writes a file of its own,
 `sft_metrics/metrics.jsonl`. A metric over nothing (no search was judged, say) is left out of its row. A value
 that is not finite is null, and its name stands under `nonfinite`.
@@ -63,16 +63,16 @@ scrape_configs:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEADER]
-    for section, metrics in SECTIONS.items():
+    for section, metrics in sections().items():
         parts.append(f"\n## {section}\n\n| name | unit | meaning | the authors' name |\n|---|---|---|---|\n")
         parts += ["| " + " | ".join(cells(metric)) + " |\n" for metric in metrics]
     return "".join(parts)
 
 
 def cells(metric: Metric) -> list[str]:
-    """The cells of a metric's line."""
+    """Return the cells of a metric's line."""
     aliases = [alias for name in metric.names() for alias in authors_names(name)]
     cells = [f"`{metric.name}`", metric.unit, metric.meaning, ", ".join(f"`{alias}`" for alias in aliases)]
     return [cell.replace("|", "\\|") for cell in cells]

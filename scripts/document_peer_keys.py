@@ -1,4 +1,4 @@
-"""Writes docs/coming_from.md from the table of calibadv_jax/config/peer_keys.py.
+"""Write docs/coming_from.md from the table of calibadv_jax/config/peer_keys.yaml.
 
 Run from the repository root:
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from calibadv_jax.config import peer_keys
+from calibadv_jax.config.keys import PEER_PAGE, PeerKey, find_peer_keys, peer_keys
 from scripts.generated_page import write_or_check
 
-PAGE = Path(__file__).resolve().parent.parent / peer_keys.PAGE
+PAGE = Path(__file__).resolve().parent.parent / PEER_PAGE
 # Trainers of a column: the authors' code of CalibAdv and Search-R1 are forks of verl.
 COLUMNS = (("verl", "Search-R1", "CalibAdv's authors"), ("RLinf",), ("TRL",), ("Tunix",))
 COMMON = (  # keys of this project that most runs set, in the order of the page
@@ -47,7 +47,7 @@ calibadv train --config configs/own_data.yaml n_agent=5 --dry-run    # error: â€
 
 The end of a name is enough, as in the table below: `n_agent` is `actor_rollout_ref.rollout.n_agent`.
 Search-R1 and the CalibAdv authors' code are forks of verl and share its column. Generated from
-`calibadv_jax/config/peer_keys.py` by `python -m scripts.document_peer_keys`. All keys of this project:
+`calibadv_jax/config/peer_keys.yaml` by `python -m scripts.document_peer_keys`. All keys of this project:
 [configuration.md](configuration.md).
 
 | here | verl, Search-R1, CalibAdv's authors | RLinf | TRL | Tunix |
@@ -76,11 +76,11 @@ FOOTER = """
 
 def page() -> str:
     """Return the whole page."""
-    parts = [HEADER.format(number=len(peer_keys.ALL))]
+    parts = [HEADER.format(number=len(peer_keys()))]
     for ours in COMMON:
         cells = []
         for trainers in COLUMNS:
-            keys = (key for key in peer_keys.ALL if key.trainer in trainers and ours in key.keys)
+            keys = (key for key in peer_keys() if key.trainer in trainers and ours in key.keys)
             name = ours.rpartition(".")[2]
             names = dict.fromkeys(
                 _shortest_end(key, ours) for key in keys if key.name.rpartition(".")[2] != name
@@ -90,12 +90,12 @@ def page() -> str:
     return "".join([*parts, FOOTER])
 
 
-def _shortest_end(peer_key: peer_keys.PeerKey, ours: str) -> str:
+def _shortest_end(peer_key: PeerKey, ours: str) -> str:
     """Return the shortest end of the peer's name that is answered with our key alone."""
     words = peer_key.name.split(".")
     ends = (".".join(words[start:]) for start in range(len(words) - 1, 0, -1))
     return next(
-        (end for end in ends if all(ours in key.keys for key in peer_keys.find(end)[0])), peer_key.name
+        (end for end in ends if all(ours in key.keys for key in find_peer_keys(end)[0])), peer_key.name
     )
 
 

@@ -1,4 +1,4 @@
-"""The published wiki-18 corpus and E5 index of Search-R1, as the retriever loads them.
+"""Download the published wiki-18 corpus and E5 index of Search-R1, as the retriever loads them.
 
     python scripts/download.py corpus --output /data/wiki18     # wiki-18.jsonl
     python scripts/download.py index --output /data/wiki18      # e5_Flat.index, 65 GB, joined from two parts
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def get_index(folder: Path) -> tuple[Path, int]:
-    """The joined index and its number of vectors.
+    """Return the joined index and its number of vectors.
 
     Raises:
         RetrieverError: no network, no space, or the joined file is not as long as its header says.
@@ -66,7 +66,7 @@ def get_index(folder: Path) -> tuple[Path, int]:
 
 
 def get_corpus(folder: Path) -> tuple[Path, int]:
-    """The unpacked corpus and its number of passages; also writes its offsets.
+    """Return the unpacked corpus, whose offsets are written, and its number of passages.
 
     Raises:
         RetrieverError: no network, no space, a damaged file, or malformed rows.
@@ -85,7 +85,7 @@ def get_corpus(folder: Path) -> tuple[Path, int]:
 
 
 def fetch(repository: str, name: str, folder: Path) -> Path:
-    """A file of a data set of the hub, unless it is there.
+    """Download a file of a data set of the hub, unless it exists.
 
     Raises:
         RetrieverError: huggingface_hub is missing, or the hub cannot be reached.
@@ -112,7 +112,7 @@ def fetch(repository: str, name: str, folder: Path) -> Path:
 
 
 def require_disk(folder: Path, need: int, what: str) -> None:
-    """Raises RetrieverError where the disk is too small."""
+    """Raise RetrieverError where the disk is too small."""
     free = shutil.disk_usage(folder).free
     if need > free:
         raise RetrieverError(
@@ -121,7 +121,7 @@ def require_disk(folder: Path, need: int, what: str) -> None:
 
 
 def write_whole(path: Path, content: Iterable[bytes], size: int | None = None) -> None:
-    """Writes the file and renames it into place.
+    """Write the file and rename it into place.
 
     Raises:
         RetrieverError: its size is not the expected one.
@@ -142,7 +142,7 @@ def blocks(path: Path) -> Iterable[bytes]:
 
 
 def pieces(file: BinaryIO | Any, what: str) -> Iterable[bytes]:
-    """The file in blocks, with a progress bar."""
+    """Yield the file in blocks, with a progress bar."""
     from tqdm import tqdm
 
     with tqdm(desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:

@@ -1,4 +1,4 @@
-"""What the scripts that generate a page of docs/ have in common."""
+"""Shared by the scripts that generate a page of docs/."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_or_check(path: Path, text: str, module: str) -> int:
-    """Writes the page; with ``--check`` on the command line only compares it.
+    """Write the page; with ``--check`` on the command line only compare it.
 
     Args:
         module: that generates the page, for the message.

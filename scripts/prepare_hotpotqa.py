@@ -1,4 +1,4 @@
-"""HotpotQA of the hub as questions that name their passages, and the passages: for scripts/real_policy.sh.
+"""Write HotpotQA of the hub as questions and their passages, for scripts/real_policy.sh.
 
     python scripts/prepare_hotpotqa.py --output runs/hotpotqa
 
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def rows(pattern: str, limit: int) -> Iterator[dict[str, Any]]:
-    """The first rows of the files of the hub.
+    """Return the first rows of the files of the hub.
 
     Raises:
         UserError: the hub cannot be reached, or a file is not what it was.
@@ -84,7 +84,7 @@ def rows(pattern: str, limit: int) -> Iterator[dict[str, Any]]:
 
 
 def question(row: dict[str, Any], passages: dict[tuple[str, str], str]) -> dict[str, Any]:
-    """A row of our layout; its paragraphs are added to the passages."""
+    """Return a row of our layout, and add its paragraphs to the passages."""
     ids: dict[str, str] = {}
     for title, sentences in zip(row["context"]["title"], row["context"]["sentences"], strict=True):
         text = " ".join("".join(sentences).split())
@@ -100,7 +100,7 @@ def question(row: dict[str, Any], passages: dict[tuple[str, str], str]) -> dict[
 
 
 def write(path: Path, values: Iterator[dict[str, Any]]) -> int:
-    """JSON Lines; the file appears when it is complete. Returns the number of lines."""
+    """Write JSON lines in one replacement, and return their number."""
     count = 0
     with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         for value in values:

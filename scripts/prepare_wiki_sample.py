@@ -1,4 +1,4 @@
-"""Tokenizer and cold-start demonstrations for configs/wiki_sample.yaml, made from the data itself.
+"""Make the tokenizer and cold-start demonstrations of configs/wiki_sample.yaml from its data.
 
     python scripts/prepare_wiki_sample.py --data DATA_FOLDER --output runs/wiki_sample/start
 
@@ -41,11 +41,11 @@ def main() -> int:
     rows = {row["id"]: row for row in corpus}
     with (arguments.output / "demonstrations.jsonl").open("w", encoding="utf-8") as file:
         for question in questions:
-            passages = [rows[name] for name in question.supporting_ids if name in rows][:MAX_DOCUMENTS]
-            if not passages:
+            supporting = [rows[name] for name in question.supporting_ids if name in rows][:MAX_DOCUMENTS]
+            if not supporting:
                 continue
             documents = []
-            for row in passages:
+            for row in supporting:
                 title, text = split_contents(row["contents"])
                 documents.append({"id": row["id"], "title": title, "text": text})
             answer = question.golden_answers[0]
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def train_tokenizer(texts: list[str]) -> Any:
-    """Byte-level BPE in HuggingFace's format, with the protocol's tags as single tokens."""
+    """Train byte-level BPE in HuggingFace's format, with the protocol's tags as single tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

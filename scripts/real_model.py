@@ -35,7 +35,7 @@ from calibadv_jax.core.errors import UserError
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from."""
+    """Origin of a model."""
 
     repository: str  # of the hub
     packages: tuple[str, ...]  # of the Python registry; joined in order they hold one GGUF file
@@ -85,7 +85,7 @@ LAYER_NAMES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What differs between the architectures of GGUF files that can be converted."""
+    """Differences between the architectures of convertible GGUF files."""
 
     architecture: str  # HuggingFace's class
     permuted: bool  # the rows of q and k stand in GGUF's order of halves

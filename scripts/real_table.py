@@ -17,14 +17,14 @@ METRICS = ("f1", "em", "text_f1", "text_cover_em", "format", "searches", "tokens
 
 def main(argv: list[str]) -> int:
     evaluations = Path(argv[0]) / "evaluations" if len(argv) == 1 else Path()
-    paths = {path.stem: path for path in sorted(evaluations.glob("*.json"))}
-    if len(argv) != 1 or not paths:
+    files = {path.stem: path for path in sorted(evaluations.glob("*.json"))}
+    if len(argv) != 1 or not files:
         sys.stderr.write("error: give the output folder of scripts/real_policy.sh, with its evaluations\n")
         return 2
-    names = [name for name in BASELINES if name in paths] + [name for name in paths if name not in BASELINES]
+    names = [name for name in BASELINES if name in files] + [name for name in files if name not in BASELINES]
     lines = [["", *METRICS, "F1 beside the cold start"], ["---"] * (len(METRICS) + 2)]
     for name in names:
-        report = json.loads(paths[name].read_text(encoding="utf-8"))
+        report = json.loads(files[name].read_text(encoding="utf-8"))
         comparison = evaluations.parent / "comparisons" / f"{name}.json"
         difference = _difference(json.loads(comparison.read_text())) if comparison.is_file() else ""
         lines.append([_label(name, report), *(_score(report, metric) for metric in METRICS), difference])

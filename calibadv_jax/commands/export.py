@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from calibadv_jax.config import Config, MeshConfig
-from calibadv_jax.config.kept import refuse_other_run
+from calibadv_jax.config.kept import newest_start, refuse_other_run
 from calibadv_jax.config.keys import among, marked
-from calibadv_jax.config.references import kept_values
+from calibadv_jax.config.load import kept_values
 from calibadv_jax.config.sections.section import Mark
-from calibadv_jax.config.starts import newest_start
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.core.locking import locked_output

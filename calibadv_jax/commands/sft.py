@@ -22,7 +22,7 @@ import numpy as np
 
 from calibadv_jax.config import Config, SftPhase, dump_config
 from calibadv_jax.config.kept import refuse_other_run
-from calibadv_jax.config.references import kept_values
+from calibadv_jax.config.load import kept_values
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json, write_text

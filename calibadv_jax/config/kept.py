@@ -1,40 +1,134 @@
-"""The configs that a run keeps, and whose folder a path lies in: paths follow the run's folder."""
+"""The configs that a run keeps: ``configs/N.yaml`` of every start, and ``N.json`` with its hashes.
+
+Paths inside the folder of a run follow that folder.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from calibadv_jax.config.keys import drop_removed
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import write_json, write_text
+
+FOLDER = "configs"
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run."""
+
+    path: Path
+    config: dict[str, Any]  # nested as in the file, which may lack keys that are newer than it
+    identity: dict[str, str]  # hashes of questions, policy's config and vocabulary; empty if they are lost
+    damaged: tuple[Path, ...] = ()  # files of newer starts, which were cut off
+
+
+def start_files(run: Path) -> list[Path]:
+    """Return ``configs/N.yaml`` of every start of a run, in their order."""
+    numbered = [path for path in (run / FOLDER).glob("*.yaml") if path.stem.isdecimal()]
+    return sorted(numbered, key=lambda path: int(path.stem))
+
+
+def newest_start(run: Path) -> Start | None:
+    """Return the newest start whose files are whole, with rebased paths; None if the folder has none.
+
+    If the hashes of every start are lost, the newest start with a config counts.
+
+    Raises:
+        UserError: every config is damaged.
+    """
+    damaged: list[Path] = []
+    without_hashes = None
+    for path in reversed(start_files(run)):
+        kept, identity = read_config(path), _read_identity(path.with_suffix(".json"))
+        config = None if kept is None else rebase_paths(kept, run)
+        if config is not None and identity is not None:
+            return Start(path, config, identity, tuple(damaged))
+        damaged.append(path if config is None else path.with_suffix(".json"))
+        if config is not None and without_hashes is None:
+            without_hashes = Start(path, config, {}, tuple(damaged))
+    if damaged and without_hashes is None:
+        raise UserError(
+            f"{damaged[0]}: empty or cut off (was the disk full?), and no older start is whole; write the"
+            f" run's config there (calibadv train --config FILE --dry-run > {damaged[0]}), or choose another"
+            " run.dir"
+        )
+    return without_hashes
+
+
+def run_hash(run: Path) -> str:
+    """Return the hash of a run's first start: config, questions, model, vocabulary; empty before it."""
+    files = [run / FOLDER / name for name in ("0.yaml", "0.json")]
+    if not files[0].is_file():
+        return ""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
+
+
+def add_start(run: Path, config: str, identity: Mapping[str, str]) -> None:
+    """Keep one more start; its config appears last.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    starts = start_files(run)
+    path = run / FOLDER / f"{int(starts[-1].stem) + 1 if starts else 0}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path.with_suffix(".json"), identity)
+    write_text(path, config)
+
+
+def read_config(path: Path) -> dict[str, Any] | None:
+    """Return the nested values of a kept config; None if the file is damaged."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return None
+    # A file that was cut off may still be YAML, but lacks the end of a line.
+    if not text.endswith("\n") or not isinstance(values, dict):
+        return None
+    if not all(isinstance(section, dict | list) for section in values.values()):
+        return None
+    drop_removed(values)
+    return values
+
+
+def _read_identity(path: Path) -> dict[str, str] | None:
+    """None if the file is damaged; empty if there is none, as earlier versions left it."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def run_of(path: Path) -> Path | None:
-    """The folder of the run that kept this config: RUN/configs/N.yaml beside N.json; None for other files."""
-    is_kept = path.parent.name == "configs" and path.stem.isdigit() and path.with_suffix(".json").is_file()
+    """Return the folder of the run that kept a config, by its name; None for other files."""
+    is_kept = path.parent.name == FOLDER and path.stem.isdigit() and path.with_suffix(".json").is_file()
     return path.parent.parent if is_kept else None
 
 
 def rebase_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The values of a kept config with every path inside its run.dir as one inside `folder`.
-
-    Args:
-        values: nested, as in the YAML file.
-        folder: where the run lies now.
-    """
+    """Return the nested values of a kept config with the paths inside its run.dir inside `folder`."""
     return _rebased(values, str(folder), lambda *_: True)
 
 
 def follow_run(
     values: Mapping[str, Any], folder: str, outputs: Collection[str], with_inputs: bool
 ) -> dict[str, Any]:
-    """Return a file's values where its run.dir is overridden: paths inside it lie inside `folder` instead.
+    """Return a file's nested values with the paths inside its run.dir inside `folder`, the new run.dir.
 
     An input stays in the folder of the file's run, where it is only read, unless `folder` holds it too.
 
     Args:
-        values: nested, as in the YAML file.
-        folder: the new run.dir.
         outputs: dotted keys of what commands write, which always moves.
         with_inputs: whether inputs always move: the command makes them itself.
     """
@@ -48,12 +142,7 @@ def follow_run(
 
 
 def refuse_other_run(path: Path, key: str, run: Path) -> None:
-    """Check that an output does not lie in the folder of another run.
-
-    Args:
-        path: the output.
-        key: the config key that names it, for messages.
-        run: run.dir.
+    """Check that an output, which the config key names, does not lie in another run's folder than run.dir.
 
     Raises:
         UserError: the nearest folder of a run around `path` is not `run`.
@@ -72,11 +161,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _rebased(values: Mapping[str, Any], folder: str, moves: Callable[[str, str], bool]) -> dict[str, Any]:
-    """Nested values with the paths inside their run.dir inside `folder`.
-
-    Args:
-        moves: whether a path moves, by its dotted key and its new place.
-    """
+    """Move the paths inside run.dir into `folder`; `moves` takes a path's dotted key and its new place."""
     run = values.get("run")
     before = run.get("dir") if isinstance(run, Mapping) else None
     if not isinstance(before, str) or not before.rstrip("/"):

@@ -1,24 +1,71 @@
-"""The names of all keys, and what somebody may have meant by another name."""
+"""The names of all keys, and the keys that an unknown name may stand for."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import typing
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic.dataclasses import is_pydantic_dataclass
 
-from calibadv_jax.config import peer_keys
-from calibadv_jax.config.peer_keys import PeerKey
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
 
+PEER_PAGE = "docs/coming_from.md"
+_PEER_TABLE = Path(__file__).with_name("peer_keys.yaml")
+_SHORT_NAMES = "short names"  # in the table, beside the trainers
+# Keys of earlier versions -> the value that is fixed now; the table of peers' keys says why.
+REMOVED = {"policy.lora.dropout": 0.0, "reward.judge.max_answer": 2000, "sampler.request_timeout": 1800.0}
+
+
+@dataclass(frozen=True)
+class PeerKey:
+    """A key of another trainer, or of an earlier version of this one."""
+
+    trainer: str  # "" for a short name
+    name: str  # dotted
+    keys: tuple[str, ...]  # of this project, that together stand for it; empty: it has no counterpart
+    note: str  # how the value differs, or why there is no counterpart
+
+
+@functools.cache
+def peer_keys() -> tuple[PeerKey, ...]:
+    """Return the keys of other trainers, from the table beside this module."""
+    table = yaml.safe_load(_PEER_TABLE.read_text(encoding="utf-8"))
+    parts = [
+        (trainer, name, *text.partition("; "))
+        for trainer, rows in table.items()
+        for name, text in rows.items()
+    ]
+    return tuple(
+        PeerKey("" if trainer == _SHORT_NAMES else trainer, name, tuple(filter(None, keys.split(", "))), note)
+        for trainer, name, keys, _, note in parts
+    )
+
+
+def find_peer_keys(dotted: str) -> tuple[list[PeerKey], int]:
+    """Return the peers' keys that share the longest end with a name, and the number of words they share.
+
+    Keys with a counterpart come alone, if there are any. A key of exactly this name shares all words.
+    """
+    words = dotted.split(".")
+    best, longest = [key for key in peer_keys() if key.name == dotted], len(words)
+    while longest and not best:
+        end = words[-longest:]
+        best = [key for key in peer_keys() if key.name.split(".")[-longest:] == end]
+        longest -= not best
+    return [key for key in best if key.keys] or best, longest
+
 
 def known_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Dotted name of every key -> its type, sections included; not the keys of sections in a list."""
+    """Return the type of every key by its dotted name, sections included; not of sections in a list."""
     keys: dict[str, Any] = {}
     for name, kind in _fields(section).items():
         keys[prefix + name] = kind
@@ -29,18 +76,18 @@ def known_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
 
 def marked(mark: Mark, section: type = Config, prefix: str = "") -> tuple[str, ...]:
     """Dotted names of the keys and sections whose field has this mark; not those inside such a section."""
-    found: list[str] = []
+    names: list[str] = []
     for name, kind in _fields(section).items():
         if mark in section.__pydantic_fields__[name].metadata:  # type: ignore[attr-defined]
-            found.append(prefix + name)
+            names.append(prefix + name)
         elif isinstance(kind, type):
-            found += marked(mark, kind, f"{prefix}{name}.")
-    return tuple(found)
+            names += marked(mark, kind, f"{prefix}{name}.")
+    return tuple(names)
 
 
 def among(keys: Iterable[str], name: str) -> bool:
     """Whether a key or one of its sections is among `keys`."""
-    return any(name == one or name.startswith(f"{one}.") for one in keys)
+    return any(name == key or name.startswith(f"{key}.") for key in keys)
 
 
 def type_of(dotted: str) -> Any:
@@ -55,45 +102,55 @@ def type_of(dotted: str) -> Any:
 
 
 def refuse_unknown(given: Any, source: str) -> None:
-    """Checks the keys of a nested mapping.
+    """Check the keys of a nested mapping.
 
     Raises:
-        UserError: an unknown key, with `source` and the known key that was probably meant.
+        UserError: an unknown key, with `source` and the key that was probably meant.
     """
 
     def walk(node: Any, kind: Any, prefix: str) -> None:
-        if isinstance(node, list) and typing.get_origin(kind) is list:
+        is_list = typing.get_origin(kind) is list
+        if isinstance(node, list) and is_list:
             for index, element in enumerate(node):
                 walk(element, typing.get_args(kind)[0], f"{prefix}{index}.")
-        elif isinstance(node, dict) and (fields := _fields(kind)):
+        elif isinstance(node, dict) and ((fields := _fields(kind)) or is_list):
             for name, value in node.items():
+                if is_list and str(name).isdecimal():  # an element of a list of sections
+                    continue
                 if name not in fields:
                     raise UserError(f"{source}: unknown key {_with_hint(f'{prefix}{name}', value, fields)}")
                 walk(value, fields[name], f"{prefix}{name}.")
-        elif isinstance(node, dict) and typing.get_origin(kind) is list:  # of sections, by their numbers
-            for name, value in node.items():
-                if not str(name).isdecimal():
-                    raise UserError(f"{source}: unknown key {_with_hint(f'{prefix}{name}', value, {})}")
 
     walk(given, Config, "")
 
 
+def drop_removed(values: dict[str, Any]) -> None:
+    """Drop from nested values the keys of earlier versions that have the value which is fixed now."""
+    for dotted, fixed in REMOVED.items():
+        *sections, name = dotted.split(".")
+        section: Any = values
+        for part in sections:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.get(name) == fixed:
+            del section[name]
+
+
+def counterpart(dotted: str) -> str:
+    """Return in words the keys that an unknown name may stand for; "" where nothing is close."""
+    return _hint(dotted, False, _fields(Config))
+
+
 def _fields(kind: Any) -> dict[str, Any]:
-    """Name -> type of a section's keys; none if `kind` is no section."""
+    """Name -> type of a section's keys; empty if `kind` is no section."""
     if not is_pydantic_dataclass(kind):
         return {}
     return {name: field.annotation for name, field in kind.__pydantic_fields__.items()}
 
 
-def counterpart(dotted: str) -> str:
-    """Return in words what stands here for a name that is no key; "" where nothing is close."""
-    return _hint(dotted, False, _fields(Config))
-
-
 def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
-    """``'learner.lr'; did you mean 'learner.optimizer.lr'?``; a section like none gives its first key."""
+    """``'learner.lr'; did you mean 'learner.optimizer.lr'?``; an unknown section gives its first key."""
     is_section = isinstance(value, dict) and bool(value)
-    is_of_peer = is_section and any(key.name.startswith(f"{dotted.lstrip('+')}.") for key in peer_keys.ALL)
+    is_of_peer = is_section and any(key.name.startswith(f"{dotted.lstrip('+')}.") for key in peer_keys())
     if not is_of_peer and (hint := _hint(dotted, isinstance(value, dict), siblings)):
         return f"{dotted!r}; {hint}"
     if is_section:
@@ -103,59 +160,47 @@ def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
 
 
 def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
-    """Return the known keys that an unknown key may stand for, the likeliest first; "" if nothing is close.
-
-    A key of another trainer by its whole name, a key of the same name in the section, a key of another
-    trainer by the end of its name, a key of the same name elsewhere, a key of the same section that is
-    spelled nearly so, such a name of another trainer, a key anywhere that is spelled nearly so: the first of
-    these that exists.
-    """
+    """Return a peer's key of this whole name, else a key of this name in the section, a peer's key by the end
+    of its name, a key of this name elsewhere, or a similar name: in the section, of a peer, anywhere."""
     dotted = dotted.lstrip("+")  # Hydra's mark of a key that is added
     section, _, name = dotted.rpartition(".")
+    top = section.partition(".")[0]
     keys = [key for key, kind in known_keys().items() if bool(_fields(kind)) == is_section]
     same_name = [key for key in keys if key.rpartition(".")[2] == name]
-    peers, words = ([], 0) if is_section else peer_keys.find(dotted)
+    peers, words = ([], 0) if is_section else find_peer_keys(dotted)
     if any(peer.name == dotted for peer in peers):
         return _of_peers(peers)
-    top = section.partition(".")[0]
     if inside := [key for key in same_name if top and key.startswith(f"{top}.")]:
-        return _question(inside[:3])
+        return _question(inside)
     if words > bool(same_name):
         return _of_peers(peers)
     if same_name:
-        return _question(same_name[:3])
+        return _question(same_name)
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return _question([f"{section}.{near[0]}".lstrip(".")])
-    names = [] if is_section else {key.name.rpartition(".")[2] for key in peer_keys.ALL}
-    if near := difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.85):
-        return _of_peers(peer_keys.find(near[0])[0])
-    if top not in _fields(Config) and any(key.name.startswith(f"{top}.") for key in peer_keys.ALL):
-        return ""  # a rare key of another trainer: what is spelled nearly so means something else
-    last = {key.rpartition(".")[2] for key in keys}
-    if near := difflib.get_close_matches(name, sorted(last), n=1, cutoff=0.75):
-        return _question(_nearest_to(section, [key for key in keys if key.rpartition(".")[2] == near[0]]))
+    names = [] if is_section else sorted({key.name.rpartition(".")[2] for key in peer_keys()})
+    if near := difflib.get_close_matches(name, names, n=1, cutoff=0.85):
+        return _of_peers(find_peer_keys(near[0])[0])
+    if top not in _fields(Config) and any(key.name.startswith(f"{top}.") for key in peer_keys()):
+        return ""  # a rare key of another trainer: a similar name means something else
+    last = sorted({key.rpartition(".")[2] for key in keys})
+    if near := difflib.get_close_matches(name, last, n=1, cutoff=0.75):
+        similar = [key for key in keys if key.rpartition(".")[2] == near[0]]
+        return _question([key for key in similar if top and key.startswith(f"{top}.")] or similar)
     return ""
 
 
-def _question(keys: Iterable[str]) -> str:
-    return f"did you mean {' or '.join(map(repr, keys))}?"
+def _question(keys: list[str]) -> str:
+    return f"did you mean {' or '.join(map(repr, keys[:3]))}?"
 
 
-def _of_peers(peers: Iterable[PeerKey]) -> str:
+def _of_peers(peers: list[PeerKey]) -> str:
     """``did you mean 'loss.clip_low' and 'loss.clip_high'? (verl: docs/coming_from.md)``"""
-    peers = list(peers)
     trainers = ", ".join(dict.fromkeys(peer.trainer for peer in peers if peer.trainer))
-    page = f"{trainers}: {peer_keys.PAGE}" if trainers else ""
+    page = f"{trainers}: {PEER_PAGE}" if trainers else ""
     notes = "; ".join(list(dict.fromkeys(peer.note for peer in peers if peer.note))[:3])
     if not peers[0].keys:
         return f"it has no counterpart: {notes}" + (f" ({page})" if page else "")
     meant = list(dict.fromkeys(" and ".join(map(repr, peer.keys)) for peer in peers))[:3]
     more = "; ".join(filter(None, (notes, page)))
     return f"did you mean {' or '.join(meant)}?{f' ({more})' if more else ''}"
-
-
-def _nearest_to(section: str, keys: list[str]) -> list[str]:
-    """The `keys` inside the section that was named, or of all sections if none is, at most three."""
-    top = section.partition(".")[0]
-    inside = [key for key in keys if top and key.startswith(f"{top}.")]
-    return (inside or keys)[:3]

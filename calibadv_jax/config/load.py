@@ -1,9 +1,15 @@
-"""Reads a config from YAML files and ``key.path=value`` overrides; says in one line what is wrong."""
+"""Reads configs from YAML files and ``key.path=value`` overrides, and writes them.
+
+What is kept of a config has its references to the environment, ``${oc.env:NAME}``, and not their values.
+OmegaConf merges and resolves, pydantic checks the types; errors are one line that names the file and the key.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -18,18 +24,20 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from calibadv_jax.config.kept import follow_run, rebase_paths, run_of
-from calibadv_jax.config.keys import marked, refuse_unknown, type_of
-from calibadv_jax.config.references import kept_values, note_references
+from calibadv_jax.config.keys import drop_removed, marked, refuse_unknown, type_of
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.section import Mark
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, one_line
+from calibadv_jax.core.secrets import redact, remember
 
 COMMAND_LINE = "command line"
 SERVICE_KEYS = ("corpus_path", "index_path", "retriever_name")  # which only the retrieval service has
 BASE = "base"  # key of a file that builds upon another file
+REFERENCE = re.compile(r"(?<!\\)\$\{\s*oc\.env:\W*(\w+)[^{}]*\}")
 
 Source = tuple[str, set[str]]  # a file or the command line, and the dotted names of what it sets
 
+_references: dict[tuple[str, str], str] = {}  # (dotted key, value) -> the text that refers to the environment
 _DEMANDS = {  # pydantic's error type -> a demand with the way out, if pydantic's own words lack it
     "dataclass_type": "must be a section with keys of its own; leave it out for the defaults",
     "string_type": "must be text",
@@ -45,31 +53,30 @@ _DEMANDS = {  # pydantic's error type -> a demand with the way out, if pydantic'
 def load_config(
     paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), with_inputs: bool = False
 ) -> Config:
-    """Reads YAML files, each over the file before it, and applies ``key.path=value`` overrides.
+    """Read YAML files, each over the file before it, and apply ``key.path=value`` overrides.
 
     A file may build upon another: its key ``base`` names that file, relative to its own folder. Sections
     merge key by key; a list replaces a list. An interpolation sees the final values. In a config that a run
     kept, paths inside the run's folder are taken in its present place. Where run.dir is overridden, the
     paths of a file that lie inside its run.dir follow; see `follow_run`.
 
-    The type of an override's key decides how its value is read: text stays as it was typed (but
-    for quotes around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
+    The type of an override's key decides how its value is read: text is taken literally (but for quotes
+    around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
 
     Args:
         with_inputs: see `follow_run`.
 
     Raises:
-        UserError: missing file, bad YAML, unknown key (with the one that was probably meant), bad value.
+        UserError: missing file, bad YAML, unknown key (with the key that was probably meant), bad value.
     """
     given = [paths] if isinstance(paths, str | Path) else paths
     return _merged([file for path in given for file in _read(Path(path), ())], overrides, with_inputs)
 
 
 def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
-    """The config that a text holds, such as a config that a run kept; overrides as for `load_config`.
+    """Return the config in a text (YAML or JSON), with overrides as for `load_config`.
 
     Args:
-        text: YAML or JSON.
         name: of the file that holds the text, for messages.
 
     Raises:
@@ -81,17 +88,45 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML, every key written out; see `kept_values`."""
+    """Return the resolved config as YAML, every key written out; see `kept_values`."""
     return yaml.safe_dump(kept_values(config), sort_keys=False)
+
+
+def kept_values(config: Config) -> dict[str, Any]:
+    """Return the nested values of a config as they are kept; read again they are the same config."""
+
+    def keep(value: Any, referring: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: keep(value[name], referring[name]) for name in value}
+        if isinstance(value, list):
+            return [keep(*pair) for pair in zip(value, referring, strict=True)]
+        if not isinstance(value, str) or value != referring or value in defaults:
+            return referring
+        return redact(value.replace("${", "\\${"))
+
+    # Of a config that was not loaded.
+    defaults = re.findall(r"'(\$\{[^']*)'", str(dataclasses.asdict(Config())))
+    values = dataclasses.asdict(config)
+    kept: dict[str, Any] = keep(values, with_references(values))
+    return kept
+
+
+def with_references(values: Any, key: str = "") -> Any:
+    """Return nested values of a config with references in place of what comes from the environment."""
+    if isinstance(values, dict):
+        return {name: with_references(value, f"{key}.{name}".lstrip(".")) for name, value in values.items()}
+    if isinstance(values, list):
+        return [with_references(value, f"{key}.{index}") for index, value in enumerate(values)]
+    return _references.get((key, values), values) if isinstance(values, str) else values
 
 
 def _merged(
     files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str], with_inputs: bool = False
 ) -> Config:
-    """The config of files, by name, each over the file before it, and of overrides over all files."""
+    """Merge files, by name, each over the file before it, and overrides over all files."""
     merged, sources = _resolved(files, overrides)
     run = str(merged["run"]["dir"])
-    setter = next((name for name, keys in reversed(sources) if "run.dir" in keys), "")
+    setter = _last_setter("run.dir", sources)
     followed = [
         (name, loaded if name == setter else _following(loaded, run, with_inputs)) for name, loaded in files
     ]
@@ -102,8 +137,12 @@ def _merged(
     return _validate(merged, sources)
 
 
+def _last_setter(key: str, sources: Sequence[Source]) -> str:
+    return next((name for name, keys in reversed(sources) if key in keys), "")
+
+
 def _following(loaded: DictConfig, run: str, with_inputs: bool) -> DictConfig:
-    """A file's values for a run in the folder `run`."""
+    """Return a file's values for a run in the folder `run`."""
     values: Any = OmegaConf.to_container(loaded)
     before = (values.get("run") or {}).get("dir")
     if not isinstance(before, str) or Path(before).resolve() == Path(run).resolve():
@@ -112,9 +151,8 @@ def _following(loaded: DictConfig, run: str, with_inputs: bool) -> DictConfig:
 
 
 def _check_mirror(run: Any, moved: Mapping[str, DictConfig], sources: Sequence[Source]) -> None:
-    """Refuse the mirror of the run that kept a file, from which another run.dir would take that run."""
-    name = next((name for name, keys in reversed(sources) if "run.mirror" in keys), "")
-    mirror = run["mirror"]
+    """Refuse the mirror of the run that kept a file, from which another run.dir would fetch that run."""
+    name, mirror = _last_setter("run.mirror", sources), run["mirror"]
     if mirror and name in moved and run_of(Path(name)) and mirror == moved[name].run.mirror:
         raise UserError(
             f"{name}: run.mirror={mirror} belongs to the run that kept this file; for"
@@ -123,8 +161,8 @@ def _check_mirror(run: Any, moved: Mapping[str, DictConfig], sources: Sequence[S
 
 
 def _resolved(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) -> tuple[Any, list[Source]]:
-    """The nested values of files and overrides, and where they come from."""
-    # Defaults come first, so that an interpolation may name a key which the files leave alone.
+    """Return the nested values of files and overrides, and their sources."""
+    # Defaults come first, so that an interpolation may name a key that no file sets.
     config = OmegaConf.create(dataclasses.asdict(Config()))
     sources = []
     for name, loaded in files:
@@ -133,18 +171,18 @@ def _resolved(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str])
         sources.append((name, _names(OmegaConf.to_container(loaded))))
     for override in overrides:
         sources.append((COMMAND_LINE, {_apply(config, override)}))
-    with _errors_of(_all(sources)):
+    with _errors_of(_all_files(sources)):
         resolved = OmegaConf.to_container(config, resolve=True)
-    note_references(config, resolved)
+    _note_references(config, resolved)
     return resolved, sources
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig]]:
-    """The file after the files that it builds upon; `above`: the files that build upon it."""
+    """Yield the files that a file builds upon, then the file; `above`: the files that build upon it."""
     if not path.is_file():
         by = f" ({BASE} of {above[-1]})" if above else ""
         raise UserError(f"{path}: no such config file{by}; the shipped configs are in configs/")
-    if path.resolve() in [one.resolve() for one in above]:
+    if path.resolve() in [file.resolve() for file in above]:
         raise UserError(f"{path}: builds upon itself ({BASE} of {above[-1]}); correct one of the two")
     with _errors_of(str(path)):
         loaded = OmegaConf.load(path)
@@ -161,7 +199,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig
 
 
 def _checked(loaded: Any, name: str) -> DictConfig:
-    """What was read, if it is a mapping of known sections and keys."""
+    """Return a file's values if they are a mapping of known sections and keys."""
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{name}: expected a mapping of sections, got a list")
     if named := [key for key in SERVICE_KEYS if key in loaded]:
@@ -169,12 +207,14 @@ def _checked(loaded: Any, name: str) -> DictConfig:
             f"{name}: holds options of the retrieval service ({', '.join(named)}), and is no config of a run;"
             f" start the service with it: scripts/launch_retriever.sh --config {name}"
         )
-    refuse_unknown(OmegaConf.to_container(loaded), name)
-    return loaded
+    values: Any = OmegaConf.to_container(loaded)
+    drop_removed(values)
+    refuse_unknown(values, name)
+    return OmegaConf.create(values)
 
 
 def _apply(config: DictConfig, override: str) -> str:
-    """Sets what ``key.path=value`` says; the key."""
+    """Set the value of ``key.path=value`` and return the key."""
     key, equals, text = override.partition("=")
     if not key or not equals:
         raise UserError(f"override {override!r} is not of the form key.path=value")
@@ -183,24 +223,24 @@ def _apply(config: DictConfig, override: str) -> str:
         alone = OmegaConf.create()
         OmegaConf.update(alone, key, value)
         refuse_unknown(OmegaConf.to_container(alone), COMMAND_LINE)
-        # One text, a list or a mapping of them: what the file has of another kind cannot be merged.
+        # A union is text, a list or a mapping of texts: the file's value of another kind cannot be merged.
         OmegaConf.update(config, key, value, merge=not isinstance(type_of(key), UnionType))
     return key
 
 
 @contextmanager
 def _errors_of(source: str) -> Iterator[None]:
-    """Errors of YAML and OmegaConf as one line that names where the text came from."""
+    """Raise errors of YAML and OmegaConf as one line that names the source of the text."""
     try:
         yield
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{source}: not valid YAML: {one_line(error)}") from error
     except OmegaConfBaseException as error:
-        raise UserError(f"{source}: {' '.join(str(error).split())}") from error
+        raise UserError(f"{source}: {one_line(error)}") from error
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """The value of an override whose key has type `kind`; interpolations stay as they are."""
+    """Return the value of an override whose key has type `kind`; interpolations stay as they are."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     is_collection = text.lstrip()[:1] in tuple("[{")
     is_paths = isinstance(kind, UnionType) and str in typing.get_args(kind)  # a text, or several
@@ -214,6 +254,53 @@ def _parse(text: str, kind: Any) -> Any:
     return parsed["value"]
 
 
+def _note_references(config: DictConfig, resolved: Any) -> None:
+    """Remember which of the nested values `resolved` come from the environment, in whole or in part."""
+    raw = OmegaConf.to_container(config)
+    if "oc.env" not in str(raw):
+        return
+    named = OmegaConf.create(_escaped(raw))  # resolves to the references themselves
+
+    def walk(node: Any, value: Any, key: str) -> None:
+        if isinstance(node, dict) and isinstance(value, dict):
+            for name in node:
+                walk(node[name], value[name], f"{key}.{name}".lstrip("."))
+        elif isinstance(node, list) and isinstance(value, list):
+            for index, pair in enumerate(zip(node, value, strict=True)):
+                walk(*pair, f"{key}.{index}")
+        elif isinstance(node, str) and isinstance(value, str) and "${" in node:
+            reference = _reference(named, key, node, value)
+            if reference != value:
+                _references[key, value] = reference
+
+    walk(raw, resolved, "")
+
+
+def _reference(named: Any, key: str, node: str, value: str) -> str:
+    """Return the text of a key that resolves to `value`; `value` itself if it refers to no variable."""
+    try:
+        reference = OmegaConf.select(named, key)
+        if "oc.env" not in node and reference == value:
+            return value
+        return str(reference) if OmegaConf.create({"value": reference}).value == value else node
+    except OmegaConfBaseException:  # a reference within another resolver
+        return node
+
+
+def _escaped(raw: Any) -> Any:
+    """Escape the references of nested values, and remember the secrets that they refer to."""
+    if isinstance(raw, dict):
+        return {name: _escaped(value) for name, value in raw.items()}
+    if isinstance(raw, list):
+        return [_escaped(value) for value in raw]
+    if not isinstance(raw, str):
+        return raw
+    for name in REFERENCE.findall(raw):
+        if value := os.environ.get(name):
+            remember(name, value)
+    return REFERENCE.sub(r"\\\g<0>", raw)
+
+
 def _validate(merged: Any, sources: Sequence[Source]) -> Config:
     try:
         # As JSON, since strict validation (no text for a number, no number for a bool) of Python values
@@ -224,40 +311,37 @@ def _validate(merged: Any, sources: Sequence[Source]) -> Config:
         lines: dict[str, list[str]] = {}
         for item in error.errors():
             lines.setdefault(_blamed(item, sources), []).append(_line(item, overridden))
-        raise UserError("; ".join(f"{name}: {'; '.join(said)}" for name, said in lines.items())) from error
+        raise UserError("; ".join(f"{name}: {'; '.join(texts)}" for name, texts in lines.items())) from error
     except TypeError as error:
         raise UserError(
-            f"{_all(sources)}: {error}: values are text, numbers, true, false, null, lists and mappings"
+            f"{_all_files(sources)}: {error}: values are text, numbers, true, false, null, lists and mappings"
         ) from error
 
 
 def _names(node: Any, prefix: str = "") -> set[str]:
-    """Dotted names of what a file sets, sections included."""
+    """Return the dotted names of the keys and sections that a file sets."""
     if not isinstance(node, dict):
         return set()
     names = {f"{prefix}{name}" for name in node}
     return names.union(*(_names(value, f"{prefix}{name}.") for name, value in node.items()))
 
 
-def _all(sources: Sequence[Source]) -> str:
-    """Every file, if none can be blamed alone."""
+def _all_files(sources: Sequence[Source]) -> str:
     return " + ".join(dict.fromkeys(name for name, _ in sources if name != COMMAND_LINE))
 
 
 def _blamed(error: ErrorDetails, sources: Sequence[Source]) -> str:
-    """The file that set the value last; all that set something of a section; all if nobody did."""
+    """Name the file that set the value last; of a section all files that set a key; all files otherwise."""
     parts = list(map(str, error["loc"]))
     while parts:
         key = ".".join(parts)  # of a list in the file, for what is inside it
-        setters = [name for name, keys in sources if key in keys]
-        if setters[-1:] == [COMMAND_LINE]:
+        setters = [source for source in sources if key in source[1]]
+        if setters and setters[-1][0] == COMMAND_LINE:
             break
-        if setters and isinstance(error["input"], dict):
-            return " + ".join(dict.fromkeys(name for name in setters if name != COMMAND_LINE))
         if setters:
-            return setters[-1]
+            return _all_files(setters) if isinstance(error["input"], dict) else setters[-1][0]
         parts.pop()
-    return _all(sources)
+    return _all_files(sources)
 
 
 def _line(error: ErrorDetails, overridden: Set[str]) -> str:
@@ -270,7 +354,7 @@ def _line(error: ErrorDetails, overridden: Set[str]) -> str:
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
         demand += ": put the value in quotes"
     line = f"{key}: {demand}" if key else demand
-    if isinstance(error["input"], dict):  # a whole section: the message says which values
+    if isinstance(error["input"], dict):  # a whole section: the message has the values
         return line
     place = f" on the {COMMAND_LINE}" if key in overridden else ""
     return f"{line} (got {json.dumps(error['input'])}{place})"

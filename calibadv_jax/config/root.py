@@ -1,4 +1,4 @@
-"""A whole run: every section, and what must hold between them."""
+"""A whole run: every section, and the rules between them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,25 @@ from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.credit import AdvantageConfig, RewardConfig
 from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
-from calibadv_jax.config.sections.evaluate import EvaluateConfig
-from calibadv_jax.config.sections.guards import GuardsConfig
-from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig
+from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig, SftConfig
 from calibadv_jax.config.sections.policy import DistributedConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
-from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
-from calibadv_jax.config.sections.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
-from calibadv_jax.config.sections.section import SECTION, Mark
-from calibadv_jax.config.sections.sft import SftConfig
-from calibadv_jax.config.sections.tools import OF_RETRIEVER, ToolConfig, tool_of
+from calibadv_jax.config.sections.rollout import (
+    OF_RETRIEVER,
+    RolloutConfig,
+    SamplerConfig,
+    ToolConfig,
+    tool_of,
+)
+from calibadv_jax.config.sections.run import (
+    CheckpointConfig,
+    EvaluateConfig,
+    ExportConfig,
+    GuardsConfig,
+    LogConfig,
+    RunConfig,
+)
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -44,8 +53,7 @@ class Config:
     tools: Annotated[list[ToolConfig], Mark.COLD_START] = Field(
         default_factory=lambda: [ToolConfig("search")]
     )
-    """The actions that the policy may take before it answers (docs/tools.md). An entry that has a name only
-    may be written as this name: [search, access]."""
+    """Actions of the policy before it answers (docs/tools.md); a name alone is an entry: [search, access]."""
     retriever: Annotated[RetrieverConfig, Mark.UNLEARNED, Mark.TUNED] = Field(default_factory=RetrieverConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
@@ -92,92 +100,69 @@ class Config:
         return [tool_of(entry) for entry in value] if isinstance(value, list) else value
 
     @model_validator(mode="after")
-    def _tools_differ(self) -> Config:
+    def _sections_fit(self) -> Config:
         names = [tool.name for tool in self.tools if tool.name]
-        if not self.tools or len(set(names)) < len(names):
-            raise ValueError(
-                f"tools is {names}: name each action once, and at least one; to answer without any action set"
-                " rollout.max_searches=0 and reward.format=false"
-            )
+        refuse_if(
+            not self.tools or len(set(names)) < len(names),
+            f"tools is {names}: name each action once, and at least one; to answer without any action set"
+            " rollout.max_searches=0 and reward.format=false",
+        )
+        refuse_if(
+            self.advantage.has_critic and self.critic.warmup_steps >= self.learner.steps,
+            f"critic.warmup_steps is {self.critic.warmup_steps}, but the run has learner.steps ="
+            f" {self.learner.steps}: the policy would never be trained; lower the first",
+        )
+        if self.guards.action == "rollback":
+            self._check_rollback()
+        refuse_if(
+            self.learner.row_length < self.rollout.max_length,
+            f"learner.row_length is {self.learner.row_length}, but a trajectory may have"
+            f" rollout.max_length = {self.rollout.max_length} tokens: raise the first or lower the second",
+        )
+        self._check_sampler()
         return self
 
-    @model_validator(mode="after")
-    def _policy_is_trained(self) -> Config:
-        if self.advantage.has_critic and self.critic.warmup_steps >= self.learner.steps:
-            raise ValueError(
-                f"critic.warmup_steps is {self.critic.warmup_steps}, but the run has learner.steps ="
-                f" {self.learner.steps}: the policy would never be trained; lower the first"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_rollback_finds_a_checkpoint(self) -> Config:
+    def _check_rollback(self) -> None:
         every, keep, patience = self.checkpoint.every, self.checkpoint.keep, self.guards.patience
-        if self.guards.action != "rollback":
-            return self
-        if not every:
-            raise ValueError(
-                "guards.action is rollback, but checkpoint.every is 0: there would be none to go back"
-                " to; set it to a number of steps"
-            )
+        refuse_if(
+            not every, "guards.action is rollback, but checkpoint.every is 0: set it to a number of steps"
+        )
         bad = -(-(patience - 1) // every)  # checkpoints of bad steps before the last of them trips the guard
-        if keep <= bad:
-            raise ValueError(
-                f"guards.action is rollback, but of checkpoint.keep={keep} checkpoints, one every {every}"
-                f" steps, none may be left from before the guards.patience={patience} bad steps: set"
-                f" checkpoint.keep={bad + 1} or more"
-            )
-        return self
+        refuse_if(
+            keep <= bad,
+            f"guards.action is rollback, but of checkpoint.keep={keep} checkpoints, one every {every} steps,"
+            f" none may be left from before the guards.patience={patience} bad steps: set"
+            f" checkpoint.keep={bad + 1} or more",
+        )
 
-    @model_validator(mode="after")
-    def _trajectories_fit_rows(self) -> Config:
-        if self.learner.row_length < self.rollout.max_length:
-            raise ValueError(
-                f"learner.row_length is {self.learner.row_length}, but a trajectory may have"
-                f" rollout.max_length = {self.rollout.max_length} tokens: raise the first or lower the second"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sampler_can_run_ahead(self) -> Config:
-        if self.rollout.max_staleness and self.sampler.name != "vllm":
-            raise ValueError(
-                f"rollout.max_staleness is {self.rollout.max_staleness}, but sampler.name={self.sampler.name}"
-                " samples on the learner's own devices: set it to 0, or sampler.name=vllm"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _loss_corrects_for_staleness(self) -> Config:
-        if self.rollout.max_staleness and not self.loss.corrects_for_sampler:
-            raise ValueError(
-                f"rollout.max_staleness is {self.rollout.max_staleness}, but the loss does not correct for"
-                " trajectories of older policies: set loss.importance_cap=2, or rollout.max_staleness=0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _loss_corrects_for_the_samplers_dtype(self) -> Config:
-        sampler, dtype = self.sampler, self.policy.compute_dtype
-        if sampler.dtype and sampler.name != "vllm":
-            raise ValueError(
-                f"sampler.dtype is {sampler.dtype}, but sampler.name={sampler.name} samples in the learner's"
-                " policy.compute_dtype: leave sampler.dtype out, or set sampler.name=vllm"
-            )
-        if sampler.dtype not in ("", dtype) and not self.loss.corrects_for_sampler:
-            raise ValueError(
-                f"sampler.dtype is {sampler.dtype} and policy.compute_dtype is {dtype}, but the loss does not"
-                " correct for the difference: set loss.importance_cap=2, or leave sampler.dtype out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _logprobs_are_comparable(self) -> Config:
-        truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
-        if truncated and self.loss.compares_with_sampler and self.sampler.name == "vllm":
-            raise ValueError(
-                "vLLM reports log-probabilities after top_p and top_k, which the learner cannot recompute:"
-                " set rollout.top_p=1 and rollout.top_k=0, or leave loss.importance_cap,"
-                " importance_low and importance_high at 0 and set loss.old_logprobs=recompute"
-            )
-        return self
+    def _check_sampler(self) -> None:
+        sampler, rollout, loss = self.sampler, self.rollout, self.loss
+        is_vllm, is_corrected = sampler.name == "vllm", loss.corrects_for_sampler
+        staleness = f"rollout.max_staleness is {rollout.max_staleness}, but"
+        refuse_if(
+            rollout.max_staleness and not is_vllm,
+            f"{staleness} sampler.name={sampler.name} samples on the learner's own devices: set it to 0, or"
+            " sampler.name=vllm",
+        )
+        refuse_if(
+            rollout.max_staleness and not is_corrected,
+            f"{staleness} the loss does not correct for trajectories of older policies: set"
+            " loss.importance_cap=2, or rollout.max_staleness=0",
+        )
+        refuse_if(
+            sampler.dtype and not is_vllm,
+            f"sampler.dtype is {sampler.dtype}, but sampler.name={sampler.name} samples in the learner's"
+            " policy.compute_dtype: leave sampler.dtype out, or set sampler.name=vllm",
+        )
+        dtype = self.policy.compute_dtype
+        refuse_if(
+            sampler.dtype not in ("", dtype) and not is_corrected,
+            f"sampler.dtype is {sampler.dtype} and policy.compute_dtype is {dtype}, but the loss does not"
+            " correct for the difference: set loss.importance_cap=2, or leave sampler.dtype out",
+        )
+        refuse_if(
+            (rollout.top_p < 1 or rollout.top_k > 0) and loss.compares_with_sampler and is_vllm,
+            "vLLM reports log-probabilities after top_p and top_k, which the learner cannot recompute: set"
+            " rollout.top_p=1 and rollout.top_k=0, or leave loss.importance_cap, importance_low and"
+            " importance_high at 0 and set loss.old_logprobs=recompute",
+        )

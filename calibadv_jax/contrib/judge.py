@@ -38,6 +38,7 @@ from calibadv_jax.services.http_client import (
 
 TOKEN_VARIABLE = "JUDGE_TOKEN"
 REMEMBERED = 100_000  # verdicts
+LONGEST_ANSWER = 2000  # letters that the judge sees
 LONGEST_REPLY = 2**22  # bytes: up to `max_concurrency` of them are read at once
 PROMPT = (
     "You judge answers to questions. You are given a JSON object with the fields question, golden_answers"
@@ -103,7 +104,7 @@ class JudgeClient:
 
     async def verdict(self, question: Question, answer: str) -> float:
         """Return the verdict on an answer, in [0, 1]; raises as `score`."""
-        data = data_of(question.text, question.golden_answers, answer, self.config.max_answer)
+        data = data_of(question.text, question.golden_answers, answer)
         if data in self._verdicts:
             return self._verdicts[data]
         asking = self._connections.get().asking
@@ -187,10 +188,14 @@ class JudgeClient:
         return RequestFailed(JUDGE, f"judge {self.url}: {reason}")
 
 
-def data_of(question: str, golden_answers: tuple[str, ...], answer: str, max_answer: int) -> str:
+def data_of(question: str, golden_answers: tuple[str, ...], answer: str) -> str:
     """Write one line of JSON for the judge: no text in it can end its field, its line or its message."""
     golden = f"[{', '.join(map(_quoted, golden_answers))}]"
-    fields = {"question": _quoted(question), "golden_answers": golden, "answer": _quoted(answer[:max_answer])}
+    fields = {
+        "question": _quoted(question),
+        "golden_answers": golden,
+        "answer": _quoted(answer[:LONGEST_ANSWER]),
+    }
     return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
 
 

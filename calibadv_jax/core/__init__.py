@@ -1,1 +1,1 @@
-"""What all other packages share: types, errors, the tag grammar, files, random seeds."""
+"""Types, errors, the tag grammar, files and random seeds: shared by all other packages."""

@@ -1,8 +1,4 @@
-"""How texts are compared with golden answers.
-
-Normalisation is the one customary in open-domain question answering (SQuAD): lower case, no ASCII
-punctuation, no English articles, single spaces. There is no special rule for yes/no answers.
-"""
+"""Comparison of texts with golden answers, normalised as in SQuAD; yes and no have no special rule."""
 
 from __future__ import annotations
 
@@ -15,11 +11,11 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normalise_answer(text: str) -> str:
-    """Lower case, ASCII punctuation and articles dropped, runs of whitespace squeezed to one space."""
+    """Return lower case without ASCII punctuation and English articles, with single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def holds_answer(text: str, golden_answers: Sequence[str]) -> bool:
-    """Whether the words of a golden answer stand in a text, both normalised; one without words never does."""
+    """Whether the words of a golden answer stand in a text, both normalised; an empty answer never does."""
     words = f" {normalise_answer(text)} "
     return any(golden and f" {golden} " in words for golden in map(normalise_answer, golden_answers))

@@ -1,4 +1,4 @@
-"""Errors whose messages are written for the user, and the exit statuses that they end a process with."""
+"""Errors with a message for the user, and their exit statuses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 INPUT_STATUS = 2  # a mistake in config, data or arguments: a restart fails again
 ENVIRONMENT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
-# Errors of the system that end without a change of the input.
+# Errors of the system that may pass without a change of the input.
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
+LONGEST_LINE = 300  # characters
 UNWRITABLE = (*PASSING, errno.EROFS, errno.EACCES, errno.EPERM)
 REFUSAL = "refused by calibadv_jax: "  # start of every refusal by our engine inside a vLLM worker
 
@@ -23,23 +24,19 @@ class UserError(Exception):
 
 
 class EnvironmentFailure(UserError):
-    """The environment failed and not the input: a service is away, a lock is held, another process ended."""
+    """The environment failed, not the input: a service is away, a lock is held, another process ended."""
 
 
 def exit_status(error: BaseException) -> int:
-    """Return the status with which an error for the user ends the process.
-
-    The disk may be full below an error that only names the file: the causes count too.
-    """
-    if any(isinstance(cause, EnvironmentFailure) for cause in _causes(error)):
-        return ENVIRONMENT_STATUS
-    return ENVIRONMENT_STATUS if storage_errno(error) in PASSING else INPUT_STATUS
+    """Return the exit status of an error or of its causes, such as a full disk."""
+    is_passing = any(isinstance(cause, EnvironmentFailure) for cause in _causes(error))
+    return ENVIRONMENT_STATUS if is_passing or storage_errno(error) in PASSING else INPUT_STATUS
 
 
 def storage_errno(error: BaseException) -> int | None:
     """Return the errno of a disk that cannot be written; None for other errors.
 
-    Libraries raise errors of their own that only quote the system's words (Orbax, safetensors, tokenizers).
+    Orbax, safetensors and tokenizers raise their own errors, which only quote the system's words.
     """
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno is not None:
@@ -51,7 +48,7 @@ def storage_errno(error: BaseException) -> int | None:
 
 
 def storage_path(error: BaseException) -> str | None:
-    """Return the path that an error of `storage_errno` names, if it names one."""
+    """Return the path that an error of `storage_errno` names, if any."""
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.filename is not None:
             return str(cause.filename)
@@ -60,11 +57,19 @@ def storage_path(error: BaseException) -> str | None:
     return None
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error as one line of at most 300 characters, for messages: ``… cannot be read ({text})``.
+
+    The system's errors give the system's words without number and path; errors without a message their type.
+    """
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    return " ".join(text.split())[:LONGEST_LINE] or type(error).__name__
+
+
 def cause_text(error: BaseException) -> str:
-    """Return the cause of a library's error as one short line: the system's words if it is the disk."""
+    """Return the cause of a library's error as one line: the system's words if the disk failed."""
     number = storage_errno(error)
-    text = str(error.__cause__ or error) if number is None else os.strerror(number)
-    return " ".join(text.split())[:300]
+    return one_line(error.__cause__ or error) if number is None else os.strerror(number)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -75,10 +80,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 class RequestFailed(EnvironmentFailure):
-    """A service could not serve one request: within a rollout this ends its trajectory and not the run.
+    """A service failed one request: within a rollout this ends its trajectory and not the run.
 
     Args:
-        service: who failed, one word: "sampler" or "retriever".
+        service: one word, such as "sampler" or "retriever".
     """
 
     def __init__(self, service: str, message: str):
@@ -87,11 +92,11 @@ class RequestFailed(EnvironmentFailure):
 
 
 class ActionRefused(Exception):
-    """An action does not take its body: the policy reads why, and the trajectory goes on."""
+    """An action refuses its body: the policy reads why, and the trajectory goes on."""
 
 
 class QueryRefused(RequestFailed):
-    """The retriever does not take this query, however often it is asked."""
+    """The retriever refuses this query, and would refuse it again."""
 
     def __init__(self, message: str):
         super().__init__("retriever", message)

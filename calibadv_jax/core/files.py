@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whatever ends the process, however full the disk."""
+"""Files and folders that are written whole or not at all, even if the process ends or the disk is full."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from typing import Any
 
 from calibadv_jax.core.errors import UserError, storage_errno
 
-PARTIAL, PREVIOUS = ".partial", ".previous"  # ends of the names of what is being written, and exchanged
+PARTIAL, PREVIOUS = ".partial", ".previous"  # suffixes of files being written, and exchanged
 
 
 def check_literal(folder: Path) -> None:
-    """Raise where Orbax would read the absolute path of a folder as a pattern and lose what it writes.
-
-    Raises:
-        ValueError: the path has a wildcard or a backslash.
-    """
+    """Raise ValueError for a wildcard or backslash in a path, which Orbax would read as a pattern."""
     path = str(folder.absolute())
     pattern = next((character for character in path if character in "*?[\\"), "")
     if pattern:
@@ -33,12 +29,9 @@ def check_literal(folder: Path) -> None:
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Make errors of a disk that cannot be written name `path`, those that libraries word themselves too.
+    """Turn the errors of any library for a disk that cannot be written into an OSError that names `path`.
 
-    Errors that name a file outside of `path` and of its partial names are left as they are.
-
-    Raises:
-        OSError: the disk is full, or does not take the file for another reason.
+    Errors that name a file outside of `path` and of its partial names stay as they are.
     """
     try:
         yield
@@ -52,10 +45,10 @@ def written(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield another name beside `path` to write to: it becomes `path` if the block ends well, else it goes.
+    """Yield another name beside `path` to write to, which becomes `path` if the block succeeds.
 
-    The data are on the disk before the name is: after a power failure no file is empty under its name. Of two
-    processes that write one path at the same time each replaces the other's complete file.
+    The data are on the disk before the name: after a power failure no file is empty. Two processes that write
+    one path at the same time replace each other's complete file.
 
     Raises:
         OSError: it cannot be written; an older file of this name is unchanged.
@@ -74,10 +67,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """As `replacing`, an empty folder: what it holds at the end becomes `path`, in place of an older one.
+    """As `replacing`, for a folder.
 
-    The next process that writes `path` removes what a killed one has left, and first gives back the older
-    folder if the kill came while the two were exchanged.
+    The next process that writes `path` removes the leftovers of a killed process, and restores the older
+    folder if it was killed during the exchange.
 
     Raises:
         OSError: it cannot be written; an older folder of this name is unchanged.
@@ -104,12 +97,11 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def _own_name(path: Path, end: str) -> Path:
-    """Return a hidden name beside `path` that no other process uses."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{end}")
 
 
 def _leftovers(path: Path, end: str) -> list[Path]:
-    """Return the hidden names of `path` that killed processes of this machine have left."""
+    """Return the hidden names beside `path` of killed processes of this machine."""
     start = f".{path.name}.{socket.gethostname()}."
     leftovers = []
     for other in path.parent.iterdir() if path.parent.is_dir() else ():
@@ -120,7 +112,7 @@ def _leftovers(path: Path, end: str) -> list[Path]:
 
 
 def _is_alive(pid: int) -> bool:
-    if pid == os.getpid():  # of another process that had this number: this one has only begun to write
+    if pid == os.getpid():  # of an earlier process with this number: this one has only begun to write
         return False
     try:
         os.kill(pid, 0)
@@ -137,13 +129,13 @@ def _to_disk(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """The text in UTF-8, in one replacement; see `replacing`."""
+    """Write a text in UTF-8; see `replacing`."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """The value as JSON, in one replacement; see `replacing`."""
+    """Write a value as JSON; see `replacing`."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
@@ -153,19 +145,16 @@ def content_hash(value: Any) -> str:
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
-    """The rows as JSON, a line each, in one replacement; see `replacing`."""
+    """Write rows as JSON lines; see `replacing`."""
     with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def read_json(path: Path, way_out: str = "copy the file again") -> dict[str, Any]:
-    """The JSON object of a file that exists.
-
-    Args:
-        way_out: what a user can do if the file is damaged.
+    """Return the JSON object in a file.
 
     Raises:
-        UserError: not a JSON object.
+        UserError: not a JSON object; the message ends with `way_out`.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Models and data sets of a HuggingFace hub: downloaded once, kept in huggingface_hub's cache.
+"""Models and data sets of a HuggingFace hub, in huggingface_hub's cache.
 
 `HF_ENDPOINT` names another hub, `HF_HOME` another cache, `HF_TOKEN` gives access to gated repositories.
 """
@@ -28,23 +28,18 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     RevisionResolutionError,
 )
 
-from calibadv_jax.core.errors import EnvironmentFailure, UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, one_line
 from calibadv_jax.core.files import write_json
 
 DATASETS = "hf://datasets/"
 PINS = "hub.json"  # in a run's folder
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".jsonl.gz", ".json.gz", ".tsv.gz", ".csv.gz")
-# Patterns of the files that go with a policy's weights, config.json apart.
+# Patterns of the files beside a policy's weights and config.json.
 TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("chat_template*", "generation_config.json"),
 )
-# What a policy needs; not other frameworks' weights, which many repositories carry beside.
+# A policy's files; many repositories hold weights of other frameworks too.
 SMALL_FILES = ("config.json", *TOKENIZER_FILES)
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -53,19 +48,15 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Pin:
-    """A repository at one commit."""
+    """A commit of a repository."""
 
     repository: str
-    revision: str  # as it was asked for
+    revision: str  # as requested
     commit: str
 
 
 def read_pins(folder: Path) -> list[Pin]:
-    """What a run started with; none if it used nothing of the hub.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the commits that a run started with; a damaged file is a UserError."""
     path = folder / PINS
     if not path.is_file():
         return []
@@ -73,7 +64,7 @@ def read_pins(folder: Path) -> list[Pin]:
         pins = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(pins, list):
             raise TypeError(f"{type(pins).__name__} instead of a list")
-        return [Pin(**one) for one in pins]
+        return [Pin(**pin) for pin in pins]
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{path}: damaged, so that the commits that the run began with are not known; remove it, and the"
@@ -82,26 +73,20 @@ def read_pins(folder: Path) -> list[Pin]:
 
 
 def write_pins(folder: Path, pins: Iterable[Pin]) -> None:
-    """Adds them to the run's; a repository's earlier pin of the same revision goes."""
+    """Add pins to the run's; they replace earlier pins of the same repository and revision."""
     kept = {(pin.repository, pin.revision): pin for pin in (*read_pins(folder), *pins)}
     if kept:
         write_json(folder / PINS, [asdict(pin) for pin in kept.values()])
 
 
 def is_repository(name: str) -> bool:
-    """Whether a name that is no path here can be a repository: ``OWNER/NAME`` or ``OWNER/NAME@REVISION``.
-
-    A name whose first part is a folder here is a path of a file that is missing.
-    """
-    return (
-        _REPOSITORY.fullmatch(name) is not None
-        and not Path(name).exists()
-        and not Path(name.split("/")[0]).exists()
-    )
+    """Whether a name is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, and neither it nor OWNER a path."""
+    is_path = Path(name).exists() or Path(name.split("/")[0]).exists()
+    return _REPOSITORY.fullmatch(name) is not None and not is_path
 
 
 def resolve(repository: str, revision: str) -> Pin:
-    """The commit that a branch or tag names now; what is in the cache if the hub cannot be reached.
+    """Return the commit that a branch or tag names now, or the cached commit if the hub cannot be reached.
 
     Raises:
         UserError: no such repository or revision, no permission, or no network and nothing in the cache.
@@ -117,11 +102,7 @@ def resolve(repository: str, revision: str) -> Pin:
 
 
 def fetch_model(pin: Pin, with_weights: bool) -> Path:
-    """The folder with the repository's config and tokenizer, and its safetensors if they are asked for.
-
-    Raises:
-        UserError: as `resolve`.
-    """
+    """Return the folder with the repository's config and tokenizer, and its weights. Errors as `resolve`."""
     patterns = [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())]
     with _errors(pin.repository, "model", pin.commit):
         return Path(
@@ -130,35 +111,35 @@ def fetch_model(pin: Pin, with_weights: bool) -> Path:
 
 
 def fetch_data(address: str) -> list[Path]:
-    """Files of a dataset repository: ``hf://datasets/OWNER/NAME[@REVISION][/FILE]``.
+    """Return the files of a dataset repository: ``hf://datasets/OWNER/NAME[@REVISION][/FILE]``.
 
     FILE may be a pattern. Without it the repository must hold exactly one data file.
 
     Raises:
-        UserError: as `resolve`; no such file; or several, and none was named.
+        UserError: as `resolve`; no such file; or several without FILE.
     """
     parts = address.removeprefix(DATASETS).split("/", 2)
     if len(parts) < 2:
         raise UserError(f"{address}: expected {DATASETS}OWNER/NAME/FILE")
     name, _, revision = parts[1].partition("@")
-    repository, wanted = f"{parts[0]}/{name}", parts[2] if len(parts) > 2 else ""
+    repository, pattern = f"{parts[0]}/{name}", parts[2] if len(parts) > 2 else ""
     # A branch such as refs/convert/parquet is written with %2F.
     revision = revision.replace("%2F", "/") or "main"
     with _errors(repository, "dataset", revision):
-        if wanted:
-            folder = Path(
-                huggingface_hub.snapshot_download(
-                    repository, repo_type="dataset", revision=revision, allow_patterns=[wanted]
-                )
+        if pattern:
+            folder = huggingface_hub.snapshot_download(
+                repository, repo_type="dataset", revision=revision, allow_patterns=[pattern]
             )
-            found = sorted(path for path in folder.rglob("*") if _matches(path, folder, wanted))
-            if found:
-                return found
+            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+            names = [path.relative_to(folder).as_posix() for path in files]
+            matches = [p for p, name in zip(files, names, strict=True) if fnmatch.fnmatchcase(name, pattern)]
+            if matches:
+                return matches
         info = huggingface_hub.HfApi().dataset_info(repository, revision=revision)
-        data = sorted(one.rfilename for one in info.siblings or () if one.rfilename.endswith(DATA_SUFFIXES))
+        data = sorted(f.rfilename for f in info.siblings or () if f.rfilename.endswith(DATA_SUFFIXES))
         there = f"its data files: {', '.join(data) or 'none'}"
-        if wanted:
-            raise UserError(f"{DATASETS}{repository}: no file {wanted!r}; {there}")
+        if pattern:
+            raise UserError(f"{DATASETS}{repository}: no file {pattern!r}; {there}")
         if len(data) != 1:
             example = data[0] if data else "train.jsonl"
             raise UserError(
@@ -170,21 +151,21 @@ def fetch_data(address: str) -> list[Path]:
         ]
 
 
-def _matches(path: Path, folder: Path, wanted: str) -> bool:
-    return path.is_file() and fnmatch.fnmatchcase(path.relative_to(folder).as_posix(), wanted)
-
-
 @contextmanager
 def _errors(repository: str, kind: str, revision: str) -> Iterator[None]:
-    """What huggingface_hub raises, as one line that names the repository and the way out."""
+    """Raise huggingface_hub's errors as one line that names the repository and the way out."""
     hub = constants.ENDPOINT
     place = f"{repository} ({kind} on {hub})"
+    offline = UserError(
+        f"{place}: not a folder here, not in the cache, and the hub cannot be reached; correct the path,"
+        " connect to the network, or download it elsewhere and give the folder"
+    )
     try:
         yield
     except GatedRepoError as error:
+        page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repository}"
         raise UserError(
-            f"{place}: access is granted on request; ask for it on {hub}/{_page(repository, kind)}, then set"
-            " HF_TOKEN"
+            f"{place}: access is granted on request; ask for it on {page}, then set HF_TOKEN"
         ) from error
     except RepositoryNotFoundError as error:
         raise UserError(
@@ -195,34 +176,15 @@ def _errors(repository: str, kind: str, revision: str) -> Iterator[None]:
         raise UserError(
             f"{place}: no revision {revision!r}; correct policy.revision or what follows @"
         ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise offline from error
     except EntryNotFoundError as error:
-        if isinstance(error, LocalEntryNotFoundError):
-            raise _offline(place) from error
-        raise UserError(
-            f"{place}: a file is missing there: {_short(error)}; choose another revision"
-        ) from error
-    except OfflineModeIsEnabled as error:
-        raise _offline(place) from error
+        text = one_line(error)
+        raise UserError(f"{place}: a file is missing there: {text}; choose another revision") from error
     except HTTPError as error:
         if not isinstance(error, HfHubHTTPError):
-            raise _offline(place) from error
-        raise EnvironmentFailure(
-            f"{place}: cannot be downloaded: {_short(error)}; try again later"
-        ) from error
+            raise offline from error
+        text = one_line(error)
+        raise EnvironmentFailure(f"{place}: cannot be downloaded: {text}; try again later") from error
     except HFValidationError as error:
-        raise UserError(f"{repository}: no name of a repository ({_short(error)})") from error
-
-
-def _offline(place: str) -> UserError:
-    return UserError(
-        f"{place}: not a folder here, not in the cache, and the hub cannot be reached; correct the path,"
-        " connect to the network, or download it elsewhere and give the folder"
-    )
-
-
-def _page(repository: str, kind: str) -> str:
-    return f"datasets/{repository}" if kind == "dataset" else repository
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+        raise UserError(f"{repository}: no name of a repository ({one_line(error)})") from error

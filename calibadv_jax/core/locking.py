@@ -1,4 +1,4 @@
-"""Two processes must not write into one place: locks that the system gives back when a process ends."""
+"""Locks against two processes that write into one place; the system releases them when a process ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from calibadv_jax.core.errors import EnvironmentFailure, UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, one_line
 
 LOCK = ".lock"  # in the folder of a run
-# What file systems without locks answer: NFS without its lock service, Lustre mounted without flock.
+# Errors of file systems without locks: NFS without its lock service, Lustre mounted without flock.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 LONGEST_COMMAND = 200  # characters
 
@@ -27,17 +27,17 @@ _guard = threading.Lock()
 
 @contextmanager
 def locked_run(folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
-    """Holds the folder of a run, which is made when missing; see `locked`."""
+    """Lock the folder of a run, which is made when missing; see `locked`."""
     with locked(folder / LOCK, f"run.dir={folder}", warn):
         yield
 
 
 @contextmanager
 def locked_output(path: Path, key: str, warn: Callable[[str], None]) -> Iterator[None]:
-    """Holds a file or folder that is written whole, under a name beside it; see `locked`.
+    """Lock a file or folder that is written whole, by a name beside it; see `locked`.
 
     Args:
-        key: the config key that names `path`, for messages.
+        key: config key of `path`, for messages.
     """
     with locked(path.with_name(f".{path.name}{LOCK}"), f"{key}={path}", warn):
         yield
@@ -45,17 +45,16 @@ def locked_output(path: Path, key: str, warn: Callable[[str], None]) -> Iterator
 
 @contextmanager
 def locked(path: Path, what: str, warn: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock file `path` while the block runs. It says who has it, and goes with the block.
+    """Hold the lock file `path` while the block runs; the file names its owner and goes with the block.
 
-    A process that has the lock gets it again. Its children do not have it: neither programs that it starts
-    nor copies of itself keep it alive.
+    A process that has the lock gets it again. Its children and copies do not have it.
 
     Args:
-        what: is locked, as ``key=value``, for messages.
-        warn: is told if the file system has no locks; then the block runs all the same.
+        what: ``key=value`` of the locked place, for messages.
+        warn: called if the file system has no locks; the block runs all the same.
 
     Raises:
-        EnvironmentFailure: another process has it (the message says which).
+        EnvironmentFailure: another process has it, which the message names.
         UserError: the file cannot be made.
     """
     place = path.absolute()
@@ -69,7 +68,7 @@ def locked(path: Path, what: str, warn: Callable[[str], None]) -> Iterator[None]
     finally:
         with _guard:
             if is_first and place in _held:  # not in a copy of the process that took it
-                # Before it is given back: who finds the file must find it locked.
+                # Before the release: a process that finds the file must find it locked.
                 place.unlink(missing_ok=True)
                 if folder_is_new:
                     with suppress(OSError):  # something was written there
@@ -86,7 +85,7 @@ def _take(path: Path, what: str, warn: Callable[[str], None]) -> int:
             continue  # its owner has just removed the folder that it made
         except OSError as error:
             raise UserError(
-                f"{what} cannot be written ({error.strerror}: {error.filename}); choose another folder"
+                f"{what} cannot be written ({one_line(error)}: {error.filename}); choose another folder"
             ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +100,7 @@ def _take(path: Path, what: str, warn: Callable[[str], None]) -> int:
                 os.close(file)
                 raise
             warn(
-                f"{what}: its file system has no locks ({error.strerror}), so nothing stops a second process"
+                f"{what}: its file system has no locks ({one_line(error)}), so nothing stops a second process"
                 " from writing there; start no other run there"
             )
             return file
@@ -112,7 +111,7 @@ def _take(path: Path, what: str, warn: Callable[[str], None]) -> int:
 
 
 def _sign(file: int) -> None:
-    """Writes who has the lock. It counts without that: the disk may be full."""
+    """Write the owner into the file; a full disk does not matter."""
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:LONGEST_COMMAND]
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     text = f"process {os.getpid()} on {socket.gethostname()} since {since} ({' '.join(command.split())})"
@@ -122,7 +121,7 @@ def _sign(file: int) -> None:
 
 
 def _forget() -> None:
-    """In a copy of this process: the lock is the original's alone."""
+    """Release nothing in a copy of this process: the lock belongs to the original."""
     global _guard
     _guard = threading.Lock()  # another thread may have held it
     while _held:

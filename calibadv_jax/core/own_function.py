@@ -13,24 +13,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, one_line
 
 ADDRESS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-_OTHERS = (str(Path(__file__).parents[1]), *_INSTALLED, "<")  # whose code is none of the user's
+_NOT_THE_USERS = (str(Path(__file__).parents[1]), *_INSTALLED, "<")  # beginnings of file names
 
 
 def failure(error: BaseException) -> str:
-    """Return ``TypeError: bad operand (my_reward.py:12)``, in one line: an error in the user's own code.
+    """Return an error of the user's code as one line: ``TypeError: bad operand (my_reward.py:12)``.
 
-    The place is the innermost line that belongs neither to this package nor to Python or an installed one.
+    The place is the innermost line outside this package, Python and installed packages.
     """
-    message, place = " ".join(str(error).split())[:300], ""
+    message, place = one_line(error) if str(error) else "", ""
     if isinstance(error, SyntaxError):
         message, place = error.msg, f"{error.filename}:{error.lineno}"
     for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith(_OTHERS):
+        if not frame.filename.startswith(_NOT_THE_USERS):
             place = f"{frame.filename}:{frame.lineno}"
     return f"{type(error).__name__}: {message}".removesuffix(": ") + (f" ({place})" if place else "")
 
@@ -40,17 +40,17 @@ def is_address(name: str) -> bool:
 
 
 def load_optional(name: str) -> ModuleType:
-    """Import a module of ``calibadv_jax.contrib`` that a config key asks for, such as ``judge``."""
+    """Import a module of ``calibadv_jax.contrib`` that a config key needs, such as ``judge``."""
     return importlib.import_module(f"calibadv_jax.contrib.{name}")
 
 
-@functools.cache  # every step asks for it
+@functools.cache  # every step calls it
 def own_function(address: str, key: str, parameters: tuple[str, ...], expected: str) -> Callable[..., Any]:
-    """Imports the function, once.
+    """Import a function of the user's own.
 
     Args:
         key: of the config, for messages.
-        parameters: what it is called with, by position.
+        parameters: its arguments, by position.
         expected: its whole signature, for messages.
 
     Raises:
@@ -60,12 +60,10 @@ def own_function(address: str, key: str, parameters: tuple[str, ...], expected: 
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a module of the user's own may raise anything
-        missing = (
-            isinstance(error, ModuleNotFoundError)
-            and error.name
-            and f"{module_name}.".startswith(f"{error.name}.")
-        )
-        advice = "PYTHONPATH must name the folder that holds it" if missing else "correct it"
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        advice = "correct it"
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            advice = "PYTHONPATH must name the folder that holds it"
         raise UserError(
             f"{key} is {address}, but importing {module_name} failed: {failure(error)}; {advice}"
         ) from error

@@ -1,4 +1,4 @@
-"""Keys and passwords of the environment that a config refers to: messages name the variable instead."""
+"""Secrets of the environment that a config refers to: messages name the variable instead."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _references: dict[str, str] = {}  # value -> reference to its variable
 
 
 def remember(name: str, value: str) -> None:
-    """Have `redact` replace the value of an environment variable, if by its name or looks it is a secret."""
+    """Let `redact` replace the value of an environment variable, if its name or form is that of a secret."""
     is_secret = KEY_NAME.search(name) and len(value) >= SHORTEST and not value.isdecimal()
     if is_secret or KEY_VALUE.fullmatch(value):
         _references[value] = f"${{oc.env:{name}}}"
 
 
 def redact(text: str) -> str:
-    """Return the text with references in place of the values that were remembered."""
-    for value in sorted(_references, key=len, reverse=True):  # one may be part of another
+    """Replace the values that were remembered by references."""
+    for value in sorted(_references, key=len, reverse=True):  # a value may be part of another
         text = text.replace(value, _references[value])
     return text

@@ -1,7 +1,4 @@
-"""SIGTERM and SIGINT end a run in order: what must be whole is finished, then SystemExit is raised.
-
-Work that nobody needs any more, such as a chunk of tokens, does not hold up the end: see `unwaited`.
-"""
+"""SIGTERM and SIGINT end a run in order: `held` work is finished, then SystemExit is raised."""
 
 from __future__ import annotations
 
@@ -28,15 +25,13 @@ T = TypeVar("T")
 class Stop:
     """Within the block, the first signal raises SystemExit in the main thread, or at the end of `held` work.
 
-    The status is 143 for SIGTERM and 130 for SIGINT. A second signal ends the process at once, whatever the
-    main thread is doing. What a signal does is written to standard error at once.
-
-    Schedulers (SLURM, Kubernetes) and spot machines send SIGTERM some time before they kill.
+    The status is 143 for SIGTERM and 130 for SIGINT. A second signal ends the process at once. Each signal
+    is answered on standard error at once.
 
     Args:
-        finishes: what happens before the end if the signal comes within `held` work.
-        saves: what happens before the end otherwise.
-        then: how the work can go on.
+        finishes: message of a signal within `held` work.
+        saves: message of another signal.
+        then: how the work can go on, for the last message.
     """
 
     def __init__(self, finishes: str = "", saves: str = "", then: str = "") -> None:
@@ -50,14 +45,14 @@ class Stop:
         self._ending = threading.Lock()  # of the thread that ends the process
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():  # no other one may set handlers
+        if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._handle)
             received, self._sent = os.pipe()
             os.set_blocking(self._sent, False)
             self._sent_before = signal.set_wakeup_fd(self._sent, warn_on_full_buffer=False)
             self._watcher = threading.Thread(
-                target=self._watch, args=(received,), name="signals", daemon=True
+                target=lambda: self._watch(received), name="signals", daemon=True
             )
             self._watcher.start()
         return self
@@ -66,14 +61,14 @@ class Stop:
         if self._before:
             signal.set_wakeup_fd(self._sent_before)
             os.close(self._sent)
-            self._watcher.join(1.0)  # what it says of a signal comes before what follows
+            self._watcher.join(1.0)  # its message comes before those that follow
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         if self.status is not None and not self.was_called and kind is SystemExit:
             _say(f"stopped; {self._then}" if self._then else "stopped")
 
     def _watch(self, received: int) -> None:
-        """Answers signals at once: the main thread runs no handler while a device computes for it."""
+        """Answer signals at once: the main thread runs no handler while a device computes for it."""
         with os.fdopen(received, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] in self._before:
@@ -98,7 +93,7 @@ class Stop:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Work that a signal must not break off; SystemExit comes when the outermost block is done."""
+        """Delay SystemExit until the outermost block is done."""
         self._held += 1
         try:
             yield
@@ -109,7 +104,7 @@ class Stop:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Within `held` work: a part that a signal may break off, also one that has come before."""
+        """Within `held` work, allow SystemExit, also for an earlier signal."""
         held, self._held = self._held, 0
         try:
             if self.status is not None:
@@ -119,7 +114,7 @@ class Stop:
             self._held = held
 
     def call(self) -> None:
-        """As a first signal, but from another process of the run; after a signal it does nothing."""
+        """Stop as after a first signal, for another process of the run; after a signal it does nothing."""
         if self.status is None:
             self.was_called = True
             self._stop(CALLED)
@@ -143,20 +138,20 @@ def _name(number: int) -> str:
 
 
 def _say(text: str) -> None:
-    """Writes a line to standard error, past what another thread is writing, and over a bar of progress."""
-    with suppress(OSError):  # nobody reads it any more
+    """Write a line to standard error directly, over a progress bar."""
+    with suppress(OSError):  # its reader is gone
         start = "\r\x1b[2K" if os.isatty(2) else ""
         os.write(2, f"{start}{text}\n".encode())
 
 
 class _Unwaited(threading.Thread):
-    """A thread for which nobody waits when the process ends."""
+    """A thread that the end of the process does not wait for."""
 
 
 async def unwaited(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """As `asyncio.to_thread`, but `leave` ends the process though the work is not done.
+    """Run work as `asyncio.to_thread`, but let `leave` end the process before it is done.
 
-    A program of the device cannot be broken off, and the threads of `to_thread` are joined at exit.
+    A program of the device cannot be interrupted, and the threads of `to_thread` are joined at exit.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -170,9 +165,9 @@ async def unwaited(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
         done: Callable[[Any], None] = future.set_result
         try:
             value: Any = context.run(work, *args, **kwargs)
-        except BaseException as error:  # whatever it is, the one who waits must know
+        except BaseException as error:  # any error is passed to the caller
             done, value = future.set_exception, error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, done, value)
 
     _Unwaited(target=run, name="unwaited", daemon=True).start()
@@ -180,16 +175,12 @@ async def unwaited(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 def leave(status: str | int | None) -> NoReturn:
-    """Ends the process, in the usual way if no unwaited work is left after some seconds.
+    """End the process as `sys.exit`; if unwaited work is left after some seconds, without exit handlers.
 
-    Else without Python's and JAX's own ends, which would wait for the device's program. What the run had to
-    save is saved before: the blocks that save it have ended.
-
-    Args:
-        status: as of `sys.exit`.
+    Those of Python and JAX would wait for the device's program. The run has saved its state before.
     """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends what is left of it, without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a further Ctrl-C ends without a traceback
     deadline = time.monotonic() + GRACE
     working = [thread for thread in threading.enumerate() if isinstance(thread, _Unwaited)]
     for thread in working:

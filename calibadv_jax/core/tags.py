@@ -1,4 +1,4 @@
-"""The turn protocol: its tags, what a turn says, and how untrusted text is kept from saying it.
+"""The turn protocol: its tags, the parsing of turns, and the neutralising of untrusted text.
 
 A turn is ``<think>…</think>`` and then an action such as ``<search>…</search>``, or ``<answer>…</answer>``;
 the environment replies to an action with ``<information>…</information>``.
@@ -20,12 +20,7 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")  # of an action
 
 @dataclass(frozen=True)
 class Grammar:
-    """The tags that mean something while these actions are on.
-
-    Args:
-        actions: their names.
-        may_be_empty: those of them that take an empty body.
-    """
+    """The tags of the protocol with these actions; `may_be_empty`: actions that take an empty body."""
 
     actions: tuple[str, ...] = SEARCH_ALONE
     may_be_empty: frozenset[str] = frozenset()
@@ -40,7 +35,7 @@ class Grammar:
 
     @cached_property
     def stop_strings(self) -> tuple[str, ...]:
-        """A turn ends with one of these."""
+        """Closing tags that end a turn."""
         return tuple(f"</{name}>" for name in (*self.actions, "answer"))
 
     @cached_property
@@ -49,14 +44,14 @@ class Grammar:
 
     @cached_property
     def tag(self) -> re.Pattern[str]:
-        """A tag, written exactly."""
+        """Pattern of a tag, written exactly."""
         return re.compile(rf"(</?(?:{'|'.join(self.tag_names)})>)")
 
     @cached_property
     def tag_like(self) -> re.Pattern[str]:
-        """What a reader, or a tokenizer that folds case and space, could take for a tag or its beginning.
+        """Pattern of text that a reader, or a tokenizer that folds case and space, could take for a tag.
 
-        Nothing is matched twice (possessive), so that hostile text costs linear time.
+        It is possessive, so that hostile text costs linear time.
         """
         names = "|".join(self.tag_names)
         return re.compile(rf"<(\s*+/?+\s*+(?:{names})\b)(?:([^<>]*+)>)?", re.IGNORECASE)
@@ -66,7 +61,7 @@ SEARCH_GRAMMAR = Grammar()
 TAG_NAMES, TAGS, STOP_STRINGS = SEARCH_GRAMMAR.tag_names, SEARCH_GRAMMAR.tags, SEARCH_GRAMMAR.stop_strings
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 OPEN_INFORMATION, CLOSE_INFORMATION = "\n\n<information>", "</information>\n\n"
-FIRST_DOCUMENT = 'Doc 1(Title: "'  # begins a list of documents; nothing that is neutralised holds it
+FIRST_DOCUMENT = 'Doc 1(Title: "'  # begins a list of documents; no neutralised text holds it
 USAGE = " If I want to {purpose}, I should put the {argument} between <{name}> and </{name}>."
 ANSWER_USAGE = USAGE.format(purpose="give the final answer", argument="answer", name="answer")
 INVALID_TEMPLATE = "\nMy previous action is invalid.{usages} Let me try again.\n"
@@ -76,7 +71,7 @@ INVALID_ACTION = INVALID_TEMPLATE.format(
 QUERY_REFUSED = (
     "The search engine does not take this query. It may be too long: a short query of a few words works best."
 )
-NOTHING_FOUND = "No results found."  # what a search that finds no documents shows
+NOTHING_FOUND = "No results found."  # observation of a search without documents
 
 # Of JSON: a pair of surrogates, a lone one (group 1), or another escape.
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
@@ -91,7 +86,7 @@ _ACTION_REFUSAL = re.compile(r"(action\s+\w++\s+does\s+not)\s+take\s+this", re.I
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """What one model segment asks of the environment."""
+    """Action or answer of one model segment."""
 
     kind: TurnKind
     think: str = ""
@@ -100,7 +95,7 @@ class ParsedTurn:
 
 
 def numbered(documents: Sequence[Document]) -> str:
-    """Neutralised documents as an observation lists them; the last one loses the space at its end."""
+    """List neutralised documents for an observation; the last one loses the space at its end."""
     return "\n".join(
         f'Doc {number}(Title: "{document.title}") {document.text}'
         for number, document in enumerate(documents, 1)
@@ -108,16 +103,16 @@ def numbered(documents: Sequence[Document]) -> str:
 
 
 def refusal(name: str, reason: str) -> str:
-    """What the policy reads where an action does not take its body; `reason` is neutralised already."""
+    """Return the observation of an action that refuses its body; `reason` is neutralised already."""
     return f"The action {name} does not take this: {reason}"
 
 
 def neutralise_observation(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH_GRAMMAR) -> str:
-    """As `neutralise`, but a refusal at the beginning stays one: the environment writes those itself."""
+    """Neutralise all but a refusal at the beginning, which the environment itself writes."""
     if text == QUERY_REFUSED:
         return text
     beginnings = (refusal(name, "") for name in grammar.actions)
-    beginning = next((one for one in beginnings if text.startswith(one)), "")
+    beginning = next((start for start in beginnings if text.startswith(start)), "")
     return beginning + neutralise(text[len(beginning) :], extra, grammar)
 
 
@@ -134,7 +129,7 @@ def whole_turn(opening: str, text: str) -> str:
 
 
 def behind_opening(opening: str, text: str) -> str:
-    """Return what the policy writes of a whole turn's text behind `opening`."""
+    """Return the policy's part of a whole turn's text behind `opening`."""
     return text.removeprefix(OPEN_THINK) if leaves_thought_open(opening) else text
 
 
@@ -145,18 +140,16 @@ def with_open_tag(text: str) -> str:
 
 
 def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRAMMAR) -> ParsedTurn:
-    """Reads the first closed action of a segment, wherever it stands, as Search-R1 does.
+    """Return the first closed action of a segment, wherever it stands, as Search-R1 does.
 
-    An action inside the thought is executed too: sampling stops at its closing tag, so no other one can
-    follow, and whether the segment is well-formed is the reward's business. Text after the closing tag
-    is ignored: the last sampled token may carry some. An action without a body, such as a search for
-    nothing, is invalid unless it may be empty, and so is one with a protocol tag in its body; an empty answer
-    is an answer.
+    An action inside the thought is executed too: sampling stops at its closing tag, and the reward judges
+    the format. Text after the closing tag is ignored: the last sampled token may carry some. An action with
+    an empty body is invalid unless it may be empty, and so is an action with a protocol tag in its body; an
+    empty answer is an answer.
 
     Args:
         text: the `whole_turn`, without its end-of-text token.
-        stop_reason: a segment without action that was cut from outside ("length", "abort") is unfinished
-            rather than invalid.
+        stop_reason: a segment without action is unfinished after "length" and "abort", otherwise invalid.
     """
     _, think = _first_closed(_OPEN_THINK, text) or ("", "")
     action = _first_closed(grammar.opens_action, text)
@@ -173,10 +166,10 @@ def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRA
 
 
 def _first_closed(opening: re.Pattern[str], text: str) -> tuple[str, str] | None:
-    """Name and stripped body of the first element that is closed; in linear time, unlike a lazy pattern."""
+    """Return name and stripped body of the first closed element; in linear time, unlike a lazy pattern."""
     last_close: dict[str, int] = {}
-    for found in opening.finditer(text):
-        name, start = found.group(1), found.end()
+    for tag in opening.finditer(text):
+        name, start = tag.group(1), tag.end()
         close = f"</{name}>"
         if name not in last_close:
             last_close[name] = text.rfind(close)
@@ -186,7 +179,7 @@ def _first_closed(opening: re.Pattern[str], text: str) -> tuple[str, str] | None
 
 
 def split_at_tags(text: str, grammar: Grammar = SEARCH_GRAMMAR) -> list[str]:
-    """Text, tag, text, tag, …, text: the pieces at odd places are protocol tags, written exactly."""
+    """Split into text, tag, text, …, text: the pieces at odd places are protocol tags, written exactly."""
     return grammar.tag.split(text)
 
 
@@ -220,7 +213,7 @@ def turn_flaw(text: str, kind: TurnKind, grammar: Grammar = SEARCH_GRAMMAR) -> s
 
 
 def _stray(stray: str, where: str, text: str, grammar: Grammar) -> str:
-    """The flaw of a segment with text outside its elements."""
+    """Return the flaw of a segment with text outside its elements."""
     if unknown := _ANY_TAG.search(stray):
         tag = " ".join(unknown[0][:_LONGEST_TAG].split())
         return f"unknown action {tag}: there are {_listed(grammar)}, written exactly so"
@@ -232,7 +225,7 @@ def _listed(grammar: Grammar) -> str:
 
 
 def _wrong_elements(names: Sequence[str], kind: TurnKind, grammar: Grammar) -> str:
-    """The flaw of a segment whose elements are closed, but are not a thought and then its kind."""
+    """Return the flaw of a segment whose elements are closed, but are not a thought and then its kind."""
     actions = [name for name in names if name not in ("think", "information")]
     if "information" in names:
         return "<information> is for the environment alone"
@@ -249,15 +242,13 @@ def _wrong_elements(names: Sequence[str], kind: TurnKind, grammar: Grammar) -> s
 
 
 def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH_GRAMMAR) -> str:
-    """Untrusted text without anything that could be taken for the protocol; idempotent.
+    """Return untrusted text without anything that could be taken for the protocol; idempotent.
 
-    Angle brackets of tags become square ones, the header of a document and the notices of an invalid
-    action, of a refused query and of a refused action lose their exact form, and every string of `extra` but
-    blank ones is broken up.
+    Angle brackets of tags become square brackets; headers of documents and notices of invalid or refused
+    actions lose their exact form; every string of `extra` but blank ones is broken up.
 
     Args:
-        extra: the tokenizer's control tokens, which would be encoded as such; see
-            `rollout.observation.added_token_strings`.
+        extra: the tokenizer's control tokens; see `rollout.observation.added_token_strings`.
     """
     text = well_formed(text)
     while True:  # a replacement can create a new match: repeat until nothing changes
@@ -276,7 +267,7 @@ def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH
 
 
 def well_formed(text: str) -> str:
-    """Text without lone surrogates, which JSON may hold and which no tokenizer and no file takes."""
+    """Replace lone surrogates, which JSON may hold and which tokenizers and files refuse."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -285,16 +276,16 @@ def well_formed(text: str) -> str:
 
 
 def well_formed_json(body: bytes) -> bytes:
-    """JSON whose lone surrogates, and whatever is not UTF-8, are U+FFFD: strict parsers refuse it all."""
+    """Replace lone surrogates and bytes that are not UTF-8 in JSON, which parsers refuse, by U+FFFD."""
     return _ESCAPE.sub(
         lambda escape: rb"\ufffd" if escape[1] else escape[0], body.decode(errors="replace").encode()
     )
 
 
 def printable(text: str) -> str:
-    """One line without control characters."""
+    """Return one line without control characters."""
     words = " ".join(text.split())
-    return "".join(one for one in words if unicodedata.category(one) not in ("Cc", "Cf", "Cs"))
+    return "".join(letter for letter in words if unicodedata.category(letter) not in ("Cc", "Cf", "Cs"))
 
 
 def _defused(tag: re.Match[str]) -> str:
@@ -303,7 +294,7 @@ def _defused(tag: re.Match[str]) -> str:
 
 
 def _broken(token: str) -> str:
-    """The token's words without its marks, or its letters with spaces between if it is only words."""
+    """Return the token's words without its marks, or its letters with spaces between if it is only words."""
     words = " ".join(re.findall(r"\w+", token)) or " "
     if token not in words:
         return words

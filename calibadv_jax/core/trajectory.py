@@ -1,7 +1,6 @@
-"""The values that flow between the stages: questions, turns, trajectories.
+"""The values that flow between the stages: questions, turns, trajectories, groups.
 
-Every stage takes and returns these; no stage imports another stage. Spans (which token was sampled,
-which was appended by the environment) come from the agent loop that wrote them, never from text.
+Spans (which tokens were sampled, which the environment appended) come from the agent loop, never from text.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Message:
     """A message of the prompt that a row of data carries."""
 
     role: str
-    parts: tuple[str, ...]  # the question's text stands between them; one part: it does not occur
+    parts: tuple[str, ...]  # the question's text stands between them
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """A retrieved passage, as it is shown to the policy (protocol tags already neutralised)."""
+    """A retrieved passage, neutralised, as the policy reads it."""
 
-    id: str  # identity for the silver document set; corpus id
+    id: str  # in the corpus; its identity in the silver set
     title: str
     text: str
     score: float | None = None
@@ -50,88 +49,84 @@ class Document:
 
 @dataclass
 class Turn:
-    """One model segment and what the environment appended after it."""
+    """One model segment and the observation after it."""
 
     kind: TurnKind
     token_ids: np.ndarray  # int32 [N], as sampled
     logprobs: np.ndarray  # float32 [N], of the sampled tokens under the sampler's policy
     text: str = ""  # decoded sampled tokens, end-of-text token removed
     think: str = ""
-    query: str = ""  # what it asks its action for
+    query: str = ""  # body of its action
     answer: str = ""  # kind "answer" only
     documents: tuple[Document, ...] = ()  # in the order shown; empty unless an action was executed
-    is_refused: bool = False  # the action did not take the query; the observation says so
+    is_refused: bool = False  # the action refused the query; the observation says so
     observation_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [M]
     observation_text: str = ""
     stop_reason: StopReason = "stop"
     policy_versions: tuple[int, ...] = ()
     # By policy, "current" or "initial": the golden answer's mean token log-probability before this turn.
     golden_logprobs: dict[str, float] = field(default_factory=dict)
-    # float32 [N], what the critic expects before each sampled token; None: no critic was asked.
+    # float32 [N], the critic's values before each sampled token; None: there is no critic.
     values: np.ndarray | None = None
 
     @property
     def is_action(self) -> bool:
-        """Whether it asks the environment for something."""
         return self.kind not in NO_ACTIONS
+
+
+def _joined(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
 
 
 @dataclass
 class Trajectory:
-    """One attempt at a question. Response = all turns concatenated; the prompt is not part of it."""
+    """One attempt at a question. Its response is all turns concatenated, without the prompt."""
 
     question: Question
     prompt_ids: np.ndarray  # int32 [P]
     turns: list[Turn] = field(default_factory=list)
     index: int = 0  # position within its group
     seconds: float = 0.0  # from its first prompt to its end, searches and weight swaps included
-    error: str | None = None  # one line, "who failed: why", if it could not be finished
+    error: str | None = None  # one line, "SERVICE: reason", if it has failed
     format_valid: bool = False  # set by the reward stage
     answer_score: float = 0.0  # answer reward x format validity - penalty, set by the reward stage
     metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …
-    opening: str = ""  # what the environment wrote before the text of every turn: <think>, or nothing
-    actions: tuple[str, ...] = SEARCH_ALONE  # names of those that were on
-    first_opening: str | None = None  # the same of the first turn, where the prompt opens it in another way
+    opening: str = ""  # the environment's text before every turn: <think>, or nothing
+    actions: tuple[str, ...] = SEARCH_ALONE  # names of the actions that were on
+    first_opening: str | None = None  # opening of the first turn, if the prompt opens it in another way
     max_score: float = 1.0  # largest answer reward of the config, set by the reward stage
 
     @property
     def relative_score(self) -> float:
-        """Answer score as a share of the largest answer reward: thresholds of scores are compared with it."""
+        """Answer score as a share of the largest answer reward, for thresholds of scores."""
         return self.answer_score / self.max_score
 
     def opening_of(self, number: int) -> str:
-        """What the environment wrote before the text of a turn, counted from 0."""
+        """Return the environment's text before a turn, counted from 0."""
         return self.opening if number or self.first_opening is None else self.first_opening
 
     @property
     def response_ids(self) -> np.ndarray:
         """int32 [T]: sampled and observation tokens of all turns, in order."""
-        parts = [part for turn in self.turns for part in (turn.token_ids, turn.observation_ids)]
-        return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+        return _joined(
+            (part for turn in self.turns for part in (turn.token_ids, turn.observation_ids)), np.int32
+        )
 
     @property
     def mask(self) -> np.ndarray:
         """bool [T]: True where the policy sampled the token."""
-        parts = [
-            np.full(len(ids), sampled)
-            for turn in self.turns
-            for ids, sampled in ((turn.token_ids, True), (turn.observation_ids, False))
-        ]
-        return np.concatenate(parts) if parts else np.zeros(0, bool)
+        lengths = ((len(turn.token_ids), len(turn.observation_ids)) for turn in self.turns)
+        return _joined((part for n, m in lengths for part in (np.ones(n, bool), np.zeros(m, bool))), bool)
 
     @property
     def logprobs(self) -> np.ndarray:
         """float32 [T]: the sampler's log-probabilities; 0 on observation tokens."""
-        parts = [
-            part
-            for turn in self.turns
-            for part in (turn.logprobs, np.zeros(len(turn.observation_ids), np.float32))
-        ]
-        return np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, np.float32)
+        pairs = ((turn.logprobs, np.zeros(len(turn.observation_ids))) for turn in self.turns)
+        return _joined((part for pair in pairs for part in pair), np.float32)
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """Versions of the policy that wrote it, ascending."""
+        """Versions of the policy that sampled it, ascending."""
         return tuple(sorted({version for turn in self.turns for version in turn.policy_versions}))
 
     @property
@@ -155,14 +150,12 @@ class Group:
 
     @staticmethod
     def of(question: Question, attempts: Iterable[Trajectory]) -> Group:
-        """The group of all attempts, those with an `error` apart."""
-        finished: list[Trajectory] = []
-        failed: list[Trajectory] = []
-        for one in attempts:
-            (finished if one.error is None else failed).append(one)
-        return Group(question, finished, failed)
+        """Group all attempts; those with an `error` have failed."""
+        attempts = list(attempts)
+        finished = [attempt for attempt in attempts if attempt.error is None]
+        return Group(question, finished, [attempt for attempt in attempts if attempt.error is not None])
 
     @property
     def attempts(self) -> list[Trajectory]:
-        """Finished and failed ones in the order in which they were asked for."""
-        return sorted([*self.trajectories, *self.failed], key=lambda one: one.index)
+        """Finished and failed trajectories in the order of their indices."""
+        return sorted([*self.trajectories, *self.failed], key=lambda trajectory: trajectory.index)

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from calibadv_jax.config import LogConfig
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.core.files import write_text, written
 from calibadv_jax.metrics.catalogue import find
 
 MLFLOW_BATCH = 1000  # values that it takes at once
 
 
-class Backend(Protocol):
-    """Takes the finite values of every step."""
+class Backend(ABC):
+    """Receives the finite values of every step."""
 
+    @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def rewind(self, step: int) -> None:
-        """The steps from `step` on will be written again."""
+    def rewind(self, step: int) -> None:  # noqa: B027 services keep the newest value of a step
+        """Prepare for writing the steps from `step` on again."""
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
 def open_backends(
     log: LogConfig, directory: Path, start_step: int | None, warn: Callable[[str], object] = lambda _: None
 ) -> list[Backend]:
-    """Those that log.backends names, in its order.
+    """Open the backends that log.backends names, in its order.
 
     Args:
-        directory: of the run; the run is called by its name.
-        start_step: first step that will be written, where an earlier attempt may have written it already.
-        warn: told where a service has gone.
+        directory: of the run, which services call by its name.
+        start_step: first step that will be written; an earlier attempt may have written it already.
+        warn: called when a service has gone.
 
     Raises:
         UserError: a package is not installed, or a service cannot be used.
@@ -47,11 +51,11 @@ def open_backends(
     ]
 
 
-class TensorBoard:
+class TensorBoard(Backend):
     """Event files in ``<directory>/tensorboard``.
 
-    They are written by the caller: the thread of tensorboardX' SummaryWriter dies on a full disk, and the
-    queue before it blocks the run.
+    The caller's thread writes them: that of tensorboardX' SummaryWriter dies on a full disk, and its queue
+    then blocks the run.
     """
 
     def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
@@ -93,86 +97,70 @@ class TensorBoard:
         self._events.write_event(self._event(wall_time=time.time(), step=step, **content))
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Backend):
     """A run of Weights & Biases; WANDB_MODE=offline keeps it in the folder, for ``wandb sync``.
 
     A resumed run is continued. Its values stand over ``step``, so that steps written again replace the curve.
     """
 
     def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
+        wandb = _package("wandb", "wandb")
+        identity = _Identity(directory / "wandb_run_id")
         try:
-            import wandb
-        except ImportError as error:
-            raise _missing("wandb") from error
-        known = _Identity(directory / "wandb_run_id")
-        try:
-            self._run = wandb.init(
-                project=log.project,
-                name=directory.name,
-                dir=str(directory),
-                id=known.value or None,
-                resume="allow",
-            )
+            place = {"name": directory.name, "dir": str(directory), "id": identity.value or None}
+            self._run = wandb.init(project=log.project, resume="allow", **place)
         except wandb.errors.Error as error:
             raise UserError(
-                f"log.backends: Weights & Biases cannot be used ({' '.join(str(error).split())}); log in, or"
+                f"log.backends: Weights & Biases cannot be used ({one_line(error)}); log in, or"
                 " set WANDB_MODE=offline"
             ) from error
-        known.keep(self._run.id)
+        identity.keep(self._run.id)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def rewind(self, step: int) -> None:
-        """Nothing: what is written again stands at the same steps."""
-
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Backend):
     """A run of the MLflow experiment log.project, at MLFLOW_TRACKING_URI; a resumed run is continued.
 
-    A server that goes away while the run is on ends nothing: what it did not take is sent after a later step.
+    A server that goes away does not end the run: the values that it missed are sent after a later step.
     """
 
     def __init__(self, log: LogConfig, directory: Path, warn: Callable[[str], object]) -> None:
-        try:
-            import mlflow
-            from mlflow.exceptions import MlflowException
-        except ImportError as error:
-            raise _missing("mlflow-skinny") from error
-        known = _Identity(directory / "mlflow_run_id")
+        mlflow = _package("mlflow", "mlflow-skinny")
+        self._error, self._metric = mlflow.exceptions.MlflowException, mlflow.entities.Metric
+        identity = _Identity(directory / "mlflow_run_id")
         try:
             self._client = mlflow.MlflowClient()
-            if not known.value:
+            if not identity.value:
                 experiment = self._client.get_experiment_by_name(log.project)
-                place = (
-                    experiment.experiment_id if experiment else self._client.create_experiment(log.project)
-                )
-                known.keep(self._client.create_run(place, run_name=directory.name).info.run_id)
-            self._run_id = self._client.get_run(known.value).info.run_id
-        except MlflowException as error:
+                number = experiment and experiment.experiment_id
+                number = number or self._client.create_experiment(log.project)
+                identity.keep(self._client.create_run(number, run_name=directory.name).info.run_id)
+            self._run_id = self._client.get_run(identity.value).info.run_id
+        except self._error as error:
             raise UserError(
-                f"log.backends: no MLflow ({' '.join(str(error).split())}); set MLFLOW_TRACKING_URI"
+                f"log.backends: no MLflow ({one_line(error)}); set MLFLOW_TRACKING_URI"
             ) from error
         self._warn, self._is_away = warn, False
         self._unsent: list[Any] = []
-        self._error, self._metric = MlflowException, mlflow.entities.Metric
         self._now = mlflow.utils.time.get_current_time_millis
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now = self._now()
-        self._unsent += [
-            self._metric(_plain_name(name), float(value), now, step) for name, value in values.items()
-        ]
+        for name, value in values.items():
+            plain = re.sub(r"[^\w\-.:/ ]", "_", name)  # MLflow takes no other characters
+            self._unsent.append(self._metric(plain, float(value), now, step))
         try:
             self._send()
         except self._error as error:
             if not self._is_away:
                 self._warn(
-                    f"log.backends: MLflow does not take the metrics ({' '.join(str(error).split())}); they"
+                    f"log.backends: MLflow does not take the metrics ({one_line(error)}); they"
                     " stand in metrics.jsonl, and are sent again after the next step"
                 )
             self._is_away = True
@@ -183,9 +171,6 @@ class MLflow:
             del self._unsent[:MLFLOW_BATCH]
         self._is_away = False
 
-    def rewind(self, step: int) -> None:
-        """Nothing: what is written again stands at the same steps, later in time."""
-
     def close(self) -> None:
         try:
             self._send()
@@ -193,29 +178,25 @@ class MLflow:
         except self._error as error:
             self._warn(
                 f"log.backends: MLflow lacks {len(self._unsent)} values and the end of the run"
-                f" ({' '.join(str(error).split())}); metrics.jsonl has all of them"
+                f" ({one_line(error)}); metrics.jsonl has all of them"
             )
 
 
-class Prometheus:
-    """The newest step's values as gauges ``calibadv_<name>`` at http://host:port/metrics, log.prometheus."""
+class Prometheus(Backend):
+    """The newest step's values as gauges ``calibadv_<name>`` at http://HOST:PORT/metrics (log.prometheus)."""
 
     def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, start_http_server
-            from prometheus_client.core import GaugeMetricFamily
-        except ImportError as error:
-            raise _missing("prometheus-client") from error
-        self._family = GaugeMetricFamily
+        client = _package("prometheus_client", "prometheus-client")
+        self._family = _package("prometheus_client.core", "prometheus-client").GaugeMetricFamily
         self._values: dict[str, float] = {}
-        registry = CollectorRegistry()
+        registry = client.CollectorRegistry()
         registry.register(self)
         host, _, port = log.prometheus.rpartition(":")
         try:
-            self._server, self._thread = start_http_server(int(port), host, registry)
+            self._server, self._thread = client.start_http_server(int(port), host, registry)
         except OSError as error:
             raise UserError(
-                f"log.prometheus={log.prometheus}: no server there ({error.strerror}); choose another port"
+                f"log.prometheus={log.prometheus}: no server there ({one_line(error)}); choose another port"
             ) from error
 
     def collect(self) -> Iterator[Any]:
@@ -231,9 +212,6 @@ class Prometheus:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._values = {"step": step, **values}
 
-    def rewind(self, step: int) -> None:
-        """Nothing: only the newest values are shown."""
-
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -241,7 +219,7 @@ class Prometheus:
 
 
 class _Identity:
-    """The name under which a service knows this run, in a file of the run's folder."""
+    """A service's name of this run, in a file of the run's folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -253,13 +231,11 @@ class _Identity:
         write_text(self._path, value)
 
 
-def _plain_name(name: str) -> str:
-    """MLflow takes letters, digits and ``_ - . : / `` and spaces."""
-    return re.sub(r"[^\w\-.:/ ]", "_", name)
-
-
-def _missing(package: str) -> UserError:
-    return UserError(f"log.backends: {package} is not installed; pip install {package}")
+def _package(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"log.backends: {package} is not installed; pip install {package}") from error
 
 
 _OPEN: dict[str, Callable[[LogConfig, Path, int | None], Backend]] = {

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: what it is doing, a bar of trajectories, a line a step; tables."""
+"""Console output of a run: phases, progress bars, a line for each step; tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rich.progress import (
 from calibadv_jax.core.secrets import redact
 
 QUIET_SECONDS = 60.0  # between lines of progress of one phase, where no bar moves
-STEPS_FOR_ETA = 20  # the newest ones; their median leaves out those that compile or evaluate
+STEPS_FOR_ETA = 20  # their median leaves out steps that compile or evaluate
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Shown:
 
     label: str
     metric: str
-    format: str  # of fixed width, so that the lines of a run stand under each other
+    format: str  # of fixed width, so that the columns of a run are aligned
     unit: str = ""
 
 
-STEP_METRICS = (  # those that a step does not have are left out
+STEP_METRICS = (  # a metric that a step does not have is left out
     Shown("loss", "sft/loss", "7.4f", " nats"),
     Shown("reward", "reward/mean", "5.3f"),
     Shown("f1", "reward/f1", "5.3f"),
@@ -55,12 +55,12 @@ STEP_METRICS = (  # those that a step does not have are left out
 
 
 class Console:
-    """Progress on `stream`; what moves only where that is a terminal, plain lines elsewhere.
+    """Progress on `stream`: bars and timers if it is a terminal, otherwise plain lines.
 
     Args:
-        progress: False shows no progress at all; `say` and `warn` still print.
+        progress: False shows no progress; `say`, `tell` and `warn` still print.
         stream: default standard error, so that standard output carries results only.
-        silent: nothing is written at all: another process of the run says the same.
+        silent: write nothing: another process of the run writes the same.
     """
 
     def __init__(self, progress: bool = True, stream: TextIO | None = None, silent: bool = False) -> None:
@@ -69,15 +69,15 @@ class Console:
         self._progress, self._silent = progress and not silent, silent
         self._moves = self._progress and self._stream.isatty()
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
-        self._open: list[threading.Event] = []  # of the blocks whose progress is repeated, the innermost last
+        self._open: list[threading.Event] = []  # ends of the open blocks, the innermost last
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """One line of STEP_METRICS: ``step 12/60  reward 0.523  …   4.3 s/step  2,900 tok/s  ETA 12 min``."""
+        """Write ``step 12/60  reward 0.523  …   4.3 s/step  2,900 tok/s  ETA 12 min``."""
         parts = [f"step {step:{len(str(total))}}/{total}"]
-        for one in STEP_METRICS:
-            if one.metric in metrics:
-                label = f"{one.label} " if one.label else ""
-                parts.append(f"{label}{metrics[one.metric]:{one.format}}{one.unit}")
+        for shown in STEP_METRICS:
+            if shown.metric in metrics:
+                label = f"{shown.label} " if shown.label else ""
+                parts.append(f"{label}{metrics[shown.metric]:{shown.format}}{shown.unit}")
         if "timing_s/step" in metrics:
             self._seconds.append(metrics["timing_s/step"])
             if step < total:
@@ -85,30 +85,30 @@ class Console:
         self.note("  ".join(parts))
 
     def note(self, text: str) -> None:
-        """A line of progress; not shown where progress is off."""
+        """Write a line of progress, unless progress is off."""
         if self._progress:
             self._print(text)
 
     def warn(self, text: str) -> None:
-        """A line that a person should see, ``warning: …``, always."""
+        """Write ``warning: …``, always."""
         self._print(f"warning: {text}", style="bold yellow")
 
     def tell(self, text: str) -> None:
-        """A line that was asked for, always."""
+        """Write a line that the user requested, always."""
         self._print(text)
 
     def say(self, text: str) -> None:
-        """A result, on standard output, always."""
+        """Write a result to standard output, always."""
         if not self._silent:
             sys.stdout.write(f"{redact(text)}\n")
             sys.stdout.flush()
 
     @contextmanager
     def phase(self, text: str, announce: bool = False) -> Iterator[None]:
-        """Shows what is being done, and for how long, until the block ends.
+        """Show a phase and its seconds until the block ends.
 
         Args:
-            announce: where the stream is no terminal, write it as a line when it begins.
+            announce: if the stream is no terminal, write a line at the beginning.
         """
         if announce and not self._moves:
             self.note(text)
@@ -121,11 +121,7 @@ class Console:
 
     @contextmanager
     def bar(self, label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        """Yields ``show(done)``, to be called with how many of `total` are done.
-
-        The bar is gone when the block ends. Where the stream is no terminal, a line is written every minute
-        instead.
-        """
+        """Yield ``show(done)``, which moves a bar; without a terminal, write a line every minute."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
         with self._live(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as live:
             task = live.add_task(label, total=total)
@@ -141,9 +137,9 @@ class Console:
 
     @contextmanager
     def _repeated(self, text: Callable[[], str]) -> Iterator[None]:
-        """Writes ``TEXT, 2 min`` every minute until the block ends, where no bar moves.
+        """Write ``TEXT, 2 min`` every minute until the block ends, where no bar moves.
 
-        The innermost block alone writes: what it does is a part of what the others do.
+        Only the innermost block writes: it is a part of the others.
         """
         if self._moves or not self._progress:
             yield
@@ -171,13 +167,13 @@ class Console:
         )
 
     def _print(self, text: str, style: str | None = None) -> None:
-        """One line, whatever its length; above the bar where there is one."""
+        """Write one line of any length, above a bar."""
         if not self._silent:
             self._rich.print(redact(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit of which there are at least 1.5: ``80 s``, ``12 min``, ``3.2 h``, ``2.1 d``."""
+    """Format seconds in the largest unit of at least 1.5: ``80 s``, ``12 min``, ``3.2 h``, ``2.1 d``."""
     if seconds >= 1.5 * 86400:
         return f"{seconds / 86400:.1f} d"
     if seconds >= 1.5 * 3600:
@@ -186,12 +182,12 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits, without trailing zeros: 0.5234, 12.35, 5612, 4e-07."""
+    """Format four significant digits without trailing zeros: 0.5234, 12.35, 5612, 4e-07."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
-    """Aligned columns with a line under the headers; numbers are right-aligned, floats to three places.
+    """Align columns under headers with a line; numbers to the right, floats with three places.
 
     Raises:
         ValueError: a row's length is not that of the headers.
@@ -202,16 +198,11 @@ def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
             raise ValueError(f"row {row} has {len(row)} cells, the table has {len(headers)} columns")
     columns = list(zip(headers, *body, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    is_number = [
-        bool(rows) and all(isinstance(row[index], int | float) for row in rows)
-        for index in range(len(headers))
-    ]
+    numeric = [all(isinstance(cell, int | float) for cell in column) for column in zip(*rows, strict=True)]
+    sides = [">" if is_number else "<" for is_number in numeric] or ["<"] * len(headers)
 
     def line(cells: Sequence[str]) -> str:
-        aligned = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(cells, widths, is_number, strict=True)
-        )
-        return "  ".join(aligned).rstrip()
+        layout = zip(cells, sides, widths, strict=True)
+        return "  ".join(f"{cell:{side}{width}}" for cell, side, width in layout).rstrip()
 
     return "\n".join([line(headers), "  ".join("-" * width for width in widths), *map(line, body)])

@@ -1,4 +1,4 @@
-"""What a batch of rollouts looked like, in numbers."""
+"""Metrics of a batch of rollouts and of an evaluation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from calibadv_jax.core.trajectory import Group, Trajectory
 
-# The CalibAdv authors' names (their spelling) for values that have a clearer name here, so that curves
-# can be laid over theirs. Each stands for the values <name>, or <name>/{mean,max,min}.
+# The CalibAdv authors' names (their spelling) for values that have a clearer name here, so that curves can be
+# compared with theirs. Each stands for the value <name>, or <name>/{mean,max,min}.
 ALIASES = {
     "critic/score": "reward",
     "critic/formate_score/mean": "reward/format_valid",
@@ -31,12 +31,11 @@ ALIASES = {
 
 
 def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, float]:
-    """Scores, lengths (in tokens) and behaviour of a batch, after the reward stage.
+    """Return scores, lengths (in tokens) and behaviour of a batch, after the reward stage.
 
     Names under "reward/" and "rollout/" average over trajectories, those under "group/" over questions.
-    Shares lie in [0, 1]. The names in `ALIASES` repeat values under the original authors' names.
-    Trajectories that could not be finished count in rollout/failed (their number), rollout/failed_share and
-    rollout/failed/<who failed> only.
+    Shares lie in [0, 1]. The names in `ALIASES` repeat values. Failed trajectories count in rollout/failed
+    (their number), rollout/failed_share and rollout/failed/<service> only.
 
     Args:
         groups: at least one trajectory in all, finished or not.
@@ -56,7 +55,7 @@ def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, floa
         **_rewards(trajectories),
         **_behaviour(trajectories),
         **_lengths(trajectories),
-        **_groups(groups),
+        **_groups([group for group in groups if group.trajectories]),
         **_staleness(trajectories, step),
     }
     for alias, name in ALIASES.items():
@@ -109,8 +108,8 @@ def _behaviour(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _actions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns of each action but search; one that was on in no trajectory has none."""
-    names = dict.fromkeys(name for one in trajectories for name in one.actions if name != "search")
+    """Mean turns of each action but search that was on in a trajectory."""
+    names = dict.fromkeys(name for t in trajectories for name in t.actions if name != "search")
     return {
         f"rollout/actions/{name}": _mean(sum(turn.kind == name for turn in t.turns) for t in trajectories)
         for name in names
@@ -131,15 +130,9 @@ def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _groups(groups: Sequence[Group]) -> dict[str, float]:
     scores = [[trajectory.answer_score for trajectory in group.trajectories] for group in groups]
-    scores = [members for members in scores if members]
     return {
         "group/best_score": _mean(max(members) for members in scores),
-        "group/solved": _mean(
-            any(trajectory.relative_score >= 1 for trajectory in group.trajectories)
-            for group in groups
-            if group.trajectories
-        ),
-        # Equal scores carry no signal: their advantages are 0.
+        "group/solved": _mean(any(t.relative_score >= 1 for t in group.trajectories) for group in groups),
         "group/tied": _mean(max(members) == min(members) for members in scores),
         "group/all_zero": _mean(max(members) == 0 for members in scores),
     }
@@ -158,18 +151,17 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-    """Steps between the oldest policy that wrote a trajectory and the one it trains."""
     versions = [trajectory.policy_versions for trajectory in trajectories if trajectory.policy_versions]
     if not versions:
         return {}
     return {
-        **_spread("rollout/staleness", [step - one[0] for one in versions]),
-        "rollout/mixed_versions": _mean(len(one) > 1 for one in versions),
+        **_spread("rollout/staleness", [step - ascending[0] for ascending in versions]),
+        "rollout/mixed_versions": _mean(len(ascending) > 1 for ascending in versions),
     }
 
 
 def report_metrics(means: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """An evaluation's means as ``eval/<data source>/<metric>/<greedy or temperature_T>``.
+    """Name an evaluation's means ``eval/<data source>/<metric>/<greedy or temperature_T>``.
 
     Args:
         means: by temperature, as text, then data source, then metric.

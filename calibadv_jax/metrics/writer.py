@@ -1,4 +1,4 @@
-"""Metrics of a run: ``metrics.jsonl`` on disk, and whatever other places it is told."""
+"""Metrics of a run: ``metrics.jsonl`` on disk, and the backends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from calibadv_jax.core.errors import UserError
@@ -20,17 +19,15 @@ RESERVED = frozenset({"step", "nonfinite"})
 
 
 class MetricsWriter:
-    """Appends one JSON object a step to ``<directory>/metrics.jsonl``, and hands the scalars to the backends.
+    """Appends one JSON object a step to ``<directory>/metrics.jsonl``, and hands finite values to backends.
 
-    A row is ``{"step": s, name: value, …}``. JSON has no NaN and no infinity: such values are written as
-    null and their names listed under "nonfinite". Rows are flushed one by one, so that a run can be
-    watched and a crash loses nothing.
+    A row is ``{"step": s, name: value, …}``. JSON has no NaN and no infinity: such values are null and their
+    names stand under "nonfinite". Every row is flushed, so that a crash loses nothing.
 
     Args:
-        directory: made when missing.
-        backends: get every row's finite values too; they are closed with the writer.
-        start_step: first step this run will write. Rows of this step and of later ones, left by an earlier
-            attempt, are dropped: the file is then that of an uninterrupted run. None keeps all rows.
+        backends: they are closed with the writer.
+        start_step: first step this run will write. Rows of an earlier attempt from there on are dropped; None
+            keeps all rows.
 
     Raises:
         UserError: an existing metrics.jsonl holds a line that is not a row of metrics.
@@ -46,7 +43,7 @@ class MetricsWriter:
         self._file: TextIO = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one row.
+        """Write one row.
 
         Raises:
             ValueError: a metric is named "step" or "nonfinite".
@@ -62,12 +59,12 @@ class MetricsWriter:
         with written(self.path):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        finite = {name: value for name, value in values.items() if name not in nonfinite}
         for backend in self._backends:
             backend.write(step, finite)
 
     def rewind(self, step: int) -> None:
-        """Drops the rows at or past `step`, which will be written again."""
+        """Drop the rows at or past `step`, which will be written again."""
         self._file.close()
         _repair(self.path, step)
         self._file = self.path.open("a", encoding="utf-8")
@@ -83,17 +80,12 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl, in the order of the file; a last line cut off by a crash is left out.
+    """Return the rows of a metrics.jsonl; a last line cut off by a crash is left out.
 
     Raises:
         UserError: the file is missing, or another line is not a row of metrics.
@@ -116,15 +108,13 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def _repair(path: Path, start_step: int | None) -> None:
-    """Drops a last line that was cut off and the rows at or past `start_step`, in one atomic replacement."""
+    """Drop a last line that was cut off and the rows at or past `start_step`."""
     if not path.exists():
         return
-    rows = read_metrics(path)
-    kept = [row for row in rows if start_step is None or row["step"] < start_step]
-    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept)
-    write_text(path, text)
+    kept = [row for row in read_metrics(path) if start_step is None or row["step"] < start_step]
+    write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
 
 
 def _plain(value: float) -> float:
-    """A Python int or float of any scalar, arrays of one element included."""
+    """Return the Python number of any scalar, arrays of one element included."""
     return int(value) if isinstance(value, numbers.Integral) else float(value)

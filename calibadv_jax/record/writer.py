@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import Config
-from calibadv_jax.config.references import kept_values
+from calibadv_jax.config.load import kept_values
 from calibadv_jax.core.files import PARTIAL, replacing
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Group, Trajectory, Turn
 from calibadv_jax.record.schema import FOLDER, LOGPROBS, SCHEMA, VERSION, Logprobs, kept_steps

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from calibadv_jax.config import Config, SftPhase, ToolConfig, dump_config, known_keys
-from calibadv_jax.config.kept import rebase_paths
+from calibadv_jax.config.kept import Start, add_start, newest_start, read_config, rebase_paths
 from calibadv_jax.config.keys import among, marked
-from calibadv_jax.config.references import kept_values, with_references
+from calibadv_jax.config.load import kept_values, with_references
 from calibadv_jax.config.sections.section import Mark
-from calibadv_jax.config.starts import Start, add_start, newest_start, read_config
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json

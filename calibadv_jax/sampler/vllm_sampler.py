@@ -32,6 +32,7 @@ from calibadv_jax.services.http_client import BadReply, Unreachable, limit, open
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
 WATCH_PAUSE = 10.0  # seconds between two looks at whether workers that are asked something are still there
 SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
+REQUEST_TIMEOUT = 1800.0  # seconds a completion may take; then its worker counts as lost
 MAX_LOSSES = 5  # workers lost over one completion: it may be what kills them
 MAX_EMPTY = 6  # replies without a token, one after another, after which their worker counts as lost
 EMPTY_PAUSE = 0.05  # seconds after the first of them; doubles
@@ -359,7 +360,7 @@ class VllmSampler:
 
         A load may take long. A server that is stopped or hangs is found by its health meanwhile.
         """
-        self._http = self._http or open_session(self.config.request_timeout)
+        self._http = self._http or open_session(REQUEST_TIMEOUT)
         alive = partial(ask_alive, self._http, worker.url)
         reply = self._post(worker, route, refusal, headers={"connection": "close"}, **arguments)
         try:
@@ -373,7 +374,7 @@ class VllmSampler:
         Args:
             refusal: where our engine in the worker objects, what it does then; the text of a UserError.
         """
-        self._http = self._http or open_session(self.config.request_timeout)
+        self._http = self._http or open_session(REQUEST_TIMEOUT)
         try:
             reply = await post(self._http, worker.url + route, **arguments)
             if reply.status == 200:

@@ -24,8 +24,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from calibadv_jax.config import Config
-from calibadv_jax.config.starts import FOLDER as CONFIGS
-from calibadv_jax.config.starts import run_hash
+from calibadv_jax.config.kept import FOLDER as CONFIGS
+from calibadv_jax.config.kept import run_hash
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.files import read_json, replacing, replacing_folder

@@ -8,8 +8,8 @@ import yaml
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, dump_config, load_config, parse_config
-from calibadv_jax.config.references import kept_values, with_references
-from calibadv_jax.config.starts import add_start
+from calibadv_jax.config.kept import add_start
+from calibadv_jax.config.load import kept_values, with_references
 from calibadv_jax.core import secrets
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.secrets import redact
@@ -40,7 +40,7 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def test_kept_config_has_references_and_resolves_to_the_same(file, tmp_path, monkeypatch):
+def test_kept_config_has_references_and_resolves_equally(file, tmp_path, monkeypatch):
     config = load_config(file)
     assert config.tools[1].mcp.command == "srv --key hunter2"
     kept = dump_config(config)

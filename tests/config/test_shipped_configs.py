@@ -30,7 +30,10 @@ def name(path):
 
 
 def paper(model, *overlays, overrides=()):
-    paths = [FOLDER / f"paper/{model}.yaml", *(FOLDER / f"paper/overlays/{one}.yaml" for one in overlays)]
+    paths = [
+        FOLDER / f"paper/{model}.yaml",
+        *(FOLDER / f"paper/overlays/{overlay}.yaml" for overlay in overlays),
+    ]
     return load_config(paths, overrides)
 
 
@@ -48,7 +51,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name)
-def test_every_config_passes_the_offline_doctor(path, tmp_path, monkeypatch, capsys):
+def test_configs_pass_the_offline_doctor(path, tmp_path, monkeypatch, capsys):
     """In an empty folder, and without a connection."""
 
     def refuse(*_):
@@ -65,7 +68,7 @@ def test_every_config_passes_the_offline_doctor(path, tmp_path, monkeypatch, cap
 @pytest.mark.medium
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_overlay_changes_its_one_key(model, overlay):
+def test_overlays_change_their_one_key(model, overlay):
     config, plain = paper(model, overlay.stem), paper(model)
     changed = [key for key, _, _ in differences(dataclasses.asdict(plain), dataclasses.asdict(config))]
     (key,) = [key for key in changed if not key.startswith(("run.", "sft.output", "export.", "evaluate."))]
@@ -90,7 +93,7 @@ def test_plain_grpo_differs_in_one_key(model):
     assert changes == [("advantage.name", "calibadv", "grpo")]
 
 
-def test_the_headers_hold_commands():
+def test_headers_hold_commands():
     assert len(COMMANDS) > 30
     assert {param.values[0] for param in COMMANDS} >= {
         "calibadv train",
@@ -104,7 +107,7 @@ def test_the_headers_hold_commands():
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS)
-def test_every_command_of_a_header_parses(program, arguments, monkeypatch, capsys):
+def test_commands_of_headers_parse(program, arguments, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     argv = shlex.split(arguments)
     if program == "scripts/launch_retriever.sh":
@@ -123,101 +126,57 @@ def test_every_command_of_a_header_parses(program, arguments, monkeypatch, capsy
         assert capsys.readouterr().out.startswith("run:\n")
 
 
-# The authors' script and the defaults of their YAML file at commit 6ae1c4e.
+# Settings that each project's scripts and the defaults of its YAML files have, at a commit.
 FACTS = {
-    "rollout.questions_per_step": 512,
-    "rollout.group_size": 5,
-    "rollout.max_searches": 4,
-    "rollout.max_prompt_length": 2048,
-    "rollout.max_turn_length": 1024,
-    "rollout.max_observation_length": 2048,
-    "rollout.max_length": 16384,
-    "rollout.on_invalid": "end",
-    "rollout.temperature": 1.0,
-    "rollout.top_p": 0.95,
-    "prompt.template": "paper",
-    "prompt.question_mark": True,
-    "prompt.prepend_think": False,
-    "retriever.retrieval_topk": 20,
-    "retriever.rerank_topk": 3,
-    "reward.answer": "f1",
-    "reward.format": True,
-    "advantage.soft_penalty": True,
-    "advantage.silver_threshold": 0.7,
-    "advantage.correctness": "fraction",
-    "advantage.rebalance": True,
-    "advantage.target_ratio": 1.0,
-    "advantage.adjust": "positive",
-    "loss.clip_low": 0.2,
-    "loss.clip_high": 0.2,
-    "loss.kl_coef": 0.0,
-    "loss.entropy_coef": 0.0,
-    "loss.aggregation": "token_mean",
-    "learner.minibatch_size": 256,
-    "learner.epochs": 1,
-    "learner.steps": 205,
-    "learner.optimizer.decay_updates": 4100,
-    "learner.optimizer.lr": 5e-7,
-    "learner.optimizer.schedule": "cosine",
-    "learner.optimizer.warmup_steps": 0,
-    "learner.optimizer.weight_decay": 0.01,
-    "learner.optimizer.beta1": 0.9,
-    "learner.optimizer.beta2": 0.999,
-    "learner.optimizer.max_grad_norm": 1.0,
-}
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_the_papers_settings(model):
-    config = paper(model)
-    for key, value in FACTS.items():
-        found: object = config
-        for part in key.split("."):
-            found = getattr(found, part)
-        assert found == value, key
-
-
-@pytest.mark.parametrize(
-    ("name", "facts"),
-    [
-        # scripts/nq_hotpotqa/v0.2/train_grpo.sh at a14dc3a, and the defaults of its YAML file
-        (
-            "search_r1",
-            {
-                "reward": {"answer": "em", "format": False},
-                "advantage": {"name": "grpo"},
-                "loss": {"kl_coef": 0.001, "entropy_coef": 0.001, "clip_high": 0.2},
-                "rollout": {"group_size": 5, "max_searches": 4, "max_turn_length": 500, "top_p": 0.95},
-                "retriever": {"topk": 3, "retrieval_topk": 0, "rerank_topk": 0},
-                "learner": {"steps": 1005, "minibatch_size": 256},
-                "evaluate": {"every": 100},
-            },
-        ),
-        # examples/agent/searchr1/config/train_qwen2.5.yaml at a3816b5
-        (
-            "rlinf",
-            {
-                "reward": {"answer": "em", "format": False},
-                "advantage": {"name": "grpo"},
-                "loss": {"kl_coef": 0.001, "entropy_coef": 0.0},
-                "rollout": {"group_size": 4, "max_searches": 1, "max_length": 7096, "top_p": 1.0},
-                "learner": {"minibatch_size": 1024, "row_length": 11008},
-                "evaluate": {"every": 25},
-                "data": {"overlong_prompts": "leave_out"},
-            },
-        ),
+    "paper": [  # the authors' script at 6ae1c4e
+        ("rollout", dict(questions_per_step=512, group_size=5, max_searches=4, max_prompt_length=2048)),
+        ("rollout", dict(max_turn_length=1024, max_observation_length=2048, max_length=16384, top_p=0.95)),
+        ("rollout", dict(temperature=1.0, on_invalid="end")),
+        ("prompt", dict(template="paper", question_mark=True, prepend_think=False)),
+        ("retriever", dict(retrieval_topk=20, rerank_topk=3)),
+        ("reward", dict(answer="f1", format=True)),
+        ("advantage", dict(soft_penalty=True, silver_threshold=0.7, correctness="fraction", rebalance=True)),
+        ("advantage", dict(target_ratio=1.0, adjust="positive")),
+        ("loss", dict(clip_low=0.2, clip_high=0.2, kl_coef=0.0, entropy_coef=0.0)),
+        ("loss", dict(aggregation="token_mean")),
+        ("learner", dict(minibatch_size=256, epochs=1, steps=205)),
+        ("learner.optimizer", dict(decay_updates=4100, lr=5e-7, schedule="cosine", warmup_steps=0)),
+        ("learner.optimizer", dict(weight_decay=0.01, beta1=0.9, beta2=0.999, max_grad_norm=1.0)),
     ],
-)
-def test_the_settings_of_other_projects(name, facts):
+    "search_r1": [  # scripts/nq_hotpotqa/v0.2/train_grpo.sh at a14dc3a
+        ("reward", dict(answer="em", format=False)),
+        ("advantage", dict(name="grpo")),
+        ("loss", dict(kl_coef=0.001, entropy_coef=0.001, clip_high=0.2)),
+        ("rollout", dict(group_size=5, max_searches=4, max_turn_length=500, top_p=0.95)),
+        ("retriever", dict(topk=3, retrieval_topk=0, rerank_topk=0)),
+        ("learner", dict(steps=1005, minibatch_size=256)),
+        ("learner.optimizer", dict(lr=1e-6, schedule="constant", weight_decay=0.01, eps=1e-8)),
+        ("evaluate", dict(every=100)),
+    ],
+    "rlinf": [  # examples/agent/searchr1/config/train_qwen2.5.yaml at a3816b5
+        ("reward", dict(answer="em", format=False)),
+        ("advantage", dict(name="grpo")),
+        ("loss", dict(kl_coef=0.001, entropy_coef=0.0)),
+        ("rollout", dict(group_size=4, max_searches=1, max_length=7096, top_p=1.0)),
+        ("learner", dict(minibatch_size=1024, row_length=11008)),
+        ("learner.optimizer", dict(lr=1e-6, schedule="constant", weight_decay=0.01, eps=1e-5)),
+        ("evaluate", dict(every=25)),
+        ("data", dict(overlong_prompts="leave_out")),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*(f"paper/{model}" for model in MODELS), "search_r1", "rlinf"])
+def test_settings_of_the_projects(name):
     config = load_config(FOLDER / f"{name}.yaml")
-    for section, values in facts.items():
-        found = {key: getattr(getattr(config, section), key) for key in values}
-        assert found == values
-    optimizer = config.learner.optimizer
-    assert (optimizer.lr, optimizer.schedule, optimizer.weight_decay) == (1e-6, "constant", 0.01)
-    assert optimizer.eps == (1e-5 if name == "rlinf" else 1e-8)
-    updates = -(-512 * config.rollout.group_size // config.learner.minibatch_size) * config.learner.steps
-    assert optimizer.warmup_steps == int(0.285 * updates)
+    for section, values in FACTS[name.partition("/")[0]]:
+        settings = config
+        for part in section.split("."):
+            settings = getattr(settings, part)
+        assert {key: getattr(settings, key) for key in values} == values
+    if not name.startswith("paper"):
+        updates = -(-512 * config.rollout.group_size // config.learner.minibatch_size) * config.learner.steps
+        assert config.learner.optimizer.warmup_steps == int(0.285 * updates)
 
 
 # Of the published checkpoints: the sum over the shapes in their safetensors.
@@ -257,7 +216,7 @@ def test_memory_is_counted_for_the_mesh(model):
     [path for path in CONFIGS if "--gpu_memory" in str(load_config(path).sampler.worker_args)],
     ids=name,
 )
-def test_trainer_and_workers_leave_room_for_the_retriever(path):
+def test_memory_fractions_leave_room_for_the_retriever(path):
     """All three share the GPUs: a tenth of 80 GB is the index, its encoder and the reranker."""
     config = load_config(path)
     workers = vllm_worker.parse(["--model", "x", *config.sampler.worker_args])
@@ -270,8 +229,8 @@ def test_trainer_and_workers_leave_room_for_the_retriever(path):
     assert 1.4 * trainer < fraction * 80e9  # temporaries of the kernels are not counted
 
 
-def test_the_offline_doctor_names_what_is_wrong(capsys):
-    def said(*overrides):
+def test_offline_doctor_names_the_mistake(capsys):
+    def check_offline(*overrides):
         try:
             doctor.run(paper("qwen2.5-3b", overrides=overrides), offline=True)
             status = 0
@@ -279,22 +238,22 @@ def test_the_offline_doctor_names_what_is_wrong(capsys):
             status = end.code
         return status, capsys.readouterr().out
 
-    assert said()[0] == 0
-    status, text = said("prompt.template=papr")
+    assert check_offline()[0] == 0
+    status, text = check_offline("prompt.template=papr")
     assert status == 1 and "FAIL prompt: prompt.template is 'papr'" in text
     assert "1 of 6 offline checks failed" in text
-    status, text = said("learner.microbatch_rows=12")
+    status, text = check_offline("learner.microbatch_rows=12")
     assert status == 1 and "set it to 16" in text
-    status, text = said("policy.init.model_type=gpt2")
+    status, text = check_offline("policy.init.model_type=gpt2")
     assert status == 1 and "FAIL policy: policy.init: model_type is 'gpt2'" in text
-    status, text = said("rollout.max_length=8192", "mesh.fsdp=-1")
+    status, text = check_offline("rollout.max_length=8192", "mesh.fsdp=-1")
     assert status == 0 and "longer ends without an answer" in text and "as many as there are here" in text
     assert "20 documents reranked to 3" in text and "10 update(s) each: 2050 in all" in text
-    status, text = said("policy.init.vocab_size=151936", "policy.path=", "sampler.name=jax")
+    status, text = check_offline("policy.init.vocab_size=151936", "policy.path=", "sampler.name=jax")
     assert status == 0 and "3085.94M parameters" in text and "kv cache" in text
 
 
-def test_files_that_are_here_are_checked_offline(tmp_path, capsys):
+def test_existing_files_are_checked_offline(tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"id": "1", "question": "Who?"}\n')
     with pytest.raises(SystemExit):
         doctor.run(paper("qwen2.5-3b", overrides=[f"data.train={tmp_path}/bad.jsonl"]), offline=True)

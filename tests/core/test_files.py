@@ -33,7 +33,7 @@ APPENDED = {
 }
 
 
-def test_text_and_json_replace_what_was_there(tmp_path):
+def test_text_and_json_replace_the_file(tmp_path):
     path = tmp_path / "a.json"
     write_text(path, "é")
     assert path.read_bytes() == "é".encode()
@@ -43,7 +43,7 @@ def test_text_and_json_replace_what_was_there(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
-def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, error):
+def test_failed_write_leaves_the_old_file(tmp_path, error):
     path = tmp_path / "a"
     path.write_text("old")
     with pytest.raises(type(error)), replacing(path) as partial:
@@ -52,7 +52,7 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, error):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_replaces_what_was_there(tmp_path):
+def test_folder_replaces_the_older_one(tmp_path):
     path = tmp_path / "deep" / "a"
     for text in ("first", "second"):
         with replacing_folder(path) as partial:
@@ -60,7 +60,7 @@ def test_a_folder_replaces_what_was_there(tmp_path):
             (partial / "inner" / "b").write_text(text)
             (partial / f"only {text}").touch()
         assert (path / "inner" / "b").read_text() == text
-    assert sorted(one.name for one in path.iterdir()) == ["inner", "only second"]
+    assert sorted(entry.name for entry in path.iterdir()) == ["inner", "only second"]
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -85,7 +85,7 @@ def test_two_writers_of_a_file_do_not_mix(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
-def test_a_failure_leaves_the_old_folder_and_no_other(tmp_path, error):
+def test_failed_write_leaves_the_old_folder(tmp_path, error):
     path = tmp_path / "a"
     leftover = of_killed_process(path, ".partial")
     leftover.mkdir()
@@ -110,7 +110,7 @@ def test_file_of_another_users_process_stays(tmp_path, monkeypatch):
     assert other.exists()
 
 
-def test_the_data_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
+def test_data_reach_the_disk_before_the_name(tmp_path, monkeypatch):
     done = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: done.append("data") or fsync(file))
@@ -125,7 +125,7 @@ def test_the_data_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
     assert done == ["data", "name"]
 
 
-def test_a_kill_while_folders_are_exchanged_loses_none(tmp_path):
+def test_kill_during_the_exchange_loses_nothing(tmp_path):
     """The older one has its other name, the new one not yet its own; then the next attempt fails."""
     previous = of_killed_process(tmp_path / "a", ".previous")
     previous.mkdir()
@@ -136,26 +136,26 @@ def test_a_kill_while_folders_are_exchanged_loses_none(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "old"]
 
 
-def test_nothing_is_written_in_another_way():
+def test_all_writers_use_core_files():
     """``write_text`` and its like, ``open(…, "w")`` and ``os.replace`` stand where they may."""
-    found = set()
+    writers = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            modes = [one.value for one in node.args if isinstance(one, ast.Constant)]
+            modes = [entry.value for entry in node.args if isinstance(entry, ast.Constant)]
             opens = node.func.attr == "open" and any(mode in ("w", "wb", "x", "xb") for mode in modes)
             owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
             replaces = node.func.attr == "replace" and owner == "os"
             if opens or replaces or node.func.attr in ("write_text", "write_bytes"):
-                found.add(path.relative_to(PACKAGE).as_posix())
-    assert not found - APPENDED
+                writers.add(path.relative_to(PACKAGE).as_posix())
+    assert not writers - APPENDED
 
 
 @pytest.mark.parametrize(
     ("text", "message"), [("{", "not valid JSON"), ("[1]", "expected a JSON object, got list")]
 )
-def test_a_damaged_file_says_what_to_do(tmp_path, text, message):
+def test_damaged_json_is_refused_with_way_out(tmp_path, text, message):
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(UserError, match=rf"a\.json: {message}.*; make it again$"):

@@ -52,7 +52,7 @@ def configured(folder, **policy):
     return replace(config, run=run, policy=replace(config.policy, **policy))
 
 
-def test_a_repository_is_the_folder_that_it_holds_and_is_downloaded_once(hub, tmp_path, policy_folder):
+def test_repository_is_downloaded_once(hub, tmp_path, policy_folder):
     hub.add("owner/policy", policy_folder, **{"pytorch_model.bin": b"x" * 99})
     config = configured(tmp_path, path="owner/policy")
     model = build_model(config, config.policy.path)
@@ -71,13 +71,13 @@ def test_a_repository_is_the_folder_that_it_holds_and_is_downloaded_once(hub, tm
     assert hub.downloads == downloads
 
 
-def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, policy_folder):
+def test_run_keeps_its_commit(hub, tmp_path, policy_folder):
     first = hub.add("owner/policy", policy_folder)
     config = configured(tmp_path, path="owner/policy")
     model = build_model(config, config.policy.path)
     second = hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
     assert initial_params(config, model, "owner/policy") is not None
-    assert not any("README" in one for one in hub.downloads)
+    assert not any("README" in item for item in hub.downloads)
     assert [pin.commit for pin in model.pins] == [first] != [second]
     enter_run_folder(config, model, QUESTIONS, print)
     again = build_model(config, config.policy.path)
@@ -88,24 +88,15 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, policy_folder)
 
 
 @pytest.mark.medium
-def test_a_cold_start_begins_with_a_repository_and_keeps_its_commit(hub, tmp_path, policy_folder):
+def test_cold_start_keeps_its_commit(hub, tmp_path, policy_folder):
     first = hub.add("owner/policy", policy_folder)
-    row = {
-        "messages": [
-            {"role": "user", "content": "who ?"},
-            {"role": "assistant", "content": "<answer> it </answer>"},
-        ]
-    }
-    (tmp_path / "chats.jsonl").write_text(json.dumps(row))
+    chat = (("user", "who ?"), ("assistant", "<answer> it </answer>"))
+    messages = [{"role": role, "content": content} for role, content in chat]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
     config = configured(tmp_path)
+    places = {"demonstrations": str(tmp_path / "chats.jsonl"), "output": str(tmp_path / "run/sft")}
     cold = replace(
-        config.sft,
-        init_from="owner/policy",
-        demonstrations=str(tmp_path / "chats.jsonl"),
-        phases=[SftPhase(1)],
-        rows=8,
-        row_length=256,
-        output=str(tmp_path / "run/sft"),
+        config.sft, init_from="owner/policy", phases=[SftPhase(1)], rows=8, row_length=256, **places
     )
     sft.run(replace(config, sft=cold, log=replace(config.log, backends=[], progress=False)))
     assert (tmp_path / "run/sft/model.safetensors").is_file()
@@ -114,7 +105,7 @@ def test_a_cold_start_begins_with_a_repository_and_keeps_its_commit(hub, tmp_pat
 
 
 @pytest.mark.parametrize("by_key", [True, False])
-def test_a_revision_is_taken(hub, tmp_path, policy_folder, by_key):
+def test_revision_is_used(hub, tmp_path, policy_folder, by_key):
     first = hub.add("owner/policy", policy_folder)
     hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
     path = "owner/policy" if by_key else f"owner/policy@{first}"
@@ -134,7 +125,7 @@ def test_another_revision_is_another_experiment(hub, tmp_path, policy_folder):
         enter_run_folder(changed, build_model(changed, "owner/policy"), QUESTIONS, lambda _: None)
 
 
-def test_evaluation_and_tokenizer_take_a_repository_too(hub, tmp_path, policy_folder):
+def test_evaluation_and_tokenizer_accept_a_repository(hub, tmp_path, policy_folder):
     hub.add("owner/policy", policy_folder)
     config = configured(tmp_path, path=str(policy_folder), tokenizer="owner/policy")
     model = build_model(config, config.policy.path)
@@ -149,15 +140,11 @@ def test_evaluation_and_tokenizer_take_a_repository_too(hub, tmp_path, policy_fo
     [
         ("owner/nothing", "", "owner/nothing .model on http.*neither a folder here nor a repository there"),
         ("owner/policy", "v9", "owner/policy .*no revision 'v9'; correct policy.revision"),
-        (
-            "owner/gated",
-            "",
-            "owner/gated .*access is granted on request; ask.*owner/gated, then set HF_TOKEN",
-        ),
+        ("owner/gated", "", "owner/gated .*access is granted on request; ask.*owner/gated, then set HF"),
         ("owner/policy@main", "main", "both name a revision: leave one out"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line(hub, tmp_path, name, revision, message):
+def test_refusals_of_the_hub_are_user_errors(hub, tmp_path, name, revision, message):
     hub.add("owner/policy", **{"config.json": b"{}"})
     hub.add("owner/gated", **{"config.json": b"{}"})
     hub.gated.add("owner/gated")
@@ -166,7 +153,7 @@ def test_what_the_hub_refuses_is_one_line(hub, tmp_path, name, revision, message
     assert "\n" not in str(caught.value)
 
 
-def test_without_network_the_cache_serves_and_its_lack_is_one_line(tmp_path, monkeypatch, policy_folder):
+def test_cache_serves_without_network(tmp_path, monkeypatch, policy_folder):
     with serve_hub() as hub:
         use_hub(monkeypatch, hub, tmp_path / "cache")
         hub.add("owner/policy", policy_folder)
@@ -184,29 +171,17 @@ def test_without_network_the_cache_serves_and_its_lack_is_one_line(tmp_path, mon
         assert "\n" not in str(caught.value)
 
 
-def test_a_revision_of_a_folder_is_refused(tmp_path, policy_folder):
+def test_revision_of_a_folder_is_refused(tmp_path, policy_folder):
     config = configured(tmp_path, path=str(policy_folder), revision="main")
     with pytest.raises(UserError, match="policy.revision is 'main', but policy.path=.* is a folder"):
         build_model(config, config.policy.path)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("owner/name", True),
-        ("owner/name@v1", True),
-        ("/owner/name", False),
-        ("./name", False),
-        ("name", False),
-        ("a/b/c", False),
-        ("here/missing", False),
-        ("", False),
-    ],
-)
-def test_what_may_be_a_repository(tmp_path, monkeypatch, name, expected):
+def test_names_of_repositories(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert hub_client.is_repository(name) == expected
+    names = ["owner/name", "owner/name@v1", "/owner/name", "./name", "name", "a/b/c", "here/missing", ""]
+    assert [name for name in names if hub_client.is_repository(name)] == names[:2]
 
 
 def rows(source, count=2):
@@ -214,30 +189,28 @@ def rows(source, count=2):
     return ("\n".join(lines) + f"\n{' ' * len(source)}").encode()
 
 
-def test_data_sets_are_named_by_file_by_pattern_or_alone(hub):
+def test_data_sets_by_file_pattern_or_alone(hub):
     hub.add("datasets/owner/flash", **{"nq__test.jsonl": rows("nq"), "popqa__test.jsonl": rows("popqa")})
     hub.add("datasets/owner/one", **{"mine.jsonl": rows(""), "README.md": b"#"})
     (first, *_) = load_questions("hf://datasets/owner/flash/nq/test.jsonl")
     assert (first.id, first.data_source) == ("nq_0", "nq")
-    assert {one.data_source for one in load_questions("hf://datasets/owner/flash/*/test.jsonl")} == {
+    assert {item.data_source for item in load_questions("hf://datasets/owner/flash/*/test.jsonl")} == {
         "nq",
         "popqa",
     }
-    assert [one.data_source for one in load_questions("owner/one")] == ["mine", "mine"]
-    with pytest.raises(
-        UserError, match="2 data files; name the files.*nq/test.jsonl .its data files: nq/test.jsonl, p"
+    assert [item.data_source for item in load_questions("owner/one")] == ["mine", "mine"]
+    files = "its data files: nq/test.jsonl, popqa/test.jsonl"
+    for name, message in (
+        ("owner/flash", f"2 data files; name the files.*nq/test.jsonl .{files}"),
+        ("hf://datasets/owner/flash/dev.jsonl", f"no file 'dev.jsonl'; {files}"),
+        ("hf://datasets/owner", "expected hf://datasets/OWNER/NAME/FILE"),
     ):
-        load_questions("owner/flash")
-    with pytest.raises(
-        UserError, match="no file 'dev.jsonl'; its data files: nq/test.jsonl, popqa/test.jsonl"
-    ):
-        load_questions("hf://datasets/owner/flash/dev.jsonl")
-    with pytest.raises(UserError, match="expected hf://datasets/OWNER/NAME/FILE"):
-        load_questions("hf://datasets/owner")
+        with pytest.raises(UserError, match=message):
+            load_questions(name)
 
 
 @pytest.mark.medium
-def test_the_environment_names_hub_and_cache(hub, tmp_path):
+def test_environment_names_hub_and_cache(hub, tmp_path):
     """As a user sets it: before the program starts."""
     commit = hub.add("owner/policy", **{"config.json": b"{}"})
     code = "from calibadv_jax.core import hub; print(hub.fetch_model(hub.resolve('owner/policy', ''), False))"

@@ -50,17 +50,17 @@ def refusal(folder):
     return str(caught.value)
 
 
-def test_a_second_process_is_told_who_has_the_folder(tmp_path, holder):
+def test_second_process_reads_the_owner(tmp_path, holder):
     process, _ = holder
-    said = refusal(tmp_path / "run")
+    output = refusal(tmp_path / "run")
     host = os.uname().nodename
-    assert said.startswith(f"run.dir={tmp_path}/run is in use by process {process.pid} on {host} since 2")
-    assert "(-c " in said
-    assert "wait until it has ended" in said and "\n" not in said
+    assert output.startswith(f"run.dir={tmp_path}/run is in use by process {process.pid} on {host} since 2")
+    assert "(-c " in output
+    assert "wait until it has ended" in output and "\n" not in output
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
-def test_death_gives_it_back_though_a_child_lives_on(tmp_path, holder):
+def test_death_of_owner_releases_the_lock(tmp_path, holder):
     process, child = holder
     process.kill()
     process.wait()
@@ -70,7 +70,7 @@ def test_death_gives_it_back_though_a_child_lives_on(tmp_path, holder):
     assert not (tmp_path / "run/.lock").exists()
 
 
-def test_a_forked_copy_neither_holds_nor_frees_it(tmp_path):
+def test_forked_copy_neither_holds_nor_releases(tmp_path):
     context = multiprocessing.get_context("fork")
     go_on = context.Event()
 
@@ -93,7 +93,7 @@ def test_a_forked_copy_neither_holds_nor_frees_it(tmp_path):
     assert process.exitcode == other.exitcode == 0
 
 
-def test_the_same_process_enters_again_and_the_outermost_block_frees_it(tmp_path):
+def test_outermost_block_of_a_process_releases(tmp_path):
     folder = tmp_path / "run"
     with locked_run(folder, silent):
         with locked_run(folder, silent):
@@ -102,7 +102,7 @@ def test_the_same_process_enters_again_and_the_outermost_block_frees_it(tmp_path
     assert not folder.exists(), "nothing was written there"
 
 
-def test_what_was_written_stays_and_a_folder_that_was_there_before_too(tmp_path):
+def test_folder_with_content_or_earlier_stays(tmp_path):
     with locked_run(tmp_path / "empty", silent):
         (tmp_path / "empty/metrics.jsonl").touch()
     (tmp_path / "mine").mkdir()
@@ -112,14 +112,14 @@ def test_what_was_written_stays_and_a_folder_that_was_there_before_too(tmp_path)
     assert names == {"empty", "empty/metrics.jsonl", "mine"}
 
 
-def test_an_error_in_the_block_frees_it(tmp_path):
+def test_error_in_the_block_releases(tmp_path):
     with pytest.raises(ValueError), locked_run(tmp_path, silent):
         raise ValueError
     with locked_run(tmp_path, silent):
         pass
 
 
-def test_an_output_is_locked_beside_its_name(tmp_path):
+def test_output_is_locked_beside_its_name(tmp_path):
     with locked_output(tmp_path / "hf", "export.output", silent):
         assert [path.name for path in tmp_path.iterdir()] == [".hf.lock"]
         with locked_output(tmp_path / "other", "export.output", silent):
@@ -127,16 +127,16 @@ def test_an_output_is_locked_beside_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monkeypatch, number):
+def test_file_system_without_locks_warns(tmp_path, monkeypatch, number):
     def no_locks(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    said, entered = [], []
-    with locked_run(tmp_path, said.append):
+    output, entered = [], []
+    with locked_run(tmp_path, output.append):
         entered.append(1)
-    assert entered and len(said) == 1
-    assert f"run.dir={tmp_path}: its file system has no locks" in said[0] and "\n" not in said[0]
+    assert entered and len(output) == 1
+    assert f"run.dir={tmp_path}: its file system has no locks" in output[0] and "\n" not in output[0]
 
 
 def test_replaced_lock_file_is_locked_again(tmp_path, monkeypatch):
@@ -153,7 +153,7 @@ def test_replaced_lock_file_is_locked_again(tmp_path, monkeypatch):
         flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_disk_without_room_for_the_name_of_the_owner_locks_all_the_same(tmp_path, monkeypatch):
+def test_full_disk_locks_without_owner(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -162,7 +162,7 @@ def test_a_disk_without_room_for_the_name_of_the_owner_locks_all_the_same(tmp_pa
         assert (tmp_path / ".lock").exists()
 
 
-def test_a_file_where_the_folder_should_be_is_one_line(tmp_path):
+def test_file_in_place_of_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("mine")
     with (
         pytest.raises(UserError, match=r"run.dir=.*run cannot be written .*; choose another folder"),
@@ -172,7 +172,7 @@ def test_a_file_where_the_folder_should_be_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("command", [train, sft])
-def test_a_second_start_touches_nothing(tmp_path, holder, command):
+def test_second_start_changes_nothing(tmp_path, holder, command):
     config = Config()
     folder = tmp_path / "run"
     (folder / "checkpoints/3.orbax-checkpoint-tmp-0").mkdir(parents=True)  # of the first one, in flight

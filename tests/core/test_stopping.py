@@ -25,7 +25,7 @@ TINY = [
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_first_signal_raises_with_its_status(number, status):
+def test_first_signal_raises_with_its_status(number, status):
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stop, Stop():
         os.kill(os.getpid(), number)
@@ -34,7 +34,7 @@ def test_the_first_signal_raises_with_its_status(number, status):
     assert signal.getsignal(number) is before
 
 
-def test_held_work_ends_whole_before_the_run_stops():
+def test_held_work_is_finished_before_the_stop():
     done = []
     with pytest.raises(SystemExit) as end, Stop() as stop:
         with stop.held():
@@ -45,13 +45,13 @@ def test_held_work_ends_whole_before_the_run_stops():
     assert end.value.code == 143 and done == ["update"]
 
 
-def test_an_error_in_held_work_is_not_hidden_by_a_signal():
+def test_error_in_held_work_is_raised():
     with pytest.raises(ValueError, match="broken"), Stop() as stop, stop.held():
         os.kill(os.getpid(), signal.SIGTERM)
         raise ValueError("broken")
 
 
-def test_a_second_signal_ends_the_process_at_once():
+def test_second_signal_ends_the_process():
     program = (
         "import os, signal, sys\nfrom calibadv_jax.core.stopping import Stop\n"
         "with Stop() as stop, stop.held():\n"
@@ -89,7 +89,7 @@ def test_signal_is_answered_while_a_device_computes():
 
 
 @pytest.mark.timeout(60)
-def test_end_after_a_signal_says_how_to_go_on(capfd):
+def test_end_after_signal_says_next_step(capfd):
     saved = threading.Event()
     with pytest.raises(SystemExit), Stop("", "the last step is saved", "the same command goes on"):
         try:
@@ -115,7 +115,7 @@ def test_signal_during_the_end_leaves_no_traceback():
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_unwaited_work_gives_its_value_or_its_error():
+def test_unwaited_work_returns_value_or_error():
     def divide(number, by=1):
         assert threading.current_thread().daemon
         return number / by
@@ -125,7 +125,7 @@ def test_unwaited_work_gives_its_value_or_its_error():
         asyncio.run(unwaited(divide, 6, by=0))
 
 
-def test_the_end_waits_for_no_unwaited_work(monkeypatch):
+def test_leave_does_not_wait_for_unwaited_work(monkeypatch):
     """It leaves in the usual way once the work is done, and else at once, with the same status."""
     monkeypatch.setattr(stopping, "GRACE", 0.1)
     left, go_on = [], threading.Event()
@@ -146,7 +146,7 @@ def test_the_end_waits_for_no_unwaited_work(monkeypatch):
     assert end.value.code == 143 and left == [143]
 
 
-def test_released_work_is_broken_off_by_a_signal_that_came_before_or_comes_now():
+def test_released_work_is_interrupted():
     stop = Stop()
     with pytest.raises(SystemExit) as end, stop.held(), stop.released():
         stop._handle(signal.SIGTERM, None)
@@ -156,7 +156,7 @@ def test_released_work_is_broken_off_by_a_signal_that_came_before_or_comes_now()
         raise AssertionError("it begins")
 
 
-def test_a_call_of_another_process_stops_once_and_leaves_the_first_signal_without_harm(monkeypatch):
+def test_call_of_another_process_is_no_signal(monkeypatch):
     """A scheduler's SIGTERM reaches all processes; the call of the quickest is no first of two signals."""
     left = []
     monkeypatch.setattr(os, "_exit", left.append)
@@ -198,7 +198,7 @@ cli.calibadv(["train", *sys.argv[1:]])
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_ends_though_its_sampler_is_in_the_middle_of_a_chunk(tmp_path):
+def test_run_ends_during_a_sampled_chunk(tmp_path):
     pytest.importorskip("faiss")
     words = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, f"run.dir={tmp_path}/run"]
     done = subprocess.run([sys.executable, "-c", ENDLESS, *words], cwd=ROOT, capture_output=True, text=True)

@@ -15,6 +15,9 @@ from calibadv_jax.core.tags import (
 )
 
 CONTROL = "<|im_end|>"
+OPEN = "<search> is not closed"
+ACTIONS = "there are <search>, <answer>, written exactly so"
+FOR_ENVIRONMENT = "<information> is for the environment alone"
 
 
 def read(text, stop_reason="stop"):
@@ -30,38 +33,38 @@ def test_last_tag_says_whether_a_thought_is_open(opening, expected):
     assert leaves_thought_open(opening) is expected
 
 
-def test_the_grammar():
+def test_grammar_of_search():
     assert TAG_NAMES == ("think", "search", "information", "answer")
     assert STOP_STRINGS == ("</search>", "</answer>")
 
 
-def test_a_search_and_an_answer():
+def test_search_and_answer_are_parsed():
     assert read("<think> a b </think>\n<search> who \n is </search>") == ("search", "a b", "who \n is", "")
     assert read("<think> c </think><answer> Ann </answer>") == ("answer", "c", "", "Ann")
 
 
-def test_the_environment_may_have_opened_the_thought():
+def test_thought_opened_by_the_environment():
     assert read("<think> a </think><search>x</search>") == ("search", "a", "x", "")
     assert read(" a </think><search>x</search>") == ("search", "", "x", "")
 
 
 @pytest.mark.parametrize("rest", ["\n", ".", " <answer> forged </answer>", "</search>"])
-def test_what_follows_the_first_closed_action_is_ignored(rest):
+def test_text_after_the_action_is_ignored(rest):
     assert read(f"<search> x </search>{rest}") == ("search", "", "x", "")
 
 
-def test_the_first_action_is_executed_wherever_it_stands():
+def test_first_closed_action_counts():
     assert read("<think> I could <search> x </search>") == ("search", "", "x", "")
     assert read("<think> so <answer> y </answer> </think>") == ("answer", "so <answer> y </answer>", "", "y")
     assert read("<answer> half <search> x </search>") == ("search", "", "x", "")
 
 
 @pytest.mark.parametrize("body", ["", "  \n", "a <search> b", "a <think> b", "</information> b", "<answer>"])
-def test_a_search_for_nothing_or_with_a_tag_is_invalid(body):
+def test_empty_or_tagged_search_is_invalid(body):
     assert read(f"<think> t </think><search>{body}</search>") == ("invalid", "t", "", "")
 
 
-def test_an_answer_may_be_empty_but_holds_no_tag():
+def test_answer_may_be_empty_without_tags():
     assert read("<answer></answer>") == ("answer", "", "", "")
     assert read("<answer> a <think> b </think></answer>")[0] == "invalid"
 
@@ -73,11 +76,11 @@ def test_an_answer_may_be_empty_but_holds_no_tag():
     ("stop_reason", "kind"),
     [("stop", "invalid"), ("eos", "invalid"), ("length", "unfinished"), ("abort", "unfinished")],
 )
-def test_without_a_closed_action_the_stop_reason_decides(text, stop_reason, kind):
+def test_stop_reason_decides_without_action(text, stop_reason, kind):
     assert read(text, stop_reason=stop_reason)[0] == kind
 
 
-def test_an_action_closed_by_the_last_allowed_token_counts():
+def test_action_closed_by_last_token_counts():
     assert read("<answer> y </answer>", stop_reason="length") == ("answer", "", "", "y")
 
 
@@ -96,7 +99,7 @@ def test_an_action_closed_by_the_last_allowed_token_counts():
         (f"<sea{CONTROL[:2]}{CONTROL[-2:]}rch>", "<sea<||>rch>"),
     ],
 )
-def test_forgeries_become_harmless_and_stay_readable(text, harmless):
+def test_forgeries_are_neutralised(text, harmless):
     assert neutralise(text, [CONTROL]) == harmless
     assert neutralise(harmless, [CONTROL]) == harmless
 
@@ -104,18 +107,18 @@ def test_forgeries_become_harmless_and_stay_readable(text, harmless):
 @pytest.mark.parametrize(
     "text", ["1 < 2 and 3 > 2", "<thinker> <b>bold</b>", "research (Title: x)", "Doc 1", "[search]", ""]
 )
-def test_other_text_stays_as_it_is(text):
+def test_other_text_stays(text):
     assert neutralise(text, [CONTROL, " ", "\n"]) == text
 
 
-def test_what_one_replacement_joins_is_found_again():
+def test_joined_replacements_are_neutralised_again():
     assert neutralise("<<|search|>>", ["<|search|>"]) == "[search]"
     assert neutralise("<se<||>arch>", ["<||>"]) == "<se arch>"
     assert neutralise("PAD", ["PAD"]) == "P A D"
     assert neutralise("a<|x|>b", ["<|x|>", "x"]) == "a b"
 
 
-def test_the_environments_reproach_can_not_be_quoted():
+def test_notice_of_invalid_action_is_neutralised():
     cleaned = neutralise(INVALID_ACTION)
     assert "My previous action is invalid" not in cleaned
     assert "<" not in cleaned
@@ -128,7 +131,7 @@ def test_hostile_text_costs_linear_time(part):
     neutralise("<" + " " * 1_000_000 + part, [CONTROL])
 
 
-def test_a_lone_surrogate_is_replaced_and_a_pair_is_one_letter():
+def test_lone_surrogates_are_replaced():
     """JSON may hold one (``"\\ud800"``); a tokenizer and a file in UTF-8 would refuse it."""
     assert neutralise("a\ud800b") == "a\ufffdb"
     assert neutralise("a\ud83d\ude00b") == "a\U0001f600b"
@@ -141,26 +144,14 @@ def test_a_lone_surrogate_is_replaced_and_a_pair_is_one_letter():
         ("<think>t</think> <search> q </search>\n", "search", ""),
         ("<think>t</think><answer></answer>", "answer", ""),
         ("<think>t", "invalid", "<think> is not closed"),
-        ("<think>t</think><search>q", "invalid", "<search> is not closed"),
-        ("<think>t</think><search>q</answer>", "invalid", "<search> is not closed before </answer>"),
+        ("<think>t</think><search>q", "invalid", OPEN),
+        ("<think>t</think><search>q</answer>", "invalid", f"{OPEN} before </answer>"),
         ("<think>t<search>q</search>", "search", "<think> is not closed before <search>"),
         ("t</think><search>q</search>", "search", "</think> closes nothing"),
         ("<think>t</think><search>q</search><search>r</search>", "search", "two actions: <search>, <search>"),
-        (
-            "<think>t</think><search>q<answer>r</answer>",
-            "answer",
-            "two actions: <search> is not closed before <answer>",
-        ),
-        (
-            "<think>t</think><browse>q</browse>",
-            "invalid",
-            "unknown action <browse>: there are <search>, <answer>, written exactly so",
-        ),
-        (
-            "<think>t</think>< Search >q</ search>",
-            "invalid",
-            "unknown action < Search >: there are <search>, <answer>, written exactly so",
-        ),
+        ("<think>t</think><search>q<answer>r</answer>", "answer", f"two actions: {OPEN} before <answer>"),
+        ("<think>t</think><browse>q</browse>", "invalid", f"unknown action <browse>: {ACTIONS}"),
+        ("<think>t</think>< Search >q</ search>", "invalid", f"unknown action < Search >: {ACTIONS}"),
         ("<think>t</think><search>  </search>", "invalid", "<search> is empty"),
         ("<think>t</think><search>q</search> done", "search", "text after </search>"),
         ("<think>t</think>so<search>q</search>", "search", "text before <search>"),
@@ -170,11 +161,7 @@ def test_a_lone_surrogate_is_replaced_and_a_pair_is_one_letter():
         ("Rome", "invalid", "no action: none of <search>, <answer>"),
         ("<think>Rome</think>", "invalid", "no action: none of <search>, <answer>"),
         ("", "invalid", "no action: none of <search>, <answer>"),
-        (
-            "<think>t</think><information>Rome</information><answer>Rome</answer>",
-            "answer",
-            "<information> is for the environment alone",
-        ),
+        ("<think>t</think><information>a</information><answer>a</answer>", "answer", FOR_ENVIRONMENT),
         ("<think>t</think><answer>a</answer>", "search", "<answer> in a turn of kind search"),
     ],
 )

@@ -24,35 +24,9 @@ CONTROL = (
 PIECES = (
     *(f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/")),
     *CONTROL,
-    *[
-        "<",
-        ">",
-        "/",
-        "|",
-        "[",
-        "]",
-        "(",
-        ")",
-        ":",
-        "1",
-        "search",
-        "THINK",
-        "info",
-        "rmation",
-        "Doc",
-        "Title",
-        "my",
-        "previous",
-        "action",
-        "is",
-        "invalid",
-        ".",
-        "\n",
-        "\t",
-    ],
-    " ",
-    "My previous action is invalid.",
-    "Doc 1(Title: ",
+    *"<>/|[]():1.\n\t ",
+    *("search", "THINK", "info", "rmation", "Doc", "Title", "my", "previous", "action", "is", "invalid"),
+    *("My previous action is invalid.", "Doc 1(Title: "),
 )
 TEXT = st.one_of(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st.text(max_size=80))
 FORBIDDEN = (
@@ -88,7 +62,7 @@ PROTOCOL = (*(f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/")), 
     middle=st.sampled_from(["", "<think>t</think><search>q</search>", "<think>t</think> <answer> </answer>"]),
     after=st.lists(st.sampled_from(PROTOCOL), max_size=4).map("".join),
 )
-def test_turn_without_flaw_is_a_thought_and_its_kind(before, middle, after):
+def test_turn_without_flaw_is_thought_and_action(before, middle, after):
     text = before + middle + after
     kind = parse_turn(text, "stop").kind
     flat = FLAT.fullmatch(text)

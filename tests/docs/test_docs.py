@@ -38,7 +38,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_to_a_file_and_a_heading(page):
+def test_links_lead_to_files_and_headings(page):
     dead = []
     for link in LINK.findall(prose(page)):
         if link.startswith(("https://", "http://")):
@@ -63,7 +63,7 @@ def test_python_files_named_without_folder_exist():
     ]
 
 
-def test_the_modules_of_the_glossary_exist():
+def test_modules_of_the_glossary_exist():
     lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
     terms = [line for line in lines if line.startswith("- ")]
     assert len(terms) > 30
@@ -82,13 +82,13 @@ def test_keys_and_metrics_of_a_page_exist(name):
     assert not [metric for metric in metrics if not (find(metric) or find(f"{metric}/x"))]
 
 
-def test_the_index_has_each_page_once():
+def test_index_has_each_page_once():
     listed = LINK.findall((ROOT / "docs/README.md").read_text(encoding="utf-8"))
     pages = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
     assert sorted(listed) == sorted([*pages, "../README.md"])
 
 
-def test_the_table_of_packages_has_every_package_and_module():
+def test_table_of_packages_is_complete():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     table = text.split("\n## Packages\n")[1].split("\n## ")[0]
     package = ROOT / "calibadv_jax"

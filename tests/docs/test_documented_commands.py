@@ -65,7 +65,7 @@ STAND_INS = (  # what a reader has and this run has not -> what stands for it
 
 def commands(text: str) -> list[str]:
     """Those of `calibadv` in the bash blocks of a page; variables filled in, comments gone."""
-    found, variables = [], {}
+    expanded, variables = [], {}
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             if assigned := re.fullmatch(r'(\w+)="(.*)"', line.strip()):
@@ -73,15 +73,15 @@ def commands(text: str) -> list[str]:
             for part in re.split(r"&&|&(?=\s|$)", re.sub(r"\s+#.*", "", line)):
                 command = re.sub(r"^(\w+=\S+ )+", "", part.strip())  # variables of the environment
                 if command.startswith("calibadv "):
-                    found.append(re.sub(r"\$(\w+)", lambda name: variables[name[1]], command))
-    return found
+                    expanded.append(re.sub(r"\$(\w+)", lambda name: variables[name[1]], command))
+    return expanded
 
 
-SHOWN = [(page, one) for page in PAGES for one in commands(page.read_text(encoding="utf-8"))]
+SHOWN = [(page, command) for page in PAGES for command in commands(page.read_text(encoding="utf-8"))]
 AFTERWARDS = [
-    pytest.param(one, id=f"{page.stem}: {one[:60]}")
-    for page, one in SHOWN
-    if one.split()[1] not in BEGINS and not any(words in one for words in EXCEPTIONS)
+    pytest.param(command, id=f"{page.stem}: {command[:60]}")
+    for page, command in SHOWN
+    if command.split()[1] not in BEGINS and not any(words in command for words in EXCEPTIONS)
 ]
 
 
@@ -90,11 +90,15 @@ def test_no_command_is_forgotten():
     assert names == (set(cli.COMMANDS) | set(cli.TOOLS)) - set(BEGINS)
     every = "|".join([*cli.COMMANDS, *cli.TOOLS])
     blocks = [
-        one for page in PAGES for one in re.findall(r"```bash\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        command
+        for page in PAGES
+        for command in re.findall(r"```bash\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
     ]
-    assert len(SHOWN) == sum(len(re.findall(rf"(?m)^[^#\n]*?\bcalibadv (?:{every}) ", one)) for one in blocks)
+    assert len(SHOWN) == sum(
+        len(re.findall(rf"(?m)^[^#\n]*?\bcalibadv (?:{every}) ", command)) for command in blocks
+    )
     for words in EXCEPTIONS:
-        assert any(words in one for _, one in SHOWN), words
+        assert any(words in command for _, command in SHOWN), words
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +109,9 @@ def elsewhere(tmp_path_factory):
     """
     begun, folder = tmp_path_factory.mktemp("begun"), tmp_path_factory.mktemp("elsewhere")
     with pytest.MonkeyPatch.context() as patch:
-        said = []
+        printed = []
         patch.chdir(begun)
-        patch.setattr("calibadv_jax.metrics.console.Console.say", lambda _, text: said.append(text))
+        patch.setattr("calibadv_jax.metrics.console.Console.say", lambda _, text: printed.append(text))
         quickstart.run(load_config(ROOT / "configs/quickstart.yaml", TINY))
     for name in RUNS:
         shutil.copytree(begun / "runs/quickstart-calibadv/seed-0", folder / "runs" / name)
@@ -116,7 +120,7 @@ def elsewhere(tmp_path_factory):
     config.parent.mkdir(parents=True)
     above = {"base": str(ROOT / "configs/quickstart.yaml"), "run": {"dir": "runs/paper"}}
     OmegaConf.save(OmegaConf.merge(OmegaConf.from_dotlist(TINY), above), config)
-    return folder, begun, said
+    return folder, begun, printed
 
 
 @pytest.fixture
@@ -129,15 +133,15 @@ def run(elsewhere, monkeypatch, capsys):
 
     def run(arguments):
         words = [
-            found
+            expanded
             for word in arguments
-            for found in (sorted(map(str, Path().glob(word))) if "*" in word else [word])
+            for expanded in (sorted(map(str, Path().glob(word))) if "*" in word else [word])
         ]
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             cli.calibadv(words)
         output, errors = capsys.readouterr()
-        expected = next((said for word, said in REFUSED.items() if word in words), None)
+        expected = next((printed for word, printed in REFUSED.items() if word in words), None)
         if expected:
             assert end.value.code == INPUT_STATUS and expected in errors
         else:
@@ -148,23 +152,23 @@ def run(elsewhere, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", AFTERWARDS)
-def test_a_command_of_the_pages(command, run):
+def test_command_of_the_pages(command, run):
     for pattern, instead in STAND_INS:
         command = re.sub(pattern, instead, command)
     run(shlex.split(command)[1:])
 
 
-def test_the_commands_that_the_quickstart_prints_last(elsewhere, run):
-    folder, begun, said = elsewhere
-    lines = said[said.index("next:") + 1 :]
+def test_last_commands_of_the_quickstart(elsewhere, run):
+    folder, begun, printed = elsewhere
+    lines = printed[printed.index("next:") + 1 :]
     commands = [line.split("   # ")[0].strip().rpartition(" && ")[2] for line in lines]
-    assert [shlex.split(one)[1:][0] for one in commands] == ["inspect", "report", "ask"]
-    for one in commands:
-        program, *arguments = shlex.split(one.replace("/runs/quickstart-calibadv/seed-0", "/runs/a"))
+    assert [shlex.split(command)[1:][0] for command in commands] == ["inspect", "report", "ask"]
+    for command in commands:
+        program, *arguments = shlex.split(command.replace("/runs/quickstart-calibadv/seed-0", "/runs/a"))
         assert Path(program).is_file()
         run([word.replace(str(begun), str(folder)) for word in arguments])
 
 
-def test_an_answer_comes_from_the_moved_run(run):
-    said = run(["ask", "--policy", "runs/a/hf", "who is it?"])
-    assert said.splitlines()[-1].startswith(("answer", "no answer"))
+def test_moved_run_answers(run):
+    printed = run(["ask", "--policy", "runs/a/hf", "who is it?"])
+    assert printed.splitlines()[-1].startswith(("answer", "no answer"))

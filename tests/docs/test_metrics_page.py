@@ -28,6 +28,7 @@ from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from scripts import document_metrics
 
 pytestmark = pytest.mark.medium
+LENGTHS = {"max_prompt_length": 12, "max_length": 16}
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,14 +80,8 @@ def training(tmp_path_factory):
         folder,
         learner={"steps": 1, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8},
         loss={"kl_coef": 0.1, "importance_high": 8.0},
-        rollout={
-            "questions_per_step": 2,
-            "group_size": 3,
-            "max_prompt_length": 12,
-            "max_length": 16,
-            "max_failed_share": 0.5,
-            "replace_tied": 1,
-        },
+        rollout={"questions_per_step": 2, "group_size": 3, "max_failed_share": 0.5, "replace_tied": 1}
+        | LENGTHS,
         prompt={"template": "{question}"},
         evaluate={"every": 1, "temperatures": [1.0]},
         data={"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl"), "rest_above": 0.9},
@@ -105,14 +100,8 @@ def training(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cold_start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sft")
-    small = {
-        "people": 20,
-        "cities": 8,
-        "companies": 8,
-        "works": 6,
-        "train_questions": 20,
-        "eval_questions": 4,
-    }
+    small = {"people": 20, "cities": 8, "companies": 8, "works": 6, "train_questions": 20}
+    small["eval_questions"] = 4
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     overrides = [f"world.{name}={value}" for name, value in small.items()]
     overrides += [f"policy.init.{name}={value}" for name, value in shape.items()]
@@ -137,8 +126,12 @@ def test_every_logged_name_is_documented(training, cold_start):
 def test_every_documented_name_is_logged(training, cold_start):
     names = [name for metric in metrics() for own in metric.names() for name in (own, *authors_names(own))]
     patterns = {name: "[^/]+".join(map(re.escape, re.split(r"<[^>]*>", name))) for name in names}
-    found = training | cold_start
-    missing = {name for name, one in patterns.items() if not any(re.fullmatch(one, other) for other in found)}
+    logged = training | cold_start
+    missing = {
+        name
+        for name, pattern in patterns.items()
+        if not any(re.fullmatch(pattern, other) for other in logged)
+    }
     assert not missing
 
 
@@ -159,19 +152,15 @@ def test_names_and_the_authors_names():
     assert find("eval/nq/f1") is find("reward/means") is None
 
 
-def test_the_page_is_up_to_date():
+def test_metrics_page_is_current():
     page = document_metrics.PAGE.read_text(encoding="utf-8")
     assert page == document_metrics.page(), "run: python -m scripts.document_metrics"
 
 
-def test_a_line_of_the_page():
-    cells = document_metrics.cells(find("group/solved"))
-    assert cells == [
-        "`group/solved`",
-        "share",
-        "questions with at least one trajectory of the largest reward",
-        "`correct_rate/least_one_correct`",
-    ]
+def test_line_of_the_page():
+    meaning = "questions with at least one trajectory of the largest reward"
+    cells = ["`group/solved`", "share", meaning, "`correct_rate/least_one_correct`"]
+    assert document_metrics.cells(find("group/solved")) == cells
 
 
 def test_every_unit_is_named():

@@ -171,7 +171,7 @@ BOTH = ("search", "access")
         (judged(), judged({"answer": "em"}), False),
         (judged(), judged({"answer": {"f1": 0.5, "judge": 0.5}}), False),
         (judged(), judged(model="large"), False),
-        (judged(), judged(max_answer=10), False),
+        (judged(), judged(max_tokens=10), False),
         (judged(), judged(prompt_hash="b"), False),
         (judged(), judged(url="http://127.0.0.1:2/v1", timeout=1.0, patience=1.0, max_concurrency=2), True),
         (judged(), judged({"shuffle": True}), True),

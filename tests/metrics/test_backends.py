@@ -31,17 +31,17 @@ def events(directory):
     """(tag, step, value) of the scalars in the event files of a folder, in order, and the purged steps."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-    found, purged = [], []
+    scalars, purged = [], []
     for path in sorted(directory.glob("events.*")):
         data = path.read_bytes()
         while data:  # a record: length (8 bytes), its checksum (4), the event, its checksum (4)
             length = int.from_bytes(data[:8], "little")
             event = Event.FromString(data[12 : 12 + length])
-            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            scalars += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
             if event.session_log.status == SessionLog.START:
                 purged.append(event.step)
             data = data[16 + length :]
-    return found, purged
+    return scalars, purged
 
 
 def test_tensorboard(tmp_path):
@@ -52,8 +52,8 @@ def test_tensorboard(tmp_path):
         writer.write(2, {"loss": 0.25})
         writer.rewind(2)
         writer.write(2, {"loss": 0.75})
-    found, purged = events(folder / "tensorboard")
-    assert found == [("loss", 1, 0.5), ("loss", 2, 0.25), ("loss", 2, 0.75)]
+    scalars, purged = events(folder / "tensorboard")
+    assert scalars == [("loss", 1, 0.5), ("loss", 2, 0.25), ("loss", 2, 0.75)]
     assert purged == [1, 2]  # TensorBoard drops what was written before at these steps
 
 
@@ -84,18 +84,18 @@ def test_mlflow_continues_its_run(tmp_path, monkeypatch):
     (run,) = client.search_runs([client.get_experiment_by_name("agents").experiment_id])
     assert run.info.run_name == "seed-4" and run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "reward/mean")
-    assert [(one.step, one.value) for one in history] == [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5)]
+    assert [(point.step, point.value) for point in history] == [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5)]
     assert set(run.data.metrics) == {"reward/mean", "eval/1/a b _c_/f1"}
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_an_mlflow_that_goes_away_ends_no_run(tmp_path, monkeypatch, comes_back):
+def test_lost_mlflow_does_not_end_the_run(tmp_path, monkeypatch, comes_back):
     mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "store").as_uri())
-    log_batch, away, told = mlflow.MlflowClient.log_batch, [], []
+    log_batch, away, warnings = mlflow.MlflowClient.log_batch, [], []
 
     def batch(client, run, metrics):
         if away:
@@ -104,18 +104,18 @@ def test_an_mlflow_that_goes_away_ends_no_run(tmp_path, monkeypatch, comes_back)
 
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", batch)
     folder = tmp_path / "seed-4"
-    opened = open_backends(LogConfig(backends=["mlflow"]), folder, 1, told.append)
+    opened = open_backends(LogConfig(backends=["mlflow"]), folder, 1, warnings.append)
     with MetricsWriter(folder, opened, 1) as writer:
         for step, is_away in enumerate([False, True, True, not comes_back], 1):
             away[:] = [True] if is_away else []
             writer.write(step, {f"m{number}": step for number in range(400)})
     client = mlflow.MlflowClient()
     history = client.get_metric_history((folder / "mlflow_run_id").read_text(), "m7")
-    assert [(one.step, one.value) for one in history] == [
+    assert [(point.step, point.value) for point in history] == [
         (n, n) for n in ((1, 2, 3, 4) if comes_back else (1,))
     ]
-    assert told[0].startswith("log.backends: MLflow does not take the metrics (no route to host)")
-    assert ["lacks 1200 values" in line for line in told[1:]] == ([] if comes_back else [True])
+    assert warnings[0].startswith("log.backends: MLflow does not take the metrics (no route to host)")
+    assert ["lacks 1200 values" in line for line in warnings[1:]] == ([] if comes_back else [True])
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
 
 
@@ -137,7 +137,7 @@ def test_prometheus_shows_the_newest_step(tmp_path):
         urllib.request.urlopen(f"http://{address}/metrics", timeout=1)
 
 
-def test_names_that_prometheus_cannot_tell_apart_are_numbered(tmp_path):
+def test_equal_prometheus_names_are_numbered(tmp_path):
     pytest.importorskip("prometheus_client", reason="the extras cpu, gpu and tpu have it")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -149,7 +149,7 @@ def test_names_that_prometheus_cannot_tell_apart_are_numbered(tmp_path):
     assert names == ["calibadv_step", start, f"{start}_2", "calibadv_eval____f1_greedy"]
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path):
+def test_port_in_use_is_refused(tmp_path):
     pytest.importorskip("prometheus_client", reason="the extras cpu, gpu and tpu have it")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -158,7 +158,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("address", ["9464", "http://127.0.0.1:9464", "host:", "host:port"])
-def test_an_address_without_a_port_is_refused_with_the_config(tmp_path, address):
+def test_address_without_port_is_refused(tmp_path, address):
     (tmp_path / "a.yaml").write_text("{}")
     with pytest.raises(UserError, match="log.prometheus: .*pattern"):
         load_config(tmp_path / "a.yaml", [f"log.prometheus={address}"])
@@ -172,7 +172,7 @@ def test_an_address_without_a_port_is_refused_with_the_config(tmp_path, address)
         ("prometheus", "prometheus_client", "prometheus-client"),
     ],
 )
-def test_a_missing_package_is_one_line(tmp_path, monkeypatch, name, module, package):
+def test_missing_package_is_refused(tmp_path, monkeypatch, name, module, package):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=f"log.backends: {package} is not installed; pip install {package}"):
         open_backends(LogConfig(backends=[name]), tmp_path, 1)

@@ -13,13 +13,14 @@ import optax
 import pytest
 
 from calibadv_jax.config import LossConfig, MeshConfig, RewardConfig
+from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.metrics import console as console_module
 from calibadv_jax.metrics.console import STEP_METRICS, Console, duration, number, table
 from calibadv_jax.metrics.summary import trajectory_metrics
-from calibadv_jax.metrics.timing import Stopwatch
+from calibadv_jax.metrics.timing import Phases
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -31,18 +32,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_step_is_one_line_of_the_known_metrics():
+def test_step_is_one_line():
     stream = io.StringIO()
     metrics = {"perf/tokens_per_second": 2900.3, "reward/mean": 0.52341, "timing_s/step": 4.3, "unknown": 3.0}
     Console(stream=stream).step(12, 60, metrics)
     assert stream.getvalue() == "step 12/60  reward 0.523    4.3 s/step    2,900 tok/s  ETA 3 min\n"
 
 
-def test_the_lines_of_a_run_stand_under_each_other():
+def test_lines_of_a_run_are_aligned():
     """However large or small the numbers, and whatever the width of a terminal."""
     stream = io.StringIO()
     console = Console(stream=stream)
-    names = [one.metric for one in STEP_METRICS]
+    names = [shown.metric for shown in STEP_METRICS]
     large = {"actor/grad_norm": 12345.6 / 100, "rollout/sampled_tokens/mean": 16384.0}
     large |= {"timing_s/step": 123.456, "perf/tokens_per_second": 234567.0}
     for step, value in ((1, 0.0), (10, 0.987654), (100, 1.0), (1000, float("nan"))):
@@ -55,7 +56,7 @@ def test_the_lines_of_a_run_stand_under_each_other():
     assert lines[0].startswith("step    1/2000  loss  0.0000 nats  reward 0.000")
 
 
-def test_the_time_left_is_that_of_the_median_step():
+def test_eta_uses_the_median_step():
     stream = io.StringIO()
     console = Console(stream=stream)
     for step, seconds in ((1, 500.0), (2, 10.0), (3, 12.0), (4, 8.0), (5, 8.0)):
@@ -102,12 +103,12 @@ def rollout_metrics() -> set[str]:
 
 
 def test_every_metric_of_the_line_exists():
-    timing = set(Stopwatch().metrics())
-    missing = {one.metric for one in STEP_METRICS} - update_metrics() - rollout_metrics() - timing
+    timing = set(Phases(Console(progress=False), Stop()).metrics())
+    missing = {shown.metric for shown in STEP_METRICS} - update_metrics() - rollout_metrics() - timing
     assert missing == {"sft/loss"}  # the cold start's name for actor/loss, given by its entry point
 
 
-def test_without_progress_only_results_and_warnings_are_shown(capsys):
+def test_no_progress_leaves_results_and_warnings(capsys):
     stream = Terminal()
     console = Console(progress=False, stream=stream)
     console.step(1, 2, {"reward/mean": 1.0})
@@ -126,7 +127,7 @@ def seen(stream):
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
 
 
-def test_a_terminal_shows_what_is_being_done_and_a_bar_that_counts():
+def test_terminal_shows_phase_and_bar():
     stream = Terminal()
     console = Console(stream=stream)
     with console.phase("publishing the policy", announce=True):
@@ -140,7 +141,7 @@ def test_a_terminal_shows_what_is_being_done_and_a_bar_that_counts():
     assert "a line [1/2] above the bar\n" in text.replace("\r", "")
 
 
-def test_in_a_file_there_are_plain_lines():
+def test_file_gets_plain_lines():
     """Nothing that moves or colours."""
     stream = io.StringIO()
     console = Console(stream=stream)
@@ -177,20 +178,13 @@ def test_long_phase_repeats_its_progress(monkeypatch):
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [
-        (0.52341, "0.5234"),
-        (0.0, "0"),
-        (5e-7, "5e-07"),
-        (12345.6, "12346"),
-        (-2.5, "-2.5"),
-        (float("nan"), "nan"),
-    ],
+    [(0.52341, "0.5234"), (0.0, "0"), (5e-7, "5e-07"), (12345.6, "12346"), (-2.5, "-2.5"), (np.nan, "nan")],
 )
 def test_number(value, shown):
     assert number(value) == shown
 
 
-def test_table_aligns_text_left_and_numbers_right():
+def test_table_aligns_cells_and_checks_rows():
     text = table([["one-hop", 0.51234, 40], ["all", 1.0, 200]], ["questions", "F1", "n"])
     assert text.splitlines() == [
         "questions     F1    n",
@@ -199,11 +193,6 @@ def test_table_aligns_text_left_and_numbers_right():
         "all        1.000  200",
     ]
 
-
-def test_table_without_rows():
     assert table([], ["a", "bb"]) == "a  bb\n-  --"
-
-
-def test_table_refuses_a_row_of_another_length():
     with pytest.raises(ValueError, match="1 cells, the table has 2 columns"):
         table([["a"]], ["a", "b"])

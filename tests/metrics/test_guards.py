@@ -12,20 +12,9 @@ from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.guards import GUARDS, Guards, guard_metrics
 
 QUESTION = Question("q", "?", ("x",), "test")
-HEALTHY = {
-    "actor/entropy": 0.3,
-    "reward/format_valid": 0.9,
-    "rollout/think_repetition": 0.05,
-    "rollout/sampled_perplexity": 1.4,
-    "advantage/answer/ratio_before": 1.1,
-}
-COLLAPSED = {
-    "actor/entropy": 0.001,
-    "reward/format_valid": 0.05,
-    "rollout/think_repetition": 0.8,
-    "rollout/sampled_perplexity": 40.0,
-    "advantage/answer/ratio_before": 9.0,
-}
+METRICS = [guard.metric for guard in GUARDS.values()]
+HEALTHY = dict(zip(METRICS, (0.3, 0.9, 0.05, 1.4, 1.1), strict=True))
+COLLAPSED = dict(zip(METRICS, (0.001, 0.05, 0.8, 40.0, 9.0), strict=True))
 
 
 def guards(**values):
@@ -42,7 +31,7 @@ def bad(name, value=None):
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_every_guard_trips_after_its_patience_and_says_so_once(name):
+def test_guard_trips_once_after_its_patience(name):
     watch = guards(action="stop", patience=2)
     verdicts = feed(watch, {}, bad(name), bad(name), bad(name))
     assert [verdict.action for verdict in verdicts] == ["go_on", "go_on", "stop", "go_on"]
@@ -50,14 +39,14 @@ def test_every_guard_trips_after_its_patience_and_says_so_once(name):
     others = {f"guard/{other}": 0 for other in GUARDS if other != name}
     assert all(others.items() <= verdict.metrics.items() for verdict in verdicts)
     ((finding,),) = (verdict.findings for verdict in verdicts if verdict.findings)
-    assert finding.startswith(f"step 3: {GUARDS[name].words} (")
+    assert finding.startswith(f"step 3: {GUARDS[name].cause} (")
     assert f"({GUARDS[name].metric} {COLLAPSED[GUARDS[name].metric]:.4g}, " in finding
     assert f"guards.{GUARDS[name].threshold}=" in finding and "for 2 steps" in finding
     assert "\n" not in finding
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_null_switches_a_guard_off_and_the_threshold_itself_is_good(name):
+def test_null_switches_guard_off_and_limit_is_good(name):
     limit = getattr(GuardsConfig(), GUARDS[name].threshold)
     at_the_limit = feed(guards(patience=1, action="stop"), {}, bad(name, limit))[-1]
     assert (at_the_limit.action, at_the_limit.metrics[f"guard/{name}"]) == ("go_on", 0)
@@ -65,13 +54,13 @@ def test_null_switches_a_guard_off_and_the_threshold_itself_is_good(name):
     assert off.action == "go_on" and f"guard/{name}" not in off.metrics and len(off.metrics) == 4
 
 
-def test_one_good_step_begins_the_count_anew():
+def test_good_step_resets_the_count():
     watch = guards(action="stop", patience=2)
     verdicts = feed(watch, {}, bad("entropy"), {}, bad("entropy"), bad("format_valid"))
     assert all(verdict.action == "go_on" and not verdict.findings for verdict in verdicts)
 
 
-def test_what_was_never_good_has_not_collapsed():
+def test_unarmed_guard_does_not_trip():
     watch = guards(action="stop", patience=1)
     verdicts = feed(watch, bad("format_valid"), bad("format_valid"), {}, bad("format_valid"))
     assert [verdict.action for verdict in verdicts] == ["go_on", "go_on", "go_on", "stop"]
@@ -84,7 +73,7 @@ def test_nan_is_never_good():
     assert [verdict.action for verdict in verdicts] == ["go_on", "stop"]
 
 
-def test_a_step_without_the_metric_counts_neither_way():
+def test_step_without_the_metric_is_ignored():
     watch = guards(action="stop", patience=2)
     watch.check(1, HEALTHY)
     watch.check(2, HEALTHY | bad("entropy"))
@@ -93,7 +82,7 @@ def test_a_step_without_the_metric_counts_neither_way():
     assert watch.check(4, HEALTHY | bad("entropy")).action == "stop"
 
 
-def test_log_only_speaks():
+def test_log_never_stops():
     watch = guards(patience=1)
     assert GuardsConfig().action == "log"
     (_, verdict) = feed(watch, {}, COLLAPSED)
@@ -101,7 +90,7 @@ def test_log_only_speaks():
     assert set(verdict.metrics.values()) == {1.0}
 
 
-def test_rolls_back_to_the_last_good_step_and_stops_at_the_limit():
+def test_rollback_stops_at_its_limit():
     watch = guards(action="rollback", patience=2, max_rollbacks=2)
     feed(watch, {}, {}, {})
     for attempt in (1, 2):
@@ -113,7 +102,7 @@ def test_rolls_back_to_the_last_good_step_and_stops_at_the_limit():
     assert feed(watch, bad("entropy"), bad("entropy"), start=4)[-1].action == "stop"
 
 
-def test_a_rollback_to_an_older_checkpoint_is_where_good_ends():
+def test_rollback_to_older_checkpoint_is_last_good():
     watch = guards(action="rollback", patience=1)
     feed(watch, {}, {}, {}, bad("entropy"))
     watch.rolled_back(2)
@@ -123,7 +112,7 @@ def test_a_rollback_to_an_older_checkpoint_is_where_good_ends():
 
 
 @pytest.mark.parametrize("cut", range(6))
-def test_a_resumed_run_judges_as_an_uninterrupted_one(cut):
+def test_resumed_guards_equal_uninterrupted_ones(cut):
     steps = [{}, bad("entropy"), bad("entropy"), {}, bad("entropy"), bad("entropy"), bad("entropy")]
     whole = guards(action="rollback", patience=3)
     expected = feed(whole, *steps)
@@ -139,7 +128,7 @@ def test_a_resumed_run_judges_as_an_uninterrupted_one(cut):
     ("action", "before", "expected"),
     [("rollback", 0, "rollback"), ("rollback", 3, "stop"), ("stop", 0, "go_on"), ("log", 0, "go_on")],
 )
-def test_a_rollback_that_was_due_when_the_last_start_ended_is_still_due(action, before, expected):
+def test_due_rollback_survives_a_restart(action, before, expected):
     """A signal came in the step that tripped the guard, or there was no checkpoint to go back to."""
     first, second = guards(action=action, patience=2), guards(action=action, patience=2)
     first.rollbacks = before
@@ -150,7 +139,7 @@ def test_a_rollback_that_was_due_when_the_last_start_ended_is_still_due(action, 
     assert second.last_good_step == 1
 
 
-def test_a_guard_that_was_switched_off_since_keeps_no_step_from_being_good():
+def test_switched_off_guard_is_dropped():
     """Its count would stand for ever, and a later rollback would find no checkpoint that is old enough."""
     first = guards(action="stop", patience=2)
     assert feed(first, {}, bad("entropy"), bad("entropy"))[-1].action == "stop"
@@ -162,27 +151,14 @@ def test_a_guard_that_was_switched_off_since_keeps_no_step_from_being_good():
 
 def group(*turns):
     ids = np.zeros(1, np.int32)
-    return Group(
-        QUESTION,
-        [
-            Trajectory(
-                QUESTION,
-                ids,
-                [
-                    Turn(
-                        "search",
-                        np.array(tokens, np.int32),
-                        np.array(logprobs, np.float32),
-                        observation_ids=np.zeros(50, np.int32),
-                    )
-                ],
-            )
-            for tokens, logprobs in turns
-        ],
-    )
+    observation = {"observation_ids": np.zeros(50, np.int32)}
+    searches = [
+        Turn("search", np.array(t, np.int32), np.array(p, np.float32), **observation) for t, p in turns
+    ]
+    return Group(QUESTION, [Trajectory(QUESTION, ids, [search]) for search in searches])
 
 
-def test_repetition_is_counted_within_a_turn_and_over_sampled_tokens_only():
+def test_repetition_counts_sampled_tokens_of_a_turn():
     loop, other = [7, 8] * 6, list(range(12))
     flat = [-1.0] * 12
     assert guard_metrics([group((other, flat), (other, flat))])["rollout/think_repetition"] == 0
@@ -202,22 +178,22 @@ def test_counts_agree_with_sets_of_tuples():
         ids = rng.integers(0, high, 500).tolist()
         grams = [tuple(ids[start : start + 4]) for start in range(497)]
         expected = 1 - len(set(grams)) / 497
-        found = guard_metrics([group((ids, [0.0] * 500))])["rollout/think_repetition"]
-        assert found == pytest.approx(expected)
+        metrics = guard_metrics([group((ids, [0.0] * 500))])["rollout/think_repetition"]
+        assert metrics == pytest.approx(expected)
 
 
 def test_perplexity_is_a_mean_over_tokens():
-    found = guard_metrics([group(([1], [-1.0]), ([1, 2, 3], [-2.0, -3.0, -4.0]))])
-    assert found["rollout/sampled_perplexity"] == pytest.approx(np.exp(2.5))
+    metrics = guard_metrics([group(([1], [-1.0]), ([1, 2, 3], [-2.0, -3.0, -4.0]))])
+    assert metrics["rollout/sampled_perplexity"] == pytest.approx(np.exp(2.5))
 
 
-def test_nothing_sampled_has_no_metrics():
+def test_no_sampled_tokens_give_no_metrics():
     assert guard_metrics([group(([], []))]) == {}
     assert guard_metrics([Group(QUESTION, [Trajectory(QUESTION, np.zeros(1, np.int32))])]) == {}
     assert set(guard_metrics([group(([1, 2], [-1.0, -1.0]))])) == {"rollout/sampled_perplexity"}
 
 
-def test_a_critic_that_diverges_is_named_with_its_key():
+def test_diverging_critic_is_named_with_its_key():
     """Also in steps that train nothing but the critic."""
     for more in ({}, {"actor/skipped": 0.0, "actor/finite": 1.0}):
         row = {"critic/skipped": 1.0, "critic/finite": 1.0} | more
@@ -240,7 +216,7 @@ def numbers(skipped, finite=1.0):
 @pytest.mark.parametrize(
     ("action", "expected"), [("log", "stop"), ("stop", "stop"), ("rollback", "rollback")]
 )
-def test_no_run_goes_on_without_finite_updates_whatever_the_action(action, expected):
+def test_steps_without_finite_updates_end_the_run(action, expected):
     guards = Guards(GuardsConfig(action=action, patience=2))
     assert guards.check(1, numbers(0.0)).metrics == {"guard/numbers": 0}
     verdict = guards.check(2, numbers(1.0))
@@ -253,7 +229,7 @@ def test_no_run_goes_on_without_finite_updates_whatever_the_action(action, expec
     assert not guards.is_broken and not guards.in_doubt
 
 
-def test_a_finite_update_among_others_and_a_step_after_a_lost_one_are_no_divergence():
+def test_some_finite_updates_are_no_divergence():
     guards = Guards(GuardsConfig(action="stop", patience=2))
     for step, skipped in enumerate((0.5, 1.0, 0.0, 1.0, 0.8), 1):
         assert guards.check(step, numbers(skipped)).action == "go_on"
@@ -264,7 +240,7 @@ def test_a_finite_update_among_others_and_a_step_after_a_lost_one_are_no_diverge
     assert again.check(2, numbers(1.0)).action == "stop"  # a resumed run counts on
 
 
-def test_parameters_that_are_not_finite_end_a_run_at_once():
+def test_nonfinite_parameters_end_the_run():
     guards = Guards(GuardsConfig(patience=9))
     verdict = guards.check(1, numbers(0.0, finite=0.0))
     assert verdict.action == "stop" and guards.is_broken

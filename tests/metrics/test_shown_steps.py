@@ -7,7 +7,7 @@ import pytest
 
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.metrics.shown_steps import SAID_AGAIN, ShownSteps, why_tied
+from calibadv_jax.metrics.shown_steps import REPEAT_TIED, ShownSteps, why_tied
 
 HOSTILE = "\x1b[2Jgone\x07 [bold red]red[/] \u202eleft\r\n[/"
 
@@ -29,12 +29,12 @@ def group(name, *scores, kind="answer", valid=True, f1=0.0, error=None):
         Trajectory(question, np.zeros(1, np.int32), [turn(kind, **answer)], index, error=error)
         for index in range(len(scores))
     ]
-    for one, score in zip(made, scores, strict=True):
-        one.answer_score, one.format_valid, one.metrics = score, valid, {"f1": f1}
+    for sample, score in zip(made, scores, strict=True):
+        sample.answer_score, sample.format_valid, sample.metrics = score, valid, {"f1": f1}
     return Group.of(question, made)
 
 
-def said(*steps, stream=None, transcripts=0, progress=True):
+def show_steps(*steps, stream=None, transcripts=0, progress=True):
     stream = stream or io.StringIO()
     shown = ShownSteps(Console(progress, stream), len(steps), transcripts)
     for number, groups in enumerate(steps, 1):
@@ -45,10 +45,7 @@ def said(*steps, stream=None, transcripts=0, progress=True):
 @pytest.mark.parametrize(
     ("groups", "reason"),
     [
-        (
-            [group("a", 0, 0, kind="unfinished", valid=False)],
-            "cut before they answer: raise rollout.max_turn_length",
-        ),
+        ([group("a", 0, 0, kind="unfinished", valid=False)], "raise rollout.max_turn_length"),
         ([group("a", 0, 0, kind="invalid", valid=False)], "teach the format first (calibadv sft)"),
         ([group("a", 0, 0, kind="search", valid=False)], "raise rollout.max_searches"),
         ([group("a", 0, 0, valid=False, f1=1.0)], "all of those in the wrong format"),
@@ -58,8 +55,8 @@ def said(*steps, stream=None, transcripts=0, progress=True):
         ([group("a", 1.0), group("b", 0)], "a group of one trajectory has nothing to compare"),
     ],
 )
-def test_a_step_whose_groups_are_all_tied_says_why_and_what_to_try(groups, reason):
-    text = said(groups)
+def test_tied_step_warns_with_its_reason(groups, reason):
+    text = show_steps(groups)
     assert f"warning: step 1: all {len(groups)} groups tied: nothing was learned" in text
     assert reason in text and "log.transcripts=1 shows one" in text
 
@@ -72,35 +69,33 @@ def test_tied_step_compares_with_the_largest_reward():
         assert why_tied([tied]).find(words) >= 0
 
 
-def test_a_step_that_teaches_something_says_nothing():
+def test_step_with_signal_does_not_warn():
     assert why_tied([group("a", 0, 0), group("b", 0, 1.0)]) == ""
     assert why_tied([group("a", 0, 0, error="retriever: gone")]) == ""  # failures have words of their own
-    assert "warning" not in said([group("a", 0, 1.0)])
+    assert "warning" not in show_steps([group("a", 0, 1.0)])
 
 
-def test_the_reason_comes_once_and_again_after_many_steps():
+def test_tied_warning_is_repeated_after_many_steps():
     tied, free = [group("a", 0, 0)], [group("a", 0, 1.0)]
-    lines = said(*[tied] * SAID_AGAIN, free, tied, [group("a", 1.0, 1.0)]).splitlines()
+    lines = show_steps(*[tied] * REPEAT_TIED, free, tied, [group("a", 1.0, 1.0)]).splitlines()
     warnings = [line.split(":")[1] + line.split(":")[2] for line in lines if line.startswith("warning")]
     assert warnings == [
         " step 1 all 1 groups tied",
-        f" step {SAID_AGAIN} for {SAID_AGAIN} steps all groups tied",
-        f" step {SAID_AGAIN + 2} all 1 groups tied",
-        f" step {SAID_AGAIN + 3} for 2 steps all groups tied",
+        f" step {REPEAT_TIED} for {REPEAT_TIED} steps all groups tied",
+        f" step {REPEAT_TIED + 2} all 1 groups tied",
+        f" step {REPEAT_TIED + 3} for 2 steps all groups tied",
     ]
 
 
-def test_transcripts_are_shown_when_asked_for_also_without_progress():
+def test_transcripts_are_shown_without_progress():
     groups = [group(name, 0, 1.0) for name in "abcd"]
-    for one in groups:
+    for sample in groups:
         documents = (Document("1", "Ann", "wrote it"),)
-        one.trajectories[0].turns.insert(0, turn("search", think="look", query="ann", documents=documents))
-    assert "transcript" not in said(groups)
-    lines = said(groups, transcripts=2, progress=False).splitlines()
-    assert [line for line in lines if line.startswith("question")] == [
-        "question  who is a?",
-        "question  who is c?",
-    ]
+        sample.trajectories[0].turns.insert(0, turn("search", think="look", query="ann", documents=documents))
+    assert "transcript" not in show_steps(groups)
+    lines = show_steps(groups, transcripts=2, progress=False).splitlines()
+    questions = [line for line in lines if line.startswith("question")]
+    assert questions == ["question  who is a?", "question  who is c?"]
     assert lines[:6] == [
         "transcript: score 0.000, format valid",
         "question  who is a?",
@@ -109,32 +104,26 @@ def test_transcripts_are_shown_when_asked_for_also_without_progress():
         "  [1]   Ann: wrote it",
         "answer  bob",
     ]
-    assert said(groups, transcripts=9, progress=False).count("question ") == 4
+    assert show_steps(groups, transcripts=9, progress=False).count("question ") == 4
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_no_text_of_a_transcript_commands_the_terminal(stream):
-    one = group("a", 0, 0)
+def test_transcripts_do_not_command_the_terminal(stream):
+    sample = group("a", 0, 0)
     question = Question("a", HOSTILE, ("ann",), "toy")
     documents = (Document("1", HOSTILE, HOSTILE),)
-    turns = [
-        turn("search", think=HOSTILE, query=HOSTILE, documents=documents),
-        turn("invalid", text=HOSTILE),
-        turn("answer", answer=HOSTILE),
-    ]
+    search = turn("search", think=HOSTILE, query=HOSTILE, documents=documents)
+    turns = [search, turn("invalid", text=HOSTILE), turn("answer", answer=HOSTILE)]
     failed = Trajectory(question, np.zeros(1, np.int32), turns[:1], error=f"retriever: {HOSTILE}")
-    groups = [
-        Group(question, [Trajectory(question, np.zeros(1, np.int32), turns)]),
-        Group(question, [], [failed]),
-        one,
-    ]
-    text = said(groups, stream=stream(), transcripts=3, progress=False)
+    finished = Trajectory(question, np.zeros(1, np.int32), turns)
+    groups = [Group(question, [finished]), Group(question, [], [failed]), sample]
+    text = show_steps(groups, stream=stream(), transcripts=3, progress=False)
     assert "\x07" not in text and "\u202e" not in text and "\r" not in text and "\x1b[2J" not in text
     assert text.count("[bold red]red[/] left [/") == 13  # shown as it stands, without a style
     assert "\x1b[1;31m" not in text and "\x1b[31m" not in text
 
 
-def test_a_long_turn_is_cut():
-    one = group("a", 0, 1.0)
-    one.trajectories[0].turns.insert(0, turn("invalid", text="word " * 10_000))
-    assert max(map(len, said([one], transcripts=1).splitlines())) <= 1000
+def test_long_turn_is_cut():
+    sample = group("a", 0, 1.0)
+    sample.trajectories[0].turns.insert(0, turn("invalid", text="word " * 10_000))
+    assert max(map(len, show_steps([sample], transcripts=1).splitlines())) <= 1000

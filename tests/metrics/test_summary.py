@@ -23,14 +23,9 @@ def turn(kind: TurnKind, sampled: int, observed: int = 0, stop: StopReason = "st
 
 
 def trajectory(turns: list[Turn], score: float, valid: bool, prompt: int = 10) -> Trajectory:
-    return Trajectory(
-        QUESTION,
-        np.zeros(prompt, np.int32),
-        turns,
-        format_valid=valid,
-        answer_score=score,
-        metrics={"f1": score, "em": float(score == 1)},
-    )
+    scores = {"f1": score, "em": float(score == 1)}
+    ids = np.zeros(prompt, np.int32)
+    return Trajectory(QUESTION, ids, turns, format_valid=valid, answer_score=score, metrics=scores)
 
 
 @pytest.fixture
@@ -80,21 +75,21 @@ def test_values(metrics, name, value):
     assert metrics[name] == pytest.approx(value)
 
 
-def test_every_value_is_a_finite_float_and_every_alias_is_there(metrics):
+def test_values_are_finite_with_all_aliases(metrics):
     assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
     assert all(alias in metrics or f"{alias}/mean" in metrics for alias in ALIASES)
 
 
-def test_a_trajectory_without_turns_has_length_zero():
+def test_trajectory_without_turns_has_length_zero():
     metrics = trajectory_metrics([Group(QUESTION, [trajectory([], 0.0, False)])])
     assert metrics["rollout/response_length/mean"] == 0
     assert metrics["rollout/valid_action_ratio"] == 0
 
 
-def test_a_metric_averages_over_the_trajectories_that_have_it():
-    one, other = trajectory([], 1.0, True), trajectory([], 0.0, True)
-    one.metrics = {"recall": 0.5}
-    assert trajectory_metrics([Group(QUESTION, [one, other])])["reward/recall"] == 0.5
+def test_metric_averages_over_trajectories_with_it():
+    first, other = trajectory([], 1.0, True), trajectory([], 0.0, True)
+    first.metrics = {"recall": 0.5}
+    assert trajectory_metrics([Group(QUESTION, [first, other])])["reward/recall"] == 0.5
 
 
 def test_no_trajectories_is_an_error():
@@ -102,7 +97,7 @@ def test_no_trajectories_is_an_error():
         trajectory_metrics([Group(QUESTION, [])])
 
 
-def test_trajectories_that_failed_are_counted_and_left_out_of_everything_else(metrics):
+def test_failed_trajectories_are_only_counted(metrics):
     solved = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 1.0, True)
     solved.turns[0].is_refused = True
     lost, gone, late = (trajectory([turn("search", 90)], 0.5, False, 90) for _ in range(3))
@@ -122,7 +117,7 @@ def test_trajectories_that_failed_are_counted_and_left_out_of_everything_else(me
     assert with_failures["rollout/refused_queries"] == 1
 
 
-def test_where_all_failed_there_is_nothing_but_their_number():
+def test_all_failed_trajectories_are_counted():
     lost = trajectory([], 0.0, False)
     lost.error = "sampler: lost"
     assert trajectory_metrics([Group(QUESTION, [], [lost])]) == {
@@ -130,3 +125,22 @@ def test_where_all_failed_there_is_nothing_but_their_number():
         "rollout/failed_share": 1.0,
         "rollout/failed/sampler": 1.0,
     }
+
+
+def sampled_by(*versions: int) -> Trajectory:
+    answer = turn("answer", 1)
+    answer.policy_versions = versions
+    return trajectory([answer], 0.0, True)
+
+
+def test_staleness_counts_the_oldest_version():
+    metrics = trajectory_metrics([Group(QUESTION, [sampled_by(3, 5), sampled_by(5), sampled_by()])], step=5)
+    assert [metrics[f"rollout/staleness/{name}"] for name in ("max", "min", "mean")] == [2, 0, 1]
+    assert metrics["rollout/mixed_versions"] == 0.5
+    assert "rollout/staleness/max" not in trajectory_metrics([Group(QUESTION, [sampled_by()])], step=5)
+
+
+def test_wrong_answer_is_an_answer():
+    wrong, silent = sampled_by(1), trajectory([], 0.0, True)
+    wrong.turns[0].answer = "y"
+    assert trajectory_metrics([Group(QUESTION, [wrong, silent])])["rollout/answered"] == 0.5

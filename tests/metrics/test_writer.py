@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def steps(directory: Path) -> list[int]:
     return [row["step"] for row in read_metrics(directory / "metrics.jsonl")]
 
 
-def test_a_row_is_readable_as_soon_as_it_is_written(tmp_path):
+def test_written_row_is_readable_at_once(tmp_path):
     with MetricsWriter(tmp_path / "run") as writer:
         writer.write(3, {"reward/mean": np.float32(0.5), "rollout/turns/max": np.int64(4)})
         assert (tmp_path / "run" / "metrics.jsonl").read_text() == (
@@ -30,7 +31,7 @@ def test_a_row_is_readable_as_soon_as_it_is_written(tmp_path):
         )
 
 
-def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path):
+def test_resumed_file_equals_an_uninterrupted_one(tmp_path):
     write(tmp_path / "whole", range(6))
     write(tmp_path / "resumed", range(5))
     write(tmp_path / "resumed", range(3, 6), start_step=3)
@@ -38,14 +39,14 @@ def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path):
     assert whole.read_bytes() == resumed.read_bytes()
 
 
-def test_without_a_start_step_all_rows_stay(tmp_path):
+def test_all_rows_stay_without_start_step(tmp_path):
     write(tmp_path, range(2))
     write(tmp_path, range(2))
     assert steps(tmp_path) == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("start_step", [None, 2])
-def test_a_torn_last_line_is_dropped(tmp_path, start_step):
+def test_torn_last_line_is_dropped(tmp_path, start_step):
     write(tmp_path, range(2))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')
@@ -55,7 +56,7 @@ def test_a_torn_last_line_is_dropped(tmp_path, start_step):
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"loss": 1.0}', '{"step": "3"}', ""])
-def test_a_foreign_line_is_refused_and_the_file_left_alone(tmp_path, line):
+def test_foreign_line_is_refused(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n' + line + '\n{"step": 1}\n')
     before = path.read_bytes()
@@ -64,7 +65,7 @@ def test_a_foreign_line_is_refused_and_the_file_left_alone(tmp_path, line):
     assert path.read_bytes() == before
 
 
-def test_a_failed_rewrite_leaves_the_file_alone(tmp_path, monkeypatch):
+def test_failed_rewrite_leaves_the_file(tmp_path, monkeypatch):
     write(tmp_path, range(3))
     before = (tmp_path / "metrics.jsonl").read_bytes()
 
@@ -77,7 +78,7 @@ def test_a_failed_rewrite_leaves_the_file_alone(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_values_json_does_not_know_are_null_and_named(tmp_path):
+def test_nonfinite_values_are_null_and_named(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write(0, {"loss": float("nan"), "kl": np.float32("inf"), "lr": 0.1})
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -91,35 +92,19 @@ def test_reserved_names_are_refused(tmp_path, name):
         writer.write(0, {name: 1.0})
 
 
-def test_a_value_that_is_no_scalar_is_refused_and_writes_nothing(tmp_path):
+def test_value_that_is_no_scalar_is_refused(tmp_path):
     with MetricsWriter(tmp_path) as writer, pytest.raises(TypeError):
         writer.write(0, {"good": 1.0, "bad": np.ones(3)})
     assert steps(tmp_path) == []
 
 
-class Notebook:
-    """A backend that writes down what it is told."""
-
-    def __init__(self):
-        self.told = []
-
-    def write(self, step, values):
-        self.told.append((step, dict(values)))
-
-    def rewind(self, step):
-        self.told.append(("rewind", step))
-
-    def close(self):
-        self.told.append("closed")
-
-
-def test_backends_get_the_finite_values_the_rewinds_and_the_end(tmp_path):
-    notebooks = [Notebook(), Notebook()]
-    with MetricsWriter(tmp_path, notebooks) as writer:
+def test_backends_get_finite_values_rewinds_and_end(tmp_path):
+    backends = [Mock(), Mock()]
+    with MetricsWriter(tmp_path, backends) as writer:
         writer.write(1, {"loss": np.float32(0.5), "kl": float("nan")})
         writer.rewind(1)
-    for notebook in notebooks:
-        assert notebook.told == [(1, {"loss": 0.5}), ("rewind", 1), "closed"]
+    for backend in backends:
+        assert backend.mock_calls == [call.write(1, {"loss": 0.5}), call.rewind(1), call.close()]
 
 
 def test_reading_a_missing_file(tmp_path):

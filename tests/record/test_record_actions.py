@@ -14,8 +14,8 @@ from calibadv_jax.contrib.pages.index import tabulate
 from calibadv_jax.contrib.pages.words import turn_words
 from calibadv_jax.contrib.report.rollouts import _advantages
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
+from calibadv_jax.metrics.shown_steps import ending, transcript
 from calibadv_jax.metrics.summary import trajectory_metrics
-from calibadv_jax.metrics.transcripts import ending, transcript
 from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
 from calibadv_jax.record.schema import VERSION
 from calibadv_jax.record.writer import RolloutWriter

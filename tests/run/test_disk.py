@@ -7,7 +7,7 @@ import pytest
 from trainer_rig import ScriptedRollouts, make_config, rows, run
 
 from calibadv_jax.config import Config, dump_config
-from calibadv_jax.config.starts import add_start, newest_start
+from calibadv_jax.config.kept import add_start, newest_start
 from calibadv_jax.core.errors import UserError
 
 pytestmark = pytest.mark.medium

@@ -100,7 +100,7 @@ def test_a_server_whose_engine_is_in_a_long_step_is_waited_for(tmp_path, monkeyp
 
 @pytest.mark.timeout(60)
 def test_a_stopped_server_does_not_hold_up_a_swap(tmp_path, monkeypatch):
-    """After SIGSTOP the system still takes its connections; sampler.request_timeout is half an hour."""
+    """After SIGSTOP the system still takes its connections; a request may take half an hour."""
     monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.05)
     monkeypatch.setattr(vllm_worker, "ASK_SECONDS", 0.2)
 

@@ -18,17 +18,17 @@ EXTRAS = {
 PIN = re.compile(r"[a-z0-9-]+(\[[a-z0-9-]+\])?==[\w.]+( ; .+)?")
 
 
-def wanted(extras):
+def requirements_of(extras):
     """The direct requirements of the project with extras, those of its own extras instead of their names."""
-    found = [Requirement(one) for one in PROJECT["dependencies"]]
+    requirements = [Requirement(requirement) for requirement in PROJECT["dependencies"]]
     open_ = list(extras)
     while open_:
-        for one in map(Requirement, PROJECT["optional-dependencies"][open_.pop()]):
-            if one.name == PROJECT["name"]:
-                open_ += one.extras
+        for requirement in map(Requirement, PROJECT["optional-dependencies"][open_.pop()]):
+            if requirement.name == PROJECT["name"]:
+                open_ += requirement.extras
             else:
-                found.append(one)
-    return found
+                requirements.append(requirement)
+    return requirements
 
 
 def applies(requirement, python):
@@ -50,26 +50,31 @@ def environment(python):
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_a_lock_satisfies_the_project_on_every_python(name):
+def test_lock_satisfies_the_project(name):
     lines = (ROOT / f"requirements/{name}.txt").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if not PIN.fullmatch(line)] == []  # no index, path, option or local build
     for python in ("3.11", "3.12", "3.13"):
         pins = {}
-        for one in map(Requirement, lines):
-            if applies(one, python):
-                assert canonicalize_name(one.name) not in pins, f"{one.name} has two versions"
-                pins[canonicalize_name(one.name)] = str(one.specifier).removeprefix("==")
-        for one in wanted(EXTRAS[name]):
-            if not applies(one, python):
+        for requirement in map(Requirement, lines):
+            if applies(requirement, python):
+                assert canonicalize_name(requirement.name) not in pins, f"{requirement.name} has two versions"
+                pins[canonicalize_name(requirement.name)] = str(requirement.specifier).removeprefix("==")
+        for requirement in requirements_of(EXTRAS[name]):
+            if not applies(requirement, python):
                 continue
-            pin = pins.get(canonicalize_name(one.name))
-            assert pin and one.specifier.contains(pin), f"{name}, Python {python}: {one} but {pin}"
+            pin = pins.get(canonicalize_name(requirement.name))
+            assert pin and requirement.specifier.contains(pin), (
+                f"{name}, Python {python}: {requirement} but {pin}"
+            )
 
 
 def test_every_lock_is_one_that_the_script_writes():
     text = (ROOT / "scripts/lock.sh").read_text(encoding="utf-8")
     assert (
-        dict((one[0], tuple(one[1:])) for one in map(str.split, re.findall(r"(?m)^lock (.*)$", text)))
+        dict(
+            (requirement[0], tuple(requirement[1:]))
+            for requirement in map(str.split, re.findall(r"(?m)^lock (.*)$", text))
+        )
         == EXTRAS
     )
     assert sorted(file.stem for file in (ROOT / "requirements").iterdir()) == sorted(EXTRAS)
@@ -89,7 +94,7 @@ def test_every_lock_is_one_that_the_script_writes():
 def test_bounds_exclude_versions_that_fail(name, python, refused, allowed):
     bounds = [
         requirement.specifier
-        for requirement in wanted(["retriever"])
+        for requirement in requirements_of(["retriever"])
         if requirement.name == name and applies(requirement, python)
     ]
     assert len(bounds) == 1

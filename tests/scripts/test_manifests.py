@@ -24,21 +24,21 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts/kubernetes"
 VERSIONS = ("1.31", "1.37")  # the oldest that is tried, and the newest that is published
 DOCUMENTS = [
-    (file.name, one)
+    (file.name, item)
     for file in sorted(FOLDER.glob("*.yaml"))
-    for one in yaml.safe_load_all(file.read_text(encoding="utf-8"))
+    for item in yaml.safe_load_all(file.read_text(encoding="utf-8"))
 ]
-IDS = [f"{file}: {one['kind']}" for file, one in DOCUMENTS]
+IDS = [f"{file}: {item['kind']}" for file, item in DOCUMENTS]
 
 
 def lost(given, kept):
     """Fields of a mapping that its model does not know."""
     if isinstance(given, dict):
         return [name for name in given if name not in kept] + [
-            found for name in given if name in kept for found in lost(given[name], kept[name])
+            missing for name in given if name in kept for missing in lost(given[name], kept[name])
         ]
     if isinstance(given, list):
-        return [found for one, other in zip(given, kept, strict=True) for found in lost(one, other)]
+        return [missing for item, other in zip(given, kept, strict=True) for missing in lost(item, other)]
     return []
 
 
@@ -48,20 +48,20 @@ def check(document, version):
         return
     kept = jobsets.JobsetV1alpha2JobSet.from_dict(document).to_dict()
     assert lost(document, kept) == []
-    for one in document["spec"]["replicatedJobs"]:
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": one["name"]}}
-        validator.validate(job | {"spec": one["template"]["spec"]}, version, strict=True)
+    for item in document["spec"]["replicatedJobs"]:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": item["name"]}}
+        validator.validate(job | {"spec": item["template"]["spec"]}, version, strict=True)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("document", [one for _, one in DOCUMENTS], ids=IDS)
-def test_a_manifest_is_valid(document, version):
+@pytest.mark.parametrize("document", [item for _, item in DOCUMENTS], ids=IDS)
+def test_manifest_is_valid(document, version):
     check(document, version)
 
 
-def test_a_mistake_is_found():
+def test_invalid_manifest_is_refused():
     """In a field of Kubernetes', of JobSet's, and of a job within a JobSet."""
-    by_kind = {one["kind"]: one for _, one in DOCUMENTS}
+    by_kind = {item["kind"]: item for _, item in DOCUMENTS}
     policy, jobset = by_kind["NetworkPolicy"], by_kind["JobSet"]
     with pytest.raises(validator.ValidationError):
         check(policy | {"spec": policy["spec"] | {"ingres": []}}, VERSIONS[-1])
@@ -76,7 +76,7 @@ def test_a_mistake_is_found():
 
 def find(kind, name):
     """The manifest; of two in whose place one may stand, the first."""
-    return next(one for _, one in DOCUMENTS if one["kind"] == kind and one["metadata"]["name"] == name)
+    return next(item for _, item in DOCUMENTS if item["kind"] == kind and item["metadata"]["name"] == name)
 
 
 def pods():
@@ -84,33 +84,33 @@ def pods():
     (job,) = find("JobSet", "calibadv")["spec"]["replicatedJobs"]
     templates = [job["template"]["spec"]["template"]]
     templates += [
-        one["spec"]["template"] for _, one in DOCUMENTS if one["kind"] in ("Deployment", "StatefulSet")
+        item["spec"]["template"] for _, item in DOCUMENTS if item["kind"] in ("Deployment", "StatefulSet")
     ]
-    return {one["metadata"]["labels"]["app.kubernetes.io/component"]: one for one in templates}
+    return {item["metadata"]["labels"]["app.kubernetes.io/component"]: item for item in templates}
 
 
 def test_names_ports_and_labels_fit_together():
-    found = pods()
-    assert set(found) == {"trainer", "retriever", "worker"}
-    for component, pod in found.items():
+    missing = pods()
+    assert set(missing) == {"trainer", "retriever", "worker"}
+    for component, pod in missing.items():
         (container,) = pod["spec"]["containers"]
         for volume in pod["spec"]["volumes"]:
             if "persistentVolumeClaim" in volume:
                 find("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
             if "configMap" in volume:
                 find("ConfigMap", volume["configMap"]["name"])
-        assert {one["name"] for one in container["volumeMounts"]} == {
-            one["name"] for one in pod["spec"]["volumes"]
+        assert {item["name"] for item in container["volumeMounts"]} == {
+            item["name"] for item in pod["spec"]["volumes"]
         }
         for variable in container.get("env", []):
             if "secretKeyRef" in variable.get("valueFrom", {}):
                 secret = variable["valueFrom"]["secretKeyRef"]
                 assert secret["key"] in find("Secret", secret["name"])["stringData"]
         labels = pod["metadata"]["labels"].items()
-        rules = [one["spec"] for _, one in DOCUMENTS if one["kind"] == "NetworkPolicy"]
-        mine = [one for one in rules if one["podSelector"]["matchLabels"].items() <= labels]
+        rules = [item["spec"] for _, item in DOCUMENTS if item["kind"] == "NetworkPolicy"]
+        mine = [item for item in rules if item["podSelector"]["matchLabels"].items() <= labels]
         assert len(mine) == 2, component  # nobody, and who may
-        allowed = [rule for one in mine for rule in one["ingress"]]
+        allowed = [rule for item in mine for rule in item["ingress"]]
         assert all(
             source["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "trainer"
             for rule in allowed
@@ -119,16 +119,16 @@ def test_names_ports_and_labels_fit_together():
         if component != "trainer":
             service = find("Service", f"calibadv-{component}")["spec"]
             assert service["selector"].items() <= labels
-            (port,) = [one["containerPort"] for one in container["ports"]]
-            assert [one["port"] for one in service["ports"]] == [port] == [allowed[0]["ports"][0]["port"]]
+            (port,) = [item["containerPort"] for item in container["ports"]]
+            assert [item["port"] for item in service["ports"]] == [port] == [allowed[0]["ports"][0]["port"]]
             assert f"--port={port}" in container["args"]
 
 
-def test_the_jobs_processes_find_each_other():
+def test_processes_of_the_job_share_a_coordinator():
     jobset = find("JobSet", "calibadv")
     (job,) = jobset["spec"]["replicatedJobs"]
     spec, (container,) = job["template"]["spec"], pods()["trainer"]["spec"]["containers"]
-    values = {one["name"]: one.get("value") for one in container["env"]}
+    values = {item["name"]: item.get("value") for item in container["env"]}
     head = f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
     assert values["JAX_COORDINATOR_ADDRESS"].partition(":")[0] == head
     assert int(values["JAX_NUM_PROCESSES"]) == spec["completions"] == spec["parallelism"]
@@ -138,13 +138,13 @@ def test_the_jobs_processes_find_each_other():
 @pytest.fixture(params=["run.yaml", "run_workers.yaml"])
 def run(request, tmp_path):
     """The config that a ConfigMap carries."""
-    ((_, document),) = [one for one in DOCUMENTS if one[0] == request.param]
+    ((_, document),) = [item for item in DOCUMENTS if item[0] == request.param]
     assert document["metadata"]["name"] == "calibadv-run"
     (tmp_path / "run.yaml").write_text(document["data"]["run.yaml"].replace("/app/", f"{ROOT}/"))
     return load_config(tmp_path / "run.yaml")
 
 
-def test_the_runs_config_names_the_services_and_fits_the_devices(run):
+def test_config_of_the_run_fits_the_cluster(run):
     assert run.retriever.url == "http://calibadv-retriever:8000"
     (trainer,) = pods()["trainer"]["spec"]["containers"]
     (job,) = find("JobSet", "calibadv")["spec"]["replicatedJobs"]

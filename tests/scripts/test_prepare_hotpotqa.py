@@ -36,7 +36,7 @@ def hub(tmp_path, monkeypatch):
         yield running
 
 
-def test_questions_name_their_paragraphs_and_each_paragraph_is_there_once(hub, tmp_path, capsys):
+def test_questions_name_their_unique_paragraphs(hub, tmp_path, capsys):
     ada, bo = {"Ada": ["Ada is. ", " She was."]}, {"Bo": ["Bo is."]}
     files = {
         "distractor/train-00000-of-00002.parquet": parquet(
@@ -61,11 +61,11 @@ def test_questions_name_their_paragraphs_and_each_paragraph_is_there_once(hub, t
     assert (first.golden_answers, first.data_source) == (("Ada",), "hotpotqa")
 
 
-def test_without_a_hub_one_line_says_so_and_no_file_is_left(tmp_path, monkeypatch, capsys):
+def test_missing_hub_leaves_no_file(tmp_path, monkeypatch, capsys):
     with serve_hub() as gone:
         pass
     use_hub(monkeypatch, gone, tmp_path / "cache")
     assert prepare_hotpotqa.main(["--output", str(tmp_path / "data")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: hotpotqa/hotpot_qa (dataset on") and said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: hotpotqa/hotpot_qa (dataset on") and printed.count("\n") == 1
     assert not list((tmp_path / "data").glob("*.jsonl"))

@@ -26,14 +26,14 @@ def packed(path, **files):
     return path
 
 
-def test_the_hubs_model_is_taken_where_there_is_a_hub(hub, tmp_path, capsys):
+def test_hub_model_is_preferred(hub, tmp_path, capsys):
     files = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}", "x.onnx": b"no"}
     repository = real_model.MODELS["smollm2-135m"].repository
     commit = hub.add(repository, **files)
     assert real_model.main(["--output", str(tmp_path / "model")]) == 0
-    found = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    assert commit in found.pop("README.md").decode()
-    assert found == {name: files[name] for name in files if name != "x.onnx"}
+    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    assert commit in files.pop("README.md").decode()
+    assert files == {name: files[name] for name in files if name != "x.onnx"}
     assert capsys.readouterr().out == f"{tmp_path}/model: {repository}: commit {commit} of the hub\n"
     asked = list(hub.downloads)
     assert real_model.main(["--output", str(tmp_path / "model")]) == 0
@@ -94,18 +94,18 @@ def test_another_repository_is_not_replaced_by_the_package(hub, tmp_path, capsys
         ({"a__gguf": "x"}, "instead of b179c9523d0e"),
     ],
 )
-def test_a_file_that_is_not_the_package_is_one_line_and_leaves_nothing(tmp_path, capsys, files, message):
+def test_wrong_package_is_refused_without_leftovers(tmp_path, capsys, files, message):
     wheel = tmp_path / "a.whl"
     wheel.write_bytes(b"no zip") if files is None else packed(wheel, **files)
     output = tmp_path / "made" / "model"
     assert real_model.main(["--output", str(output), "--wheel", str(wheel)]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
     assert list(output.parent.iterdir()) == []
 
 
-def test_rows_of_queries_and_keys_come_back_in_the_order_of_the_halves():
+def test_rotary_rows_are_reordered():
     config = {"num_attention_heads": 2, "num_key_value_heads": 1}
     rows = np.arange(8)[:, None]  # two heads of four rows: first half 0 1, second half 2 3
     in_turn = np.array([0, 2, 1, 3, 4, 6, 5, 7])[:, None]
@@ -155,7 +155,7 @@ def test_config_is_what_transformers_reads():
     )
 
 
-def test_digits_are_tokens_of_their_own_and_control_tokens_are_special():
+def test_digits_and_control_tokens_are_separate():
     letters = sorted(set("abcdefghijklmnopqrstuvwxyz0123456789Ġ<>|_"))
     tokens = ["<|end|>", *letters, "12", "Ġa"]
     about = {

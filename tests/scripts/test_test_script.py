@@ -51,7 +51,7 @@ def run(tmp_path):
 
 
 @pytest.mark.medium
-def test_a_failing_part_does_not_hide_the_next(run):
+def test_failing_part_does_not_hide_the_next(run):
     answer, markers = run(fast=1)
     assert markers == ["not slow", "slow"]
     assert answer.returncode == 1 and answer.stderr.endswith("== failed: not slow\n")
@@ -71,7 +71,7 @@ def test_types_that_do_not_fit_hide_no_test(run):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("status", [2, 3, 4])
-def test_what_is_no_failing_test_ends_it(run, status):
+def test_other_failures_end_the_script(run, status):
     answer, markers = run(fast=status)
     assert markers == ["not slow"] and answer.returncode == status
 
@@ -83,13 +83,13 @@ def test_fast_runs_one_part_and_fails_with_it(run):
 
 
 @pytest.mark.medium
-def test_no_test_is_a_pass_only_where_tests_were_chosen(run):
+def test_no_tests_pass_only_if_chosen(run):
     assert run("tests/learner", fast=5, slow=0)[0].returncode == 0
     assert run(fast=5)[0].returncode == 5
 
 
 @pytest.mark.medium
-def test_the_log_names_the_cpu(run):
+def test_log_names_the_cpu(run):
     lines = run("--fast")[0].stdout.splitlines()
     named = lines[lines.index("== versions") + 1]
     assert named.startswith("CPU: ") and named.endswith(f" x {os.cpu_count()}")

@@ -239,7 +239,7 @@ def test_rewards_by_name_with_weights(endpoint):
 
 
 def test_beginning_of_a_long_answer_is_judged():
-    assert data_of("Q", ("g",), "abcdef", 3).endswith('"answer": "abc"}')
+    assert data_of("Q", ("g",), "ab" * 1001).endswith(f'"answer": "{"ab" * 1000}"}}')
 
 
 def wordy(trajectory):

@@ -27,7 +27,7 @@ from trainer_rig import (
 )
 
 from calibadv_jax.commands.train import train
-from calibadv_jax.config.starts import add_start
+from calibadv_jax.config.kept import add_start
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.metrics.console import Console

@@ -17,12 +17,12 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials, refuse_if
 from calibadv_jax.core.own_function import is_address
 
 ANSWER_REWARDS = ("f1", "em", "cover_em")
 JUDGE = "judge"
-JUDGE_AGREEMENT = "judge_agreement"  # metric: whether judge and exact match say the same
+JUDGE_AGREEMENT = "judge_agreement"  # metric: whether judge and exact match agree
 OWN = "my_package.my_module:function"
 
 
@@ -33,59 +33,55 @@ def _choices(*names: str) -> Any:
 @dataclass(frozen=True, config=SECTION)
 class JudgeConfig:
     url: Annotated[str, Mark.UNLEARNED, Mark.NO_ANSWER] = ""
-    """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1: it is asked about every
-    answer. Its verdict is reward/judge, which reward.answer may name. If the environment variable JUDGE_TOKEN
-    is set, it is sent as a bearer token. Empty: nobody is asked."""
+    """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1, which judges every answer:
+    the metric reward/judge, which reward.answer may name. The environment variable JUDGE_TOKEN is sent as a
+    bearer token. Empty: no judge."""
     model: str = ""
-    """Model that is asked for."""
+    """Model of the request."""
     prompt: str = ""
-    """File with what the judge is told to do; empty: it compares the answer with the golden answers.
-    Question, golden answers and answer follow as JSON, apart from it."""
+    """File with the judge's instructions; empty: it compares the answer with the golden answers. Question,
+    golden answers and the answer's first 2000 letters follow as JSON, apart from it."""
     max_tokens: PositiveInt = 512
     """Tokens that the judge may write; its verdict stands in the last line."""
-    max_answer: PositiveInt = 2000
-    """Letters of an answer that the judge sees."""
     timeout: Annotated[PositiveFloat, Mark.UNLEARNED, Mark.NO_ANSWER] = 60.0
-    """Seconds that one request may take; then it is repeated."""
+    """Seconds for one request; then it is repeated."""
     patience: Annotated[PositiveFloat, Mark.UNLEARNED, Mark.NO_ANSWER] = 600.0
-    """Seconds for which the endpoint may be away; then the trajectory whose answer was to be judged has
-    failed."""
+    """Seconds for which the endpoint may be away; then the trajectory of the answer has failed."""
     max_concurrency: Annotated[PositiveInt, Mark.UNLEARNED, Mark.NO_ANSWER] = 64
-    """Requests that are under way at the same time."""
+    """Requests at the same time at most."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> JudgeConfig:
         refuse_credentials("url", self.url, "JUDGE_TOKEN")
-        if bool(self.url) != bool(self.model):
-            raise ValueError(
-                f"url is {self.url!r} and model is {self.model!r}: set both to ask a judge, or neither"
-            )
+        refuse_if(
+            bool(self.url) != bool(self.model),
+            f"url is {self.url!r} and model is {self.model!r}: set both to ask a judge, or neither",
+        )
         return self
 
 
 @dataclass(frozen=True, config=SECTION)
 class RewardConfig:
     answer: str | dict[str, float] = "f1"
-    """What pays for an answer. f1, em, cover_em: how it agrees with the best golden answer; judge: the
-    verdict of reward.judge; a module and a function with a colon between them: a function of your own, see
-    examples/own_reward.py. Several, each with its weight: {f1: 0.5, judge: 0.5} pays their weighted sum. The
-    sum of the positive weights is the largest reward, so a function of your own should give at most 1."""
+    """Reward of an answer. f1, em, cover_em: agreement with the best golden answer; judge: the verdict of
+    reward.judge; package.module:function: a function of your own, see examples/own_reward.py. Several, each
+    with its weight: {f1: 0.5, judge: 0.5} is their weighted sum. The sum of the positive weights is the
+    largest reward, so a function of your own should give at most 1."""
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
     overlong_penalty: NonNegativeFloat = 0.0
-    """What a trajectory with overlong_until sampled tokens or more loses (DAPO's soft punishment: 1);
-    0: off."""
+    """Penalty of a trajectory with overlong_until sampled tokens or more (DAPO: 1); 0: off."""
     overlong_from: NonNegativeInt = 0
-    """Sampled tokens from which a trajectory loses a part of overlong_penalty, which grows evenly."""
+    """Sampled tokens from which the penalty grows evenly."""
     overlong_until: NonNegativeInt = 0
-    """Sampled tokens at which it loses all of it; above overlong_from."""
+    """Sampled tokens at which it is full; above overlong_from."""
     shuffle: Annotated[bool, Mark.NO_ANSWER] = False
     """Control experiment: permute the rewards of the step's trajectories, so that they carry no signal."""
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each reward that pays for the answer."""
+        """Weight of each reward in the answer's reward."""
         return {self.answer: 1.0} if isinstance(self.answer, str) else self.answer
 
     @property
@@ -94,57 +90,42 @@ class RewardConfig:
         return math.fsum(weight for weight in self.weights.values() if weight > 0) or 1.0
 
     @model_validator(mode="after")
-    def _answer_is_known(self) -> RewardConfig:
-        if not self.weights:
-            raise ValueError("answer names no reward: name one, such as f1, or several with their weights")
+    def _values_fit(self) -> RewardConfig:
+        refuse_if(
+            not self.weights, "answer names no reward: name one, such as f1, or several with their weights"
+        )
+        names = (*ANSWER_REWARDS, JUDGE)
         for name, weight in self.weights.items():
-            if name not in (*ANSWER_REWARDS, JUDGE) and not is_address(name):
-                raise ValueError(
-                    f"answer names {name!r}: must be one of {', '.join((*ANSWER_REWARDS, JUDGE))}, or a"
-                    f" function of your own as {OWN}"
-                )
-            if not weight:
-                raise ValueError(f"answer gives {name} the weight 0: leave it out, it is logged all the same")
-        if JUDGE in self.weights and not self.judge.url:
-            raise ValueError("answer names judge, but nobody is asked: set judge.url and judge.model")
-        return self
-
-    @model_validator(mode="after")
-    def _penalty_has_a_range(self) -> RewardConfig:
-        if self.overlong_penalty and self.overlong_until <= self.overlong_from:
-            raise ValueError(
-                f"overlong_penalty is {self.overlong_penalty:g}, but overlong_until ({self.overlong_until})"
-                f" is not above overlong_from ({self.overlong_from}): set both, in tokens"
+            refuse_if(
+                name not in names and not is_address(name),
+                f"answer names {name!r}: must be one of {', '.join(names)}, or your own function as {OWN}",
             )
-        if not self.overlong_penalty and (self.overlong_from or self.overlong_until):
-            raise ValueError(
-                "overlong_from and overlong_until do nothing without overlong_penalty: set it, or leave them"
-                " out"
+            refuse_if(
+                not weight, f"answer gives {name} the weight 0: leave it out, it is logged all the same"
             )
+        refuse_if(
+            JUDGE in self.weights and not self.judge.url,
+            "answer names judge, but there is none: set judge.url and judge.model",
+        )
+        refuse_if(
+            self.overlong_penalty and self.overlong_until <= self.overlong_from,
+            f"overlong_penalty is {self.overlong_penalty:g}, but overlong_until ({self.overlong_until}) is"
+            f" not above overlong_from ({self.overlong_from}): set both, in tokens",
+        )
+        refuse_if(
+            not self.overlong_penalty and (self.overlong_from or self.overlong_until),
+            "overlong_from and overlong_until do nothing without overlong_penalty: set it, or leave them out",
+        )
         return self
 
 
 # Name -> its need: golden_logprobs under this policy, or a critic. The registry of estimators stands on a
 # higher floor (`advantages.estimators.ESTIMATORS`); a test compares the two.
 ESTIMATORS = {
-    "grpo": "",
-    "dr_grpo": "",
-    "grpo_neutral": "",
-    "grpo_acceptable": "",
-    "grpo_passk": "",
-    "rloo": "",
-    "opo": "",
-    "gpg": "",
-    "reinforce_plus_plus": "",
-    "reinforce_plus_plus_baseline": "",
-    "querygroup": "",
-    "gigpo": "",
-    "mt_grpo": "",
-    "stepsearch": "",
-    "igpo": "current",
-    "a2tgpo": "current",
-    "tips": "initial",
-    "gae": "critic",
+    **dict.fromkeys(("grpo", "dr_grpo", "grpo_neutral", "grpo_acceptable", "grpo_passk", "rloo", "opo"), ""),
+    **dict.fromkeys(("gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "querygroup"), ""),
+    **dict.fromkeys(("gigpo", "mt_grpo", "stepsearch"), ""),
+    **{"igpo": "current", "a2tgpo": "current", "tips": "initial", "gae": "critic"},
 }
 CALIBRATED = "calibadv"
 
@@ -153,58 +134,51 @@ CALIBRATED = "calibadv"
 class AdvantageConfig:
     name: Annotated[str, _choices(CALIBRATED, *ESTIMATORS)] = CALIBRATED
     """calibadv: the advantages of `base`, calibrated by turn (arXiv 2604.18235). The others are not
-    calibrated; docs/credit.md has their formulas. A module and a function with a colon between them: a
-    function of your own, see examples/own_advantage.py."""
+    calibrated; docs/credit.md has their formulas. package.module:function: a function of your own, see
+    examples/own_advantage.py."""
     base: Annotated[str, _choices(*ESTIMATORS)] = "grpo"
-    """calibadv: the estimator whose advantages are calibrated; what `name` takes, but for calibadv."""
+    """calibadv: the estimator whose advantages are calibrated; any `name` but calibadv."""
     normalize_std: bool = True
-    """grpo, grpo_neutral, grpo_acceptable, grpo_passk, querygroup and those that compare turns: divide by the
-    standard deviation; false: centre only (Dr. GRPO)."""
+    """grpo, grpo_neutral, grpo_acceptable, grpo_passk, querygroup and the estimators that compare turns:
+    divide by the standard deviation; false: centre only (Dr. GRPO)."""
     std_over: Literal["group", "step"] = "group"
-    """With normalize_std: the standard deviation of each group, or that of all scores of the step."""
+    """normalize_std: the standard deviation of each group, or of all scores of the step."""
     score_threshold: float = Field(default=0.7, ge=0, le=1)
-    """grpo_neutral, grpo_acceptable: lowest score, as a share of the largest reward, at which a trajectory
-    below its group's mean counts as nearly right."""
+    """grpo_neutral, grpo_acceptable: lowest relative score below the group's mean that is nearly right."""
     turn_weight: NonNegativeFloat = 1.0
-    """gigpo, mt_grpo, stepsearch, a2tgpo, tips: weight of what turns earn by themselves, beside GRPO's
-    advantage of their trajectory."""
+    """gigpo, mt_grpo, stepsearch, a2tgpo, tips: weight of turns' rewards, beside GRPO's advantage."""
     discount: float = Field(default=1.0, gt=0, le=1)
     """gigpo, stepsearch, igpo, a2tgpo, tips: weight of the next turn's reward in a turn's sum (GiGPO's
-    authors: 0.95). gae: gamma, the weight of what follows a sampled token."""
+    authors: 0.95). gae: gamma, for each sampled token."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """gae: lambda. 1: a token's advantage is the score less the critic's value; 0: only the change of the
-    critic's value up to the next sampled token."""
+    """gae: lambda. 1: score less the critic's value; 0: change of the value up to the next sampled token."""
     probes: Annotated[list[Literal["current", "initial"]], Mark.UNLEARNED] = Field(default_factory=list)
-    """Policies under which the golden answer's log-probability after every turn is computed and kept, though
-    the estimator does not need it, so that `calibadv audit` can show igpo and a2tgpo (current) and tips
-    (initial). The first takes the policy before the step's update, the second the one that the run began
-    with."""
+    """Policies under which the golden answer's log-probability after every turn is kept, though the estimator
+    does not need it, so that `calibadv audit` can show igpo and a2tgpo (current: the policy before the step's
+    update) and tips (initial: the policy that the run began with)."""
     soft_penalty: bool = True
     """calibadv: make a negative advantage of a search turn smaller by its correctness."""
     softening: Literal["plain", "aggressive", "upper_limit", "reset"] = "plain"
-    """calibadv: how soft_penalty does so. plain: times 1 - correctness, as in the paper; aggressive: also 0
-    from a correctness of 1/3; upper_limit: moved towards the group's largest advantage, by the correctness;
-    reset: plain, and a positive advantage becomes 0 where all search turns of that number are correct."""
+    """calibadv: form of soft_penalty. plain: times 1 - correctness, as in the paper; aggressive: also 0 from
+    a correctness of 1/3; upper_limit: moved towards the group's largest advantage, by the correctness; reset:
+    plain, and a positive advantage becomes 0 where all search turns of that number are correct."""
     silver_threshold: float = Field(default=0.7, ge=0, le=1)
-    """calibadv, querygroup, stepsearch: lowest answer score of a trajectory whose documents are silver, as a
-    share of the largest reward."""
+    """calibadv, querygroup, stepsearch: lowest relative score of a trajectory with silver documents."""
     correctness: Literal["fraction", "max", "mean"] = "fraction"
-    """calibadv, querygroup: how the correctness of a search turn follows from the silver documents that it
-    found."""
+    """calibadv, querygroup: how the correctness of a search turn follows from its silver documents."""
     rebalance: bool = True
     """calibadv: balance positive and negative advantage, by default of the answer turns of each group."""
     rebalance_over: Literal["answer", "turn", "all"] = "answer"
-    """calibadv: turns that are balanced together: answer turns, as in the paper; turn: answer turns,
-    first search turns, second ones and so on, each among themselves; all: all turns together."""
+    """calibadv: turns that are balanced together. answer: answer turns, as in the paper; turn: answer turns,
+    first search turns, second search turns and so on, each among themselves; all: all turns."""
     rebalance_within: Literal["group", "step"] = "group"
-    """calibadv: whose turns are balanced together: those of a group, as in the paper, or of the step."""
+    """calibadv: balance the turns of a group together, as in the paper, or of the step."""
     rebalance_by: Literal["advantage", "tokens"] = "advantage"
     """calibadv: the sums of advantage over tokens, or only the numbers of tokens of the two sides."""
     rebalance_excess: bool = False
     """calibadv: leave turns alone whose |negative sum| / positive sum is not above target_ratio."""
     target_ratio: PositiveFloat = 1.0
-    """calibadv: the paper's lambda: |negative sum| / positive sum over the balanced tokens, after the
-    rebalance."""
+    """calibadv: the paper's lambda: |negative sum| / positive sum of the balanced tokens afterwards."""
     adjust: Literal["positive", "negative", "clip"] = "positive"
     """calibadv: the side that the rebalance multiplies by a factor. clip: no side, but no advantage is below
     -target_ratio times the mean positive advantage over the balanced tokens."""
@@ -215,24 +189,25 @@ class AdvantageConfig:
 
     @property
     def estimator(self) -> str:
-        """Who makes the advantages, before any calibration."""
+        """Name of the estimator before any calibration."""
         return self.base if self.is_calibrated else self.name
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic is trained beside the policy."""
         return ESTIMATORS.get(self.estimator) == "critic"
 
     @property
     def probed(self) -> tuple[str, ...]:
-        """The policies that are asked for the golden answer's log-probability after every turn."""
+        """Policies under which the golden answer's log-probability after every turn is computed."""
         needed = {ESTIMATORS.get(self.estimator, "")} & {"current", "initial"}
         return tuple(sorted({*self.probes, *needed}))
 
     @field_validator("name", "base")
     @classmethod
     def _is_known(cls, name: str, info: ValidationInfo) -> str:
-        known = (CALIBRATED, *ESTIMATORS) if info.field_name == "name" else ESTIMATORS
-        if name not in known and not is_address(name):
-            raise ValueError(f"must be one of {', '.join(known)}, or a function of your own as {OWN}")
+        names = (CALIBRATED, *ESTIMATORS) if info.field_name == "name" else ESTIMATORS
+        refuse_if(
+            name not in names and not is_address(name),
+            f"must be one of {', '.join(names)}, or a function of your own as {OWN}",
+        )
         return name

@@ -1,4 +1,4 @@
-"""Questions, the prompt they are put into, and the generated encyclopedia."""
+"""Questions, their prompt, and the generated encyclopedia."""
 
 from __future__ import annotations
 
@@ -7,46 +7,42 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
 from calibadv_jax.core.tags import OPEN_THINK
 
 
 @dataclass(frozen=True, config=SECTION)
 class ColumnsConfig:
     question: str = ""
-    """Key of the question in files of a layout that docs/data.md does not list; a key of an object inside is
-    written with a dot, as in extra_info.question. Empty: question, where answer is set."""
+    """Key of the question in files of a layout that docs/data.md does not list; dotted if it lies inside an
+    object, as in extra_info.question. Empty: question, where answer is set."""
     answer: str = ""
     """Key of the golden answer or answers. Empty: answer, where question is set."""
     separator: str = ""
-    """Text between several golden answers that are written as one text, such as |; empty: none."""
+    """Text between golden answers that are written as one text, such as |; empty: none."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class DataConfig:
     train: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED] = ""
-    """Training questions: a file, a list of files, or data_source: file. Layouts and hub addresses:
-    docs/data.md."""
+    """Training questions: a file, a list of files, or data_source: file (docs/data.md)."""
     eval: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED, Mark.PER_RUN] = ""
     """Held-out questions, in the same forms."""
     columns: Annotated[ColumnsConfig, Mark.UNLEARNED] = Field(default_factory=ColumnsConfig)
     """Keys of the rows of data.train and data.eval, where their layout is not a known one."""
     weights: Annotated[dict[str, PositiveFloat], Mark.TUNED] = Field(default_factory=dict)
-    """Share of each data_source in the training questions, in any unit; empty: every question once an
-    epoch."""
+    """Share of each data_source in the training questions, in any unit; empty: all once an epoch."""
     eval_limit: Annotated[NonNegativeInt, Mark.UNLEARNED, Mark.PER_RUN] = 0
-    """Number of questions to evaluate on, spread evenly over the data sources. They are the same for every
-    run.seed. 0: all questions."""
+    """Questions to evaluate on, spread evenly over the data sources; 0: all questions."""
     overlong_prompts: Annotated[Literal["refuse", "leave_out"], Mark.UNLEARNED] = "refuse"
-    """What to do with questions whose prompt is longer than rollout.max_prompt_length, in training,
-    evaluation and files of demonstrations; of these also with demonstrations longer than sft.row_length. They
-    are looked for before anything is asked or trained. refuse: the command ends; leave_out: it goes on
-    without them and says how many (verl: data.filter_overlong_prompts)."""
+    """What to do with questions whose prompt is longer than rollout.max_prompt_length, and with
+    demonstrations longer than sft.row_length. refuse: the command ends before anything is sampled or trained;
+    leave_out: it goes on without them and prints their number (verl: data.filter_overlong_prompts)."""
     shuffle: bool = True
     """Shuffle the training questions anew in every epoch."""
     rest_above: float = Field(default=1.0, ge=0, le=1)
     """Curriculum: a question whose trajectories had a higher mean score when it was last trained, as a share
-    of the largest reward, is left out once, and then asked again; 1: none. A negative score counts as 0."""
+    of the largest reward, is left out once; 1: none. A negative score counts as 0."""
     rest_below: float = Field(default=0.0, ge=0, le=1)
     """The same for a lower mean score; 0: none."""
 
@@ -56,34 +52,31 @@ class DataConfig:
 
     @model_validator(mode="after")
     def _some_question_is_asked(self) -> DataConfig:
-        if self.rest_below >= self.rest_above:
-            raise ValueError(
-                f"rest_below is {self.rest_below:g}, but must be below rest_above ({self.rest_above:g})"
-            )
+        refuse_if(
+            self.rest_below >= self.rest_above,
+            f"rest_below is {self.rest_below:g}, but must be below rest_above ({self.rest_above:g})",
+        )
         return self
 
 
 @dataclass(frozen=True, config=SECTION)
 class PromptConfig:
     template: str = "paper"
-    """Name of a built-in template (paper, short), a text that contains {question}, or from_data: the prompt
-    that each row of the data carries."""
+    """Built-in template (paper, short), a text with {question}, or from_data: the prompt of each row."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Wrap the prompt in the tokenizer's chat template; auto: if the tokenizer has a template."""
     question_mark: bool = False
     """End every question with a question mark, as the data preparation of Search-R1 and CalibAdv does."""
     prepend_think: bool = False
-    """Let the environment open every turn with <think>, so that the policy does not write this tag. Where the
-    prompt or its chat template opens it already, nothing is added to the prompt."""
+    """Begin every turn with <think>, unless the prompt or chat template opens it already."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking: false} for Qwen3's."""
     date_string: str = "26 Jul 2024"
-    """Date for chat templates that show a date. Without it Llama 3.2's template would take today's date, and
-    the prompt of a run over midnight would change."""
+    """Date for chat templates that show a date, so that a run over midnight keeps its prompt."""
 
     @property
     def opening(self) -> str:
-        """What the environment writes before every turn; before the first one the prompt may hold another."""
+        """Text before every turn; before the first turn the prompt may hold another."""
         return OPEN_THINK if self.prepend_think else ""
 
     @model_validator(mode="after")
@@ -98,7 +91,7 @@ class PromptConfig:
 @dataclass(frozen=True, config=SECTION)
 class WorldConfig:
     dir: Annotated[str, Mark.PER_RUN, Mark.OUTPUT] = ""
-    """Folder to write the generated encyclopedia to; empty: no encyclopedia is made."""
+    """Folder of the generated encyclopedia; empty: none is made."""
     seed: Annotated[NonNegativeInt, Mark.PER_RUN] = 0
     """Seed of the generated encyclopedia; it does not depend on run.seed."""
     people: PositiveInt = 160
@@ -114,34 +107,31 @@ class WorldConfig:
     eval_questions: PositiveInt = 200
     """Number of held-out questions written to data.eval."""
     one_hop: NonNegativeFloat = 0.25
-    """Share of questions that one passage answers."""
+    """Share of questions that one passage answers. The five shares need not sum to 1."""
     two_hop: NonNegativeFloat = 0.5
     """Share of questions that need one passage to find the next passage."""
     comparison: NonNegativeFloat = 0.25
     """Share of questions that compare two entities."""
     rumour: NonNegativeFloat = 0.0
-    """Share of two-hop questions whose first passage already says an answer, which may be false."""
+    """Share of two-hop questions whose first passage states an answer that may be false."""
     age: NonNegativeFloat = 0.0
-    """Share of questions for a person's age, which is the difference of two years in one passage: the action
-    of a calculator has to work it out. The five shares need not sum to 1."""
+    """Share of questions for a person's age, the difference of two years, which needs a calculator."""
     rumour_truth: float = Field(default=0.5, ge=0, le=1)
-    """Share of the rumours that are true: what answering without the second search earns."""
+    """Share of the rumours that are true: the reward of answering without the second search."""
     pages: bool = False
-    """Write the facts to pages, and to each passage only the address of its page, so that a search alone
-    answers nothing: the action `access` has to read the page (tools: [search, access])."""
+    """Write the facts to pages that the policy has to read, not to passages (tools: [search, access])."""
     misread: float = Field(default=0.0, ge=0, le=1)
-    """Share of the cold start's demonstrations that look further than a rumour, and then answer with a fact
-    that was not asked for."""
+    """Share of demonstrations of the cold start that search beyond a rumour and answer with a wrong fact."""
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> WorldConfig:
-        if self.one_hop + self.two_hop + self.comparison + self.rumour + self.age == 0:
-            raise ValueError(
-                "one_hop, two_hop, comparison, rumour and age are all 0: give at least one a share"
-            )
-        if self.rumour and min(self.people, self.cities, self.companies) < 2:
-            raise ValueError(
-                "a false rumour names another person, city or company: people, cities and companies must be"
-                " 2 or more"
-            )
+        refuse_if(
+            self.one_hop + self.two_hop + self.comparison + self.rumour + self.age == 0,
+            "one_hop, two_hop, comparison, rumour and age are all 0: give at least one a share",
+        )
+        refuse_if(
+            self.rumour and min(self.people, self.cities, self.companies) < 2,
+            "a false rumour names another person, city or company: people, cities and companies must be"
+            " 2 or more",
+        )
         return self

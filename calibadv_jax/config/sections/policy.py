@@ -1,4 +1,4 @@
-"""The network and the devices it is spread over."""
+"""The network and its devices."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
 
 REST = -1  # size of a mesh axis that takes the devices which the other axes leave
-
 
 LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
@@ -21,48 +20,44 @@ LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 @dataclass(frozen=True, config=SECTION)
 class LoraConfig:
     rank: NonNegativeInt = 0
-    """Rank of the adapters. With adapters nothing else is trained. 0: none; every parameter is trained."""
+    """Rank of the adapters, which alone are trained. 0: no adapters; every parameter is trained."""
     alpha: PositiveFloat = 32.0
-    """An adapter's product is multiplied with alpha / rank."""
+    """An adapter's product is multiplied by alpha / rank."""
     targets: list[LoraTarget] = field(default_factory=lambda: list(LORA_TARGETS))
     """Products of every layer that get an adapter."""
-    dropout: float = Field(default=0.0, ge=0, le=0)
-    """Must be 0: with dropout the learner would compute another policy than the one that sampled."""
     base_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the frozen parameters. That of the adapters is policy.param_dtype."""
+    """Precision of the frozen parameters; that of the adapters is policy.param_dtype."""
     init_from: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
-    """PEFT folder (adapter_config.json, adapter_model.safetensors) with the adapters to begin with; empty:
-    new ones, which change nothing at first."""
-
+    """PEFT folder with the adapters to begin with; empty: new adapters, which change nothing at first."""
     snapshots: Annotated[Literal["merged", "adapters"], Mark.UNLEARNED] = "merged"
     """What vLLM workers load. merged: the whole policy. adapters: these alone, megabytes instead of
-    gigabytes; the worker adds them to the base, which it reads from the folder that the trainer read."""
+    gigabytes; the worker adds them to the base, which it reads from policy.path."""
 
     @field_validator("targets")
     @classmethod
     def _has_targets(cls, targets: list[LoraTarget]) -> list[LoraTarget]:
-        if not targets or len(set(targets)) < len(targets):
-            raise ValueError(f"must name at least one of {', '.join(LORA_TARGETS)}, and none twice")
+        refuse_if(
+            not targets or len(set(targets)) < len(targets),
+            f"must name at least one of {', '.join(LORA_TARGETS)}, and none twice",
+        )
         return targets
 
     @model_validator(mode="after")
-    def _adapters_are_wanted(self) -> LoraConfig:
-        if self.init_from and not self.rank:
-            raise ValueError(
-                f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: set it to the rank"
-                " (r) of that folder's adapter_config.json, or leave init_from out"
-            )
+    def _init_has_a_rank(self) -> LoraConfig:
+        refuse_if(
+            self.init_from and not self.rank,
+            f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: set it to the rank"
+            " (r) of that folder's adapter_config.json, or leave init_from out",
+        )
         return self
 
 
 @dataclass(frozen=True, config=SECTION)
 class PolicyConfig:
     path: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
-    """Policy to start from: a HuggingFace folder (config.json, safetensors, tokenizer), or a repository of
-    the hub: OWNER/NAME."""
+    """Policy to start from: a HuggingFace folder, or OWNER/NAME of the hub."""
     revision: str = ""
-    """Branch, tag or commit of policy.path's repository; empty: main. A run keeps the commit that it began
-    with."""
+    """Branch, tag or commit of policy.path on the hub; empty: main. A run keeps its first commit."""
     tokenizer: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
     """Tokenizer folder, or OWNER/NAME[@REVISION] of the hub; empty: the policy's own."""
     init: Annotated[dict[str, Any], Mark.COLD_START] = Field(default_factory=dict)
@@ -72,74 +67,70 @@ class PolicyConfig:
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Precision of the trained parameters and of the optimizer state."""
     remat: Annotated[Literal["none", "dots", "full"], Mark.UNLEARNED] = "full"
-    """What the backward pass computes again to save memory. none: nothing; dots: all but matrix products;
-    full: every layer."""
+    """Recomputed by the backward pass to save memory. dots: all but matrix products; full: every layer."""
     attention: Annotated[Literal["auto", "xla", "splash", "triton", "cudnn"], Mark.UNLEARNED] = "auto"
     """Attention kernel. auto: Splash on TPU, Triton on GPU, otherwise XLA. cudnn holds a mask of T x T."""
     attention_chunk: Annotated[PositiveInt, Mark.UNLEARNED] = 128
-    """Number of queries and keys in a block of the XLA kernel; rows up to this length are one block."""
+    """Queries and keys in a block of the XLA kernel; rows up to this length are one block."""
     logprob_chunk: Annotated[PositiveInt, Mark.UNLEARNED] = 1024
-    """Tokens per row whose logits exist at the same time; all logits of a row never do."""
+    """Tokens per row whose logits are in memory at the same time."""
     lora: Annotated[LoraConfig, Mark.COLD_START] = Field(default_factory=LoraConfig)
     """Adapters that are trained in place of the policy's own parameters (docs/lora.md)."""
 
     @model_validator(mode="after")
     def _workers_can_read_the_base(self) -> PolicyConfig:
-        if self.lora.snapshots == "adapters" and not (self.path and self.lora.rank):
-            raise ValueError(
-                "policy.lora.snapshots=adapters needs adapters (policy.lora.rank above 0) and a base that a"
-                " worker can read (policy.path): set both, or policy.lora.snapshots=merged"
-            )
+        refuse_if(
+            self.lora.snapshots == "adapters" and not (self.path and self.lora.rank),
+            "policy.lora.snapshots=adapters needs adapters (policy.lora.rank above 0) and a base that a"
+            " worker can read (policy.path): set both, or policy.lora.snapshots=merged",
+        )
         return self
 
 
 @dataclass(frozen=True, config=SECTION)
 class MeshConfig:
     data: int = 1
-    """Number of replicas of the parameters. One of the three sizes of the mesh may be -1: all remaining
-    devices."""
+    """Replicas of the parameters. One of the three sizes of the mesh may be -1: all remaining devices."""
     fsdp: int = -1
-    """Number of shards of parameters, optimizer state and batch."""
+    """Shards of parameters, optimizer state and batch."""
     tensor: int = 1
-    """Number of shards of heads, MLP width and vocabulary."""
+    """Shards of heads, MLP width and vocabulary."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the axes, as they are written."""
         return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
     def sizes_on(self, devices: int) -> dict[str, int]:
-        """Of the axes on so many devices: -1 is what the others leave, and 1 at least."""
+        """Return the sizes on this number of devices: -1 is what the others leave, and 1 at least."""
         rest = max(1, devices // math.prod(size for size in self.sizes.values() if size != REST))
         return {name: rest if size == REST else size for name, size in self.sizes.items()}
 
     @field_validator("data", "fsdp", "tensor")
     @classmethod
     def _is_a_size(cls, size: int) -> int:
-        if size < 1 and size != REST:
-            raise ValueError("must be at least 1, or -1 for all remaining devices")
+        refuse_if(size < 1 and size != REST, "must be at least 1, or -1 for all remaining devices")
         return size
 
     @model_validator(mode="after")
     def _one_axis_takes_the_rest(self) -> MeshConfig:
-        if (self.data, self.fsdp, self.tensor).count(REST) > 1:
-            raise ValueError(
-                f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}: only one of them can be -1,"
-                " which stands for all remaining devices"
-            )
+        refuse_if(
+            list(self.sizes.values()).count(REST) > 1,
+            f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}: only one of them can be -1,"
+            " which stands for all remaining devices",
+        )
         return self
 
 
 @dataclass(frozen=True, config=SECTION)
 class DistributedConfig:
     coordinator_address: str = Field(default="", pattern=r"^(|auto|.+:\d{1,5})$")
-    """Several processes train together, on all their devices (docs/cluster.md): host:port of process 0, where
-    the processes meet; auto: as JAX detects it (SLURM, Open MPI, Kubernetes jobs, TPU pods). Empty: the
-    environment variable JAX_COORDINATOR_ADDRESS or, without it, one process."""
+    """host:port of process 0, where several processes that train together meet (docs/cluster.md); auto: as
+    JAX detects it (SLURM, Open MPI, Kubernetes jobs, TPU pods). Empty: the environment variable
+    JAX_COORDINATOR_ADDRESS or, without it, one process."""
     num_processes: PositiveInt | None = None
-    """Number of processes; empty: JAX_NUM_PROCESSES or, with auto, what JAX detects."""
+    """Number of processes; empty: JAX_NUM_PROCESSES or, with auto, as JAX detects it."""
     process_id: NonNegativeInt | None = None
-    """Number of this process, from 0; empty: JAX_PROCESS_ID or, with auto, what JAX detects. Process 0 writes
-    the run's folder and starts the services."""
+    """Number of this process, from 0; empty: JAX_PROCESS_ID or, with auto, as JAX detects it. Process 0
+    writes the run's folder and starts the services."""
     timeout: float = Field(default=30.0, ge=5.0)
-    """Seconds without a sign of life after which a process counts as lost: all others then end, too."""
+    """Seconds without a sign of life after which a process counts as lost and all others end."""

@@ -1,4 +1,4 @@
-"""Where a run writes, what it keeps and what it shows."""
+"""Where a run writes, what it keeps, shows and measures, and when it stops."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
 from calibadv_jax.core.files import check_literal
 
 
@@ -18,18 +26,18 @@ class RunConfig:
     dir: Annotated[str, Mark.UNLEARNED, Mark.OUTPUT] = "runs/default"
     """Folder of everything the run writes, on a disk or a mounted file system."""
     mirror: Annotated[str, Mark.UNLEARNED] = ""
-    """Where the run's folder is copied to after every full checkpoint: s3://bucket/path, gs://bucket/path or
-    a folder. A start whose run.dir lacks the newest checkpoint fetches the run. Empty: nowhere."""
+    """Copy of the run's folder after every full checkpoint: s3://bucket/path, gs://bucket/path or a folder. A
+    start whose run.dir lacks the newest checkpoint fetches the run. Empty: none."""
     seed: Annotated[NonNegativeInt, Mark.COLD_START] = 0
     """Seed of initial parameters, order of questions and sampling."""
 
     @field_validator("dir")
     @classmethod
     def _check_dir(cls, value: str) -> str:
-        if "://" in value:
-            raise ValueError(
-                f"{value} is no folder of a file system; set run.mirror to it and run.dir to a folder"
-            )
+        refuse_if(
+            "://" in value,
+            f"{value} is no folder of a file system; set run.mirror to it and run.dir to a folder",
+        )
         check_literal(Path(value))
         return value
 
@@ -42,18 +50,17 @@ class LogConfig:
     """Where metrics go besides metrics.jsonl: TensorBoard event files in the run's folder, Weights & Biases
     (WANDB_MODE=offline works), MLflow (MLFLOW_TRACKING_URI), a Prometheus endpoint. Empty: nowhere else."""
     project: str = "calibadv-jax"
-    """Name of the project of Weights & Biases, or of the experiment of MLflow."""
+    """Project of Weights & Biases, or experiment of MLflow."""
     prometheus: str = Field(default="127.0.0.1:9464", pattern=r"^[^:/]+:\d{1,5}$")
-    """host:port of the Prometheus endpoint, if log.backends names prometheus."""
+    """host:port of the Prometheus endpoint."""
     rollouts: Literal["parquet", "none"] = "parquet"
-    """File for the trajectories of a step, with what credit assignment made of them:
-    rollouts/step_N.parquet; see docs/record.md. none: they are not kept."""
+    """Keep the trajectories of every step with their credit, in rollouts/step_N.parquet (docs/record.md)."""
     rollouts_keep: NonNegativeInt = 100
-    """Number of newest steps whose trajectories stay on disk; 0: all steps."""
+    """Newest steps whose trajectories stay on disk; 0: all steps."""
     rollouts_every: NonNegativeInt = 10
-    """Of the steps older than rollouts_keep, every step whose number is a multiple of this stays; 0: none."""
+    """Of the older steps, every step whose number is a multiple of this stays; 0: none."""
     transcripts: NonNegativeInt = 0
-    """Number of trajectories of each training step that the console shows, each of another question."""
+    """Trajectories of each training step that the console shows, each of another question."""
     progress: bool = True
     """Show a line for each step, and a bar if standard error is a terminal."""
 
@@ -61,29 +68,62 @@ class LogConfig:
 @dataclass(frozen=True, config=SECTION)
 class CheckpointConfig:
     every: NonNegativeInt = 50
-    """Steps between two full checkpoints; the last step has a checkpoint too. 0: only the last step has."""
+    """Steps between two full checkpoints; the last step has one too. 0: only the last step."""
     keep: PositiveInt = 2
-    """Number of full checkpoints to keep."""
+    """Full checkpoints to keep."""
     asynchronous: Annotated[bool, Mark.UNLEARNED] = True
-    """Write a full checkpoint while the next steps go on. A copy of the state waits in the host's memory
-    meanwhile. false: the run waits for it."""
+    """Write a full checkpoint while the next steps go on, from a copy of the state in host memory."""
     resume: bool = True
-    """Continue from the newest full checkpoint in run.dir, if there is one. false: a folder that holds a
-    checkpoint is refused."""
+    """Continue from the newest full checkpoint in run.dir. false: a folder with a checkpoint is refused."""
     allow_change: list[str] = field(default_factory=list)
     """Keys or sections that may differ from the config of the run that is resumed, such as [learner.steps,
-    loss]. All other changes that would make it another experiment are refused."""
+    loss]. Other changes that would make it another experiment are refused."""
     snapshot_dtype: Literal["", "bfloat16", "float32"] = ""
     """Precision of the policy snapshots that vLLM workers load; empty: the precision that they compute in."""
     snapshots_kept: PositiveInt = 2
-    """Number of policy snapshots to keep."""
+    """Policy snapshots to keep."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class EvaluateConfig:
+    policy: str = ""
+    """Policy to evaluate: a HuggingFace folder, OWNER/NAME[@REVISION] of the hub, a run, its folder of
+    checkpoints, a checkpoint or a snapshot; empty: the newest checkpoint of run.dir, else policy.path."""
+    method: Literal["agent", "direct", "chain_of_thought", "rag", "empty_retriever", "random_documents"] = (
+        "agent"
+    )
+    """How questions are answered. agent: with searches, as trained. Baselines: direct: the answer without
+    search; chain_of_thought: a thought, then the answer; rag: passages for the question stand in the prompt.
+    Controls of the agent: empty_retriever: searches return nothing; random_documents: searches return the
+    documents of another question."""
+    template: str = ""
+    """Prompt of direct, chain_of_thought and rag, with {question}; empty: built in."""
+    temperatures: list[NonNegativeFloat] = Field(default_factory=lambda: [0.0], min_length=1)
+    """Sampling temperatures; each is one pass over the evaluation questions."""
+    samples: PositiveInt = 1
+    """Trajectories per question at temperatures above 0, for mean@k and pass@k; during training 1."""
+    every: NonNegativeInt = 0
+    """Training steps between two evaluations; 0: none during training."""
+    sample_size: NonNegativeInt = 500
+    """Questions of an evaluation during training, always the same, of all data sources; 0: all questions."""
+    resamples: NonNegativeInt = 10000
+    """Bootstrap resamples of the questions for the confidence intervals; 0: no intervals."""
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Coverage of the confidence intervals."""
+    output: Annotated[str, Mark.OUTPUT] = "${run.dir}/evaluation.json"
+    """JSON file of the scores. Beside it come the tables (.md, .csv) and the questions with their transcripts
+    (.jsonl), from which an interrupted evaluation continues."""
+
+    @model_validator(mode="after")
+    def _output_is_json(self) -> EvaluateConfig:
+        refuse_if(not self.output.endswith(".json"), f"output is {self.output!r}: it must end in .json")
+        return self
 
 
 @dataclass(frozen=True, config=SECTION)
 class ExportConfig:
     source: str = ""
-    """Checkpoint or snapshot to export; empty: the newest full checkpoint of run.dir. The model card has its
-    scores if evaluate.output is an evaluation of it."""
+    """Checkpoint or snapshot to export; empty: the newest full checkpoint of run.dir."""
     output: Annotated[str, Mark.OUTPUT] = "${run.dir}/hf"
     """HuggingFace folder to write."""
     adapter_output: Annotated[str, Mark.OUTPUT] = "${run.dir}/adapter"
@@ -91,5 +131,30 @@ class ExportConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the exported weights."""
     max_shard_gib: PositiveFloat = 4.0
-    """Largest size of a safetensors file in GiB (a larger single tensor has a file of its own); several files
-    get an index."""
+    """Largest size of a safetensors file in GiB; a larger tensor has a file of its own."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class GuardsConfig:
+    action: Literal["log", "stop", "rollback"] = "log"
+    """What happens when a guard trips. log: a warning; stop: the run ends with its state saved; rollback: the
+    run goes back to the last good checkpoint and on from there with other random draws. The thresholds are
+    rules of thumb, so log is the default."""
+    patience: PositiveInt = 3
+    """Steps in a row beyond a threshold before its guard trips."""
+    max_rollbacks: NonNegativeInt = 3
+    """rollback: rollbacks after which the run stops."""
+    min_entropy: PositiveFloat | None = 0.01
+    """Smallest actor/entropy allowed (nats a token). At 0.01 a policy is nearly deterministic: the
+    trajectories of a group are equal and tie. Healthy quickstarts end at 0.02 to 0.07. null: off."""
+    min_format_valid: float | None = Field(default=0.1, gt=0, le=1)
+    """Smallest reward/format_valid allowed; below, groups hold next to no reward to compare. null: off."""
+    max_think_repetition: float | None = Field(default=0.3, gt=0, le=1)
+    """Largest rollout/think_repetition allowed, the share of 4-grams of a turn that are repeated in it.
+    Technical prose has about 0.06, a loop close to 1. null: off."""
+    max_sampled_perplexity: float | None = Field(default=10.0, gt=1)
+    """Largest rollout/sampled_perplexity allowed: usual are 1 to 3, noise has 10. null: off."""
+    max_answer_ratio: PositiveFloat | None = 5.0
+    """Largest advantage/answer/ratio_before allowed: negative over positive advantage of the answer turns,
+    about 1 if right and wrong answers are equally long. At 5 wrong answers are far longer, and hardly
+    anything is reinforced. null: off."""

@@ -1,4 +1,4 @@
-"""What all sections have in common."""
+"""What all sections share: pydantic's settings, marks, and the check of URLs."""
 
 from __future__ import annotations
 
@@ -10,31 +10,36 @@ from pydantic import ConfigDict
 # Unknown keys, nan and inf are refused; the text under a field is its description (docs/configuration.md).
 SECTION = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-
 # Before the first slash, or a password that holds a slash where the port would be.
 _CREDENTIALS = re.compile(r"(?:[a-z+.-]*:)?/*(?:[^/?#]*@|[^/?#:\[]*:(?!\d*(?:[/?#]|$))[^@]*@)", re.IGNORECASE)
 
 
+def refuse_if(condition: object, message: str) -> None:
+    """Raise ValueError, which pydantic turns into a message with the section's name."""
+    if condition:
+        raise ValueError(message)
+
+
 def refuse_credentials(key: str, url: str, token_variable: str = "") -> None:
     """Raise ValueError for a URL with a user or a password, which would stand in the run's folder."""
-    if _CREDENTIALS.match(url):
-        token = f", and set the environment variable {token_variable} to a token" if token_variable else ""
-        raise ValueError(
-            f"{key} holds a user or a password, which messages and logs would show; take them out{token}"
-        )
+    token = f", and set the environment variable {token_variable} to a token" if token_variable else ""
+    refuse_if(
+        _CREDENTIALS.match(url),
+        f"{key} holds a user or a password, which messages and logs would show; take them out{token}",
+    )
 
 
 class Mark(Enum):
-    """What a key is for a run. It stands at the key's field, or at a section's for all keys of the section.
+    """Role of a key in a run: stands at the key's field, or at a section's field for all keys of the section.
 
     `keys.marked` reads the marks.
     """
 
-    UNLEARNED = auto()  # nothing that is learned depends on it: a resumed run may have another value
-    LEARNED = auto()  # in a section that is UNLEARNED: what is learned depends on this key
+    UNLEARNED = auto()  # learning does not depend on it: a resumed run may have another value
+    LEARNED = auto()  # in a section that is UNLEARNED: learning depends on this key
     TUNED = auto()  # people change it in the middle of a run on purpose
     COLD_START = auto()  # the cold start depends on it
-    PER_RUN = auto()  # two runs of one experiment may have different values: seeds, places, what is shown
+    PER_RUN = auto()  # two runs of one experiment may have different values: seeds, places, logging
     NO_ANSWER = auto()  # no answer of an evaluation depends on it
     OUTPUT = auto()  # a command writes there: it follows run.dir, and lies in no other run's folder
-    PLACE = auto()  # says where something lies: the model card has its last part, or nothing
+    PLACE = auto()  # a path or address: the model card has its last part, or nothing

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import Config, RewardConfig, load_config
-from calibadv_jax.config.starts import newest_start
+from calibadv_jax.config.kept import newest_start
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, UserError
 from calibadv_jax.core.interfaces import Action, Completion, Reply, Sampler, SamplingParams
 from calibadv_jax.core.tags import NOTHING_FOUND, parse_turn, printable, well_formed, with_open_tag
 from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.metrics.transcripts import LONGEST, cut, ending, folded, turn_lines
+from calibadv_jax.metrics.shown_steps import LONGEST, cut, ending, folded, turn_lines
 from calibadv_jax.rollout.actions import SearchAction
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.observation import decode

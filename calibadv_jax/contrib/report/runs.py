@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from calibadv_jax.config.starts import newest_start, start_files
+from calibadv_jax.config.kept import newest_start, start_files
 from calibadv_jax.contrib.report.evaluations import Table, read_evaluations
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.writer import read_metrics

@@ -1,0 +1,260 @@
+"""Places in a config: URLs, the paths of a run that was moved, the configs that a run keeps."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from calibadv_jax import cli
+from calibadv_jax.commands.export import training_config
+from calibadv_jax.config import Config, dump_config, kept, load_config
+from calibadv_jax.config.kept import add_start, newest_start, refuse_other_run, start_files
+from calibadv_jax.contrib.commands import ask
+from calibadv_jax.contrib.report.runs import read_runs
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.run.model import find_policy
+
+ROOT = Path(__file__).resolve().parents[2]
+WHOLE = dump_config(Config())
+IDENTITY = {"data.content": "a", "policy.config": "b", "policy.vocabulary": "c"}
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h:8000/retrieve", "http://h:8000/retrieve/", ["http://h:1", "http://h:2/retrieve"]]
+)
+def test_route_in_retriever_url_is_refused(tmp_path, url):
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"retriever": {"url": url}}))
+    with pytest.raises(UserError, match=r"drop /retrieve, so that it is http://h:(8000|2)(?!\d|/)"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:pw@h:1",
+        "http://pw@h/",
+        "HTTPS://me:p/pw@h/x",
+        "me:pw@h",
+        "http:/me:pw@h",
+        "http://[::1]pw@h",
+    ],
+)
+@pytest.mark.parametrize(
+    ("override", "key", "way_out"),
+    [
+        ("retriever.url={}", "retriever: url", "RETRIEVER_TOKEN"),
+        ("retriever.url=[http://a, '{}']", "retriever: url", "RETRIEVER_TOKEN"),
+        ("reward.judge.url={}", "reward.judge: url", "JUDGE_TOKEN"),
+        ("sampler.urls=['{}']", "sampler: urls", "take them out"),
+        ("tools=[{{mcp: {{url: '{}'}}}}]", "tools.0.mcp: url", "MCP_TOKEN"),
+    ],
+)
+def test_url_with_a_password_is_refused(url, override, key, way_out):
+    with pytest.raises(UserError) as error:
+        load_config(ROOT / "configs/cpu.yaml", [override.format(url)])
+    message = str(error.value)
+    assert f"{key} holds a user or a password" in message and way_out in message and "\n" not in message
+    assert "pw" not in message
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h:8000/@name/mcp", "https://h/@name", "https://h/mcp?as=a@b", "http://[::1]:80/x"]
+)
+def test_url_with_at_sign_in_path_is_accepted(url):
+    config = load_config(ROOT / "configs/cpu.yaml", [f"tools=[{{mcp: {{url: '{url}'}}}}]"])
+    assert config.tools[0].mcp.url == url
+
+
+def test_config_of_the_service_is_refused():
+    with pytest.raises(UserError, match=r"corpus_path, index_path, retriever_name.*launch_retriever.sh"):
+        load_config(ROOT / "configs/retriever.yaml")
+
+
+def test_kept_config_follows_its_run(tmp_path):
+    """Paths inside run.dir are those of the folder in which the config lies; others stay."""
+    data = ["data.train={a: old/run/a.jsonl, b: old/running/b.jsonl}", "data.eval=[old/run/e.jsonl]"]
+    config = load_config(ROOT / "configs/quickstart.yaml", ["run.dir=old/run", *data])
+    folder = tmp_path / "moved"
+    path = folder / "configs/3.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(dump_config(config))
+    assert load_config(path).run.dir == "old/run"  # somebody's own file, of such a name
+    path.with_suffix(".json").write_text("{}")
+    moved = load_config(path, ["evaluate.output=old/run/mine.json"])
+    assert moved.run.dir == str(folder) and moved.retriever.index == f"{folder}/index"
+    assert moved.data.train == {"a": f"{folder}/a.jsonl", "b": "old/running/b.jsonl"}
+    assert moved.data.eval == [f"{folder}/e.jsonl"] and moved.prompt == config.prompt
+    assert moved.evaluate.output == "old/run/mine.json"
+
+
+@pytest.fixture
+def kept_config(tmp_path, monkeypatch):
+    """A kept config of the quickstart's run `old`, whose folder holds its world and cold start."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("old/configs/0.yaml")
+    path.parent.mkdir(parents=True)
+    path.write_text(dump_config(load_config(ROOT / "configs/quickstart.yaml", ["run.dir=old"])))
+    path.with_suffix(".json").write_text("{}")
+    for name in ("sft", "world/tokenizer"):
+        Path("old", name).mkdir(parents=True)
+    for name in ("train", "eval", "corpus"):
+        Path(f"old/world/{name}.jsonl").touch()
+    return path
+
+
+def outputs(config):
+    return [
+        config.run.dir, config.world.dir, config.retriever.index, config.sft.output, config.evaluate.output,
+        config.export.output, config.export.adapter_output,
+    ]  # fmt: skip
+
+
+def test_outputs_follow_an_overridden_run_dir(kept_config):
+    names = ["world", "index", "sft", "evaluation.json", "hf", "adapter"]
+    expected = ["new", *(f"new/{name}" for name in names)]
+    config = load_config(kept_config, ["run.dir=new"])
+    assert outputs(config) == expected
+    assert config.policy.path == "old/sft" and config.data.train == "old/world/train.jsonl"  # only read
+    Path("new/sft").mkdir(parents=True)
+    assert load_config(kept_config, ["run.dir=new"]).policy.path == "new/sft"  # a cold start of its own
+    copy, over = Path("copy.yaml"), Path("over.yaml")
+    copy.write_text(kept_config.read_text())
+    over.write_text("run: {dir: new}")
+    assert outputs(load_config(copy, ["run.dir=new"])) == expected
+    assert outputs(load_config([kept_config, over])) == expected
+    assert load_config(kept_config, ["run.dir=new", "export.output=mine"]).export.output == "mine"
+    assert outputs(load_config(kept_config, ["run.dir=./old"])) == [
+        "./old",
+        *outputs(load_config(kept_config))[1:],
+    ]
+
+
+def test_quickstart_makes_its_own_inputs(kept_config, capsys):
+    with pytest.raises(SystemExit):
+        cli.calibadv(["quickstart", "--config", str(kept_config), "run.dir=new", "--dry-run"])
+    Path("resolved.yaml").write_text(capsys.readouterr().out)
+    config = load_config("resolved.yaml")
+    assert config.policy.path == "new/sft" and config.policy.tokenizer == "new/world/tokenizer"
+    assert (
+        config.data.train == "new/world/train.jsonl" and config.retriever.corpus == "new/world/corpus.jsonl"
+    )
+
+
+def test_mirror_of_another_run_is_refused(kept_config):
+    text = kept_config.read_text()
+    kept_config.write_text(text.replace("mirror: ''", "mirror: s3://bucket/old"))
+    assert load_config(kept_config, ["run.dir=new"]).run.mirror == "s3://bucket/new"
+    kept_config.write_text(text.replace("mirror: ''", "mirror: s3://bucket/mine"))
+    assert load_config(kept_config).run.mirror == "s3://bucket/mine"
+    assert load_config(kept_config, ["run.dir=new", "run.mirror="]).run.mirror == ""
+    with pytest.raises(UserError, match=r"run.mirror=s3://bucket/mine belongs to the run that kept this"):
+        load_config(kept_config, ["run.dir=new"])
+    kept_config.write_text(text.replace("mirror: ''", "mirror: s3://bucket/too-old"))  # no folder "old"
+    with pytest.raises(UserError, match="run.mirror=s3://bucket/too-old belongs to the run"):
+        load_config(kept_config, ["run.dir=new"])
+
+
+def test_output_in_another_runs_folder_is_refused(kept_config):
+    for path in ("old/hf", "old", "old/deep/er/hf"):
+        with pytest.raises(UserError, match=rf"^export.output={path} lies in the folder of another run, "):
+            refuse_other_run(Path(path), "export.output", Path("new"))
+    Path("old/ablation").mkdir()
+    for path, run in (("old/hf", "./old"), ("elsewhere/hf", "new"), ("old/ablation/hf", "old/ablation")):
+        refuse_other_run(Path(path), "export.output", Path(run))
+    Path("cold").mkdir()
+    Path("cold/sft.yaml").touch()
+    with pytest.raises(UserError, match="cold"):
+        refuse_other_run(Path("cold/sft"), "sft.output", Path("new"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of two starts, with metrics."""
+    for seed in (1, 2):
+        add_start(tmp_path, WHOLE.replace("seed: 0", f"seed: {seed}", 1), IDENTITY)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    return tmp_path
+
+
+def test_starts_are_numbered_and_kept_with_their_hashes(run):
+    assert [path.name for path in start_files(run)] == ["0.yaml", "1.yaml"]
+    assert json.loads((run / "configs/1.json").read_text()) == IDENTITY
+    start = newest_start(run)
+    assert (start.path.name, start.config["run"]["seed"], start.identity) == ("1.yaml", 2, IDENTITY)
+    assert start.damaged == () and newest_start(run / "elsewhere") is None
+
+
+def test_start_without_its_hashes_is_none(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("full")
+
+    monkeypatch.setattr(kept, "write_json", fail)
+    with pytest.raises(OSError, match="full"):
+        add_start(tmp_path, WHOLE, IDENTITY)
+    assert newest_start(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("1.yaml", ""),
+        ("1.yaml", WHOLE[:1000]),  # in the middle of a line, which may be YAML
+        ("1.yaml", "run:\n"),
+        ("1.yaml", "{"),
+        ("1.yaml", b"\xff\xfe\n"),
+        ("1.json", ""),
+        ("1.json", '{"data.con'),
+        ("1.json", "[]"),
+    ],
+)
+def test_older_start_replaces_a_damaged_one(run, name, left):
+    path = run / "configs" / name
+    path.write_bytes(left if isinstance(left, bytes) else left.encode())
+    start = newest_start(run)
+    assert (start.path.name, start.config["run"]["seed"]) == ("0.yaml", 1)
+    assert start.damaged == (path,)
+    (reported,) = read_runs([run])
+    assert reported.setting("run.seed") == 1 and reported.identity == IDENTITY
+    (run / "checkpoints").mkdir()
+    source = find_policy(run / "checkpoints")
+    assert ask.run_config(source) == start.path
+    assert training_config(Config(), source)["run"]["seed"] == 1
+
+
+def test_damaged_starts_are_refused(run):
+    for name in ("0.yaml", "1.yaml"):
+        (run / "configs" / name).write_text("")
+    source = find_policy(run / "checkpoints")
+    for read in (
+        lambda: newest_start(run),
+        lambda: read_runs([run]),
+        lambda: ask.run_config(source),
+        lambda: training_config(Config(), source),
+    ):
+        with pytest.raises(UserError, match=r"1.yaml: empty or cut off .*--dry-run > .*1.yaml\)") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+def test_lost_hashes_leave_the_newest_config(run):
+    for name in ("0.json", "1.json"):
+        (run / "configs" / name).write_text("")
+    start = newest_start(run)
+    assert (start.path.name, start.identity) == ("1.yaml", {})
+
+
+def test_keys_newer_than_the_run_have_defaults(run):
+    (run / "configs/1.yaml").write_text("run: {seed: 7}\n")
+    given = replace(Config(), learner=replace(Config().learner, steps=9))
+    values = training_config(given, find_policy(run / "checkpoints"))
+    assert values["run"]["seed"] == 7 and values["learner"]["steps"] == Config().learner.steps
+
+
+def test_removed_keys_of_a_kept_config_are_dropped(run):
+    text = WHOLE.replace("    base_dtype:", "    dropout: 0.0\n    base_dtype:", 1)
+    assert "dropout" in text
+    (run / "configs/1.yaml").write_text(text)
+    assert "dropout" not in newest_start(run).config["policy"]["lora"]
+    assert load_config(run / "configs/1.yaml").policy == Config().policy

@@ -1,0 +1,187 @@
+"""Rules between keys: each combination that cannot work is refused, its neighbours are not; marks of keys."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from calibadv_jax.config import Config, known_keys
+from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.sections.section import Mark
+
+
+def check(message, **sections):
+    """Build a config and expect this refusal; none: the config is accepted."""
+
+    def build():
+        plain = Config()
+        return Config(**{name: replace(getattr(plain, name), **values) for name, values in sections.items()})
+
+    if message:
+        with pytest.raises(ValueError, match=message):
+            build()
+    else:
+        build()
+
+
+CORRECTIONS = list(itertools.product((0.0, 2.0), ("recompute", "sampler")))  # importance_cap, old_logprobs
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"top_p": 0.9}, {"top_k": 20}, {"top_p": 0.9, "top_k": 20}], ids=str
+)
+@pytest.mark.parametrize("sampler", ["jax", "vllm"])
+def test_truncated_vllm_logprobs_are_not_compared(sampling, sampler):
+    for cap, old in CORRECTIONS:
+        is_refused = sampling and sampler == "vllm" and (cap > 0 or old == "sampler")
+        check(
+            "vLLM reports log-probabilities after top_p and top_k" if is_refused else None,
+            rollout=sampling,
+            sampler={"name": sampler},
+            loss={"importance_cap": cap, "old_logprobs": old},
+        )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("sampler", ["jax", "vllm"])
+def test_staleness_needs_vllm_and_a_correction(staleness, sampler):
+    for cap, old in CORRECTIONS:
+        message = None
+        if staleness and sampler == "jax":
+            message = "samples on the learner's own devices"
+        elif staleness and not cap and old == "recompute":
+            message = "set loss.importance_cap=2, or rollout.max_staleness=0"
+        check(
+            message,
+            rollout={"max_staleness": staleness},
+            sampler={"name": sampler},
+            loss={"importance_cap": cap, "old_logprobs": old},
+        )
+
+
+@pytest.mark.parametrize("dtype", ["", "bfloat16", "float32"])
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sampler", ["jax", "vllm"])
+def test_sampler_of_another_precision_needs_a_correction(dtype, compute, sampler):
+    for cap, old in CORRECTIONS:
+        message = None
+        if dtype and sampler == "jax":
+            message = "leave sampler.dtype out, or set sampler.name=vllm"
+        elif dtype not in ("", compute) and not cap and old == "recompute":
+            message = "set loss.importance_cap=2, or leave sampler.dtype out"
+        check(
+            message,
+            policy={"compute_dtype": compute},
+            sampler={"name": sampler, "dtype": dtype},
+            loss={"importance_cap": cap, "old_logprobs": old},
+        )
+
+
+@pytest.mark.parametrize(
+    ("message", "sections"),
+    [
+        (
+            f"learner.row_length is {row}, .* rollout.max_length = 100" if row < 100 else None,
+            {"rollout": {"max_length": 100, "max_prompt_length": 50}, "learner": {"row_length": row}},
+        )
+        for row in (99, 100, 101)
+    ]
+    + [
+        (
+            f"max_prompt_length is {prompt}, .*below max_length" if prompt > 99 else None,
+            {"rollout": {"max_prompt_length": prompt, "max_length": 100}},
+        )
+        for prompt in (99, 100, 101)
+    ]
+    + [
+        (
+            "worker_devices names 1 workers, but workers is 2" if len(devices) == 1 else None,
+            {"sampler": {"workers": 2, "worker_devices": devices}},
+        )
+        for devices in ([], ["0"], ["0", "1"])
+    ]
+    + [
+        (
+            "critic.warmup_steps is 4, but the run has" if (base, warmup) == ("gae", 4) else None,
+            {"learner": {"steps": 4}, "critic": {"warmup_steps": warmup}, "advantage": {"base": base}},
+        )
+        for base in ("gae", "grpo")
+        for warmup in (0, 3, 4)
+    ]
+    + [
+        (
+            "action is rollback, but checkpoint.every is 0",
+            {"checkpoint": {"every": 0}, "guards": {"action": "rollback"}},
+        )
+    ],
+    ids=str,
+)
+def test_bounds_between_keys(message, sections):
+    check(message, **sections)
+
+
+@pytest.mark.parametrize(
+    ("every", "keep", "patience", "needed"),
+    [(1, 1, 1, 0), (1, 2, 2, 0), (1, 2, 3, 3), (2, 1, 3, 2), (2, 2, 3, 0), (3, 2, 5, 3), (50, 1, 3, 2)],
+)
+def test_rollback_keeps_a_checkpoint_before_bad_steps(every, keep, patience, needed):
+    """Bad steps are saved too while the guard waits: they must not be all that is kept."""
+    checkpoint, guards = {"every": every, "keep": keep}, {"patience": patience, "action": "rollback"}
+    check(None, checkpoint=checkpoint, guards={"patience": patience})
+    message = rf"action is rollback.* set checkpoint.keep={needed} or more" if needed else None
+    check(message, checkpoint=checkpoint, guards=guards)
+    check(None, checkpoint=checkpoint | {"keep": needed or keep}, guards=guards)
+
+
+# A mark that is lost or added changes which runs may go on, or which scores are used again.
+EXPECTED = {
+    Mark.UNLEARNED: (
+        "run.dir", "run.mirror", "mesh", "distributed", "world", "data.columns", "data.train",
+        "data.eval", "data.eval_limit", "data.overlong_prompts", "policy.path", "policy.tokenizer",
+        "policy.attention", "policy.attention_chunk", "policy.logprob_chunk", "policy.lora.init_from",
+        "policy.lora.snapshots", "policy.remat", "rollout.max_concurrency", "rollout.max_failed_share",
+        "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
+        "learner.row_widths", "learner.share_prefixes", "learner.optimizer.offload",
+        "critic.optimizer.offload", "sft", "checkpoint", "evaluate", "guards", "export", "log",
+        "advantage.probes", "reward.judge.url", "reward.judge.timeout", "reward.judge.patience",
+        "reward.judge.max_concurrency",
+    ),
+    Mark.LEARNED: (
+        "sampler.name", "retriever.encoder", "retriever.topk", "retriever.retrieval_topk",
+        "retriever.rerank_topk", "retriever.reranker", "retriever.page_address", "retriever.model",
+    ),
+    Mark.TUNED: ("learner", "critic", "loss", "rollout", "sampler", "retriever", "data.weights"),
+    Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "tools", "sft"),
+    Mark.PER_RUN: (
+        "run", "world.dir", "world.seed", "mesh", "distributed", "data.eval", "data.eval_limit",
+        "retriever.url", "sampler.urls", "checkpoint", "evaluate", "export", "log",
+    ),
+    Mark.NO_ANSWER: (
+        "rollout.questions_per_step", "rollout.group_size", "rollout.temperature",
+        "rollout.max_concurrency", "rollout.max_failed_share", "rollout.time_limit",
+        "rollout.max_staleness", "rollout.replace_tied", "retriever.url", "retriever.index",
+        "retriever.timeout", "retriever.patience", "retriever.start_timeout", "retriever.threads",
+        "reward.judge.url", "reward.judge.timeout", "reward.judge.patience", "reward.judge.max_concurrency",
+        "reward.shuffle",
+    ),
+    Mark.OUTPUT: (
+        "run.dir", "world.dir", "retriever.index", "sft.output", "evaluate.output", "export.output",
+        "export.adapter_output",
+    ),
+    Mark.PLACE: ("data", "policy.path", "policy.tokenizer", "policy.lora.init_from", "run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", Mark)
+def test_keys_have_their_marks(mark):
+    keys = known_keys()
+    assert {key for key in keys if among(marked(mark), key)} == {
+        key for key in keys if among(EXPECTED[mark], key)
+    }
+
+
+def test_mark_of_section_holds_for_its_keys():
+    assert among(marked(Mark.UNLEARNED), "sft.phases.0.steps")
+    assert among(marked(Mark.TUNED), "data.weights.nq") and not among(marked(Mark.TUNED), "data.train")
+    assert not among(["run"], "runs.dir")
+    assert Config() == Config() and known_keys()["mesh"].__name__ == "MeshConfig"
