@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from calibadv_jax.advantages.estimators import AdvantageResult
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import read_json, write_json
+from calibadv_jax.core.files import write_json
 from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.seeds import attempt_seed, random_state
 from calibadv_jax.core.trajectory import Group, Question
@@ -34,8 +34,8 @@ from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream, any_done
 from calibadv_jax.run.critic import RunCritic
 from calibadv_jax.run.model import Model, base_of, initial_params
-from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
-from calibadv_jax.snapshots.mirror import ROLLBACK, Mirror
+from calibadv_jax.snapshots.checkpoint import EXTRA, ROLLBACK, CheckpointStore, read_rollback
+from calibadv_jax.snapshots.mirror import Mirror
 
 CRITIC = "critic"  # its part of a checkpoint's state
 
@@ -171,8 +171,7 @@ class Trainer:
 
     def _count_last_rollback(self) -> None:
         """The rollback that ended at this step, whose checkpoint is older than it: other draws follow."""
-        path = self.folder / ROLLBACK
-        last = read_json(path, "remove it") if path.is_file() else {}
+        last = read_rollback(self.folder)
         if last.get("step") == self.step:
             self.guards.rollbacks = int(last["rollbacks"])
 

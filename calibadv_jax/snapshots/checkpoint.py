@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import orbax.checkpoint as ocp
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
-from calibadv_jax.core.files import check_literal
+from calibadv_jax.core.files import check_literal, read_json
 from calibadv_jax.policy.weights import shape_problems, summary
 from calibadv_jax.snapshots.layout import damage_as_user_error, hide_save_tracebacks, tensor_shapes
 
 STATE, EXTRA, PARAMS = "state", "extra", "params"
+ROLLBACK = "rollback.json"  # in the run's folder: the last one
 
 
 class SaveBarrier(Protocol):
@@ -157,6 +158,12 @@ def newest_step(folder: Path) -> int | None:
     if not folder.is_dir():
         return None
     return max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=None)
+
+
+def read_rollback(run: Path) -> dict[str, Any]:
+    """Return the last rollback of a run: its step, and the number of rollbacks; empty if there is none."""
+    path = run / ROLLBACK
+    return read_json(path, "remove it") if path.is_file() else {}
 
 
 def restore_params(folder: Path, abstract_params: Any, step: int | None = None) -> tuple[Any, int]:
