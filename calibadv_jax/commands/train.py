@@ -185,7 +185,11 @@ def train(
             console.note("the first step compiles; the steps after it are faster")
         while trainer.step < total:
             phase, begun = Phases(console, stop), trainer.step
-            with phase("rollout"), hosts.apart("rollout"), trajectory_bar(console, config.rollout) as done:
+            with (
+                phase("rollout"),
+                hosts.local_work("rollout"),
+                trajectory_bar(console, config.rollout) as done,
+            ):
                 groups = trainer.stream.take(begun, done)
             probed: dict[str, float] = {}
             if config.advantage.probed:
@@ -206,7 +210,7 @@ def train(
                         updated = trainer.update(groups, advantages)
                     row |= updated.metrics
                     phase.tokens = updated.tokens
-                    with hosts.together("record"):
+                    with hosts.barrier("record"):
                         with phase("record", "keeping the trajectories"):
                             kept = updated.logprobs
                             row |= record.write(trainer.step, groups, advantages.credits, kept, trainer.seed)
@@ -279,7 +283,7 @@ def heed(
         UserError: a guard ends the run, or there is nothing to go back to.
     """
     if verdict.action == "stop":
-        with trainer.hosts.together("guards"):
+        with trainer.hosts.barrier("guards"):
             raise UserError(trainer.why_stopped())
     if verdict.action == "go_on":
         with phase.held():

@@ -1,7 +1,7 @@
 """What the processes of a run tell each other, and how they stop at the same place.
 
 All processes run the same program. What each does by itself, such as its share of the rollouts, stands in an
-`apart` block; there a signal or an error stops a process at once. At the end of the block the processes
+`local_work` block; there a signal or an error stops a process at once. At the end of the block the processes
 meet: if one stops, all stop, at the same step and with the same parameters, so that they can save them
 together. Programs of all devices stand outside of these blocks: a signal waits for the next meeting, and an
 error leaves the others waiting in the middle of a program, so that `Watch` must end them.
@@ -9,10 +9,13 @@ error leaves the others waiting in the middle of a program, so that `Watch` must
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,17 +27,17 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from calibadv_jax.core import trajectory
 from calibadv_jax.core.errors import (
     ENVIRONMENT_STATUS,
     INPUT_STATUS,
     EnvironmentFailure,
     UserError,
+    cause_text,
     exit_status,
 )
 from calibadv_jax.core.stopping import CALLED, Stop
-from calibadv_jax.hosts.save_barrier import WAIT, SaveBarrier
 from calibadv_jax.hosts.watch import STOPPING, Watch
-from calibadv_jax.hosts.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
 
@@ -83,16 +86,16 @@ class Hosts:
 
     @contextmanager
     def steps(self, stop: Stop) -> Iterator[None]:
-        """Within the block a signal ends the process only where it works `apart`, or at a meeting."""
+        """Within the block a signal ends the process only where it works `local_work`, or at a meeting."""
         yield
 
     @contextmanager
-    def apart(self, what: str) -> Iterator[None]:
-        """As `together`; a signal ends the block at once, in all processes."""
+    def local_work(self, what: str) -> Iterator[None]:
+        """As `barrier`; a signal ends the block at once, in all processes."""
         yield
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def barrier(self, what: str) -> Iterator[None]:
         """The processes meet at the end of the block. If it failed in one, it ends with an error in all."""
         yield
 
@@ -163,7 +166,7 @@ class Joined(Hosts):
 
     def first(self, what: str, work: Callable[[], T]) -> T:
         value: Any = None
-        with self.apart(what):
+        with self.local_work(what):
             if self.is_first:
                 value = work()
         return self.exchange(what, value)[0]
@@ -182,12 +185,12 @@ class Joined(Hosts):
             self._meet("the last step")
 
     @contextmanager
-    def apart(self, what: str) -> Iterator[None]:
-        with self.together(what), self._stop.released():
+    def local_work(self, what: str) -> Iterator[None]:
+        with self.barrier(what), self._stop.released():
             yield
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def barrier(self, what: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -197,7 +200,7 @@ class Joined(Hosts):
         self._meet(what)
 
     def same(self, what: str, value: Callable[[], object]) -> None:
-        with self.together(what):
+        with self.barrier(what):
             mine = value()
             for index, other in enumerate(self.exchange(what, mine)):
                 if other != mine:
@@ -210,11 +213,11 @@ class Joined(Hosts):
         seen: Path | None = None
         name = self.first(what, lambda: f".seen_by_all_{secrets.token_hex(8)}")
         try:
-            with self.together(what):
+            with self.barrier(what):
                 if self.is_first:
                     seen = folder / name
                     seen.touch()
-            with self.together(what):
+            with self.barrier(what):
                 until = time.monotonic() + self._timeout  # a network's file system may be slow
                 while not (folder / name).exists():
                     if time.monotonic() > until:
@@ -227,7 +230,7 @@ class Joined(Hosts):
             if seen is not None:
                 seen.unlink(missing_ok=True)
 
-    def part(self) -> None:
+    def final_barrier(self) -> None:
         """Waits for the others a last time: from now on each may end."""
         self._tell(_Head("the end"))
         self.watch.close()
@@ -337,3 +340,92 @@ class _Head:
 def _kind(error: BaseException) -> str:
     """What stands before the message of an error that was not written for the user."""
     return "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+
+
+_TRAJECTORIES = {"Document", "Group", "Message", "Question", "Trajectory", "Turn"}
+_ARRAYS = {
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy._core.numeric", "_frombuffer"),
+}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ARRAYS or (module == trajectory.__name__ and name in _TRAJECTORIES):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is nothing that processes of a run send each other")
+
+
+def to_bytes(value: Any) -> bytes:
+    """Of plain values, NumPy arrays and groups of trajectories."""
+    return pickle.dumps(value, protocol=5)
+
+
+def from_bytes(sent: bytes) -> Any:
+    """
+    Raises:
+        pickle.UnpicklingError: it holds anything else.
+    """
+    return _Reader(io.BytesIO(sent)).load()
+
+
+WAIT = 2000  # milliseconds; between two waits a signal's handler may run
+_SAVE_SAVE_ROOT = "calibadv_save"
+
+
+class SaveBarrier:
+    """The barrier of the threads with which all processes save a checkpoint; an error in one ends all waits.
+
+    In place of Orbax' own, where the others wait 20 minutes for a thread that has failed.
+    """
+
+    def __init__(self, client: Any, index: int, count: int, named: Callable[[int], str]):
+        self._client, self._index, self._count, self._named = client, index, count, named
+        self._number = 0  # of the next barrier
+        self._failure: BaseException | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the save has failed in a process, and so in all."""
+        return self._failure is not None
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Wait for the other processes.
+
+        Raises:
+            OSError: one of them could not write its part. What failed here is raised as it is.
+        """
+        if self._failure is not None:
+            raise self._failure
+        failure = None
+        if threading.current_thread() is not threading.main_thread():
+            failure = sys.exc_info()[1]  # Orbax comes to its last barrier with the error that its thread met
+        text = "" if failure is None else cause_text(failure)
+        number, self._number = self._number, self._number + 1
+        self._client.key_value_set_bytes(self._path(number, self._index), to_bytes((key, text)))
+        states = [self._wait(self._path(number, index)) for index in range(self._count)]
+        if number:  # whoever is at this barrier has read the one before
+            self._client.key_value_delete(self._path(number - 1, self._index))
+        failed = [f"{self._named(index)}: {text}" for index, (_, text) in enumerate(states) if text]
+        if failed or len({key for key, _ in states}) > 1:
+            self._failure = failure or OSError("; ".join(failed) or "another process could not save its part")
+            raise self._failure
+
+    def reset(self) -> None:
+        """Begin a new save: all processes have seen how the one before ended."""
+        self._failure = None
+
+    def _path(self, number: int, index: int) -> str:
+        return f"{_SAVE_SAVE_ROOT}/{number}/{index}"
+
+    def _wait(self, path: str) -> Any:
+        while threading.main_thread().is_alive():  # else the process ends, and waits for this thread
+            try:
+                return from_bytes(self._client.blocking_key_value_get_bytes(path, WAIT))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        raise threading.BrokenBarrierError(path)

@@ -293,7 +293,7 @@ class Trainer:
         """
         published = self.rollouts.publish(self.step, self.learner.whole(self.state["params"]))
         tokens = fixed_text(len(self.model.tokenizer), self.config.rollout.max_length)
-        with self.hosts.apart("weights of the samplers"):
+        with self.hosts.local_work("weights of the samplers"):
             self.rollouts.load(self.step, published)
             mine = self.rollouts.prompt_logprobs(tokens.tolist())
         found = self.hosts.exchange("log-probabilities of the samplers", mine)
@@ -316,7 +316,7 @@ class Trainer:
         is_due = self.step == self.config.learner.steps or bool(
             every and self.step % every == 0 and not self.guards.in_doubt
         )
-        with self.hosts.together("checkpoint"):  # the save itself is a program of all: nobody may be missing
+        with self.hosts.barrier("checkpoint"):  # the save itself is a program of all: nobody may be missing
             if self.mirror:
                 self.mirror.check()
             if is_due or not self.checkpoints.is_writing():

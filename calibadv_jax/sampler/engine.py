@@ -47,9 +47,8 @@ from calibadv_jax.policy.sharding import (
 )
 from calibadv_jax.policy.transformer import Decoder, Params, Policy
 from calibadv_jax.policy.weights import flatten, unflatten
-from calibadv_jax.sampler.prefixes import Copy, Prefixes
+from calibadv_jax.sampler.prefixes import Copy, Prefixes, Tiles, TileShape
 from calibadv_jax.sampler.sampling import sample_tokens
-from calibadv_jax.sampler.tiles import Tiles, TileShape
 
 MIN_WINDOW = 1024  # columns; every window is a program to compile, so that short rows have one
 BRANCHING = {"cpu"}  # platforms on which one program has all widths: a branch costs next to nothing there

@@ -12,9 +12,8 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import CALLED, Stop
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 from calibadv_jax.hosts import exchange, groups
-from calibadv_jax.hosts.exchange import ALONE, Joined
+from calibadv_jax.hosts.exchange import ALONE, Joined, from_bytes, to_bytes
 from calibadv_jax.hosts.groups import SharedGroups
-from calibadv_jax.hosts.wire import from_bytes, to_bytes
 
 
 class Notes:
@@ -83,7 +82,7 @@ def test_values_come_to_all_in_the_order_of_the_processes(run_all):
 
 def test_an_error_in_one_process_ends_all_at_the_same_place(run_all):
     def work(hosts):
-        with hosts.together("record"):
+        with hosts.barrier("record"):
             if hosts.index:
                 raise OSError(28, "No space left on device")
 
@@ -111,7 +110,7 @@ def with_signal(hosts):
     with hosts.steps(stop):
         if hosts.index:
             stop.status = 130  # as its handler sets it within held work
-        with hosts.apart("rollout"):
+        with hosts.local_work("rollout"):
             assert not hosts.index, "nothing begins any more"
 
 
@@ -146,7 +145,7 @@ def test_one_that_waits_is_told_to_stop_and_breaks_off_the_others_rollouts(run_a
 
     def work(hosts):
         stop = Stop()
-        with hosts.steps(stop), hosts.apart("rollout"):
+        with hosts.steps(stop), hosts.local_work("rollout"):
             if hosts.index:
                 stop.was_called, stop.status = True, CALLED  # as `Stop.call` in its main thread
                 raise SystemExit(CALLED)
@@ -164,7 +163,7 @@ def test_the_note_of_a_stop_breaks_off_nothing_after_the_meeting(run_all):
     def work(hosts):
         with Stop() as stop:
             try:
-                with hosts.steps(stop), hosts.together("checkpoint"):
+                with hosts.steps(stop), hosts.barrier("checkpoint"):
                     if hosts.is_first:
                         raise UserError("run.mirror was taken over")
             finally:
@@ -188,7 +187,7 @@ def test_a_difference_within_rollouts_stops_all_at_one_step(run_all):
     """As where tied groups would give way in one process, and in the other would not."""
 
     def work(hosts):
-        with hosts.steps(Stop()), hosts.apart("rollout"):
+        with hosts.steps(Stop()), hosts.local_work("rollout"):
             hosts.same("score of a group", lambda: [[0.0, float(hosts.index)]])
 
     for error, in_step in run_all(work):

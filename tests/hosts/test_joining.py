@@ -11,8 +11,7 @@ import pytest
 from calibadv_jax.config import Config, DistributedConfig, SamplerConfig, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.hosts import watch
-from calibadv_jax.hosts.joining import KEYS, alone, describe_processes, joined
-from calibadv_jax.hosts.workers import own_workers
+from calibadv_jax.hosts.joining import KEYS, alone, describe_processes, joined, own_workers
 
 
 @pytest.fixture(autouse=True)

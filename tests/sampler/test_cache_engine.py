@@ -15,7 +15,7 @@ from calibadv_jax.policy import cache
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import UNROLLED_LAYERS, Numerics, Policy
-from calibadv_jax.sampler import engine, tiles
+from calibadv_jax.sampler import engine, prefixes
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 
@@ -158,7 +158,7 @@ def test_one_program_reads_no_more_than_the_longest_row_needs(policy, params, ex
 
 @pytest.mark.medium
 def test_tiles_of_a_few_rows_on_a_mesh(policy, params, expected, monkeypatch):
-    monkeypatch.setitem(tiles.TILE_TOKENS, "cpu", 24)  # three rows of eight tokens
+    monkeypatch.setitem(prefixes.TILE_TOKENS, "cpu", 24)  # three rows of eight tokens
     sampler, found = sample(policy, params, MeshConfig(1, 2, 2))
     assert sampler._engine._tile.rows == 3 and not sampler._engine._tile.is_whole
     check(found, expected)

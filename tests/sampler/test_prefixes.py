@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from calibadv_jax.sampler.prefixes import Prefixes, common_prefix
-from calibadv_jax.sampler.tiles import TileShape
+from calibadv_jax.sampler.prefixes import Prefixes, TileShape, common_prefix
 
 WIDTH = 4
 

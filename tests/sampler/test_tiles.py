@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from calibadv_jax.sampler.tiles import MOST_TOKENS, TILE_TOKENS, TileShape
+from calibadv_jax.sampler.prefixes import MOST_TOKENS, TILE_TOKENS, TileShape
 
 FEW = TileShape(groups=2, slots=5, rows=2, width=3)  # three tiles a call
 WHOLE = TileShape(groups=2, slots=2, rows=2, width=3)

@@ -15,7 +15,7 @@ from http_rig import Handler, serving
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.sampler import vllm_worker
-from calibadv_jax.sampler.vllm_requests import error_message
+from calibadv_jax.sampler.vllm_sampler import error_message
 from calibadv_jax.services.http_client import Unreachable, open_session
 
 ROOT = Path(vllm_worker.__file__).parents[2]
