@@ -83,10 +83,10 @@ def start(arguments, processes, devices, signals=None):
 def ends(running, seconds=400):
     """(status, standard error) of each process; none may take longer."""
     try:
-        return [(one.communicate(timeout=seconds)[1], one.returncode) for one in running]
+        return [(process.communicate(timeout=seconds)[1], process.returncode) for process in running]
     finally:
-        for one in running:
-            one.kill()
+        for process in running:
+            process.kill()
 
 
 def rows(folder):

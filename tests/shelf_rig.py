@@ -21,15 +21,15 @@ PASSAGES = [
     Document("p5", "Oslo", "Oslo is a city in Norway."),
     Document("p6", "Norway", "Norway is a country in Europe. Its capital is Oslo."),
 ]
-BY_ID = {one.id: one for one in PASSAGES}
+BY_ID = {document.id: document for document in PASSAGES}
 
 
 def find(query: str, topk: int) -> list[Document]:
     """Those with most words of the query first; a word of the title counts twice. Ties as in the corpus."""
     asked = set(question_key(query).split())
 
-    def score(one: Document) -> int:
-        words = [set(question_key(text).split()) for text in (one.title, one.text)]
+    def score(document: Document) -> int:
+        words = [set(question_key(text).split()) for text in (document.title, document.text)]
         return 2 * len(asked & words[0]) + len(asked & words[1])
 
     return sorted(PASSAGES, key=score, reverse=True)[:topk]
@@ -46,7 +46,7 @@ def row(name, text, answers, supporting, source="test"):
 
 
 def write_rows(path: Path, rows) -> None:
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_corpus(path: Path) -> None:
@@ -61,14 +61,14 @@ def shelf_service():
             asked = json.loads(self.body())
             if any(len(query) > 200 for query in asked["queries"]):
                 return self.reply(422, {"detail": "too long"})
-            found = [
+            results = [
                 [
                     {"document": {"id": d.id, "contents": f'"{d.title}"\n{d.text}'}, "score": 1.0}
                     for d in find(query, asked["topk"])
                 ]
                 for query in asked["queries"]
             ]
-            self.reply(200, {"result": found})
+            self.reply(200, {"result": results})
 
         def do_GET(self):
             self.reply(200, {"status": "ready"})

@@ -260,10 +260,10 @@ class Joined(Hosts):
             self.watch.note(STOPPING, "")
         code = error.code if isinstance(error, SystemExit) else None
         status = code if isinstance(code, int) else None
-        said = "" if status is not None else f"{_kind(error)}{' '.join(str(error).split())}"
+        message = "" if status is not None else f"{_kind(error)}{' '.join(str(error).split())}"
         called = self._stop.was_called and status is not None
         failure = exit_status(error) if isinstance(error, UserError) else ENVIRONMENT_STATUS
-        head = _Head(what, error=said, status=None if called else status, failure=failure)
+        head = _Head(what, error=message, status=None if called else status, failure=failure)
         try:
             heads = self._tell(head, time.monotonic() + 2 * self._timeout)
         except (TimeoutError, jax.errors.JaxRuntimeError):

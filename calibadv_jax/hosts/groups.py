@@ -35,7 +35,7 @@ class SharedGroups:
         asked = self._asked[number] = Future()
         if number % self._hosts.count == self._hosts.index:
             mine = self._mine[number] = self._begin(number, question)
-            asked.add_done_callback(lambda one: one.cancelled() and mine.cancel())
+            asked.add_done_callback(lambda future: future.cancelled() and mine.cancel())
         return asked
 
     def wait(self, _: list[Future[Group]]) -> None:
@@ -47,10 +47,10 @@ class SharedGroups:
         seconds, until = (LOOK, FIRST_COMPLETED) if self._run_ahead else (None, ALL_COMPLETED)
         while True:
             wait(self._mine.values(), seconds, until)
-            written = {number: one.result() for number, one in self._mine.items() if one.done()}
-            self._mine = {number: one for number, one in self._mine.items() if number not in written}
-            found = self._hosts.exchange("groups", written)
-            for number, group in (item for groups in found for item in groups.items()):
+            written = {number: future.result() for number, future in self._mine.items() if future.done()}
+            self._mine = {number: future for number, future in self._mine.items() if number not in written}
+            completed = self._hosts.exchange("groups", written)
+            for number, group in (item for groups in completed for item in groups.items()):
                 self._asked.pop(number).set_result(group)
-            if any(found):
+            if any(completed):
                 return

@@ -132,9 +132,9 @@ def _number(variable: str) -> int:
 
 def _join(asked: dict[str, Any], timeout: float, warn: Callable[[str], object]) -> Joined | None:
     """Meets the others; None if there is only one process."""
-    found = asked["coordinator_address"] == AUTO
+    is_auto = asked["coordinator_address"] == AUTO
     address, count, index = asked.values()
-    if found:  # as JAX does below
+    if is_auto:  # as JAX does below
         detect = ClusterEnv.auto_detect_unset_distributed_params
         address, count, index, _ = detect(None, count, index, None, None, math.ceil(timeout))
     if address and (count or 1) > 1 and index is not None:  # else JAX says what is missing
@@ -144,13 +144,13 @@ def _join(asked: dict[str, Any], timeout: float, warn: Callable[[str], object]) 
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            **asked | {"coordinator_address": None if found else asked["coordinator_address"]},
-            cluster_detection_method=None if found else "deactivate",
+            **asked | {"coordinator_address": None if is_auto else asked["coordinator_address"]},
+            cluster_detection_method=None if is_auto else "deactivate",
             heartbeat_timeout_seconds=math.ceil(3 * timeout + MARGIN),
             shutdown_timeout_seconds=math.ceil(timeout),
         )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is one
-        where = "the job's processes (auto)" if found else f"{asked['coordinator_address']}"
+        where = "the job's processes (auto)" if is_auto else f"{asked['coordinator_address']}"
         raise EnvironmentFailure(
             f"distributed.coordinator_address: process {asked['process_id']} could not join {where}:"
             f" {' '.join(str(error).split())[:300]}; is every process started, with the same address and"
@@ -360,19 +360,19 @@ def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerC
         UserError: there are fewer workers than processes, or workers that are started here cannot be shared
             out evenly.
     """
-    known = len(config.urls)
-    if known and known < count:
+    given = len(config.urls)
+    if given and given < count:
         raise UserError(
-            f"sampler.urls names {known} vLLM worker{'s' if known > 1 else ''} for {count} processes: each"
-            f" process needs one of its own; start {count - known} more"
+            f"sampler.urls names {given} vLLM worker{'s' if given > 1 else ''} for {count} processes: each"
+            f" process needs one of its own; start {count - given} more"
         )
-    if not known and config.workers % count:
+    if not given and config.workers % count:
         raise UserError(
             f"sampler.workers is {config.workers}, for {count} processes that start as many each: set it to a"
             f" multiple of {count}"
         )
-    begin, end = ((known or config.workers) * number // count for number in (index, index + 1))
-    if known:
+    begin, end = ((given or config.workers) * number // count for number in (index, index + 1))
+    if given:
         return replace(config, urls=config.urls[begin:end]), begin
     return replace(config, workers=end - begin, worker_devices=config.worker_devices[begin:end]), begin
 

@@ -215,8 +215,8 @@ class CacheEngine:
         return NamedSharding(self.mesh, spec(self._slot_axis, None, None, self._head_axis))
 
     def _empty_cache(self) -> Cache:
-        one = self.policy.empty_cache(self._rows, self.max_length)
-        return jax.tree.map(lambda leaf: jnp.zeros((self._groups, *leaf.shape), leaf.dtype), one)
+        empty = self.policy.empty_cache(self._rows, self.max_length)
+        return jax.tree.map(lambda leaf: jnp.zeros((self._groups, *leaf.shape), leaf.dtype), empty)
 
     def _window(self, columns: np.ndarray) -> int:
         """The narrowest window over the cache that holds the most columns of a row."""
@@ -245,10 +245,10 @@ class CacheEngine:
         """Arguments of `_copy_columns` after the cache."""
         slots = np.zeros((self._groups, 2, self._rows), np.int32)
         for group, copies in enumerate(groups):
-            for number, one in enumerate(copies):
-                slots[group, :, number] = one.source, one.target
+            for number, copy in enumerate(copies):
+                slots[group, :, number] = copy.source, copy.target
         counts = np.array([len(copies) for copies in groups], np.int32)
-        columns = max(one.columns for copies in groups for one in copies)
+        columns = max(copy.columns for copies in groups for copy in copies)
         width = next(width for width in self._widths or self._windows if width >= columns)
         by_group = NamedSharding(self.mesh, spec(self._slot_axis))
         return jax.device_put(slots, by_group), jax.device_put(counts, by_group), width
@@ -264,7 +264,7 @@ class CacheEngine:
         """
 
         def of_a_group(cache: Cache, slots: jax.Array, counts: jax.Array) -> Cache:
-            def one(number: jax.Array, cache: Cache) -> Cache:
+            def copy_one(number: jax.Array, cache: Cache) -> Cache:
                 source, target = slots[0, :, number]
 
                 def moved(held: jax.Array) -> jax.Array:
@@ -274,7 +274,7 @@ class CacheEngine:
 
                 return jax.tree.map(moved, cache)
 
-            return jax.lax.fori_loop(0, counts[0], one, cache)
+            return jax.lax.fori_loop(0, counts[0], copy_one, cache)
 
         by_group, held = spec(self._slot_axis), self._cache_sharding().spec
         return jax.shard_map(

@@ -216,10 +216,14 @@ class JaxSampler:
 
     def _advance(self, requests: dict[int, _Request]) -> dict[int, _Request]:
         """Prefills the contexts that are new, decodes one chunk, and gives the rows that may have ended."""
-        self._engine.fill({slot: one.context for slot, one in requests.items() if not one.tokens})
+        self._engine.fill({slot: request.context for slot, request in requests.items() if not request.tokens})
         self._chunk(requests)
         pauses = self._pauses(requests).on_host
-        return {slot: one for slot, one in requests.items() if pauses[one.tokens[-1]] or self._is_full(one)}
+        return {
+            slot: request
+            for slot, request in requests.items()
+            if pauses[request.tokens[-1]] or self._is_full(request)
+        }
 
     def _chunk(self, requests: dict[int, _Request]) -> None:
         """Decodes up to `decode_chunk` tokens in every row and appends them to the requests."""

@@ -56,23 +56,23 @@ class Prefixes:
         donors = self._donors(contexts, held)
         for slot, context in contexts.items():
             group, row = divmod(slot, self.tile.slots)
-            wanted, before = context[:-1], held[slot]
-            kept = common_prefix(before, wanted)
-            before[kept:] = wanted[kept:]
-            plain.segments[group] += self.tile.segments(row, kept, wanted[kept:])
+            tokens, before = context[:-1], held[slot]
+            kept = common_prefix(before, tokens)
+            before[kept:] = tokens[kept:]
+            plain.segments[group] += self.tile.segments(row, kept, tokens[kept:])
             number = 0
             if kept:
-                self._keys[slot] = [one for one in self._keys.get(slot, ()) if one[0] <= kept]
+                self._keys[slot] = [entry for entry in self._keys.get(slot, ()) if entry[0] <= kept]
             else:
-                self._keys[slot] = list(self._keys_of(wanted))
-                number, source, kept = self._longest(slot, wanted, held, donors[group])
+                self._keys[slot] = list(self._keys_of(tokens))
+                number, source, kept = self._longest(slot, tokens, held, donors[group])
                 while len(shared) <= number:
                     shared.append(self._empty_wave())
                 if kept:
                     shared[number].copies[group].append(Copy(source % self.tile.slots, row, kept))
                 for _, key in self._keys[slot]:
                     donors[group].setdefault(key, (slot, number))
-            shared[number].segments[group] += self.tile.segments(row, kept, wanted[kept:])
+            shared[number].segments[group] += self.tile.segments(row, kept, tokens[kept:])
         tiles = sum(self.tile.count(wave.segments) for wave in shared)
         return shared if tiles < self.tile.count(plain.segments) else [plain]
 
@@ -96,7 +96,7 @@ class Prefixes:
     def _longest(
         self,
         slot: int,
-        wanted: Sequence[int],
+        tokens: Sequence[int],
         held: Sequence[Sequence[int]],
         donors: dict[int, tuple[int, int]],
     ) -> tuple[int, int, int]:
@@ -104,7 +104,7 @@ class Prefixes:
         for columns, key in reversed(self._keys[slot]):
             source, wave = donors.get(key, (slot, 0))
             # Keys are hashes: two texts may have the same one.
-            if source != slot and list(held[source][:columns]) == list(wanted[:columns]):
+            if source != slot and list(held[source][:columns]) == list(tokens[:columns]):
                 return wave + 1, source, columns
         return 0, slot, 0
 

@@ -263,7 +263,7 @@ class VllmSampler:
         """
         while True:
             await asyncio.sleep(WATCH_PAUSE)
-            holding = [one for one in self.workers if one.requests and one.version is not None]
+            holding = [worker for worker in self.workers if worker.requests and worker.version is not None]
             await asyncio.gather(*map(self._look_at, holding))
 
     async def _look_at(self, worker: Worker) -> None:
@@ -323,21 +323,21 @@ class VllmSampler:
         async with worker.lock:
             assert self._snapshot is not None
             worker.refusal = None
-            while worker.version != (wanted := self._snapshot[1]):
-                known, worker.version = worker.version, None  # nothing new goes there meanwhile
+            while worker.version != (version := self._snapshot[1]):
+                before, worker.version = worker.version, None  # nothing new goes there meanwhile
                 path = self._snapshot[0]
-                if known is None:
+                if before is None:
                     info = {"session": self.run, "tokenizer": self.tokenizer_hash}
                     route = "/init_weight_transfer_engine"
                     await self._control(worker, route, refusal="refuses the run", json={"init_info": info})
                 await self._control(worker, "/pause", params={"mode": "abort"})
                 try:
-                    await self._update(worker, path, wanted)
+                    await self._update(worker, path, version)
                 finally:
                     await self._control(worker, "/resume")
-                if known is None:
+                if before is None:
                     self._drop_requests(worker)  # what it was asked before has no answer
-                worker.version, worker.lost = wanted, ""
+                worker.version, worker.lost = version, ""
                 self._changed.set()
 
     async def _update(self, worker: Worker, path: Path, version: int) -> None:

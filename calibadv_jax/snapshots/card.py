@@ -70,7 +70,7 @@ def model_card(
         "documents a search": config["retriever"].get("topk"),
         "reward": config["reward"]["answer"],
     }
-    known = {name: value for name, value in facts.items() if value is not None}
+    present = {name: value for name, value in facts.items() if value is not None}
     lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in front.items()), "---", ""]
     lines += [f"# {title}", "", "A search agent, trained with calibadv_jax (arXiv 2604.18235)."]
     lines += ["", "## Use", ""]
@@ -81,7 +81,7 @@ def model_card(
         "",
         *(f"    {line}" for line in prompt.splitlines()),
     ]
-    lines += ["", "## Training", "", *_table(known)]
+    lines += ["", "## Training", "", *_table(present)]
     if settings:
         lines += ["", "Settings that differ from the defaults:", "", *_table(settings)]
     lines += ["", "## Scores", "", scores.rstrip(), "", "## Versions", "", *_table(versions), ""]

@@ -73,7 +73,7 @@ class CheckpointStore:
     def delete_after(self, step: int) -> None:
         """Removes the checkpoints of later steps."""
         self.wait()
-        for later in [one for one in self.steps() if one > step]:
+        for later in [later for later in self.steps() if later > step]:
             self._manager.delete(later)
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
@@ -175,8 +175,8 @@ def restore_params(folder: Path, abstract_params: Any, step: int | None = None) 
     Raises:
         UserError: there is no such checkpoint, it is damaged, or it is of another policy.
     """
-    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-    missing = UserError(f"{folder}: no complete {wanted} there; train first, or set export.source")
+    what = "checkpoint" if step is None else f"checkpoint of step {step}"
+    missing = UserError(f"{folder}: no complete {what} there; train first, or set export.source")
     if not folder.is_dir():
         raise missing
     with _open(folder.absolute(), create=False) as manager:
@@ -204,10 +204,12 @@ def _restore(
         saved = manager.item_metadata(step)[STATE]
     if saved is None:
         raise UserError(f"{damaged} (no {STATE})")
-    found = tensor_shapes(saved.tree)
+    saved_shapes = tensor_shapes(saved.tree)
     if partial:
-        found = {name: shape for name, shape in found.items() if name.partition(".")[0] in abstract}
-    problems = shape_problems(found, tensor_shapes(abstract))
+        saved_shapes = {
+            name: shape for name, shape in saved_shapes.items() if name.partition(".")[0] in abstract
+        }
+    problems = shape_problems(saved_shapes, tensor_shapes(abstract))
     if problems:
         raise UserError(
             f"{source}: does not fit this policy and optimizer; use its own config, or another run.dir:"

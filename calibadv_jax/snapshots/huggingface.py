@@ -209,14 +209,14 @@ class Weights:
         """The parameters of `abstract`, each in its dtype and in its sharding of the table."""
 
         def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
-            known: dict[Any, np.ndarray] = {}  # replicas share theirs
+            parts: dict[Any, np.ndarray] = {}  # replicas share a part
 
             def read(region: Region | None) -> np.ndarray:
                 assert region is not None
                 key = tuple((axis.start, axis.stop) for axis in region)
-                if key not in known:
-                    known[key] = from_hf(path, self.read, num_layers, region, target.dtype)
-                return known[key]
+                if key not in parts:
+                    parts[key] = from_hf(path, self.read, num_layers, region, target.dtype)
+                return parts[key]
 
             return jax.make_array_from_callback(target.shape, target.sharding, read)
 
@@ -266,18 +266,18 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check(weights: Weights, policy: Policy, source: str, with_values: bool = True) -> None:
-    found = {name: weights.shape(name) for name in weights.files if not name.endswith("rotary_emb.inv_freq")}
+    shapes = {name: weights.shape(name) for name in weights.files if not name.endswith("rotary_emb.inv_freq")}
     head, embedding = WEIGHTS["lm_head.kernel"].hf, WEIGHTS["embed.embedding"].hf
-    if policy.architecture.tie_word_embeddings and head in found:
-        shape = found.pop(head)
-        is_comparable = with_values and shape == found.get(embedding)
+    if policy.architecture.tie_word_embeddings and head in shapes:
+        shape = shapes.pop(head)
+        is_comparable = with_values and shape == shapes.get(embedding)
         if is_comparable and not _equal(weights, head, embedding, shape):
             raise UserError(
                 f"{source}: config.json ties the embeddings, but {head} differs from {embedding};"
                 " set tie_word_embeddings to false there"
             )
-    check_hf(found, policy.abstract_base, source)
-    coded = [f"{name} ({weights.dtype(name)})" for name in found if weights.dtype(name) not in STORED_DTYPES]
+    check_hf(shapes, policy.abstract_base, source)
+    coded = [f"{name} ({weights.dtype(name)})" for name in shapes if weights.dtype(name) not in STORED_DTYPES]
     if coded:
         raise UserError(
             f"{source}: quantised or integer weights are not supported: {', '.join(coded)};"
@@ -355,12 +355,12 @@ def refuse_foreign(output: Path) -> None:
     if not output.is_dir():
         raise UserError(f"{output}: is a file; choose another output folder")
     for file in sorted(output.iterdir()):
-        known = (
+        is_export = (
             file.name in (CONFIG, INDEX, "adapter_config.json")
             or _is_tokenizer_file(file.name)
             or _is_ours(file)
         )
-        if not known:
+        if not is_export:
             raise UserError(
                 f"{output}: holds {file.name}, which is not an export's; choose another output folder"
             )

@@ -121,9 +121,11 @@ def read_manifest(snapshot: Path) -> dict[str, Any]:
             f"{snapshot}: not a complete snapshot (no {MANIFEST}); use another or publish it again"
         )
     manifest = read_json(path, "publish the snapshot again")
-    known = manifest.get("format")
-    if known != FORMAT:
-        raise UserError(f"{path}: format is {known!r}, not {FORMAT}; publish the snapshot with this version")
+    version = manifest.get("format")
+    if version != FORMAT:
+        raise UserError(
+            f"{path}: format is {version!r}, not {FORMAT}; publish the snapshot with this version"
+        )
     return manifest
 
 
@@ -157,8 +159,8 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
     return unflatten({path: placed(path, target) for path, target in targets.items()})
 
 
-def _check_shapes(snapshot: Path, found: Mapping[str, tuple[int, ...]], policy: Policy) -> None:
-    problems = shape_problems(found, tensor_shapes(policy.abstract_base))
+def _check_shapes(snapshot: Path, shapes: Mapping[str, tuple[int, ...]], policy: Policy) -> None:
+    problems = shape_problems(shapes, tensor_shapes(policy.abstract_base))
     if problems:
         raise UserError(
             f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
@@ -195,12 +197,12 @@ def _mapped(snapshot: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndarray
             problems.append(f"{path} is no parameter of a policy")
             continue
         file, dtype, shape = _file(snapshot, path, entry), jnp.dtype(entry["dtype"]), tuple(entry["shape"])
-        wanted = math.prod(shape) * dtype.itemsize
-        found = file.stat().st_size if file.is_file() else None
-        if found is None:
+        expected_size = math.prod(shape) * dtype.itemsize
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
             problems.append(f"{path} is missing")
-        elif found != wanted:
-            problems.append(f"{path} has {found} bytes instead of {wanted}")
+        elif size != expected_size:
+            problems.append(f"{path} has {size} bytes instead of {expected_size}")
         else:  # "c": writable, as torch wants it; what is written never reaches the file
             tensors[path] = _turned(path, np.memmap(file, dtype, "c", shape=shape))
     _raise_damage(snapshot, problems)
@@ -228,7 +230,7 @@ def _verify(snapshot: Path, manifest: Mapping[str, Any], share: slice = slice(No
 
     large_first = sorted(entries, key=lambda path: -math.prod(entries[path]["shape"]))
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        _raise_damage(snapshot, [found for found in pool.map(problem, large_first[share]) if found])
+        _raise_damage(snapshot, [line for line in pool.map(problem, large_first[share]) if line])
 
 
 def _raise_damage(snapshot: Path, problems: list[str]) -> None:
@@ -278,7 +280,7 @@ def _turned(path: str, array: Any) -> Any:
     return array.swapaxes(-1, -2) if WEIGHTS[path].transposed else array
 
 
-def _on_host(params: Params, dtype: str | None, wanted: bool) -> dict[str, np.ndarray]:
+def _on_host(params: Params, dtype: str | None, writes: bool) -> dict[str, np.ndarray]:
     """As `_laid_out`, in memory; nothing where it is not wanted."""
     flat = flatten(params)
     if all(leaf.is_fully_addressable for leaf in flat.values()):
@@ -286,12 +288,12 @@ def _on_host(params: Params, dtype: str | None, wanted: bool) -> dict[str, np.nd
         for leaf in leaves.values():
             leaf.copy_to_host_async()  # all of them, before the first is waited for
         return {path: np.asarray(leaf) for path, leaf in leaves.items()}
-    found = {}
+    arrays = {}
     for path, leaf in flat.items():  # one by one: a device holds one tensor whole, and not the policy
         whole = _gathered(leaf, WEIGHTS[path].transposed, dtype, replicated(leaf.sharding.mesh))
-        if wanted:
-            found[path] = np.asarray(whole)
-    return found
+        if writes:
+            arrays[path] = np.asarray(whole)
+    return arrays
 
 
 @partial(jax.jit, static_argnames=("transposed", "dtype", "at"))

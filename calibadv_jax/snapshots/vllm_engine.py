@@ -84,10 +84,10 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
             tensors = self._read(Path(update_info.path), update_info.version)
         except Exception as error:  # passed on to the other workers, who wait for it
             failure = error
-        said = f"{REFUSAL}{failure}" if isinstance(failure, UserError) else failure and repr(failure)
-        for found in _of_all(said):
-            if found is not None:
-                raise UserError(found) from failure
+        message = f"{REFUSAL}{failure}" if isinstance(failure, UserError) else failure and repr(failure)
+        for reason in _of_all(message):
+            if reason is not None:
+                raise UserError(reason) from failure
         initialize_layerwise_reload(self.model)
         self.model.load_weights(_as_torch(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -138,8 +138,8 @@ def _of_all(value: Any) -> list[Any]:
     return values
 
 
-def _refuse_other_model(snapshot: Path, theirs: Architecture, own: Architecture) -> None:
-    ours, other = asdict(own), asdict(theirs)
+def _refuse_other_model(snapshot: Path, published: Architecture, own: Architecture) -> None:
+    ours, other = asdict(own), asdict(published)
     differences = [
         f"{name} {other[name]} instead of {ours[name]}" for name in ours if ours[name] != other[name]
     ]
