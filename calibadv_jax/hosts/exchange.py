@@ -42,7 +42,17 @@ from calibadv_jax.hosts.watch import STOPPING, Watch
 T = TypeVar("T")
 
 INLINE = 2**14  # bytes; what is longer goes from device to device: the coordination service is slow
-_ROOT = "calibadv_exchange"
+WAIT = 2000  # milliseconds; between two waits a signal's handler may run
+_ROOT, _SAVE_ROOT = "calibadv_exchange", "calibadv_save"
+# Anyone who reaches the coordination service can write there, so bytes must not name a function to call.
+_TRAJECTORIES = {"Document", "Group", "Message", "Question", "Trajectory", "Turn"}
+_ARRAYS = {
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy._core.numeric", "_frombuffer"),
+}
 
 
 class Hosts:
@@ -58,7 +68,7 @@ class Hosts:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes what only one may write."""
+        """Whether this process writes the shared files."""
         return self.index == 0
 
     def exchange(self, what: str, value: T) -> list[T]:
@@ -78,7 +88,7 @@ class Hosts:
         return work()
 
     def out_of_step(self) -> None:
-        """What all processes began together has failed in this one."""
+        """Note that an operation of all processes has failed in this one."""
 
     def save_barrier(self) -> SaveBarrier | None:
         """Return a new barrier for the threads that save checkpoints; None where nobody waits there."""
@@ -143,11 +153,10 @@ class Joined(Hosts):
 
     @property
     def machines(self) -> list[str]:
-        """The host name of every process."""
         return self._machines
 
     def named(self, index: int) -> str:
-        """A process, for messages."""
+        """Return the name of a process for messages."""
         return f"process {index}" + (f" ({self._machines[index]})" if self._machines[index] else "")
 
     def exchange(self, what: str, value: T) -> list[T]:
@@ -231,7 +240,7 @@ class Joined(Hosts):
                 seen.unlink(missing_ok=True)
 
     def final_barrier(self) -> None:
-        """Waits for the others a last time: from now on each may end."""
+        """Wait for the others a last time; from now on each process may end."""
         self._tell(_Head("the end"))
         self.watch.close()
 
@@ -273,7 +282,7 @@ class Joined(Hosts):
         self._agreed, self.in_step = error, True
 
     def _stop_with(self, heads: list[_Head]) -> NoReturn:
-        """The error with which this process stops where another does."""
+        """Raise the error with which this process stops because another does."""
         failed = {index: head.error for index, head in enumerate(heads) if head.error}
         statuses = (*(head.status for head in heads), self._own_status())
         error: BaseException = SystemExit(next(filter(None, statuses), CALLED))
@@ -292,7 +301,7 @@ class Joined(Hosts):
             self._stop.call()
 
     def _own_status(self) -> int | None:
-        """With which this process was told to stop, not by another one of the run."""
+        """Return the status with which this process itself was told to stop."""
         return None if self._stop.was_called else self._stop.status
 
     def _tell(self, head: _Head, until: float = math.inf) -> list[_Head]:
@@ -322,7 +331,7 @@ class Joined(Hosts):
 
 @dataclass(frozen=True)
 class _Head:
-    """What a process says at a meeting."""
+    """The message of a process at a barrier."""
 
     what: str  # it came for
     length: int = 0  # bytes that it brings
@@ -338,18 +347,7 @@ class _Head:
 
 
 def _kind(error: BaseException) -> str:
-    """What stands before the message of an error that was not written for the user."""
     return "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-
-
-_TRAJECTORIES = {"Document", "Group", "Message", "Question", "Trajectory", "Turn"}
-_ARRAYS = {
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "scalar"),
-    ("numpy._core.numeric", "_frombuffer"),
-}
 
 
 class _Reader(pickle.Unpickler):
@@ -360,20 +358,13 @@ class _Reader(pickle.Unpickler):
 
 
 def to_bytes(value: Any) -> bytes:
-    """Of plain values, NumPy arrays and groups of trajectories."""
+    """Serialise plain values, NumPy arrays and groups of trajectories."""
     return pickle.dumps(value, protocol=5)
 
 
 def from_bytes(sent: bytes) -> Any:
-    """
-    Raises:
-        pickle.UnpicklingError: it holds anything else.
-    """
+    """Deserialise `to_bytes`; raise pickle.UnpicklingError for anything else."""
     return _Reader(io.BytesIO(sent)).load()
-
-
-WAIT = 2000  # milliseconds; between two waits a signal's handler may run
-_SAVE_SAVE_ROOT = "calibadv_save"
 
 
 class SaveBarrier:
@@ -419,7 +410,7 @@ class SaveBarrier:
         self._failure = None
 
     def _path(self, number: int, index: int) -> str:
-        return f"{_SAVE_SAVE_ROOT}/{number}/{index}"
+        return f"{_SAVE_ROOT}/{number}/{index}"
 
     def _wait(self, path: str) -> Any:
         while threading.main_thread().is_alive():  # else the process ends, and waits for this thread

@@ -93,7 +93,7 @@ def describe_processes(config: Config) -> list[str]:
 
 
 def _asked(config: DistributedConfig) -> dict[str, Any] | None:
-    """Arguments of `jax.distributed.initialize`; None for one process."""
+    """Return the arguments of `jax.distributed.initialize`; None for one process."""
     values: dict[str, Any] = {name: getattr(config, name) for name in KEYS}
     for name, variable in KEYS.items():
         if values[name] in ("", None) and os.environ.get(variable):
@@ -131,7 +131,7 @@ def _number(variable: str) -> int:
 
 
 def _join(asked: dict[str, Any], timeout: float, warn: Callable[[str], object]) -> Joined | None:
-    """Meets the others; None if there is only one process."""
+    """Join the other processes; return None if there is only one."""
     is_auto = asked["coordinator_address"] == AUTO
     address, count, index = asked.values()
     if is_auto:  # as JAX does below
@@ -163,7 +163,7 @@ def _join(asked: dict[str, Any], timeout: float, warn: Callable[[str], object]) 
 
 
 def _check(config: Config, hosts: Joined) -> None:
-    """Whether all processes have the same config and as many devices, and all of it works with several."""
+    """Check that all processes have the same config and number of devices."""
     if len(set(hosts.machines)) > 1 and config.asks_retriever and not config.retriever.url:
         raise UserError(
             f"retriever.url is empty, and the processes are on {len(set(hosts.machines))} machines: start the"
@@ -179,7 +179,7 @@ def _check(config: Config, hosts: Joined) -> None:
 
 
 def _end(hosts: Joined) -> None:
-    """All processes are here, or will be: they leave together."""
+    """Leave together with all processes."""
     hosts.final_barrier()
     jax.distributed.shutdown()
 
@@ -378,6 +378,6 @@ def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerC
 
 
 def check_workers(config: SamplerConfig, count: int) -> None:
-    """Raises as `own_workers`, where the sampler has workers."""
+    """Raise as `own_workers` if the sampler has workers."""
     if config.name == "vllm":
         own_workers(config, 0, count)

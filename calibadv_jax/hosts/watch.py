@@ -59,17 +59,17 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """This process needs no other any more, and none needs it."""
+        """Stop watching: this process and the others no longer need each other."""
         self.note(DONE, "")
         self._over.set()
         self._thread.join()
 
     def note(self, kind: str, text: str) -> None:
-        """Leaves a note that the other processes' threads find within seconds."""
+        """Leave a note for the other processes' threads."""
         self._client.key_value_set(f"{_ROOT}/{kind}/{self._index}", text, allow_overwrite=True)
 
     def last_words(self, text: str) -> None:
-        """Says why this process ends by itself, which ends the others, and waits until they have read it."""
+        """Report why this process ends, which ends the others, and wait until they have read it."""
         self._over.set()  # this process has an error line of its own
         with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and the notes with it
             self.note(ENDED, text)
@@ -116,7 +116,7 @@ class Watch:
         return notes
 
     def _end(self, why: str) -> None:
-        """Ends this process, whatever it waits for."""
+        """End this process, whatever it waits for."""
         line = f"error: {why}; start all processes again: the run goes on from its newest checkpoint\n"
         with suppress(OSError):
             os.write(sys.stderr.fileno(), line.encode(errors="replace"))

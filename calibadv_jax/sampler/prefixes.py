@@ -18,7 +18,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Copy:
-    """The first columns of a slot, for another one of its group; slots are counted within the group."""
+    """A copy of the first columns of a slot to another one of its group."""
 
     source: int
     target: int
@@ -27,7 +27,7 @@ class Copy:
 
 @dataclass
 class Wave:
-    """What can be done at once, for every group of slots: first the copies, then the segments."""
+    """Work done at once, for every group of slots: first the copies, then the segments."""
 
     copies: list[list[Copy]]
     segments: list[list[Segment]]
@@ -83,7 +83,7 @@ class Prefixes:
     def _donors(
         self, contexts: dict[int, list[int]], held: Sequence[Sequence[int]]
     ) -> list[dict[int, tuple[int, int]]]:
-        """Of every group: (slot, the wave after which it has them) by the key of its first tokens."""
+        """Return (slot, wave after which it holds them) by the key of its first tokens, for every group."""
         donors: list[dict[int, tuple[int, int]]] = [{} for _ in range(self.tile.groups)]
         for slot, keys in self._keys.items():
             if slot in contexts and common_prefix(held[slot], contexts[slot]) < len(held[slot]):
@@ -100,7 +100,7 @@ class Prefixes:
         held: Sequence[Sequence[int]],
         donors: dict[int, tuple[int, int]],
     ) -> tuple[int, int, int]:
-        """(wave, slot to copy from, columns) of the longest beginning that another slot has; or 0 columns."""
+        """Return (wave, source slot, columns) of the longest prefix that another slot holds; or 0 columns."""
         for columns, key in reversed(self._keys[slot]):
             source, wave = donors.get(key, (slot, 0))
             # Keys are hashes: two texts may have the same one.
@@ -109,7 +109,7 @@ class Prefixes:
         return 0, slot, 0
 
     def _keys_of(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(columns, key) after every whole segment, and of all tokens."""
+        """Yield (columns, key) after every whole segment, and of all tokens."""
         key = 0
         for start in range(0, len(tokens), self.tile.width):
             segment = tuple(tokens[start : start + self.tile.width])
@@ -118,7 +118,7 @@ class Prefixes:
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """The number of equal tokens with which both begin."""
+    """Return the number of equal tokens with which both begin."""
     shared = min(len(left), len(right))
     if list(left[:shared]) == list(right[:shared]):
         return shared
@@ -167,39 +167,39 @@ class TileShape:
 
     @classmethod
     def fitting(cls, groups: int, slots: int, width: int, platform: str = "") -> TileShape:
-        """For devices of a platform as JAX names it; those that are not named in TILE_TOKENS are alike."""
+        """Return the shape for a platform as JAX names it."""
         rows = max(1, TILE_TOKENS.get(platform, MOST_TOKENS) // width)
         return cls(groups, slots, min(rows, slots), width)
 
     @property
     def is_whole(self) -> bool:
-        """A tile has a row for every slot."""
+        """Whether a tile has a row for every slot."""
         return self.rows == self.slots
 
     @property
     def at_once(self) -> int:
-        """Tiles of one call: so many that every slot has a segment."""
+        """Number of tiles of a call: every slot has a segment."""
         return -(-self.slots // self.rows)
 
     def segments(self, row: int, start: int, tokens: Sequence[int]) -> list[Segment]:
-        """New tokens of a slot, from column `start` on."""
+        """Cut new tokens of a slot, from column `start` on, into segments."""
         return [
             Segment(row, start + at, list(tokens[at : at + self.width]))
             for at in range(0, len(tokens), self.width)
         ]
 
     def count(self, groups: Sequence[Sequence[Segment]]) -> int:
-        """The number of tiles that the segments of every group take."""
+        """Return the number of tiles that the segments of every group take."""
         return max(len(self._tiles_of(segments)) for segments in groups)
 
     def calls(self, groups: Sequence[Sequence[Segment]]) -> Iterator[Tiles]:
-        """The segments of every group, those of a slot in their order, as calls of one shape."""
+        """Yield the segments of every group as calls of one shape."""
         cut = [self._tiles_of(segments) for segments in groups]
         for first in range(0, max(map(len, cut)), self.at_once):
             yield self._call([tiles[first : first + self.at_once] for tiles in cut])
 
     def _tiles_of(self, segments: Sequence[Segment]) -> list[list[tuple[int, Segment]]]:
-        """Tiles of one group: (row of the tile, segment)."""
+        """Cut a group's segments into tiles of (row of the tile, segment)."""
         if not self.is_whole:
             cuts = range(0, len(segments), self.rows)
             return [list(enumerate(segments[at : at + self.rows])) for at in cuts]

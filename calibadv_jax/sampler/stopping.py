@@ -23,7 +23,7 @@ class StopRule:
         self.end_ids = frozenset([end_ids] if isinstance(end_ids, int) else end_ids)
 
     def find(self, tokens: Sequence[int], stop: Sequence[str]) -> tuple[int, Literal["stop", "eos"]] | None:
-        """How many tokens the completion has, the one that ends it included, and why; None: it goes on."""
+        """Return (number of tokens up to the end of the completion, reason); None if it goes on."""
         end = next((index for index, token in enumerate(tokens) if token in self.end_ids), None)
         tokens = tokens if end is None else tokens[:end]
         if self._is_complete(tokens, stop):
@@ -34,7 +34,7 @@ class StopRule:
         return None if end is None else (end + 1, "eos")
 
     def remainders(self, tokens: Sequence[int], stop: Sequence[str]) -> list[str]:
-        """What is still missing of each stop string of which the tokens end with a beginning."""
+        """Return the missing rest of each stop string whose beginning ends the tokens."""
         text = self.text(tokens)
         return [
             string[length:]
@@ -56,7 +56,7 @@ class StopRule:
         )
 
     def text(self, tokens: Sequence[int]) -> str:
-        """With every token shown, as the agent loop reads it."""
+        """Decode with every token shown, as the agent loop reads it."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _is_complete(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:

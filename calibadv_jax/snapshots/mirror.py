@@ -264,11 +264,9 @@ class Mirror:
             with self._pinning:
                 late, self._pins = self._pins, []
             if late and not self._taken:
-                why, way_out = (
-                    self._failure or "copying takes too long",
-                    f"a start in {self.folder} copies it",
-                )
-                self._console.warn(f"{self._key} lacks the checkpoint of {last} ({why}); {way_out}")
+                why = self._failure or "copying takes too long"
+                lacks = f"{self._key} lacks the checkpoint of {last} ({why})"
+                self._console.warn(f"{lacks}; the next start with run.dir={self.folder} copies it")
             shutil.rmtree(self.folder / PINS, ignore_errors=True)
         if kind is None:
             self.check()

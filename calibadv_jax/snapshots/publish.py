@@ -239,12 +239,12 @@ def _raise_damage(snapshot: Path, problems: list[str]) -> None:
 
 
 def _file(snapshot: Path, path: str, entry: Mapping[str, Any]) -> Path:
-    """Where Orbax writes the only chunk of a tensor."""
+    """Return the file of a tensor's only chunk, as Orbax names it."""
     return snapshot / TREE / path / ".".join("0" * len(entry["shape"]))
 
 
 def _raw_checkpointer() -> ocp.Checkpointer:
-    """Orbax as it writes every array as one uncompressed file, without a copy of it in memory."""
+    """Return a checkpointer that writes every array as one uncompressed file, without a copy in memory."""
     registry = ocp.type_handlers.create_type_handler_registry(
         (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where it is missing
@@ -262,7 +262,6 @@ def _raw_checkpointer() -> ocp.Checkpointer:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """After every save Orbax warns that there are no parts of its other layout, which was not asked for."""
     return "Skipping merge of OCDBT" not in record.getMessage()
 
 
@@ -276,12 +275,12 @@ def _laid_out(params: Params, dtype: str | None) -> dict[str, jax.Array]:
 
 
 def _turned(path: str, array: Any) -> Any:
-    """From the policy's layout to that of a snapshot, or back."""
+    """Convert between the policy's layout and that of a snapshot."""
     return array.swapaxes(-1, -2) if WEIGHTS[path].transposed else array
 
 
 def _on_host(params: Params, dtype: str | None, writes: bool) -> dict[str, np.ndarray]:
-    """As `_laid_out`, in memory; nothing where it is not wanted."""
+    """Return host arrays of `_laid_out`; nothing if this process does not write."""
     flat = flatten(params)
     if all(leaf.is_fully_addressable for leaf in flat.values()):
         leaves = _laid_out(params, dtype)
@@ -298,13 +297,11 @@ def _on_host(params: Params, dtype: str | None, writes: bool) -> dict[str, np.nd
 
 @partial(jax.jit, static_argnames=("transposed", "dtype", "at"))
 def _gathered(leaf: jax.Array, transposed: bool, dtype: str | None, at: NamedSharding) -> jax.Array:
-    """One tensor of `_laid_out` on every device of its mesh."""
     turned = leaf.swapaxes(-1, -2) if transposed else leaf
     return jax.lax.with_sharding_constraint(turned if dtype is None else turned.astype(dtype), at)
 
 
 def _digest(array: np.ndarray) -> str:
-    """SHA-256 of a tensor's bytes, row-major."""
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
