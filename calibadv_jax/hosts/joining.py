@@ -31,6 +31,10 @@ KEYS = {
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
+PERIOD = 0.5  # seconds between two looks
+PATIENCE = 10  # times the timeout after which a process is given up
+LINE = 300  # bytes of a message at most
+_HELLO, _GO = b"calibadv", b"go\n"
 MARGIN = 10.0  # seconds for which an error waits for the news that another process is lost
 
 
@@ -201,12 +205,6 @@ def _leave_now(status: Any) -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(status if isinstance(status, int) else 1)
-
-
-PERIOD = 0.5  # seconds between two looks
-PATIENCE = 10  # times the timeout after which a process is given up
-LINE = 300  # bytes of a message at most
-_HELLO, _GO = b"calibadv", b"go\n"
 
 
 def meet(address: str, count: int, index: int, timeout: float, warn: Callable[[str], object]) -> None:

@@ -17,8 +17,7 @@ from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.seeds import attempt_seed, random_state
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
-from calibadv_jax.hosts.exchange import ALONE, Hosts
-from calibadv_jax.hosts.groups import SharedGroups
+from calibadv_jax.hosts.exchange import ALONE, Hosts, SharedGroups
 from calibadv_jax.learner.batching import content_of
 from calibadv_jax.learner.learner import State, policy_learner
 from calibadv_jax.learner.losses import policy_loss

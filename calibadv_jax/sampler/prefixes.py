@@ -15,6 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
+TILE_TOKENS = {"cpu": 256}  # of one tile on each device, by its platform; a CPU gains nothing from more
+MOST_TOKENS = 4096  # elsewhere: many tokens share the weights that a tile reads or gathers
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -123,10 +126,6 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     if list(left[:shared]) == list(right[:shared]):
         return shared
     return next(index for index in range(shared) if left[index] != right[index])
-
-
-TILE_TOKENS = {"cpu": 256}  # of one tile on each device, by its platform; a CPU gains nothing from more
-MOST_TOKENS = 4096  # elsewhere: many tokens share the weights that a tile reads or gathers
 
 
 @dataclass(frozen=True)

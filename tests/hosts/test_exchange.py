@@ -11,9 +11,8 @@ import pytest
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.stopping import CALLED, Stop
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
-from calibadv_jax.hosts import exchange, groups
-from calibadv_jax.hosts.exchange import ALONE, Joined, from_bytes, to_bytes
-from calibadv_jax.hosts.groups import SharedGroups
+from calibadv_jax.hosts import exchange
+from calibadv_jax.hosts.exchange import ALONE, Joined, SharedGroups, from_bytes, to_bytes
 
 
 class Notes:
@@ -235,7 +234,7 @@ def test_every_process_writes_its_share_of_the_groups_and_gets_all(run_all):
 
 def test_groups_that_run_ahead_come_as_soon_as_one_is_complete(run_all, monkeypatch):
     """And in the same order to all: which groups a step trains must not depend on who wrote them."""
-    monkeypatch.setattr(groups, "LOOK", 0.01)
+    monkeypatch.setattr(exchange, "LOOK", 0.01)
     questions = [Question(f"q{number}", "?", ("a",), "toy") for number in range(4)]
 
     def work(hosts):

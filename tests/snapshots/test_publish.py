@@ -16,7 +16,7 @@ from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import unflatten
 from calibadv_jax.snapshots import publish as publish_module
-from calibadv_jax.snapshots.layout import tensor_shapes
+from calibadv_jax.snapshots.checkpoint import tensor_shapes
 from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest, read_tensors
 
 
