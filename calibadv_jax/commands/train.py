@@ -193,7 +193,7 @@ class Step:
         rollout = self.config.rollout
         count, size = rollout.questions_per_step * rollout.group_size, rollout.group_size
         bar = self.state.console.bar("rollouts", count, "trajectories")
-        with self._phase("rollout"), self.hosts.apart("rollout"), bar as show:
+        with self._phase("rollout"), self.hosts.local_work("rollout"), bar as show:
             return self.state.stream.take(self._begun, lambda groups: show(groups * size))
 
     def probe(self, groups: list[Group]) -> list[Group]:
@@ -234,7 +234,7 @@ class Step:
     ) -> Verdict:
         """Keep the trajectories, and return the verdict of the guards."""
         state, credits = self.state, advantages.credits
-        with self.hosts.together("record"):
+        with self.hosts.barrier("record"):
             with self._phase("record", "keeping the trajectories"):
                 self.row |= record.write(state.step, groups, credits, updated.logprobs, state.seed)
             verdict = state.guards.check(state.step, self.row)
@@ -261,7 +261,7 @@ def apply_verdict(
 ) -> None:
     """End the run (UserError) or roll back, if a guard asks for it; else save the step if it is due."""
     if verdict.action == "stop":
-        with state.hosts.together("guards"):
+        with state.hosts.barrier("guards"):
             raise UserError(state.why_stopped())
     with stop.held():
         if verdict.action == "go_on":

@@ -1,7 +1,7 @@
 """What the processes of a run tell each other, and how they stop at the same place.
 
 All processes run the same program. What each does by itself, such as its share of the rollouts, stands in an
-`apart` block; there a signal or an error stops a process at once. At the end of the block the processes
+`local_work` block; there a signal or an error stops a process at once. At the end of the block the processes
 meet: if one stops, all stop, at the same step and with the same parameters, so that they can save them
 together. Programs of all devices stand outside of these blocks: a signal waits for the next meeting, and an
 error leaves the others waiting in the middle of a program, so that `Watch` must end them.
@@ -9,12 +9,16 @@ error leaves the others waiting in the middle of a program, so that `Watch` must
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -24,22 +28,33 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from calibadv_jax.core import trajectory
 from calibadv_jax.core.errors import (
     ENVIRONMENT_STATUS,
     INPUT_STATUS,
     EnvironmentFailure,
     UserError,
+    cause_text,
     exit_status,
 )
 from calibadv_jax.core.stopping import CALLED, Stop
-from calibadv_jax.hosts.save_barrier import WAIT, SaveBarrier
+from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.hosts.watch import STOPPING, Watch
-from calibadv_jax.hosts.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
 
 INLINE = 2**14  # bytes; what is longer goes from device to device: the coordination service is slow
-_ROOT = "calibadv_exchange"
+WAIT = 2000  # milliseconds; between two waits a signal's handler may run
+_ROOT, _SAVE_ROOT = "calibadv_exchange", "calibadv_save"
+# Anyone who reaches the coordination service can write there, so bytes must not name a function to call.
+_TRAJECTORIES = {"Document", "Group", "Message", "Question", "Trajectory", "Turn"}
+_ARRAYS = {
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy._core.numeric", "_frombuffer"),
+}
 
 
 class Hosts:
@@ -55,7 +70,7 @@ class Hosts:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes what only one may write."""
+        """Whether this process writes the shared files."""
         return self.index == 0
 
     def exchange(self, what: str, value: T) -> list[T]:
@@ -75,7 +90,7 @@ class Hosts:
         return work()
 
     def out_of_step(self) -> None:
-        """What all processes began together has failed in this one."""
+        """Note that an operation of all processes has failed in this one."""
 
     def save_barrier(self) -> SaveBarrier | None:
         """Return a new barrier for the threads that save checkpoints; None where nobody waits there."""
@@ -83,16 +98,16 @@ class Hosts:
 
     @contextmanager
     def steps(self, stop: Stop) -> Iterator[None]:
-        """Within the block a signal ends the process only where it works `apart`, or at a meeting."""
+        """Within the block a signal ends the process only where it works `local_work`, or at a meeting."""
         yield
 
     @contextmanager
-    def apart(self, what: str) -> Iterator[None]:
-        """As `together`; a signal ends the block at once, in all processes."""
+    def local_work(self, what: str) -> Iterator[None]:
+        """As `barrier`; a signal ends the block at once, in all processes."""
         yield
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def barrier(self, what: str) -> Iterator[None]:
         """The processes meet at the end of the block. If it failed in one, it ends with an error in all."""
         yield
 
@@ -140,11 +155,10 @@ class Joined(Hosts):
 
     @property
     def machines(self) -> list[str]:
-        """The host name of every process."""
         return self._machines
 
     def named(self, index: int) -> str:
-        """A process, for messages."""
+        """Return the name of a process for messages."""
         return f"process {index}" + (f" ({self._machines[index]})" if self._machines[index] else "")
 
     def exchange(self, what: str, value: T) -> list[T]:
@@ -163,7 +177,7 @@ class Joined(Hosts):
 
     def first(self, what: str, work: Callable[[], T]) -> T:
         value: Any = None
-        with self.apart(what):
+        with self.local_work(what):
             if self.is_first:
                 value = work()
         return self.exchange(what, value)[0]
@@ -182,12 +196,12 @@ class Joined(Hosts):
             self._meet("the last step")
 
     @contextmanager
-    def apart(self, what: str) -> Iterator[None]:
-        with self.together(what), self._stop.released():
+    def local_work(self, what: str) -> Iterator[None]:
+        with self.barrier(what), self._stop.released():
             yield
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def barrier(self, what: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -197,7 +211,7 @@ class Joined(Hosts):
         self._meet(what)
 
     def same(self, what: str, value: Callable[[], object]) -> None:
-        with self.together(what):
+        with self.barrier(what):
             mine = value()
             for index, other in enumerate(self.exchange(what, mine)):
                 if other != mine:
@@ -210,11 +224,11 @@ class Joined(Hosts):
         seen: Path | None = None
         name = self.first(what, lambda: f".seen_by_all_{secrets.token_hex(8)}")
         try:
-            with self.together(what):
+            with self.barrier(what):
                 if self.is_first:
                     seen = folder / name
                     seen.touch()
-            with self.together(what):
+            with self.barrier(what):
                 until = time.monotonic() + self._timeout  # a network's file system may be slow
                 while not (folder / name).exists():
                     if time.monotonic() > until:
@@ -227,8 +241,8 @@ class Joined(Hosts):
             if seen is not None:
                 seen.unlink(missing_ok=True)
 
-    def part(self) -> None:
-        """Waits for the others a last time: from now on each may end."""
+    def final_barrier(self) -> None:
+        """Wait for the others a last time; from now on each process may end."""
         self._tell(_Head("the end"))
         self.watch.close()
 
@@ -257,10 +271,10 @@ class Joined(Hosts):
             self.watch.note(STOPPING, "")
         code = error.code if isinstance(error, SystemExit) else None
         status = code if isinstance(code, int) else None
-        said = "" if status is not None else f"{_kind(error)}{' '.join(str(error).split())}"
+        message = "" if status is not None else f"{_kind(error)}{' '.join(str(error).split())}"
         called = self._stop.was_called and status is not None
         failure = exit_status(error) if isinstance(error, UserError) else ENVIRONMENT_STATUS
-        head = _Head(what, error=said, status=None if called else status, failure=failure)
+        head = _Head(what, error=message, status=None if called else status, failure=failure)
         try:
             heads = self._tell(head, time.monotonic() + 2 * self._timeout)
         except (TimeoutError, jax.errors.JaxRuntimeError):
@@ -270,7 +284,7 @@ class Joined(Hosts):
         self._agreed, self.in_step = error, True
 
     def _stop_with(self, heads: list[_Head]) -> NoReturn:
-        """The error with which this process stops where another does."""
+        """Raise the error with which this process stops because another does."""
         failed = {index: head.error for index, head in enumerate(heads) if head.error}
         statuses = (*(head.status for head in heads), self._own_status())
         error: BaseException = SystemExit(next(filter(None, statuses), CALLED))
@@ -289,7 +303,7 @@ class Joined(Hosts):
             self._stop.call()
 
     def _own_status(self) -> int | None:
-        """With which this process was told to stop, not by another one of the run."""
+        """Return the status with which this process itself was told to stop."""
         return None if self._stop.was_called else self._stop.status
 
     def _tell(self, head: _Head, until: float = math.inf) -> list[_Head]:
@@ -319,7 +333,7 @@ class Joined(Hosts):
 
 @dataclass(frozen=True)
 class _Head:
-    """What a process says at a meeting."""
+    """The message of a process at a barrier."""
 
     what: str  # it came for
     length: int = 0  # bytes that it brings
@@ -335,5 +349,124 @@ class _Head:
 
 
 def _kind(error: BaseException) -> str:
-    """What stands before the message of an error that was not written for the user."""
     return "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ARRAYS or (module == trajectory.__name__ and name in _TRAJECTORIES):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is nothing that processes of a run send each other")
+
+
+def to_bytes(value: Any) -> bytes:
+    """Serialise plain values, NumPy arrays and groups of trajectories."""
+    return pickle.dumps(value, protocol=5)
+
+
+def from_bytes(sent: bytes) -> Any:
+    """Deserialise `to_bytes`; raise pickle.UnpicklingError for anything else."""
+    return _Reader(io.BytesIO(sent)).load()
+
+
+class SaveBarrier:
+    """The barrier of the threads with which all processes save a checkpoint; an error in one ends all waits.
+
+    In place of Orbax' own, where the others wait 20 minutes for a thread that has failed.
+    """
+
+    def __init__(self, client: Any, index: int, count: int, named: Callable[[int], str]):
+        self._client, self._index, self._count, self._named = client, index, count, named
+        self._number = 0  # of the next barrier
+        self._failure: BaseException | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the save has failed in a process, and so in all."""
+        return self._failure is not None
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Wait for the other processes.
+
+        Raises:
+            OSError: one of them could not write its part. What failed here is raised as it is.
+        """
+        if self._failure is not None:
+            raise self._failure
+        failure = None
+        if threading.current_thread() is not threading.main_thread():
+            failure = sys.exc_info()[1]  # Orbax comes to its last barrier with the error that its thread met
+        text = "" if failure is None else cause_text(failure)
+        number, self._number = self._number, self._number + 1
+        self._client.key_value_set_bytes(self._path(number, self._index), to_bytes((key, text)))
+        states = [self._wait(self._path(number, index)) for index in range(self._count)]
+        if number:  # whoever is at this barrier has read the one before
+            self._client.key_value_delete(self._path(number - 1, self._index))
+        failed = [f"{self._named(index)}: {text}" for index, (_, text) in enumerate(states) if text]
+        if failed or len({key for key, _ in states}) > 1:
+            self._failure = failure or OSError("; ".join(failed) or "another process could not save its part")
+            raise self._failure
+
+    def reset(self) -> None:
+        """Begin a new save: all processes have seen how the one before ended."""
+        self._failure = None
+
+    def _path(self, number: int, index: int) -> str:
+        return f"{_SAVE_ROOT}/{number}/{index}"
+
+    def _wait(self, path: str) -> Any:
+        while threading.main_thread().is_alive():  # else the process ends, and waits for this thread
+            try:
+                return from_bytes(self._client.blocking_key_value_get_bytes(path, WAIT))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        raise threading.BrokenBarrierError(path)
+
+
+LOOK = 1.0  # seconds between two exchanges of what is complete, where groups run ahead
+
+
+class SharedGroups:
+    """Begins the groups whose number falls to this process, and exchanges those that are complete.
+
+    All processes ask for the same groups in the same order, so that nobody need say which ones.
+
+    Args:
+        begin: starts the rollout of (number, question) in this process.
+        run_ahead: whether there are groups that later steps train. Else a step waits for all of its own, and
+            so they are exchanged once.
+    """
+
+    def __init__(self, begin: Callable[[int, Question], Future[Group]], hosts: Hosts, run_ahead: bool):
+        self._begin, self._hosts, self._run_ahead = begin, hosts, run_ahead
+        self._mine: dict[int, Future[Group]] = {}
+        self._asked: dict[int, Future[Group]] = {}  # of all processes
+
+    def begin(self, number: int, question: Question) -> Future[Group]:
+        """A future that all processes fulfil in the same call of `wait`, whoever writes the group.
+
+        If it is cancelled, the group is not written to its end.
+        """
+        asked = self._asked[number] = Future()
+        if number % self._hosts.count == self._hosts.index:
+            mine = self._mine[number] = self._begin(number, question)
+            asked.add_done_callback(lambda future: future.cancelled() and mine.cancel())
+        return asked
+
+    def wait(self, _: list[Future[Group]]) -> None:
+        """Waits until all groups are there or, where some run ahead, until one is.
+
+        Raises:
+            The error of a rollout, or that of another process; see `Hosts.exchange`.
+        """
+        seconds, until = (LOOK, FIRST_COMPLETED) if self._run_ahead else (None, ALL_COMPLETED)
+        while True:
+            wait(self._mine.values(), seconds, until)
+            written = {number: future.result() for number, future in self._mine.items() if future.done()}
+            self._mine = {number: future for number, future in self._mine.items() if number not in written}
+            completed = self._hosts.exchange("groups", written)
+            for number, group in (item for groups in completed for item in groups.items()):
+                self._asked.pop(number).set_result(group)
+            if any(completed):
+                return

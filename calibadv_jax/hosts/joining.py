@@ -6,10 +6,12 @@ import atexit
 import dataclasses
 import math
 import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,12 +19,10 @@ import jax
 from jax._src import distributed  # the only place where JAX gives its client of the coordination service
 from jax._src.clusters import ClusterEnv
 
-from calibadv_jax.config import Config, DistributedConfig
+from calibadv_jax.config import Config, DistributedConfig, SamplerConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status, storage_errno
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.hosts.exchange import Hosts, Joined
-from calibadv_jax.hosts.rendezvous import meet
-from calibadv_jax.hosts.workers import check_workers
 from calibadv_jax.metrics.console import Console
 
 AUTO = "auto"
@@ -31,6 +31,10 @@ KEYS = {
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
+PERIOD = 0.5  # seconds between two looks
+PATIENCE = 10  # times the timeout after which a process is given up
+LINE = 300  # bytes of a message at most
+_HELLO, _GO = b"calibadv", b"go\n"
 MARGIN = 10.0  # seconds for which an error waits for the news that another process is lost
 
 
@@ -93,7 +97,7 @@ def describe_processes(config: Config) -> list[str]:
 
 
 def _asked(config: DistributedConfig) -> dict[str, Any] | None:
-    """Arguments of `jax.distributed.initialize`; None for one process."""
+    """Return the arguments of `jax.distributed.initialize`; None for one process."""
     values: dict[str, Any] = {name: getattr(config, name) for name in KEYS}
     for name, variable in KEYS.items():
         if values[name] in ("", None) and os.environ.get(variable):
@@ -131,10 +135,10 @@ def _number(variable: str) -> int:
 
 
 def _join(asked: dict[str, Any], timeout: float, warn: Callable[[str], object]) -> Joined | None:
-    """Meets the others; None if there is only one process."""
-    found = asked["coordinator_address"] == AUTO
+    """Join the other processes; return None if there is only one."""
+    is_auto = asked["coordinator_address"] == AUTO
     address, count, index = asked.values()
-    if found:  # as JAX does below
+    if is_auto:  # as JAX does below
         detect = ClusterEnv.auto_detect_unset_distributed_params
         address, count, index, _ = detect(None, count, index, None, None, math.ceil(timeout))
     if address and (count or 1) > 1 and index is not None:  # else JAX says what is missing
@@ -144,13 +148,13 @@ def _join(asked: dict[str, Any], timeout: float, warn: Callable[[str], object]) 
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            **asked | {"coordinator_address": None if found else asked["coordinator_address"]},
-            cluster_detection_method=None if found else "deactivate",
+            **asked | {"coordinator_address": None if is_auto else asked["coordinator_address"]},
+            cluster_detection_method=None if is_auto else "deactivate",
             heartbeat_timeout_seconds=math.ceil(3 * timeout + MARGIN),
             shutdown_timeout_seconds=math.ceil(timeout),
         )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is one
-        where = "the job's processes (auto)" if found else f"{asked['coordinator_address']}"
+        where = "the job's processes (auto)" if is_auto else f"{asked['coordinator_address']}"
         raise EnvironmentFailure(
             f"distributed.coordinator_address: process {asked['process_id']} could not join {where}:"
             f" {' '.join(str(error).split())[:300]}; is every process started, with the same address and"
@@ -163,7 +167,7 @@ def _join(asked: dict[str, Any], timeout: float, warn: Callable[[str], object]) 
 
 
 def _check(config: Config, hosts: Joined) -> None:
-    """Whether all processes have the same config and as many devices, and all of it works with several."""
+    """Check that all processes have the same config and number of devices."""
     if len(set(hosts.machines)) > 1 and config.asks_retriever and not config.retriever.url:
         raise UserError(
             f"retriever.url is empty, and the processes are on {len(set(hosts.machines))} machines: start the"
@@ -179,8 +183,8 @@ def _check(config: Config, hosts: Joined) -> None:
 
 
 def _end(hosts: Joined) -> None:
-    """All processes are here, or will be: they leave together."""
-    hosts.part()
+    """Leave together with all processes."""
+    hosts.final_barrier()
     jax.distributed.shutdown()
 
 
@@ -201,3 +205,177 @@ def _leave_now(status: Any) -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(status if isinstance(status, int) else 1)
+
+
+def meet(address: str, count: int, index: int, timeout: float, warn: Callable[[str], object]) -> None:
+    """Wait until all processes have started.
+
+    Args:
+        address: of process 0, as host:port.
+        timeout: seconds after which `warn` gets a line that names the missing processes; they are given up
+            after `PATIENCE` times as long.
+
+    Raises:
+        UserError: `address` has no port, or the processes disagree about their numbers.
+        EnvironmentFailure: processes are missing, or one has ended while it waited.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        raise UserError(f"distributed.coordinator_address={address} names no port; set it to host:port")
+    wait = _Wait(timeout, warn)
+    if index:
+        _come(host.strip("[]"), int(port), count, index, wait)
+    else:
+        bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address).rpartition(":")[2]
+        _receive(int(bound), count, wait)
+
+
+class _Wait:
+    def __init__(self, timeout: float, warn: Callable[[str], object]):
+        self._timeout, self._warn, self._begun, self._has_warned = timeout, warn, time.monotonic(), False
+
+    def check(self, missing: str) -> None:
+        seconds = time.monotonic() - self._begun
+        if seconds > PATIENCE * self._timeout:
+            raise EnvironmentFailure(
+                f"{missing} did not start within {seconds:.0f} s; start every process, with the same"
+                " distributed.coordinator_address and num_processes, at an address that all reach"
+            )
+        if seconds > self._timeout and not self._has_warned:
+            self._has_warned = True
+            self._warn(f"waiting for {missing} since {seconds:.0f} s")
+
+
+def _receive(port: int, count: int, wait: _Wait) -> None:
+    """Wait in process 0 until all others are connected, and let them go."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"distributed.coordinator_address: port {port} cannot be opened ({error.strerror}); end the"
+            " process that has it, or choose another port"
+        ) from error
+    present: dict[int, socket.socket] = {}
+    with ExitStack() as stack:
+        stack.enter_context(listener).settimeout(PERIOD)
+        try:
+            while len(present) < count - 1:
+                wait.check(_names(index for index in range(1, count) if index not in present))
+                if gone := [index for index, connection in present.items() if _has_ended(connection)]:
+                    raise EnvironmentFailure(
+                        f"{_names(gone)} ended before all had started; start all processes again"
+                    )
+                with suppress(TimeoutError):
+                    connection = stack.enter_context(listener.accept()[0])
+                    _admit(connection, count, present)
+        except UserError as error:
+            _send(present.values(), f"process 0 has ended: {error}\n".encode())
+            raise
+        _send(present.values(), _GO)
+        for connection in present.values():  # they close first, so that JAX can open the port at once
+            with suppress(OSError):
+                connection.settimeout(PERIOD)
+                connection.recv(1)
+
+
+def _admit(connection: socket.socket, count: int, present: dict[int, socket.socket]) -> None:
+    """Read which process this is; anything else that connects is left alone."""
+    connection.settimeout(PERIOD)
+    with suppress(OSError):
+        hello, *numbers = connection.recv(LINE).split() or [b""]
+        if hello != _HELLO or len(numbers) != 2 or not all(number.isdigit() for number in numbers):
+            return
+        index, other = map(int, numbers)
+        if other != count or not 0 < index < count or index in present:
+            raise UserError(
+                f"distributed: two processes are number {index}"
+                if index in present
+                else f"distributed.num_processes is {other} in process {index} and {count} in process 0"
+            )
+        present[index] = connection
+
+
+def _come(host: str, port: int, count: int, index: int, wait: _Wait) -> None:
+    """Connect to process 0, and wait until it lets all processes go."""
+    while True:
+        wait.check(f"process 0 ({host}:{port})")
+        try:
+            connection = socket.create_connection((host, port), timeout=2.0)
+            break
+        except OSError:  # not started yet, or its name is not known yet
+            time.sleep(PERIOD)
+    answer = b""
+    with connection:
+        connection.sendall(b"%s %d %d\n" % (_HELLO, index, count))
+        connection.settimeout(PERIOD)
+        while not answer.endswith(b"\n") and len(answer) < LINE:
+            wait.check("another process (process 0 says which)")
+            try:
+                part = connection.recv(LINE)
+            except TimeoutError:
+                continue
+            except OSError:
+                part = b""
+            if not part:
+                break
+            answer += part
+    if answer != _GO:
+        text = answer.decode(errors="replace").strip() if answer.startswith(b"process 0") else ""
+        raise EnvironmentFailure(
+            text or f"process 0 ({host}:{port}) ended before all had started; start all processes again"
+        )
+
+
+def _send(connections: Iterable[socket.socket], text: bytes) -> None:
+    for connection in connections:
+        with suppress(OSError):
+            connection.sendall(text)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _names(indices: Iterable[int]) -> str:
+    names = [str(index) for index in indices]
+    return f"process {names[0]}" if len(names) == 1 else f"processes {', '.join(names)}"
+
+
+def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerConfig, int]:
+    """The section `sampler` with the workers of process `index` of `count` alone, and how many are before.
+
+    The lists are shared out in their order, as evenly as can be.
+
+    Raises:
+        UserError: there are fewer workers than processes, or workers that are started here cannot be shared
+            out evenly.
+    """
+    given = len(config.urls)
+    if given and given < count:
+        raise UserError(
+            f"sampler.urls names {given} vLLM worker{'s' if given > 1 else ''} for {count} processes: each"
+            f" process needs one of its own; start {count - given} more"
+        )
+    if not given and config.workers % count:
+        raise UserError(
+            f"sampler.workers is {config.workers}, for {count} processes that start as many each: set it to a"
+            f" multiple of {count}"
+        )
+    begin, end = ((given or config.workers) * number // count for number in (index, index + 1))
+    if given:
+        return replace(config, urls=config.urls[begin:end]), begin
+    return replace(config, workers=end - begin, worker_devices=config.worker_devices[begin:end]), begin
+
+
+def check_workers(config: SamplerConfig, count: int) -> None:
+    """Raise as `own_workers` if the sampler has workers."""
+    if config.name == "vllm":
+        own_workers(config, 0, count)

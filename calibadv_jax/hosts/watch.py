@@ -47,7 +47,7 @@ class Watch:
         self._client, self._index, self._count, self._named = client, index, count, named
         self._timeout, self._stopping = timeout, stopping
         self._over = threading.Event()
-        self._told = False
+        self._has_called = False
         self._thread = threading.Thread(
             target=self._look_on, name="watch of the other processes", daemon=True
         )
@@ -59,17 +59,17 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """This process needs no other any more, and none needs it."""
+        """Stop watching: this process and the others no longer need each other."""
         self.note(DONE, "")
         self._over.set()
         self._thread.join()
 
     def note(self, kind: str, text: str) -> None:
-        """Leaves a note that the other processes' threads find within seconds."""
+        """Leave a note for the other processes' threads."""
         self._client.key_value_set(f"{_ROOT}/{kind}/{self._index}", text, allow_overwrite=True)
 
     def last_words(self, text: str) -> None:
-        """Says why this process ends by itself, which ends the others, and waits until they have read it."""
+        """Report why this process ends, which ends the others, and wait until they have read it."""
         self._over.set()  # this process has an error line of its own
         with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and the notes with it
             self.note(ENDED, text)
@@ -103,20 +103,20 @@ class Watch:
         for index, seconds in silent.items():
             if seconds > self._timeout and (DONE, index) not in notes:
                 self._end(f"{self._named(index)} is lost: no sign of life for {seconds:.0f} s")
-        if not self._told and any(kind == STOPPING and index != self._index for kind, index in notes):
-            self._told = True
+        if not self._has_called and any(kind == STOPPING and index != self._index for kind, index in notes):
+            self._has_called = True
             # A signal ends what the main thread waits for.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def _notes(self) -> dict[tuple[str, int], str]:
-        found = {}
+        notes = {}
         for path, text in self._client.key_value_dir_get(f"{_ROOT}/"):
             *_, kind, index = path.split("/")
-            found[kind, int(index)] = text
-        return found
+            notes[kind, int(index)] = text
+        return notes
 
     def _end(self, why: str) -> None:
-        """Ends this process, whatever it waits for."""
+        """End this process, whatever it waits for."""
         line = f"error: {why}; start all processes again: the run goes on from its newest checkpoint\n"
         with suppress(OSError):
             os.write(sys.stderr.fileno(), line.encode(errors="replace"))

@@ -10,12 +10,11 @@ import jax
 from calibadv_jax.advantages.estimators import AdvantageResult
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import read_json, write_json
+from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import attempt_seed
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
-from calibadv_jax.hosts.exchange import ALONE, Hosts
-from calibadv_jax.hosts.groups import SharedGroups
+from calibadv_jax.hosts.exchange import ALONE, Hosts, SharedGroups
 from calibadv_jax.learner.learner import State
 from calibadv_jax.learner.step import agreement, fixed_text
 from calibadv_jax.metrics.console import Console
@@ -25,8 +24,8 @@ from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream, any_done
 from calibadv_jax.run.model import Model, base_of
 from calibadv_jax.run.trainer import Trainer, Updated
-from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
-from calibadv_jax.snapshots.mirror import ROLLBACK, Mirror
+from calibadv_jax.snapshots.checkpoint import EXTRA, ROLLBACK, CheckpointStore, read_rollback
+from calibadv_jax.snapshots.mirror import Mirror
 
 CRITIC = "critic"  # its part of a checkpoint's state
 
@@ -75,8 +74,7 @@ class RunState:
             (folder / ROLLBACK).unlink(missing_ok=True)
         if newest is not None:
             self._restore(newest, with_guards=True)
-            path = folder / ROLLBACK
-            last = read_json(path, "remove it") if path.is_file() else {}
+            last = read_rollback(folder)
             if last.get("step") == self.step:  # the checkpoint is older than the rollback to it
                 self.guards.rollbacks = int(last["rollbacks"])
             self.rollouts.seed = self.seed
@@ -137,7 +135,7 @@ class RunState:
         learner = self.trainer.learner
         published = self.rollouts.publish(self.step, learner.whole(self.state["params"]))
         tokens = fixed_text(len(self.model.tokenizer), self.config.rollout.max_length)
-        with self.hosts.apart("weights of the samplers"):
+        with self.hosts.local_work("weights of the samplers"):
             self.rollouts.load(self.step, published)
             own = self.rollouts.prompt_logprobs(tokens.tolist())
         processes = self.hosts.exchange("log-probabilities of the samplers", own)
@@ -212,7 +210,7 @@ class RunState:
         is_due = self.step == self.config.learner.steps or bool(
             every and self.step % every == 0 and not self.guards.in_doubt
         )
-        with self.hosts.together("checkpoint"):  # the save itself is a program of all: nobody may be missing
+        with self.hosts.barrier("checkpoint"):  # the save itself is a program of all: nobody may be missing
             if self.mirror:
                 self.mirror.check()
             if is_due or not self.checkpoints.is_writing():

@@ -17,7 +17,7 @@ from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.hosts.exchange import ALONE, Hosts
-from calibadv_jax.hosts.workers import own_workers
+from calibadv_jax.hosts.joining import own_workers
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.sharding import LocalCopy
 from calibadv_jax.policy.transformer import Params
@@ -66,7 +66,7 @@ def open_services(
             share, first = own_workers(config.sampler, hosts.index, hosts.count)
             dtype, length = config.sampler_dtype, config.rollout.max_length
             started = open_workers(share, model_folder, folder, dtype, length, warn, first=first)
-            with hosts.apart("vLLM workers"):
+            with hosts.local_work("vLLM workers"):
                 workers = stack.enter_context(started)
         yield retriever, workers
 
@@ -134,7 +134,7 @@ def _make_sampler(
             params = model.policy.split(params)[1]
         elif model.policy.adapters:
             params = model.policy.merged(params, jnp.dtype(dtype))
-        with hosts.together("snapshot of the policy"):
+        with hosts.barrier("snapshot of the policy"):
             return store.publish(version, params, **about, base=shared, writes=hosts.is_first)
 
     vocab_size = model.policy.architecture.vocab_size

@@ -46,9 +46,8 @@ from calibadv_jax.policy.sharding import (
 )
 from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy, Window
 from calibadv_jax.policy.weights import flatten, unflatten
-from calibadv_jax.sampler.prefixes import Copy, Prefixes
+from calibadv_jax.sampler.prefixes import Copy, Prefixes, Tiles, TileShape
 from calibadv_jax.sampler.sampling import sample_tokens
-from calibadv_jax.sampler.tiles import Tiles, TileShape
 
 MIN_WINDOW = 1024  # columns; every window is a program to compile, so that short rows have one
 BRANCHING = {"cpu"}  # platforms on which one program has all widths: a branch costs next to nothing there
@@ -131,12 +130,12 @@ class CacheEngine:
         return self._params is not None
 
     def forget(self) -> None:
-        """Nothing that the cache holds is used again."""
+        """Discard everything that the cache holds."""
         for row in self.held:
             row.clear()
 
     def drop(self) -> None:
-        """After a failed call: its donated cache is lost."""
+        """Drop the cache, which a failed call has donated."""
         self._cache = None
 
     def fill(self, contexts: dict[int, list[int]]) -> None:
@@ -179,7 +178,7 @@ class CacheEngine:
         return tuple(jax.device_get(made))
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        """Prefill and decoding of all slots, for compiling ahead of time, as `Learner.lower_update`."""
+        """Lower prefill and decoding of all slots for compiling ahead of time."""
         whole, slots = replicated(self.mesh), self.slots
         policy = self.policy
         params = placed_params(policy.abstract_params, self.mesh, policy.numerics.compute_dtype)
@@ -215,15 +214,14 @@ class CacheEngine:
         return NamedSharding(self.mesh, spec(self._slot_axis, None, None, self._head_axis))
 
     def _empty_cache(self) -> Cache:
-        one = self.policy.empty_cache(self._rows, self.max_length)
-        return jax.tree.map(lambda leaf: jnp.zeros((self._groups, *leaf.shape), leaf.dtype), one)
+        empty = self.policy.empty_cache(self._rows, self.max_length)
+        return jax.tree.map(lambda leaf: jnp.zeros((self._groups, *leaf.shape), leaf.dtype), empty)
 
     def _window(self, columns: np.ndarray) -> int:
-        """The narrowest window over the cache that holds the most columns of a row."""
+        """Return the narrowest window that holds the longest row."""
         return next(window for window in self._windows if window >= columns.max())
 
     def _prefill_tiles(self, params: Params, cache: Cache, tiles: Tiles, window: int) -> Cache:
-        """The first counts of a row are written from column starts on."""
         offsets = jnp.arange(tiles.tokens.shape[-1])
         decoder = self.policy.merge(params)
 
@@ -242,13 +240,13 @@ class CacheEngine:
         return jax.lax.fori_loop(0, tiles.used, one_tile, cache)
 
     def _copies(self, groups: Sequence[Sequence[Copy]]) -> tuple[jax.Array, jax.Array, int]:
-        """Arguments of `_copy_columns` after the cache."""
+        """Return the arguments of `_copy_columns` after the cache."""
         slots = np.zeros((self._groups, 2, self._rows), np.int32)
         for group, copies in enumerate(groups):
-            for number, one in enumerate(copies):
-                slots[group, :, number] = one.source, one.target
+            for number, copy in enumerate(copies):
+                slots[group, :, number] = copy.source, copy.target
         counts = np.array([len(copies) for copies in groups], np.int32)
-        columns = max(one.columns for copies in groups for one in copies)
+        columns = max(copy.columns for copies in groups for copy in copies)
         width = next(width for width in self._widths or self._windows if width >= columns)
         by_group = NamedSharding(self.mesh, spec(self._slot_axis))
         return jax.device_put(slots, by_group), jax.device_put(counts, by_group), width
@@ -264,7 +262,7 @@ class CacheEngine:
         """
 
         def of_a_group(cache: Cache, slots: jax.Array, counts: jax.Array) -> Cache:
-            def one(number: jax.Array, cache: Cache) -> Cache:
+            def copy_one(number: jax.Array, cache: Cache) -> Cache:
                 source, target = slots[0, :, number]
 
                 def moved(held: jax.Array) -> jax.Array:
@@ -274,7 +272,7 @@ class CacheEngine:
 
                 return jax.tree.map(moved, cache)
 
-            return jax.lax.fori_loop(0, counts[0], one, cache)
+            return jax.lax.fori_loop(0, counts[0], copy_one, cache)
 
         by_group, held = spec(self._slot_axis), self._cache_sharding().spec
         return jax.shard_map(
@@ -282,7 +280,7 @@ class CacheEngine:
         )(cache, slots, counts)
 
     def _seen(self, columns: jax.Array, window: int) -> Window:
-        """What is read of the cache where no row has more than `columns`."""
+        """Return the window of the cache to read if no row has more than `columns`."""
         if not self._widths:
             return [window], 0
         return self._widths, jnp.sum(columns > jnp.asarray(self._widths[:-1], jnp.int32))
@@ -312,7 +310,6 @@ class CacheEngine:
         filtered: bool,
         window: int,
     ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
-        """As `decode`; returns the cache too."""
         _, positions, remaining, *_ = rows
         columns = jnp.max(positions + jnp.minimum(remaining, self.decode_chunk))
         loop = partial(self._decode_loop, filtered=filtered, window=window)
@@ -339,7 +336,7 @@ class CacheEngine:
         filtered: bool,
         window: int,
     ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
-        """Decodes in all groups of the cache until none of their rows goes on."""
+        """Decode in all groups of the cache until none of their rows goes on."""
         chunk = self.decode_chunk
         last, positions, remaining, seeds, temperatures, top_p, top_k = rows
         decoder = self.policy.merge(params)
@@ -378,7 +375,7 @@ class CacheEngine:
 
 
 def _halvings(length: int) -> list[int]:
-    """Widths of the windows over a cache, ascending: `length` and its halves down to MIN_WINDOW."""
+    """Return window widths, ascending: `length` and its halves down to MIN_WINDOW."""
     widths = [length]
     while widths[0] >= 2 * MIN_WINDOW:
         widths.insert(0, -(-widths[0] // 2))
@@ -386,6 +383,6 @@ def _halvings(length: int) -> list[int]:
 
 
 def even_widths(length: int) -> list[int]:
-    """Widths of a program that chooses among them, ascending: multiples of STEP below `length`, and it."""
+    """Return window widths, ascending: multiples of STEP below `length`, and `length`."""
     step = STEP * -(-length // (STEP * MOST_WIDTHS))
     return [*range(step, length, step), length]

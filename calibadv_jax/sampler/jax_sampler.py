@@ -40,7 +40,7 @@ class _Pauses:
 
 @dataclass
 class _Request:
-    """One completion in progress."""
+    """A completion in progress."""
 
     session: str
     context: list[int]
@@ -98,15 +98,15 @@ class JaxSampler:
         self._engine.load(published)
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-        """Nothing: the weights are the learner's own."""
+        """Return nothing: the weights are the learner's own."""
         return {}
 
     def metrics(self) -> dict[str, float]:
-        """Nothing: there is nobody to lose."""
+        """Return nothing: there is no worker to lose."""
         return {}
 
     async def close(self) -> None:
-        """Nothing: there are no connections."""
+        """Do nothing: there are no connections."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
         """Samples up to a stop string, end-of-text, or `sampling.max_tokens`.
@@ -125,7 +125,7 @@ class JaxSampler:
         return await future
 
     def release(self, session: str) -> None:
-        """Frees the session's slot and drops what it still had in progress."""
+        """Free the session's slot and drop its requests."""
         self._waiting = deque(request for request in self._waiting if request.session != session)
         slot = self._slot_of.pop(session, None)
         if slot is not None:
@@ -138,7 +138,6 @@ class JaxSampler:
             self._pump_task = asyncio.get_running_loop().create_task(self._pump())
 
     async def _pump(self) -> None:
-        """Runs while there is work; one device call at a time, off the event loop."""
         await self._gather()
         paused: dict[int, _Request] = {}
         while True:
@@ -167,7 +166,7 @@ class JaxSampler:
         return pausing
 
     async def _gather(self) -> None:
-        """Lets the requests of a step come together: a chunk costs the same for one row and for all."""
+        """Wait for the requests of a step: a chunk costs the same for one row and for all."""
         for _ in range(MOST_WAITS):
             before = len(self._waiting)
             await asyncio.sleep(QUIET)
@@ -175,7 +174,7 @@ class JaxSampler:
                 return
 
     def _hand_back(self, paused: dict[int, _Request]) -> None:
-        """Resolves the completions that have ended; the other rows go on with the next chunk."""
+        """Resolve the completions that have ended."""
         for slot, request in paused.items():
             if self._active.get(slot) is not request:  # released meanwhile
                 continue
@@ -188,7 +187,7 @@ class JaxSampler:
                 request.future.set_result(done)
 
     def _fail(self, error: Exception) -> None:
-        """Passes an engine error to every waiting request; the donated cache is lost too."""
+        """Pass an engine error to every waiting request."""
         for request in [*self._active.values(), *self._waiting]:
             if not request.future.done():
                 request.future.set_exception(error)
@@ -215,14 +214,17 @@ class JaxSampler:
         self._waiting = held
 
     def _advance(self, requests: dict[int, _Request]) -> dict[int, _Request]:
-        """Prefills the contexts that are new, decodes one chunk, and gives the rows that may have ended."""
-        self._engine.fill({slot: one.context for slot, one in requests.items() if not one.tokens})
+        """Prefill new contexts, decode a chunk, and return the rows that may have ended."""
+        self._engine.fill({slot: request.context for slot, request in requests.items() if not request.tokens})
         self._chunk(requests)
         pauses = self._pauses(requests).on_host
-        return {slot: one for slot, one in requests.items() if pauses[one.tokens[-1]] or self._is_full(one)}
+        return {
+            slot: request
+            for slot, request in requests.items()
+            if pauses[request.tokens[-1]] or self._is_full(request)
+        }
 
     def _chunk(self, requests: dict[int, _Request]) -> None:
-        """Decodes up to `decode_chunk` tokens in every row and appends them to the requests."""
         shape = self._engine.slots
         last, positions, remaining, top_k = (np.zeros(shape, np.int32) for _ in range(4))
         seeds = np.zeros(shape, np.uint32)
@@ -246,7 +248,6 @@ class JaxSampler:
             request.logprobs.extend(logprobs[slot, :count].tolist())
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        """Prefill and decoding of all slots, for compiling ahead of time, as `Learner.lower_update`."""
         return self._engine.lower()
 
     def _ended(self, request: _Request) -> StopReason | None:
@@ -260,7 +261,7 @@ class JaxSampler:
         return request.length >= self.max_length or len(request.tokens) >= request.sampling.max_tokens
 
     def _pauses(self, requests: dict[int, _Request]) -> _Pauses:
-        """Where rows pause: at every token with which a completion of one of them may end."""
+        """Return the tokens with which a completion of these requests may end."""
         stops = {request.sampling.stop for request in requests.values()}
         stop = tuple(sorted({stop for group in stops for stop in group}))
         if stop not in self._pause_table:

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from calibadv_jax.sampler.tiles import Segment, TileShape
+import jax
+import numpy as np
+
+TILE_TOKENS = {"cpu": 256}  # of one tile on each device, by its platform; a CPU gains nothing from more
+MOST_TOKENS = 4096  # elsewhere: many tokens share the weights that a tile reads or gathers
 
 
 @dataclass(frozen=True)
 class Copy:
-    """The first columns of a slot, for another one of its group; slots are counted within the group."""
+    """A copy of the first columns of a slot to another one of its group."""
 
     source: int
     target: int
@@ -25,7 +30,7 @@ class Copy:
 
 @dataclass
 class Wave:
-    """What can be done at once, for every group of slots: first the copies, then the segments."""
+    """Work done at once, for every group of slots: first the copies, then the segments."""
 
     copies: list[list[Copy]]
     segments: list[list[Segment]]
@@ -54,23 +59,23 @@ class Prefixes:
         donors = self._donors(contexts, held)
         for slot, context in contexts.items():
             group, row = divmod(slot, self.tile.slots)
-            wanted, before = context[:-1], held[slot]
-            kept = common_prefix(before, wanted)
-            before[kept:] = wanted[kept:]
-            plain.segments[group] += self.tile.segments(row, kept, wanted[kept:])
+            tokens, before = context[:-1], held[slot]
+            kept = common_prefix(before, tokens)
+            before[kept:] = tokens[kept:]
+            plain.segments[group] += self.tile.segments(row, kept, tokens[kept:])
             number = 0
             if kept:
-                self._keys[slot] = [one for one in self._keys.get(slot, ()) if one[0] <= kept]
+                self._keys[slot] = [entry for entry in self._keys.get(slot, ()) if entry[0] <= kept]
             else:
-                self._keys[slot] = list(self._keys_of(wanted))
-                number, source, kept = self._longest(slot, wanted, held, donors[group])
+                self._keys[slot] = list(self._keys_of(tokens))
+                number, source, kept = self._longest(slot, tokens, held, donors[group])
                 while len(shared) <= number:
                     shared.append(self._empty_wave())
                 if kept:
                     shared[number].copies[group].append(Copy(source % self.tile.slots, row, kept))
                 for _, key in self._keys[slot]:
                     donors[group].setdefault(key, (slot, number))
-            shared[number].segments[group] += self.tile.segments(row, kept, wanted[kept:])
+            shared[number].segments[group] += self.tile.segments(row, kept, tokens[kept:])
         tiles = sum(self.tile.count(wave.segments) for wave in shared)
         return shared if tiles < self.tile.count(plain.segments) else [plain]
 
@@ -81,7 +86,7 @@ class Prefixes:
     def _donors(
         self, contexts: dict[int, list[int]], held: Sequence[Sequence[int]]
     ) -> list[dict[int, tuple[int, int]]]:
-        """Of every group: (slot, the wave after which it has them) by the key of its first tokens."""
+        """Return (slot, wave after which it holds them) by the key of its first tokens, for every group."""
         donors: list[dict[int, tuple[int, int]]] = [{} for _ in range(self.tile.groups)]
         for slot, keys in self._keys.items():
             if slot in contexts and common_prefix(held[slot], contexts[slot]) < len(held[slot]):
@@ -94,20 +99,20 @@ class Prefixes:
     def _longest(
         self,
         slot: int,
-        wanted: Sequence[int],
+        tokens: Sequence[int],
         held: Sequence[Sequence[int]],
         donors: dict[int, tuple[int, int]],
     ) -> tuple[int, int, int]:
-        """(wave, slot to copy from, columns) of the longest beginning that another slot has; or 0 columns."""
+        """Return (wave, source slot, columns) of the longest prefix that another slot holds; or 0 columns."""
         for columns, key in reversed(self._keys[slot]):
             source, wave = donors.get(key, (slot, 0))
             # Keys are hashes: two texts may have the same one.
-            if source != slot and list(held[source][:columns]) == list(wanted[:columns]):
+            if source != slot and list(held[source][:columns]) == list(tokens[:columns]):
                 return wave + 1, source, columns
         return 0, slot, 0
 
     def _keys_of(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(columns, key) after every whole segment, and of all tokens."""
+        """Yield (columns, key) after every whole segment, and of all tokens."""
         key = 0
         for start in range(0, len(tokens), self.tile.width):
             segment = tuple(tokens[start : start + self.tile.width])
@@ -116,8 +121,106 @@ class Prefixes:
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """The number of equal tokens with which both begin."""
+    """Return the number of equal tokens with which both begin."""
     shared = min(len(left), len(right))
     if list(left[:shared]) == list(right[:shared]):
         return shared
     return next(index for index in range(shared) if left[index] != right[index])
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Successive tokens of one slot."""
+
+    row: int  # of the group's slots
+    start: int  # column of the first token
+    tokens: list[int]  # at most as many as a tile is wide
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tiles:
+    """Work of one prefill call. Unused rows have no tokens."""
+
+    tokens: Any  # int32 [tiles, groups, rows, width]
+    starts: Any  # int32 [tiles, groups, rows], column of the first token
+    counts: Any  # int32 [tiles, groups, rows], number of tokens
+    columns: Any  # int32 [tiles], of the longest row of a tile
+    used: Any  # int32 [], tiles with any tokens; they come first
+    slots: Any  # int32 [tiles, groups, rows], slot within the group; None: row b is slot b
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How prefill work is cut.
+
+    Attributes:
+        groups, slots: groups of slots, and slots of each.
+        rows, width: segments of a tile in each group, and tokens of a segment.
+    """
+
+    groups: int
+    slots: int
+    rows: int
+    width: int
+
+    @classmethod
+    def fitting(cls, groups: int, slots: int, width: int, platform: str = "") -> TileShape:
+        """Return the shape for a platform as JAX names it."""
+        rows = max(1, TILE_TOKENS.get(platform, MOST_TOKENS) // width)
+        return cls(groups, slots, min(rows, slots), width)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a tile has a row for every slot."""
+        return self.rows == self.slots
+
+    @property
+    def at_once(self) -> int:
+        """Number of tiles of a call: every slot has a segment."""
+        return -(-self.slots // self.rows)
+
+    def segments(self, row: int, start: int, tokens: Sequence[int]) -> list[Segment]:
+        """Cut new tokens of a slot, from column `start` on, into segments."""
+        return [
+            Segment(row, start + at, list(tokens[at : at + self.width]))
+            for at in range(0, len(tokens), self.width)
+        ]
+
+    def count(self, groups: Sequence[Sequence[Segment]]) -> int:
+        """Return the number of tiles that the segments of every group take."""
+        return max(len(self._tiles_of(segments)) for segments in groups)
+
+    def calls(self, groups: Sequence[Sequence[Segment]]) -> Iterator[Tiles]:
+        """Yield the segments of every group as calls of one shape."""
+        cut = [self._tiles_of(segments) for segments in groups]
+        for first in range(0, max(map(len, cut)), self.at_once):
+            yield self._call([tiles[first : first + self.at_once] for tiles in cut])
+
+    def _tiles_of(self, segments: Sequence[Segment]) -> list[list[tuple[int, Segment]]]:
+        """Cut a group's segments into tiles of (row of the tile, segment)."""
+        if not self.is_whole:
+            cuts = range(0, len(segments), self.rows)
+            return [list(enumerate(segments[at : at + self.rows])) for at in cuts]
+        tiles: list[list[tuple[int, Segment]]] = []
+        seen = [0] * self.slots
+        for segment in segments:
+            if seen[segment.row] == len(tiles):
+                tiles.append([])
+            tiles[seen[segment.row]].append((segment.row, segment))
+            seen[segment.row] += 1
+        return tiles
+
+    def _call(self, groups: Sequence[Sequence[Sequence[tuple[int, Segment]]]]) -> Tiles:
+        shape = self.at_once, self.groups, self.rows
+        tokens = np.zeros((*shape, self.width), np.int32)
+        starts, counts, slots = (np.zeros(shape, np.int32) for _ in range(3))
+        for group, tiles in enumerate(groups):
+            for number, tile in enumerate(tiles):
+                for row, segment in tile:
+                    at = number, group, row
+                    tokens[(*at, slice(len(segment.tokens)))] = segment.tokens
+                    starts[at], counts[at], slots[at] = segment.start, len(segment.tokens), segment.row
+        used = np.asarray(max(map(len, groups)), np.int32)
+        columns = np.where(counts > 0, starts + counts, 0).max((1, 2))
+        return Tiles(tokens, starts, counts, columns, used, None if self.is_whole else slots)

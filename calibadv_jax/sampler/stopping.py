@@ -23,7 +23,7 @@ class StopRule:
         self.end_ids = frozenset([end_ids] if isinstance(end_ids, int) else end_ids)
 
     def find(self, tokens: Sequence[int], stop: Sequence[str]) -> tuple[int, Literal["stop", "eos"]] | None:
-        """How many tokens the completion has, the one that ends it included, and why; None: it goes on."""
+        """Return (number of tokens up to the end of the completion, reason); None if it goes on."""
         end = next((index for index, token in enumerate(tokens) if token in self.end_ids), None)
         tokens = tokens if end is None else tokens[:end]
         if self._is_complete(tokens, stop):
@@ -34,9 +34,14 @@ class StopRule:
         return None if end is None else (end + 1, "eos")
 
     def remainders(self, tokens: Sequence[int], stop: Sequence[str]) -> list[str]:
-        """What is still missing of each stop string of which the tokens end with a beginning."""
+        """Return the missing rest of each stop string whose beginning ends the tokens."""
         text = self.text(tokens)
-        return [one[length:] for one in stop for length in range(1, len(one)) if text.endswith(one[:length])]
+        return [
+            string[length:]
+            for string in stop
+            for length in range(1, len(string))
+            if text.endswith(string[:length])
+        ]
 
     def may_end(self, token: int, stop: Sequence[str]) -> bool:
         """Whether a completion can end at this token, whatever stands before it.
@@ -46,18 +51,19 @@ class StopRule:
         text = self.text([token])
         is_part = "\ufffd" in text  # of a character: it may complete any that is not ASCII
         return token in self.end_ids or any(
-            one in text or text.startswith(_endings(one)) or (is_part and not one.isascii()) for one in stop
+            string in text or text.startswith(_endings(string)) or (is_part and not string.isascii())
+            for string in stop
         )
 
     def text(self, tokens: Sequence[int]) -> str:
-        """With every token shown, as the agent loop reads it."""
+        """Decode with every token shown, as the agent loop reads it."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _is_complete(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
         if not stop:
             return False
         text = self.text(tokens)
-        return any(one in text for one in stop)
+        return any(string in text for string in stop)
 
 
 @cache
@@ -78,11 +84,11 @@ def end_of_text_ids(folder: str | Path, hf_config: dict[str, Any], tokenizer: An
     """
     path = Path(folder) / "generation_config.json"
     generation = read_json(path, "fix or remove it") if folder and path.is_file() else {}
-    found: set[int] = {tokenizer.eos_token_id}
+    end_ids: set[int] = {tokenizer.eos_token_id}
     for source in (hf_config, generation):
         ids = source.get("eos_token_id")
-        found |= {ids} if isinstance(ids, int) else set(ids or [])
+        end_ids |= {ids} if isinstance(ids, int) else set(ids or [])
     # An id that the policy cannot sample ends nothing, and vLLM would refuse it.
     size = hf_config.get("vocab_size", len(tokenizer))
-    ids = sorted(token for token in found if token < size)
+    ids = sorted(token for token in end_ids if token < size)
     return ids[0] if len(ids) == 1 else ids

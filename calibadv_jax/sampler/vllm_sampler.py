@@ -8,9 +8,10 @@ to the current snapshot first.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,9 +24,9 @@ import numpy as np
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import REFUSAL, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Completion, SamplingParams
+from calibadv_jax.core.tags import printable
 from calibadv_jax.core.trajectory import StopReason
 from calibadv_jax.sampler.stopping import StopRule
-from calibadv_jax.sampler.vllm_requests import completion_request, error_message, read_completion
 from calibadv_jax.sampler.vllm_worker import ask_alive, ask_label
 from calibadv_jax.services.http_client import BadReply, Unreachable, limit, open_session, post, watched
 
@@ -36,6 +37,8 @@ REQUEST_TIMEOUT = 1800.0  # seconds a completion may take; then its worker count
 MAX_LOSSES = 5  # workers lost over one completion: it may be what kills them
 MAX_EMPTY = 6  # replies without a token, one after another, after which their worker counts as lost
 EMPTY_PAUSE = 0.05  # seconds after the first of them; doubles
+HIGHEST = 1e-4  # of a log-probability: above 0 only by rounding
+LOWEST = -9999.0  # what vLLM sends for minus infinity, which no sampled token can have
 GENERATE = "/inference/v1/generate"
 
 
@@ -45,7 +48,7 @@ class WorkerLost(Exception):
 
 @dataclass
 class Worker:
-    """One server, as the sampler sees it."""
+    """A vLLM server and its state."""
 
     url: str
     version: int | None = None  # it serves; None: not known to be usable
@@ -135,11 +138,11 @@ class VllmSampler:
                 return Completion(tokens, logprobs, reason, tuple(versions))
 
     def release(self, session: str) -> None:
-        """The trajectory has ended."""
+        """Forget a session that has ended."""
         self._home.pop(session, None)
 
     async def load(self, version: int, published: Path) -> None:
-        """As `load_snapshot`, of the policy's snapshot of this version."""
+        """Load a policy's published snapshot; see `load_snapshot`."""
         await self.load_snapshot(published)
 
     async def load_snapshot(self, snapshot: Path) -> None:
@@ -189,7 +192,7 @@ class VllmSampler:
         return values
 
     def metrics(self) -> dict[str, float]:
-        """How often a worker was lost since the program's start."""
+        """Return how often a worker was lost."""
         return {"rollout/workers_lost": float(self.lost_count)}
 
     async def close(self) -> None:
@@ -202,7 +205,7 @@ class VllmSampler:
             await self._http.close()
 
     async def _choose(self, session: str) -> Worker:
-        """The session's own worker while it is not much busier than the least busy one."""
+        """Return the session's own worker while it is not much busier than the least busy one."""
         await self._wait_for_any()
         usable = [worker for worker in self.workers if worker.version is not None]
         least = min(usable, key=lambda worker: worker.busy)
@@ -230,7 +233,7 @@ class VllmSampler:
     async def _ask(
         self, worker: Worker, context: Sequence[int], done: list[int], sampling: SamplingParams
     ) -> Completion:
-        """What the worker adds to the tokens that are `done`."""
+        """Return the tokens that the worker adds to `done`."""
         most = sampling.max_tokens - len(done)
         request = completion_request(context, done, sampling, self.stops)
         reply = await self._held(worker, self._post(worker, GENERATE, json=request))
@@ -240,7 +243,7 @@ class VllmSampler:
             raise WorkerLost(f"unusable reply ({error})") from error
 
     async def _held(self, worker: Worker, reply: Coroutine[Any, Any, Any]) -> Any:
-        """The reply to a completion's request; WorkerLost where the worker is found to be gone meanwhile."""
+        """Await a completion's reply; raise WorkerLost if the worker is gone meanwhile."""
         if self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
         request = asyncio.get_running_loop().create_task(reply)
@@ -263,7 +266,7 @@ class VllmSampler:
         """
         while True:
             await asyncio.sleep(WATCH_PAUSE)
-            holding = [one for one in self.workers if one.requests and one.version is not None]
+            holding = [worker for worker in self.workers if worker.requests and worker.version is not None]
             await asyncio.gather(*map(self._look_at, holding))
 
     async def _look_at(self, worker: Worker) -> None:
@@ -282,7 +285,7 @@ class VllmSampler:
             self._drop_requests(worker)
 
     def _drop_requests(self, worker: Worker) -> None:
-        """Completions that wait for a server that is gone are written elsewhere."""
+        """Cancel the completions that wait for a server that is gone."""
         for request in worker.requests:
             request.cancel()
 
@@ -293,7 +296,7 @@ class VllmSampler:
         return int(number)
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """Sends nothing more to the worker until it is back at the current snapshot."""
+        """Send nothing more to the worker until it serves the current snapshot."""
         if not worker.lost:  # it was usable, or was being swapped
             self.lost_count += 1
         worker.version, worker.lost = None, reason
@@ -323,21 +326,21 @@ class VllmSampler:
         async with worker.lock:
             assert self._snapshot is not None
             worker.refusal = None
-            while worker.version != (wanted := self._snapshot[1]):
-                known, worker.version = worker.version, None  # nothing new goes there meanwhile
+            while worker.version != (version := self._snapshot[1]):
+                before, worker.version = worker.version, None  # nothing new goes there meanwhile
                 path = self._snapshot[0]
-                if known is None:
+                if before is None:
                     info = {"session": self.run, "tokenizer": self.tokenizer_hash}
                     route = "/init_weight_transfer_engine"
                     await self._control(worker, route, refusal="refuses the run", json={"init_info": info})
                 await self._control(worker, "/pause", params={"mode": "abort"})
                 try:
-                    await self._update(worker, path, wanted)
+                    await self._update(worker, path, version)
                 finally:
                     await self._control(worker, "/resume")
-                if known is None:
+                if before is None:
                     self._drop_requests(worker)  # what it was asked before has no answer
-                worker.version, worker.lost = wanted, ""
+                worker.version, worker.lost = version, ""
                 self._changed.set()
 
     async def _update(self, worker: Worker, path: Path, version: int) -> None:
@@ -392,3 +395,86 @@ class VllmSampler:
                 f"{worker.url}{route}: no such route; start the worker with scripts/launch_vllm_worker.sh"
             )
         raise WorkerLost(f"{route}: status {reply.status}: {message}")
+
+
+def completion_request(
+    context: Sequence[int], done: Sequence[int], sampling: SamplingParams, stops: StopRule
+) -> dict[str, Any]:
+    """Build the request for the tokens that follow `done`."""
+    parameters = {
+        "max_tokens": sampling.max_tokens - len(done),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": _continued_seed(sampling.seed, len(done)),
+        # The rest of a stop string that was cut, too; it may also end a part where it means nothing.
+        "stop": [*sampling.stop, *stops.remainders(done, sampling.stop)],
+        "stop_token_ids": sorted(stops.end_ids),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
+    return {"token_ids": [*context, *done], "sampling_params": parameters}
+
+
+def read_completion(
+    reply: Any, version_of: Callable[[str], int], max_tokens: int, vocab_size: int
+) -> Completion:
+    """The completion in a reply to a request for tokens.
+
+    Args:
+        version_of: policy version of a label of weights; its errors pass.
+        max_tokens: that were asked for.
+        vocab_size: token ids are below it.
+
+    Raises:
+        ValueError: it is no completion, or one whose tokens or log-probabilities cannot be true.
+    """
+    try:
+        (choice,) = reply["choices"]
+        tokens = list(choice["token_ids"] or [])
+        content = (choice["logprobs"] or {}).get("content") or []
+        logprobs = [float(entry["logprob"]) for entry in content]
+        labels = [str(span["version"]) for span in choice["weight_versions"] or []]
+        reason = _stop_reason(choice)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if len(logprobs) != len(tokens) or (tokens and not labels):
+        raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, labels {labels}")
+    if len(tokens) > max_tokens:
+        raise ValueError(f"{len(tokens)} tokens where {max_tokens} were asked for")
+    if not tokens and reason != "abort":
+        raise ValueError(f"finish_reason {choice['finish_reason']!r} without a token")
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(f"token {token!r} in a vocabulary of {vocab_size}")
+    for value in logprobs:
+        if not LOWEST < value <= HIGHEST:  # NaN is not
+            raise ValueError(f"log-probability {value}")
+    return Completion(tokens, logprobs, reason, tuple(map(version_of, labels)))
+
+
+def error_message(body: bytes) -> str:
+    """Return vLLM's message on one line, without its advice to read a stack trace."""
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = body.decode(errors="replace")
+    return printable(message).split(", please check the stack trace")[0][:600]
+
+
+def _continued_seed(seed: int, done: int) -> int:
+    """Return another seed for a completion that continues after a cut."""
+    if not done:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=4).digest(), "big")
+
+
+def _stop_reason(choice: dict[str, Any]) -> StopReason:
+    """vLLM says "stop" with a stop string, and without one (or with a token id) at end-of-text."""
+    finished = choice["finish_reason"]
+    if finished == "stop":
+        return "stop" if isinstance(choice.get("stop_reason"), str) else "eos"
+    if finished in ("length", "abort"):
+        return "length" if finished == "length" else "abort"
+    raise ValueError(f"finish_reason {finished!r}")

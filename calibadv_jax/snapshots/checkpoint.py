@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
 import orbax.checkpoint as ocp
 
-from calibadv_jax.core.errors import EnvironmentFailure, UserError
-from calibadv_jax.core.files import check_literal
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, storage_errno
+from calibadv_jax.core.files import check_literal, read_json
 from calibadv_jax.policy.weights import shape_problems, summary
-from calibadv_jax.snapshots.layout import damage_as_user_error, hide_save_tracebacks, tensor_shapes
 
 STATE, EXTRA, PARAMS = "state", "extra", "params"
+ROLLBACK = "rollback.json"  # in the run's folder: the last one
 
 
 class SaveBarrier(Protocol):
@@ -62,17 +67,16 @@ class CheckpointStore:
         self._has_failed = False  # the last save that was waited for
 
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint, which may still be being written."""
+        """Return the step of the newest checkpoint, which may still be being written."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, ascending; the last one may still be being written."""
+        """Return the steps of all checkpoints, ascending; the last one may still be being written."""
         return sorted(self._manager.all_steps())
 
     def delete_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps."""
         self.wait()
-        for later in [one for one in self.steps() if one > step]:
+        for later in [later for later in self.steps() if later > step]:
             self._manager.delete(later)
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
@@ -148,15 +152,21 @@ class CheckpointStore:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a complete checkpoint lies under `folder`."""
+    """Return whether a complete checkpoint lies under `folder`."""
     return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
 
 
 def newest_step(folder: Path) -> int | None:
-    """Step of the newest complete checkpoint under `folder`; None where there is none."""
+    """Return the step of the newest complete checkpoint under `folder`; None if there is none."""
     if not folder.is_dir():
         return None
     return max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=None)
+
+
+def read_rollback(run: Path) -> dict[str, Any]:
+    """Return the last rollback of a run: its step, and the number of rollbacks; empty if there is none."""
+    path = run / ROLLBACK
+    return read_json(path, "remove it") if path.is_file() else {}
 
 
 def restore_params(folder: Path, abstract_params: Any, step: int | None = None) -> tuple[Any, int]:
@@ -168,8 +178,8 @@ def restore_params(folder: Path, abstract_params: Any, step: int | None = None) 
     Raises:
         UserError: there is no such checkpoint, it is damaged, or it is of another policy.
     """
-    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-    missing = UserError(f"{folder}: no complete {wanted} there; train first, or set export.source")
+    what = "checkpoint" if step is None else f"checkpoint of step {step}"
+    missing = UserError(f"{folder}: no complete {what} there; train first, or set export.source")
     if not folder.is_dir():
         raise missing
     with _open(folder.absolute(), create=False) as manager:
@@ -197,10 +207,12 @@ def _restore(
         saved = manager.item_metadata(step)[STATE]
     if saved is None:
         raise UserError(f"{damaged} (no {STATE})")
-    found = tensor_shapes(saved.tree)
+    saved_shapes = tensor_shapes(saved.tree)
     if partial:
-        found = {name: shape for name, shape in found.items() if name.partition(".")[0] in abstract}
-    problems = shape_problems(found, tensor_shapes(abstract))
+        saved_shapes = {
+            name: shape for name, shape in saved_shapes.items() if name.partition(".")[0] in abstract
+        }
+    problems = shape_problems(saved_shapes, tensor_shapes(abstract))
     if problems:
         raise UserError(
             f"{source}: does not fit this policy and optimizer; use its own config, or another run.dir:"
@@ -215,3 +227,72 @@ def _restore(
     with damage_as_user_error(damaged):
         restored = manager.restore(step, args=items)
     return restored[STATE], restored[EXTRA]
+
+
+def tensor_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Dotted path -> shape of every array-like leaf, sequences by index and named tuples by field."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+@contextmanager
+def damage_as_user_error(advice: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Turn errors of Orbax on damaged, missing or unwritable files into one that begins with `advice`."""
+    before = sys.unraisablehook
+    _hide_unraisable()
+    try:
+        yield
+        sys.unraisablehook = before
+    except Exception as error:
+        # What TensorStore finds wrong with the data comes as a bare Exception around the cause.
+        is_damage = type(error) is Exception or isinstance(error, ValueError | KeyError | OSError)
+        if not is_damage and storage_errno(error) is None:
+            raise
+        logging.getLogger("asyncio").addFilter(_is_retrieved)
+        raise kind(f"{advice} ({cause_text(error)})") from error
+
+
+def hide_save_tracebacks() -> None:
+    """Hide what Orbax' threads print of a save that fails; the one who waits for the save gets the error."""
+    _hide_unraisable()
+    logging.getLogger("asyncio").addFilter(_is_retrieved)
+    logging.getLogger("absl").addFilter(_is_no_orbax_traceback)
+
+
+def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+def _hide_unraisable() -> None:
+    # Orbax handles tensors side by side. Of those that fail after the first one asyncio says that nobody
+    # asked how they ended, or Python that the event loop is closed: on the terminal, at any later time.
+    if sys.unraisablehook is not _unraisable:
+        _unraisable.before, sys.unraisablehook = sys.unraisablehook, _unraisable
+
+
+def _is_retrieved(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not any(
+        text in message for text in ("exception was never retrieved", "destroyed but it is pending")
+    )
+
+
+# How Orbax' reads of the other tensors end if they are thrown away half done: some at the closed event loop,
+# some by turning even Python's request to end (GeneratorExit) into an error of their own.
+_LATE = ("Event loop is closed", "Encountered error while reading array index")
+
+
+class _Unraisable:
+    """Python's hook for errors that no code can catch, without those of reads that were given up."""
+
+    def __init__(self) -> None:
+        self.before: Callable[[Any], object] = sys.__unraisablehook__
+
+    def __call__(self, unraisable: Any) -> None:
+        if not str(unraisable.exc_value).startswith(_LATE):
+            self.before(unraisable)
+
+
+_unraisable = _Unraisable()

@@ -84,7 +84,7 @@ def check_weights(folder: Path, policy: Policy) -> str:
 
 
 def read_base_tensors(folder: Path, policy: Policy, dtype: Any) -> dict[str, Any]:
-    """As `load_params`, host arrays of `dtype`."""
+    """Return host arrays of `dtype`, as `load_params`."""
     with open_weights(_weight_files(folder)) as weights:
         _check(weights, policy, str(folder))
         layers = policy.architecture.num_layers
@@ -177,7 +177,7 @@ def save_folder(
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies the tokenizer's files, and generation_config.json where there is one."""
+    """Copy the tokenizer's files, and generation_config.json if there is one."""
     if source.resolve() == target.resolve():
         return
     for file in sorted(source.iterdir()):
@@ -206,17 +206,17 @@ class Weights:
             raise UserError(f"{self.path_of[name]}: {name} cannot be read: {error}") from error
 
     def placed(self, abstract: Mapping[str, Any], num_layers: int, mesh: Mesh | None) -> Params:
-        """The parameters of `abstract`, each in its dtype and in its sharding of the table."""
+        """Load the parameters of `abstract`, each in its dtype and sharding."""
 
         def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
-            known: dict[Any, np.ndarray] = {}  # replicas share theirs
+            parts: dict[Any, np.ndarray] = {}  # replicas share a part
 
             def read(region: Region | None) -> np.ndarray:
                 assert region is not None
                 key = tuple((axis.start, axis.stop) for axis in region)
-                if key not in known:
-                    known[key] = from_hf(path, self.read, num_layers, region, target.dtype)
-                return known[key]
+                if key not in parts:
+                    parts[key] = from_hf(path, self.read, num_layers, region, target.dtype)
+                return parts[key]
 
             return jax.make_array_from_callback(target.shape, target.sharding, read)
 
@@ -244,7 +244,7 @@ def open_weights(files: Sequence[Path]) -> Iterator[Weights]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """As transformers chooses: the single file, else those of the index."""
+    """Return the single file, else those of the index, as transformers chooses."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = folder / INDEX
@@ -266,18 +266,18 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check(weights: Weights, policy: Policy, source: str, with_values: bool = True) -> None:
-    found = {name: weights.shape(name) for name in weights.files if not name.endswith("rotary_emb.inv_freq")}
+    shapes = {name: weights.shape(name) for name in weights.files if not name.endswith("rotary_emb.inv_freq")}
     head, embedding = WEIGHTS["lm_head.kernel"].hf, WEIGHTS["embed.embedding"].hf
-    if policy.architecture.tie_word_embeddings and head in found:
-        shape = found.pop(head)
-        is_comparable = with_values and shape == found.get(embedding)
+    if policy.architecture.tie_word_embeddings and head in shapes:
+        shape = shapes.pop(head)
+        is_comparable = with_values and shape == shapes.get(embedding)
         if is_comparable and not _equal(weights, head, embedding, shape):
             raise UserError(
                 f"{source}: config.json ties the embeddings, but {head} differs from {embedding};"
                 " set tie_word_embeddings to false there"
             )
-    check_hf(found, policy.abstract_base, source)
-    coded = [f"{name} ({weights.dtype(name)})" for name in found if weights.dtype(name) not in STORED_DTYPES]
+    check_hf(shapes, policy.abstract_base, source)
+    coded = [f"{name} ({weights.dtype(name)})" for name in shapes if weights.dtype(name) not in STORED_DTYPES]
     if coded:
         raise UserError(
             f"{source}: quantised or integer weights are not supported: {', '.join(coded)};"
@@ -292,7 +292,7 @@ def _equal(weights: Weights, first: str, second: str, shape: Sequence[int]) -> b
 
 
 def _write_weights(params: Params, folder: Path, dtype: np.dtype, max_shard_bytes: int) -> None:
-    """One pass over the tensors; a shard is written when its last tensor has arrived."""
+    """Write the tensors in one pass; a shard is written when its last tensor has arrived."""
     sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in hf_shapes(params).items()}
     plan = split_state_dict_into_shards_factory(
         sizes,
@@ -313,7 +313,7 @@ def _write_weights(params: Params, folder: Path, dtype: np.dtype, max_shard_byte
 
 
 def _complete(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The config with every field written out whose default differs between readers."""
+    """Return the config with every field whose default differs between readers."""
     a = architecture_from_hf(hf_config)
     explicit = {
         "architectures": [ARCHITECTURES[a.model_type]],
@@ -349,18 +349,18 @@ def _is_tokenizer_file(name: str) -> bool:
 
 
 def refuse_foreign(output: Path) -> None:
-    """Raises unless `output` is absent, empty, or holds nothing but what an export writes."""
+    """Raise UserError unless `output` is absent, empty, or an export."""
     if not output.exists():
         return
     if not output.is_dir():
         raise UserError(f"{output}: is a file; choose another output folder")
     for file in sorted(output.iterdir()):
-        known = (
+        is_export = (
             file.name in (CONFIG, INDEX, "adapter_config.json")
             or _is_tokenizer_file(file.name)
             or _is_ours(file)
         )
-        if not known:
+        if not is_export:
             raise UserError(
                 f"{output}: holds {file.name}, which is not an export's; choose another output folder"
             )

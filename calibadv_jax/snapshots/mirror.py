@@ -1,48 +1,62 @@
 """Copy a run's folder to an object store, from which another machine continues the run.
 
-Objects never change. The marker says which of them are the run's files. Each of its versions is a new object,
-``marker/N.json``, which the store creates only if no other start has created this number (a conditional put).
+Objects never change. The marker names those that are the run's files. Each of its versions is a new object,
+``marker/N``, which the store creates only if no other start has created this number (a conditional put).
 So the older of two starts can neither name its objects nor delete any.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import re
 import shutil
 import socket
-import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from threading import Lock, Thread
+from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
+from pydantic import BaseModel
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.kept import FOLDER as CONFIGS
 from calibadv_jax.config.kept import run_hash
 from calibadv_jax.core import hub
-from calibadv_jax.core.errors import EnvironmentFailure, UserError
-from calibadv_jax.core.files import read_json, replacing, replacing_folder
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, storage_errno
+from calibadv_jax.core.files import replacing, replacing_folder
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.weights import summary
-from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
-from calibadv_jax.snapshots.object_store import ObjectStore, one_line
-from calibadv_jax.snapshots.pins import CHECKPOINTS, FILE, PINS, Pin, state_of, step_of
+from calibadv_jax.snapshots.checkpoint import newest_step, read_rollback
 
 MARKER, OBJECTS, OLD_MARKER = "marker", "objects", "mirror.json"  # in the store; the last of an older format
-ROLLBACK = "rollback.json"  # in the run's folder: the last one
-SLOWEST = 60.0  # seconds between two tries to upload
+PINS, CHECKPOINTS = ".mirror", "checkpoints"  # in the run's folder
+STALLED, NOTED = 60, 15  # seconds without progress until a store is given up; between lines about a wait
+PAUSE = 10.0  # seconds between two tries to upload
 PATIENCE, HURRY = 600.0, 120.0  # seconds for which an orderly end, and any other, waits for the last copy
 TRIES = 5  # to start while other starts write
+# At most 64 MiB are on their way before they are written: progress within STALLED seconds at 1 MiB/s.
+SMALL = {"default_block_size": 4 * 2**20, "max_concurrency": 4}
+FULL = (errno.ENOSPC, errno.EDQUOT)
 OBJECT = re.compile("[0-9a-f]{32}[.][0-9]+")  # pin and number
+# A path in a run's folder: relative, without "..", no lock or other hidden file. The first group is its step.
+FILE = re.compile(
+    r"checkpoints/(0|[1-9]\d*)(?:/(?!\.\.?(?:/|\Z))[^/]+)+"
+    r"|(?!(?:checkpoints|snapshots|sft_checkpoints)(?:/|\Z))(?!\.)[^/]+(?:/(?!\.)[^/]+)*",
+    re.ASCII,
+)
 Entry = tuple[str, int, int]  # object, size in bytes, time of change in ns
+Pin = tuple[int, Path]  # a step, and hard links to its checkpoint and the files beside it
+T = TypeVar("T")
 
 
 def open_mirror(config: Config, console: Console) -> Mirror | None:
@@ -63,213 +77,177 @@ class _Taken(UserError):
     """Another start of the run owns the marker."""
 
 
-@dataclass(frozen=True)
-class _Version:
+class _Version(BaseModel, frozen=True):
     """A version of the marker."""
 
     number: int = 0
-    owner: Mapping[str, Any] = field(default_factory=dict)
+    owner: dict[str, Any] = {}
     run: str = ""  # hash of the run's first start: its config, questions, model and vocabulary
     rollbacks: int = 0
     steps: tuple[int, ...] = ()  # of complete checkpoints, ascending
-    files: Mapping[str, Entry] = field(default_factory=dict)  # by path in the run's folder
+    files: dict[str, Entry] = {}  # by path in the run's folder
 
-    @property
-    def text(self) -> bytes:
-        return json.dumps(asdict(self), indent=1).encode()
-
-    def after(self, step: int) -> _Version:
-        """Return the next version, without the checkpoints of later steps."""
-        steps = tuple(one for one in self.steps if one <= step)
-        files = {path: entry for path, entry in self.files.items() if step_of(path) in (None, *steps)}
-        return replace(self, number=self.number + 1, steps=steps, files=files)
+    def after(self, last: int) -> _Version:
+        """Return the next version, without the checkpoints of steps after `last`."""
+        steps = tuple(step for step in self.steps if step <= last)
+        files = {path: entry for path, entry in self.files.items() if _step_of(path) in (None, *steps)}
+        return self.model_copy(update={"number": self.number + 1, "steps": steps, "files": files})
 
 
 class Mirror:
-    """The store's side of a run's folder.
-
-    Args:
-        url: ``s3://bucket/path``, ``gs://bucket/path`` or a folder.
-        folder: of the run.
-        keep: newest checkpoints that stay in the store.
+    """The copy of a run's folder, with its newest `keep` checkpoints, at ``s3://…``, ``gs://…`` or a folder.
 
     Raises:
-        UserError: see `ObjectStore`; or one folder lies in the other.
+        UserError: the store lacks conditional puts or its package; or one folder lies in the other.
     """
 
     def __init__(self, url: str, folder: Path, keep: int, console: Console):
-        self.url, self.folder, self.keep, self.console = url, folder, keep, console
-        self._store = ObjectStore(url, "run.mirror", console)
-        if self._store.folder:
-            there, here = self._store.folder.resolve(), folder.resolve()
-            if there.is_relative_to(here) or here.is_relative_to(there):
+        self._key, self.folder, self._keep, self._console = f"run.mirror={url}", folder, keep, console
+        kind = url.partition("://")[0] if "://" in url else "file"
+        try:
+            if kind not in ("s3", "s3a", "gs", "gcs", "file", "local"):
+                raise ValueError(f"no conditional put is known for {kind}://")
+            options = {"use_listings_cache": False} | (SMALL if kind.startswith("s3") else {})
+            files, root = fsspec.core.url_to_fs(url, **options)
+        except (ImportError, ValueError) as error:
+            packages = "pip install 'calibadv-jax[s3]' or 'calibadv-jax[gcs]'"
+            raise UserError(f"{self._key}: {error}; use a folder, s3:// or gs:// ({packages})") from error
+        self._place = Path(root).resolve() if kind in ("file", "local") else None  # a folder as store
+        if self._place:
+            files.auto_mkdir, here = True, folder.resolve()
+            if self._place.is_relative_to(here) or here.is_relative_to(self._place):
                 raise UserError(
-                    f"run.mirror={url} and run.dir={folder} lie in one another; choose a folder elsewhere"
+                    f"{self._key} and run.dir={folder} lie in one another; choose a folder elsewhere"
                 )
+        self._store = DirFileSystem(root.rstrip("/"), files)
         self._owner = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
         self._version = _Version()  # that was read or written last
-        self._inputs: dict[str, Path] = {}
         self._pins: list[Pin] = []  # that is being uploaded, and the newest
-        self._failure: str | None = None  # why the last try failed
-        self._warned: str | None = None
+        self._failure = ""  # of the last try
         self._taken: _Taken | None = None
-        self._changed, self._committing = threading.Condition(), threading.Lock()
-        self._is_over = False
-        self._thread = threading.Thread(target=self._work, name="copy to run.mirror", daemon=True)
+        self._thread = Thread()  # that uploads
+        self._pinning, self._committing = Lock(), Lock()
 
     def has_newer(self) -> bool:
-        """Return whether the store's newest checkpoint is newer than the folder's.
+        """Return whether the store's newest checkpoint is newer; a rollback makes all that follows newer.
 
-        Each rollback makes all that follows newer than what was before it.
-
-        Raises:
-            UserError: the store cannot be read, or holds another run.
+        Raises UserError if the store cannot be read, or holds another run.
         """
-        version, here = self._read(), newest_step(self.folder / CHECKPOINTS)
+        version = self._version = self._call("reading its marker", self._newest)
+        run, here = run_hash(self.folder), newest_step(self.folder / CHECKPOINTS)
+        if version.steps and (run or here is not None) and run != version.run:
+            raise UserError(
+                f"{self._key} holds another run than run.dir={self.folder}; change one of the two"
+            )
         if not version.steps or here is None:
             return bool(version.steps)
-        return (version.rollbacks, version.steps[-1]) > (_rollbacks(self.folder), here)
+        return (version.rollbacks, version.steps[-1]) > (self._rollbacks(), here)
 
     @contextmanager
     def inputs(self, *paths: str) -> Iterator[int]:
         """Fetch missing configs and files of `paths`, by which a start finds out whether this is its run.
 
-        Yields their number. They are removed if the block fails before `fetch`.
+        Yields their number. They are removed if the block fails before `fetch` has claimed the store.
         """
-        version, home = self._read(), self.folder.absolute()
+        self.has_newer()
+        home = self.folder.absolute()
         tops = [home / CONFIGS, home / hub.PINS, *(Path(path).absolute() for path in paths if path)]
-        places = {path: home / path for path in version.files}
-        self._inputs = {
-            path: place
-            for path, place in places.items()
-            if not place.exists() and any(map(place.is_relative_to, tops))
-        }
+        places = {path: home / path for path in self._version.files if not (home / path).exists()}
+        places = {path: place for path, place in places.items() if any(map(place.is_relative_to, tops))}
         try:
-            self._get(version, self._inputs)
-            yield len(self._inputs)
+            self._get(places)
+            yield len(places)
         except BaseException:
-            for place in self._inputs.values():
+            for place in places.values() if self._version.owner != self._owner else ():
                 place.unlink(missing_ok=True)
             raise
 
-    def fetch(self, claim: bool = False) -> bool:
-        """Fetch the run if the store's newest checkpoint is newer than the folder's; return whether it was.
+    def fetch(self, claim: bool = False, tries: int = TRIES) -> bool:
+        """Fetch the run if `has_newer`, and return that; `claim`: first make this start the only writer.
 
-        Args:
-            claim: first make this start the only one that writes there.
-
-        Raises:
-            UserError: the store cannot be used, has no conditional put, or holds another run or a cut copy.
+        Raises UserError if the store cannot be used, ignores conditional puts, or holds another or a cut run.
         """
-        for tries_left in reversed(range(TRIES)):
-            is_newer, version = self.has_newer(), self._version
-            try:
-                if claim:
-                    last = version.steps[-1] if is_newer else newest_step(self.folder / CHECKPOINTS) or 0
-                    version = replace(version.after(last), owner=self._owner)
-                    self._store.call("taking it over", partial(self._claim, version))
-                self._inputs = {}
-                if is_newer:
-                    self._bring(version)
-                break
-            except UserError as error:  # another start has written meanwhile
-                is_late = isinstance(error, _Taken) or isinstance(error.__cause__, FileNotFoundError)
-                if not tries_left or not is_late:
-                    raise
+        is_newer = self.has_newer()
+        try:
+            if claim:
+                last = self._version.steps[-1] if is_newer else newest_step(self.folder / CHECKPOINTS) or 0
+                commit = partial(self._commit, self._version.after(last), owner=self._owner)
+                self._call("taking it over", commit)
+            if is_newer:
+                self._bring()
+        except UserError as error:
+            is_late = isinstance(error, _Taken) or isinstance(error.__cause__, FileNotFoundError)
+            if not is_late or tries == 1:  # late: another start has written meanwhile
+                raise
+            return self.fetch(claim, tries - 1)
         return is_newer
 
-    def _claim(self, version: _Version) -> None:
-        self._commit(version)
-        if self._store.add(MARKER, version.number, version.text):
-            raise UserError(
-                f"run.mirror={self.url}: the store ignores conditional puts (If-None-Match); use one that has"
-                " them, or a folder"
-            )
-
-    def _read(self) -> _Version:
-        version = self._version = self._store.call("reading its marker", self._newest)
-        run = run_hash(self.folder)
-        is_used = bool(run) or has_checkpoint(self.folder / CHECKPOINTS)
-        if version.steps and is_used and run != version.run:
-            raise UserError(
-                f"run.mirror={self.url} holds another run than run.dir={self.folder}; change one of the two"
-            )
-        return version
-
-    def _bring(self, version: _Version) -> None:
+    def _bring(self) -> None:
         """Fetch what differs, the newest checkpoint last; then delete checkpoints that the store lacks."""
-        new = [path for path, entry in version.files.items() if state_of(self.folder / path) != entry[1:]]
-        gib = sum(version.files[path][1] for path in new) / 2**30
-        self.console.note(f"fetching step {version.steps[-1]} from {self.url} ({gib:.2f} GiB)")
+        files, steps, here = self._version.files, self._version.steps, _states(self.folder)
+        new = [path for path, entry in files.items() if here.get(path) != entry[1:]]
+        gib = sum(files[path][1] for path in new) / 2**30
+        self._console.note(f"fetching step {steps[-1]} from {self._key} ({gib:.2f} GiB)")
         with ExitStack() as stack:
-            places = {path: self.folder / path for path in new if step_of(path) is None}
-            for place in places.values():
-                place.parent.mkdir(parents=True, exist_ok=True)
-            self._get(version, {path: stack.enter_context(replacing(at)) for path, at in places.items()})
-        for step in [step for step in version.steps if step in map(step_of, new)]:
-            with replacing_folder(self.folder / CHECKPOINTS / str(step)) as at:
-                paths = [path for path in version.files if step_of(path) == step]
-                self._get(version, {path: at.joinpath(*path.split("/")[2:]) for path in paths})
+            places = {path: self.folder / path for path in new if _step_of(path) is None}
+            self._get({path: stack.enter_context(replacing(place)) for path, place in places.items()})
+        for step in [step for step in steps if step in map(_step_of, new)]:
+            with replacing_folder(self.folder / CHECKPOINTS / str(step)) as place:
+                paths = [path for path in files if _step_of(path) == step]
+                self._get({path: place.joinpath(*path.split("/")[2:]) for path in paths})
         for path in (self.folder / CHECKPOINTS).iterdir():
-            if path.name.isdecimal() and int(path.name) not in version.steps:
+            if path.name.isdecimal() and int(path.name) not in steps:
                 shutil.rmtree(path)
-        self.console.note(f"the run was brought from {self.url}")
 
-    def _get(self, version: _Version, places: Mapping[str, Path]) -> None:
-        for place in places.values():
-            place.parent.mkdir(parents=True, exist_ok=True)
-        self._store.get({f"{OBJECTS}/{version.files[path][0]}": place for path, place in places.items()})
-        cut = [path for path, place in places.items() if place.stat().st_size != version.files[path][1]]
-        if cut:
-            raise UserError(f"{self.url}: {summary(cut)} not as long as its marker says; remove the copy")
+    def _get(self, places: Mapping[str, Path]) -> None:
+        """Fetch files of the run, by their paths, to these places."""
+        files, paths = self._version.files, [str(place) for place in places.values()]
+        get = partial(self._store.get, [f"{OBJECTS}/{files[path][0]}" for path in places], paths)
+        self._call(
+            "fetching", get, lambda: [os.path.exists(path) and os.path.getsize(path) for path in paths]
+        )
+        if cut := [path for path, place in places.items() if place.stat().st_size != files[path][1]]:
+            raise UserError(f"{self._key}: {summary(cut)} not as long as its marker says; remove the copy")
         for path, place in places.items():
-            os.utime(place, ns=(version.files[path][2],) * 2)
+            os.utime(place, ns=(files[path][2],) * 2)
 
     def put(self, step: int) -> None:
-        """Begin to copy the run's folder with this checkpoint, which is complete.
-
-        An upload that is under way goes on; of those that wait for it only the newest stays.
-        """
-        pin = Pin(self.folder, step)
-        pin.add({path: entry[1:] for path, entry in self._version.files.items()})
-        with self._changed:
-            late, self._pins[1:] = self._pins[1:], [pin]
-            self._changed.notify_all()
-        for older in late:
-            older.remove()
+        """Begin to copy the run with this complete checkpoint, in place of those that wait for an upload."""
+        links, files = self.folder / PINS / uuid.uuid4().hex, self._version.files
+        for path, state in _states(self.folder).items():
+            if _step_of(path) == step or (_step_of(path) is None and state != files.get(path, ("",))[1:]):
+                _link(self.folder / path, links / path)
+        with self._pinning:
+            is_first, late, self._pins[1:] = not self._pins, self._pins[1:], [(step, links)]
+            if is_first:
+                self._thread = Thread(target=self._work, args=(self._pins[0], self._thread), daemon=True)
+                self._thread.start()
+        for _, links in late:
+            shutil.rmtree(links, ignore_errors=True)
 
     def drop_after(self, step: int) -> None:
         """Delete the copies of later checkpoints, before a rollback deletes the checkpoints themselves."""
-        with self._changed:
-            self._pins = [pin for pin in self._pins if pin.step <= step]
-        try:
-            self._store.call("deleting checkpoints", partial(self._drop_after, step))
-        except _Taken as error:
-            self._taken = error  # for `check`
-        except EnvironmentFailure as error:
-            self.console.warn(f"{error}; the next copy deletes the checkpoints after step {step}")
 
-    def _drop_after(self, step: int) -> None:
-        with self._committing:
-            self._commit(replace(self._owned().after(step), rollbacks=_rollbacks(self.folder)))
+        def drop() -> None:
+            with self._committing:
+                self._commit(self._owned().after(step), rollbacks=self._rollbacks())
+
+        with self._pinning:
+            self._pins = [pin for pin in self._pins if pin[0] <= step]
+        try:
+            self._call("deleting checkpoints", drop)
+        except _Taken as error:
+            self._taken = error
+        except EnvironmentFailure as error:
+            self._console.warn(f"{error}; the next copy deletes the checkpoints after step {step}")
 
     def check(self) -> None:
-        """Report how the copying goes; called between the steps.
-
-        Raises:
-            UserError: another start of this run writes there.
-        """
+        """Raise UserError if another start of this run writes to the store."""
         if self._taken is not None:
             raise self._taken
-        failure, warned, self._warned = self._failure, self._warned, self._failure
-        if failure is not None and warned is None:
-            self.console.warn(f"run.mirror={self.url} cannot be written ({failure}); the copy is tried again")
-        elif failure is None and warned is not None:
-            self.console.note(f"{self.url} can be written again")
 
     def __enter__(self) -> Mirror:
         shutil.rmtree(self.folder / PINS, ignore_errors=True)  # of a start that was killed
-        self._thread.start()
         newest = newest_step(self.folder / CHECKPOINTS)
         if newest is not None:
             self.put(newest)
@@ -278,116 +256,197 @@ class Mirror:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until the last checkpoint is copied, but not for ever."""
         seconds = PATIENCE if kind is None else HURRY
-        with self._changed:
-            try:
-                if self._pins:
-                    step = self._pins[-1].step
-                    self.console.note(f"copying step {step} to {self.url}, for at most {seconds:g} s")
-                self._changed.wait_for(lambda: self._taken or not self._pins, seconds)
-            finally:  # a signal may end the wait
-                self._is_over = True
-                self._changed.notify_all()
-                if self._pins and not self._taken:
-                    self.console.warn(
-                        f"run.mirror={self.url} lacks the checkpoint of step {self._pins[-1].step}"
-                        f" ({self._failure or 'copying takes too long'});"
-                        f" the next start with run.dir={self.folder} copies it"
-                    )
-                shutil.rmtree(self.folder / PINS, ignore_errors=True)
-        if kind is None and self._taken is not None:
-            raise self._taken
+        try:
+            if self._pins:
+                last = f"step {self._pins[-1][0]}"
+                self._console.note(f"copying {last} to {self._key}, for at most {seconds:g} s")
+                self._thread.join(seconds)
+        finally:  # a signal may end the wait
+            with self._pinning:
+                late, self._pins = self._pins, []
+            if late and not self._taken:
+                why = self._failure or "copying takes too long"
+                lacks = f"{self._key} lacks the checkpoint of {last} ({why})"
+                self._console.warn(f"{lacks}; the next start with run.dir={self.folder} copies it")
+            shutil.rmtree(self.folder / PINS, ignore_errors=True)
+        if kind is None:
+            self.check()
 
-    def _work(self) -> None:
-        seconds = 1.0
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_over or self._pins)
-                if self._is_over:
-                    return
-                pin = self._pins[0]
-            failure = None
+    def _work(self, pin: Pin | None, before: Thread) -> None:
+        if before.ident:
+            before.join()  # it may still upload a checkpoint that a rollback has dropped
+        while pin:
+            failure = ""
             try:
-                self._upload(pin)
+                self._upload(*pin)
             except _Taken as error:
                 self._taken = error
+                return
             except Exception as error:  # every store has errors of its own; none of them ends a run
-                failure = one_line(error)
-            with self._changed:
+                failure = cause_text(error) or repr(error)
+            if pin in self._pins:
+                if failure and not self._failure:
+                    self._console.warn(f"{self._key} cannot be written ({failure}); the copy is tried again")
+                if self._failure and not failure:
+                    self._console.note(f"{self._key} can be written again")
                 self._failure = failure
-                if failure:
-                    self._changed.wait_for(lambda: self._is_over, seconds)
-                seconds = min(2 * seconds, SLOWEST) if failure else 1.0
-                if not failure or self._pins[-1:] != [pin]:  # a newer one takes the place of one that failed
-                    self._pins = [one for one in self._pins if one is not pin]
-                    pin.remove()
-                self._changed.notify_all()
-                if self._taken is not None:
+                time.sleep(PAUSE if failure else 0)
+            with self._pinning:
+                if pin not in self._pins:  # dropped by a rollback, or the run is over
                     return
+                if not failure or self._pins[-1] != pin:  # a newer one takes the place of one that failed
+                    self._pins.remove(pin)
+                    shutil.rmtree(pin[1], ignore_errors=True)
+                pin = self._pins[0] if self._pins else None
 
-    def _upload(self, pin: Pin) -> None:
+    def _upload(self, step: int, links: Path) -> None:
         """Upload what changed, then name it in the marker."""
-        known = self._owned().files
-        new = [path for path, state in pin.files.items() if known.get(path, ("",))[1:] != state]
-        names = {path: f"{pin.name}.{number}" for number, path in enumerate(new)}
-        links = {f"{OBJECTS}/{names[path]}": pin.link(path) for path in new}
-        # Files that are appended to may have grown since they were pinned; those of a checkpoint have not.
-        try:
-            sizes = dict(zip(new, self._store.put(links), strict=True))
-        except FileNotFoundError:
-            self._owned()  # a start that has taken the run over removes unnamed objects
-            raise
-        if cut := [path for path in new if step_of(path) is not None and sizes[path] != pin.files[path][0]]:
-            raise OSError(f"{summary(cut)} not as long in the store as here")
+        before, states = self._owned().files, _states(links)
+        new = [path for path, state in states.items() if before.get(path, ("",))[1:] != state]
+        names = {path: f"{links.name}.{number}" for number, path in enumerate(new)}
+        objects = [f"{OBJECTS}/{name}" for name in names.values()]
+        self._store.put([str(links / path) for path in new], objects, batch_size=4)
         with self._committing:
-            if pin in self._pins:  # not dropped by a rollback
-                after = self._owned().after(pin.step)
-                steps = tuple(sorted({*after.steps, pin.step})[-self.keep :])
-                stay = [path for path in after.files if path in pin.files or step_of(path) in steps[:-1]]
-                files = {path: after.files[path] for path in stay}
-                files |= {path: (names[path], sizes[path], pin.files[path][1]) for path in new}
-                run, rollbacks = run_hash(self.folder), _rollbacks(self.folder)
-                self._commit(replace(after, run=run, rollbacks=rollbacks, steps=steps, files=files))
+            if (step, links) not in self._pins:  # dropped by a rollback
+                return
+            version, sizes = self._owned().after(step), self._list(OBJECTS)
+            entries = {path: (name, sizes.get(name), states[path][1]) for path, name in names.items()}
+            # Files that are appended to may have grown meanwhile, those of a checkpoint have not.
+            if cut := [path for path in new if _step_of(path) == step and entries[path][1:] != states[path]]:
+                raise OSError(f"{summary(cut)} not as long in the store as here")
+            steps = tuple(sorted({*version.steps, step})[-self._keep :])
+            here = states.keys() | {path for path in _states(self.folder) if _step_of(path) is None}
+            stay = [path for path in version.files if path in here or _step_of(path) in steps[:-1]]
+            files = {path: version.files[path] for path in stay} | entries
+            state = {"run": run_hash(self.folder), "rollbacks": self._rollbacks()}
+            self._commit(version, steps=steps, files=files, **state)
 
     def _owned(self) -> _Version:
         """Return the newest version; raise _Taken if it is of another start."""
         version = self._newest()
         if version.owner.get("token") != self._owner["token"]:
-            raise _Taken(
-                f"run.mirror={self.url} was taken over by another start of this run (process"
-                f" {version.owner.get('process')} on {version.owner.get('host')}); this one ends, so that the"
-                " two do not mix"
-            )
+            other = f"process {version.owner.get('process')} on {version.owner.get('host')}"
+            raise _Taken(f"{self._key} was taken over by another start of this run ({other}); this one ends")
         return version
 
     def _newest(self) -> _Version:
-        number, text = self._store.newest(MARKER)
-        if not number and self._store.has(OLD_MARKER):
+        names = list(self._list(MARKER))
+        if not names and OLD_MARKER in self._list(""):
             raise UserError(
-                f"run.mirror={self.url} holds a copy in an older format ({OLD_MARKER}); choose another place:"
-                " all of run.dir is copied there"
+                f"{self._key} holds a copy in an older format ({OLD_MARKER}); choose another place"
             )
+        if not names:
+            return _Version()
         try:
-            version = TypeAdapter(_Version).validate_json(text) if number else _Version()
-            version = replace(version, number=number)
-        except ValidationError as error:
-            raise UserError(f"{self.url}/{MARKER}: not a run's copy; choose another run.mirror") from error
+            version = _Version.model_validate_json(self._store.cat_file(f"{MARKER}/{names[-1]}"))
+        except FileNotFoundError:
+            if list(self._list(MARKER)) == names:
+                raise
+            return self._newest()  # a newer one has replaced it
+        except ValueError as error:
+            raise UserError(f"{self._key}: {MARKER} is not of a run's copy; choose another place") from error
         for path, (name, _, _) in version.files.items():
             if not FILE.fullmatch(path) or not OBJECT.fullmatch(name):
-                raise UserError(f"{self.url}: {path!r} is no file of a run; choose another run.mirror")
-        return version
+                raise UserError(f"{self._key}: {path!r} is no file of a run; choose another place")
+        return version.model_copy(update={"number": int(names[-1])})
 
-    def _commit(self, version: _Version) -> None:
+    def _commit(self, version: _Version, **changes: Any) -> None:
         """Create a version unless another start has; then delete the objects that it does not name."""
-        names = self._store.names(OBJECTS)  # before, so that no upload of a newer start is among them
-        if not self._store.add(MARKER, version.number, version.text) and self._owned() != version:
+        version = version.model_copy(update=changes)
+        objects = self._list(OBJECTS)  # before, so that no upload of a newer start is among them
+        name, text = f"{version.number:08}", version.model_dump_json(indent=1).encode()
+        is_created = self._create(f"{MARKER}/{name}", text)
+        if is_created and "owner" in changes and self._create(f"{MARKER}/{name}", text):
+            raise UserError(
+                f"{self._key}: the store ignores conditional puts (If-None-Match); use another one"
+            )
+        *older, newest = self._list(MARKER)
+        # A number whose object was deleted can be created again.
+        if (not is_created or newest != name) and self._owned() != version:
             raise OSError("the answer to an earlier write was lost")  # the next try knows of it
         self._version = version
         used = {name for name, _, _ in version.files.values()}
-        busy = {pin.name for pin in self._pins}
-        gone = [f"{OBJECTS}/{one}" for one in names if one not in used and one.partition(".")[0] not in busy]
-        self._store.remove(gone)
+        busy = {links.name for _, links in self._pins}
+        gone = [f"{OBJECTS}/{name}" for name in objects if name not in used and name[:32] not in busy]
+        if gone or older:
+            self._store.rm(gone + [f"{MARKER}/{name}" for name in older])
+
+    def _create(self, name: str, data: bytes) -> bool:
+        """Create an object as a whole; return False, and change nothing, where it exists."""
+        try:
+            if self._place is None:
+                self._store.pipe_file(name, data, mode="create")
+                return True
+            self._store.mkdirs(MARKER, exist_ok=True)
+            with TemporaryDirectory(dir=self._place, prefix=".") as folder:
+                with replacing(Path(folder, "object")) as file:
+                    file.write_bytes(data)
+                os.link(Path(folder, "object"), self._place / name)
+            return True
+        except OSError as error:
+            code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
+            if isinstance(error, FileExistsError) or code == "PreconditionFailed":
+                return False
+            raise
+
+    def _list(self, folder: str) -> dict[str, int]:
+        """Return the sizes of the objects in a folder of the store, by name and sorted by it."""
+        with suppress(FileNotFoundError):
+            entries = self._store.ls(folder)
+            return dict(sorted((entry["name"].rpartition("/")[2], entry["size"]) for entry in entries))
+        return {}
+
+    def _call(self, what: str, work: Callable[[], T], progress: Callable[[], Any] = int) -> T:
+        """Return the result of `work` or raise UserError, also after STALLED seconds without `progress`."""
+        pool = ThreadPool(1)  # whose thread holds up no end of the process
+        result = pool.apply_async(work)
+        pool.close()
+        idle, before = 0, progress()
+        result.wait(NOTED)
+        while not result.ready():
+            idle, before = 0 if progress() != before else idle + NOTED, progress()
+            if idle >= STALLED:
+                raise EnvironmentFailure(
+                    f"{self._key} has not answered for {idle} s ({what}); try again later"
+                )
+            self._console.note(f"waiting for {self._key} ({what})")
+            result.wait(NOTED)
+        try:
+            return result.get()
+        except UserError:
+            raise
+        except Exception as error:  # every store has errors of its own
+            kind = UserError if isinstance(error, FileNotFoundError | PermissionError) else EnvironmentFailure
+            way_out = "make room" if storage_errno(error) in FULL else "check the address and the credentials"
+            text = cause_text(error) or repr(error)
+            raise kind(f"{self._key} cannot be used ({what}: {text}); {way_out}") from error
+
+    def _rollbacks(self) -> int:
+        return int(read_rollback(self.folder).get("rollbacks", 0))
 
 
-def _rollbacks(folder: Path) -> int:
-    path = folder / ROLLBACK
-    return int(read_json(path, "remove it")["rollbacks"]) if path.is_file() else 0
+def _states(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return size and time of change in ns, which change with a file, of the run's files by path."""
+    states = {}
+    for place in sorted(folder.rglob("*")):
+        path = place.relative_to(folder).as_posix()
+        with suppress(FileNotFoundError):  # removed meanwhile
+            if FILE.fullmatch(path) and place.is_file():
+                states[path] = place.stat().st_size, place.stat().st_mtime_ns
+    return states
+
+
+def _link(source: Path, link: Path) -> None:
+    """Give a file a second name, or copy it where the file system has no links."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):  # removed meanwhile
+        try:
+            os.link(source.resolve(), link)
+        except OSError:
+            shutil.copy2(source, link)
+
+
+def _step_of(path: str) -> int | None:
+    """Return the step of a checkpoint's file; None for other files."""
+    file = FILE.fullmatch(path)
+    return int(file[1]) if file and file[1] else None

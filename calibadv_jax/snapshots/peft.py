@@ -76,10 +76,10 @@ def load_adapters(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
     config = read_json(folder / ADAPTER_CONFIG)
     _check_config(config, policy.adapters, folder / ADAPTER_CONFIG)
     with open_weights([folder / ADAPTER]) as weights:
-        found = {name: weights.shape(name) for name in weights.files}
-        _check_targets(found, policy.adapters, folder / ADAPTER)
+        shapes = {name: weights.shape(name) for name in weights.files}
+        _check_targets(shapes, policy.adapters, folder / ADAPTER)
         _check_base_dtype(weights, policy.adapters, folder / ADAPTER)
-        problems = shape_problems(found, hf_shapes(policy.abstract_trained))
+        problems = shape_problems(shapes, hf_shapes(policy.abstract_trained))
         if problems:
             raise UserError(
                 f"{folder / ADAPTER}: {len(problems)} tensor(s) do not fit this policy; give adapters that"

@@ -30,11 +30,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import check_literal, read_json, write_json, written
+from calibadv_jax.policy.adapters import joined, merged
+from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params, replicated
-from calibadv_jax.policy.transformer import Params, Policy
+from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.policy.weights import WEIGHTS, flatten, shape_problems, summary, unflatten
-from calibadv_jax.snapshots.adapted import with_base
-from calibadv_jax.snapshots.layout import tensor_shapes
+from calibadv_jax.snapshots.checkpoint import tensor_shapes
+from calibadv_jax.snapshots.huggingface import read_base_tensors, weights_hash
 
 MANIFEST, TREE = "manifest.json", "params"
 FORMAT = 2
@@ -119,9 +121,11 @@ def read_manifest(snapshot: Path) -> dict[str, Any]:
             f"{snapshot}: not a complete snapshot (no {MANIFEST}); use another or publish it again"
         )
     manifest = read_json(path, "publish the snapshot again")
-    known = manifest.get("format")
-    if known != FORMAT:
-        raise UserError(f"{path}: format is {known!r}, not {FORMAT}; publish the snapshot with this version")
+    version = manifest.get("format")
+    if version != FORMAT:
+        raise UserError(
+            f"{path}: format is {version!r}, not {FORMAT}; publish the snapshot with this version"
+        )
     return manifest
 
 
@@ -155,8 +159,8 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
     return unflatten({path: placed(path, target) for path, target in targets.items()})
 
 
-def _check_shapes(snapshot: Path, found: Mapping[str, tuple[int, ...]], policy: Policy) -> None:
-    problems = shape_problems(found, tensor_shapes(policy.abstract_base))
+def _check_shapes(snapshot: Path, shapes: Mapping[str, tuple[int, ...]], policy: Policy) -> None:
+    problems = shape_problems(shapes, tensor_shapes(policy.abstract_base))
     if problems:
         raise UserError(
             f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
@@ -193,12 +197,12 @@ def _mapped(snapshot: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndarray
             problems.append(f"{path} is no parameter of a policy")
             continue
         file, dtype, shape = _file(snapshot, path, entry), jnp.dtype(entry["dtype"]), tuple(entry["shape"])
-        wanted = math.prod(shape) * dtype.itemsize
-        found = file.stat().st_size if file.is_file() else None
-        if found is None:
+        expected_size = math.prod(shape) * dtype.itemsize
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
             problems.append(f"{path} is missing")
-        elif found != wanted:
-            problems.append(f"{path} has {found} bytes instead of {wanted}")
+        elif size != expected_size:
+            problems.append(f"{path} has {size} bytes instead of {expected_size}")
         else:  # "c": writable, as torch wants it; what is written never reaches the file
             tensors[path] = _turned(path, np.memmap(file, dtype, "c", shape=shape))
     _raise_damage(snapshot, problems)
@@ -226,7 +230,7 @@ def _verify(snapshot: Path, manifest: Mapping[str, Any], share: slice = slice(No
 
     large_first = sorted(entries, key=lambda path: -math.prod(entries[path]["shape"]))
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        _raise_damage(snapshot, [found for found in pool.map(problem, large_first[share]) if found])
+        _raise_damage(snapshot, [line for line in pool.map(problem, large_first[share]) if line])
 
 
 def _raise_damage(snapshot: Path, problems: list[str]) -> None:
@@ -235,12 +239,12 @@ def _raise_damage(snapshot: Path, problems: list[str]) -> None:
 
 
 def _file(snapshot: Path, path: str, entry: Mapping[str, Any]) -> Path:
-    """Where Orbax writes the only chunk of a tensor."""
+    """Return the file of a tensor's only chunk, as Orbax names it."""
     return snapshot / TREE / path / ".".join("0" * len(entry["shape"]))
 
 
 def _raw_checkpointer() -> ocp.Checkpointer:
-    """Orbax as it writes every array as one uncompressed file, without a copy of it in memory."""
+    """Return a checkpointer that writes every array as one uncompressed file, without a copy in memory."""
     registry = ocp.type_handlers.create_type_handler_registry(
         (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where it is missing
@@ -258,7 +262,6 @@ def _raw_checkpointer() -> ocp.Checkpointer:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """After every save Orbax warns that there are no parts of its other layout, which was not asked for."""
     return "Skipping merge of OCDBT" not in record.getMessage()
 
 
@@ -272,35 +275,33 @@ def _laid_out(params: Params, dtype: str | None) -> dict[str, jax.Array]:
 
 
 def _turned(path: str, array: Any) -> Any:
-    """From the policy's layout to that of a snapshot, or back."""
+    """Convert between the policy's layout and that of a snapshot."""
     return array.swapaxes(-1, -2) if WEIGHTS[path].transposed else array
 
 
-def _on_host(params: Params, dtype: str | None, wanted: bool) -> dict[str, np.ndarray]:
-    """As `_laid_out`, in memory; nothing where it is not wanted."""
+def _on_host(params: Params, dtype: str | None, writes: bool) -> dict[str, np.ndarray]:
+    """Return host arrays of `_laid_out`; nothing if this process does not write."""
     flat = flatten(params)
     if all(leaf.is_fully_addressable for leaf in flat.values()):
         leaves = _laid_out(params, dtype)
         for leaf in leaves.values():
             leaf.copy_to_host_async()  # all of them, before the first is waited for
         return {path: np.asarray(leaf) for path, leaf in leaves.items()}
-    found = {}
+    arrays = {}
     for path, leaf in flat.items():  # one by one: a device holds one tensor whole, and not the policy
         whole = _gathered(leaf, WEIGHTS[path].transposed, dtype, replicated(leaf.sharding.mesh))
-        if wanted:
-            found[path] = np.asarray(whole)
-    return found
+        if writes:
+            arrays[path] = np.asarray(whole)
+    return arrays
 
 
 @partial(jax.jit, static_argnames=("transposed", "dtype", "at"))
 def _gathered(leaf: jax.Array, transposed: bool, dtype: str | None, at: NamedSharding) -> jax.Array:
-    """One tensor of `_laid_out` on every device of its mesh."""
     turned = leaf.swapaxes(-1, -2) if transposed else leaf
     return jax.lax.with_sharding_constraint(turned if dtype is None else turned.astype(dtype), at)
 
 
 def _digest(array: np.ndarray) -> str:
-    """SHA-256 of a tensor's bytes, row-major."""
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
@@ -312,3 +313,27 @@ def _version(folder: Path) -> int:
 def _remove(folder: Path) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)  # first: a half-removed folder must not look complete
     shutil.rmtree(folder)
+
+
+def with_base(adapters: Mapping[str, np.ndarray], manifest: Mapping[str, Any], snapshot: Path) -> Any:
+    """Host arrays of all parameters by dotted path: base + adapters, in the precision of a merged snapshot.
+
+    Args:
+        adapters: by dotted path, in float32.
+        manifest: of the snapshot. Its "base" says where the base lies, its hash and precision, what the
+            adapters are multiplied with, and the precision of the sum.
+
+    Raises:
+        UserError: the base is not there, or another model lies there.
+    """
+    base = manifest["base"]
+    folder = Path(base["folder"])
+    way_out = "mount it there for the worker too, or set policy.lora.snapshots=merged"
+    if not folder.is_dir():
+        raise UserError(f"{snapshot}: the base of its adapters, {folder}, is not there; {way_out}")
+    if weights_hash(folder) != base["sha256"]:
+        raise UserError(f"{snapshot}: {folder} is another model than the base of its adapters; {way_out}")
+    policy = Policy(architecture_from_hf(manifest["config"], f"{snapshot}: config"), Numerics())
+    frozen = read_base_tensors(folder, policy, jnp.dtype(base["base_dtype"]))
+    whole = merged(joined(frozen, unflatten(adapters)), base["scale"], jnp.dtype(base["dtype"]))
+    return {path: np.asarray(leaf) for path, leaf in flatten(whole).items()}

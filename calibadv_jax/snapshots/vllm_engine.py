@@ -41,7 +41,7 @@ class OrbaxInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class OrbaxUpdateInfo(WeightTransferUpdateInfo):
-    """One published snapshot."""
+    """A published snapshot."""
 
     path: str
     version: int
@@ -63,10 +63,10 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         self._share = slice(here.index(get_tp_group().rank_in_group), None, len(here))
 
     def start_weight_update(self) -> None:
-        """Nothing: a layer-wise reload begins when the snapshot is known to be complete."""
+        """Do nothing: a layer-wise reload begins when the snapshot is known to be complete."""
 
     def finish_weight_update(self) -> None:
-        """Nothing: `receive_weights` loads a snapshot in one go."""
+        """Do nothing: `receive_weights` loads a snapshot in one go."""
 
     def receive_weights(self, update_info: OrbaxUpdateInfo) -> None:
         """Loads a snapshot into the model.
@@ -84,10 +84,10 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
             tensors = self._read(Path(update_info.path), update_info.version)
         except Exception as error:  # passed on to the other workers, who wait for it
             failure = error
-        said = f"{REFUSAL}{failure}" if isinstance(failure, UserError) else failure and repr(failure)
-        for found in _of_all(said):
-            if found is not None:
-                raise UserError(found) from failure
+        message = f"{REFUSAL}{failure}" if isinstance(failure, UserError) else failure and repr(failure)
+        for reason in _of_all(message):
+            if reason is not None:
+                raise UserError(reason) from failure
         initialize_layerwise_reload(self.model)
         self.model.load_weights(_as_torch(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -95,7 +95,7 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         self._version = update_info.version
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Do nothing: nothing is held between updates."""
 
     def _read(self, snapshot: Path, version: int) -> dict[str, np.ndarray]:
         if not hasattr(self, "_session"):
@@ -130,7 +130,7 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
 
 
 def _of_all(value: Any) -> list[Any]:
-    """What every worker of this one's tensor-parallel group gives, by rank."""
+    """Return the values of all workers of this tensor-parallel group, by rank."""
     group = get_tp_group()
     values = [value] * group.world_size
     if group.world_size > 1:
@@ -138,8 +138,8 @@ def _of_all(value: Any) -> list[Any]:
     return values
 
 
-def _refuse_other_model(snapshot: Path, theirs: Architecture, own: Architecture) -> None:
-    ours, other = asdict(own), asdict(theirs)
+def _refuse_other_model(snapshot: Path, published: Architecture, own: Architecture) -> None:
+    ours, other = asdict(own), asdict(published)
     differences = [
         f"{name} {other[name]} instead of {ours[name]}" for name in ours if ours[name] != other[name]
     ]

@@ -27,7 +27,7 @@ APPENDED = {
     "record/writer.py",
     "services/child_process.py",
     "snapshots/huggingface.py",
-    "snapshots/object_store.py",
+    "snapshots/mirror.py",
     "snapshots/peft.py",
     "contrib/commands/select_rollouts.py",
 }

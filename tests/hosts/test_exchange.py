@@ -8,13 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from calibadv_jax.core.errors import UserError, exit_status
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.stopping import CALLED, Stop
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
-from calibadv_jax.hosts import exchange, groups
-from calibadv_jax.hosts.exchange import ALONE, Joined
-from calibadv_jax.hosts.groups import SharedGroups
-from calibadv_jax.hosts.wire import from_bytes, to_bytes
+from calibadv_jax.hosts import exchange
+from calibadv_jax.hosts.exchange import ALONE, Joined, SharedGroups, from_bytes, to_bytes
 
 
 class Notes:
@@ -54,7 +52,7 @@ def run_all():
     def run(work, count=2):
         notes = Notes()
 
-        def one(index):
+        def run_process(index):
             hosts = Joined(notes, index, count, timeout=5.0)
             made.append(hosts)
             try:
@@ -63,10 +61,10 @@ def run_all():
                 return error, hosts.in_step
 
         with ThreadPoolExecutor(count) as threads:
-            found = list(threads.map(one, range(count)))
+            results = list(threads.map(run_process, range(count)))
         left = [key for key in notes.kept if key.startswith(exchange._ROOT)]
         assert len(left) <= count  # of the last meeting alone
-        return found
+        return results
 
     yield run
     for hosts in made:
@@ -81,24 +79,35 @@ def test_values_come_to_all_in_the_order_of_the_processes(run_all):
     assert ALONE.exchange("a", 7) == [7] and ALONE.first("b", lambda: 8) == 8 and ALONE.is_first
 
 
-def test_an_error_in_one_process_ends_all_at_the_same_place(run_all):
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [
+        (UserError("data.train: no such file"), 2),
+        (EnvironmentFailure("the service is away"), 75),
+        (OSError(28, "No space left on device"), 75),
+        (RuntimeError("a fault"), 75),  # of the other process: for this one it is its environment
+    ],
+    ids=repr,
+)
+def test_error_ends_all_processes_with_its_kind(run_all, raised, status):
     def work(hosts):
-        with hosts.together("record"):
+        with hosts.barrier("record"):
             if hosts.index:
-                raise OSError(28, "No space left on device")
+                raise raised
 
-    (one, one_in_step), (two, two_in_step) = run_all(work)
-    assert exit_status(one) == 75 and "process 1 (" in str(one) and "No space left" in str(one)
-    assert isinstance(two, OSError) and one_in_step and two_in_step
+    (first, is_in_step), (second, other_is_in_step) = run_all(work)
+    assert isinstance(first, UserError) and "process 1 (" in str(first) and str(raised.args[-1]) in str(first)
+    assert exit_status(first) == status and isinstance(first, EnvironmentFailure) == (status == 75)
+    assert second is raised and is_in_step and other_is_in_step
 
 
 def test_an_error_within_a_first_block_is_that_of_process_0(run_all):
     def refuse():
         raise UserError("run.dir=x holds another experiment")
 
-    (one, _), (two, _) = run_all(lambda hosts: hosts.first("folder", refuse))
-    assert str(one) == "run.dir=x holds another experiment"
-    assert str(two).startswith("process 0 (") and str(two).endswith(str(one)) and exit_status(two) == 2
+    (first, _), (second, _) = run_all(lambda hosts: hosts.first("folder", refuse))
+    assert str(first) == "run.dir=x holds another experiment"
+    assert str(second).startswith("process 0 (") and str(second).endswith(str(first))
 
 
 def test_a_signal_stops_all_at_the_next_meeting_with_its_status(run_all):
@@ -111,7 +120,7 @@ def with_signal(hosts):
     with hosts.steps(stop):
         if hosts.index:
             stop.status = 130  # as its handler sets it within held work
-        with hosts.apart("rollout"):
+        with hosts.local_work("rollout"):
             assert not hosts.index, "nothing begins any more"
 
 
@@ -120,10 +129,10 @@ def test_a_signal_during_a_meeting_stops_all_at_the_next(run_all, monkeypatch):
     wait = Joined._wait
 
     def late(hosts, key, until):
-        found = wait(hosts, key, until)
+        value = wait(hosts, key, until)
         if hosts.index == 0 and getattr(hosts, "met", 0) == 2:
             hosts.stop.status = 143
-        return found
+        return value
 
     monkeypatch.setattr(Joined, "_wait", late)
 
@@ -146,7 +155,7 @@ def test_one_that_waits_is_told_to_stop_and_breaks_off_the_others_rollouts(run_a
 
     def work(hosts):
         stop = Stop()
-        with hosts.steps(stop), hosts.apart("rollout"):
+        with hosts.steps(stop), hosts.local_work("rollout"):
             if hosts.index:
                 stop.was_called, stop.status = True, CALLED  # as `Stop.call` in its main thread
                 raise SystemExit(CALLED)
@@ -164,7 +173,7 @@ def test_the_note_of_a_stop_breaks_off_nothing_after_the_meeting(run_all):
     def work(hosts):
         with Stop() as stop:
             try:
-                with hosts.steps(stop), hosts.together("checkpoint"):
+                with hosts.steps(stop), hosts.barrier("checkpoint"):
                     if hosts.is_first:
                         raise UserError("run.mirror was taken over")
             finally:
@@ -172,9 +181,9 @@ def test_the_note_of_a_stop_breaks_off_nothing_after_the_meeting(run_all):
                 with stop.held():
                     saved.append(hosts.index)
 
-    (one, _), (two, _) = run_all(work)
-    assert str(one) == "run.mirror was taken over" and sorted(saved) == [0, 1]
-    assert isinstance(two, UserError) and "process 0 (" in str(two)
+    (first, _), (second, _) = run_all(work)
+    assert str(first) == "run.mirror was taken over" and sorted(saved) == [0, 1]
+    assert isinstance(second, UserError) and "process 0 (" in str(second)
 
 
 def test_two_processes_that_differ_are_both_told(run_all):
@@ -188,7 +197,7 @@ def test_a_difference_within_rollouts_stops_all_at_one_step(run_all):
     """As where tied groups would give way in one process, and in the other would not."""
 
     def work(hosts):
-        with hosts.steps(Stop()), hosts.apart("rollout"):
+        with hosts.steps(Stop()), hosts.local_work("rollout"):
             hosts.same("score of a group", lambda: [[0.0, float(hosts.index)]])
 
     for error, in_step in run_all(work):
@@ -214,7 +223,8 @@ def test_every_process_writes_its_share_of_the_groups_and_gets_all(run_all):
         futures = [shared.begin(number, Question(f"q{number}", "?", ("a",), "toy")) for number in range(5)]
         shared.wait(futures)
         return begun, [
-            (one.result().question.id, len(one.result().trajectories[0].prompt_ids)) for one in futures
+            (future.result().question.id, len(future.result().trajectories[0].prompt_ids))
+            for future in futures
         ]
 
     ((mine, groups), _), ((others, same), _) = run_all(work)
@@ -224,7 +234,7 @@ def test_every_process_writes_its_share_of_the_groups_and_gets_all(run_all):
 
 def test_groups_that_run_ahead_come_as_soon_as_one_is_complete(run_all, monkeypatch):
     """And in the same order to all: which groups a step trains must not depend on who wrote them."""
-    monkeypatch.setattr(groups, "LOOK", 0.01)
+    monkeypatch.setattr(exchange, "LOOK", 0.01)
     questions = [Question(f"q{number}", "?", ("a",), "toy") for number in range(4)]
 
     def work(hosts):
@@ -241,11 +251,11 @@ def test_groups_that_run_ahead_come_as_soon_as_one_is_complete(run_all, monkeypa
             if number in written:
                 written[number].set_result(Group(questions[number], []))
             shared.wait([])
-            order.append([one for one, future in asked.items() if future.done()])
+            order.append([number for number, future in asked.items() if future.done()])
         return order
 
-    (one, _), (two, _) = run_all(work)
-    assert one == two == [[3], [0, 3], [0, 1, 3], [0, 1, 2, 3]]
+    (first, _), (second, _) = run_all(work)
+    assert first == second == [[3], [0, 3], [0, 1, 3], [0, 1, 2, 3]]
 
 
 def test_a_group_that_nobody_wants_any_more_is_not_written_to_its_end(run_all):
@@ -261,7 +271,7 @@ def test_a_group_that_nobody_wants_any_more_is_not_written_to_its_end(run_all):
         shared = SharedGroups(begin, hosts, run_ahead=True)
         for number in range(4):
             shared.begin(number, Question(f"q{number}", "?", ("a",), "toy")).cancel()
-        return [one.cancelled() for one in begun]
+        return [future.cancelled() for future in begun]
 
     assert [value for value, _ in run_all(work)] == [[True, True]] * 2
 
@@ -277,11 +287,11 @@ def test_trajectories_come_as_they_were_and_nothing_else_comes():
     group = Group.of(
         question, [Trajectory(question, np.arange(4), [turn], metrics={"judge": np.float64(0.5)})]
     )
-    found = from_bytes(to_bytes({3: group}))[3]
-    assert found.question == question and found.trajectories[0].turns[0].documents == turn.documents
-    assert found.trajectories[0].turns[0].logprobs.tobytes() == turn.logprobs.tobytes()
-    assert found.trajectories[0].metrics == {"judge": 0.5}
-    found.trajectories[0].turns[0].logprobs[0] = 0  # it is an array of its own
+    restored = from_bytes(to_bytes({3: group}))[3]
+    assert restored.question == question and restored.trajectories[0].turns[0].documents == turn.documents
+    assert restored.trajectories[0].turns[0].logprobs.tobytes() == turn.logprobs.tobytes()
+    assert restored.trajectories[0].metrics == {"judge": 0.5}
+    restored.trajectories[0].turns[0].logprobs[0] = 0  # it is an array of its own
 
     class Harm:
         def __reduce__(self):
@@ -303,13 +313,13 @@ def test_a_folder_that_is_not_one_for_all_is_refused(run_all, tmp_path, is_one):
         hosts.share("run.dir", folders[hosts.index])
         return "shared"
 
-    (one, _), (two, _) = run_all(work)
+    (first, _), (second, _) = run_all(work)
     if is_one:
-        assert one == two == "shared"
+        assert first == second == "shared"
     else:
-        assert "process 1 (" in str(one) and "has ended: run.dir=" in str(one)
-        assert isinstance(two, UserError) and f"run.dir={folders[1]}: process 1 (" in str(two)
-        assert "all processes must share one folder" in str(two)
+        assert "process 1 (" in str(first) and "has ended: run.dir=" in str(first)
+        assert isinstance(second, UserError) and f"run.dir={folders[1]}: process 1 (" in str(second)
+        assert "all processes must share one folder" in str(second)
     assert [path for folder in folders for path in folder.iterdir()] == []
 
 

@@ -11,8 +11,7 @@ import pytest
 from calibadv_jax.config import Config, DistributedConfig, SamplerConfig, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.hosts import watch
-from calibadv_jax.hosts.joining import KEYS, alone, describe_processes, joined
-from calibadv_jax.hosts.workers import own_workers
+from calibadv_jax.hosts.joining import KEYS, alone, describe_processes, joined, own_workers
 
 
 @pytest.fixture(autouse=True)
@@ -95,11 +94,11 @@ WORKERS = [f"http://node{number}:8100" for number in range(5)]
 )
 def test_every_process_has_vllm_workers_of_its_own(sampler, shares):
     config = SamplerConfig(name="vllm", **sampler)
-    found = [own_workers(config, index, 2) for index in (0, 1)]
-    assert [first for _, first in found] == [0, 2]
-    assert [one.urls or one.worker_devices for one, _ in found] == shares
+    sections = [own_workers(config, index, 2) for index in (0, 1)]
+    assert [first for _, first in sections] == [0, 2]
+    assert [section.urls or section.worker_devices for section, _ in sections] == shares
     if "workers" in sampler:
-        assert [one.workers for one, _ in found] == [2, 2]
+        assert [section.workers for section, _ in sections] == [2, 2]
     assert own_workers(config, 0, 1) == (config, 0)
 
 
@@ -133,9 +132,9 @@ def last_line(monkeypatch, capfd):
 
         monkeypatch.setattr(os, "_exit", leave)
         called = threading.Event()
-        one = watch.Watch(None, 1, 3, lambda index: f"process {index} (host{index})", 30.0, called.set)
+        watcher = watch.Watch(None, 1, 3, lambda index: f"process {index} (host{index})", 30.0, called.set)
         with suppress(Ended):
-            one._heed(notes, silent)
+            watcher._heed(notes, silent)
         return capfd.readouterr().err, statuses
 
     return of
@@ -157,12 +156,12 @@ def test_processes_that_live_or_are_done_end_nobody(last_line):
 
 def test_a_watch_that_stood_still_itself_counts_nobody_as_lost(monkeypatch):
     """A process that was stopped and goes on must not take the others for dead."""
-    one = watch.Watch(None, 0, 2, str, 30.0, lambda: None)
-    found, now = [], iter([0.0, 1.0, 100.0, 101.0])
-    monkeypatch.setattr(one, "note", lambda *_: None)
-    monkeypatch.setattr(one, "_notes", lambda: {("alive", 0): "7", ("alive", 1): "7"})
-    monkeypatch.setattr(one, "_heed", lambda notes, silent: found.append(silent))
-    monkeypatch.setattr(one._over, "wait", lambda _: len(found) == 3)
+    watcher = watch.Watch(None, 0, 2, str, 30.0, lambda: None)
+    silences, now = [], iter([0.0, 1.0, 100.0, 101.0])
+    monkeypatch.setattr(watcher, "note", lambda *_: None)
+    monkeypatch.setattr(watcher, "_notes", lambda: {("alive", 0): "7", ("alive", 1): "7"})
+    monkeypatch.setattr(watcher, "_heed", lambda notes, silent: silences.append(silent))
+    monkeypatch.setattr(watcher._over, "wait", lambda _: len(silences) == 3)
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    one._look_on()
-    assert [max(silent.values()) for silent in found] == [0.0, 0.0, 1.0]
+    watcher._look_on()
+    assert [max(silent.values()) for silent in silences] == [0.0, 0.0, 1.0]

@@ -10,13 +10,13 @@ import hosts_rig
 import pytest
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
-from calibadv_jax.hosts import rendezvous
+from calibadv_jax.hosts import joining
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(rendezvous, "PERIOD", 0.02)
-    monkeypatch.setattr(rendezvous, "PATIENCE", 4)
+    monkeypatch.setattr(joining, "PERIOD", 0.02)
+    monkeypatch.setattr(joining, "PATIENCE", 4)
 
 
 def outcomes(*processes, timeout=10.0):
@@ -27,7 +27,7 @@ def outcomes(*processes, timeout=10.0):
         index, count = process
         lines = []
         try:
-            rendezvous.meet(address, count, index, timeout, lines.append)
+            joining.meet(address, count, index, timeout, lines.append)
         except UserError as error:
             return lines, error
         return lines, None
@@ -67,7 +67,7 @@ def test_process_that_ends_while_waiting_ends_all():
     with ThreadPoolExecutor(1) as threads:
         gone = threads.submit(leave)
         with pytest.raises(EnvironmentFailure, match="process 1 ended before all had started"):
-            rendezvous.meet(f"127.0.0.1:{port}", 3, 0, 10.0, print)
+            joining.meet(f"127.0.0.1:{port}", 3, 0, 10.0, print)
         gone.result()
 
 
@@ -86,9 +86,9 @@ def test_port_in_use_is_an_environment_failure():
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(EnvironmentFailure, match=f"port {port} cannot be opened"):
-            rendezvous.meet(f"127.0.0.1:{port}", 2, 0, 1.0, print)
+            joining.meet(f"127.0.0.1:{port}", 2, 0, 1.0, print)
     with pytest.raises(UserError, match="names no port"):
-        rendezvous.meet("host", 2, 0, 1.0, print)
+        joining.meet("host", 2, 0, 1.0, print)
 
 
 @pytest.mark.slow

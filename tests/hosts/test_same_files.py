@@ -14,14 +14,14 @@ class Told(Hosts):
     """What a process tells the others of what it has read."""
 
     def __init__(self):
-        self.told = {}
+        self.values = {}
 
     def same(self, what, value):
-        self.told[what] = value()
+        self.values[what] = value()
 
 
 @pytest.fixture
-def told(tmp_path):
+def hashes(tmp_path):
     """Tells what stands in a process' copies of the files, with a change."""
     (tmp_path / "config.yaml").write_text("{}")
 
@@ -33,7 +33,7 @@ def told(tmp_path):
         places = [f"policy.path={policy}", f"run.dir={tmp_path / 'run'}", f"reward.judge.prompt={file}"]
         hosts = Told()
         check_same(load_config(tmp_path / "config.yaml", [*places, *keys]), model, questions, hosts)
-        return hosts.told
+        return hosts.values
 
     tell.run = tmp_path / "run"
     return tell
@@ -48,36 +48,38 @@ def told(tmp_path):
         ({"hidden_size": 8}, "policy or tokenizer"),
     ],
 )
-def test_another_copy_of_one_file_shows(told, change, what):
-    ours, theirs = told(), told(**change)
-    assert [name for name in ours if ours[name] != theirs[name]] == [what]
-    assert ours == told()
+def test_another_copy_of_one_file_shows(hashes, change, what):
+    ours, other = hashes(), hashes(**change)
+    assert [name for name in ours if ours[name] != other[name]] == [what]
+    assert ours == hashes()
 
 
-def test_actions_of_which_the_policy_is_told_something_else_show(told, monkeypatch):
-    ours = told(keys=[CALCULATOR])
+def test_actions_of_which_the_policy_is_told_something_else_show(hashes, monkeypatch):
+    ours = hashes(keys=[CALCULATOR])
     another_calculator(monkeypatch, "guess a number")
-    theirs = told(keys=[CALCULATOR])
-    assert [name for name in ours if ours[name] != theirs[name]] == ["set of actions (key tools)"]
+    other = hashes(keys=[CALCULATOR])
+    assert [name for name in ours if ours[name] != other[name]] == ["set of actions (key tools)"]
 
 
-def test_weights_that_a_checkpoint_replaces_need_not_be_there(told):
-    before = told()
-    (told.run / "checkpoints" / "3").mkdir(parents=True)
-    after = told()
+def test_weights_that_a_checkpoint_replaces_need_not_be_there(hashes):
+    before = hashes()
+    (hashes.run / "checkpoints" / "3").mkdir(parents=True)
+    after = hashes()
     assert before["newest checkpoint in run.dir"] is None and after["newest checkpoint in run.dir"] == 3
     assert before.keys() - after.keys() == {"set of weights in policy.path"}
-    assert told(keys=["policy.lora.rank=2"]).keys() == before.keys()  # a checkpoint lacks the adapters' base
+    assert (
+        hashes(keys=["policy.lora.rank=2"]).keys() == before.keys()
+    )  # a checkpoint lacks the adapters' base
 
 
-def test_adapters_to_begin_with_are_compared_where_they_count(told, tmp_path):
+def test_adapters_to_begin_with_are_compared_where_they_count(hashes, tmp_path):
     begun = ["policy.lora.rank=2", f"policy.lora.init_from={tmp_path}"]
-    found = []
+    values = []
     for scale in (1, 2):
         save_file({"a": np.full(3, scale, np.float32)}, tmp_path / "adapter_model.safetensors")
-        found.append(told(keys=begun))
+        values.append(hashes(keys=begun))
     adapters = "set of adapters in policy.lora.init_from"
-    assert [name for name in found[0] if found[0][name] != found[1][name]] == [adapters]
-    (told.run / "checkpoints" / "3").mkdir(parents=True)
-    assert adapters not in told(keys=begun)
-    assert adapters in told(keys=[*begun, "loss.kl_coef=0.1"])  # they are the reference
+    assert [name for name in values[0] if values[0][name] != values[1][name]] == [adapters]
+    (hashes.run / "checkpoints" / "3").mkdir(parents=True)
+    assert adapters not in hashes(keys=begun)
+    assert adapters in hashes(keys=[*begun, "loss.kl_coef=0.1"])  # they are the reference

@@ -9,7 +9,7 @@ import hosts_rig
 import pytest
 from test_exchange import Notes
 
-from calibadv_jax.hosts.save_barrier import SaveBarrier
+from calibadv_jax.hosts.exchange import SaveBarrier
 
 # Two processes that only save: the disk is full from the second checkpoint on.
 PROGRAM = """
@@ -33,7 +33,7 @@ def work():
         store = CheckpointStore(Path(folder) / "checkpoints", 9, asynchronous == "True", hosts.save_barrier())
         for step in range(1, 9):
             store.save(step, state, {"step": step})
-            with hosts.together("checkpoint"):
+            with hosts.barrier("checkpoint"):
                 store.wait()
         store.close()
 

@@ -75,13 +75,13 @@ def trained(folder):
 
 def is_same(folder, other):
     """Whether two runs have the same rows and parameters, up to rounding."""
-    ours, theirs = hosts_rig.rows(folder), hosts_rig.rows(other)
-    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == list(range(1, STEPS + 1))
-    for one, two in zip(ours, theirs, strict=True):
-        assert one.keys() == two.keys()
-        for name in one:
-            assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6), (one["step"], name)
-        assert one["actor/grad_norm"] > 0
+    ours, other_rows = hosts_rig.rows(folder), hosts_rig.rows(other)
+    assert [row["step"] for row in ours] == [row["step"] for row in other_rows] == list(range(1, STEPS + 1))
+    for own, two in zip(ours, other_rows, strict=True):
+        assert own.keys() == two.keys()
+        for name in own:
+            assert own[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6), (own["step"], name)
+        assert own["actor/grad_norm"] > 0
     for name, array in trained(folder).items():
         np.testing.assert_allclose(array, trained(other)[name], rtol=1e-3, atol=1e-5, err_msg=name)
     assert kept_steps(folder).keys() == kept_steps(other).keys()
@@ -160,11 +160,11 @@ def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed, expec
     assert [status for _, status in ended] == [0, 0], ended
     assert re.search("resuming from step [23]", ended[0][0])  # the third may have been on its way to the disk
     assert is_same(home / "killed", undisturbed)
-    (weights, scores), (whole, theirs) = finished(settings, "killed"), expected
+    (weights, scores), (whole, expected_scores) = finished(settings, "killed"), expected
     assert weights.keys() == whole.keys()
     for name, array in weights.items():
         np.testing.assert_allclose(array, whole[name], rtol=1e-3, atol=1e-5, err_msg=name)
-    assert scores == theirs and scores
+    assert scores == expected_scores and scores
 
 
 def test_what_process_0_alone_learns_ends_both_at_one_step(settings):

@@ -15,7 +15,7 @@ from calibadv_jax.policy import transformer
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import UNROLLED_LAYERS, Numerics, Policy
-from calibadv_jax.sampler import engine, tiles
+from calibadv_jax.sampler import engine, prefixes
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 
@@ -50,14 +50,14 @@ def sample(policy, params, mesh):
 
     async def session(number):
         rng = np.random.default_rng(number)
-        context, found = rng.integers(0, 14, 3 + number % 7).tolist(), []
+        context, turns = rng.integers(0, 14, 3 + number % 7).tolist(), []
         for turn in range(3):
             sampling = SamplingParams(1 + (number + turn) % 6, 1.0, seed=number)
             done = await sampler.generate(context, sampling, str(number))
-            found.append((done.token_ids, done.logprobs))
+            turns.append((done.token_ids, done.logprobs))
             context = [*context, *done.token_ids, *rng.integers(0, 14, 2 + number % 11).tolist()]
         sampler.release(str(number))
-        return found
+        return turns
 
     async def every_session():
         return await asyncio.gather(*map(session, range(20)))
@@ -70,18 +70,18 @@ def expected(policy, params):
     return sample(policy, params, MeshConfig(1, 1, 1))[1]
 
 
-def check(found, expected):
-    for session, wanted in zip(found, expected, strict=True):
-        for (tokens, logprobs), (wanted_tokens, wanted_logprobs) in zip(session, wanted, strict=True):
-            assert tokens == wanted_tokens
-            np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-4)
+def check(completions, expected):
+    for session, expected_session in zip(completions, expected, strict=True):
+        for (tokens, logprobs), (ours, our_logprobs) in zip(session, expected_session, strict=True):
+            assert tokens == ours
+            np.testing.assert_allclose(logprobs, our_logprobs, atol=1e-4)
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("mesh", [MeshConfig(2, 4, 1), MeshConfig(1, 4, 2), MeshConfig(1, 2, 4)], ids=str)
 def test_rows_are_split_over_the_devices_and_stay_there(policy, params, expected, mesh):
-    sampler, found = sample(policy, params, mesh)
-    check(found, expected)
+    sampler, completions = sample(policy, params, mesh)
+    check(completions, expected)
     # Two key-value heads: over tensor=4 the slots are split.
     groups, heads = (8, 2) if mesh.tensor != 2 else (4, 1)
     for keys, _ in sampler._engine._cache:
@@ -118,8 +118,8 @@ def test_prefill_moves_weights_and_sums_of_a_devices_own_rows(mesh):
 
 @pytest.mark.medium
 def test_devices_with_all_parameters_wait_for_no_other(policy, params, expected):
-    sampler, found = sample(policy, params, MeshConfig(2, 1, 1))
-    check(found, expected)
+    sampler, completions = sample(policy, params, MeshConfig(2, 1, 1))
+    check(completions, expected)
     lowered = sampler.lower()
     for name in ("decode", "copy"):
         text = lowered[name].compile().as_text()
@@ -144,8 +144,8 @@ def test_a_window_shows_all_that_is_there(policy, params, expected, monkeypatch)
 @pytest.mark.medium
 def test_one_program_reads_no_more_than_the_longest_row_needs(policy, params, expected, monkeypatch):
     monkeypatch.setattr(engine, "STEP", 16)
-    sampler, found = sample(policy, params, MeshConfig(1, 1, 1))
-    check(found, expected)
+    sampler, completions = sample(policy, params, MeshConfig(1, 1, 1))
+    check(completions, expected)
     sampler._engine._cache = jax.tree.map(
         lambda leaf: leaf.at[..., 32:, :].set(np.nan), sampler._engine._cache
     )
@@ -158,10 +158,10 @@ def test_one_program_reads_no_more_than_the_longest_row_needs(policy, params, ex
 
 @pytest.mark.medium
 def test_tiles_of_a_few_rows_on_a_mesh(policy, params, expected, monkeypatch):
-    monkeypatch.setitem(tiles.TILE_TOKENS, "cpu", 24)  # three rows of eight tokens
-    sampler, found = sample(policy, params, MeshConfig(1, 2, 2))
+    monkeypatch.setitem(prefixes.TILE_TOKENS, "cpu", 24)  # three rows of eight tokens
+    sampler, completions = sample(policy, params, MeshConfig(1, 2, 2))
     assert sampler._engine._tile.rows == 3 and not sampler._engine._tile.is_whole
-    check(found, expected)
+    check(completions, expected)
 
 
 @pytest.mark.medium

@@ -49,9 +49,11 @@ def test_every_worker_has_its_own_devices_log_and_options(events):
         assert urls == [f"http://vllm_worker_{number}" for number in range(3)]
     assert [what for what, _, _ in happened] == ["start"] * 3 + ["wait"] * 3 + ["stop"] * 3
     workers = [worker for what, _, worker in happened if what == "start"]
-    assert [one.environment for one in workers] == [{"CUDA_VISIBLE_DEVICES": d} for d in ("4,5", "6", "7")]
-    for one in workers:
-        words = one.command
+    assert [worker.environment for worker in workers] == [
+        {"CUDA_VISIBLE_DEVICES": d} for d in ("4,5", "6", "7")
+    ]
+    for worker in workers:
+        words = worker.command
         options = {name: words[words.index(f"--{name}") + 1] for name in ("model", "dtype", "flavour")}
         assert options == {"model": "model", "dtype": "float32", "flavour": "cpu"}
         assert words[words.index("--max_model_len") + 1] == "512"
@@ -76,39 +78,39 @@ def test_all_end_where_one_does_not_become_ready(events):
 
 class Info(Handler):
     def do_GET(self):
-        known = self.path == "/weight_info"
-        self.reply(*((200, {"weight_version": "abc/3"}) if known else (404, {})))
+        is_info = self.path == "/weight_info"
+        self.reply(*((200, {"weight_version": "abc/3"}) if is_info else (404, {})))
 
 
 def test_running_workers_are_taken_as_they_are_and_those_that_are_missing_are_named(events):
     happened, _ = events
-    said = []
+    lines = []
     with serving(Info) as first, serving(Info) as second:
-        with opened(said.append, urls=[first, second]) as urls:
+        with opened(lines.append, urls=[first, second]) as urls:
             assert urls == [first, second]
-        assert said == []
-        with opened(said.append, urls=[first, "http://127.0.0.1:9"], patience=600.0) as urls:
+        assert lines == []
+        with opened(lines.append, urls=[first, "http://127.0.0.1:9"], patience=600.0) as urls:
             assert urls == [first, "http://127.0.0.1:9"]
-    assert len(said) == 1 and said[0].startswith(
+    assert len(lines) == 1 and lines[0].startswith(
         "vLLM worker http://127.0.0.1:9 is left out until it answers"
     )
     assert happened == []
 
 
 def test_a_worker_that_is_still_starting_is_waited_for(events):
-    said = []
-    with late(Info) as url, opened(said.append, urls=[url], patience=60.0) as urls:
+    lines = []
+    with late(Info) as url, opened(lines.append, urls=[url], patience=60.0) as urls:
         assert urls == [url]
-    assert len(said) == 1
-    assert said[0].startswith(f"waiting up to 60 s for vLLM worker {url} (")
-    assert said[0].endswith("otherwise start it with scripts/launch_vllm_worker.sh or correct sampler.urls")
+    assert len(lines) == 1
+    assert lines[0].startswith(f"waiting up to 60 s for vLLM worker {url} (")
+    assert lines[0].endswith("otherwise start it with scripts/launch_vllm_worker.sh or correct sampler.urls")
 
 
 @pytest.mark.parametrize("content", [{"weight_version": "abc/3"}, {"error": "loading"}, b"<html>"], ids=repr)
 def test_a_worker_that_says_that_it_cannot_answer_yet_is_waited_for(events, monkeypatch, content):
     """Whatever stands in its reply."""
     monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
-    statuses, said = [503, 500], []
+    statuses, lines = [503, 500], []
 
     class Starting(Info):
         def do_GET(self):
@@ -117,9 +119,9 @@ def test_a_worker_that_says_that_it_cannot_answer_yet_is_waited_for(events, monk
             else:
                 super().do_GET()
 
-    with serving(Starting) as url, opened(said.append, urls=[url], patience=60.0) as urls:
+    with serving(Starting) as url, opened(lines.append, urls=[url], patience=60.0) as urls:
         assert urls == [url] and not statuses
-    assert len(said) == 1 and said[0].startswith(f"waiting up to 60 s for vLLM worker {url} (")
+    assert len(lines) == 1 and lines[0].startswith(f"waiting up to 60 s for vLLM worker {url} (")
 
 
 def test_a_worker_that_never_comes_and_what_is_no_worker_end_the_run(events):
@@ -131,10 +133,10 @@ def test_a_worker_that_never_comes_and_what_is_no_worker_end_the_run(events):
         def do_GET(self):
             self.reply(404, {})
 
-    said = []
+    lines = []
     with serving(Other) as url, pytest.raises(UserError, match=f"{url}: no /weight_info; start the worker"):
-        opened(said.append, urls=[url], patience=600.0).__enter__()
-    assert said == []  # at once
+        opened(lines.append, urls=[url], patience=600.0).__enter__()
+    assert lines == []  # at once
 
 
 @pytest.mark.parametrize(("dtype", "given"), [("", "float32"), ("bfloat16", "bfloat16")])

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from calibadv_jax.sampler.prefixes import Prefixes, common_prefix
-from calibadv_jax.sampler.tiles import TileShape
+from calibadv_jax.sampler.prefixes import Prefixes, TileShape, common_prefix
 
 WIDTH = 4
 
@@ -14,22 +13,22 @@ def run(waves, cache, tile):
     copied = 0
     for wave in waves:
         for group, copies in enumerate(wave.copies):
-            for one in copies:
-                source, target = (cache[group * tile.slots + at] for at in (one.source, one.target))
-                target[: one.columns] = source[: one.columns]
-                copied += one.columns
+            for copy in copies:
+                source, target = (cache[group * tile.slots + at] for at in (copy.source, copy.target))
+                target[: copy.columns] = source[: copy.columns]
+                copied += copy.columns
         for group, segments in enumerate(wave.segments):
-            for one in segments:
-                row = cache[group * tile.slots + one.row]
-                assert len(row) >= one.start  # what stands before it is there
-                row[one.start :] = [(token, one.start) for token in one.tokens]
+            for copy in segments:
+                row = cache[group * tile.slots + copy.row]
+                assert len(row) >= copy.start  # what stands before it is there
+                row[copy.start :] = [(token, copy.start) for token in copy.tokens]
     return copied, sum(tile.count(wave.segments) for wave in waves)
 
 
 def alone(context):
     """The columns of a context that is computed by itself."""
-    wanted = context[:-1]
-    return [(token, at - at % WIDTH) for at, token in enumerate(wanted)]
+    tokens = context[:-1]
+    return [(token, at - at % WIDTH) for at, token in enumerate(tokens)]
 
 
 @pytest.fixture
@@ -76,26 +75,26 @@ def test_random_sessions_hold_what_they_would_alone(tile, seed):
     rng = np.random.default_rng(seed)
     prefixes, held, cache = Prefixes(tile), [[] for _ in range(12)], [[] for _ in range(12)]
     starts = [rng.integers(0, 3, 11).tolist() for _ in range(3)]
-    wanted, copied = {}, 0
+    contents, copied = {}, 0
     for _ in range(12):
         contexts = {}
         for slot in rng.permutation(12)[: rng.integers(1, 12)].tolist():
             if held[slot] and rng.random() < 0.4:  # goes on: its next turn follows what it decoded
                 decoded = rng.integers(0, 3, 2).tolist()
-                wanted[slot] += [(token, None) for token in decoded]
+                contents[slot] += [(token, None) for token in decoded]
                 cache[slot][len(held[slot]) :] = [(token, None) for token in decoded]
                 held[slot].extend(decoded)
                 new = rng.integers(0, 3, 6).tolist()
                 at = len(held[slot])
-                wanted[slot] += [(t, at + i - i % WIDTH) for i, t in enumerate(new[:-1])]
+                contents[slot] += [(t, at + i - i % WIDTH) for i, t in enumerate(new[:-1])]
                 contexts[slot] = [*held[slot], *new]
             else:
                 held[slot].clear()
                 cut = int(rng.integers(1, 12))
                 text = [*starts[rng.integers(3)][:cut], *rng.integers(0, 3, rng.integers(1, 4)).tolist()]
-                contexts[slot], wanted[slot] = text, alone(text)
+                contexts[slot], contents[slot] = text, alone(text)
         copied += run(prefixes.fill(contexts, held), cache, tile)[0]
-        for slot, columns in wanted.items():
+        for slot, columns in contents.items():
             assert cache[slot][: len(columns)] == columns
             assert held[slot] == [token for token, _ in columns]
     assert copied

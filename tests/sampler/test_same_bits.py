@@ -62,14 +62,14 @@ def sample(sampler, numbers, prompt=short_prompt):
 
     async def session(number):
         rng = np.random.default_rng(number)
-        context, found = prompt(number), []
+        context, turns = prompt(number), []
         for turn in range(3):
             sampling = SamplingParams(4 + (number + turn) % 9, 1.0, seed=number)
             done = await sampler.generate(context, sampling, str(number))
-            found.append((done.token_ids, done.logprobs))
+            turns.append((done.token_ids, done.logprobs))
             context = [*context, *done.token_ids, *rng.integers(0, 398, 1 + (11 * number) % 53).tolist()]
         sampler.release(str(number))
-        return found
+        return turns
 
     async def all_of_them():
         return await asyncio.gather(*map(session, numbers))
@@ -93,7 +93,7 @@ def test_a_prompt_that_is_copied_is_as_one_that_is_computed(sampler, monkeypatch
 
     def watched(*arguments):
         waves = plan(*arguments)
-        copies.append(sum(one.columns for wave in waves for group in wave.copies for one in group))
+        copies.append(sum(copy.columns for wave in waves for group in wave.copies for copy in group))
         return waves
 
     monkeypatch.setattr(engine._prefixes, "fill", watched)

@@ -97,10 +97,10 @@ def test_every_token_that_ends_a_completion_may_end_it():
             *letters(rng.choice(["</search", "</answer", "</sea", "<"])),
             *rng.choices(range(len(PIECES)), k=3),
         ]
-        found = RULE.find(tokens, STOP)
-        if found:
+        end = RULE.find(tokens, STOP)
+        if end:
             ends += 1
-            assert RULE.may_end(tokens[found[0] - 1], STOP)
+            assert RULE.may_end(tokens[end[0] - 1], STOP)
     assert ends > 300
 
 

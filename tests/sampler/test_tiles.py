@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from calibadv_jax.sampler.tiles import MOST_TOKENS, TILE_TOKENS, TileShape
+from calibadv_jax.sampler.prefixes import MOST_TOKENS, TILE_TOKENS, TileShape
 
 FEW = TileShape(groups=2, slots=5, rows=2, width=3)  # three tiles a call
 WHOLE = TileShape(groups=2, slots=2, rows=2, width=3)
@@ -43,10 +43,10 @@ FIRST = 4  # column that the longest row begins at
 def test_every_token_is_written_once_and_in_order(shape, length):
     work = [{0: (FIRST, range(100, 100 + length)), 1: (0, [7])}, {1: (0, [8, 9, 10, 11])}]
     calls = list(shape.calls(pending(shape, work)))
-    found = written(shape, calls)
-    assert found[0, 0, FIRST : FIRST + length].tolist() == list(range(100, 100 + length))
-    assert found[0, 1, 0] == 7 and found[1, 1, :4].tolist() == [8, 9, 10, 11]
-    assert (found >= 0).sum() == length + 5 == sum(call.counts.sum() for call in calls)
+    tiles = written(shape, calls)
+    assert tiles[0, 0, FIRST : FIRST + length].tolist() == list(range(100, 100 + length))
+    assert tiles[0, 1, 0] == 7 and tiles[1, 1, :4].tolist() == [8, 9, 10, 11]
+    assert (tiles >= 0).sum() == length + 5 == sum(call.counts.sum() for call in calls)
 
 
 def test_no_more_tiles_than_the_work_needs():

@@ -92,17 +92,17 @@ def test_seeds_stops_and_reasons(pair):
         await sampler.load_snapshot(pair.publish(10, pair.params(10)))
         prompt = prompts(1, 30)[0]
         free = SamplingParams(max_tokens=40, temperature=1.0, seed=5)
-        one, two = [await sampler.generate(prompt, free, name) for name in ("a", "b")]
-        assert one.token_ids == two.token_ids and one.logprobs == two.logprobs
-        assert one.stop_reason in ("length", "eos")
+        first, second = [await sampler.generate(prompt, free, name) for name in ("a", "b")]
+        assert first.token_ids == second.token_ids and first.logprobs == second.logprobs
+        assert first.stop_reason in ("length", "eos")
         other = await sampler.generate(prompt, SamplingParams(max_tokens=40, seed=6), "c")
-        assert other.token_ids != one.token_ids
-        words = pair_tokenizer(pair).convert_ids_to_tokens(one.token_ids)
+        assert other.token_ids != first.token_ids
+        words = pair_tokenizer(pair).convert_ids_to_tokens(first.token_ids)
         stop = words[3]
         cut = await sampler.generate(prompt, SamplingParams(max_tokens=40, seed=5, stop=(stop,)), "d")
         first = words.index(stop)
         assert cut.stop_reason == "stop"
-        assert cut.token_ids == one.token_ids[: first + 1]  # the stop string's own token is kept
+        assert cut.token_ids == first.token_ids[: first + 1]  # the stop string's own token is kept
         with pytest.raises(UserError, match="refuses /inference/v1/generate: .*maximum model length"):
             await sampler.generate(prompts(1, MAX_LENGTH + 100)[0], free, "e")
 

@@ -14,8 +14,7 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import REFUSAL, RequestFailed, UserError
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.sampler import vllm_sampler
-from calibadv_jax.sampler.vllm_requests import read_completion
-from calibadv_jax.sampler.vllm_sampler import VllmSampler
+from calibadv_jax.sampler.vllm_sampler import VllmSampler, read_completion
 
 VOCABULARY = 400
 

@@ -54,9 +54,9 @@ class Server:
         for token in self.script[done : done + limit]:
             written.append(token)
             text = RULE.text(written)
-            found = [one for one in sampling["stop"] if one in text]
-            if found or token in sampling["stop_token_ids"]:
-                reason, stop = "stop", found[0] if found else token
+            stops = [stop for stop in sampling["stop"] if stop in text]
+            if stops or token in sampling["stop_token_ids"]:
+                reason, stop = "stop", stops[0] if stops else token
                 break
         written += self.script[done + len(written) :][: self.overshoot if stop else 0]
         choice = {

@@ -67,7 +67,11 @@ def test_completions_that_a_dead_server_holds_are_written_elsewhere(tmp_path, mo
             tasks = [asyncio.create_task(sampler.generate(PROMPT, SAMPLING, f"s{n}")) for n in range(6)]
             written = await asyncio.gather(*tasks)
             assert servers[0].waiting == 3
-            return [one.token_ids for one in written], sampler.lost_count, sampler.workers[0].busy
+            return (
+                [completion.token_ids for completion in written],
+                sampler.lost_count,
+                sampler.workers[0].busy,
+            )
 
     assert run(work()) == ([SCRIPT] * 6, 1, 0)
     assert asked and set(asked) <= {samplers[0].workers[0].url, samplers[0].workers[1].url}

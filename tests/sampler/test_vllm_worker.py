@@ -15,7 +15,7 @@ from http_rig import Handler, serving
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.sampler import vllm_worker
-from calibadv_jax.sampler.vllm_requests import error_message
+from calibadv_jax.sampler.vllm_sampler import error_message
 from calibadv_jax.services.http_client import Unreachable, open_session
 
 ROOT = Path(vllm_worker.__file__).parents[2]
@@ -149,8 +149,8 @@ def test_a_launcher_that_is_killed_leaves_neither_server_nor_engine(launch, tmp_
 
 def is_running(pid):
     """Whether the process exists and is no zombie, which nobody may be there to collect."""
-    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return found.stdout.strip()[:1] not in ("", "Z")
+    listing = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return listing.stdout.strip()[:1] not in ("", "Z")
 
 
 @pytest.mark.parametrize("body", [b" " * (2**26 + 1), b"[" * 100_000], ids=["long", "brackets"])

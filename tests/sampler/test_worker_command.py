@@ -5,9 +5,8 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from calibadv_jax.sampler import vllm_command
-from calibadv_jax.sampler.vllm_command import server_command
-from calibadv_jax.sampler.vllm_worker import parse
+from calibadv_jax.sampler import vllm_worker
+from calibadv_jax.sampler.vllm_worker import parse, server_command
 
 
 def command(*arguments, port=8123):
@@ -70,8 +69,8 @@ def test_the_build_that_is_installed_is_used(package, version, flavour, monkeypa
             raise PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(vllm_command, "version", version_of)
-    assert vllm_command.installed_flavour() == flavour
+    monkeypatch.setattr(vllm_worker, "version", version_of)
+    assert vllm_worker.installed_flavour() == flavour
     _, environment = command()
     assert ("VLLM_CPU_KVCACHE_SPACE" in environment) == (flavour == "cpu")
     assert "VLLM_CPU_KVCACHE_SPACE" not in command("--flavour", "gpu")[1]

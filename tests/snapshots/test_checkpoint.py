@@ -186,7 +186,7 @@ def test_the_other_tensors_of_a_damaged_checkpoint_are_not_heard(tiny, store, st
     """Orbax reads them side by side. asyncio would tell of each that failed later, Python of each that came
     when the event loop was closed."""
     heard = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda one: heard.append(str(one.exc_value)))
+    monkeypatch.setattr(sys, "unraisablehook", lambda report: heard.append(str(report.exc_value)))
     store.save(1, state, EXTRA)
     for path in (store.folder / "1/state").rglob("d/*"):
         path.write_bytes(b"")
@@ -199,7 +199,7 @@ def test_the_other_tensors_of_a_damaged_checkpoint_are_not_heard(tiny, store, st
 
     asyncio.run(forget())
     gc.collect()
-    assert not [one.getMessage() for one in caplog.records if one.name == "asyncio"]
+    assert not [report.getMessage() for report in caplog.records if report.name == "asyncio"]
     reading = given_up()
     reading.send(None)
     del reading

@@ -317,16 +317,19 @@ def test_a_hash_tells_weights_apart_wherever_they_differ_and_however_they_lie(tm
             (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
         return weights_hash(folder)
 
-    known = hashed("a", tensors)
+    expected = hashed("a", tensors)
     halves = [{"t0": tensors["t0"], "small": tensors["small"]}, {"t1": tensors["t1"], "t2": tensors["t2"]}]
-    assert hashed("b", *halves) == known == hashed("c", tensors)
+    assert hashed("b", *halves) == expected == hashed("c", tensors)
     for number, at in enumerate((0, count // 2, count - 1)):
         changed = tensors["t2"].copy()
         changed[at] += 1
-        assert hashed(f"d{number}", tensors | {"t2": changed}) != known
-    assert hashed("e", tensors | {"small": np.array([1, 1, 2], np.float32)}) != known
-    assert hashed("f", tensors | {"small": np.ones((3, 1), np.float32)}) != known
-    assert hashed("g", {"u" if name == "small" else name: one for name, one in tensors.items()}) != known
+        assert hashed(f"d{number}", tensors | {"t2": changed}) != expected
+    assert hashed("e", tensors | {"small": np.array([1, 1, 2], np.float32)}) != expected
+    assert hashed("f", tensors | {"small": np.ones((3, 1), np.float32)}) != expected
+    assert (
+        hashed("g", {"u" if name == "small" else name: tensor for name, tensor in tensors.items()})
+        != expected
+    )
 
 
 @pytest.mark.parametrize("left", [0, 5, 40, -1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import fsspec
 import jax
 import numpy as np
 import pytest
+from fsspec.implementations.dirfs import DirFileSystem
 from trainer_rig import (
     GUARDED,
     Collapsing,
@@ -32,8 +34,7 @@ from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.snapshots import mirror as mirror_module
-from calibadv_jax.snapshots.mirror import MARKER, OBJECTS, bring_newest, open_mirror
-from calibadv_jax.snapshots.object_store import ObjectStore
+from calibadv_jax.snapshots.mirror import MARKER, OBJECTS, Mirror, bring_newest, open_mirror
 
 pytestmark = pytest.mark.medium
 HOLD = """
@@ -132,14 +133,14 @@ def test_interrupted_upload_leaves_the_older_checkpoint(tmp_path, monkeypatch):
     """The objects are there but for the last one; the next start uploads them anew and removes the others."""
     store = tmp_path / "store"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    put = ObjectStore.put
+    put = DirFileSystem.put
 
-    def interrupted(self, files):
-        put(self, dict(list(files.items())[:-1]))
+    def interrupted(self, files, objects, **options):
+        put(self, files[:-1], objects[:-1], **options)
         raise OSError("the network is away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ObjectStore, "put", interrupted)
+        patch.setattr(DirFileSystem, "put", interrupted)
         patch.setattr(mirror_module, "PATIENCE", 0.5)
         start(config_at(tmp_path / "a", store, learner={"steps": 4}))
     assert steps_at(store) == [2]
@@ -154,7 +155,7 @@ def test_interrupted_upload_leaves_the_older_checkpoint(tmp_path, monkeypatch):
 def test_store_that_is_away_stops_nothing(tmp_path, monkeypatch, capsys):
     """Reported once when it goes and once when it is back; what was missed is copied then."""
     store, away = tmp_path / "store", threading.Event()
-    create = ObjectStore.create
+    create = Mirror._create
 
     def create_or_fail(self, name, data):
         if away.is_set():
@@ -172,8 +173,8 @@ def test_store_that_is_away_stops_nothing(tmp_path, monkeypatch, capsys):
                 away.clear()
                 until(lambda: not copier._failure)
 
-    monkeypatch.setattr(ObjectStore, "create", create_or_fail)
-    monkeypatch.setattr(mirror_module, "SLOWEST", 0.1)
+    monkeypatch.setattr(Mirror, "_create", create_or_fail)
+    monkeypatch.setattr(mirror_module, "PAUSE", 0.1)
     config = config_at(tmp_path / "a", store, learner={"steps": 8}, checkpoint={"every": 1})
     copier = open_mirror(config, Console())
     monkeypatch.setattr(mirror_module, "Mirror", lambda *_: copier)
@@ -206,7 +207,7 @@ def test_older_start_ends_after_a_takeover(tmp_path):
 def test_lost_answer_is_no_takeover(tmp_path, monkeypatch):
     """The store has created the marker's version, but the connection broke before it said so."""
     store, lost = tmp_path / "store", []
-    create = ObjectStore.create
+    create = Mirror._create
 
     def create_and_fail(self, name, data):
         is_created = create(self, name, data)
@@ -215,7 +216,7 @@ def test_lost_answer_is_no_takeover(tmp_path, monkeypatch):
             raise ConnectionError("broken pipe")
         return is_created
 
-    monkeypatch.setattr(ObjectStore, "create", create_and_fail)
+    monkeypatch.setattr(Mirror, "_create", create_and_fail)
     start(config_at(tmp_path / "a", store, learner={"steps": 4}))
     assert len(lost) == 2 and steps_at(store) == [2, 4] and is_whole(store)
 
@@ -225,9 +226,9 @@ def test_store_without_conditional_puts_is_refused(tmp_path, monkeypatch):
         (tmp_path / "store" / name).parent.mkdir(parents=True, exist_ok=True)
         return bool((tmp_path / "store" / name).write_bytes(data))
 
-    monkeypatch.setattr(ObjectStore, "create", replace_object)
+    monkeypatch.setattr(Mirror, "_create", replace_object)
     mirror = open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False))
-    with pytest.raises(UserError, match="the store ignores conditional puts .If-None-Match.; use one"):
+    with pytest.raises(UserError, match="the store ignores conditional puts"):
         mirror.fetch(claim=True)
 
 
@@ -246,15 +247,15 @@ def test_older_start_cannot_write_its_marker(tmp_path, monkeypatch, s3, kind):
     """It is taken over between its check and its write: the store stays with the newer start."""
     url = tmp_path / "store" if kind == "folder" else f"{s3}/run"
     older = config_at(tmp_path / "a", url, learner={"steps": 4})
-    create, mirrors = ObjectStore.create, []
+    create, mirrors = Mirror._create, []
 
     def create_late(self, name, data):
-        if mirrors and self is mirrors[0]._store and json.loads(data)["steps"] == [2, 4]:
+        if mirrors and self is mirrors[0] and json.loads(data)["steps"] == [2, 4]:
             start(config_at(tmp_path / "b", url, learner={"steps": 3}, checkpoint={"every": 3}))
         return create(self, name, data)
 
     with pytest.raises(UserError, match="was taken over"), monkeypatch.context() as patch:
-        patch.setattr(ObjectStore, "create", create_late)
+        patch.setattr(Mirror, "_create", create_late)
         mirror_of = mirror_module.Mirror
         patch.setattr(mirror_module, "Mirror", lambda *rest: mirrors.append(mirror_of(*rest)) or mirrors[-1])
         start(older)
@@ -266,15 +267,15 @@ def test_older_start_cannot_write_its_marker(tmp_path, monkeypatch, s3, kind):
 def test_slow_store_gets_the_newest_checkpoint(tmp_path, monkeypatch):
     """Each upload takes longer than a checkpoint is kept in the run's folder."""
     store, folder, uploads = tmp_path / "store", tmp_path / "a", []
-    put = ObjectStore.put
+    put = DirFileSystem.put
 
-    def put_slowly(self, files):
+    def put_slowly(self, *arguments, **options):
         step = max(checkpoints(folder))
         until(lambda: max(checkpoints(folder)) in (8, step + 3))
         uploads.append(step)
-        return put(self, files)
+        return put(self, *arguments, **options)
 
-    monkeypatch.setattr(ObjectStore, "put", put_slowly)
+    monkeypatch.setattr(DirFileSystem, "put", put_slowly)
     start(config_at(folder, store, learner={"steps": 8}, checkpoint={"every": 1, "keep": 1}))
     assert steps_at(store) == [8] and len(uploads) < 8 and is_whole(store)
     assert open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
@@ -327,17 +328,16 @@ def test_rollback_deletes_checkpoints_from_the_store_first(tmp_path):
 
 def test_upload_under_way_is_dropped_by_a_rollback(tmp_path, monkeypatch):
     store, uploading, rolled_back = tmp_path / "store", threading.Event(), threading.Event()
-    put, ended = ObjectStore.put, threading.Event()
+    put, ended = DirFileSystem.put, threading.Event()
 
-    def put_late(self, files):
-        is_bad = any("/checkpoints/4/" in str(link) for link in files.values()) and not uploading.is_set()
+    def put_late(self, files, *arguments, **options):
+        is_bad = any("/checkpoints/4/" in file for file in files) and not uploading.is_set()
         if is_bad:
             uploading.set()
             rolled_back.wait()
-        sizes = put(self, files)
+        put(self, files, *arguments, **options)
         if is_bad:
             ended.set()
-        return sizes
 
     class Back(Collapsing):
         def load(self, version, params):
@@ -351,7 +351,7 @@ def test_upload_under_way_is_dropped_by_a_rollback(tmp_path, monkeypatch):
                 until(lambda: is_whole(store))  # the next copy removes its objects
                 assert steps_at(store) == [1, 2, 3]
 
-    monkeypatch.setattr(ObjectStore, "put", put_late)
+    monkeypatch.setattr(DirFileSystem, "put", put_late)
     start(rollback_config(tmp_path / "a", store), Back())
     assert ended.is_set() and steps_at(store) == [1, 2, 3, 4, 5, 6] and is_whole(store)
 
@@ -365,7 +365,7 @@ def rollback_config(folder, store):
 def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch):
     """The store is away at the rollback, and the run is killed after it; an older machine comes back too."""
     store, folder = tmp_path / "store", tmp_path / "a"
-    create = ObjectStore.create
+    create = Mirror._create
 
     class Killed(Collapsing):
         def load(self, version, params):
@@ -373,7 +373,7 @@ def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch):
             if version == 5:
                 until(lambda: steps_at(store)[-1] == 4)
                 shutil.copytree(folder, tmp_path / "older", ignore=shutil.ignore_patterns(".*"))
-                monkeypatch.setattr(ObjectStore, "create", fail)
+                monkeypatch.setattr(Mirror, "_create", fail)
             if version == 3 and self.seed:
                 raise RuntimeError("killed")
 
@@ -383,7 +383,7 @@ def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch):
     monkeypatch.setattr(mirror_module, "HURRY", 0.0)
     with pytest.raises(RuntimeError, match="killed"):
         start(rollback_config(folder, store), Killed())
-    monkeypatch.setattr(ObjectStore, "create", create)
+    monkeypatch.setattr(Mirror, "_create", create)
     assert steps_at(store)[-1] == 4 and checkpoints(folder) == [1, 2, 3]
     mirror = open_mirror(rollback_config(folder, store), Console(progress=False))
     assert not mirror.fetch(claim=True)
@@ -427,17 +427,17 @@ def test_interrupted_fetch_is_no_other_run(tmp_path, monkeypatch):
     store = tmp_path / "store"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
     mirror = open_mirror(config_at(tmp_path / "b", store), Console(progress=False))
-    get = ObjectStore.get
+    get = DirFileSystem.get
 
-    def cut(self, files):
-        get(self, files)
-        for path in files.values():
+    def cut(self, objects, files):
+        get(self, objects, files)
+        for path in map(Path, files):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         raise OSError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ObjectStore, "get", cut)
-        with pytest.raises(OSError, match="killed"):
+        patch.setattr(DirFileSystem, "get", cut)
+        with pytest.raises(EnvironmentFailure, match="killed"):
             mirror.fetch()
     assert not (tmp_path / "b/configs/0.yaml").exists()
     assert mirror.has_newer() and mirror.fetch() and not mirror.has_newer()
@@ -516,7 +516,7 @@ def test_place_that_is_no_copy_is_refused(tmp_path, text):
     place = tmp_path / "store" / MARKER
     place.mkdir(parents=True)
     (place / "00000001").write_text(text)
-    with pytest.raises(UserError, match="marker: not a run's copy; choose another run.mirror"):
+    with pytest.raises(UserError, match="marker is not of a run's copy"):
         open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False)).fetch()
 
 
@@ -541,7 +541,7 @@ def test_copy_with_a_cut_file_is_refused(tmp_path):
 def test_end_of_a_run_names_the_missing_step(tmp_path, monkeypatch, capsys):
     """A store that hangs holds up neither an orderly end nor one by a signal."""
     hanging = threading.Event()
-    monkeypatch.setattr(ObjectStore, "put", lambda self, files: hanging.wait() and [])
+    monkeypatch.setattr(DirFileSystem, "put", lambda *_, **__: hanging.wait())
     monkeypatch.setattr(mirror_module, "PATIENCE", 0.2)
     monkeypatch.setattr(mirror_module, "HURRY", 0.1)
     config = config_at(tmp_path / "a", tmp_path / "store", learner={"steps": 2})
@@ -568,3 +568,95 @@ def test_missing_bucket_is_one_line(tmp_path, s3):
 def test_store_as_run_dir_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"s3://a/b is no folder.*set run\.mirror to it"):
         make_config(tmp_path, run={"dir": "s3://a/b"})
+
+
+def open_store(url, console=None):
+    return Mirror(str(url), Path("/tmp/run"), 1, console or Console(progress=False))
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_object_is_created_once(tmp_path, s3, kind):
+    url = tmp_path / "store" if kind == "folder" else f"{s3}/a"
+    results, threads = [], []
+    for number in range(8):
+        data = bytes([number]) * 1000
+        create = lambda data=data: results.append((open_store(url)._create("marker/1", data), data))  # noqa: E731
+        threads.append(threading.Thread(target=create))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [winner] = [data for is_created, data in results if is_created]
+    store = open_store(url)
+    assert len(results) == 8 and store._store.cat_file("marker/1") == winner
+    assert store._list("marker") == {"1": 1000} and store._list("") == {"marker": store._list("")["marker"]}
+
+
+def test_hanging_store_is_an_environment_failure(tmp_path, monkeypatch, capsys):
+    """A service that takes connections and never answers."""
+    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.getsockname()))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "testing")
+        monkeypatch.setattr(mirror_module, "STALLED", 2)
+        monkeypatch.setattr(mirror_module, "NOTED", 1)
+        with pytest.raises(EnvironmentFailure, match="has not answered for 2 s") as ended:
+            Mirror("s3://runs/a", tmp_path, 1, Console()).has_newer()
+    assert exit_status(ended.value) == 75
+    assert "waiting for run.mirror=s3://runs/a (reading its marker)" in capsys.readouterr().err
+
+
+def test_stalled_fetch_ends_and_slow_one_goes_on(tmp_path, monkeypatch):
+    """A transfer may take longer than STALLED seconds if files grow meanwhile."""
+    store, hanging = tmp_path / "store", threading.Event()
+    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
+    monkeypatch.setattr(mirror_module, "STALLED", 0.6)
+    monkeypatch.setattr(mirror_module, "NOTED", 0.2)
+    get = DirFileSystem.get
+
+    def get_slowly(self, objects, files):
+        for file in files:
+            for size in range(8):
+                Path(file).parent.mkdir(parents=True, exist_ok=True)
+                Path(file).write_bytes(b"x" * size)
+                threading.Event().wait(0.2)
+        get(self, objects, files)
+
+    monkeypatch.setattr(DirFileSystem, "get", lambda *_: hanging.wait())
+    with pytest.raises(EnvironmentFailure, match=r"has not answered for 0\.6"):
+        open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
+    hanging.set()
+    assert checkpoints(tmp_path / "b") == []
+    monkeypatch.setattr(DirFileSystem, "get", get_slowly)
+    mirror = open_mirror(config_at(tmp_path / "c", store), Console(progress=False))
+    with mirror.inputs() as count:
+        assert count == 2
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("gs://bucket/run", r"gcsfs.*pip install .*'calibadv-jax\[gcs\]'"),
+        ("floppy://a/run", "no conditional put is known for floppy://; use a folder, s3://"),
+        ("memory://a/run", "no conditional put is known for memory://; use a folder, s3://"),
+    ],
+)
+def test_unusable_kind_of_store_is_refused(url, message):
+    with pytest.raises(UserError, match=message):
+        open_store(url)
+
+
+def test_precondition_without_its_name_is_understood(s3, monkeypatch):
+    """As of services that do not say which condition failed."""
+    store = open_store(f"{s3}/a")
+
+    def refuse(*_, **__):
+        error = OSError("At least one of the pre-conditions you specified did not hold")
+        error.__cause__ = type(
+            "ClientError", (Exception,), {"response": {"Error": {"Code": "PreconditionFailed"}}}
+        )()
+        raise error
+
+    monkeypatch.setattr(DirFileSystem, "pipe_file", refuse)
+    assert store._create("marker/1", b"x") is False

@@ -197,7 +197,7 @@ def continued(model, prompts):
             ].tolist()
             for prompt in prompts
         ]
-    assert all(len(one) == 8 for one in written)
+    assert all(len(tokens) == 8 for tokens in written)
     return written
 
 

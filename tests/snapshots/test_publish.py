@@ -16,7 +16,7 @@ from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import unflatten
 from calibadv_jax.snapshots import publish as publish_module
-from calibadv_jax.snapshots.layout import tensor_shapes
+from calibadv_jax.snapshots.checkpoint import tensor_shapes
 from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest, read_tensors
 
 
@@ -57,10 +57,10 @@ def test_orbax_alone_reads_what_was_published_and_has_nothing_to_warn_of(tiny, s
     folder = publish(store, tiny, 0)
     assert not caplog.records
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        found = checkpointer.restore(folder / "params")
+        restored = checkpointer.restore(folder / "params")
     kernel = np.asarray(tiny.params["layers"]["attn"]["q"]["kernel"])
-    assert np.array_equal(found["layers"]["attn"]["q"]["kernel"], kernel.swapaxes(1, 2))
-    assert tensor_shapes(found).keys() == tensor_shapes(tiny.params).keys()
+    assert np.array_equal(restored["layers"]["attn"]["q"]["kernel"], kernel.swapaxes(1, 2))
+    assert tensor_shapes(restored).keys() == tensor_shapes(tiny.params).keys()
 
 
 @pytest.mark.medium
@@ -97,12 +97,12 @@ def test_a_snapshot_of_another_policy_is_refused_with_all_differences(tiny, stor
     folder = publish(store, tiny, 0)
     with pytest.raises(UserError, match=r"snapshot of another policy; 3 tensor\(s\) do not fit: ") as caught:
         load_snapshot(folder, tiny.other, None)
-    for name, found, expected in (
+    for name, array, expected in (
         ("gate", "[2, 16, 24]", "[2, 16, 32]"),
         ("up", "[2, 16, 24]", "[2, 16, 32]"),
         ("down", "[2, 24, 16]", "[2, 32, 16]"),
     ):
-        assert f"layers.mlp.{name}.kernel has shape {found} instead of {expected}" in str(caught.value)
+        assert f"layers.mlp.{name}.kernel has shape {array} instead of {expected}" in str(caught.value)
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -190,13 +190,13 @@ def test_workers_that_share_the_hashes_find_what_one_finds(tiny, store):
     for file in [path for path in (folder / "params").rglob("*") if path.name.startswith("0")]:
         published = file.read_bytes()
         file.write_bytes(published[:-1] + bytes([published[-1] ^ 1]))
-        found = []
+        names = []
         for rank in range(3):
             try:
                 read_tensors(folder, slice(rank, None, 3))
             except UserError as error:
-                found.append(str(error))
-        assert len(found) == 1 and f"{file.parent.name} differs" in found[0], file
+                names.append(str(error))
+        assert len(names) == 1 and f"{file.parent.name} differs" in names[0], file
         file.write_bytes(published)
     assert tiny.same(unflatten(read_tensors(folder)), tiny.params)
 

@@ -27,8 +27,8 @@ def main(folder: Path) -> None:
             enforce_eager=True,
             generation_config="vllm",
         )
-        asked = [{"prompt_token_ids": one} for one in prompts]
-        tokens[name] = [list(one.outputs[0].token_ids) for one in engine.generate(asked, greedy)]
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        tokens[name] = [list(prompt.outputs[0].token_ids) for prompt in engine.generate(asked, greedy)]
         del engine
         cleanup_dist_env_and_memory()
     (folder / "tokens.json").write_text(json.dumps(tokens))

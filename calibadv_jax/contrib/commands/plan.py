@@ -37,7 +37,7 @@ from calibadv_jax.contrib.planning.ways_out import memory_of, ways_out
 from calibadv_jax.contrib.planning.work import Rollouts, Step, expected_rollouts, step_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
-from calibadv_jax.hosts.workers import check_workers
+from calibadv_jax.hosts.joining import check_workers
 from calibadv_jax.metrics.console import Console, duration, number, table
 from calibadv_jax.policy.architecture import Architecture
 

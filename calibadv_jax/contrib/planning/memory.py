@@ -22,7 +22,7 @@ from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
 from calibadv_jax.policy.transformer import SCORE_BYTES, Numerics, Params, Policy
 from calibadv_jax.policy.weights import flatten
-from calibadv_jax.sampler.tiles import TileShape
+from calibadv_jax.sampler.prefixes import TileShape
 
 GIB = 1024**3
 GAPS = {"tpu": 1.6}  # a program takes up to so many times what it has in use at once (benchmarks/scale.md)
