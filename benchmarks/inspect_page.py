@@ -22,9 +22,7 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 from benchmarks.generated_run import make_run
-from calibadv_jax.contrib.pages.run_files import RunFiles
-from calibadv_jax.contrib.pages.serve import make_server
-from calibadv_jax.contrib.pages.site import Site
+from calibadv_jax.contrib.pages.site import RunFiles, Site, make_server
 
 TIME_FILTER = """([name, value]) => {
   const begun = performance.now();

@@ -9,7 +9,7 @@ from test_doctor import SHAPE
 
 from calibadv_jax.config import Config, PolicyConfig, RetrieverConfig, ToolConfig
 from calibadv_jax.contrib.commands import demonstrate
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import Grammar, parse_turn
 from calibadv_jax.data.demonstration_files import load_demonstrations

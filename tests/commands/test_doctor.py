@@ -12,8 +12,8 @@ from http_rig import Handler, serving
 from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig, load_config
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.contrib.commands import doctor
-from calibadv_jax.contrib.commands.offline_checks import check_shape
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.commands.doctor import check_shape
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.learner.learner import init_params
@@ -323,7 +323,7 @@ def test_each_check_is_named_while_it_runs(config, capsys):
 
 def test_a_host_that_is_too_small_is_a_failure_with_the_keys(config, capsys, monkeypatch):
     """The devices of a CPU share what the host has; offline the run may be meant for another machine."""
-    monkeypatch.setattr("calibadv_jax.contrib.planning.fit.host_memory", lambda: 2.0**20)
+    monkeypatch.setattr("calibadv_jax.contrib.planning.memory.host_memory", lambda: 2.0**20)
     with replying(working_retriever()) as url, pytest.raises(SystemExit):
         doctor.run(with_retriever(config, url))
     lines = capsys.readouterr().out.splitlines()

@@ -23,7 +23,7 @@ from calibadv_jax.config import (
     SftPhase,
     ToolConfig,
 )
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.run import sft_state

@@ -11,7 +11,7 @@ import pytest
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import doctor
-from calibadv_jax.contrib.commands.offline_checks import mesh_sizes
+from calibadv_jax.contrib.commands.doctor import mesh_sizes
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, peak_memory
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.run.folder import differences

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from shelf_rig import BY_ID, find
 
-from calibadv_jax.contrib.annotated import (
+from calibadv_jax.contrib.commands.demonstrate import (
     MAX_QUOTE,
     Lookup,
     demonstrate,

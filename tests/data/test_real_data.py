@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.config import PromptConfig
-from calibadv_jax.contrib.prepare import Filters, prepare
+from calibadv_jax.contrib.commands.prepare_data import Filters, prepare
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import build_prompt

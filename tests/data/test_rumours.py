@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.contrib.worlds.articles import write_passages
-from calibadv_jax.contrib.worlds.asking import ask
 from calibadv_jax.contrib.worlds.demonstrations import Flaws, imperfect, lookups
-from calibadv_jax.contrib.worlds.facts import RUMOUR, make_facts
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
-from calibadv_jax.contrib.worlds.world import generate_world, write_world
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
+from calibadv_jax.contrib.worlds.world import (
+    RUMOUR,
+    ask,
+    generate_world,
+    make_facts,
+    write_passages,
+    write_world,
+)
 
 RUMOURS = WorldConfig(
     train_questions=600,

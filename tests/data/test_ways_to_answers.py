@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.contrib.worlds.articles import write_passages
-from calibadv_jax.contrib.worlds.asking import ask
 from calibadv_jax.contrib.worlds.demonstrations import imperfect, lookups
-from calibadv_jax.contrib.worlds.facts import make_facts
+from calibadv_jax.contrib.worlds.world import ask, make_facts, write_passages
 
 SIZES = {"person": 40, "city": 12, "company": 12, "work": 12}
 

@@ -7,10 +7,8 @@ import pytest
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.contrib.worlds.demonstrations import Flaws, imperfect, lookups
-from calibadv_jax.contrib.worlds.facts import split_of
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
-from calibadv_jax.contrib.worlds.words import POOLS
-from calibadv_jax.contrib.worlds.world import generate_world, write_world
+from calibadv_jax.contrib.worlds.words import POOLS, build_word_tokenizer
+from calibadv_jax.contrib.worlds.world import generate_world, split_of, write_world
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.demonstration_files import load_demonstrations
 from calibadv_jax.data.demonstrations import DemoTurn

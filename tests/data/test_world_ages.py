@@ -10,7 +10,7 @@ import pytest
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.contrib.worlds.demonstrations import drills, imperfect, lookups
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.contrib.worlds.world import generate_world
 from examples.own_tool import Calculator
 

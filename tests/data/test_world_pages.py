@@ -8,7 +8,7 @@ import pytest
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.contrib.worlds.demonstrations import imperfect
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.contrib.worlds.world import generate_world, write_world
 from calibadv_jax.core.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.commands.offline_checks import mesh_sizes
+from calibadv_jax.contrib.commands.doctor import mesh_sizes
 from calibadv_jax.contrib.commands.plan import make_plan
 from calibadv_jax.contrib.planning.hardware import find_target
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, peak_memory

@@ -12,9 +12,7 @@ from http_rig import serving
 from benchmarks.generated_run import answer_turn, make_run, make_turn, search_turn, write_run
 from benchmarks.inspect_page import measure
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.pages.run_files import RunFiles
-from calibadv_jax.contrib.pages.serve import write_site
-from calibadv_jax.contrib.pages.site import Site
+from calibadv_jax.contrib.pages.site import RunFiles, Site, write_site
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,7 @@ import pytest
 from benchmarks.generated_run import make_turn, write_run
 from calibadv_jax.config import AdvantageConfig, Config, PromptConfig
 from calibadv_jax.contrib.pages import index
-from calibadv_jax.contrib.pages.run_files import RunFiles
-from calibadv_jax.contrib.pages.site import Site
+from calibadv_jax.contrib.pages.site import RunFiles, Site
 from calibadv_jax.contrib.pages.transcript import observation_parts
 from calibadv_jax.core.errors import UserError
 

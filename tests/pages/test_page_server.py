@@ -7,9 +7,7 @@ import socket
 
 import pytest
 
-from calibadv_jax.contrib.pages.run_files import RunFiles
-from calibadv_jax.contrib.pages.serve import POLICY, make_server, write_site
-from calibadv_jax.contrib.pages.site import Site
+from calibadv_jax.contrib.pages.site import POLICY, RunFiles, Site, make_server, write_site
 from calibadv_jax.core.errors import UserError
 
 

@@ -3,9 +3,9 @@
 import pytest
 from plan_rig import SHAPE, small
 
+from calibadv_jax.contrib.commands.plan import changed, memory_of, ways_out
 from calibadv_jax.contrib.planning.hardware import find_target, placed_on
 from calibadv_jax.contrib.planning.memory import GIB, peak_memory
-from calibadv_jax.contrib.planning.ways_out import changed, memory_of, ways_out
 from calibadv_jax.policy.architecture import architecture_from_hf
 
 pytestmark = pytest.mark.medium

@@ -10,13 +10,10 @@ from report_rig import keep_step, learning_curve, make_run, quickstart_config
 from benchmarks.generated_run import make_group, make_tokenizer, write_run
 from calibadv_jax import cli
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.pages.run_files import RunFiles
-from calibadv_jax.contrib.pages.serve import make_server
-from calibadv_jax.contrib.pages.site import Site
+from calibadv_jax.contrib.pages.site import RunFiles, Site, make_server
 from calibadv_jax.contrib.report.gather import gather
 from calibadv_jax.contrib.report.page import render
-from calibadv_jax.contrib.report.runs import read_runs
-from calibadv_jax.contrib.report.settings import group_runs
+from calibadv_jax.contrib.report.runs import group_runs, read_runs
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.slow

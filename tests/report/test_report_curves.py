@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from calibadv_jax.contrib.report.curves import moving_mean, over_seeds, thin
+from calibadv_jax.contrib.report.gather import moving_mean, over_seeds, thin
 
 
 def random_runs(draw: random.Random, number: int) -> list[dict[int, float | None]]:

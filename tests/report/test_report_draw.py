@@ -7,13 +7,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from calibadv_jax.contrib.report.curves import over_seeds
-from calibadv_jax.contrib.report.draw import COLOURS, DASHES, HATCHES, WIDTH, draw
+from calibadv_jax.contrib.report.draw import COLOURS, DASHES, HATCHES, SVG, WIDTH, draw, themed_svg
 from calibadv_jax.contrib.report.figures import Figure
-from calibadv_jax.contrib.report.gather import Chart, Panel
+from calibadv_jax.contrib.report.gather import Chart, Panel, over_seeds
 from calibadv_jax.contrib.report.page import css_dashes
-from calibadv_jax.contrib.report.settings import LONGEST_NAME, MAX_SERIES
-from calibadv_jax.contrib.report.svg import SVG, themed_svg
+from calibadv_jax.contrib.report.runs import LONGEST_NAME, MAX_SERIES
 
 
 def chart_of(*panels, by_series=True, limit=None, **options):

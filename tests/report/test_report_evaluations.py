@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from calibadv_jax.contrib.report.evaluations import Score, cell, in_one, read_evaluations
+from calibadv_jax.contrib.report.runs import Score, cell, in_one, read_evaluations
 
 MEANS = {"0": {"all": {"f1": 0.5, "trajectories": 300.0}, "nq": {"f1": 0.25, "trajectories": 100.0}}}
 WITH_INTERVALS = {

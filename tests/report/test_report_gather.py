@@ -8,8 +8,7 @@ from report_rig import learning_curve, make_run, quickstart_config
 
 from calibadv_jax.contrib.report.figures import SECTIONS
 from calibadv_jax.contrib.report.gather import Chart, Gathered, gather, mean_of_last
-from calibadv_jax.contrib.report.runs import read_runs
-from calibadv_jax.contrib.report.settings import group_runs
+from calibadv_jax.contrib.report.runs import group_runs, read_runs
 from calibadv_jax.metrics.summary import ALIASES
 
 

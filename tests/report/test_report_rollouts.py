@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from report_rig import keep_step, make_run
 
-from calibadv_jax.contrib.report.rollouts import MAX_STEPS, chosen_steps, rollout_values
+from calibadv_jax.contrib.report.gather import MAX_STEPS, chosen_steps, rollout_values
 from calibadv_jax.contrib.report.runs import read_runs
 
 

@@ -3,8 +3,7 @@
 import pytest
 from report_rig import HASHES, learning_curve, make_run, quickstart_config
 
-from calibadv_jax.contrib.report.runs import read_runs
-from calibadv_jax.contrib.report.settings import compare, flatten, group_runs
+from calibadv_jax.contrib.report.runs import compare, flatten, group_runs, read_runs
 from calibadv_jax.core.errors import UserError
 
 

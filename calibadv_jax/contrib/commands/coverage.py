@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.annotated import Search, answer_in, queries_for, read_passages
+from calibadv_jax.contrib.commands.demonstrate import Search, answer_in, queries_for, read_passages
 from calibadv_jax.contrib.lookups import look_up_each
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json

@@ -6,9 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from calibadv_jax.contrib.pages.run_files import RunFiles
-from calibadv_jax.contrib.pages.serve import make_server, write_site
-from calibadv_jax.contrib.pages.site import Site
+from calibadv_jax.contrib.pages.site import RunFiles, Site, make_server, write_site
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
 

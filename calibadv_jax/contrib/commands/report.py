@@ -15,8 +15,7 @@ from calibadv_jax.contrib.commands.inspect_run import PORT
 from calibadv_jax.contrib.report.draw import draw
 from calibadv_jax.contrib.report.gather import Gathered, gather
 from calibadv_jax.contrib.report.page import render
-from calibadv_jax.contrib.report.runs import read_runs
-from calibadv_jax.contrib.report.settings import Series, group_runs
+from calibadv_jax.contrib.report.runs import Series, group_runs, read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import replacing, write_text
 from calibadv_jax.core.locking import locked_output

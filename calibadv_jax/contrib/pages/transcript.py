@@ -1,15 +1,23 @@
-"""One group as the trajectory page shows it: every token with its text, and why it was praised or blamed."""
+"""One group for the trajectory page: text and credit of each token, explained."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from calibadv_jax.contrib.pages.run_files import Row
-from calibadv_jax.contrib.pages.tokens import Pieces
-from calibadv_jax.contrib.pages.words import group_words, is_judged, trajectory_words, turn_words
-from calibadv_jax.core.trajectory import SEARCH_ALONE, Trajectory
+import numpy as np
+from tokenizers import Tokenizer
+
+from calibadv_jax.advantages.calibadv_variants import variant_keys
+from calibadv_jax.advantages.credit import last_filled, two_sides
+from calibadv_jax.advantages.estimators import ESTIMATORS
+from calibadv_jax.advantages.steps import mean_and_std
+from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.contrib.pages.site import Row
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import NO_ACTIONS, SEARCH_ALONE, Trajectory
 from calibadv_jax.record.rows import from_rows
 from calibadv_jax.rewards.format import format_flaw, turn_flaws
 
@@ -138,3 +146,287 @@ def observation_parts(text: str, documents: Sequence[Row]) -> list[dict[str, Any
 def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
     """Four places; None for what JSON cannot say."""
     return None if values is None else [round(one, 4) if math.isfinite(one) else None for one in values]
+
+
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+_LONGEST_CHARACTER = 4  # bytes of UTF-8, each of which may be a token of its own
+
+
+class Pieces:
+    """Cuts the text of token ids into one piece a token.
+
+    Args:
+        folder: with the tokenizer.json of the policy.
+
+    Raises:
+        UserError: no such file, or it cannot be loaded.
+    """
+
+    def __init__(self, folder: Path):
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; the page needs the run's tokenizer")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise UserError(f"{path}: no tokenizer can be loaded ({' '.join(str(error).split())})") from error
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Text of `ids` with special tokens shown."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """One piece a token; together they are `text(ids)`.
+
+        A character that several tokens make belongs to the last of them; the others are empty.
+        """
+        whole = self.text(ids)
+        alone = self._tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False)
+        return alone if "".join(alone) == whole else self._in_context(list(ids), whole)
+
+    def _in_context(self, ids: list[int], whole: str) -> list[str]:
+        """As TGI and vLLM stream text: a token's piece is what it adds to the text of the few before it."""
+        pieces: list[str] = []
+        known, end = 0, 0  # ids[known:end] has been shown, and ids[known:] is decoded together
+        for place in range(len(ids)):
+            before = self.text(ids[known:end])
+            after = self.text(ids[known : place + 1])
+            is_open = after.endswith(_REPLACEMENT) and place + 1 - end < _LONGEST_CHARACTER
+            if is_open or len(after) <= len(before):
+                pieces.append("")
+                continue
+            pieces.append(after[len(before) :])
+            known, end = end, place + 1
+        return pieces if "".join(pieces) == whole else _cut(whole, pieces)
+
+
+def _cut(whole: str, pieces: Sequence[str]) -> list[str]:
+    """`whole` in pieces of the same lengths, the rest in the last: where a decoder looks further back."""
+    cut: list[str] = []
+    start = 0
+    for piece in pieces:
+        cut.append(whole[start : start + len(piece)])
+        start += len(piece)
+    return [*cut[:-1], cut[-1] + whole[start:]]
+
+
+Settings = Mapping[str, Any]  # the section `advantage` of the run's config
+
+
+def signed(value: float) -> str:
+    """Format with three places, always with a sign, and a real minus: +0.500, −1.155, 0.000."""
+    rounded = f"{value:+.3f}".replace("-", "−")
+    return "0.000" if rounded.strip("+−") == "0.000" else rounded
+
+
+def plain(value: float) -> str:
+    """Format with up to three places, a real minus."""
+    return f"{round(value, 3):g}".replace("-", "−")
+
+
+def group_words(group: Sequence[Row], settings: Settings) -> list[str]:
+    """Describe for all trajectories of a group how scores become advantages.
+
+    Args:
+        group: all trajectories of a question in a step.
+    """
+    scores = _scores(group)
+    if not scores:
+        return ["No trajectory of this group was finished: nothing is trained."]
+    name, shown = _estimator(settings), ", ".join(map(plain, scores))
+    words = [f"Scores of the finished trajectories: {shown}."]
+    if not _is_of_group(settings):
+        words.append(f"Advantage by {name}: {_formula(name, settings)}.")
+    elif min(scores) == max(scores):
+        words.append("They do not differ, so every advantage is 0.000: nothing is learned from this group.")
+    else:
+        mean, std = mean_and_std(np.array(scores, np.float64))
+        centred = f"score − mean {plain(mean)}"
+        scaled = f"({centred}) / standard deviation {plain(std)}"
+        words.append(f"Advantage by {name}: {scaled if _is_scaled(settings) else centred}.")
+    if any(_differ(row) for row in group) or (name in ESTIMATORS and ESTIMATORS[name].by_turn):
+        carried = ESTIMATORS[name].carried if name in ESTIMATORS else "turns have advantages of their own"
+        words.append(f"{name}: {carried}. The number of a trajectory is that of its last sampled turn.")
+    elif settings.get("name") != "calibadv":
+        words.append(f"{name} calibrates no turn: every turn carries its trajectory's advantage.")
+    return words + (_calibration_words(group, settings) if settings.get("name") == "calibadv" else [])
+
+
+def is_judged(settings: Settings) -> bool:
+    """Return whether searches have a correctness, see `advantages.estimators.judges`."""
+    name = settings.get("name")
+    return name == "calibadv" or (name in ESTIMATORS and ESTIMATORS[name].judges)
+
+
+def _scores(group: Sequence[Row]) -> list[float]:
+    return [row["answer_score"] for row in group if row["error"] is None]
+
+
+def _is_of_group(settings: Settings) -> bool:
+    """Return whether advantages follow from the mean, and the deviation, of the group's scores alone."""
+    return _estimator(settings) in ("grpo", "dr_grpo") and settings.get("std_over", "group") == "group"
+
+
+def _is_scaled(settings: Settings) -> bool:
+    return _estimator(settings) != "dr_grpo" and bool(settings.get("normalize_std", True))
+
+
+def trajectory_words(row: Row, group: Sequence[Row], settings: Settings, flaw: str) -> str:
+    """Derive the trajectory's own advantage; empty if the group's words say it all.
+
+    Args:
+        group: all trajectories of its question in its step, itself among them.
+        flaw: why its format is not valid, see `rewards.format.format_flaw`.
+    """
+    if row["error"] is not None or row["advantage_raw"] is None:
+        return "This trajectory could not be finished: it is left out of its group and never trained."
+    invalid = ""
+    if not row["format_valid"]:
+        judged = " None of its turns is judged." if row["silver"] else ""
+        invalid = f"Invalid format: {flaw or 'rewards are shuffled (reward.shuffle)'}.{judged} "
+    scores, score = _scores(group), row["answer_score"]
+    if not _is_of_group(settings) or min(scores) == max(scores):
+        return invalid.strip()
+    mean, std = mean_and_std(np.array(scores, np.float64))
+    centred = f"{plain(score)} − {plain(mean)}"
+    formula = f"({centred}) / {plain(std)}" if _is_scaled(settings) else centred
+    return f"{invalid}{formula} = {signed(row['advantage_raw'])}."
+
+
+def _estimator(settings: Settings) -> str:
+    """Return the estimator of the advantages before any calibration."""
+    name = str(settings.get("name", "grpo"))
+    return str(settings.get("base", "grpo")) if name == "calibadv" else name
+
+
+def _formula(name: str, settings: Settings) -> str:
+    if name not in ESTIMATORS:
+        return "a function of the run's own"
+    keys = ("normalize_std", "std_over", "score_threshold")
+    return ESTIMATORS[name].formula(
+        AdvantageConfig(name=name, **{key: settings[key] for key in keys if key in settings})
+    )
+
+
+def _differ(row: Row) -> bool:
+    """Return whether turns had advantages of their own before any calibration."""
+    return any(turn["advantage_raw"] != row["advantage_raw"] for turn in row["turns"])
+
+
+def turn_words(row: Row, settings: Settings) -> list[str]:
+    """Explain the change of each turn's advantage; empty where the group's words say it."""
+    last = last_sampled(row)
+    words = []
+    for place, turn in enumerate(row["turns"]):
+        if row["error"] is not None or turn["advantage"] is None:
+            words.append("")
+        elif not turn["token_ids"]:
+            words.append("No token was sampled: nothing is trained.")
+        elif settings.get("name") != "calibadv" or variant_keys(settings):
+            words.append(_judgement(row, turn, settings) if turn["kind"] not in NO_ACTIONS else "")
+        elif place == last:
+            words.append(_answer_words(turn))
+        else:
+            words.append(_search_words(row, turn, settings))
+    return words
+
+
+def last_sampled(row: Row) -> int | None:
+    """Return the index of the last turn with a sampled token, CalibAdv's answer turn."""
+    return last_filled([turn["token_ids"] for turn in row["turns"]])
+
+
+def _calibration_words(group: Sequence[Row], settings: Settings) -> list[str]:
+    """Describe CalibAdv's calibration of the turns of a group."""
+    soft, rebalance = settings.get("soft_penalty", True), settings.get("rebalance", True)
+    words = []
+    if soft:
+        words.append("Soft penalty: a negative advantage of an action is multiplied by 1 − its correctness.")
+    if not group[0]["silver"]:
+        threshold = plain(settings.get("silver_threshold", 0.7))
+        words.append(
+            "Every correctness is 0: the group has no silver documents (no trajectory in the right format"
+            f" that saw documents scored {threshold} of the largest reward or more)."
+        )
+    if variants := [f"{key}={settings[key]}" for key in variant_keys(settings)]:
+        return [*words, f"CalibAdv with {', '.join(variants)}: each turn shows what that made of it."]
+    off = [key for key, is_on in (("soft_penalty", soft), ("rebalance", rebalance)) if not is_on]
+    words += [f"Switched off: advantage.{key}." for key in off]
+    return words + (_rebalance_words(group, settings) if rebalance else [])
+
+
+def _rebalance_words(group: Sequence[Row], settings: Settings) -> list[str]:
+    positive, negative = _answer_mass(group)
+    if positive == negative == 0:
+        return []
+    sums = (
+        "Rebalancing: over the tokens of the answer turns (the last sampled ones) the positive advantages sum"
+        f" up to {plain(positive)}, the negative ones to −{plain(negative)}."
+    )
+    if positive == 0 or negative == 0:
+        return [f"{sums} One side is empty and nothing can balance the other: they become 0."]
+    side, target = settings.get("adjust", "positive"), plain(settings.get("target_ratio", 1.0))
+    return [f"{sums} The {side} side is rescaled until negative / positive = λ = {target}."]
+
+
+def _search_words(row: Row, turn: Row, settings: Settings) -> str:
+    """Explain the soft penalty of a turn before the answer turn."""
+    if turn["kind"] in NO_ACTIONS:
+        return f"Only actions can be softened; this turn is {turn['kind']}."
+    judged = _judgement(row, turn, settings)
+    raw, after = turn["advantage_raw"], turn["advantage"]
+    if turn["softened"]:
+        return f"Softened. {judged} {signed(raw)} × (1 − {plain(turn['correctness'])}) = {signed(after)}."
+    is_kept = judged and raw < 0 and settings.get("soft_penalty", True)
+    return f"Not softened. {judged}" if is_kept else judged
+
+
+def _judgement(row: Row, turn: Row, settings: Settings) -> str:
+    """Explain the correctness of a search; empty where it could have none."""
+    silver = dict(row["silver"])
+    number = len(turn["documents"])
+    if not silver or not row["format_valid"]:
+        return ""
+    ids = list(dict.fromkeys(turn["found_silver"]))
+    titles = {document["id"]: document["title"] for document in turn["documents"]}
+    named = ", ".join(f"“{titles.get(key, key)}” (weight {plain(silver.get(key, 0.0))})" for key in ids)
+    has_found = f"it found {_count(len(ids), 'new silver document')} among its {number}: {named}"
+    if turn["repeated"]:
+        also = f", although {has_found}" if ids else ""
+        return f"Correctness 0: the search repeats the {turn['repeated']}{also}."
+    if not ids:
+        seen = any(document["id"] in silver for document in turn["documents"])
+        why = "its silver documents had been seen before" if seen else "it found no silver document"
+        return f"Correctness 0: {why}."
+    correctness = plain(turn["correctness"])
+    how = settings.get("correctness", "fraction")
+    weights = [silver.get(key, 0.0) for key in ids]
+    formula = {
+        "fraction": f"{len(ids)} / {number}",
+        "max": "the largest of these weights",
+        "mean": f"{plain(math.fsum(weights))} (sum of these weights) / {number}",
+    }.get(how, how)
+    return f"Correctness {correctness}: {has_found} ({how}: {formula} = {correctness})."
+
+
+def _answer_words(turn: Row) -> str:
+    """Explain the rebalance of the last sampled turn."""
+    raw, after = turn["advantage_raw"], turn["advantage"]
+    if raw == after or not after:
+        return ""
+    return f"Answer turn, rescaled: {signed(raw)} × {plain(after / raw)} = {signed(after)}."
+
+
+def _answer_mass(group: Sequence[Row]) -> tuple[float, float]:
+    """Return the uncalibrated positive sum and negative magnitude over the tokens of answer turns."""
+    masses = []
+    for row in group:
+        last = last_sampled(row)
+        if last is not None and row["error"] is None:
+            turn = row["turns"][last]
+            masses.append(turn["advantage_raw"] * len(turn["token_ids"]))
+    return two_sides(masses)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

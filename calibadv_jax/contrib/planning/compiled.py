@@ -17,8 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.planning.gpu_targets import target_config
-from calibadv_jax.contrib.planning.hardware import Target
+from calibadv_jax.contrib.planning.hardware import Target, target_config
 from calibadv_jax.contrib.planning.memory import GIB
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.critic import ValueLoss, critic_learner

@@ -1,17 +1,23 @@
-"""Charts: the figures with the values of the runs."""
+"""Charts: figures filled with the values of runs."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from calibadv_jax.contrib.report.curves import Curve, over_seeds, thin
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from calibadv_jax.contrib.report.figures import SECTIONS, Figure, Section
-from calibadv_jax.contrib.report.rollouts import rollout_values
-from calibadv_jax.contrib.report.runs import Run
-from calibadv_jax.contrib.report.settings import Series
+from calibadv_jax.contrib.report.runs import Run, Series
+from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.metrics.summary import ALIASES
+from calibadv_jax.record.schema import SCHEMA
 
 Values = dict[str, dict[int, float | None]]  # metric -> step -> value
 # Points of a curve: ALL_POINTS / number of series, so that the page stays below 5 MB.
@@ -262,3 +268,164 @@ def mean_of_last(values: Mapping[int, float | None]) -> float | None:
     """Mean of the last ten finite values."""
     last = [value for _, value in sorted(values.items()) if value is not None][-10:]
     return sum(last) / len(last) if last else None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Means by step. NaN where no run has a finite value at a step that some run logged.
+
+    All arrays have the shape [N] and are ordered by step.
+    """
+
+    name: str
+    steps: np.ndarray  # float64
+    mean: np.ndarray  # float64, over the runs that have the step
+    low: np.ndarray  # float64, smallest of them
+    high: np.ndarray  # float64, largest of them
+    count: np.ndarray  # int64, how many they are
+    trend: np.ndarray  # float64, moving mean of `mean`
+    steps_per_point: int = 1
+
+    @property
+    def has_band(self) -> bool:
+        return bool(np.any(self.high > self.low))
+
+    @property
+    def is_empty(self) -> bool:
+        return not np.any(np.isfinite(self.mean))
+
+
+def over_seeds(name: str, runs: Sequence[Mapping[int, float | None]], smooth: int = 1) -> Curve:
+    """Mean, smallest and largest over the runs, at every step that one of them logged.
+
+    Args:
+        runs: step -> value of each run; None where the value was not finite.
+        smooth: points that the trend is a mean of.
+    """
+    steps = sorted({step for run in runs for step in run})
+    values = np.full((len(runs), len(steps)), np.nan)  # [runs, N]
+    for row, run in zip(values, runs, strict=True):
+        for column, step in enumerate(steps):
+            value = run.get(step)
+            if value is not None:
+                row[column] = value
+    mean, low, high, count = _spread(values, values, values)
+    return Curve(name, np.array(steps, np.float64), mean, low, high, count, moving_mean(mean, smooth))
+
+
+def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
+    """Mean of the finite ones of `width` values around each, fewer at both ends; NaN stays NaN."""
+    if not len(values):
+        return values
+    before, after = (width - 1) // 2, width // 2
+    padded = np.pad(values, (before, after), constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, width)  # [N, width]
+    mean, *_ = _spread(windows.T, windows.T, windows.T)
+    return np.where(np.isfinite(values), mean, np.nan)
+
+
+def thin(curve: Curve, max_points: int) -> Curve:
+    """At most `max_points` points: each stands for as many steps in a row, the last one for those left.
+
+    The mean is over its steps, the band from the smallest to the largest value of any run at any of them, so
+    that no spike is lost.
+    """
+    width = -(-len(curve.steps) // max_points)
+    if width <= 1:
+        return curve
+
+    def split(values: np.ndarray) -> np.ndarray:  # [width, points], NaN at the end
+        values = values.astype(np.float64)
+        filled = np.pad(values, (0, -len(values) % width), constant_values=np.nan)
+        return filled.reshape(-1, width).T
+
+    mean, low, high, _ = _spread(split(curve.mean), split(curve.low), split(curve.high))
+    count = np.nanmax(split(curve.count), axis=0).astype(np.int64)
+    trend, *_ = _spread(*[split(curve.trend)] * 3)
+    steps = np.nanmean(split(curve.steps), axis=0)
+    return Curve(curve.name, steps, mean, low, high, count, trend, width)
+
+
+def _spread(
+    values: np.ndarray, lowest: np.ndarray, highest: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, minimum, maximum and number of the finite values of each column; NaN where there is none."""
+    is_finite = np.isfinite(values)
+    count = is_finite.sum(axis=0)
+    total = np.where(is_finite, values, 0.0).sum(axis=0)
+    mean = np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
+    low = np.where(np.isfinite(lowest), lowest, np.inf).min(axis=0, initial=np.inf)
+    high = np.where(np.isfinite(highest), highest, -np.inf).max(axis=0, initial=-np.inf)
+    return mean, np.where(count > 0, low, np.nan), np.where(count > 0, high, np.nan), count
+
+
+MAX_STEPS = 100  # read of a run, evenly spaced, the last one among them
+PERCENTILES = (1, 50, 99)
+OF_TURNS = ("kind", "logprobs", "learner_logprobs", "advantage_raw", "advantage")
+COLUMNS = ["error", "data_source", "metrics", *(f"turns.list.element.{name}" for name in OF_TURNS)]
+
+
+def rollout_values(run: Run) -> dict[str, dict[int, float | None]]:
+    """Metric -> step -> value, under the names that figures.py gives them; empty where nothing was kept.
+
+    f1/SOURCE: mean F1 of the data source.
+    turn_advantage/…: mean over the search or answer turns, before and after the calibration.
+    importance/pN: percentile of exp(learner's - sampler's log-probability) over sampled tokens, where the
+        learner's were computed.
+    """
+    found: dict[str, dict[int, float | None]] = defaultdict(dict)
+    for step in chosen_steps(list(run.rollouts)):
+        table = _read(run.rollouts[step])
+        finished = table.filter(pc.is_null(table["error"]))
+        turns = finished["turns"].combine_chunks().flatten()
+        for name, value in (_f1(finished) | _advantages(turns) | _importance(turns)).items():
+            found[name][step] = value
+    return dict(found)
+
+
+def chosen_steps(steps: list[int]) -> list[int]:
+    """Every k-th step, counted from the last one, so that at most MAX_STEPS are read."""
+    stride = max(1, -(-len(steps) // MAX_STEPS))
+    return sorted(steps)[::-1][::stride][::-1]
+
+
+def _read(path: Path) -> pa.Table:
+    """COLUMNS; no rows where the file was cut off."""
+    try:
+        with pq.ParquetFile(path) as file:
+            return file.read(columns=COLUMNS)
+    except pa.ArrowInvalid:
+        return SCHEMA.empty_table()
+
+
+def _f1(finished: pa.Table) -> dict[str, float]:
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for source, metrics in zip(
+        finished["data_source"].to_pylist(), finished["metrics"].to_pylist(), strict=True
+    ):
+        if (score := dict(metrics).get("f1")) is not None:
+            by_source[source].append(score)
+    return {f"f1/{source}": float(np.mean(scores)) for source, scores in sorted(by_source.items())}
+
+
+def _advantages(turns: pa.StructArray) -> dict[str, float]:
+    """Other actions than search count as searches; turns that are neither action nor answer are left out."""
+    values = {}
+    kinds = turns.field("kind")
+    is_action = pc.invert(pc.is_in(kinds, pa.array(NO_ACTIONS)))
+    for kind, members in (("search", is_action), ("answer", pc.equal(kinds, "answer"))):
+        some = turns.filter(members)
+        for when, field in (("before", "advantage_raw"), ("after", "advantage")):
+            mean = pc.mean(some.field(field)).as_py()
+            if mean is not None:
+                values[f"turn_advantage/{kind} {when}"] = mean
+    return values
+
+
+def _importance(turns: pa.StructArray) -> dict[str, float]:
+    known = turns.filter(pc.is_valid(turns.field("learner_logprobs")))
+    ours, theirs = (known.field(name).flatten().to_numpy() for name in ("learner_logprobs", "logprobs"))
+    if not len(ours):
+        return {}
+    weights = np.exp(ours.astype(np.float64) - theirs)
+    return {f"importance/p{n}": float(np.percentile(weights, n)) for n in PERCENTILES}

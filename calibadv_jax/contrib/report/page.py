@@ -12,13 +12,9 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from calibadv_jax.contrib.report.curves import Curve
-from calibadv_jax.contrib.report.draw import DASHES, Place, draw
-from calibadv_jax.contrib.report.evaluations import cell, in_one
-from calibadv_jax.contrib.report.gather import Chart, Gathered, mean_of_last, state
-from calibadv_jax.contrib.report.runs import Run
-from calibadv_jax.contrib.report.settings import Series, compare
-from calibadv_jax.contrib.report.svg import themed_svg
+from calibadv_jax.contrib.report.draw import DASHES, Place, draw, themed_svg
+from calibadv_jax.contrib.report.gather import Chart, Curve, Gathered, mean_of_last, state
+from calibadv_jax.contrib.report.runs import Run, Series, cell, compare, in_one
 from calibadv_jax.metrics.console import number
 from calibadv_jax.record.schema import short_name
 

@@ -14,10 +14,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.contrib.worlds.articles import summarise, write_pages, write_passages
-from calibadv_jax.contrib.worlds.asking import WorldQuestion, ask, draw_kinds, one_hop
-from calibadv_jax.contrib.worlds.facts import Facts, facts_of
 from calibadv_jax.contrib.worlds.words import AGES, POOLS, YEARS
+from calibadv_jax.contrib.worlds.world import (
+    Facts,
+    WorldQuestion,
+    ask,
+    draw_kinds,
+    facts_of,
+    one_hop,
+    summarise,
+    write_pages,
+    write_passages,
+)
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 
