@@ -60,7 +60,7 @@ def main() -> None:
         make_run(folder, arguments.trajectories)
         begun = time.perf_counter()
         site = Site(RunFiles(folder))
-        site.index.steps()
+        site.steps()
         figures = {"trajectories": arguments.trajectories, "index_s": time.perf_counter() - begun}
         server = make_server(site, 0)
         threading.Thread(target=server.serve_forever, daemon=True).start()

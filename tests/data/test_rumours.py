@@ -48,7 +48,7 @@ def test_rumours_are_as_often_true_as_asked_for(truth):
     rng = np.random.default_rng(0)
     right = []
     for _ in range(10):
-        facts = make_facts(rng, COUNTS, "train", truth)
+        facts = make_facts(WorldConfig(rumour=1, rumour_truth=truth), rng, COUNTS, "train")
         passages = dict(write_passages(facts, rng))
         for _ in range(40):
             asked = ask(facts, "rumour", rng)
@@ -58,7 +58,7 @@ def test_rumours_are_as_often_true_as_asked_for(truth):
             said = believed(passages[name])
             assert said.startswith(bridge)
             right.append(said == asked.statements[1])
-            assert asked.answer not in asked.text and facts.rumours[name].said not in asked.text
+            assert asked.answer not in asked.text and facts.rumours[name].object not in asked.text
     assert np.mean(right) == pytest.approx(truth, abs=0.1)
 
 

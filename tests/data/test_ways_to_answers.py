@@ -14,7 +14,7 @@ SIZES = {"person": 40, "city": 12, "company": 12, "work": 12}
 
 @pytest.fixture(scope="module")
 def facts():
-    return make_facts(np.random.default_rng(0), SIZES, "train")
+    return make_facts(WorldConfig(), np.random.default_rng(0), SIZES, "train")
 
 
 @pytest.mark.parametrize(("kind", "hops"), [("one_hop", 1), ("two_hop", 2), ("comparison", 2)])

@@ -73,7 +73,7 @@ def served():
     @contextmanager
     def serve(folder: Path) -> Iterator[str]:
         site = Site(RunFiles(folder))
-        site.index.steps()  # as the command does before it says the address
+        site.steps()  # as the command does before it says the address
         with make_server(site, 0) as server:
             thread = threading.Thread(target=server.serve_forever, daemon=True)
             thread.start()

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.generated_run import make_turn, write_run
 from calibadv_jax.config import AdvantageConfig, Config, PromptConfig
-from calibadv_jax.contrib.pages import index
+from calibadv_jax.contrib.pages import site as index
 from calibadv_jax.contrib.pages.site import RunFiles, Site
 from calibadv_jax.contrib.pages.transcript import observation_parts
 from calibadv_jax.core.errors import UserError
@@ -157,20 +157,20 @@ def test_a_step_that_appears_later_is_found(tmp_path, small_run):
     shutil.copytree(small_run, folder)
     later = (folder / "rollouts/step_2.parquet").rename(tmp_path / "later.parquet")
     site = Site(RunFiles(folder))
-    assert [step["step"] for step in site.index.steps()] == [1]
+    assert [step["step"] for step in site.steps()] == [1]
     later.rename(folder / "rollouts/step_2.parquet")
-    assert [step["step"] for step in site.index.steps()] == [1, 2]
+    assert [step["step"] for step in site.steps()] == [1, 2]
 
 
 def test_a_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer, small_group):
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
     site = Site(RunFiles(folder))
-    assert len(site.index.steps()[1]["groups"]["group"]) == 1 and site.get("data/group_2_1.json") is None
+    assert len(site.steps()[1]["groups"]["group"]) == 1 and site.get("data/group_2_1.json") is None
     other = tmp_path / "other"
     write_run(other, [[small_group()], [small_group(), small_group("comparison")]], Config(), tokenizer)
     (other / "rollouts/step_2.parquet").replace(folder / "rollouts/step_2.parquet")
-    assert len(site.index.steps()[1]["groups"]["group"]) == 2
+    assert len(site.steps()[1]["groups"]["group"]) == 2
     assert json.loads(site.get("data/group_2_1.json"))["data_source"] == "comparison"
 
 
@@ -193,4 +193,4 @@ def test_a_damaged_step_is_named(tmp_path, small_run):
     shutil.copytree(small_run, folder)
     (folder / "rollouts/step_1.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(UserError, match="step_1.parquet: cannot be read"):
-        Site(RunFiles(folder)).index.steps()
+        Site(RunFiles(folder)).steps()

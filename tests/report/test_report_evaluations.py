@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from calibadv_jax.contrib.report.runs import Score, cell, in_one, read_evaluations
+from calibadv_jax.contrib.report.runs import Score, one_metric, read_evaluations, score_cell
 
 MEANS = {"0": {"all": {"f1": 0.5, "trajectories": 300.0}, "nq": {"f1": 0.25, "trajectories": 100.0}}}
 WITH_INTERVALS = {
@@ -76,7 +76,7 @@ def test_one_metric_of_all_tables(tmp_path):
     (table,) = read_evaluations(tmp_path, None)
     other = type(table)("Other", {"temperature 1, all": {"f1": Score(0.75)}})
     without = type(table)("Without", {"temperature 1, all": {"em": Score(0.75)}})
-    columns, rows = in_one([("run-0", table), ("run-1", other), ("run-1", without)], "f1")
+    columns, rows = one_metric([("run-0", table), ("run-1", other), ("run-1", without)], "f1")
     assert columns == [("run-0", "Evaluation"), ("run-1", "Other")]
     assert rows == [
         ("temperature 0, all", ["0.500 [0.375, 0.625]", "-"]),
@@ -86,9 +86,9 @@ def test_one_metric_of_all_tables(tmp_path):
 
 
 def test_counts_are_whole_numbers():
-    assert cell("trajectories", Score(300.0)) == "300"
-    assert cell("searches", Score(2.0)) == "2.000"
-    assert cell("f1", None) == "-"
+    assert score_cell("trajectories", Score(300.0)) == "300"
+    assert score_cell("searches", Score(2.0)) == "2.000"
+    assert score_cell("f1", None) == "-"
 
 
 @pytest.mark.parametrize("relative", [True, False])

@@ -1,4 +1,4 @@
-"""One group for the trajectory page: text and credit of each token, explained."""
+"""One group for the trajectory page: the text of every token, and the advantage of every turn, explained."""
 
 from __future__ import annotations
 
@@ -15,141 +15,25 @@ from calibadv_jax.advantages.credit import last_filled, two_sides
 from calibadv_jax.advantages.estimators import ESTIMATORS
 from calibadv_jax.advantages.steps import mean_and_std
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.contrib.pages.site import Row
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import NO_ACTIONS, SEARCH_ALONE, Trajectory
 from calibadv_jax.record.rows import from_rows
 from calibadv_jax.rewards.format import format_flaw, turn_flaws
 
+RecordRow = dict[str, Any]  # a trajectory, or a turn of it, by the columns of record.schema
+AdvantageSettings = Mapping[str, Any]  # the section `advantage` of the run's config
+_REPLACEMENT = "\ufffd"  # written by a decoder for bytes that are no character (yet)
+_LONGEST_CHARACTER = 4  # bytes of UTF-8, each of which may be a token of its own
+_TRAJECTORY_COLUMNS = (
+    *("index", "error", "answer", "answer_score", "format_valid", "policy_versions", "advantage_raw"),
+)
 _TURN_COLUMNS = (
     *("kind", "stop_reason", "is_refused", "policy_versions", "advantage_raw", "advantage"),
     *("correctness", "softened", "repeated", "found_silver"),
 )
-
-
-def transcript(
-    rows: Sequence[Row],
-    pieces: Pieces,
-    settings: Mapping[str, Any],
-    opening: str = "",
-    actions: tuple[str, ...] = SEARCH_ALONE,
-) -> dict[str, Any]:
-    """A group in JSON's types.
-
-    Args:
-        rows: all trajectories of the group, with all columns.
-        settings: the section `advantage` of the run's config.
-        opening, actions: of every trajectory, see `Trajectory`.
-    """
-    first = rows[0]
-    (group,), *_ = from_rows(rows, opening, actions)
-    return {
-        "step": first["step"],
-        "group": first["group"],
-        "question_id": first["question_id"],
-        "question": first["question"],
-        "data_source": first["data_source"],
-        "golden_answers": first["golden_answers"],
-        "supporting_ids": first["supporting_ids"],
-        "silver": dict(first["silver"]),
-        "prompt": pieces.text(first["prompt_ids"]),
-        "why": group_words(rows, settings),
-        "is_judged": is_judged(settings),
-        "trajectories": [
-            _trajectory(row, trajectory, rows, pieces, settings)
-            for row, trajectory in zip(rows, group.attempts, strict=True)
-        ],
-    }
-
-
-def _trajectory(
-    row: Row, trajectory: Trajectory, group: Sequence[Row], pieces: Pieces, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    names: tuple[str, ...] = (
-        "index",
-        "error",
-        "answer",
-        "answer_score",
-        "format_valid",
-        "policy_versions",
-        "advantage_raw",
-    )
-    turns = [
-        _turn(place, row, pieces) | {"why": reason, "flaw": flaw}
-        for place, (reason, flaw) in enumerate(
-            zip(turn_words(row, settings), turn_flaws(trajectory), strict=True)
-        )
-    ]
-    return {
-        **{name: row[name] for name in names},
-        "seconds": round(row["seconds"], 3),
-        "metrics": dict(row["metrics"]),
-        "why": trajectory_words(row, group, settings, format_flaw(trajectory)),
-        "turns": turns,
-    }
-
-
-def _turn(place: int, row: Row, pieces: Pieces) -> dict[str, Any]:
-    turn = row["turns"][place]
-    seen = {document["id"] for earlier in row["turns"][:place] for document in earlier["documents"]}
-    return {
-        **{name: turn[name] for name in _TURN_COLUMNS},
-        "ids": turn["token_ids"],
-        "pieces": pieces.pieces(turn["token_ids"]),
-        "logprobs": _rounded(turn["logprobs"]),
-        "learner_logprobs": _rounded(turn["learner_logprobs"]),
-        "observation": observation_parts(turn["observation_text"], turn["documents"]),
-        "num_observation_tokens": len(turn["observation_ids"]),
-        "documents": [_document(document, turn, row, seen) for document in turn["documents"]],
-    }
-
-
-def _document(document: Row, turn: Row, row: Row, seen: Collection[str]) -> dict[str, Any]:
-    """
-    Args:
-        seen: ids of the documents of the trajectory's earlier turns.
-    """
-    identity = document["id"]
-    return {
-        **document,
-        "weight": dict(row["silver"]).get(identity),
-        "is_new": identity in turn["found_silver"],
-        "is_seen": identity in seen,
-        "is_supporting": identity in row["supporting_ids"],
-    }
-
-
-def observation_parts(text: str, documents: Sequence[Row]) -> list[dict[str, Any]]:
-    """The observation in order, `{"text", "document"}`: each part shows a document (its place) or none.
-
-    Documents are found by the headers that the agent loop writes; no document can forge one
-    (`tags.neutralise`). An observation that was cut may lack the last documents.
-    """
-    starts = []
-    position = 0
-    for place, document in enumerate(documents):
-        position = text.find(f'Doc {place + 1}(Title: "{document["title"]}', position)
-        if position < 0:
-            break
-        starts.append((position, place))
-        position += 1
-    if not starts:
-        return [{"text": text, "document": None}] if text else []
-    end = text.rfind("</information>")
-    stops = [start for start, _ in starts[1:]] + [end if end >= starts[-1][0] else len(text)]
-    parts: list[dict[str, Any]] = [{"text": text[: starts[0][0]], "document": None}]
-    for (start, place), stop in zip(starts, stops, strict=True):
-        parts.append({"text": text[start:stop], "document": place})
-    return [part for part in [*parts, {"text": text[stops[-1] :], "document": None}] if part["text"]]
-
-
-def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
-    """Four places; None for what JSON cannot say."""
-    return None if values is None else [round(one, 4) if math.isfinite(one) else None for one in values]
-
-
-_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, each of which may be a token of its own
+_GROUP_COLUMNS = (
+    *("step", "group", "question_id", "question", "data_source", "golden_answers", "supporting_ids"),
+)
 
 
 class Pieces:
@@ -172,45 +56,142 @@ class Pieces:
             raise UserError(f"{path}: no tokenizer can be loaded ({' '.join(str(error).split())})") from error
 
     def text(self, ids: Sequence[int]) -> str:
-        """Text of `ids` with special tokens shown."""
+        """Return the text of `ids` with special tokens shown."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """One piece a token; together they are `text(ids)`.
+        """Return one piece a token; together they are `text(ids)`.
 
         A character that several tokens make belongs to the last of them; the others are empty.
         """
         whole = self.text(ids)
-        alone = self._tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False)
+        alone = self._tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
         return alone if "".join(alone) == whole else self._in_context(list(ids), whole)
 
     def _in_context(self, ids: list[int], whole: str) -> list[str]:
-        """As TGI and vLLM stream text: a token's piece is what it adds to the text of the few before it."""
+        """Return as a token's piece its addition to the text of the few before it, as TGI and vLLM stream."""
         pieces: list[str] = []
-        known, end = 0, 0  # ids[known:end] has been shown, and ids[known:] is decoded together
+        start, end = 0, 0  # ids[start:end] has been shown, and ids[start:] is decoded together
         for place in range(len(ids)):
-            before = self.text(ids[known:end])
-            after = self.text(ids[known : place + 1])
+            before, after = self.text(ids[start:end]), self.text(ids[start : place + 1])
             is_open = after.endswith(_REPLACEMENT) and place + 1 - end < _LONGEST_CHARACTER
             if is_open or len(after) <= len(before):
                 pieces.append("")
                 continue
             pieces.append(after[len(before) :])
-            known, end = end, place + 1
-        return pieces if "".join(pieces) == whole else _cut(whole, pieces)
+            start, end = end, place + 1
+        if "".join(pieces) == whole:
+            return pieces
+        # The decoder looks further back: pieces of `whole` with the same lengths, the rest in the last one.
+        ends = np.cumsum([0, *map(len, pieces)]).tolist()
+        cut = [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+        return [*cut[:-1], cut[-1] + whole[ends[-1] :]]
 
 
-def _cut(whole: str, pieces: Sequence[str]) -> list[str]:
-    """`whole` in pieces of the same lengths, the rest in the last: where a decoder looks further back."""
-    cut: list[str] = []
-    start = 0
-    for piece in pieces:
-        cut.append(whole[start : start + len(piece)])
-        start += len(piece)
-    return [*cut[:-1], cut[-1] + whole[start:]]
+def transcript(
+    rows: Sequence[RecordRow],
+    pieces: Pieces,
+    settings: AdvantageSettings,
+    opening: str = "",
+    actions: tuple[str, ...] = SEARCH_ALONE,
+) -> dict[str, Any]:
+    """Return a group in JSON's types.
+
+    Args:
+        rows: all trajectories of the group, with all columns.
+        opening, actions: of every trajectory, see `Trajectory`.
+    """
+    first = rows[0]
+    (group,), *_ = from_rows(rows, opening, actions)
+    return {
+        **{name: first[name] for name in _GROUP_COLUMNS},
+        "silver": dict(first["silver"]),
+        "prompt": pieces.text(first["prompt_ids"]),
+        "why": group_words(rows, settings),
+        "is_judged": is_judged(settings),
+        "trajectories": [
+            _trajectory(row, trajectory, rows, pieces, settings)
+            for row, trajectory in zip(rows, group.attempts, strict=True)
+        ],
+    }
 
 
-Settings = Mapping[str, Any]  # the section `advantage` of the run's config
+def _trajectory(
+    row: RecordRow,
+    trajectory: Trajectory,
+    group: Sequence[RecordRow],
+    pieces: Pieces,
+    settings: AdvantageSettings,
+) -> dict[str, Any]:
+    explained = zip(turn_words(row, settings), turn_flaws(trajectory), strict=True)
+    return {
+        **{name: row[name] for name in _TRAJECTORY_COLUMNS},
+        "seconds": round(row["seconds"], 3),
+        "metrics": dict(row["metrics"]),
+        "why": trajectory_words(row, group, settings, format_flaw(trajectory)),
+        "turns": [
+            _turn(place, row, pieces) | {"why": reason, "flaw": flaw}
+            for place, (reason, flaw) in enumerate(explained)
+        ],
+    }
+
+
+def _turn(place: int, row: RecordRow, pieces: Pieces) -> dict[str, Any]:
+    turn = row["turns"][place]
+    seen = {document["id"] for earlier in row["turns"][:place] for document in earlier["documents"]}
+    return {
+        **{name: turn[name] for name in _TURN_COLUMNS},
+        "ids": turn["token_ids"],
+        "pieces": pieces.pieces(turn["token_ids"]),
+        "logprobs": _rounded(turn["logprobs"]),
+        "learner_logprobs": _rounded(turn["learner_logprobs"]),
+        "observation": observation_parts(turn["observation_text"], turn["documents"]),
+        "num_observation_tokens": len(turn["observation_ids"]),
+        "documents": [_document(document, turn, row, seen) for document in turn["documents"]],
+    }
+
+
+def _document(document: RecordRow, turn: RecordRow, row: RecordRow, seen: Collection[str]) -> dict[str, Any]:
+    identity = document["id"]
+    return {
+        **document,
+        "weight": dict(row["silver"]).get(identity),
+        "is_new": identity in turn["found_silver"],
+        "is_seen": identity in seen,
+        "is_supporting": identity in row["supporting_ids"],
+    }
+
+
+def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
+    """Round to four places; None for values that JSON lacks."""
+    if values is None:
+        return None
+    return [round(value, 4) if math.isfinite(value) else None for value in values]
+
+
+def observation_parts(text: str, documents: Sequence[RecordRow]) -> list[dict[str, Any]]:
+    """Return the observation in order, `{"text", "document"}`: a part shows a document (its place) or none.
+
+    Documents are located by the headers that the agent loop writes; no document can forge one
+    (`tags.neutralise`). An observation that was cut may lack the last documents.
+    """
+    starts, position = [], 0
+    for place, document in enumerate(documents):
+        position = text.find(f'Doc {place + 1}(Title: "{document["title"]}', position)
+        if position < 0:
+            break
+        starts.append(position)
+        position += 1
+    if not starts:
+        return [{"text": text, "document": None}] if text else []
+    end = text.rfind("</information>")
+    bounds = [0, *starts, end if end >= starts[-1] else len(text), len(text)]
+    places = [None, *range(len(starts)), None]
+    return [
+        {"text": text[start:stop], "document": place}
+        for place, start, stop in zip(places, bounds, bounds[1:], strict=False)
+        if start < stop
+    ]
 
 
 def signed(value: float) -> str:
@@ -224,19 +205,19 @@ def plain(value: float) -> str:
     return f"{round(value, 3):g}".replace("-", "−")
 
 
-def group_words(group: Sequence[Row], settings: Settings) -> list[str]:
-    """Describe for all trajectories of a group how scores become advantages.
-
-    Args:
-        group: all trajectories of a question in a step.
-    """
+def group_words(group: Sequence[RecordRow], settings: AdvantageSettings) -> list[str]:
+    """Describe for all trajectories of a question in a step how scores become advantages."""
     scores = _scores(group)
     if not scores:
         return ["No trajectory of this group was finished: nothing is trained."]
-    name, shown = _estimator(settings), ", ".join(map(plain, scores))
-    words = [f"Scores of the finished trajectories: {shown}."]
+    name, is_calibrated = _estimator(settings), settings.get("name") == "calibadv"
+    entry = ESTIMATORS.get(name)
+    words = [f"Scores of the finished trajectories: {', '.join(map(plain, scores))}."]
     if not _is_of_group(settings):
-        words.append(f"Advantage by {name}: {_formula(name, settings)}.")
+        keys = [key for key in ("normalize_std", "std_over", "score_threshold") if key in settings]
+        config = AdvantageConfig(name=name, **{key: settings[key] for key in keys}) if entry else None
+        formula = entry.formula(config) if entry and config else "a function of the run's own"
+        words.append(f"Advantage by {name}: {formula}.")
     elif min(scores) == max(scores):
         words.append("They do not differ, so every advantage is 0.000: nothing is learned from this group.")
     else:
@@ -244,35 +225,44 @@ def group_words(group: Sequence[Row], settings: Settings) -> list[str]:
         centred = f"score − mean {plain(mean)}"
         scaled = f"({centred}) / standard deviation {plain(std)}"
         words.append(f"Advantage by {name}: {scaled if _is_scaled(settings) else centred}.")
-    if any(_differ(row) for row in group) or (name in ESTIMATORS and ESTIMATORS[name].by_turn):
-        carried = ESTIMATORS[name].carried if name in ESTIMATORS else "turns have advantages of their own"
+    differ = any(turn["advantage_raw"] != row["advantage_raw"] for row in group for turn in row["turns"])
+    if differ or (entry and entry.by_turn):
+        carried = entry.carried if entry else "turns have advantages of their own"
         words.append(f"{name}: {carried}. The number of a trajectory is that of its last sampled turn.")
-    elif settings.get("name") != "calibadv":
+    elif not is_calibrated:
         words.append(f"{name} calibrates no turn: every turn carries its trajectory's advantage.")
-    return words + (_calibration_words(group, settings) if settings.get("name") == "calibadv" else [])
+    return words + (_calibration_words(group, settings) if is_calibrated else [])
 
 
-def is_judged(settings: Settings) -> bool:
+def is_judged(settings: AdvantageSettings) -> bool:
     """Return whether searches have a correctness, see `advantages.estimators.judges`."""
     name = settings.get("name")
     return name == "calibadv" or (name in ESTIMATORS and ESTIMATORS[name].judges)
 
 
-def _scores(group: Sequence[Row]) -> list[float]:
+def _scores(group: Sequence[RecordRow]) -> list[float]:
     return [row["answer_score"] for row in group if row["error"] is None]
 
 
-def _is_of_group(settings: Settings) -> bool:
+def _estimator(settings: AdvantageSettings) -> str:
+    """Return the estimator of the advantages before any calibration."""
+    name = str(settings.get("name", "grpo"))
+    return str(settings.get("base", "grpo")) if name == "calibadv" else name
+
+
+def _is_of_group(settings: AdvantageSettings) -> bool:
     """Return whether advantages follow from the mean, and the deviation, of the group's scores alone."""
     return _estimator(settings) in ("grpo", "dr_grpo") and settings.get("std_over", "group") == "group"
 
 
-def _is_scaled(settings: Settings) -> bool:
+def _is_scaled(settings: AdvantageSettings) -> bool:
     return _estimator(settings) != "dr_grpo" and bool(settings.get("normalize_std", True))
 
 
-def trajectory_words(row: Row, group: Sequence[Row], settings: Settings, flaw: str) -> str:
-    """Derive the trajectory's own advantage; empty if the group's words say it all.
+def trajectory_words(
+    row: RecordRow, group: Sequence[RecordRow], settings: AdvantageSettings, flaw: str
+) -> str:
+    """Derive the trajectory's own advantage; empty if the group's words cover it.
 
     Args:
         group: all trajectories of its question in its step, itself among them.
@@ -293,28 +283,8 @@ def trajectory_words(row: Row, group: Sequence[Row], settings: Settings, flaw: s
     return f"{invalid}{formula} = {signed(row['advantage_raw'])}."
 
 
-def _estimator(settings: Settings) -> str:
-    """Return the estimator of the advantages before any calibration."""
-    name = str(settings.get("name", "grpo"))
-    return str(settings.get("base", "grpo")) if name == "calibadv" else name
-
-
-def _formula(name: str, settings: Settings) -> str:
-    if name not in ESTIMATORS:
-        return "a function of the run's own"
-    keys = ("normalize_std", "std_over", "score_threshold")
-    return ESTIMATORS[name].formula(
-        AdvantageConfig(name=name, **{key: settings[key] for key in keys if key in settings})
-    )
-
-
-def _differ(row: Row) -> bool:
-    """Return whether turns had advantages of their own before any calibration."""
-    return any(turn["advantage_raw"] != row["advantage_raw"] for turn in row["turns"])
-
-
-def turn_words(row: Row, settings: Settings) -> list[str]:
-    """Explain the change of each turn's advantage; empty where the group's words say it."""
+def turn_words(row: RecordRow, settings: AdvantageSettings) -> list[str]:
+    """Explain the change of each turn's advantage; empty where the group's words cover it."""
     last = last_sampled(row)
     words = []
     for place, turn in enumerate(row["turns"]):
@@ -331,13 +301,12 @@ def turn_words(row: Row, settings: Settings) -> list[str]:
     return words
 
 
-def last_sampled(row: Row) -> int | None:
+def last_sampled(row: RecordRow) -> int | None:
     """Return the index of the last turn with a sampled token, CalibAdv's answer turn."""
     return last_filled([turn["token_ids"] for turn in row["turns"]])
 
 
-def _calibration_words(group: Sequence[Row], settings: Settings) -> list[str]:
-    """Describe CalibAdv's calibration of the turns of a group."""
+def _calibration_words(group: Sequence[RecordRow], settings: AdvantageSettings) -> list[str]:
     soft, rebalance = settings.get("soft_penalty", True), settings.get("rebalance", True)
     words = []
     if soft:
@@ -350,13 +319,19 @@ def _calibration_words(group: Sequence[Row], settings: Settings) -> list[str]:
         )
     if variants := [f"{key}={settings[key]}" for key in variant_keys(settings)]:
         return [*words, f"CalibAdv with {', '.join(variants)}: each turn shows what that made of it."]
-    off = [key for key, is_on in (("soft_penalty", soft), ("rebalance", rebalance)) if not is_on]
-    words += [f"Switched off: advantage.{key}." for key in off]
+    for key, is_on in (("soft_penalty", soft), ("rebalance", rebalance)):
+        words += [] if is_on else [f"Switched off: advantage.{key}."]
     return words + (_rebalance_words(group, settings) if rebalance else [])
 
 
-def _rebalance_words(group: Sequence[Row], settings: Settings) -> list[str]:
-    positive, negative = _answer_mass(group)
+def _rebalance_words(group: Sequence[RecordRow], settings: AdvantageSettings) -> list[str]:
+    masses = []  # uncalibrated, over the tokens of answer turns
+    for row in group:
+        last = last_sampled(row)
+        if last is not None and row["error"] is None:
+            turn = row["turns"][last]
+            masses.append(turn["advantage_raw"] * len(turn["token_ids"]))
+    positive, negative = two_sides(masses)
     if positive == negative == 0:
         return []
     sums = (
@@ -369,7 +344,7 @@ def _rebalance_words(group: Sequence[Row], settings: Settings) -> list[str]:
     return [f"{sums} The {side} side is rescaled until negative / positive = λ = {target}."]
 
 
-def _search_words(row: Row, turn: Row, settings: Settings) -> str:
+def _search_words(row: RecordRow, turn: RecordRow, settings: AdvantageSettings) -> str:
     """Explain the soft penalty of a turn before the answer turn."""
     if turn["kind"] in NO_ACTIONS:
         return f"Only actions can be softened; this turn is {turn['kind']}."
@@ -381,7 +356,7 @@ def _search_words(row: Row, turn: Row, settings: Settings) -> str:
     return f"Not softened. {judged}" if is_kept else judged
 
 
-def _judgement(row: Row, turn: Row, settings: Settings) -> str:
+def _judgement(row: RecordRow, turn: RecordRow, settings: AdvantageSettings) -> str:
     """Explain the correctness of a search; empty where it could have none."""
     silver = dict(row["silver"])
     number = len(turn["documents"])
@@ -389,10 +364,11 @@ def _judgement(row: Row, turn: Row, settings: Settings) -> str:
         return ""
     ids = list(dict.fromkeys(turn["found_silver"]))
     titles = {document["id"]: document["title"] for document in turn["documents"]}
-    named = ", ".join(f"“{titles.get(key, key)}” (weight {plain(silver.get(key, 0.0))})" for key in ids)
-    has_found = f"it found {_count(len(ids), 'new silver document')} among its {number}: {named}"
+    weighted = ", ".join(f"“{titles.get(key, key)}” (weight {plain(silver.get(key, 0.0))})" for key in ids)
+    count = f"{len(ids)} new silver document{'' if len(ids) == 1 else 's'}"
+    finding = f"it found {count} among its {number}: {weighted}"
     if turn["repeated"]:
-        also = f", although {has_found}" if ids else ""
+        also = f", although {finding}" if ids else ""
         return f"Correctness 0: the search repeats the {turn['repeated']}{also}."
     if not ids:
         seen = any(document["id"] in silver for document in turn["documents"])
@@ -400,33 +376,18 @@ def _judgement(row: Row, turn: Row, settings: Settings) -> str:
         return f"Correctness 0: {why}."
     correctness = plain(turn["correctness"])
     how = settings.get("correctness", "fraction")
-    weights = [silver.get(key, 0.0) for key in ids]
+    total = plain(math.fsum(silver.get(key, 0.0) for key in ids))
     formula = {
         "fraction": f"{len(ids)} / {number}",
         "max": "the largest of these weights",
-        "mean": f"{plain(math.fsum(weights))} (sum of these weights) / {number}",
+        "mean": f"{total} (sum of these weights) / {number}",
     }.get(how, how)
-    return f"Correctness {correctness}: {has_found} ({how}: {formula} = {correctness})."
+    return f"Correctness {correctness}: {finding} ({how}: {formula} = {correctness})."
 
 
-def _answer_words(turn: Row) -> str:
+def _answer_words(turn: RecordRow) -> str:
     """Explain the rebalance of the last sampled turn."""
     raw, after = turn["advantage_raw"], turn["advantage"]
     if raw == after or not after:
         return ""
     return f"Answer turn, rescaled: {signed(raw)} × {plain(after / raw)} = {signed(after)}."
-
-
-def _answer_mass(group: Sequence[Row]) -> tuple[float, float]:
-    """Return the uncalibrated positive sum and negative magnitude over the tokens of answer turns."""
-    masses = []
-    for row in group:
-        last = last_sampled(row)
-        if last is not None and row["error"] is None:
-            turn = row["turns"][last]
-            masses.append(turn["advantage_raw"] * len(turn["token_ids"]))
-    return two_sides(masses)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
