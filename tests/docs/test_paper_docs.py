@@ -5,11 +5,11 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
 import pytest
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.commands.doctor import mesh_sizes
 from calibadv_jax.contrib.commands.plan import make_plan
 from calibadv_jax.contrib.planning.hardware import find_target
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, peak_memory
@@ -47,7 +47,9 @@ def test_its_memory_is_what_the_doctor_says():
     said = [float(number) for number in re.findall(r"([\d.]+) GiB", row)]
     for name, value in zip(("qwen2.5-3b", "llama-3.2-3b-instruct", "qwen2.5-7b"), said, strict=True):
         config = load_config(ROOT / f"configs/paper/{name}.yaml")
-        estimate = estimate_memory(config, architecture_from_hf(config.policy.init), mesh_sizes(config))
+        estimate = estimate_memory(
+            config, architecture_from_hf(config.policy.init), config.mesh.sizes_on(jax.device_count())
+        )
         assert value == round(peak_memory(estimate) / GIB, 1)
 
 
