@@ -67,7 +67,7 @@ def test_every_part_runs_once_and_the_services_end(tmp_path, chain, capsys):
     assert sum(parts.values()) == pytest.approx(report["seconds"]["total"], abs=0.5)
 
 
-def test_a_cold_start_that_is_there_is_checked_and_not_made_again(tmp_path, chain):
+def test_existing_cold_start_is_checked_and_kept(tmp_path, chain):
     config, done = chain
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft/config.json").write_text("{}")
@@ -75,7 +75,7 @@ def test_a_cold_start_that_is_there_is_checked_and_not_made_again(tmp_path, chai
     assert done[:2] == ["world", "cold start checked"] and "cold start" not in done
 
 
-def test_without_a_folder_for_the_world_nothing_is_made(chain):
+def test_without_folder_for_world_nothing_is_made(chain):
     config, done = chain
     with pytest.raises(UserError, match="world.dir is empty"):
         quickstart.run(replace(config, world=replace(config.world, dir="")))

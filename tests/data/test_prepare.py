@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from calibadv_jax import cli
-from calibadv_jax.contrib import prepare as module
+from calibadv_jax.contrib.commands import prepare_data as module
 from calibadv_jax.contrib.commands.prepare_data import Filters, prepare, question_key
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
@@ -19,7 +19,7 @@ def row(number, question, source="nq", **changes):
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
     return path
 
 
@@ -42,10 +42,10 @@ def files(tmp_path):
     return train, write(tmp_path / "test.jsonl", row(9, "where is it", "hotpotqa"))
 
 
-def test_dropped_rows_are_counted_by_reason_and_source_and_shown(files, tmp_path):
+def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
     train, test = files
     report = prepare(str(train), tmp_path / "out.jsonl", Filters(excluded=[str(test)], max_characters=100))
-    assert [(one.id, one.text) for one in load_questions(tmp_path / "out.jsonl")] == [
+    assert [(each.id, each.text) for each in load_questions(tmp_path / "out.jsonl")] == [
         ("1", "Who wrote Silent Garden?"),
         ("1_2", "Another of this id"),
     ]
@@ -82,7 +82,7 @@ def test_examples_are_few(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "equal"),
+    ("each", "other", "equal"),
     [
         ("Who wrote it?", "who WROTE it", True),
         ("Straße", "STRASSE", True),
@@ -91,12 +91,12 @@ def test_examples_are_few(tmp_path):
         ("???", "!!!", False),
     ],
 )
-def test_questions_are_compared_by_their_words(one, other, equal):
-    assert (question_key(one) == question_key(other)) == equal
+def test_questions_are_compared_by_their_words(each, other, equal):
+    assert (question_key(each) == question_key(other)) == equal
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_both_outputs_hold_the_same_with_prompts_or_without(tmp_path, monkeypatch, suffix):
+def test_both_outputs_hold_same_with_prompts_or_without(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(module, "BATCH", 2)
     prompts = [
         [{"role": "system", "content": "x"}, {"role": "user", "content": f"Say: q{n}?"}] for n in range(5)
@@ -107,7 +107,7 @@ def test_both_outputs_hold_the_same_with_prompts_or_without(tmp_path, monkeypatc
     assert load_questions(tmp_path / f"out{suffix}") == load_questions(train)
     prepare(str(train), tmp_path / f"bare{suffix}", Filters(keeps_prompt=False))
     bare = load_questions(tmp_path / f"bare{suffix}")
-    assert [one.prompt for one in bare] == [()] * 6 and bare[0].supporting_ids == ("7",)
+    assert [each.prompt for each in bare] == [()] * 6 and bare[0].supporting_ids == ("7",)
 
 
 def test_other_peoples_parquet_becomes_ours(tmp_path):
@@ -125,7 +125,7 @@ def test_other_peoples_parquet_becomes_ours(tmp_path):
     with pytest.raises(UserError, match="id 'nq_test_0' was used before"):
         load_questions(tmp_path / "test.parquet")
     report = prepare(str(tmp_path / "test.parquet"), tmp_path / "out.jsonl")
-    assert [one.id for one in load_questions(tmp_path / "out.jsonl")] == [
+    assert [each.id for each in load_questions(tmp_path / "out.jsonl")] == [
         "nq_test_0",
         "nq_test_0_2",
         "nq_test_0_3",
@@ -133,7 +133,7 @@ def test_other_peoples_parquet_becomes_ours(tmp_path):
     assert report.renamed == 2
 
 
-def test_a_bad_row_leaves_what_was_there_before(files, tmp_path):
+def test_bad_row_leaves_what_was_there_before(files, tmp_path):
     train, _ = files
     (tmp_path / "out.jsonl").write_text("mine")
     with train.open("a") as file:
@@ -167,11 +167,11 @@ def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, argume
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as ended:
         cli.calibadv(["prepare-data", str(files[0]), "--output", "out.jsonl", *arguments])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and message in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert ended.value.code == 2 and message in output and output.count("\n") == 1
 
 
-def test_the_command_prints_the_counts(files, tmp_path, capsys):
+def test_command_prints_the_counts(files, tmp_path, capsys):
     train, test = files
     build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
     filters = ["--exclude", str(test), "--max_tokens", "20", "--tokenizer", str(tmp_path / "tokenizer")]
@@ -197,14 +197,14 @@ def test_the_command_prints_the_counts(files, tmp_path, capsys):
         ["nq", "3", "0", "1", "2", "0", "0"],
         ["all", "6", "1", "1", "2", "1", "1"],
     ]
-    assert [one.text for one in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
+    assert [each.text for each in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
 
 
-def test_rows_that_name_no_data_source_get_the_one_that_is_given(tmp_path):
+def test_rows_without_data_source_get_the_default(tmp_path):
     rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
     report = prepare(str(write(tmp_path / "x.jsonl", *rows)), tmp_path / "out.jsonl", Filters("mine"))
     assert counts(report) == {"mine": [3, 2], "all": [3, 2]}
-    assert [one.data_source for one in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
+    assert [each.data_source for each in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
 
 
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
@@ -212,7 +212,7 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
     train = write(tmp_path / "train.jsonl", *rows, row(3, "When?", golden_answers="May|June"))
     report = prepare(str(train), tmp_path / "out.jsonl")
     assert report.rows()[0] == ["nq", 3, 2, 1] and report.reasons == ["empty answer"]
-    assert [one.golden_answers for one in load_questions(tmp_path / "out.jsonl")] == [
+    assert [each.golden_answers for each in load_questions(tmp_path / "out.jsonl")] == [
         ("Rome",),
         ("May|June",),
     ]

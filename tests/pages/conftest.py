@@ -49,8 +49,8 @@ def small_group(tokenizer):
         prompt = np.array(tokenizer.encode(question.text).ids, np.int32)
         errors = [None, None, None, None, f"retriever: gone{mark}"]
         trajectories = [
-            Trajectory(question, prompt, one, index, 1.5, error)
-            for index, (one, error) in enumerate(zip(turns, errors, strict=True))
+            Trajectory(question, prompt, each, index, 1.5, error)
+            for index, (each, error) in enumerate(zip(turns, errors, strict=True))
         ]
         return Group.of(question, trajectories)
 

@@ -19,21 +19,21 @@ def site(small_run):
     return Site(RunFiles(small_run))
 
 
-def test_the_index_lists_every_trajectory_of_every_step(site):
-    said = json.loads(site.get("data/index.json"))
-    assert said["advantage"]["name"] == "calibadv"
-    assert [step["step"] for step in said["steps"]] == [1, 2]
-    groups, rows = said["steps"][0]["groups"], said["steps"][0]["rows"]
+def test_index_lists_every_trajectory_of_every_step(site):
+    output = json.loads(site.get("data/index.json"))
+    assert output["advantage"]["name"] == "calibadv"
+    assert [step["step"] for step in output["steps"]] == [1, 2]
+    groups, rows = output["steps"][0]["groups"], output["steps"][0]["rows"]
     assert groups["group"] == [0, 1]
     assert groups["question"][0] == "who keeps it?" and groups["golden"][0] == ["ann"]
-    assert groups["source"] == ["two_hop", "two_hop"] and said["steps"][1]["groups"]["source"] == ["one_hop"]
+    assert groups["source"] == ["two_hop", "two_hop"] and output["steps"][1]["groups"]["source"] == ["one_hop"]
     assert groups["silver"][0] == 3
     assert rows["group"] == [0] * 5 + [1] * 5 and rows["index"] == [0, 1, 2, 3, 4] * 2
     assert rows["score"][:5] == [1, 0, 0, 0, 0] and rows["searches"][:5] == [1, 2, 1, 1, 1]
     shown = json.loads(site.get("data/group_1_0.json"))["trajectories"]
     sampled = [sum(len(turn["ids"]) for turn in trajectory["turns"]) for trajectory in shown]
     assert rows["length"][:5] == sampled and len(set(sampled)) > 3
-    assert said["planned"] == 2
+    assert output["planned"] == 2
     assert rows["advantage"][:5] == [1.5, -0.5, -0.5, -0.5, None]
     assert rows["answer"][:5] == ["ann", "bob", "bob", None, None] and rows["queries"][1] == "query\nquery"
 
@@ -50,9 +50,9 @@ def test_flags_say_what_a_trajectory_is(site):
     ]
 
 
-def test_the_script_names_the_same_flags(site):
-    said = dict(re.findall(r"(\w+): (\d+)", site.static()["records.js"].decode().split("};")[0]))
-    assert {name: int(bit) for name, bit in said.items()} == {
+def test_script_names_the_same_flags(site):
+    output = dict(re.findall(r"(\w+): (\d+)", site.static()["records.js"].decode().split("};")[0]))
+    assert {name: int(bit) for name, bit in output.items()} == {
         "failed": index.FAILED,
         "formatInvalid": index.FORMAT_INVALID,
         "invalid": index.INVALID,
@@ -64,11 +64,11 @@ def test_the_script_names_the_same_flags(site):
     }
 
 
-def test_a_transcript_has_every_token_and_marks_silver_documents(site):
-    said = json.loads(site.get("data/group_1_0.json"))
-    assert said["silver"] == {"a": 1, "b": 1, "c": 1} and said["prompt"] == "who keeps it?"
-    one = said["trajectories"][1]
-    turn = one["turns"][0]
+def test_transcript_has_every_token_and_marks_silver_documents(site):
+    output = json.loads(site.get("data/group_1_0.json"))
+    assert output["silver"] == {"a": 1, "b": 1, "c": 1} and output["prompt"] == "who keeps it?"
+    each = output["trajectories"][1]
+    turn = each["turns"][0]
     assert "".join(turn["pieces"]) == "<think> one </think> <search> query </search>"
     assert len(turn["pieces"]) == len(turn["ids"]) == len(turn["logprobs"])
     assert (
@@ -83,13 +83,13 @@ def test_a_transcript_has_every_token_and_marks_silver_documents(site):
         ("d", None, False, False, False),
     ]
     assert turn["learner_logprobs"][3] == pytest.approx(turn["logprobs"][3] + 0.07, abs=2e-4)
-    assert said["trajectories"][4]["turns"][0]["learner_logprobs"] is None
-    second = one["turns"][1]
+    assert output["trajectories"][4]["turns"][0]["learner_logprobs"] is None
+    second = each["turns"][1]
     assert second["repeated"] == "documents of turn 1"
     assert [d["is_seen"] for d in second["documents"]] == [True, True, False]
     assert [part["document"] for part in turn["observation"]] == [None, 0, 1, 2, None]
     assert turn["observation"][2]["text"] == 'Doc 2(Title: "title b") text of b\n'
-    assert said["trajectories"][4]["error"] == "retriever: gone"
+    assert output["trajectories"][4]["error"] == "retriever: gone"
 
 
 def test_invalid_turns_and_formats_say_why(tmp_path, tokenizer, small_group):
@@ -105,8 +105,8 @@ def test_invalid_turns_and_formats_say_why(tmp_path, tokenizer, small_group):
         trajectory.turns[-1] = make_turn(tokenizer, text, kind="invalid")
     write_run(tmp_path / "run", [[group]], Config(), tokenizer)
     shown = json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["trajectories"]
-    assert [one["turns"][-1]["flaw"] for one in shown[:3]] == list(flaws.values())
-    assert [one["turns"][0]["flaw"] for one in shown] == [""] * 5
+    assert [each["turns"][-1]["flaw"] for each in shown[:3]] == list(flaws.values())
+    assert [each["turns"][0]["flaw"] for each in shown] == [""] * 5
     assert shown[0]["why"] == "Invalid format: turn 2: <search> is not closed."
 
 
@@ -135,7 +135,7 @@ def test_run_in_progress_names_the_planned_steps(tmp_path, tokenizer, small_grou
     assert json.loads(Site(RunFiles(tmp_path / "run", 1, 1)).get("data/index.json"))["planned"] == 1
 
 
-def test_a_cut_observation_shows_the_documents_that_are_in_it():
+def test_cut_observation_shows_documents_that_are_in_it():
     documents = [{"title": name} for name in ("a", "b", "c")]
     text = '\n\n<information>Doc 1(Title: "a") x\nDoc 2(Title: "b") y</information>\n\n'
     parts = observation_parts(text, documents)
@@ -152,7 +152,7 @@ def test_addresses_that_do_not_exist(site):
         assert site.get(address) is None
 
 
-def test_a_step_that_appears_later_is_found(tmp_path, small_run):
+def test_step_that_appears_later_is_found(tmp_path, small_run):
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
     later = (folder / "rollouts/step_2.parquet").rename(tmp_path / "later.parquet")
@@ -162,7 +162,7 @@ def test_a_step_that_appears_later_is_found(tmp_path, small_run):
     assert [step["step"] for step in site.steps()] == [1, 2]
 
 
-def test_a_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer, small_group):
+def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer, small_group):
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
     site = Site(RunFiles(folder))
@@ -181,14 +181,14 @@ def test_only_the_steps_asked_for(small_run):
         RunFiles(small_run, 3)
 
 
-def test_a_folder_without_rollouts_is_named(tmp_path):
+def test_folder_without_rollouts_is_named(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         RunFiles(tmp_path / "nowhere")
     with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
         RunFiles(tmp_path)
 
 
-def test_a_damaged_step_is_named(tmp_path, small_run):
+def test_damaged_step_is_named(tmp_path, small_run):
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
     (folder / "rollouts/step_1.parquet").write_bytes(b"PAR1 and no more")

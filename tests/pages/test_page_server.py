@@ -36,7 +36,7 @@ def test_every_answer_forbids_foreign_scripts(ask):
         assert headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_the_page_names_its_policy_itself_for_other_servers(ask):
+def test_page_names_its_policy_itself_for_other_servers(ask):
     assert f'content="{POLICY}"' in ask("/")[2].decode()
 
 
@@ -58,7 +58,7 @@ def test_other_methods_are_refused(ask):
     assert ask("/", method="POST")[0] == 501
 
 
-def test_a_foreign_name_that_points_here_is_refused(ask):
+def test_foreign_name_that_points_here_is_refused(ask):
     assert ask("/data/index.json", Host="evil.example:80")[0] == 403
     assert ask("/data/index.json", Host="[")[0] == 403 and ask("/data/index.json", Host="")[0] == 403
     assert ask("/data/index.json", Host="[::1]:9")[0] == 200
@@ -70,14 +70,14 @@ def test_it_listens_on_the_loopback_address_only(small_run):
         assert server.server_address[0] == "127.0.0.1"
 
 
-def test_a_port_that_is_taken_is_named(small_run):
+def test_port_that_is_taken_is_named(small_run):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port}: .*choose another one with --port"):
             make_server(Site(RunFiles(small_run)), port)
 
 
-def test_a_step_that_is_damaged_meanwhile_is_said(served, small_run, tmp_path):
+def test_step_that_is_damaged_meanwhile_is_said(served, small_run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
     with served(folder) as address:
@@ -89,7 +89,7 @@ def test_a_step_that_is_damaged_meanwhile_is_said(served, small_run, tmp_path):
         connection.close()
 
 
-def test_the_folder_has_all_that_the_server_has(small_run, tmp_path):
+def test_folder_has_all_that_the_server_has(small_run, tmp_path):
     site = Site(RunFiles(small_run))
     number = write_site(site, tmp_path / "page")
     written = {
@@ -108,7 +108,7 @@ def test_writing_again_leaves_no_old_group(small_run, tmp_path):
     assert [path.name for path in (tmp_path / "page/data").glob("group_*")] == ["group_2_0.json"]
 
 
-def test_a_folder_with_other_things_is_left_alone(small_run, tmp_path):
+def test_folder_with_other_things_is_left_alone(small_run, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="holds no such page"):
         write_site(Site(RunFiles(small_run)), tmp_path)

@@ -21,12 +21,12 @@ def test_words_and_tags_keep_their_own_text(pieces, tokenizer):
     assert pieces.pieces(ids) == ["<think>", " basin", " cedar", "</think>"]
 
 
-def test_a_character_of_several_tokens_belongs_to_the_last(pieces, tokenizer):
+def test_character_of_several_tokens_belongs_to_the_last(pieces, tokenizer):
     ids = tokenizer.encode("aé日😀b").ids
     assert pieces.pieces(ids) == ["a", "", "é", "", "", "日", "", "", "", "😀", "b"]
 
 
-def test_bytes_that_are_no_character_are_shown_and_lose_nothing(pieces, tokenizer):
+def test_invalid_bytes_are_shown_and_lose_nothing(pieces, tokenizer):
     ids = tokenizer.encode("😀b").ids
     broken = [ids[0], ids[-1], ids[1], ids[2]]
     cut = pieces.pieces(broken)
@@ -43,7 +43,7 @@ def test_any_tokens_make_their_whole_text(pieces, tokenizer, data):
     assert "".join(cut) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_a_tokenizer_that_puts_spaces_between_words(tmp_path):
+def test_tokenizer_that_puts_spaces_between_words(tmp_path):
     words = build_word_tokenizer()
     words.save_pretrained(tmp_path)
     ids = words.encode("<think> find maple optics </think>", add_special_tokens=False)
@@ -54,7 +54,7 @@ def test_no_tokens(pieces):
     assert pieces.pieces([]) == []
 
 
-def test_a_missing_or_damaged_tokenizer_is_named(tmp_path):
+def test_missing_or_damaged_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match="tokenizer.json: no such file"):
         Pieces(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")

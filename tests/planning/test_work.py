@@ -41,7 +41,7 @@ def test_operations_are_those_that_xla_counts(tmp_path, remat):
         assert 1 / 1.15 < part.flops / counted < 1.15, (name, part.flops, counted)
 
 
-def test_a_step_computes_full_rows_and_says_how_full_they_are(tmp_path):
+def test_step_computes_full_rows_and_reports_fill(tmp_path):
     """32 trajectories: two in a row of 2,048 tokens, four rows a microbatch."""
     full = step(tmp_path, (1024, 100), learner__row_widths=1)
     assert full.fill == 1.0 and full.trained == 32 * 1024
@@ -56,7 +56,7 @@ def test_a_step_computes_full_rows_and_says_how_full_they_are(tmp_path):
     assert twice["optimizer's step"] == pytest.approx(2 * full.parts[1].flops)
 
 
-def test_a_part_takes_as_long_as_its_slowest_bound():
+def test_part_takes_as_long_as_its_slowest_bound():
     chip = TARGET.chip
     part = Part("one", 4 * chip.flops, chip.bandwidth / 2, chip.links / 4, 4)
     assert part.seconds(TARGET, 1.0) == 1.0 and part.seconds(TARGET, 0.5) == 2.0
@@ -64,7 +64,7 @@ def test_a_part_takes_as_long_as_its_slowest_bound():
     assert replace(part, received=5 * chip.links).seconds(TARGET, 1.0) == 5.0
 
 
-def test_rollouts_and_update_overlap_only_on_devices_of_their_own(tmp_path):
+def test_rollouts_and_update_overlap_on_separate_devices_only(tmp_path):
     asynchronous = {"sampler__name": "vllm", "rollout__max_staleness": 1, "loss__importance_cap": 2}
     apart = step(tmp_path, sampler__urls="[http://a:1]", **asynchronous)
     here = step(tmp_path, **asynchronous)
@@ -74,7 +74,7 @@ def test_rollouts_and_update_overlap_only_on_devices_of_their_own(tmp_path):
     assert here.seconds(TARGET, 0.4) == pytest.approx(sum(times))
 
 
-def test_trajectories_are_the_longest_unless_they_are_told(tmp_path):
+def test_expected_trajectories_are_the_longest_by_default(tmp_path):
     config = small(tmp_path)
     longest = expected_rollouts(config)
     assert (longest.trajectories, longest.tokens) == (32, 2048) and longest.sampled < 2048

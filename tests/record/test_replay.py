@@ -34,7 +34,7 @@ def shown(out):
     return {name: values for name, *values in cells}
 
 
-def test_the_same_settings_give_the_kept_advantages(tmp_path, capsys):
+def test_same_settings_give_the_kept_advantages(tmp_path, capsys):
     _, result, _ = keep(tmp_path, make_config())
     ratio = result.metrics["advantage/answer/ratio_after"]
     (tmp_path / "metrics.jsonl").write_text(
@@ -49,7 +49,7 @@ def test_the_same_settings_give_the_kept_advantages(tmp_path, capsys):
     assert shown(out)["reward/mean"][0] == "-"  # the run's row does not have it
 
 
-def test_another_lambda_shows_what_it_would_have_made_of_the_step(tmp_path, capsys):
+def test_other_lambda_changes_the_replayed_step(tmp_path, capsys):
     keep(tmp_path, make_config())
     assert call(tmp_path, "advantage.target_ratio=2", "--step", "7") == 0
     out = capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_another_lambda_shows_what_it_would_have_made_of_the_step(tmp_path, caps
         "examples.own_advantage:by_rank",
     ],
 )
-def test_a_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, name):
+def test_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, name):
     plain = make_config()
     config = replace(plain, advantage=replace(plain.advantage, name=name))
     _, result, _ = keep(tmp_path, config)
@@ -82,18 +82,18 @@ def test_a_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, nam
     assert "replayed: 12 of 12 turns have the advantage that was kept, bit for bit" in capsys.readouterr().out
 
 
-def test_the_kept_step_stays_as_it_is(tmp_path):
+def test_kept_step_stays_as_it_is(tmp_path):
     keep(tmp_path, make_config())
     kept = read_step(find_step(tmp_path, 7))
     other = kept_config(kept, Path("step"), ["reward.format=false", "reward.answer=cover_em"])
-    found = replay_step(kept, other)
-    scores = [[one.answer_score for one in group.trajectories] for group in (*kept.groups, *found.groups)]
+    matches = replay_step(kept, other)
+    scores = [[each.answer_score for each in group.trajectories] for group in (*kept.groups, *matches.groups)]
     assert scores[:2] == [[1, 0, 0], [0, 0]]
-    found.groups[0].trajectories[0].answer_score = 0.5
+    matches.groups[0].trajectories[0].answer_score = 0.5
     assert kept.groups[0].trajectories[0].answer_score == 1
 
 
-def test_a_kept_advantage_that_comes_out_otherwise_is_status_1(tmp_path, capsys):
+def test_changed_advantage_exits_1(tmp_path, capsys):
     config = make_config()
     groups, result, learner = keep(tmp_path, config)
     result.credits[0].turns[1][0] *= 1 + 1e-6
@@ -102,14 +102,14 @@ def test_a_kept_advantage_that_comes_out_otherwise_is_status_1(tmp_path, capsys)
     assert "replayed: 11 of 12 turns have the advantage that was kept" in capsys.readouterr().out
 
 
-def test_a_last_bit_of_another_machine_is_no_difference(tmp_path, capsys):
+def test_last_bit_of_another_machine_is_no_difference(tmp_path, capsys):
     config = make_config()
     groups, result, learner = keep(tmp_path, config)
     result.credits[0].turns[1][0] *= 1 + 2**-52
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
     assert call(tmp_path) == 0
-    told = "12 of 12 turns have the advantage that was kept, 11 of them bit for bit,"
-    assert f"{told} the other turns within 1e-09" in capsys.readouterr().out
+    reported = "12 of 12 turns have the advantage that was kept, 11 of them bit for bit,"
+    assert f"{reported} the other turns within 1e-09" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def test_rewards_are_shuffled_as_they_were(tmp_path):
     result = compute_advantages(groups, config.advantage)
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 14)
     kept = read_step(find_step(tmp_path, 7))
-    found = replay_step(kept, kept_config(kept, Path("step")))
-    assert scores(found.groups) == scores(groups)
-    equal, total = equal_turns(kept.credits, found.advantages.credits)
+    matches = replay_step(kept, kept_config(kept, Path("step")))
+    assert scores(matches.groups) == scores(groups)
+    equal, total = equal_turns(kept.credits, matches.advantages.credits)
     assert equal == total
 
 
-def test_the_newest_step_is_the_default_and_mistakes_are_one_line(tmp_path, capsys):
+def test_newest_step_is_default_and_mistakes_are_refused(tmp_path, capsys):
     keep(tmp_path, make_config(), step=3)
     keep(tmp_path, make_config(), step=5)
     assert call(tmp_path) == 0
@@ -177,7 +177,7 @@ def test_the_newest_step_is_the_default_and_mistakes_are_one_line(tmp_path, caps
         assert tempfile.gettempdir() not in message.replace(str(tmp_path), "RUN")
 
 
-def test_a_kept_setting_that_does_not_exist_any_more_is_told_with_the_steps_file(tmp_path):
+def test_removed_kept_setting_names_the_file(tmp_path):
     keep(tmp_path, make_config(), step=3)
     path = find_step(tmp_path, 3)
     kept = read_step(path)

@@ -22,7 +22,7 @@ def random_runs(draw: random.Random, number: int) -> list[dict[int, float | None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_band_is_that_of_a_loop(seed):
+def test_band_is_that_of_a_loop(seed):
     draw = random.Random(seed)
     runs = random_runs(draw, draw.randint(1, 5))
     curve = over_seeds("x", runs)
@@ -37,32 +37,32 @@ def test_the_band_is_that_of_a_loop(seed):
             assert np.isnan([curve.mean[index], curve.low[index], curve.high[index]]).all()
 
 
-def test_one_seed_has_no_band_and_two_that_differ_have_one():
+def test_band_needs_two_differing_seeds():
     assert not over_seeds("x", [{1: 0.5, 2: None}]).has_band
     assert not over_seeds("x", [{1: 0.5}, {1: 0.5}]).has_band
     assert over_seeds("x", [{1: 0.5}, {1: 0.75}]).has_band
 
 
-def test_a_curve_without_a_finite_value_is_empty():
+def test_curve_without_a_finite_value_is_empty():
     assert over_seeds("x", [{}, {}]).is_empty
     assert over_seeds("x", [{1: None}]).is_empty
     assert not over_seeds("x", [{1: None, 2: 0.0}]).is_empty
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 6, 50])
-def test_the_trend_is_that_of_a_loop(width):
+def test_trend_is_that_of_a_loop(width):
     draw = random.Random(width)
     values = [math.nan if draw.random() < 0.2 else draw.uniform(-5, 5) for _ in range(20)]
     before, after = (width - 1) // 2, width // 2
-    found = moving_mean(np.array(values), width)
+    result = moving_mean(np.array(values), width)
     for index, value in enumerate(values):
         around = values[max(0, index - before) : index + after + 1]
-        finite = [one for one in around if not math.isnan(one)]
+        finite = [each for each in around if not math.isnan(each)]
         expected = math.nan if math.isnan(value) else sum(finite) / len(finite)
-        assert found[index] == pytest.approx(expected, nan_ok=True)
+        assert result[index] == pytest.approx(expected, nan_ok=True)
 
 
-def test_the_trend_of_a_curve_is_smoothed_and_its_mean_is_not():
+def test_trend_is_smoothed_and_mean_is_not():
     curve = over_seeds("x", [{1: 0.0, 2: 3.0, 3: 0.0}], smooth=3)
     assert curve.mean.tolist() == [0, 3, 0]
     assert curve.trend.tolist() == [1.5, 1, 1.5]
@@ -79,7 +79,7 @@ def test_thinning_is_that_of_a_loop(seed):
         part = slice(index * width, (index + 1) * width)
         assert thinned.steps[index] == pytest.approx(np.mean(whole.steps[part]))
         for name, summary in {"mean": np.mean, "low": min, "high": max, "trend": np.mean}.items():
-            finite = [one for one in getattr(whole, name)[part].tolist() if not math.isnan(one)]
+            finite = [each for each in getattr(whole, name)[part].tolist() if not math.isnan(each)]
             expected = summary(finite) if finite else math.nan
             assert getattr(thinned, name)[index] == pytest.approx(expected, nan_ok=True)
         assert thinned.count[index] == max(whole.count[part])
@@ -90,6 +90,6 @@ def test_no_spike_is_lost_by_thinning():
     assert thin(over_seeds("x", [values]), 60).high.max() == 9.0
 
 
-def test_a_short_curve_is_left_as_it_is():
+def test_short_curve_is_left_as_it_is():
     curve = over_seeds("x", [{1: 0.5, 2: 0.25}])
     assert thin(curve, 2) is curve

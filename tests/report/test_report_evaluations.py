@@ -40,7 +40,7 @@ def test_means_with_intervals(tmp_path):
     assert table.rows["temperature 0, nq"]["f1"] == Score(0.25)
 
 
-def test_a_quickstart_has_two_tables_in_order(tmp_path):
+def test_quickstart_has_two_tables_in_order(tmp_path):
     write(tmp_path, "evaluation_after.json", WITH_INTERVALS)
     write(tmp_path, "evaluation_before.json", WITH_INTERVALS)
     write(tmp_path, "evaluation.json", WITH_INTERVALS | {"method": "rag"})
@@ -50,7 +50,7 @@ def test_a_quickstart_has_two_tables_in_order(tmp_path):
     assert tables[0].confidence == 0.95
 
 
-def test_the_quickstarts_own_file_is_enough(tmp_path):
+def test_quickstarts_own_file_is_enough(tmp_path):
     write(tmp_path, "quickstart.json", {"before": MEANS, "after": MEANS, "seconds": {"total": 3}})
     assert [table.title for table in read_evaluations(tmp_path, None)] == [
         "Before training",
@@ -58,7 +58,7 @@ def test_the_quickstarts_own_file_is_enough(tmp_path):
     ]
 
 
-def test_an_evaluation_that_was_written_elsewhere_is_read(tmp_path):
+def test_evaluation_that_was_written_elsewhere_is_read(tmp_path):
     (tmp_path / "run").mkdir()
     write(tmp_path, "scores.json", MEANS)
     (table,) = read_evaluations(tmp_path / "run", str(tmp_path / "scores.json"))
@@ -93,7 +93,7 @@ def test_counts_are_whole_numbers():
 
 @pytest.mark.parametrize("relative", [True, False])
 @pytest.mark.parametrize("name", ["evaluation.json", "scores.json"])
-def test_an_output_in_the_runs_folder_is_read_once_however_the_folder_is_written(
+def test_evaluation_output_is_read_once(
     tmp_path, monkeypatch, relative, name
 ):
     monkeypatch.chdir(tmp_path)

@@ -20,21 +20,21 @@ BLAME = {"before": [4.0, 5.0], "after": [1.0, 2.0]}
 
 
 def charts_of(gathered: Gathered) -> dict[str, Chart]:
-    return {chart.figure.key: chart for one in gathered.sections for chart in one.charts}
+    return {chart.figure.key: chart for each in gathered.sections for chart in each.charts}
 
 
 def constants_of(gathered: Gathered) -> dict[str, float]:
-    return {title: value for one in gathered.sections for title, value in one.constant.items()}
+    return {title: value for each in gathered.sections for title, value in each.constant.items()}
 
 
-def test_the_keys_of_figures_name_files_and_are_unique():
-    keys = [figure.key for section in SECTIONS for figure in section.figures] + [one.key for one in SECTIONS]
+def test_keys_of_figures_name_files_and_are_unique():
+    keys = [figure.key for section in SECTIONS for figure in section.figures] + [each.key for each in SECTIONS]
     keys += ["runs", "evaluations", "settings", "main", "other"]  # the page's own
     assert len(set(keys)) == len(keys)
     assert all(re.fullmatch(r"[a-z0-9_]+", key) for key in keys)
 
 
-def test_a_chart_holds_the_values_of_the_run(tmp_path):
+def test_chart_holds_the_values_of_the_run(tmp_path):
     metrics = learning_curve(30, 0)
     charts = charts_of(gather_folders(make_run(tmp_path, metrics)))
     ((curve,),) = [panel.curves for panel in charts["reward"].panels]
@@ -64,7 +64,7 @@ def test_seeds_are_one_curve_and_configs_are_several(tmp_path):
 
 
 @pytest.mark.medium
-def test_with_more_configs_than_lines_the_configs_share_a_panel(tmp_path):
+def test_with_more_configs_than_lines_configs_share_panel(tmp_path):
     folders = []
     for index in range(3):
         config = quickstart_config(tmp_path / str(index), f"learner.steps={index + 5}")
@@ -79,7 +79,7 @@ def test_with_more_configs_than_lines_the_configs_share_a_panel(tmp_path):
     assert [panel.title for panel in stack.panels] == ["steps 5", "steps 6", "steps 7"]
 
 
-def test_a_seed_that_stopped_early_leaves_the_others(tmp_path):
+def test_seed_that_stopped_early_leaves_the_others(tmp_path):
     folders = [
         make_run(tmp_path / str(steps), {"reward/mean": [float(steps)] * steps}, quickstart_config(tmp_path))
         for steps in (2, 4)
@@ -96,7 +96,7 @@ def test_null_values_are_gaps_and_are_counted(tmp_path):
     assert charts["nonfinite"].panels[0].curves[0].mean.tolist() == [0, 2, 0]
 
 
-def test_what_never_changes_is_said_in_words(tmp_path):
+def test_constant_metrics_are_described(tmp_path):
     metrics = learning_curve(4, 0) | {"some/new_metric": [7.0] * 4}
     gathered = gather_folders(make_run(tmp_path, metrics))
     assert constants_of(gathered) == {
@@ -106,12 +106,12 @@ def test_what_never_changes_is_said_in_words(tmp_path):
     }
 
 
-def test_a_value_that_is_the_same_but_once_not_finite_is_drawn(tmp_path):
+def test_constant_with_a_gap_is_drawn(tmp_path):
     gathered = gather_folders(make_run(tmp_path, {"reward/mean": [0.5, None, 0.5]}))
     assert "reward" in charts_of(gathered)
 
 
-def test_metrics_without_a_figure_are_shown_at_the_end(tmp_path):
+def test_metrics_without_figure_are_shown_at_end(tmp_path):
     metrics = {
         "reward/mean": [0.5, 0.25],
         "new/metric": [1.0, 2.0],
@@ -124,7 +124,7 @@ def test_metrics_without_a_figure_are_shown_at_the_end(tmp_path):
     assert [chart.figure.title for chart in gathered.sections[-1].charts] == ["new/metric", "new/x/mean"]
 
 
-def test_metrics_with_similar_names_have_figures_of_their_own(tmp_path):
+def test_similar_metric_names_have_separate_figures(tmp_path):
     names = ["new/a_b", "new/a/b", "new/a-b", "new/a b", "new/a.b"]
     gathered = gather_folders(make_run(tmp_path, {name: [1.0, 2.0] for name in names}))
     keys = [chart.figure.key for chart in gathered.sections[-1].charts]
@@ -164,7 +164,7 @@ def test_data_source_with_slashes_is_drawn(tmp_path, name, line):
     metrics = {"reward/mean": [0.5, 0.25], name: [0.25, 0.75], name.replace("f1", "em"): [0.5, 0.75]}
     gathered = gather_folders(make_run(tmp_path, metrics))
     assert charts_of(gathered)["evaluation_f1"].figure.title == f"F1 on held-out questions: {line}"
-    assert "other" not in [one.section.key for one in gathered.sections]
+    assert "other" not in [each.section.key for each in gathered.sections]
 
 
 def test_tied_groups_are_one_curve(tmp_path):
@@ -183,7 +183,7 @@ def test_penalty_of_searches_is_drawn_before_and_after(tmp_path):
     assert {curve.name: curve.mean.tolist() for curve in panel.curves} == BLAME
 
 
-def test_the_guards_threshold_is_that_of_the_config(tmp_path):
+def test_guards_threshold_is_that_of_the_config(tmp_path):
     config = quickstart_config(tmp_path, "guards.min_entropy=0.125")
     folder = make_run(tmp_path, learning_curve(4, 0), config)
     charts = charts_of(gather_folders(folder))
@@ -193,12 +193,12 @@ def test_the_guards_threshold_is_that_of_the_config(tmp_path):
     assert charts_of(gather_folders(folder))["entropy"].limit is None
 
 
-def test_what_needs_trajectories_is_named_where_there_are_none(tmp_path):
+def test_figures_without_trajectories_are_named(tmp_path):
     left_out = gather_folders(make_run(tmp_path, learning_curve(4, 0))).left_out
     assert [figure.key for figure in left_out] == ["f1_by_source", "advantage_by_turn", "importance"]
 
 
-def test_a_cold_start_has_its_own_figures(tmp_path):
+def test_cold_start_has_its_own_figures(tmp_path):
     gathered = gather_folders(
         make_run(
             tmp_path,
@@ -222,7 +222,7 @@ def test_long_runs_have_fewer_points_than_steps(tmp_path):
     )
 
 
-def test_the_default_trend_is_over_a_tenth_of_the_run(tmp_path):
+def test_default_trend_is_over_tenth_of_run(tmp_path):
     series = group_runs(read_runs([make_run(tmp_path, learning_curve(40, 0))]))
     assert gather(series).smooth == 4
     assert gather(series, 3).smooth == 3

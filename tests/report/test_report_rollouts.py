@@ -17,7 +17,7 @@ def values_of(folder, steps=2):
     return rollout_values(run)
 
 
-def test_f1_by_source_is_the_mean_of_finished_trajectories(tmp_path):
+def test_f1_by_source_is_mean_of_finished_trajectories(tmp_path):
     keep_step(
         tmp_path,
         1,
@@ -45,15 +45,15 @@ def test_advantages_are_split_by_the_kind_of_turn(tmp_path):
 
 
 def test_importance_weights_are_percentiles_over_all_tokens(tmp_path):
-    ours, theirs = np.linspace(-3, -1, 50), np.linspace(-2, -1.5, 50)
+    ours, sampled = np.linspace(-3, -1, 50), np.linspace(-2, -1.5, 50)
     turns = [
-        {"kind": "search", "logprobs": theirs[:20], "learner_logprobs": ours[:20]},
-        {"kind": "answer", "logprobs": theirs[20:], "learner_logprobs": ours[20:]},
+        {"kind": "search", "logprobs": sampled[:20], "learner_logprobs": ours[:20]},
+        {"kind": "answer", "logprobs": sampled[20:], "learner_logprobs": ours[20:]},
         {"kind": "answer", "logprobs": [-1.0], "learner_logprobs": None},
     ]
     keep_step(tmp_path, 1, [row("nq", 1.0, turns=turns)])
     values = values_of(tmp_path)
-    weights = np.sort(np.exp(ours - theirs))
+    weights = np.sort(np.exp(ours - sampled))
     for percent in (1, 50, 99):
         expected = np.percentile(weights, percent)
         assert values[f"importance/p{percent}"][1] == pytest.approx(expected, rel=1e-5)
@@ -64,20 +64,20 @@ def test_without_the_learners_logprobs_there_are_no_weights(tmp_path):
     assert set(values_of(tmp_path)) == {"f1/nq"}
 
 
-def test_a_file_that_was_cut_off_is_left_out(tmp_path):
+def test_file_that_was_cut_off_is_left_out(tmp_path):
     keep_step(tmp_path, 1, [row("nq", 1.0)])
     path = keep_step(tmp_path, 2, [row("nq", 1.0)])
     path.write_bytes(path.read_bytes()[:-20])
     assert values_of(tmp_path) == {"f1/nq": {1: 1.0}}
 
 
-def test_an_empty_step_gives_nothing(tmp_path):
+def test_empty_step_gives_nothing(tmp_path):
     keep_step(tmp_path, 1, [])
     assert values_of(tmp_path) == {}
 
 
 @pytest.mark.parametrize("number", [0, 1, MAX_STEPS, MAX_STEPS + 1, 410])
-def test_the_steps_that_are_read_end_with_the_last(number):
+def test_steps_that_are_read_end_with_the_last(number):
     steps = list(range(1, number + 1))
     chosen = chosen_steps(steps)
     assert len(chosen) <= MAX_STEPS

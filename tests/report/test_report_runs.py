@@ -16,7 +16,7 @@ def test_rows_are_read_by_step(tmp_path):
     assert run.values("b") == {}
 
 
-def test_a_row_that_was_cut_off_is_left_out(tmp_path):
+def test_cut_row_is_left_out(tmp_path):
     make_run(tmp_path, {"a": [1.0, 2.0]})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "a"')
@@ -24,7 +24,7 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path):
     assert run.steps == [1, 2]
 
 
-def test_of_a_step_that_was_written_twice_the_later_row_counts(tmp_path):
+def test_later_row_of_a_repeated_step_counts(tmp_path):
     make_run(tmp_path, {"a": [1.0, 2.0]})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "a": 7.0}\n')
@@ -32,7 +32,7 @@ def test_of_a_step_that_was_written_twice_the_later_row_counts(tmp_path):
     assert run.values("a") == {1: 1.0, 2: 7.0}
 
 
-def test_the_config_of_the_last_start_counts(tmp_path):
+def test_config_of_the_last_start_counts(tmp_path):
     make_run(tmp_path, {"a": [1.0]}, quickstart_config(tmp_path, "learner.steps=5"))
     for number, steps in ((2, 6), (10, 7)):
         later = (tmp_path / "configs/0.yaml").read_text().replace("steps: 5", f"steps: {steps}")
@@ -43,7 +43,7 @@ def test_the_config_of_the_last_start_counts(tmp_path):
     assert run.setting("learner.nothing") is None and run.setting("no.such.section") is None
 
 
-def test_how_far_a_run_is(tmp_path):
+def test_state_of_a_run(tmp_path):
     config = quickstart_config(tmp_path, "learner.steps=3")
     (unfinished,) = read_runs([make_run(tmp_path / "a", {"a": [1.0, 2.0]}, config)])
     (finished,) = read_runs([make_run(tmp_path / "b", {"a": [1.0, 2.0, 3.0]}, config)])
@@ -53,7 +53,7 @@ def test_how_far_a_run_is(tmp_path):
     assert state(unknown) == "1 step"
 
 
-def test_kept_trajectories_of_steps_that_were_rolled_back_do_not_count(tmp_path):
+def test_trajectories_of_rolled_back_steps_do_not_count(tmp_path):
     make_run(tmp_path, {"a": [1.0, 2.0]})
     kept = [keep_step(tmp_path, step, []) for step in (1, 2, 3)]
     (tmp_path / "rollouts/step_new.parquet").write_text("")
@@ -61,14 +61,14 @@ def test_kept_trajectories_of_steps_that_were_rolled_back_do_not_count(tmp_path)
     assert run.rollouts == {1: kept[0], 2: kept[1]}
 
 
-def test_a_folder_without_a_run_is_one_line(tmp_path):
+def test_folder_without_run_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"not a run folder, it has no metrics\.jsonl; give the run\.dir"):
         read_runs([tmp_path])
     with pytest.raises(UserError, match="not a run folder"):
         read_runs([tmp_path / "absent"])
 
 
-def test_a_folder_of_runs_names_them(tmp_path):
+def test_folder_of_runs_names_them(tmp_path):
     for name in ("seed-1", "seed-0", "sft_metrics"):
         make_run(tmp_path / name, {"a": [1.0]})
     with pytest.raises(UserError, match=rf"it holds some: {tmp_path}/seed-0 {tmp_path}/seed-1$"):
@@ -76,7 +76,7 @@ def test_a_folder_of_runs_names_them(tmp_path):
 
 
 @pytest.mark.parametrize("has_file", [False, True])
-def test_a_run_before_its_first_step_is_one_line(tmp_path, has_file):
+def test_run_before_first_step_is_refused(tmp_path, has_file):
     make_run(tmp_path, {}, quickstart_config(tmp_path))
     if not has_file:
         (tmp_path / "metrics.jsonl").unlink()
@@ -84,7 +84,7 @@ def test_a_run_before_its_first_step_is_one_line(tmp_path, has_file):
         read_runs([tmp_path])
 
 
-def test_runs_of_different_kinds_are_one_line(tmp_path):
+def test_runs_of_different_kinds_are_refused(tmp_path):
     training = make_run(tmp_path / "run", {"reward/mean": [1.0]})
     cold_start = make_run(tmp_path / "sft_metrics", {"sft/loss": [1.0]})
     with pytest.raises(
@@ -95,7 +95,7 @@ def test_runs_of_different_kinds_are_one_line(tmp_path):
     assert run.kind == "cold start"
 
 
-def test_a_run_that_is_named_twice_is_one_line(tmp_path):
+def test_run_named_twice_is_refused(tmp_path):
     folder = make_run(tmp_path / "a", learning_curve(2, 0))
     with pytest.raises(UserError, match="named twice"):
         read_runs([folder, folder / ".." / "a"])

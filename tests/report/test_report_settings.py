@@ -25,12 +25,12 @@ def test_seeds_are_one_series(tmp_path):
     assert (series.name, series.seeds) == ("3 seeds", "4, 5, 6")
 
 
-def test_the_same_seed_twice_is_not_two_seeds(tmp_path):
+def test_same_seed_twice_is_not_two_seeds(tmp_path):
     (series,) = group_runs(runs_of(tmp_path, ["run.seed=4"], ["run.seed=4"]))
     assert series.name == "2 runs"
 
 
-def test_paths_in_the_runs_folder_are_equal_in_lists_too(tmp_path):
+def test_paths_in_run_folders_are_equal_in_lists(tmp_path):
     runs = runs_of(tmp_path, [], [])
     for run in runs:
         run.config["data"]["train"] = [f"{run.folder}/world/a.jsonl", "/elsewhere/b.jsonl"]
@@ -41,36 +41,36 @@ def test_paths_in_the_runs_folder_are_equal_in_lists_too(tmp_path):
 
 def test_another_algorithm_is_another_series_named_by_it(tmp_path):
     runs = runs_of(tmp_path, ["advantage.name=grpo"], [], ["advantage.name=grpo", "run.seed=1"])
-    assert [(one.name, len(one.runs)) for one in group_runs(runs)] == [("grpo", 2), ("calibadv", 1)]
+    assert [(each.name, len(each.runs)) for each in group_runs(runs)] == [("grpo", 2), ("calibadv", 1)]
 
 
 def test_series_are_named_by_the_keys_that_differ(tmp_path):
     runs = runs_of(tmp_path, ["advantage.target_ratio=1"], ["advantage.target_ratio=2"])
-    assert [one.name for one in group_runs(runs)] == ["target_ratio 1.0", "target_ratio 2.0"]
+    assert [each.name for each in group_runs(runs)] == ["target_ratio 1.0", "target_ratio 2.0"]
 
 
-def test_with_many_differences_series_are_named_by_their_folders(tmp_path):
+def test_series_with_many_differences_are_named_by_folders(tmp_path):
     more = ["learner.steps=7", "rollout.group_size=4", "rollout.max_searches=2"]
     runs = runs_of(tmp_path, [], more, [*more, "run.seed=3"])
-    assert [one.name for one in group_runs(runs)] == ["run-0", "run-1 +1"]
+    assert [each.name for each in group_runs(runs)] == ["run-0", "run-1 +1"]
 
 
 @pytest.mark.parametrize(
     "override",
     ["learner.optimizer.lr=0.5", "policy.path=/models/other", "reward.answer=em", "rollout.group_size=4"],
 )
-def test_a_setting_that_changes_the_experiment_parts_the_runs(tmp_path, override):
+def test_experiment_setting_separates_runs(tmp_path, override):
     assert len(group_runs(runs_of(tmp_path, [], [override]))) == 2
 
 
 @pytest.mark.parametrize(
     "override", ["retriever.url=http://127.0.0.1:1", "log.progress=false", "checkpoint.every=7"]
 )
-def test_a_setting_of_place_or_display_does_not(tmp_path, override):
+def test_setting_of_place_or_display_keeps_runs_together(tmp_path, override):
     assert len(group_runs(runs_of(tmp_path, [], [override]))) == 1
 
 
-def test_other_questions_part_the_runs_unless_their_world_was_generated(tmp_path):
+def test_other_questions_separate_runs_unless_generated(tmp_path):
     other = [HASHES, HASHES | {"data.content": "other"}]
     assert len(group_runs(runs_of(tmp_path / "a", [], [], hashes=other))) == 1
     given = ["world.dir=''", "data.train=/data/train.jsonl"]
@@ -84,7 +84,7 @@ def test_another_policy_size_parts_the_runs(tmp_path):
 
 def test_runs_without_a_config_stand_alone(tmp_path):
     folders = [make_run(tmp_path / name, learning_curve(2, 0)) for name in ("a", "b")]
-    assert [one.name for one in group_runs(read_runs(folders))] == ["a", "b"]
+    assert [each.name for each in group_runs(read_runs(folders))] == ["a", "b"]
 
 
 @pytest.mark.medium
@@ -94,7 +94,7 @@ def test_more_configs_than_colours_are_refused(tmp_path):
         group_runs(runs)
 
 
-def test_the_comparison_marks_exactly_the_differences(tmp_path):
+def test_comparison_marks_exactly_the_differences(tmp_path):
     runs = runs_of(tmp_path, ["advantage.name=grpo"], [], ["run.seed=3"])
     rows = {row.key: row for row in compare(group_runs(runs))}
     assert set(rows) == set(flatten(runs[0].config))
@@ -105,7 +105,7 @@ def test_the_comparison_marks_exactly_the_differences(tmp_path):
     assert rows["policy.path"].values == ("${run.dir}/sft",) * 2
 
 
-def test_a_key_that_one_config_lacks_is_a_difference(tmp_path):
+def test_key_that_one_config_lacks_is_a_difference(tmp_path):
     runs = runs_of(tmp_path, [], [])
     del runs[1].config["guards"]["patience"]
     rows = {row.key: row for row in compare(group_runs(runs))}

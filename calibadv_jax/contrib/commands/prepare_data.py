@@ -1,4 +1,8 @@
-"""Prepare."""
+"""Converts question files of any layout: ``calibadv prepare-data INPUT … --output FILE``.
+
+Drops rows without an answer, repeated questions and, if asked, long questions and questions of a test set;
+reports what was dropped and why.
+"""
 
 from __future__ import annotations
 
@@ -33,41 +37,26 @@ from calibadv_jax.run.model import load_tokenizer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="question files: a path, a pattern, hf://datasets/OWNER/NAME/FILE, OWNER/NAME",
-    )
-    add(
-        "--output",
-        type=Path,
-        required=True,
-        help=".jsonl or .parquet file to write; a report comes beside it",
-    )
-    add(
-        "--data_source",
-        default="",
-        help="data source of rows without one (default: name of the file or folder)",
-    )
+    inputs = "question files: a path, a pattern, hf://datasets/OWNER/NAME/FILE, OWNER/NAME"
+    add("inputs", nargs="+", metavar="INPUT", help=inputs)
+    output = ".jsonl or .parquet file to write; a report comes beside it"
+    add("--output", type=Path, required=True, help=output)
+    source = "data source of rows without one (default: name of the file or folder)"
+    add("--data_source", default="", help=source)
     add("--question", default="", metavar="KEY", help="key of the question in files of an unknown layout")
     add("--answer", default="", metavar="KEY", help="key of the golden answer or answers in such files")
     add("--separator", default="", help="text between several answers that are written as one, such as '|'")
     add("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these data sources")
     add("--exclude", nargs="+", default=[], metavar="INPUT", help="drop questions that occur in these files")
     add("--max_characters", type=int, default=0, help="drop questions with more characters; 0: no limit")
-    add(
-        "--max_tokens",
-        type=int,
-        default=0,
-        help="drop questions (or prompts of rows) with more tokens; 0: no limit",
-    )
+    tokens = "drop questions (or prompts of rows) with more tokens; 0: no limit"
+    add("--max_tokens", type=int, default=0, help=tokens)
     add("--tokenizer", default="", help="tokenizer for --max_tokens: a folder or OWNER/NAME[@REVISION]")
     add("--drop_prompt", action="store_true", help="leave out the prompts that rows carry")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Converts, filters, and prints the counts."""
+    """Convert, filter, and print the counts."""
     if bool(arguments.max_tokens) != bool(arguments.tokenizer):
         raise UserError("--max_tokens needs --tokenizer, and the other way round: give both or neither")
     if arguments.max_tokens < 0 or arguments.max_characters < 0:
@@ -122,7 +111,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Filters:
-    """What is dropped besides rows without an answer and questions that were there before."""
+    """Reasons to drop rows, besides missing answers and repeated questions."""
 
     default_source: str = ""  # data_source of rows that name none; empty: the file's name tells it
     columns: ColumnsConfig = NO_COLUMNS  # of the inputs, not of the files of excluded questions
@@ -135,13 +124,13 @@ class Filters:
 
 
 @dataclass
-class Report:
-    """Rows read, written and dropped, by data source, and the first ones of each reason."""
+class PreparationReport:
+    """Rows read, written and dropped, by data source, and examples of each reason."""
 
     read: Counter[str] = field(default_factory=Counter)
     written: Counter[str] = field(default_factory=Counter)
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)  # (data source, reason)
-    renamed: int = 0  # rows whose id another one had before
+    renamed: int = 0  # rows whose id another row had before
     empty_answers: int = 0  # left out of written rows: they normalise to nothing
     joined_answers: int = 0  # written rows whose only answer looks like several ones
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
@@ -157,16 +146,11 @@ class Report:
         return sorted({reason for _, reason in self.dropped})
 
     def rows(self) -> list[list[Any]]:
-        """One for each data source, and their sum: name, read, written, dropped for each reason."""
-        sources = sorted(self.read)
+        """Return for each data source, and in all: name, read, written, dropped for each reason."""
         table = [
-            [
-                name,
-                self.read[name],
-                self.written[name],
-                *(self.dropped[name, reason] for reason in self.reasons),
-            ]
-            for name in sources
+            [name, self.read[name], self.written[name]]
+            + [self.dropped[name, reason] for reason in self.reasons]
+            for name in sorted(self.read)
         ]
         return [*table, ["all", *(sum(column) for column in list(zip(*table, strict=True))[1:])]]
 
@@ -178,13 +162,13 @@ class Report:
 
 
 def question_key(text: str) -> str:
-    """Questions with the same key are the same: letters and digits count, case, marks and spaces do not."""
+    """Return a key by letters and digits; case, marks and spaces do not count."""
     words = re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
     return " ".join(words) or text.strip()
 
 
-def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> Report:
-    """Writes the questions that are kept, row by row, to a ``.jsonl`` or ``.parquet`` file of our layout.
+def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> PreparationReport:
+    """Write the questions that are kept, row by row, to a ``.jsonl`` or ``.parquet`` file of our layout.
 
     The output and ``OUTPUT.report.json`` appear when they are complete.
 
@@ -194,7 +178,7 @@ def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> Rep
     """
     if output.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"{output}: the output must end in .jsonl or .parquet")
-    report = Report()
+    report = PreparationReport()
     kept = _select(sources, filters, report)
     with _whole(output) as unfinished:
         (_write_parquet if output.suffix == ".parquet" else write_questions)(unfinished, kept)
@@ -209,12 +193,13 @@ def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> Rep
     return report
 
 
-def _select(sources: Sources, filters: Filters, report: Report) -> Iterator[Question]:
-    excluded = set()
-    if filters.excluded:
-        for path, source in find_files(filters.excluded):
-            for _, found in read_questions(path, source):
-                excluded |= {_digest(found.text)} if isinstance(found, Question) else set()
+def _select(sources: Sources, filters: Filters, report: PreparationReport) -> Iterator[Question]:
+    excluded = {
+        _digest(question.text)
+        for path, source in (find_files(filters.excluded) if filters.excluded else ())
+        for _, question in read_questions(path, source)
+        if isinstance(question, Question)
+    }
     seen: set[bytes] = set()
     ids: set[str] = set()
     for path, source in find_files(sources, filters.default_source):
@@ -255,8 +240,8 @@ def _why_dropped(
     return "overlap" if digest in excluded else "duplicate" if digest in seen else ""
 
 
-def _renamed(question: Question, ids: set[str], report: Report) -> Question:
-    """The question with an id that none before it has: ``ID_2`` and so on where its own is taken."""
+def _renamed(question: Question, ids: set[str], report: PreparationReport) -> Question:
+    """Return the question with a unique id: ``ID_2`` and so on where its own is taken."""
     name, number = question.id, 1
     while name in ids:
         number += 1
@@ -272,7 +257,7 @@ def _digest(text: str) -> bytes:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Another name beside `path` to write to: it becomes `path` if the block ends well, else it goes."""
+    """Yield a temporary file beside `path` that replaces it if the block ends well."""
     with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
