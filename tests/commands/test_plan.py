@@ -168,7 +168,12 @@ def test_compilers_refusal_is_no_fit(tmp_path):
 @pytest.mark.parametrize(("hosts", "is_beside"), [(1, False), (2, True)])
 def test_learners_base_lies_beside_sampler_that_has_copy(monkeypatch, hosts, is_beside):
     """One process' sampler computes with the base itself, each of several with a copy on its own devices."""
-    printed = ["sampler.name=jax", "policy.lora.rank=8", "learner.microbatch_rows=16", f"mesh.fsdp={8 * hosts}"]
+    printed = [
+        "sampler.name=jax",
+        "policy.lora.rank=8",
+        "learner.microbatch_rows=16",
+        f"mesh.fsdp={8 * hosts}",
+    ]
     target = find_target(gpu="h100", topology=f"1x{hosts}x8")
     each = plan.make_plan(load_config(PAPER, printed), target, 0.4)
     monkeypatch.setattr(plan, "topology_mesh", lambda *_: None)

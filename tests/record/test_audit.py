@@ -184,7 +184,8 @@ def test_whom_estimators_praise_and_blame(tmp_path, capsys):
     assert status == 0
     lines = tables(out.partition("whom estimators praise and blame\n")[2])
     table = {
-        line.split()[0]: [float(each.split()[0]) for each in line.split("  ") if "(" in each] for line in lines
+        line.split()[0]: [float(each.split()[0]) for each in line.split("  ") if "(" in each]
+        for line in lines
     }
     assert set(VERDICTS) <= {each.strip() for each in lines[0].split("  ")}
     assert set(table) >= {"calibadv", *names.split(",")}
@@ -214,7 +215,9 @@ def test_control_permutes_rewards_over_the_step(tmp_path):
         assert sorted(sum(scores, [])) == [0, 0, 0, 0, 1]
         seen.add(str(scores))
         again = credit_again(kept, config, seed)
-        assert [each.answer_score for credit in again for each in credit.group.trajectories] == sum(scores, [])
+        assert [each.answer_score for credit in again for each in credit.group.trajectories] == sum(
+            scores, []
+        )
     assert {"[[1.0, 0.0, 0.0], [0.0, 0.0]]", "[[0.0, 0.0, 0.0], [0.0, 1.0]]"} <= seen
     assert [each.answer_score for group in kept.groups for each in group.trajectories] == [1, 0, 0, 0, 0]
 

@@ -93,23 +93,21 @@ def test_kept_step_stays_as_it_is(tmp_path):
     assert kept.groups[0].trajectories[0].answer_score == 1
 
 
-def test_changed_advantage_exits_1(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("factor", "status", "words"),
+    [
+        (1 + 1e-6, 1, "replayed: 11 of 12 turns have the advantage that was kept"),
+        (1 + 2**-52, 0, "that was kept, 11 of them bit for bit, the other turns within 1e-09"),
+    ],
+    ids=["changed", "rounded"],
+)
+def test_changed_advantage_exits_1(tmp_path, capsys, factor, status, words):
     config = make_config()
     groups, result, learner = keep(tmp_path, config)
-    result.credits[0].turns[1][0] *= 1 + 1e-6
+    result.credits[0].turns[1][0] *= factor
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
-    assert call(tmp_path) == 1
-    assert "replayed: 11 of 12 turns have the advantage that was kept" in capsys.readouterr().out
-
-
-def test_last_bit_of_another_machine_is_no_difference(tmp_path, capsys):
-    config = make_config()
-    groups, result, learner = keep(tmp_path, config)
-    result.credits[0].turns[1][0] *= 1 + 2**-52
-    RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
-    assert call(tmp_path) == 0
-    reported = "12 of 12 turns have the advantage that was kept, 11 of them bit for bit,"
-    assert f"{reported} the other turns within 1e-09" in capsys.readouterr().out
+    assert call(tmp_path) == status
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -127,16 +125,10 @@ def test_last_bit_of_another_machine_is_no_difference(tmp_path, capsys):
 )
 def test_rows_that_differ_are_marked(before, after, is_changed, mark):
     columns = {
-        "run": {},
-        "replayed": {"reward/f1": before},
-        "changed": {"reward/f1": after, "reward/em": 1.0},
+        name: {"reward/em": 1.0} | ({} if value is None else {"reward/f1": value})
+        for name, value in (("replayed", before), ("changed", after))
     }
-    columns["replayed"]["reward/em"] = 1.0
-    columns = {
-        name: {metric: value for metric, value in column.items() if value is not None}
-        for name, column in columns.items()
-    }
-    rows = {name: cells for name, *cells in comparison_rows(columns, is_changed)}
+    rows = {name: cells for name, *cells in comparison_rows({"run": {}} | columns, is_changed)}
     assert rows["reward/f1"][-1] == mark and rows["reward/em"][-1] == ""
 
 
@@ -177,18 +169,18 @@ def test_newest_step_is_default_and_mistakes_are_refused(tmp_path, capsys):
         assert tempfile.gettempdir() not in message.replace(str(tmp_path), "RUN")
 
 
-def test_removed_kept_setting_names_the_file(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"loss": {"clip_both": 0.2}}', "unknown key 'loss.clip_both'"),
+        ("[1, 2", "not valid YAML"),
+        ("[1, 2]", "expected a mapping of sections"),
+    ],
+)
+def test_bad_kept_config_names_the_file(tmp_path, config, words):
     keep(tmp_path, make_config(), step=3)
     path = find_step(tmp_path, 3)
     kept = read_step(path)
-    config = json.loads(kept.metadata["config"])
-    config["loss"]["clip_both"] = 0.2
-    kept.metadata["config"] = json.dumps(config)
-    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: unknown key 'loss.clip_both'"):
-        kept_config(kept, path)
-    kept.metadata["config"] = "[1, 2"
-    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: not valid YAML"):
-        kept_config(kept, path)
-    kept.metadata["config"] = "[1, 2]"
-    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: expected a mapping of sections"):
+    kept.metadata["config"] = config
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: {words}"):
         kept_config(kept, path)

@@ -54,8 +54,6 @@ class Shelf:
 
 
 SEARCH, ANSWER = "<think>look</think><search>who</search>", "<think>so</think><answer>Ann</answer>"
-
-
 CONFIG = Config(prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(max_searches=1))
 
 
@@ -63,25 +61,16 @@ def rollouts_of(sampler, retriever):
     return Rollouts(RolloutContext(sampler, retriever, Letters(), CONFIG.rollout, CONFIG.prompt), 0)
 
 
-@pytest.fixture
-def talk():
-    """What is said of a question, and the trajectory."""
-
-    def talk(sampler, retriever, temperature=0.0):
-        config = Config(
-            prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(max_searches=1)
-        )
-        context = RolloutContext(sampler, retriever, Letters(), config.rollout, config.prompt)
-        output = []
-        with Rollouts(context, 0) as rollouts:
-            ask.show_turns(rollouts, output.append)
-            trajectory = ask.answer(rollouts, Question("ask0", "who?", (), "ask"), config, temperature)
-        return output, trajectory
-
-    return talk
+def talk(sampler, retriever, temperature=0.0):
+    """The printed lines, and the trajectory."""
+    output = []
+    with rollouts_of(sampler, retriever) as rollouts:
+        ask.show_turns(rollouts, output.append)
+        trajectory = ask.answer(rollouts, Question("ask0", "who?", (), "ask"), CONFIG, temperature)
+    return output, trajectory
 
 
-def test_turns_and_folded_documents_are_said_in_order(talk, monkeypatch):
+def test_turns_and_folded_documents_are_said_in_order(monkeypatch):
     monkeypatch.setenv("COLUMNS", "70")
     sampler = Script(SEARCH, ANSWER)
     output, trajectory = talk(sampler, Shelf())
@@ -93,12 +82,12 @@ def test_turns_and_folded_documents_are_said_in_order(talk, monkeypatch):
     assert sampler.released == "ask/0/0"
 
 
-def test_thought_that_the_prompt_opened_is_shown(talk):
+def test_thought_that_the_prompt_opened_is_shown():
     output, _ = talk(Script(SEARCH.removeprefix("<think>"), ANSWER.removeprefix("<think>")), Shelf())
     assert [line for line in output if line.startswith("think")] == ["think   look", "think   so"]
 
 
-def test_temperature_is_the_one_asked_for(talk):
+def test_temperature_is_the_one_asked_for():
     sampler = Script(ANSWER)
     talk(sampler, Shelf(), temperature=0.7)
     assert sampler.temperatures == [0.7]
@@ -111,23 +100,26 @@ def test_temperature_is_the_one_asked_for(talk):
         ([SEARCH, SEARCH], "no answer: its last search came after the last one allowed"),
     ],
 )
-def test_missing_answer_says_why(talk, texts, reason):
+def test_missing_answer_says_why(texts, reason):
     output, trajectory = talk(Script(*texts), Shelf())
     assert ask.ending(trajectory).startswith(reason)
     assert len(texts) > 1 or output == ["invalid  rambling"]
 
 
-def test_refused_query_is_said_and_policy_goes_on(talk):
-    output, trajectory = talk(Script(SEARCH, ANSWER), Shelf(QueryRefused("no")))
-    assert "        the retriever does not take this query" in output and trajectory.answer == "Ann"
+@pytest.mark.parametrize(
+    ("retriever", "line"),
+    [
+        (Shelf(QueryRefused("no")), "the retriever does not take this query"),
+        (Shelf(documents=[]), "No results found."),
+    ],
+    ids=["refused", "empty"],
+)
+def test_search_without_documents_is_printed(retriever, line):
+    output, trajectory = talk(Script(SEARCH, ANSWER), retriever)
+    assert f"        {line}" in output and trajectory.answer == "Ann"
 
 
-def test_search_without_results_is_said(talk):
-    output, trajectory = talk(Script(SEARCH, ANSWER), Shelf(documents=[]))
-    assert "        No results found." in output and trajectory.answer == "Ann"
-
-
-def test_service_that_is_gone_is_error_not_answer(talk):
+def test_service_that_is_gone_is_error_not_answer():
     _, trajectory = talk(Script(SEARCH), Shelf(RequestFailed("retriever", "gone")))
     assert trajectory.error == "retriever: gone"
 
@@ -151,13 +143,6 @@ def answer(monkeypatch):
     return answer
 
 
-def test_judge_is_not_asked(tmp_path):
-    """That of a run that has ended is gone: its patience of ten minutes, and then the answer had failed."""
-    judge = JudgeConfig(url="http://127.0.0.1:1/v1", model="m", prompt="gone.txt")
-    judged = replace(CONFIG, reward=RewardConfig(answer={"f1": 0.5, "judge": 0.5}, judge=judge))
-    assert ask._for_person(judged, str(tmp_path)).reward.judge.url == ""
-
-
 def test_only_question_fails_the_command(answer):
     with pytest.raises(UserError, match="retriever: gone"):
         answer(["who?"], SEARCH)
@@ -170,7 +155,7 @@ def test_typed_half_of_an_emoji_is_replaced(answer, monkeypatch):
         questions.append(question.text)
         return MagicMock(error=None, answer="Ann")
 
-    monkeypatch.setattr(ask, "_answer", note)
+    monkeypatch.setattr(ask, "answer", note)
     assert answer(["who \udcff?"]) == ["answer  Ann"] and questions == ["who \ufffd?"]
 
 
@@ -266,10 +251,13 @@ def test_tokenizer_beside_policy_is_preferred(tmp_path, monkeypatch, own):
     assert calls == ["" if own else "elsewhere", "mine"]
 
 
-def test_running_run_keeps_its_logs(tmp_path):
+def test_config_for_a_person(tmp_path):
     patient = replace(Config().retriever, patience=900.0)
     config = replace(Config(), run=replace(Config().run, dir="runs/mine"), retriever=patient)
+    judge = JudgeConfig(url="http://127.0.0.1:1/v1", model="m", prompt="gone.txt")
+    config = replace(config, reward=RewardConfig(answer={"f1": 0.5, "judge": 0.5}, judge=judge))
     alone = ask._for_person(config, str(tmp_path))
     assert alone.run.dir == str(tmp_path) and alone.retriever.patience == 10
+    assert alone.reward.judge.url == ""  # the judge of a run that has ended is gone
     hasty = replace(config, retriever=replace(patient, patience=2.0))
     assert ask._for_person(hasty, str(tmp_path)).retriever.patience == 2

@@ -152,7 +152,9 @@ def test_seeds_are_averaged_a_question_at_a_time(pair, capsys, tmp_path):
         assert numbers["second"] == order
         # Of b the seeds know 2 and 4 of 4; a question still counts once. Of a the second seed knows nothing.
         assert result["b"]["questions"] == 4 and result["b"]["second"] == 0.75
-        assert result["b"]["difference"] == 0.75 and result["b"]["p_value"] == 0.125  # all of 4 differ: 2 of 16
+        assert (
+            result["b"]["difference"] == 0.75 and result["b"]["p_value"] == 0.125
+        )  # all of 4 differ: 2 of 16
         assert result["a"]["second"] == result["a"]["first"] / 2
 
 

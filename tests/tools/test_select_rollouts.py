@@ -78,7 +78,11 @@ def test_good_ones_become_demonstrations(tmp_path, capsys):
     status, out, _ = select(tmp_path / "run", "--output", tmp_path / "d.jsonl", capsys=capsys)
     assert status == 0
     (each,) = load_demonstrations(tmp_path / "d.jsonl")
-    assert (each.question.id, each.question.text, each.question.golden_answers) == ("q1", "Who is q1?", ("Ann",))
+    assert (each.question.id, each.question.text, each.question.golden_answers) == (
+        "q1",
+        "Who is q1?",
+        ("Ann",),
+    )
     assert each.question.data_source == "nq" and each.question.supporting_ids == ("d1",)
     assert [turn.text for turn in each.turns] == [
         "<think> t </think> <search> q1 </search>",
@@ -132,14 +136,16 @@ def test_equal_texts_come_once_per_question(tmp_path, capsys):
     assert next(line.split()[1] for line in out.splitlines() if line.startswith("duplicate")) == "2"
 
 
-def test_thought_that_the_environment_opened_is_whole(tmp_path, capsys):
+def test_opened_thought_is_whole_and_lines_are_rows(tmp_path, capsys):
     row = trajectory("q", "Ann")
     for turn in row["turns"]:
         turn["text"] = turn["text"].removeprefix("<think>")
-    write(tmp_path / "run", 1, [row])
-    select(tmp_path / "run", "--output", tmp_path / "d.jsonl", capsys=capsys)
-    (each,) = load_demonstrations(tmp_path / "d.jsonl")
-    assert each.turns[0].text == "<think> t </think> <search> q </search>"
+    write(tmp_path / "run", 1, [row, trajectory("q2", "Ann\u2028Bob")])
+    select(tmp_path / "run", "--output", tmp_path / "new/d.jsonl", capsys=capsys)
+    first, _ = load_demonstrations(tmp_path / "new/d.jsonl")
+    assert first.turns[0].text == "<think> t </think> <search> q </search>"
+    lines = (tmp_path / "new/d.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
+    assert [json.loads(line)["id"] for line in lines] == ["q", "q2"]
 
 
 @pytest.mark.parametrize(
@@ -163,13 +169,6 @@ def test_mistake_is_one_line_and_writes_nothing(tmp_path, capsys, argv, words):
     status, _, error = select(*(each.format(**names) for each in argv), capsys=capsys)
     assert status == 2 and error.count("\n") == 1 and words in error
     assert not (tmp_path / "d.jsonl").exists()
-
-
-def test_every_line_is_one_demonstration(tmp_path, capsys):
-    write(tmp_path / "run", 1, [trajectory("q1", "Ann"), trajectory("q2", "Ann\u2028Bob")])
-    select(tmp_path / "run", "--output", tmp_path / "new/d.jsonl", capsys=capsys)
-    lines = (tmp_path / "new/d.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
-    assert [json.loads(line)["id"] for line in lines] == ["q1", "q2"]
 
 
 def test_scores_that_were_permuted_choose_nothing(tmp_path, capsys):
