@@ -75,44 +75,28 @@ def test_trajectories_of_rolled_back_steps_do_not_count(tmp_path):
     assert run.rollouts == {1: kept[0], 2: kept[1]}
 
 
-def test_folder_without_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"not a run folder, it has no metrics\.jsonl; give the run\.dir"):
-        read_runs([tmp_path])
-    with pytest.raises(UserError, match="not a run folder"):
-        read_runs([tmp_path / "absent"])
-
-
-def test_folder_of_runs_names_them(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["empty"], r"not a run folder, it has no metrics\.jsonl; give the run\.dir"),
+        (["absent"], "not a run folder"),
+        (["runs"], r"it holds some: \S+/runs/seed-0 \S+/runs/seed-1$"),
+        (["begun"], "no metrics yet; try again when the first step has ended"),
+        (["started"], "no metrics yet; try again when the first step has ended"),
+        (["runs/seed-0", "sft"], "sft is a cold start and .*seed-0 a training run; make a report of each"),
+        (["sft", "runs/../sft"], "named twice"),
+    ],
+)
+def test_folders_without_report_are_refused(tmp_path, names, words):
     for name in ("seed-1", "seed-0", "sft_metrics"):
-        make_run(tmp_path / name, {"a": [1.0]})
-    with pytest.raises(UserError, match=rf"it holds some: {tmp_path}/seed-0 {tmp_path}/seed-1$"):
-        read_runs([tmp_path])
-
-
-@pytest.mark.parametrize("has_file", [False, True])
-def test_run_before_first_step_is_refused(tmp_path, has_file):
-    make_run(tmp_path, {}, quickstart_config(tmp_path))
-    if not has_file:
-        (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="no metrics yet; try again when the first step has ended"):
-        read_runs([tmp_path])
-
-
-def test_runs_of_different_kinds_are_refused(tmp_path):
-    training = make_run(tmp_path / "run", {"reward/mean": [1.0]})
-    cold_start = make_run(tmp_path / "sft_metrics", {"sft/loss": [1.0]})
-    with pytest.raises(
-        UserError, match="sft_metrics is a cold start and .*run a training run; make a report of each"
-    ):
-        read_runs([training, cold_start])
-    (run,) = read_runs([cold_start])
-    assert run.kind == "cold start"
-
-
-def test_run_named_twice_is_refused(tmp_path):
-    folder = make_run(tmp_path / "a", learning_curve(2, 0))
-    with pytest.raises(UserError, match="named twice"):
-        read_runs([folder, folder / ".." / "a"])
+        make_run(tmp_path / "runs" / name, {"reward/mean": [1.0]})
+    assert read_runs([make_run(tmp_path / "sft", {"sft/loss": [1.0]})])[0].kind == "cold start"
+    (tmp_path / "empty").mkdir()
+    for name in ("begun", "started"):
+        make_run(tmp_path / name, {}, quickstart_config(tmp_path))
+    (tmp_path / "begun/metrics.jsonl").unlink()
+    with pytest.raises(UserError, match=words):
+        read_runs([tmp_path / name for name in names])
 
 
 def test_names_are_the_shortest_that_differ(tmp_path):
@@ -184,16 +168,17 @@ def test_setting_of_place_or_display_keeps_runs_together(tmp_path, override):
     assert len(group_runs(runs_of(tmp_path, [], [override]))) == 1
 
 
-def test_other_questions_separate_runs_unless_generated(tmp_path):
-    other = [HASHES, HASHES | {"data.content": "other"}]
-    assert len(group_runs(runs_of(tmp_path / "a", [], [], hashes=other))) == 1
-    given = ["world.dir=''", "data.train=/data/train.jsonl"]
-    assert len(group_runs(runs_of(tmp_path / "b", given, given, hashes=other))) == 2
-
-
-def test_another_policy_size_parts_the_runs(tmp_path):
-    other = [HASHES, HASHES | {"policy.config": "larger"}]
-    assert len(group_runs(runs_of(tmp_path, [], [], hashes=other))) == 2
+@pytest.mark.parametrize(
+    ("changed", "overrides", "number"),
+    [
+        ("data.content", [], 1),  # of a generated world
+        ("data.content", ["world.dir=''", "data.train=/data/train.jsonl"], 2),
+        ("policy.config", [], 2),
+    ],
+)
+def test_other_inputs_separate_runs(tmp_path, changed, overrides, number):
+    hashes = [HASHES, HASHES | {changed: "other"}]
+    assert len(group_runs(runs_of(tmp_path, overrides, overrides, hashes=hashes))) == number
 
 
 def test_runs_without_a_config_stand_alone(tmp_path):
@@ -272,14 +257,10 @@ def test_quickstart_has_two_tables_in_order(tmp_path):
     tables = read_evaluations(tmp_path, str(tmp_path / "evaluation.json"))
     assert [table.title for table in tables] == ["Before training", "After training", "Evaluation (rag)"]
     assert tables[0].confidence == 0.95
-
-
-def test_quickstarts_own_file_is_enough(tmp_path):
-    write(tmp_path, "quickstart.json", {"before": MEANS, "after": MEANS, "seconds": {"total": 3}})
-    assert [table.title for table in read_evaluations(tmp_path, None)] == [
-        "Before training",
-        "After training",
-    ]
+    for path in tmp_path.glob("evaluation*"):
+        path.unlink()
+    titles = [table.title for table in read_evaluations(tmp_path, None)]
+    assert titles == ["Before training", "After training"]  # of quickstart.json alone
 
 
 def test_evaluation_that_was_written_elsewhere_is_read(tmp_path):
