@@ -20,7 +20,7 @@ from calibadv_jax.config.starts import newest_start
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, UserError
 from calibadv_jax.core.interfaces import Action, Completion, Reply, Sampler, SamplingParams
 from calibadv_jax.core.tags import NOTHING_FOUND, parse_turn, printable, well_formed, with_open_tag
-from calibadv_jax.core.trajectory import Question
+from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.transcripts import LONGEST, cut, ending, folded, turn_lines
 from calibadv_jax.rollout.actions import Search
