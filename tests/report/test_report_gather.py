@@ -184,14 +184,19 @@ def test_data_source_with_slashes_is_drawn(tmp_path, name, line):
     assert "other" not in [each.section.key for each in gathered.sections]
 
 
-def test_tied_groups_are_one_curve(tmp_path):
-    """Earlier versions logged them a second time."""
-    tied = [0.5, 0.25, 0.0]
-    charts = charts_of(
-        gather_folders(make_run(tmp_path, {"group/tied": tied, "advantage/groups/tied_share": tied}))
-    )
-    assert list(charts) == ["metric_group-tied"]
-    assert charts["metric_group-tied"].panels[0].curves[0].mean.tolist() == tied
+@pytest.mark.parametrize(
+    ("first", "second", "key"),
+    [
+        ("group/tied", "advantage/groups/tied_share", "metric_group-tied"),  # the second of earlier versions
+        ("advantage/groups/all_wrong_share", "group/all_zero", "groups"),
+    ],
+)
+def test_equal_metrics_are_one_curve(tmp_path, first, second, key):
+    values = [0.5, 0.25, 0.0]
+    charts = charts_of(gather_folders(make_run(tmp_path / "a", {first: values, second: values})))
+    assert list(charts) == [key]
+    assert charts[key].panels[0].curves[0].mean.tolist() == values
+    assert len(charts_of(gather_folders(make_run(tmp_path / "b", {second: values})))) == 1
 
 
 def test_penalty_of_searches_is_drawn_before_and_after(tmp_path):

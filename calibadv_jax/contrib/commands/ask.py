@@ -173,8 +173,6 @@ def show_turns(rollouts: Rollouts, say: Say) -> None:
 
 
 class _PrintingSampler:
-    """A sampler that prints its turns."""
-
     def __init__(self, context: RolloutContext, say: Say):
         self._sampler: Sampler = context.sampler
         self._context, self._say = context, say

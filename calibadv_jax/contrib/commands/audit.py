@@ -278,7 +278,6 @@ def windows(evidence: Mapping[int, Evidence], size: int) -> Iterator[tuple[int, 
 
 
 def counts(measured: Measured) -> str:
-    """Describe how much was kept."""
     total = measure(join(measured.true.values()))
     numbers = ", ".join(f"{total[name]:.0f} {name}" for name in ("groups", "trajectories", "searches"))
     return f"{len(measured.true)} kept steps, {numbers}"

@@ -87,7 +87,6 @@ def run(config: Config) -> None:
 
 
 def depth(config: Config) -> int:
-    """Return the number of documents of one search."""
     return config.retriever.rerank_topk or config.retriever.topk
 
 

@@ -151,7 +151,6 @@ def _row(demonstration: Demonstration) -> dict[str, Any]:
 
 
 def _count_table(counts: Counter[tuple[str, str]]) -> str:
-    """Return the outcomes of the questions of each data source, and of all."""
     sources = sorted({source for source, _ in counts})
     outcomes = sorted({outcome for (_, outcome), number in counts.items() if number})
     rows = [[source, *(counts[source, outcome] for outcome in outcomes)] for source in sources]
@@ -169,8 +168,6 @@ _BRACKETS = re.compile(r"\s*\([^()]*\)\s*$")  # Silent Garden (novel)
 
 @dataclass(frozen=True)
 class Lookup:
-    """One search and its results."""
-
     query: str
     documents: tuple[Document, ...]
     new_ids: tuple[str, ...]  # ids of the supporting passages that no search before it found
@@ -280,7 +277,6 @@ async def find_varied_support(
 
 
 def _mentioned(passages: Mapping[str, Document], names: Collection[str], read: str) -> list[str]:
-    """Return titles of these passages that the text read so far mentions."""
     titles = [passages[name].title for name in names if name in passages]
     return [title for title in titles if holds(read, _plain(title))]
 

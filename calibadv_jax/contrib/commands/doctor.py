@@ -136,7 +136,6 @@ def check_question_files(config: Config) -> list[str]:
 
 
 def check_policy(config: Config) -> list[str]:
-    """Check tokenizer, prompt lengths of every question, mesh and memory."""
     model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
     tags = grammar_of(make_actions(config)).tags
     pieces = {tag: len(encode(model.tokenizer, tag)) for tag in tags}
@@ -273,7 +272,6 @@ async def _verdicts(judge: JudgeClient, question: Question, answers: Sequence[st
 
 
 def check_prompt(config: Config) -> list[str]:
-    """Describe the template, and whether the longest trajectory that the limits allow fits."""
     rollout = config.rollout
     searches = rollout.max_searches * (rollout.max_turn_length + rollout.max_observation_length)
     longest = rollout.max_prompt_length + searches + rollout.max_turn_length
@@ -287,7 +285,6 @@ def check_prompt(config: Config) -> list[str]:
 
 
 def check_shape(config: Config) -> list[str]:
-    """Check the policy's shape and files, the mesh, and the memory of a device."""
     mesh = config.mesh.sizes_on(jax.device_count())
     shards, rows = mesh["data"] * mesh["fsdp"], config.learner.microbatch_rows
     is_counted = REST in config.mesh.sizes.values()
@@ -316,7 +313,6 @@ def check_shape(config: Config) -> list[str]:
 
 
 def check_updates(config: Config) -> list[str]:
-    """Count a step's trajectories and updates."""
     learner, rollout = config.learner, config.rollout
     trajectories = rollout.questions_per_step * rollout.group_size
     updates = -(-trajectories // (learner.minibatch_size or trajectories)) * learner.epochs
@@ -327,7 +323,6 @@ def check_updates(config: Config) -> list[str]:
 
 
 def check_services(config: Config) -> list[str]:
-    """Describe the sampler and the retriever of the run."""
     sampler, retriever = config.sampler, config.retriever
     workers = f"{len(sampler.urls) or sampler.workers} vLLM worker(s)"
     workers = workers if sampler.name == "vllm" else "in process"

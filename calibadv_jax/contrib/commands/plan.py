@@ -206,7 +206,6 @@ def memory_verdict(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def work_lines(plan: RunPlan) -> list[str]:
-    """Describe the parts of a step, its seconds, and the device hours of the run."""
     rollouts, step, learner = plan.rollouts, plan.step, plan.config.learner
     rows = [
         (
@@ -241,7 +240,6 @@ def work_lines(plan: RunPlan) -> list[str]:
 
 
 def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the printed figures as numbers."""
     return {
         "devices": plan.target.devices,
         "kind": plan.target.kind,
@@ -365,7 +363,6 @@ class LeverSearch:
         return size <= self.limit
 
     def _with(self, config: Config, chosen: Mapping[int, int]) -> tuple[Changes, Config]:
-        """Return all changes of these options of levers, and the config with them."""
         changes: Changes = {}
         for n, option in sorted(chosen.items()):
             changes |= (step := LEVERS[n](config, self)[option])

@@ -103,7 +103,6 @@ def next_commands(run: Path, policy: Path) -> dict[str, str]:
 
 
 def _to(config: Config, name: str) -> Config:
-    """Return the config with the evaluation's files under this name in the run's folder."""
     output = str(Path(config.run.dir) / f"evaluation_{name}.json")
     return replace(config, evaluate=replace(config.evaluate, output=output))
 

@@ -90,7 +90,6 @@ class RunFiles:
             )
 
     def paths(self) -> dict[int, Path]:
-        """Return step -> its file, ascending."""
         return {
             step: path
             for step, path in kept_steps(self.folder).items()
@@ -124,7 +123,6 @@ class RunFiles:
         return table.filter(pc.field("group") == group).to_pylist()
 
     def metadata(self) -> dict[str, str]:
-        """Return `record.reader.read_metadata` of the newest step."""
         return read_metadata(list(self.paths().values())[-1])
 
 
@@ -238,7 +236,6 @@ class Site:
         return self.static().get(address)
 
     def everything(self) -> Iterator[tuple[str, bytes]]:
-        """Yield address and content of every file."""
         yield from self.static().items()
         yield INDEX, self._index()
         for step in self.steps():
@@ -313,7 +310,6 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
 
 
 def _is_this_machine(host: str) -> bool:
-    """Return whether the request's header Host names the loopback address."""
     try:
         return urlsplit(f"//{host}").hostname in _NAMES
     except ValueError:

@@ -345,7 +345,6 @@ def _rebalance_words(group: Sequence[RecordRow], settings: AdvantageSettings) ->
 
 
 def _search_words(row: RecordRow, turn: RecordRow, settings: AdvantageSettings) -> str:
-    """Explain the soft penalty of a turn before the answer turn."""
     if turn["kind"] in NO_ACTIONS:
         return f"Only actions can be softened; this turn is {turn['kind']}."
     judged = _judgement(row, turn, settings)
@@ -386,7 +385,6 @@ def _judgement(row: RecordRow, turn: RecordRow, settings: AdvantageSettings) -> 
 
 
 def _answer_words(turn: RecordRow) -> str:
-    """Explain the rebalance of the last sampled turn."""
     raw, after = turn["advantage_raw"], turn["advantage"]
     if raw == after or not after:
         return ""

@@ -45,7 +45,6 @@ CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # of JAX's version, be
 
 
 def programs_of(config: Config) -> tuple[str, ...]:
-    """Return the names of a run's programs that decide about memory."""
     sampled = ("prefill", "decode") if config.sampler.name == "jax" else ()
     return (*TRAINED, *(OF_CRITIC if config.advantage.has_critic else ()), *sampled)
 

@@ -88,8 +88,6 @@ GPU_SHARE = 0.75  # its default
 
 @dataclass(frozen=True)
 class Chip:
-    """One device."""
-
     memory: float  # bytes
     flops: float  # a second, bfloat16, at most
     bandwidth: float  # bytes a second from and to its memory, at most
@@ -152,7 +150,6 @@ class Target:
 
     @property
     def host(self) -> Target:
-        """One host of it."""
         if self.hosts == 1:
             return self
         if self.platform == "tpu":

@@ -256,7 +256,6 @@ def layer_width(architecture: Architecture, mesh: Mapping[str, int]) -> float:
 
 
 def _kept_width(architecture: Architecture, mesh: Mapping[str, int], remat: str) -> float:
-    """Return elements a token that one layer leaves for the backward pass on one device."""
     a = architecture
     heads, kv_heads, mlp = (_share(size, mesh) for size in (a.num_heads, a.num_kv_heads, a.intermediate_size))
     if remat == "full":  # the layer's input

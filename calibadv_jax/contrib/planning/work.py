@@ -28,8 +28,6 @@ FLASH_BACKWARD = 2.5  # times the forward pass: the scores are computed once mor
 
 @dataclass(frozen=True)
 class ExpectedRollouts:
-    """The expected trajectories of a step."""
-
     trajectories: int
     tokens: int  # of each, its prompt and observations too
     sampled: int  # of these, written by the policy
@@ -37,8 +35,6 @@ class ExpectedRollouts:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step."""
-
     name: str
     flops: float  # on all its devices
     memory: float  # bytes that one device reads and writes
@@ -155,7 +151,6 @@ class Costs:
         return max(keys_computed(numerics.kernel, width, numerics.attention_chunk), self.tokens / 2)
 
     def _pass(self, width: int) -> float:
-        """Return the operations of a forward pass for one position of a row."""
         return self.architecture.flops_per_token(self._keys(width))
 
     def passes_before(self) -> int:

@@ -187,7 +187,6 @@ def _stack(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
 
 
 def _at(curve: Curve, steps: np.ndarray) -> np.ndarray:
-    """Return the curve's means at other steps, 0 where it has none."""
     means = dict(zip(curve.steps.tolist(), curve.mean.tolist(), strict=True))
     return np.nan_to_num(np.array([means.get(step, 0.0) for step in steps.tolist()]))
 

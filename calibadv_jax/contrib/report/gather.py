@@ -64,8 +64,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes."""
-
     title: str  # empty where the chart has one panel
     curves: tuple[Curve, ...]
 
@@ -124,8 +122,6 @@ def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
 
 
 class _Gatherer:
-    """Makes charts from the values of all runs of all series."""
-
     def __init__(self, series: Sequence[Series], smooth: int):
         self.series, self.smooth = series, smooth
         self.values = [[_values(run) for run in each.runs] for each in series]  # by series and run
@@ -258,7 +254,6 @@ def _key(metric: str) -> str:
 
 
 def state(run: Run) -> str:
-    """Describe how far a run is."""
     planned = run.setting("sft.steps" if run.kind == "cold start" else "learner.steps")
     last = run.steps[-1]
     if not isinstance(planned, int):
@@ -267,7 +262,6 @@ def state(run: Run) -> str:
 
 
 def mean_of_last(values: Mapping[int, float | None]) -> float | None:
-    """Return the mean of the last ten finite values."""
     last = [value for _, value in sorted(values.items()) if value is not None][-10:]
     return sum(last) / len(last) if last else None
 

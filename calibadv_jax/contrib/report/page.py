@@ -163,7 +163,6 @@ def _chart(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
 
 
 def _kept(run: Run) -> dict[str, Any]:
-    """Return the values with which the page's script leads to a run's trajectories."""
     command = f"calibadv inspect {shlex.quote(str(run.folder))}"
     names = {"label": run.name, "name": short_name(run.folder)}
     return names | {"command": command, "steps": sorted(run.rollouts)}
@@ -185,7 +184,6 @@ def _panel_data(place: Place, panel: Panel) -> dict[str, Any]:
 
 
 def _ends(curve: Curve) -> list[str]:
-    """Return the first, last, smallest and largest finite mean."""
     finite = curve.mean[np.isfinite(curve.mean)]
     return [number(float(value)) for value in (finite[0], finite[-1], finite.min(), finite.max())]
 

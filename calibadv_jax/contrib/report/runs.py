@@ -39,8 +39,6 @@ class Score:
 
 @dataclass(frozen=True)
 class EvaluationTable:
-    """Scores of one evaluation."""
-
     title: str
     rows: dict[str, dict[str, Score]]  # questions, such as "temperature 0, all" -> metric -> score
     confidence: float | None = None  # of the intervals
@@ -219,8 +217,6 @@ class Series:
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the comparison of configs."""
-
     key: str
     values: tuple[str, ...]  # one a series; more than one value of its runs are joined by " | "
     is_different: bool

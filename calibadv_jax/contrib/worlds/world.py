@@ -85,11 +85,9 @@ class Facts:
     lives: dict[str, tuple[int, int]] = field(default_factory=dict)  # person -> years of birth, death
 
     def state(self, name: str, relation: str) -> str:
-        """Return the sentence in the passage of `name`."""
         return RELATIONS[relation].statement.format(name, self.objects[name][relation])
 
     def state_rumour(self, name: str) -> str:
-        """Return the sentence in the passage of `name` that may be false."""
         rumour = self.rumours[name]
         bridge = self.objects[name][rumour.first]
         return RUMOUR.format(RELATIONS[rumour.second].statement.format(bridge, rumour.object))
@@ -195,14 +193,11 @@ def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -
 
 
 def summarise(page: Page) -> tuple[str, str]:
-    """Return (title, text) of the passage that leads to a page."""
     return page.title, f"{SUMMARY.format(page.title, page.address)}."
 
 
 @dataclass(frozen=True)
 class WorldQuestion:
-    """A question with the way to its answer."""
-
     kind: str
     text: str
     answer: str
