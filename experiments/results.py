@@ -8,9 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax.contrib.report.evaluations import read_json
-from calibadv_jax.contrib.report.runs import Run, read_runs
-from calibadv_jax.contrib.report.settings import IGNORED, flatten
+from calibadv_jax.contrib.report.runs import IGNORED, Run, flatten, read_json, read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.evaluation.report import ALL, AVERAGE
 from experiments.arms import METHODS, Arm, parse_name, plan

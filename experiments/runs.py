@@ -27,7 +27,7 @@ from typing import Any
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.report.evaluations import read_json
+from calibadv_jax.contrib.report.runs import read_json
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import duration, table
 from experiments.arms import LONG, OF_PART, PARTS, ROOT, Job, plan

@@ -72,7 +72,7 @@ def train_tokenizer(texts: list[str]) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from calibadv_jax.contrib.worlds.word_tokenizer import EOS, PAD, TAGS
+    from calibadv_jax.contrib.worlds.words import EOS, PAD, TAGS
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

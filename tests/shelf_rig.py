@@ -7,7 +7,7 @@ from pathlib import Path
 
 from http_rig import Handler, serving
 
-from calibadv_jax.contrib.prepare import question_key
+from calibadv_jax.contrib.commands.prepare_data import question_key
 from calibadv_jax.core.trajectory import Document
 
 PASSAGES = [

@@ -16,10 +16,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from calibadv_jax.config import PromptConfig
-from calibadv_jax.contrib.prepare import prepare
+from calibadv_jax.contrib.commands.prepare_data import prepare
 from calibadv_jax.contrib.report.gather import gather
-from calibadv_jax.contrib.report.runs import read_runs
-from calibadv_jax.contrib.report.settings import group_runs
+from calibadv_jax.contrib.report.runs import group_runs, read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question, Trajectory, Turn
 from calibadv_jax.data.questions import load_questions

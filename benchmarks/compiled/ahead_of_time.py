@@ -40,8 +40,7 @@ from calibadv_jax.config import (
 )
 from calibadv_jax.contrib.planning import compiled
 from calibadv_jax.contrib.planning.compiled import SAMPLED, TRAINED, compiled_figures, topology_mesh
-from calibadv_jax.contrib.planning.gpu_targets import GPUS
-from calibadv_jax.contrib.planning.hardware import Target, find_target
+from calibadv_jax.contrib.planning.hardware import GPUS, Target, find_target
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, program_memory, shares_base
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Kernel

@@ -29,7 +29,7 @@ from benchmarks.compiled.ahead_of_time import (
     target_of,
     written,
 )
-from calibadv_jax.contrib.planning.gpu_targets import GPUS
+from calibadv_jax.contrib.planning.hardware import GPUS
 from calibadv_jax.contrib.planning.memory import GIB, shares_base
 
 HEADINGS = {"apply": "optimizer's step"}  # of programs that have another name in the table

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.interfaces import Sampler, SamplingParams
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from benchmarks.sampling.rollout_loops import shape
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.stopping import StopRule

@@ -15,13 +15,14 @@ AT_ONCE = 128  # items; the client puts their queries into common requests
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Search = Callable[[str], Awaitable[list[Document]]]
 
 
 def look_up_each(
     config: RetrieverConfig,
     url: str | Sequence[str],
     items: Sequence[Item],
-    work: Callable[[Item, Callable[[str], Awaitable[list[Document]]]], Awaitable[Result]],
+    work: Callable[[Item, Search], Awaitable[Result]],
     show: Callable[[int], object] = lambda done: None,
 ) -> list[Result]:
     """Return what `work` makes of each item and a search, in their order.

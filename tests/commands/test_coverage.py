@@ -52,16 +52,16 @@ def test_shares_by_data_source(config, capsys):
         "all_by_any": 1.0,
         "answerable": 1.0,
     }
-    one = report["train"]["one"]
-    assert one["questions"] == 4
-    assert one["answer"] == pytest.approx(2 / 3)  # yes occurs by chance, and does not count
-    assert one["passage"] == pytest.approx(2 / 3)  # of those that name one
-    assert one["answerable"] == pytest.approx(3 / 4)
+    each = report["train"]["one"]
+    assert each["questions"] == 4
+    assert each["answer"] == pytest.approx(2 / 3)  # yes occurs by chance, and does not count
+    assert each["passage"] == pytest.approx(2 / 3)  # of those that name one
+    assert each["answerable"] == pytest.approx(3 / 4)
     assert report["train"]["all"]["questions"] == 5
     assert "answerable" in capsys.readouterr().out
 
 
-def test_the_answerable_ones_are_a_question_file(config):
+def test_answerable_ones_are_a_question_file(config):
     run(config)
     kept = load_questions(Path(config.run.dir) / "coverage" / "train.jsonl")
     assert [question.id for question in kept] == ["hop", "one", "yes", "bare"]
@@ -73,7 +73,7 @@ def test_more_documents_cover_more(config):
     assert run(deeper)["train"]["two"]["all_passages"] == 1.0
 
 
-def test_without_the_corpus_the_question_is_the_only_query(config):
+def test_without_corpus_question_is_only_query(config):
     blind = replace(config, retriever=replace(config.retriever, corpus=""))
     two = run(blind)["train"]["two"]
     assert two["passage"] == 1.0
@@ -85,7 +85,7 @@ def test_no_file_is_said_in_one_line(config):
         run(replace(config, data=replace(config.data, train="")))
 
 
-def test_the_doctors_line(config):
+def test_doctors_line(config):
     asked = replace(config, data=replace(config.data, train="", eval=config.data.train))
     with shelf_service() as url:
         (line,) = coverage.coverage_lines(asked, url)
@@ -99,7 +99,7 @@ def test_first_query_counts_among_any_query():
     """The question finds one passage and the answer, a title the other passage."""
     question = parse_question(row("1", "Who?", ["Oslo"], ["p1", "p2"]), "a row")
     first, others = [BY_ID["p1"]], [BY_ID["p2"]]
-    covered = coverage._covered(question, first, [*first, *others])
+    covered = coverage._coverage(question, first, [*first, *others])
     assert covered == coverage.Covered(True, True, False, True, True)
 
     def find_by_query(config, url, questions, look, show):

@@ -9,7 +9,7 @@ from test_doctor import SHAPE
 
 from calibadv_jax.config import Config, PolicyConfig, RetrieverConfig, ToolConfig
 from calibadv_jax.contrib.commands import demonstrate
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import Grammar, parse_turn
 from calibadv_jax.data.demonstrations import load_demonstrations
@@ -50,17 +50,17 @@ def run(config):
         demonstrate.run(replace(config, retriever=replace(config.retriever, url=url)))
 
 
-def test_what_is_written_is_what_the_cold_start_reads(config, capsys):
+def test_what_is_written_is_what_cold_start_reads(config, capsys):
     run(config)
     made = load_demonstrations(config.sft.demonstrations)
-    assert [one.question.id for one in made] == ["1", "2", "5"]
-    assert [len(one.turns) for one in made] == [3, 2, 2]
+    assert [each.question.id for each in made] == ["1", "2", "5"]
+    assert [len(each.turns) for each in made] == [3, 2, 2]
     assert made[0].question.supporting_ids == ("p0", "p1")
     assert [[d.id for d in turn.documents] for turn in made[0].turns] == [["p0"], ["p1"], []]
     # The service refuses the fifth question as a query: its passage's title finds it.
     assert parse_turn(made[2].turns[0].text, stop_reason="stop").query == "Bo Dorn"
-    said = capsys.readouterr().out
-    header, _, *rows = said.splitlines()[:5]
+    output = capsys.readouterr().out
+    header, _, *rows = output.splitlines()[:5]
     columns = ["no supporting_ids", "not found", "written, 1 search", "written, 2 search"]
     assert [header.index(name) for name in columns] == sorted(header.index(name) for name in columns)
     assert [line.split() for line in rows] == [
@@ -77,7 +77,7 @@ def test_demonstrations_in_another_run_are_refused(config, tmp_path):
         demonstrate.run(config)
 
 
-def test_first_queries_are_varied_if_that_is_asked_for(config):
+def test_varied_first_query_is_used(config):
     write_rows(
         Path(config.data.train),
         [row(str(number), "In which city was Bo Dorn born?", ["Lima"], ["p3"]) for number in range(12)],
@@ -86,14 +86,14 @@ def test_first_queries_are_varied_if_that_is_asked_for(config):
     for kind in ("best", "varied"):
         run(replace(config, sft=replace(config.sft, first_query=kind)))
         made = load_demonstrations(config.sft.demonstrations)
-        turns = [parse_turn(one.turns[0].text, stop_reason="stop") for one in made]
+        turns = [parse_turn(each.turns[0].text, stop_reason="stop") for each in made]
         queries[kind] = {turn.query for turn in turns}
         assert len(made) == 12
     assert queries["best"] == {"In which city was Bo Dorn born?"}
     assert queries["varied"] == {"In which city was Bo Dorn born?", "Bo Dorn"}
 
 
-def test_what_the_policy_has_no_room_for_is_left_out(config, capsys):
+def test_long_demonstrations_are_left_out(config, capsys):
     tight = replace(config, rollout=replace(config.rollout, max_observation_length=30))
     run(tight)
     assert "cut off" in capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_unknown_passage_is_no_missing_id(config):
         run(config)
 
 
-def test_the_prompt_is_measured_with_the_actions_that_it_lists(config):
+def test_prompt_is_measured_with_actions_that_it_lists(config):
     """One that has no room left once a calculator is listed is too long; it does not end the command."""
     listed = replace(config, prompt=replace(config.prompt, template="paper"))
     question = parse_question(TWO_HOPS, "a row")
@@ -135,10 +135,10 @@ def test_the_prompt_is_measured_with_the_actions_that_it_lists(config):
         run(some)
     run(replace(some, rollout=replace(some.rollout, max_prompt_length=without + 100)))
     made = load_demonstrations(config.sft.demonstrations, Grammar(("search", "calculate")))
-    assert [one.question.id for one in made][0] == "1"
+    assert [each.question.id for each in made][0] == "1"
 
 
-def test_without_search_among_the_tools_there_is_nothing_to_demonstrate(config):
+def test_tools_without_search_are_refused(config):
     with pytest.raises(UserError, match="tools has no search.*put it into tools"):
         run(replace(config, tools=[ToolConfig("examples.own_tool:Calculator")]))
 

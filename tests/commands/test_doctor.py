@@ -12,8 +12,8 @@ from http_rig import Handler, serving
 from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig, load_config
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.contrib.commands import doctor
-from calibadv_jax.contrib.commands.offline_checks import check_shape
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.commands.doctor import check_shape
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.learner.learner import init_params
@@ -84,15 +84,15 @@ def config(tmp_path):
 
 
 def working_retriever():
-    found = [{"document": {"id": "7", "contents": '"Ada"\nwrote it'}, "score": 1.0}]
-    return {"/health": (200, {"status": "ready", "kind": "faiss"}), "/retrieve": (200, {"result": [found]})}
+    result = [{"document": {"id": "7", "contents": '"Ada"\nwrote it'}, "score": 1.0}]
+    return {"/health": (200, {"status": "ready", "kind": "faiss"}), "/retrieve": (200, {"result": [result]})}
 
 
 def with_retriever(config, url):
     return replace(config, retriever=replace(config.retriever, url=url, patience=0.3, timeout=5.0))
 
 
-def test_every_check_passes_and_says_what_it_saw(config, capsys):
+def test_every_check_passes_and_describes(config, capsys):
     with replying(working_retriever()) as url:
         doctor.run(with_retriever(config, url))
     out = capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_every_check_passes_and_says_what_it_saw(config, capsys):
     assert "<search> 1" in out  # the tokenizer has a token for every tag
 
 
-def test_a_check_that_fails_is_counted_and_the_others_still_run(config, capsys):
+def test_failed_check_is_counted_and_others_run(config, capsys):
     broken = replace(config, data=replace(config.data, train="none.jsonl"))
     with replying(working_retriever()) as url, pytest.raises(SystemExit) as ended:
         doctor.run(with_retriever(broken, url))
@@ -171,19 +171,19 @@ def test_tokenizer_that_loses_spaces_fails_the_check(config, tmp_path, offline):
         (check_shape if offline else doctor.check_policy)(config)
 
 
-def test_questions_that_are_in_both_files_are_a_warning(config, tmp_path):
+def test_questions_that_are_in_both_files_are_warning(config, tmp_path):
     assert not any("warning" in line for line in doctor.check_questions(config))
     with (tmp_path / "eval.jsonl").open("a") as file:
         file.write(json.dumps(question("5", "who founded x ?")) + "\n")
     assert doctor.check_questions(config)[-1].startswith("warning: 1 questions are in both files")
 
 
-def test_the_longest_prompt_of_both_files_is_found(config):
+def test_longest_prompt_of_both_files_is_found(config):
     (longest,) = (line for line in doctor.check_policy(config) if line.startswith("the longest question"))
     assert "where is it" in longest and f"of {config.rollout.max_prompt_length} tokens" in longest
 
 
-def test_prompts_that_are_too_long_are_counted_or_refused(config):
+def test_overlong_prompts_are_counted_or_refused(config):
     """Three of the four questions are shorter."""
     (line,) = doctor.prompt_lines(config, build_word_tokenizer())
     longest = int(line.split(" tokens")[0].split()[-3])
@@ -195,14 +195,14 @@ def test_prompts_that_are_too_long_are_counted_or_refused(config):
     assert any(line.startswith("warning: data.eval: the prompts of 1 of 2 questions") for line in lines)
 
 
-def test_a_start_checks_evaluation_questions_only_where_they_are_used(config):
+def test_start_checks_evaluation_questions_only_if_used(config):
     gone = replace(config, data=replace(config.data, eval="none.jsonl"))
     check_inputs(replace(gone, evaluate=replace(gone.evaluate, every=0)))
     with pytest.raises(UserError, match="none.jsonl: no such file"):
         check_inputs(replace(gone, evaluate=replace(gone.evaluate, every=5)))
 
 
-def test_a_start_checks_the_services_that_are_named(config):
+def test_start_checks_the_services_that_are_named(config):
     with pytest.raises(UserError, match="retriever http://127.0.0.1:9: cannot be reached"):
         check_inputs(with_retriever(config, "http://127.0.0.1:9"))
     sampler = replace(config.sampler, name="vllm", urls=["http://127.0.0.1:9"], patience=0.3)
@@ -232,7 +232,7 @@ def test_every_worker_is_asked_what_it_serves(config):
         ({"/retrieve": (503, {})}, r"no answer \(status 503"),  # asked once: not for all of the patience
     ],
 )
-def test_a_retriever_that_does_not_answer_is_told(config, routes, message):
+def test_silent_retriever_is_reported(config, routes, message):
     with replying(working_retriever() | routes) as url, pytest.raises(UserError, match=message):
         config = with_retriever(config, url)
         doctor.check_retriever(replace(config, retriever=replace(config.retriever, timeout=1.5)))
@@ -240,7 +240,7 @@ def test_a_retriever_that_does_not_answer_is_told(config, routes, message):
 
 def test_failure_appears_once(config, capsys, monkeypatch):
     """Other checks that need the same are not checked; one reason counts as one failure."""
-    monkeypatch.setattr(doctor, "CHECKS", [one for one in doctor.CHECKS if one[0] != "sampler"])
+    monkeypatch.setattr(doctor, "CHECKS", [each for each in doctor.CHECKS if each[0] != "sampler"])
     missing = replace(config, data=replace(config.data, eval="/nowhere/eval.jsonl"))
     with replying(working_retriever()) as url, pytest.raises(SystemExit):
         doctor.run(replace(missing, retriever=RetrieverConfig(url=url)))
@@ -260,7 +260,7 @@ def test_retriever_without_health_is_described(config):
 def test_mcp_program_that_ends_is_named_once(config, capsys, monkeypatch):
     pytest.importorskip("mcp")
     monkeypatch.setattr(
-        doctor, "CHECKS", [one for one in doctor.CHECKS if one[0] in ("calibration", "policy")]
+        doctor, "CHECKS", [each for each in doctor.CHECKS if each[0] in ("calibration", "policy")]
     )
     tool = ToolConfig(mcp=McpConfig(command=f"{sys.executable} /nowhere/server.py"))
     with pytest.raises(SystemExit):
@@ -279,7 +279,7 @@ def test_question_without_results_is_a_warning(config, monkeypatch):
     assert f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?" in lines
 
 
-def test_a_run_whose_actions_ask_no_retriever_needs_none(config):
+def test_run_whose_actions_ask_no_retriever_needs_none(config):
     """It is opened without one; with search among them the doctor asks for it."""
     none = replace(config, retriever=RetrieverConfig())
     own = replace(none, tools=[ToolConfig("examples.own_tool:Calculator")])
@@ -288,7 +288,7 @@ def test_a_run_whose_actions_ask_no_retriever_needs_none(config):
         doctor.check_retriever(none)
 
 
-def test_heads_that_the_mesh_cannot_share_are_told(config, capsys):
+def test_undivided_heads_are_a_warning(config, capsys):
     """Online and offline; the policy has 4 heads, two of them key-value heads."""
     shared = replace(config, mesh=replace(config.mesh, fsdp=4, tensor=2))
     assert not any("warning" in line for line in doctor.check_policy(shared))
@@ -296,12 +296,12 @@ def test_heads_that_the_mesh_cannot_share_are_told(config, capsys):
     (warning,) = (line for line in doctor.check_policy(wide) if "warning" in line)
     assert warning.startswith("warning: mesh.tensor is 4, more than the policy's 2 key-value heads")
     doctor.run(wide, offline=True)
-    said = capsys.readouterr().out
-    assert f"warn policy: {warning.removeprefix('warning: ')}" in said
-    assert said.splitlines()[-1] == "every offline check passed, with 1 warning"
+    output = capsys.readouterr().out
+    assert f"warn policy: {warning.removeprefix('warning: ')}" in output
+    assert output.splitlines()[-1] == "every offline check passed, with 1 warning"
 
 
-def test_what_is_not_checked_does_not_read_ok(config, capsys):
+def test_unchecked_files_do_not_read_ok(config, capsys):
     gone = replace(config, data=replace(config.data, train="none.jsonl"))
     doctor.run(gone, offline=True)
     lines = capsys.readouterr().out.splitlines()
@@ -315,15 +315,15 @@ def test_what_is_not_checked_does_not_read_ok(config, capsys):
 def test_each_check_is_named_while_it_runs(config, capsys):
     with replying(working_retriever()) as url:
         doctor.run(with_retriever(config, url))
-    said = capsys.readouterr().err.splitlines()
-    assert [line for line in said if line.startswith("checking: ")] == [
+    output = capsys.readouterr().err.splitlines()
+    assert [line for line in output if line.startswith("checking: ")] == [
         f"checking: {name}" for name, _ in doctor.CHECKS
     ]
 
 
-def test_a_host_that_is_too_small_is_a_failure_with_the_keys(config, capsys, monkeypatch):
+def test_too_small_host_fails_and_names_keys(config, capsys, monkeypatch):
     """The devices of a CPU share what the host has; offline the run may be meant for another machine."""
-    monkeypatch.setattr("calibadv_jax.contrib.planning.fit.host_memory", lambda: 2.0**20)
+    monkeypatch.setattr("calibadv_jax.contrib.planning.memory.host_memory", lambda: 2.0**20)
     with replying(working_retriever()) as url, pytest.raises(SystemExit):
         doctor.run(with_retriever(config, url))
     lines = capsys.readouterr().out.splitlines()
@@ -347,14 +347,14 @@ def test_a_host_that_is_too_small_is_a_failure_with_the_keys(config, capsys, mon
     )
 
 
-def test_workers_that_the_run_does_not_use_are_not_waited_for(config):
+def test_unused_workers_are_not_waited_for(config):
     """sampler.urls may stay in a config that samples in process for now."""
     sampler = replace(config.sampler, name="jax", urls=["http://127.0.0.1:9"], patience=0.3)
     check_inputs(replace(config, sampler=sampler))
 
 
 @pytest.mark.timeout(20)
-def test_a_retriever_that_goes_away_after_the_first_answer_is_not_waited_for(config):
+def test_retriever_lost_after_first_answer_fails_at_once(config):
     """All of the doctor's questions are asked without patience: those of the coverage too."""
 
     class Once(Handler):
@@ -379,7 +379,7 @@ class Judging(Handler):
     says_yes_to_all = False
 
     def do_POST(self):
-        system, user = (one["content"] for one in json.loads(self.body())["messages"])
+        system, user = (each["content"] for each in json.loads(self.body())["messages"])
         asked, key = json.loads(user), re.findall(r"the key (\w+)", system)[-1]
         verdict = "yes" if self.says_yes_to_all or asked["answer"] in asked["golden_answers"] else "no"
         self.reply(200, {"choices": [{"message": {"content": f"{key} {verdict}"}}]})
@@ -389,7 +389,7 @@ def judged_by(config, url):
     return replace(config, reward=replace(config.reward, judge=JudgeConfig(url=f"{url}/v1", model="m")))
 
 
-def test_a_judge_is_asked_of_a_right_and_of_a_wrong_answer(config):
+def test_judge_is_asked_about_right_and_wrong_answer(config):
     assert doctor.check_judge(config) == []
     with serving(Judging) as url:
         (line,) = doctor.check_judge(judged_by(config, url))

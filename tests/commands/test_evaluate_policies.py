@@ -22,7 +22,7 @@ from calibadv_jax.config import (
     RolloutConfig,
     SamplerConfig,
 )
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.data.questions import write_questions
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh

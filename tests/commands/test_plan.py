@@ -47,10 +47,10 @@ def share(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
 
 
-def test_an_estimate_says_memory_work_and_hours(capsys, tmp_path):
+def test_estimate_prints_memory_work_and_hours(capsys, tmp_path):
     file = tmp_path / "plan.json"
     expected = ["--tokens", "4000", "--sampled", "700", "--json", str(file)]
-    status, said, _ = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected)
+    status, printed, _ = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected)
     assert status == 0
     for words in (
         "8 H100 (1x1x8), mesh data 1 x fsdp 8 x tensor 1: qwen2, 7615.62M parameters",
@@ -61,7 +61,7 @@ def test_an_estimate_says_memory_work_and_hours(capsys, tmp_path):
         "205 steps:",
         "not counted: retrieval",
     ):
-        assert words in said
+        assert words in printed
     figures = json.loads(file.read_text())
     assert figures["fits"] and figures["programs"] == {} and figures["devices"] == 8
     assert figures["device_hours"] == pytest.approx(205 * figures["seconds"] * 8 / 3600)
@@ -71,13 +71,13 @@ def test_an_estimate_says_memory_work_and_hours(capsys, tmp_path):
     assert json.loads(file.read_text())["seconds"] == pytest.approx(2 * seconds)
 
 
-def test_what_does_not_fit_ends_with_1_and_the_keys_to_change(capsys):
+def test_misfit_exits_1_and_names_keys(capsys):
     small = [*EIGHT, "--estimate", "policy.remat=none"]
-    status, said, _ = planned(capsys, "--config", PAPER, *small)
-    assert status == 1 and "does not fit 59.3 GiB of a device" in said
-    assert "would fit: policy.remat=full (26.5 GiB by the formula)" in said
-    status, said, _ = planned(capsys, "--config", PAPER, "--tpu", "v5e:2x4", "--estimate")
-    assert status == 1 and "take more devices" in said
+    status, printed, _ = planned(capsys, "--config", PAPER, *small)
+    assert status == 1 and "does not fit 59.3 GiB of a device" in printed
+    assert "would fit: policy.remat=full (26.5 GiB by the formula)" in printed
+    status, printed, _ = planned(capsys, "--config", PAPER, "--tpu", "v5e:2x4", "--estimate")
+    assert status == 1 and "take more devices" in printed
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_what_does_not_fit_ends_with_1_and_the_keys_to_change(capsys):
 )
 def test_proposed_overrides_fit(capsys, config, devices, overrides):
     arguments = ["--config", str(ROOT / f"configs/{config}.yaml"), *devices, "--estimate", *overrides]
-    status, said, _ = planned(capsys, *arguments)
+    status, printed, _ = planned(capsys, *arguments)
     assert status == 1
-    proposals = [part.partition(" (")[0].split() for part in said.split("would fit: ")[1:]]
+    proposals = [part.partition(" (")[0].split() for part in printed.split("would fit: ")[1:]]
     assert proposals
     for proposal in proposals:
-        status, said, _ = planned(capsys, *arguments, *proposal)
-        assert status == 0 and "fits" in said, proposal
+        status, printed, _ = planned(capsys, *arguments, *proposal)
+        assert status == 0 and "fits" in printed, proposal
 
 
 def test_mesh_advice_leads_to_a_fit(capsys):
@@ -112,11 +112,11 @@ def test_mesh_advice_leads_to_a_fit(capsys):
     _, _, error = planned(capsys, *arguments, "--estimate")
     advice = error.partition(": set ")[2].split()
     assert "learner.microbatch_rows=1" in advice
-    _, said, _ = planned(capsys, *arguments, "--estimate", *advice)
-    assert "would fit: learner.optimizer.offload=host (39.5 GiB by the formula)" in said
+    _, printed, _ = planned(capsys, *arguments, "--estimate", *advice)
+    assert "would fit: learner.optimizer.offload=host (39.5 GiB by the formula)" in printed
 
 
-def test_what_several_hosts_refuse_is_refused(capsys):
+def test_config_for_several_hosts_is_checked(capsys):
     two = ["--gpu", "h100", "--topology", "1x2x8", "mesh.fsdp=16", "learner.microbatch_rows=16", "--estimate"]
     status, _, errors = planned(
         capsys, "--config", PAPER, *two, "sampler.workers=3", "sampler.worker_devices=[]"
@@ -126,10 +126,10 @@ def test_what_several_hosts_refuse_is_refused(capsys):
         assert planned(capsys, "--config", PAPER, *two, *more)[0] == 0
 
 
-def test_rows_that_many_devices_leave_empty_are_told(capsys):
+def test_mostly_empty_rows_are_a_warning(capsys):
     many = ["--tpu", "v5p:4x8x8", "mesh.fsdp=256", "learner.microbatch_rows=256", "sampler.name=jax"]
-    status, said, _ = planned(capsys, "--config", PAPER, *many, "--estimate", "--tokens", "4000")
-    assert status == 0 and "warning: only 33% of the update's rows hold tokens" in said
+    status, printed, _ = planned(capsys, "--config", PAPER, *many, "--estimate", "--tokens", "4000")
+    assert status == 0 and "warning: only 33% of the update's rows hold tokens" in printed
     fewer = [*many, "mesh.fsdp=64", "mesh.tensor=4", "learner.microbatch_rows=64"]
     assert "of the update's rows" not in planned(capsys, "--config", PAPER, *fewer, "--estimate")[1]
 
@@ -141,48 +141,51 @@ def test_rows_that_many_devices_leave_empty_are_told(capsys):
         (EIGHT, "--target compiler 'jax-cuda13-plugin==" + jax.__version__),
     ],
 )
-def test_a_compiler_that_is_missing_is_named_with_its_installation(capsys, monkeypatch, platform, named):
+def test_missing_compiler_is_named_with_installation(capsys, monkeypatch, platform, named):
     def missing(**_):
         raise NotImplementedError("topology not implemented")
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
-    status, said, errors = planned(capsys, "--config", PAPER, *platform)
-    assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
-    assert "GiB of a device, by the formula" in said and "at efficiency 0.4:" in said
+    status, printed, errors = planned(capsys, "--config", PAPER, *platform)
+    assert "GiB of a device, by the formula" in printed and "at efficiency 0.4:" in printed
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert status == 2 and named in line and "PYTHONPATH=compiler" in line and "--estimate" in line
 
 
-def test_a_compilers_refusal_is_no_fit(tmp_path):
+def test_compilers_refusal_is_no_fit(tmp_path):
     file = tmp_path / "small.yaml"
     file.write_text(SMALL)
-    one = plan.make_plan(load_config(file), find_target(gpu="h100", topology="1x1x4"), 0.4)
+    each = plan.make_plan(load_config(file), find_target(gpu="h100", topology="1x1x4"), 0.4)
     programs = {
         "update": {"refused": "RESOURCE_EXHAUSTED"},
         "apply": {"arguments": 1.0, "peak": 1.0, "needed": 1.0},
     }
-    lines, fits = plan.memory_verdict(one, programs)
+    lines, fits = plan.memory_verdict(each, programs)
     assert not fits and any("does not fit" in line and line.endswith(": update") for line in lines)
-    assert plan.memory_verdict(one, {"apply": programs["apply"]})[1]
+    assert plan.memory_verdict(each, {"apply": programs["apply"]})[1]
 
 
 @pytest.mark.parametrize(("hosts", "is_beside"), [(1, False), (2, True)])
-def test_the_learners_base_lies_beside_a_sampler_that_has_a_copy(monkeypatch, hosts, is_beside):
+def test_learners_base_lies_beside_sampler_that_has_copy(monkeypatch, hosts, is_beside):
     """One process' sampler computes with the base itself, each of several with a copy on its own devices."""
-    said = ["sampler.name=jax", "policy.lora.rank=8", "learner.microbatch_rows=16", f"mesh.fsdp={8 * hosts}"]
+    printed = [
+        "sampler.name=jax",
+        "policy.lora.rank=8",
+        "learner.microbatch_rows=16",
+        f"mesh.fsdp={8 * hosts}",
+    ]
     target = find_target(gpu="h100", topology=f"1x{hosts}x8")
-    one = plan.make_plan(load_config(PAPER, said), target, 0.4)
+    each = plan.make_plan(load_config(PAPER, printed), target, 0.4)
     monkeypatch.setattr(plan, "topology_mesh", lambda *_: None)
     monkeypatch.setattr(plan, "lowered_programs", lambda *of: dict.fromkeys(of[-1]))
     monkeypatch.setattr(plan, "compiled_figures", lambda _, beside: {"beside": beside})
-    programs = plan.compile_programs(one, Console(progress=False))
+    programs = plan.compile_programs(each, Console(progress=False))
     held = ("parameters", "optimizer", *(["base"] if is_beside else []))
-    assert programs["decode"]["beside"] == sum(one.estimate[name] for name in held)
+    assert programs["decode"]["beside"] == sum(each.estimate[name] for name in held)
 
 
 @pytest.mark.parametrize("efficiency", ["0", "1.5", "much"])
-def test_an_efficiency_is_a_share(capsys, efficiency):
+def test_efficiency_is_a_share(capsys, efficiency):
     status, _, errors = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", "--efficiency", efficiency)
     assert status == 2 and "efficiency" in errors
 
@@ -204,10 +207,10 @@ def test_memory_is_what_the_compiler_plans(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "needed, with all that lies beside it" in done.stdout
-    found = json.loads((tmp_path / "plan.json").read_text())
-    assert sorted(found["programs"]) == ["apply", "log-probabilities", "update"]
-    expected = program_memory(found["memory"])
+    result = json.loads((tmp_path / "plan.json").read_text())
+    assert sorted(result["programs"]) == ["apply", "log-probabilities", "update"]
+    expected = program_memory(result["memory"])
     for name in ("update", "apply"):
-        ratio = expected[name] / GIB / found["programs"][name]["peak"]
+        ratio = expected[name] / GIB / result["programs"][name]["peak"]
         assert 1 / 1.15 < ratio < 1.15, (name, ratio)
-    assert 1 / 1.15 < found["peak"] / GIB / found["programs"]["update"]["peak"] < 1.15
+    assert 1 / 1.15 < result["peak"] / GIB / result["programs"]["update"]["peak"] < 1.15

@@ -11,7 +11,7 @@ from tiny_policy import GROUPED, Letters
 
 from calibadv_jax.commands import sft
 from calibadv_jax.config import Config, PromptConfig, SftPhase, ToolConfig
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_off

@@ -24,7 +24,7 @@ from calibadv_jax.config import (
     ToolConfig,
 )
 from calibadv_jax.contrib.worlds.demonstrations import GENERATORS
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.run.folder import check_cold_start

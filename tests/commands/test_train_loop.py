@@ -25,7 +25,7 @@ from trainer_rig import (
 )
 
 from calibadv_jax.commands import train
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.data.questions import write_questions

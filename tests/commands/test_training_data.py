@@ -11,7 +11,7 @@ from tiny_policy import Letters
 from trainer_rig import ScriptedRollouts, make_config, make_model
 
 from calibadv_jax.commands import train
-from calibadv_jax.contrib.commands import doctor, offline_checks
+from calibadv_jax.contrib.commands import doctor
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.questions import load_questions, write_questions
@@ -81,7 +81,7 @@ def test_answers_that_cannot_be_right_are_reported(tmp_path, capsys):
         train.run(config)
     begun = capsys.readouterr().err.splitlines()
     warned = doctor.check_questions(replace(config, data=replace(config.data, weights={})))
-    offline = offline_checks.check_question_files(config)
+    offline = doctor.check_question_files(config)
     for words in ("have a golden answer that normalises to", "a separator in it, such as 'Ada|Bo"):
         places = [[line.split(": ")[:2] for line in lines if words in line] for lines in (warned, offline)]
         assert places == [[["warning", "data.train"], ["warning", "data.eval"]]] * 2

@@ -6,12 +6,12 @@ import shlex
 import socket
 from pathlib import Path
 
+import jax
 import pytest
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import doctor
-from calibadv_jax.contrib.commands.offline_checks import mesh_sizes
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, peak_memory
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.run.folder import differences
@@ -197,7 +197,7 @@ def test_memory_is_counted_for_the_mesh(model):
     config = paper(model)
     architecture = architecture_from_hf(config.policy.init)
     assert architecture.num_parameters == PUBLISHED[model]
-    mesh = mesh_sizes(config)
+    mesh = config.mesh.sizes_on(jax.device_count())
     assert mesh == {"data": 1, "fsdp": 8, "tensor": 1}
     estimate = estimate_memory(config, architecture, mesh)
     share = pytest.approx(PUBLISHED[model] / 8, rel=2e-3)
@@ -225,7 +225,7 @@ def test_memory_fractions_leave_room_for_the_retriever(path):
     (fraction,) = {float(number) for number in re.findall(r"MEM_FRACTION=([\d.]+)", header(path))}
     assert workers.gpu_memory_utilization + fraction <= 0.9
     architecture = architecture_from_hf(config.policy.init)
-    trainer = peak_memory(estimate_memory(config, architecture, mesh_sizes(config)))
+    trainer = peak_memory(estimate_memory(config, architecture, config.mesh.sizes_on(jax.device_count())))
     assert 1.4 * trainer < fraction * 80e9  # temporaries of the kernels are not counted
 
 

@@ -16,7 +16,7 @@ from calibadv_jax.commands import sft
 from calibadv_jax.commands.evaluate import choose_policy
 from calibadv_jax.config import Config, MeshConfig, SftPhase
 from calibadv_jax.contrib.commands.doctor import weight_lines
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core import hub as hub_client
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from shelf_rig import BY_ID, find
 
-from calibadv_jax.contrib.annotated import (
+from calibadv_jax.contrib.commands.demonstrate import (
     MAX_QUOTE,
     Lookup,
     demonstrate,
@@ -63,7 +63,7 @@ def test_two_hops_are_two_linked_searches():
 def test_unmentioned_title_is_never_a_query():
     question = asked("Where do many people go every year?", ["Norway"], ["p2", "p6"])
     result, tried = lookups_of(question)
-    assert [item.found for item in result] == [("p2",)]
+    assert [item.new_ids for item in result] == [("p2",)]
     assert not any("Norway" in query for query in tried)
     assert not is_complete(question, BY_ID, result)
 

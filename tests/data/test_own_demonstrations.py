@@ -3,7 +3,7 @@
 import pytest
 from rows_rig import write_rows
 
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import DemoTurn, load_demonstrations

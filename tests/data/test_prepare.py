@@ -8,9 +8,9 @@ import pytest
 from rows_rig import write_rows
 
 from calibadv_jax import cli
-from calibadv_jax.contrib import prepare as module
-from calibadv_jax.contrib.prepare import Filters, prepare, question_key
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.commands import prepare_data as module
+from calibadv_jax.contrib.commands.prepare_data import Filters, prepare, question_key
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
 

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from calibadv_jax.contrib.prepare import Filters, prepare
+from calibadv_jax.contrib.commands.prepare_data import Filters, prepare
 from calibadv_jax.data.questions import load_questions
 
 PROMPT = (

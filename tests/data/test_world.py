@@ -1,20 +1,43 @@
-"""The generated encyclopedia: disjoint splits, true answers, no unknown word, repeatable."""
+"""The generated encyclopedia and its demonstrations: disjoint splits, true answers, no unknown word."""
 
+import asyncio
 import itertools
 import json
+import re
+from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.contrib.worlds.demonstrations import Flaws, imperfect, lookups
-from calibadv_jax.contrib.worlds.facts import split_of
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
-from calibadv_jax.contrib.worlds.words import POOLS
-from calibadv_jax.contrib.worlds.world import generate_world, write_world
+from calibadv_jax.contrib.worlds.demonstrations import Flaws, drills, imperfect, lookups
+from calibadv_jax.contrib.worlds.words import POOLS, build_word_tokenizer
+from calibadv_jax.contrib.worlds.world import (
+    RUMOUR,
+    ask,
+    generate_world,
+    make_facts,
+    split_of,
+    write_passages,
+    write_world,
+)
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
+from examples.own_tool import Calculator
 
 SMALL = WorldConfig(people=40, cities=12, companies=12, works=8, train_questions=300, eval_questions=200)
+RUMOURS = WorldConfig(
+    train_questions=600, eval_questions=50, one_hop=0.2, two_hop=0.2, comparison=0, rumour=0.6,
+    rumour_truth=0.4, misread=0.7,
+)  # fmt: skip
+PAGES = WorldConfig(
+    people=20, cities=8, companies=8, works=8, train_questions=60, eval_questions=20, one_hop=1, two_hop=0,
+    comparison=0, pages=True,
+)  # fmt: skip
+AGES = replace(PAGES, age=1)
+COUNTS = {"person": 60, "city": 20, "company": 20, "work": 20}
+STATED = RUMOUR.removesuffix("{}")
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +46,37 @@ def world():
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_word_tokenizer()
+def rumours():
+    return generate_world(RUMOURS)
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return make_facts(WorldConfig(), np.random.default_rng(0), COUNTS, "train")
+
+
+def rumour_of(text):
+    """The one sentence of a passage that may be false."""
+    (sentence,) = [part for part in text.removesuffix(".").split(". ") if part.startswith(STATED)]
+    return sentence.removeprefix(STATED)
+
+
+def calculated(body):
+    action = Calculator()
+    return asyncio.run(action.call(action.parse(body))).text
+
+
+def tags_of(demonstration):
+    return tuple(turn.text.rpartition("</")[2].rstrip(">") for turn in demonstration.turns)
+
+
+def tag_text(turn, tag):
+    return turn.text.partition(f"<{tag}> ")[2].partition(f" </{tag}>")[0]
+
+
+def drawn(generator, seed, config, count, source=None):
+    demonstrations = itertools.islice(generator(seed, config), count)
+    return [each for each in demonstrations if source in (None, each.question.data_source)]
 
 
 def test_same_config_same_world(world):
@@ -32,14 +84,18 @@ def test_same_config_same_world(world):
 
 
 def test_no_entity_is_in_two_splits(world):
-    titles = {passage.title for passage in world.passages}
-    assert {split_of(title) for title in titles} == {"train", "eval"}
-    by_id = {passage.id: passage for passage in world.passages}
+    assert {split_of(passage.title) for passage in world.passages} == {"train", "eval"}
+    titles = {passage.id: passage.title for passage in world.passages}
     for questions, split in ((world.train, "train"), (world.eval, "eval")):
-        supporting = {by_id[name].title for question in questions for name in question.supporting_ids}
+        supporting = {titles[name] for question in questions for name in question.supporting_ids}
         assert {split_of(title) for title in supporting} == {split}
     answers = [{q.golden_answers[0] for q in part} - {"yes", "no"} for part in (world.train, world.eval)]
     assert not answers[0] & answers[1]
+
+
+def test_no_entity_occurs_twice(facts):
+    for kind, names in facts.entities.items():
+        assert len(names) == len(set(names)) == COUNTS[kind]
 
 
 def test_every_word_occurs_in_every_split():
@@ -50,7 +106,7 @@ def test_every_word_occurs_in_every_split():
             assert {name.split()[1] for name in names} == set(second), (kind, split)
 
 
-def test_answers_follow_from_the_supporting_passages(world):
+def test_answers_follow_from_supporting_passages(world):
     by_id = {passage.id: passage for passage in world.passages}
     for question in world.train:
         passages = [by_id[name] for name in question.supporting_ids]
@@ -67,22 +123,130 @@ def test_answers_follow_from_the_supporting_passages(world):
             assert passages[1].title not in question.text
 
 
-def test_tokenizer_covers_every_word(world, tokenizer):
-    demonstrations = list(itertools.islice(imperfect(0, SMALL), 200))
-    texts = [question.text for question in world.train + world.eval]
-    texts += [f"{passage.title} {passage.text}" for passage in world.passages]
-    texts += [turn.text for demonstration in demonstrations for turn in demonstration.turns]
-    passage = world.passages[0]
-    texts += [f'\n\n<information>Doc 1(Title: "{passage.title}") {passage.text}</information>\n\n']
+@pytest.mark.parametrize(("kind", "hops"), [("one_hop", 1), ("two_hop", 2), ("comparison", 2)])
+def test_every_hop_is_a_sentence_of_its_passage(facts, kind, hops):
+    rng = np.random.default_rng(1)
+    passages = dict(write_passages(facts, rng))
+    for _ in range(300):
+        asked = ask(facts, kind, rng)
+        assert len(asked.searches) == len(asked.findings) == len(asked.statements) == hops
+        for title, finding, statement in zip(asked.searches, asked.findings, asked.statements, strict=True):
+            assert f"{statement}." in passages[title]
+            assert statement.startswith(title) and statement.endswith(finding)
+        if kind == "comparison":
+            assert asked.answer == ("yes" if asked.findings[0] == asked.findings[1] else "no")
+            assert asked.searches[0] != asked.searches[1]
+            assert all(name in asked.text for name in asked.searches)
+        else:
+            assert asked.answer == asked.findings[-1]
+            assert asked.searches[0] in asked.text
+            assert asked.answer not in asked.text  # nobody is the answer to a question about himself
+        if kind == "two_hop":
+            assert asked.searches[1] == asked.findings[0]
+
+
+@pytest.mark.parametrize("pages", [True, False])
+def test_age_is_the_difference_of_two_years(pages):
+    world = generate_world(replace(AGES, pages=pages))
+    texts = {document.title: document.text for document in world.pages or world.passages}
+    ages = [question for question in (*world.train, *world.eval) if question.data_source == "age"]
+    assert 20 < len(ages) < 60
+    for question in ages:
+        (name,) = re.findall(r"how old did (.*) become\?", question.text)
+        (born,) = re.findall(rf"{name} was born in (\d+)\.", texts[name])
+        (died,) = re.findall(rf"{name} died in (\d+)\.", texts[name])
+        assert question.golden_answers == (calculated(f"{died} - {born}"),)
+        assert question.golden_answers[0] not in texts[name].replace(".", "").split()
+        assert len(question.supporting_ids) == 1 + pages
+
+
+def test_passage_of_a_page_answers_nothing():
+    world = generate_world(PAGES)
+    passages = {passage.id: passage for passage in world.passages}
+    pages = {page.id: page for page in world.pages}
+    assert len({page.address for page in world.pages}) == len(world.passages)
+    for question in (*world.train, *world.eval):
+        passage_id, page_id = question.supporting_ids
+        passage, page, (answer,) = passages[passage_id], pages[page_id], question.golden_answers
+        assert passage.title == page.title and answer in page.text and answer not in passage.text
+        assert passage.text == f"the page of {page.title} is {page.address}."
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.4, 1.0])
+def test_share_of_true_rumours(truth):
+    rng, right = np.random.default_rng(0), []
+    for _ in range(10):
+        facts = make_facts(WorldConfig(rumour=1, rumour_truth=truth), rng, COUNTS, "train")
+        passages = dict(write_passages(facts, rng))
+        for _ in range(40):
+            asked = ask(facts, "rumour", rng)
+            name, bridge = asked.searches
+            assert f"{asked.statements[0]}." in passages[name]
+            assert f"{asked.statements[1]}." in passages[bridge]
+            stated = rumour_of(passages[name])
+            assert stated.startswith(bridge)
+            right.append(stated == asked.statements[1])
+            assert asked.answer not in asked.text and facts.rumours[name].object not in asked.text
+    assert np.mean(right) == pytest.approx(truth, abs=0.1)
+
+
+def test_rumours_answer_only_their_questions(rumours):
+    by_id = {passage.id: passage for passage in rumours.passages}
+    for question in rumours.train:
+        passages = [by_id[name] for name in question.supporting_ids]
+        stated = rumour_of(passages[0].text)
+        if question.data_source == "rumour":
+            assert stated.startswith(passages[1].title)
+        if question.data_source == "two_hop":
+            assert question.golden_answers[0] not in stated or not stated.startswith(passages[1].title)
+    shares = {kind: n / 600 for kind, n in Counter(q.data_source for q in rumours.train).items()}
+    assert shares == pytest.approx({"one_hop": 0.2, "two_hop": 0.2, "rumour": 0.6}, abs=0.06)
+
+
+def test_world_without_rumour_questions_holds_none(world):
+    assert not any(STATED in passage.text for passage in world.passages)
+    assert {question.data_source for question in world.train} == {"one_hop", "two_hop", "comparison"}
+
+
+def test_smallest_world_has_rumours():
+    """One true object and one other, which every false rumour names."""
+    config = WorldConfig(
+        people=2, cities=2, companies=2, works=1, one_hop=0, two_hop=0, comparison=0, rumour=1
+    )
+    assert len(generate_world(config).train) == config.train_questions
+
+
+@pytest.mark.parametrize("config", [SMALL, RUMOURS, AGES], ids=["plain", "rumours", "ages"])
+def test_tokenizer_has_every_word(config):
+    tokenizer, world = build_word_tokenizer(config.pages, config.age > 0), generate_world(config)
+    texts = [f"{question.text} {question.golden_answers[0]}" for question in world.train + world.eval]
+    texts += [f"{document.title} {document.text}" for document in [*world.passages, *world.pages]]
+    texts += [f"<access> {page.address} </access>" for page in world.pages]
+    for make in (imperfect, lookups, drills):
+        for demonstration in drawn(make, 0, config, 100):
+            texts += [turn.text for turn in demonstration.turns]
+            texts += [turn.observation for turn in demonstration.turns if turn.observation]
+    texts += [
+        f'\n\n<information>Doc 1(Title: "{world.passages[0].title}") x</information>\n\n'.replace("x", "a")
+    ]
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.unk_token_id not in ids, text
         assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids
 
 
-def test_saved_tokenizer_is_equal(tokenizer, tmp_path):
+def test_more_words_move_no_token():
+    plain, pages = build_word_tokenizer().get_vocab(), build_word_tokenizer(pages=True).get_vocab()
+    ages = build_word_tokenizer(pages=True, ages=True).get_vocab()
+    assert plain == {word: pages[word] for word in plain}
+    kept = {word: index for word, index in pages.items() if "access" not in word}
+    assert kept == {word: ages[word] for word in kept}
+
+
+def test_tokenizer_survives_saving(tmp_path):
     from transformers import AutoTokenizer
 
+    tokenizer = build_word_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     text = "<think> find adara almson </think>\n<search> adara almson </search>"
@@ -91,9 +255,9 @@ def test_saved_tokenizer_is_equal(tokenizer, tmp_path):
 
 
 @pytest.mark.medium
-def test_no_demonstration_shows_a_complete_two_hop_solution():
-    counts = {"early": 0, "cut": 0, "second half": 0}
-    for demonstration in itertools.islice(imperfect(1, SMALL), 3000):
+def test_no_demonstration_shows_a_whole_two_hop_solution():
+    counts = Counter()
+    for demonstration in drawn(imperfect, 1, SMALL, 3000):
         assert all(split_of(d.title) == "cold_start" for turn in demonstration.turns for d in turn.documents)
         if demonstration.question.data_source != "two_hop":
             continue
@@ -102,46 +266,145 @@ def test_no_demonstration_shows_a_complete_two_hop_solution():
         is_right = f"<answer> {demonstration.question.golden_answers[0]} </answer>" in learned[-1].text
         assert not (searches == 2 and is_right)
         assert not (len(demonstration.turns) == 3 and is_right)
-        kind = "cut" if searches == 2 else "second half" if searches == 0 else "early"
-        counts[kind] += 1
-    assert min(counts.values()) > 100, counts
-
-
-def test_look_ups_end_with_the_right_answer():
-    for demonstration in itertools.islice(lookups(0, SMALL), 200):
-        last = demonstration.turns[-1]
-        assert f"<answer> {demonstration.question.golden_answers[0]} </answer>" in last.text
+        counts["cut" if searches == 2 else "second half" if searches == 0 else "early"] += 1
+    assert len(counts) == 3 and min(counts.values()) > 100, counts
 
 
 @pytest.mark.medium
-def test_one_hop_guesses_are_as_frequent_as_said():
-    drawn = [d for d in itertools.islice(imperfect(2, SMALL), 3000) if d.question.data_source == "one_hop"]
-    share = sum(len(d.turns) == 1 for d in drawn) / len(drawn)
-    assert share == pytest.approx(Flaws().guess, abs=0.06)
+def test_share_of_one_hop_guesses():
+    guesses = [len(each.turns) == 1 for each in drawn(imperfect, 2, SMALL, 3000, "one_hop")]
+    assert np.mean(guesses) == pytest.approx(Flaws().guess, abs=0.06)
+
+
+@pytest.mark.parametrize("generator", [imperfect, lookups])
+def test_quoted_sentences_were_shown(generator):
+    """Quoted is the searched sentence: of the passage with the title of the last search."""
+    quotes = 0
+    for demonstration in drawn(generator, 3, WorldConfig(), 1000):
+        shown = None
+        for turn in demonstration.turns:
+            thought = tag_text(turn, "think")
+            if shown is not None and " and " not in thought and not thought.startswith("find "):
+                quotes += 1
+                assert f"{thought}." in shown
+            shown = turn.documents[0].text if turn.documents else None
+            if turn.documents:
+                assert turn.documents[0].title == tag_text(turn, "search")
+                assert len({document.title for document in turn.documents}) == len(turn.documents) == 3
+        assert shown is None or generator is imperfect  # it ends with an answer, or was cut after a search
+        if generator is lookups:
+            answer = demonstration.question.golden_answers[0]
+            assert f"<answer> {answer} </answer>" in demonstration.turns[-1].text
+    assert quotes > 300
+
+
+@pytest.mark.medium
+def test_similar_name_is_searched_before_the_right_one():
+    detours = 0
+    for demonstration in drawn(imperfect, 4, WorldConfig(), 2000, "one_hop"):
+        searches = [turn.documents[0] for turn in demonstration.turns if turn.documents]
+        if len(searches) == 2:
+            detours += 1
+            assert not demonstration.turns[-1].documents
+            assert demonstration.question.golden_answers[0] in searches[1].text
+            assert searches[1].title in demonstration.question.text
+    assert detours > 10
+
+
+@pytest.mark.medium
+def test_shares_of_credulous_and_misread_rumours():
+    credulous, misread = [], []
+    for demonstration in drawn(imperfect, 0, RUMOURS, 3000, "rumour"):
+        assert all(turn.trained for turn in demonstration.turns)
+        *searches, last = demonstration.turns
+        shown, thought, answer = searches[-1].documents, tag_text(last, "think"), tag_text(last, "answer")
+        assert thought.endswith(answer) and any(f"{thought}." in document.text for document in shown)
+        credulous.append(len(searches) == 1)
+        if len(searches) == 1:
+            assert thought == STATED + rumour_of(shown[0].text)
+        else:
+            misread.append(demonstration.question.golden_answers[0] != answer)
+    assert np.mean(credulous) == pytest.approx(Flaws().credulous, abs=0.05)
+    assert np.mean(misread) == pytest.approx(RUMOURS.misread, abs=0.05)
+
+
+def test_lookups_quote_rumours_and_look_no_further():
+    demonstrations = drawn(lookups, 0, RUMOURS, 1000)
+    kinds = {demonstration.question.data_source for demonstration in demonstrations}
+    assert kinds == {"drill", "one_hop", "rumour"}  # no comparisons where none are asked
+    rumours = [each for each in demonstrations if each.question.data_source == "rumour"]
+    assert 0.2 < len(rumours) / len(demonstrations) < 0.4
+    assert all(len(each.turns) == 2 and STATED in each.turns[-1].text for each in rumours)
+
+
+def test_demonstrations_read_the_page_or_guess():
+    ways = Counter()
+    for demonstration in drawn(imperfect, 0, PAGES, 300):
+        ways[tags_of(demonstration)] += 1
+        if tags_of(demonstration)[-2:] == ("access", "answer"):
+            (page,) = demonstration.turns[-2].documents
+            assert demonstration.question.golden_answers[0] in page.text
+            assert page.id == f"page {tag_text(demonstration.turns[-2], 'access')}"
+    assert set(ways) >= {("answer",), ("search", "answer"), ("search", "access", "answer")}
+    assert ways["search", "access", "answer"] < 150  # most do not read
+
+
+def test_few_demonstrations_of_ages_calculate_rightly():
+    ways = Counter()
+    for demonstration in drawn(imperfect, 0, AGES, 600, "age"):
+        tags = tags_of(demonstration)
+        ways[tags[-3:]] += 1
+        if "calculate" in tags:
+            *_, page, turn, last = demonstration.turns
+            body, (answer,) = tag_text(turn, "calculate"), demonstration.question.golden_answers
+            assert all(year in page.documents[0].text for year in body.split(" - "))
+            assert calculated(body) == turn.observation == answer and f"> {answer} <" in last.text
+    assert set(ways) == {
+        ("answer",), ("search", "answer"), ("search", "access", "answer"), ("access", "calculate", "answer"),
+    }  # fmt: skip
+    assert 0 < ways["access", "calculate", "answer"] < sum(ways.values()) / 4
+    assert all("calculate" in tags_of(each) for each in drawn(lookups, 0, AGES, 200, "age"))
 
 
 def test_world_folder_is_written_once(tmp_path):
-    config = WorldConfig(**{**vars(SMALL), "dir": str(tmp_path / "world")})
+    config = replace(SMALL, dir=str(tmp_path / "world"))
     folder = write_world(config)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     write_world(config)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    assert len(load_questions(folder / "eval.jsonl")) == 200
+    assert len(load_questions(folder / "eval.jsonl")) == 200 and not (folder / "pages.jsonl").exists()
     rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
     assert all(row["contents"].startswith('"') and row["contents"].count("\n") == 1 for row in rows)
-    other = WorldConfig(**{**vars(config), "seed": 5})
     with pytest.raises(UserError, match="holds something other than this world"):
-        write_world(other)
+        write_world(replace(config, seed=5))
+    older = json.loads((folder / "manifest.json").read_text())  # of a version without this key
+    del older["rumour"]
+    (folder / "manifest.json").write_text(json.dumps(older))
+    assert write_world(config) == folder
+
+
+def test_world_folder_has_pages(tmp_path):
+    write_world(replace(PAGES, dir=str(tmp_path / "world")))
+    rows = [json.loads(line) for line in (tmp_path / "world/pages.jsonl").read_text().splitlines()]
+    assert len(rows) == 88 and set(rows[0]) == {"url", "contents"}
 
 
 @pytest.mark.parametrize("manifest", ["", '{"seed": 0, "peo', "[]", "\xff"])
-def test_folder_with_foreign_manifest_is_refused(tmp_path, manifest):
+def test_foreign_manifest_is_left_alone(tmp_path, manifest):
     (tmp_path / "manifest.json").write_bytes(manifest.encode("latin-1"))
     with pytest.raises(UserError, match="holds something other than this world"):
-        write_world(WorldConfig(**{**vars(SMALL), "dir": str(tmp_path)}))
+        write_world(replace(SMALL, dir=str(tmp_path)))
     assert (tmp_path / "manifest.json").read_bytes() == manifest.encode("latin-1")
 
 
-def test_too_many_entities_is_one_clear_line():
-    with pytest.raises(UserError, match="5000 names of kind 'person' were asked for, but there are"):
-        generate_world(WorldConfig(people=5000))
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (WorldConfig(people=5000), "5000 names of kind 'person' were asked for, but there are"),
+        (replace(PAGES, people=240, cities=50), "there are 576 addresses"),
+    ],
+    ids=["names", "addresses"],
+)
+def test_too_large_world_is_refused(config, words):
+    with pytest.raises(UserError, match=words):
+        generate_world(config)

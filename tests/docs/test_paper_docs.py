@@ -5,12 +5,12 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
 import pytest
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import prepare_data
-from calibadv_jax.contrib.commands.offline_checks import mesh_sizes
 from calibadv_jax.contrib.commands.plan import make_plan
 from calibadv_jax.contrib.planning.hardware import find_target
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, peak_memory
@@ -50,7 +50,9 @@ def test_memory_equals_the_doctors():
     sizes = [float(number) for number in re.findall(r"([\d.]+) GiB", row)]
     for name, value in zip(("qwen2.5-3b", "llama-3.2-3b-instruct", "qwen2.5-7b"), sizes, strict=True):
         config = load_config(ROOT / f"configs/paper/{name}.yaml")
-        estimate = estimate_memory(config, architecture_from_hf(config.policy.init), mesh_sizes(config))
+        estimate = estimate_memory(
+            config, architecture_from_hf(config.policy.init), config.mesh.sizes_on(jax.device_count())
+        )
         assert value == round(peak_memory(estimate) / GIB, 1)
 
 

@@ -12,9 +12,7 @@ import pytest
 
 from benchmarks.generated_run import answer_turn, make_tokenizer, make_turn, search_turn, write_run
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.pages.run_files import RunFiles
-from calibadv_jax.contrib.pages.serve import make_server
-from calibadv_jax.contrib.pages.site import Site
+from calibadv_jax.contrib.pages.site import RunFiles, Site, make_server
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
 
 MARKUP = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\'"&amp;'
@@ -51,8 +49,8 @@ def small_group(tokenizer):
         prompt = np.array(tokenizer.encode(question.text).ids, np.int32)
         errors = [None, None, None, None, f"retriever: gone{mark}"]
         trajectories = [
-            Trajectory(question, prompt, one, index, 1.5, error)
-            for index, (one, error) in enumerate(zip(turns, errors, strict=True))
+            Trajectory(question, prompt, each, index, 1.5, error)
+            for index, (each, error) in enumerate(zip(turns, errors, strict=True))
         ]
         return Group.of(question, trajectories)
 
@@ -75,7 +73,7 @@ def served():
     @contextmanager
     def serve(folder: Path) -> Iterator[str]:
         site = Site(RunFiles(folder))
-        site.index.steps()  # as the command does before it says the address
+        site.steps()  # as the command does before it says the address
         with make_server(site, 0) as server:
             thread = threading.Thread(target=server.serve_forever, daemon=True)
             thread.start()

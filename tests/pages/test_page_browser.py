@@ -12,9 +12,7 @@ from http_rig import serving
 from benchmarks.generated_run import answer_turn, make_run, make_turn, search_turn, write_run
 from benchmarks.inspect_page import measure
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.pages.run_files import RunFiles
-from calibadv_jax.contrib.pages.serve import write_site
-from calibadv_jax.contrib.pages.site import Site
+from calibadv_jax.contrib.pages.site import RunFiles, Site, write_site
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
 
 pytestmark = pytest.mark.slow
@@ -44,7 +42,7 @@ def count(page):
     return page.inner_text("#count")
 
 
-def test_the_list_shows_every_group_and_how_each_trajectory_ended(small):
+def test_list_shows_every_group_and_trajectory_ending(small):
     page, _ = small
     assert count(page) == "15 trajectories in 3 groups"
     assert page.locator(".entry").count() == 3
@@ -97,7 +95,7 @@ def test_text_is_searched_in_question_answers_and_queries(small):
         assert count(page).startswith(f"{number} trajector"), text
 
 
-def test_a_softened_turn_is_found_and_explained(small):
+def test_softened_turn_is_found_and_explained(small):
     page, _ = small
     page.select_option("#show", "softened")
     page.locator(".entry").first.locator(".chip.matching").click()
@@ -110,7 +108,7 @@ def test_a_softened_turn_is_found_and_explained(small):
     assert turn.locator(".document.silver .star").all_inner_texts() == ["★ silver 1, new"] * 2
 
 
-def test_a_new_address_draws_its_group_once(small):
+def test_new_address_draws_its_group_once(small):
     page, address = small
     page.evaluate(
         """() => {
@@ -125,7 +123,7 @@ def test_a_new_address_draws_its_group_once(small):
     assert page.evaluate("window.drawn") == ["1/0", "1/1"]
 
 
-def test_sign_and_size_of_the_advantage_are_visible_on_each_token(small):
+def test_tokens_show_sign_and_size_of_advantage(small):
     page, address = small
     open_group(page, address, 1, 0)
 
@@ -154,7 +152,7 @@ def test_sign_and_size_of_the_advantage_are_visible_on_each_token(small):
     assert "ratio 1.07" in page.inner_text("#tip")
 
 
-def test_a_link_leads_back_to_the_same_view(small):
+def test_link_leads_back_to_the_same_view(small):
     page, address = small
     page.select_option("#show", "softened")
     page.fill("#text", "bob")
@@ -200,7 +198,7 @@ def test_keys(small):
     page.wait_for_selector("#detail[data-ready='nothing']")
 
 
-def test_keys_stay_with_the_trajectories_that_pass_the_filters(small):
+def test_keys_stay_with_trajectories_that_pass_filters(small):
     page, _ = small
     page.select_option("#show", "invalid")  # trajectory 3 alone
     page.locator(".entry .question").first.click()
@@ -224,7 +222,7 @@ def test_keys_stay_with_the_trajectories_that_pass_the_filters(small):
     assert chosen.get_attribute("data-index") == "1"
 
 
-def test_the_legend_of_a_group_is_that_of_its_shades(small):
+def test_legend_of_group_is_that_of_its_shades(small):
     page, address = small
     open_group(page, address, 1, 0)
     legend = page.locator("#detail .scales")
@@ -237,7 +235,7 @@ def test_the_legend_of_a_group_is_that_of_its_shades(small):
     assert "wavy line: negative" in legend.inner_text()
 
 
-def test_a_turn_that_is_spared_altogether_does_not_look_untrained(served, page, tokenizer, tmp_path):
+def test_fully_spared_turn_does_not_look_untrained(served, page, tokenizer, tmp_path):
     """The second trajectory found silver documents only: its penalty is gone, and that can be seen."""
     question = Question("q", "who keeps it?", ("ann",), "two_hop", ("a",))
     prompt = np.array(tokenizer.encode(question.text).ids, np.int32)
@@ -251,7 +249,7 @@ def test_a_turn_that_is_spared_altogether_does_not_look_untrained(served, page, 
             answer_turn(tokenizer, "so", "bob"),
         ],
     ]
-    made = [Trajectory(question, prompt, one, index) for index, one in enumerate(turns)]
+    made = [Trajectory(question, prompt, each, index) for index, each in enumerate(turns)]
     failed = Trajectory(question, prompt, [answer_turn(tokenizer, "so", "bob")], 2, error="retriever: gone")
     write_run(tmp_path / "run", [[Group.of(question, [*made, failed])]], Config(), tokenizer)
     with served(tmp_path / "run") as address:
@@ -263,7 +261,7 @@ def test_a_turn_that_is_spared_altogether_does_not_look_untrained(served, page, 
         assert page.locator(".card[data-index='2'] .token").first.evaluate(line)[0] == "none"
 
 
-def test_each_action_is_shown_by_its_name_with_its_reply(served, page, tokenizer, tmp_path):
+def test_action_is_shown_with_name_and_reply(served, page, tokenizer, tmp_path):
     question = Question("q", "how old did ann become?", ("31",), "age", ("a",))
     replies = ['Doc 1(Title: "title b") text of b', "31"]
     page_b, result = (f"\n\n<information>{reply}</information>\n\n" for reply in replies)
@@ -344,7 +342,7 @@ def test_dark_and_light_differ(small):
     assert len(colours) == 2
 
 
-def test_the_written_folder_works_on_any_web_server(small_run, page, tmp_path):
+def test_written_folder_works_on_any_web_server(small_run, page, tmp_path):
     write_site(Site(RunFiles(small_run)), tmp_path / "page")
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "page"))
     with serving(handler) as address:
@@ -360,7 +358,7 @@ def test_invalid_turn_says_why(small):
     assert "Invalid format: turn 2: no action" in card.locator(".why").first.inner_text()
 
 
-def test_words_are_explained_where_they_stand_and_in_the_help(small):
+def test_terms_are_explained_in_place_and_in_help(small):
     page, address = small
     open_group(page, address, 1, 0)
     words = page.locator("#detail [data-term]")
@@ -432,7 +430,7 @@ def test_link_that_leads_nowhere_says_so(small, link, words):
         page.wait_for_selector("#notice", state="hidden")
 
 
-def test_step_that_is_not_kept_any_more_says_so(served, browser, small_run, tmp_path):
+def test_lost_step_is_reported(served, browser, small_run, tmp_path):
     shutil.copytree(small_run, tmp_path / "run")
     page = browser.new_page()  # the fixture refuses the line that a browser logs of a missing file
     with served(tmp_path / "run") as address:

@@ -53,7 +53,7 @@ def test_its_page(trained, served, page):
         assert page.locator(".card").count() == 4 and page.locator(".token").count() > 4
 
 
-def test_the_page_of_plain_grpo(grpo, served, page):
+def test_page_of_plain_grpo(grpo, served, page):
     with served(grpo) as address:
         page.goto(f"{address}/#step=2&group=1")
         page.wait_for_selector("#detail[data-ready='2/1']")
@@ -61,7 +61,7 @@ def test_the_page_of_plain_grpo(grpo, served, page):
         assert "softened" not in page.inner_text("#detail")
 
 
-def test_the_report_of_both(trained, grpo, page, tmp_path):
+def test_report_of_both(trained, grpo, page, tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit) as end:
         cli.calibadv(["report", str(trained), str(grpo), "--output", str(tmp_path / "report.html")])
@@ -73,10 +73,10 @@ def test_the_report_of_both(trained, grpo, page, tmp_path):
     assert "calibadv" in text and "grpo" in text
 
 
-def test_a_question_to_its_policy(trained):
-    said = []
+def test_question_to_its_policy(trained):
+    output = []
     config = load_config(ask.run_config(find_policy(trained)))
     logs = {path: path.stat().st_mtime_ns for path in trained.glob("*.log")}
-    ask.ask(config, find_policy(trained), ["who is it?"], 0.0, said.append)
-    assert said and said[-1].startswith(("answer", "no answer"))
+    ask.ask(config, find_policy(trained), ["who is it?"], 0.0, output.append)
+    assert output and output[-1].startswith(("answer", "no answer"))
     assert logs

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.generated_run import write_run
 from calibadv_jax.advantages.estimators import ESTIMATORS
 from calibadv_jax.config import AdvantageConfig, Config
-from calibadv_jax.contrib.pages.run_files import RunFiles
-from calibadv_jax.contrib.pages.words import group_words, plain, signed, trajectory_words, turn_words
+from calibadv_jax.contrib.pages.site import RunFiles
+from calibadv_jax.contrib.pages.transcript import group_words, plain, signed, trajectory_words, turn_words
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def test_devices_are_counted_from_the_topology(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "output"),
     [
         ({}, "name the devices: --tpu v5e:4x4, or --gpu h100"),
         ({"tpu": "v5e:4x4", "gpu": "h100"}, "name the devices"),
@@ -40,10 +40,10 @@ def test_devices_are_counted_from_the_topology(monkeypatch):
         ({"gpu": "h100", "topology": "8"}, "--topology 8: must be"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_way_out(named, said):
+def test_invalid_devices_are_refused(named, output):
     with pytest.raises(UserError) as error:
         find_target(**named)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert output in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_mesh_advice_keeps_the_rows_of_a_device(tmp_path):
         placed_on(small(tmp_path, **mesh), find_target(gpu="h100", topology="1x1x1"))
 
 
-def test_a_config_takes_the_devices_or_says_which_keys_would(tmp_path):
+def test_placed_config_or_proposed_keys_fit(tmp_path):
     target = find_target(tpu="v5e:2x4")
     placed = placed_on(small(tmp_path, learner__microbatch_rows=8), target)
     assert (placed.mesh.fsdp, placed.policy.attention) == (8, "splash")
@@ -85,5 +85,5 @@ def test_a_config_takes_the_devices_or_says_which_keys_would(tmp_path):
         with pytest.raises(UserError, match="does not fit 8 v5e .*: set (.*)$") as error:
             placed_on(small(tmp_path, **mesh), target)
         keys = str(error.value).partition(": set ")[2].split()
-        proposed = {key.replace(".", "__"): value for key, _, value in (one.partition("=") for one in keys)}
+        proposed = {key.replace(".", "__"): value for key, _, value in (each.partition("=") for each in keys)}
         assert placed_on(small(tmp_path, **proposed), target).mesh.fsdp  # what it proposes is taken

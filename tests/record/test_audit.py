@@ -54,7 +54,7 @@ def with_advantage(**changes):
     return replace(config, advantage=replace(config.advantage, **changes))
 
 
-def test_audit_prints_the_table_of_a_run(tmp_path, capsys):
+def test_table_of_a_run(tmp_path, capsys):
     keep(tmp_path, make_config())
     status, out, err = call(tmp_path, capsys=capsys)
     assert status == 0
@@ -96,7 +96,7 @@ def test_other_settings_stand_beside_the_runs_own(tmp_path, capsys):
 
 
 @pytest.mark.medium
-def test_sweep_adds_a_column_per_value(tmp_path, capsys):
+def test_sweep_is_a_column_a_value(tmp_path, capsys):
     keep(tmp_path, make_config())
     arguments = ["--sweep", "advantage.target_ratio=0.5,2", "--sweep", "advantage.soft_penalty=false"]
     _, out, _ = call(tmp_path, *arguments, capsys=capsys)
@@ -109,20 +109,20 @@ def test_sweep_adds_a_column_per_value(tmp_path, capsys):
     assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 1, 1, 1]
 
 
-def test_output_file_holds_every_step(tmp_path, capsys):
+def test_file_holds_every_step(tmp_path, capsys):
     for step in (1, 2, 12):
         keep(tmp_path / "run", make_config(), step=step)
     changed = "advantage.correctness=max"
     call(tmp_path / "run", changed, "--output", tmp_path / "audit.json", "--seed", 4, capsys=capsys)
-    result = json.loads((tmp_path / "audit.json").read_text())
-    assert (result["seed"], result["window"]) == (4, 10)
-    (run,) = result["runs"]
+    matches = json.loads((tmp_path / "audit.json").read_text())
+    assert (matches["seed"], matches["window"]) == (4, 10)
+    (run,) = matches["runs"]
     assert run["run"] == str(tmp_path / "run")
     own, other = run["settings"]
     assert (own["name"], own["overrides"]) == ("run", [])
     assert (other["name"], other["overrides"]) == ("correctness=max", [changed])
-    assert [item["step"] for item in own["true"]["steps"]] == [1, 2, 12]
-    assert [(item["first"], item["last"], item["groups"]) for item in own["true"]["windows"]] == [
+    assert [each["step"] for each in own["true"]["steps"]] == [1, 2, 12]
+    assert [(each["first"], each["last"], each["groups"]) for each in own["true"]["windows"]] == [
         (1, 2, 2), (12, 12, 1),
     ]  # fmt: skip
     assert own["true"]["total"]["groups"] == own["control"]["total"]["groups"] == 3
@@ -145,10 +145,11 @@ def test_every_step_has_its_own_settings(tmp_path, capsys):
     keep(tmp_path, with_advantage(correctness="max"), step=2)
     call(tmp_path, "--output", tmp_path / "audit.json", capsys=capsys)
     steps = json.loads((tmp_path / "audit.json").read_text())["runs"][0]["settings"][0]["true"]["steps"]
-    assert [step["blame/good_spared"] for step in steps] == pytest.approx([0.5, 1])
+    assert [each["blame/good_spared"] for each in steps] == pytest.approx([0.5, 1])
 
 
-def test_audit_shuffles_rewards_with_the_step_seed(tmp_path, capsys):
+def test_shuffled_rewards_are_replayed_identically(tmp_path, capsys):
+    """With the seed of the step, which after a rollback is not the run's."""
     config = make_config()
     config = replace(config, reward=replace(config.reward, shuffle=True))
     groups = make_groups()
@@ -168,7 +169,7 @@ def test_several_runs_and_their_mean(tmp_path, capsys):
     first, second, mean = rows(out, "blame/good_spared")
     # With seed 3 the reward falls on the trajectory without a turn: there is no silver, nothing is spared.
     controls = [run["settings"][0]["control"]["total"] for run in json.loads(file.read_text())["runs"]]
-    assert [control["blame/good_spared"] for control in controls] == [0, 0]
+    assert [each["blame/good_spared"] for each in controls] == [0, 0]
     assert (first[0], second[0]) == ("0.500 (0.000)", "1.000 (0.000)")
     assert mean[0] == "0.750 [0.500, 1.000] (0.000)"
     assert "mean of 2 runs [lowest, highest] (mean of the controls)" in out
@@ -182,10 +183,10 @@ def test_whom_estimators_praise_and_blame(tmp_path, capsys):
     assert status == 0
     lines = tables(out.partition("whom estimators praise and blame\n")[2])
     table = {
-        line.split()[0]: [float(part.split()[0]) for part in line.split("  ") if "(" in part]
+        line.split()[0]: [float(each.split()[0]) for each in line.split("  ") if "(" in each]
         for line in lines
     }
-    assert set(VERDICTS) <= {part.strip() for part in lines[0].split("  ")}
+    assert set(VERDICTS) <= {each.strip() for each in lines[0].split("  ")}
     assert set(table) >= {"calibadv", *names.split(",")}
     # 1 of 2 good ones blamed, 1 of 4 useless ones praised; of the blame of 12 tokens 3 lie on the good one.
     assert table["grpo"] == [0.5, 0.25, 0.25, 0.5, 1.0]
@@ -209,16 +210,15 @@ def test_control_permutes_rewards_over_the_step(tmp_path):
     seen = set()
     for seed in range(20):
         credits = credit_again(kept, config, seed)
-        scores = [[trajectory.answer_score for trajectory in credit.group.trajectories] for credit in credits]
+        scores = [[each.answer_score for each in credit.group.trajectories] for credit in credits]
         assert sorted(sum(scores, [])) == [0, 0, 0, 0, 1]
         seen.add(str(scores))
         again = credit_again(kept, config, seed)
-        assert [
-            trajectory.answer_score for credit in again for trajectory in credit.group.trajectories
-        ] == sum(scores, [])
+        assert [each.answer_score for credit in again for each in credit.group.trajectories] == sum(
+            scores, []
+        )
     assert {"[[1.0, 0.0, 0.0], [0.0, 0.0]]", "[[0.0, 0.0, 0.0], [0.0, 1.0]]"} <= seen
-    before = [trajectory.answer_score for group in kept.groups for trajectory in group.trajectories]
-    assert before == [1, 0, 0, 0, 0]
+    assert [each.answer_score for group in kept.groups for each in group.trajectories] == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.medium
@@ -235,7 +235,7 @@ def test_control_measures_chance(tmp_path, capsys):
     assert true["search/good_share"] == control["search/good_share"]
     assert true["silver/group_share"] == 1 and 0.25 < control["silver/group_share"] < 0.55
     assert true["blame/good_blamed"] == 0.5 and 0.25 < control["blame/good_blamed"] < 0.55
-    assert {item["blame/good_blamed"] for item in own["control"]["steps"]} == {0, 0.5, 1}
+    assert {each["blame/good_blamed"] for each in own["control"]["steps"]} == {0, 0.5, 1}
 
 
 def test_warnings(tmp_path, capsys):
@@ -261,8 +261,8 @@ def write(folder, supporting):
     config, groups = make_config(), make_groups()
     _, result = scored(config)
     groups[0].question = replace(groups[0].question, supporting_ids=supporting)
-    for trajectory in groups[0].trajectories:
-        trajectory.question = groups[0].question
+    for each in groups[0].trajectories:
+        each.question = groups[0].question
     RolloutWriter(folder, config, 7).write(7, groups, result.credits, unknown(groups), 3)
 
 
@@ -356,7 +356,7 @@ def test_verdict_names_its_numbers():
     assert pooled[0].startswith("  right: ")  # each alone would be too few
 
 
-def test_group_blame_adds_up_to_the_measures(tmp_path):
+def test_blame_of_group_adds_up_to_measures(tmp_path):
     keep(tmp_path, make_config())
     kept = read_step(find_step(tmp_path, 7))
     evidence = gather(credit_again(kept, kept_config(kept, tmp_path)))

@@ -10,9 +10,9 @@ from record_rig import INFORMATION, answer, search, tokens
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, ToolConfig
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
-from calibadv_jax.contrib.pages.index import tabulate
-from calibadv_jax.contrib.pages.words import turn_words
-from calibadv_jax.contrib.report.rollouts import _advantages
+from calibadv_jax.contrib.pages.site import tabulate
+from calibadv_jax.contrib.pages.transcript import turn_words
+from calibadv_jax.contrib.report.gather import _advantages
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.metrics.shown_steps import ending, transcript
 from calibadv_jax.metrics.summary import trajectory_metrics

@@ -34,7 +34,7 @@ def shown(out):
     return {name: values for name, *values in cells}
 
 
-def test_same_settings_replay_the_kept_advantages(tmp_path, capsys):
+def test_same_settings_give_the_kept_advantages(tmp_path, capsys):
     _, result, _ = keep(tmp_path, make_config())
     ratio = result.metrics["advantage/answer/ratio_after"]
     (tmp_path / "metrics.jsonl").write_text(
@@ -49,7 +49,7 @@ def test_same_settings_replay_the_kept_advantages(tmp_path, capsys):
     assert shown(out)["reward/mean"][0] == "-"  # the run's row does not have it
 
 
-def test_changed_lambda_is_compared_with_the_replay(tmp_path, capsys):
+def test_other_lambda_changes_the_replayed_step(tmp_path, capsys):
     keep(tmp_path, make_config())
     assert call(tmp_path, "advantage.target_ratio=2", "--step", "7") == 0
     out = capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_changed_lambda_is_compared_with_the_replay(tmp_path, capsys):
         "examples.own_advantage:by_rank",
     ],
 )
-def test_every_estimator_replays_bit_for_bit(tmp_path, capsys, name):
+def test_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, name):
     plain = make_config()
     config = replace(plain, advantage=replace(plain.advantage, name=name))
     _, result, _ = keep(tmp_path, config)
@@ -82,37 +82,32 @@ def test_every_estimator_replays_bit_for_bit(tmp_path, capsys, name):
     assert "replayed: 12 of 12 turns have the advantage that was kept, bit for bit" in capsys.readouterr().out
 
 
-def test_replay_leaves_the_kept_step_unchanged(tmp_path):
+def test_kept_step_stays_as_it_is(tmp_path):
     keep(tmp_path, make_config())
     kept = read_step(find_step(tmp_path, 7))
     other = kept_config(kept, Path("step"), ["reward.format=false", "reward.answer=cover_em"])
-    result = replay_step(kept, other)
-    scores = [
-        [trajectory.answer_score for trajectory in group.trajectories]
-        for group in (*kept.groups, *result.groups)
-    ]
+    matches = replay_step(kept, other)
+    scores = [[each.answer_score for each in group.trajectories] for group in (*kept.groups, *matches.groups)]
     assert scores[:2] == [[1, 0, 0], [0, 0]]
-    result.groups[0].trajectories[0].answer_score = 0.5
+    matches.groups[0].trajectories[0].answer_score = 0.5
     assert kept.groups[0].trajectories[0].answer_score == 1
 
 
-def test_different_replayed_advantage_exits_with_1(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("factor", "status", "words"),
+    [
+        (1 + 1e-6, 1, "replayed: 11 of 12 turns have the advantage that was kept"),
+        (1 + 2**-52, 0, "that was kept, 11 of them bit for bit, the other turns within 1e-09"),
+    ],
+    ids=["changed", "rounded"],
+)
+def test_changed_advantage_exits_1(tmp_path, capsys, factor, status, words):
     config = make_config()
     groups, result, learner = keep(tmp_path, config)
-    result.credits[0].turns[1][0] *= 1 + 1e-6
+    result.credits[0].turns[1][0] *= factor
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
-    assert call(tmp_path) == 1
-    assert "replayed: 11 of 12 turns have the advantage that was kept" in capsys.readouterr().out
-
-
-def test_last_bit_difference_is_accepted(tmp_path, capsys):
-    config = make_config()
-    groups, result, learner = keep(tmp_path, config)
-    result.credits[0].turns[1][0] *= 1 + 2**-52
-    RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
-    assert call(tmp_path) == 0
-    message = "12 of 12 turns have the advantage that was kept, 11 of them bit for bit,"
-    assert f"{message} the other turns within 1e-09" in capsys.readouterr().out
+    assert call(tmp_path) == status
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -129,10 +124,11 @@ def test_last_bit_difference_is_accepted(tmp_path, capsys):
     ],
 )
 def test_rows_that_differ_are_marked(before, after, is_changed, mark):
-    columns = {"run": {}}
-    for name, value in (("replayed", before), ("changed", after)):
-        columns[name] = {"reward/em": 1.0} | ({} if value is None else {"reward/f1": value})
-    rows = {name: cells for name, *cells in comparison_rows(columns, is_changed)}
+    columns = {
+        name: {"reward/em": 1.0} | ({} if value is None else {"reward/f1": value})
+        for name, value in (("replayed", before), ("changed", after))
+    }
+    rows = {name: cells for name, *cells in comparison_rows({"run": {}} | columns, is_changed)}
     assert rows["reward/f1"][-1] == mark and rows["reward/em"][-1] == ""
 
 
@@ -150,13 +146,13 @@ def test_rewards_are_shuffled_as_they_were(tmp_path):
     result = compute_advantages(groups, config.advantage)
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 14)
     kept = read_step(find_step(tmp_path, 7))
-    actual = replay_step(kept, kept_config(kept, Path("step")))
-    assert scores(actual.groups) == scores(groups)
-    equal, total = equal_turns(kept.credits, actual.advantages.credits)
+    matches = replay_step(kept, kept_config(kept, Path("step")))
+    assert scores(matches.groups) == scores(groups)
+    equal, total = equal_turns(kept.credits, matches.advantages.credits)
     assert equal == total
 
 
-def test_newest_step_is_default_and_mistakes_are_reported(tmp_path, capsys):
+def test_newest_step_is_default_and_mistakes_are_refused(tmp_path, capsys):
     keep(tmp_path, make_config(), step=3)
     keep(tmp_path, make_config(), step=5)
     assert call(tmp_path) == 0
@@ -172,18 +168,18 @@ def test_newest_step_is_default_and_mistakes_are_reported(tmp_path, capsys):
         assert tempfile.gettempdir() not in message.replace(str(tmp_path), "RUN")
 
 
-def test_removed_kept_setting_names_the_file(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"loss": {"clip_both": 0.2}}', "unknown key 'loss.clip_both'"),
+        ("[1, 2", "not valid YAML"),
+        ("[1, 2]", "expected a mapping of sections"),
+    ],
+)
+def test_bad_kept_config_names_the_file(tmp_path, config, words):
     keep(tmp_path, make_config(), step=3)
     path = find_step(tmp_path, 3)
     kept = read_step(path)
-    config = json.loads(kept.metadata["config"])
-    config["loss"]["clip_both"] = 0.2
-    kept.metadata["config"] = json.dumps(config)
-    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: unknown key 'loss.clip_both'"):
-        kept_config(kept, path)
-    kept.metadata["config"] = "[1, 2"
-    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: not valid YAML"):
-        kept_config(kept, path)
-    kept.metadata["config"] = "[1, 2]"
-    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: expected a mapping of sections"):
+    kept.metadata["config"] = config
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: {words}"):
         kept_config(kept, path)

@@ -54,8 +54,8 @@ def make_run(
     rows: list[dict[str, Any]] = []
     for index in range(length):
         values = {name: column[index] for name, column in metrics.items() if index < len(column)}
-        row = {"step": index + 1} | {name: one for name, one in values.items() if one == one}
-        nonfinite = [name for name, one in row.items() if one is None]
+        row = {"step": index + 1} | {name: each for name, each in values.items() if each == each}
+        nonfinite = [name for name, each in row.items() if each is None]
         rows.append(row | ({"nonfinite": nonfinite} if nonfinite else {}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if config is not None:
@@ -85,13 +85,13 @@ def learning_curve(
         "reward/f1": [0.35 + 0.5 * step / steps + wave[step] for step in range(steps)],
         "reward/format_valid": [min(1.0, 0.7 + step / steps) for step in range(steps)],
         "actor/entropy": [0.4 - 0.3 * step / steps + wave[step] for step in range(steps)],
-        "advantage/answer/positive_before": [100 + 100 * one for one in wave],
-        "advantage/answer/negative_before": [140 + 100 * one for one in wave],
+        "advantage/answer/positive_before": [100 + 100 * each for each in wave],
+        "advantage/answer/negative_before": [140 + 100 * each for each in wave],
         "advantage/correctness/zero_share": [0.5 - 0.3 * step / steps for step in range(steps)],
         "advantage/correctness/to_one_share": [0.5 + 0.3 * step / steps for step in range(steps)],
         "rollout/failed": [0.0] * steps,
-        "timing_s/rollout": [2.0 + one for one in wave],
+        "timing_s/rollout": [2.0 + each for each in wave],
         "timing_s/update": [1.0] * steps,
-        "timing_s/step": [3.5 + one for one in wave],
+        "timing_s/step": [3.5 + each for each in wave],
         **more,
     }

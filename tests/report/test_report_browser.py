@@ -10,13 +10,10 @@ from report_rig import keep_step, learning_curve, make_run, quickstart_config
 from benchmarks.generated_run import make_group, make_tokenizer, write_run
 from calibadv_jax import cli
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.pages.run_files import RunFiles
-from calibadv_jax.contrib.pages.serve import make_server
-from calibadv_jax.contrib.pages.site import Site
+from calibadv_jax.contrib.pages.site import RunFiles, Site, make_server
 from calibadv_jax.contrib.report.gather import gather
 from calibadv_jax.contrib.report.page import render
-from calibadv_jax.contrib.report.runs import read_runs
-from calibadv_jax.contrib.report.settings import group_runs
+from calibadv_jax.contrib.report.runs import group_runs, read_runs
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.slow
@@ -53,8 +50,8 @@ def opened(page, report):
 def test_every_figure_is_drawn(opened):
     figures = opened.locator("figure")
     keys = figures.evaluate_all("all => all.map((one) => one.id)")
-    wanted = {"reward", "f1", "f1_by_source", "format", "entropy", "mass_before", "correctness", "phases"}
-    assert wanted <= set(keys)
+    expected = {"reward", "f1", "f1_by_source", "format", "entropy", "mass_before", "correctness", "phases"}
+    assert expected <= set(keys)
     for key in keys:
         box = opened.locator(f"#{key} .drawing svg").bounding_box()
         assert box["width"] > 300 and box["height"] > 150
@@ -82,7 +79,7 @@ def test_colours_come_from_the_theme(opened):
     assert "rgb(0, 96, 174)" in light and "rgb(108, 178, 255)" in dark
 
 
-def test_the_pointer_reads_values(opened):
+def test_pointer_reads_values(opened):
     drawing = opened.locator("#reward .drawing svg")
     drawing.scroll_into_view_if_needed()
     box = drawing.bounding_box()
@@ -97,7 +94,7 @@ def test_the_pointer_reads_values(opened):
     assert opened.locator("#reward .cursor").count() == 0
 
 
-def test_a_touch_reads_values_and_they_stay(browser, report):
+def test_touch_reads_values_and_they_stay(browser, report):
     context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True)
     touched = context.new_page()
     touched.goto(report.as_uri())
@@ -109,7 +106,7 @@ def test_a_touch_reads_values_and_they_stay(browser, report):
     context.close()
 
 
-def test_the_keyboard_reads_values(opened):
+def test_keyboard_reads_values(opened):
     figure, read = opened.locator("#f1_by_source"), opened.locator("#f1_by_source output")
     figure.focus()
     for key, step in (
@@ -129,7 +126,7 @@ def test_the_keyboard_reads_values(opened):
     assert read.inner_text() == ""
 
 
-def test_point_names_the_nearest_kept_step_of_each_run(opened):
+def test_point_names_nearest_kept_step_of_each_run(opened):
     figure, lead = opened.locator("#reward"), opened.locator("#reward .lead")
     figure.focus()
     opened.keyboard.press("Enter")
@@ -200,7 +197,7 @@ def test_names_of_curves_stay_within_their_drawing(opened):
     assert beyond == []
 
 
-def test_the_tables_are_there(opened):
+def test_tables_are_there(opened):
     assert opened.locator("#runs tbody tr").count() == 3
     different = opened.locator("#settings tr.different th").evaluate_all(
         "all => all.map((one) => one.textContent)"

@@ -34,8 +34,8 @@ class Page(HTMLParser):
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def all(self, wanted):
-        return [attributes for tag, attributes in self.tags if tag == wanted]
+    def all(self, expected):
+        return [attributes for tag, attributes in self.tags if tag == expected]
 
 
 def report(*arguments):
@@ -67,9 +67,9 @@ def of_two_configs(tmp_path_factory):
 def test_one_run_has_its_page_in_its_folder(tmp_path, capsys):
     folder = make_run(tmp_path / "run", learning_curve(4, 0))
     assert report(folder) == 0
-    said = capsys.readouterr()
-    assert said.out == f"{folder}/report.html\n"
-    assert said.err == "reading the kept trajectories\ndrawing the figures\n"  # which takes its time
+    printed = capsys.readouterr()
+    assert printed.out == f"{folder}/report.html\n"
+    assert printed.err == "reading the kept trajectories\ndrawing the figures\n"  # which takes its time
     assert [path.name for path in folder.iterdir() if "report" in path.name] == ["report.html"]
 
 
@@ -81,7 +81,7 @@ def test_several_runs_have_theirs_in_the_current_folder(tmp_path, monkeypatch, c
     assert (tmp_path / "report.html").is_file()
 
 
-def test_the_page_asks_for_nothing_and_is_whole(of_two_configs):
+def test_page_asks_for_nothing_and_is_whole(of_two_configs):
     text = of_two_configs
     page = Page(text)
     assert page.open == []
@@ -89,13 +89,13 @@ def test_the_page_asks_for_nothing_and_is_whole(of_two_configs):
     assert addresses <= {"http://www.w3.org/2000/svg", "//www.w3.org/2000/svg"}
     for attributes in (attributes for _, attributes in page.tags):
         assert "src" not in attributes and attributes.get("href", "#").startswith("#")
-    (policy,) = [one["content"] for one in page.all("meta") if one.get("http-equiv")]
+    (policy,) = [each["content"] for each in page.all("meta") if each.get("http-equiv")]
     assert "default-src 'none'" in policy
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(set(ids)) == len(ids)
-    links = {one["href"].removeprefix("#") for one in page.all("a")}
+    links = {each["href"].removeprefix("#") for each in page.all("a")}
     assert {"runs", "outcome", "credit", "settings"} <= links <= set(ids)
-    assert {one["id"] for one in page.all("figure")} >= {
+    assert {each["id"] for each in page.all("figure")} >= {
         "reward",
         "f1",
         "f1_by_source",
@@ -119,7 +119,7 @@ def test_text_from_runs_is_text_in_the_page(tmp_path):
     assert "nq &lt;/script&gt;&lt;i&gt;" in output.read_text(encoding="utf-8")
 
 
-def test_the_page_says_what_the_runs_are(of_two_configs):
+def test_page_says_what_the_runs_are(of_two_configs):
     text = of_two_configs
     assert "3 runs of 2 configs: calibadv (2 runs), grpo (1 run)." in text
     assert "12 of 100 steps: still running, or stopped early" in text
@@ -129,7 +129,7 @@ def test_the_page_says_what_the_runs_are(of_two_configs):
     assert "Left out, because the kept trajectories do not hold what they show: Advantage by turn" in text
 
 
-def test_without_kept_trajectories_it_says_what_is_left_out(tmp_path):
+def test_left_out_figures_are_named_without_trajectories(tmp_path):
     report(make_run(tmp_path / "run", learning_curve(4, 0)))
     text = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     titles = "F1 by data source, Advantage by turn, Importance weights"
@@ -144,7 +144,7 @@ def test_trends_are_explained_where_there_are_any(tmp_path):
         assert ("Strong lines" in text) == (words is not None) and (words or "") in text
 
 
-def test_a_seed_that_ended_early_is_named(tmp_path):
+def test_seed_that_ended_early_is_named(tmp_path):
     folders = [
         make_run(tmp_path / f"{steps}-steps", learning_curve(steps, 0), quickstart_config(tmp_path))
         for steps in (3, 5)
@@ -177,22 +177,19 @@ def test_many_long_runs_fit_into_five_megabytes(tmp_path):
     assert "A point is the mean of up to 13 steps" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-MISTAKES = {
-    "{}/absent": "{}/absent: not a run folder, it has no metrics.jsonl; give the run.dir of a training run",
-    "{}/run {}/sft": "{}/sft is a cold start and {}/run a training run; make a report of each",
-    "{}/run --smooth 0": "--smooth 0: must be at least 1, which smooths nothing",
-    "{}/empty": "{}/empty: no metrics yet; try again when the first step has ended",
-}
-
-
-@pytest.mark.parametrize("arguments", MISTAKES)
-def test_mistakes_are_one_line(tmp_path, capsys, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("{}/absent", "{}/absent: not a run folder"),
+        ("{}/run --smooth 0", "--smooth 0: must be at least 1"),
+        ("", "the following arguments are required: RUN"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capsys, arguments, words):
     make_run(tmp_path / "run", learning_curve(2, 0))
-    make_run(tmp_path / "sft", {"sft/loss": [1.0]})
-    make_run(tmp_path / "empty", {})
     assert report(*arguments.replace("{}", str(tmp_path)).split()) == 2
-    message = MISTAKES[arguments].replace("{}", str(tmp_path))
-    assert capsys.readouterr().err == f"error: {message}\n"
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {words.replace('{}', str(tmp_path))}") and error.count("\n") == 1
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatch):
@@ -201,8 +198,3 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatc
     assert (
         capsys.readouterr().err == "error: matplotlib is not installed; pip install 'calibadv-jax[report]'\n"
     )
-
-
-def test_a_missing_run_is_one_line(capsys):
-    assert report() == 2
-    assert capsys.readouterr().err.count("\n") == 1

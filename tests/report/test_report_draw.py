@@ -7,13 +7,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from calibadv_jax.contrib.report.curves import over_seeds
-from calibadv_jax.contrib.report.draw import COLOURS, DASHES, HATCHES, WIDTH, draw
+from calibadv_jax.contrib.report.draw import COLOURS, DASHES, HATCHES, SVG, WIDTH, draw, themed_svg
 from calibadv_jax.contrib.report.figures import Figure
-from calibadv_jax.contrib.report.gather import Chart, Panel
+from calibadv_jax.contrib.report.gather import Chart, Panel, over_seeds
 from calibadv_jax.contrib.report.page import css_dashes
-from calibadv_jax.contrib.report.settings import LONGEST_NAME, MAX_SERIES
-from calibadv_jax.contrib.report.svg import SVG, themed_svg
+from calibadv_jax.contrib.report.runs import LONGEST_NAME, MAX_SERIES
 
 
 def chart_of(*panels, by_series=True, limit=None, **options):
@@ -29,7 +27,7 @@ def chart_of(*panels, by_series=True, limit=None, **options):
 
 
 @pytest.mark.parametrize("kind", ["lines", "stack"])
-def test_every_panel_names_its_curves_in_the_order_in_which_they_lie(kind):
+def test_panels_name_their_curves_in_drawn_order(kind):
     names = [f"{number} is a name that is too long" for number in range(MAX_SERIES)]
     chart = chart_of({name: [1.0] for name in names}, {"b": [2.0]}, by_series=False, kind=kind)
     figure, places = draw(chart, ["x"])
@@ -47,38 +45,38 @@ def test_every_series_looks_different():
         assert len(set(map(str, looks))) == len(looks) == MAX_SERIES
 
 
-def test_a_series_keeps_its_look_in_every_chart():
+def test_series_keeps_its_look_in_every_chart():
     order = ["a", "b", "c"]
     figure, _ = draw(chart_of({"c": [1.0, 2.0]}), order)
     line = figure.axes[0].lines[0]
     assert line.get_color() == COLOURS[2]
     figure, _ = draw(chart_of({"a": [1.0, 2.0], "c": [2.0, 3.0]}), order)
-    assert [one.get_color() for one in figure.axes[0].lines[:2]] == [COLOURS[0], COLOURS[2]]
+    assert [each.get_color() for each in figure.axes[0].lines[:2]] == [COLOURS[0], COLOURS[2]]
 
 
 @pytest.mark.parametrize("index", range(MAX_SERIES))
-def test_a_series_has_its_dashes_in_the_drawing_and_in_the_table_of_runs(index):
+def test_series_has_its_dashes_in_drawing_and_table(index):
     order = [str(number) for number in range(MAX_SERIES)]
     figure, _ = draw(chart_of({order[index]: [1.0, 2.0] * 20}), order)  # too many points for marks
     styles = re.findall(
         rf'style="([^"]*stroke: var\(--series-{index}\)[^"]*)"', themed_svg(figure, "key", "")
     )
-    found = {
+    result = {
         match[1] if (match := re.search(r"stroke-dasharray: ([^;]+)", style)) else "none" for style in styles
     }
-    (pattern,) = found
-    assert [float(one) for one in pattern.replace("none", "0").split(",")] == pytest.approx(
-        [float(one) for one in css_dashes(index).replace("none", "0").split()]
+    (pattern,) = result
+    assert [float(each) for each in pattern.replace("none", "0").split(",")] == pytest.approx(
+        [float(each) for each in css_dashes(index).replace("none", "0").split()]
     )
 
 
-def test_the_axis_starts_at_zero_unless_values_are_negative():
+def test_axis_starts_at_zero_unless_values_are_negative():
     assert draw(chart_of({"": [5.0, 6.0]}), ["x"])[0].axes[0].get_ylim()[0] == 0
     assert draw(chart_of({"": [5.0, 6.0]}, from_zero=False), ["x"])[0].axes[0].get_ylim()[0] > 4
     assert draw(chart_of({"": [-5.0, 6.0]}), ["x"])[0].axes[0].get_ylim()[0] < -5
 
 
-def test_the_numbers_of_an_axis_differ():
+def test_numbers_of_an_axis_differ():
     figure, _ = draw(chart_of({"": [1.0, 1.000001]}, from_zero=False), ["x"])
     figure.canvas.draw()
     low, high = figure.axes[0].get_ylim()
@@ -104,7 +102,7 @@ def test_places_are_where_the_axes_are():
         assert (place.top, place.bottom) == pytest.approx(((1 - box.y1) * height, (1 - box.y0) * height))
 
 
-def test_a_rare_spike_is_cut_and_named_where_the_figure_asks_for_it():
+def test_rare_spike_is_cut_and_named():
     values = [40.0] + [2.0] * 59
     whole, _ = draw(chart_of({"": values}), ["x"])
     assert whole.axes[0].get_ylim()[1] > 40
@@ -113,7 +111,7 @@ def test_a_rare_spike_is_cut_and_named_where_the_figure_asks_for_it():
     assert "up to 40" in [text.get_text() for text in cut.axes[0].texts]
 
 
-def test_the_threshold_is_drawn_where_it_is_in_view():
+def test_threshold_is_drawn_where_it_is_in_view():
     def texts(limit):
         figure, _ = draw(chart_of({"": [0.5, 1.0]}, limit=limit), ["x"])
         return [text.get_text() for text in figure.axes[0].texts]
@@ -122,13 +120,13 @@ def test_the_threshold_is_drawn_where_it_is_in_view():
     assert "guard" not in texts(5.0)
 
 
-def test_a_stack_reaches_the_sum():
+def test_stack_reaches_the_sum():
     figure, _ = draw(chart_of({"a": [1.0, 2.0], "b": [3.0, 3.0]}, by_series=False, kind="stack"), ["x"])
     tops = [collection.get_datalim(figure.axes[0].transData).y1 for collection in figure.axes[0].collections]
     assert tops == [2, 5]
 
 
-def test_curves_of_one_step_and_of_zeros_are_drawn():
+def test_short_and_zero_curves_are_drawn():
     for values in ([0.0], [0.0, 0.0], [None, 1.0, None]):
         figure, _ = draw(chart_of({"": values}), ["x"])
         assert figure.axes[0].get_ylim()[1] > 0
@@ -138,7 +136,7 @@ def svg_of(chart, key="key"):
     return ET.fromstring(themed_svg(draw(chart, ["x"])[0], key, "what it shows <&>"))
 
 
-def test_the_svg_takes_its_colours_from_the_page():
+def test_svg_takes_its_colours_from_the_page():
     text = themed_svg(
         draw(chart_of({"a $x_1$ <b>": [1.0, 2.0], "c": [2.0, 1.0]}, by_series=False), ["x"])[0],
         "key",
@@ -152,18 +150,18 @@ def test_the_svg_takes_its_colours_from_the_page():
     assert "a $x_1$ &lt;b&gt;" in text
 
 
-def test_the_svg_has_a_label_and_scales():
+def test_svg_has_a_label_and_scales():
     root = svg_of(chart_of({"": [1.0, 2.0]}))
     assert (root.get("role"), root.get("aria-label")) == ("img", "what it shows <&>")
     assert root.get("viewBox") == f"0 0 {WIDTH} 244" and root.get("width") is None
 
 
-def test_every_reference_of_the_svg_is_met_within_it():
+def test_every_reference_of_svg_is_met_within_it():
     root = svg_of(chart_of({"a": [1.0, 2.0], "b": [3.0, 3.0]}, by_series=False, kind="stack"), "mine")
     ids = [element.get("id") for element in root.iter() if element.get("id")]
     text = ET.tostring(root, encoding="unicode")
-    wanted = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)
-    assert {one or other for one, other in wanted} == set(ids)
+    expected = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)
+    assert {each or other for each, other in expected} == set(ids)
     assert len(set(ids)) == len(ids) and all(name.startswith("mine-") for name in ids)
     assert {element.tag for element in root.iter()} <= {
         f"{{{SVG}}}{name}"

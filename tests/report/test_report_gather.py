@@ -1,15 +1,29 @@
-"""From runs to charts: what is drawn, what is said in words, what is left out."""
+"""From runs to charts: curves, values of kept trajectories, and figures."""
 
+from __future__ import annotations
+
+import math
+import random
 import re
 
 import numpy as np
 import pytest
-from report_rig import learning_curve, make_run, quickstart_config
+from report_rig import keep_step, learning_curve, make_run, quickstart_config
 
 from calibadv_jax.contrib.report.figures import SECTIONS
-from calibadv_jax.contrib.report.gather import Chart, Gathered, gather, mean_of_last
-from calibadv_jax.contrib.report.runs import read_runs
-from calibadv_jax.contrib.report.settings import group_runs
+from calibadv_jax.contrib.report.gather import (
+    MAX_STEPS,
+    Chart,
+    Gathered,
+    chosen_steps,
+    gather,
+    mean_of_last,
+    moving_mean,
+    over_seeds,
+    rollout_values,
+    thin,
+)
+from calibadv_jax.contrib.report.runs import group_runs, read_runs
 from calibadv_jax.metrics.summary import ALIASES
 
 
@@ -21,21 +35,23 @@ BLAME = {"before": [4.0, 5.0], "after": [1.0, 2.0]}
 
 
 def charts_of(gathered: Gathered) -> dict[str, Chart]:
-    return {chart.figure.key: chart for one in gathered.sections for chart in one.charts}
+    return {chart.figure.key: chart for each in gathered.sections for chart in each.charts}
 
 
 def constants_of(gathered: Gathered) -> dict[str, float]:
-    return {title: value for one in gathered.sections for title, value in one.constant.items()}
+    return {title: value for each in gathered.sections for title, value in each.constant.items()}
 
 
-def test_the_keys_of_figures_name_files_and_are_unique():
-    keys = [figure.key for section in SECTIONS for figure in section.figures] + [one.key for one in SECTIONS]
+def test_keys_of_figures_name_files_and_are_unique():
+    keys = [figure.key for section in SECTIONS for figure in section.figures] + [
+        each.key for each in SECTIONS
+    ]
     keys += ["runs", "evaluations", "settings", "main", "other"]  # the page's own
     assert len(set(keys)) == len(keys)
     assert all(re.fullmatch(r"[a-z0-9_]+", key) for key in keys)
 
 
-def test_a_chart_holds_the_values_of_the_run(tmp_path):
+def test_chart_holds_the_values_of_the_run(tmp_path):
     metrics = learning_curve(30, 0)
     charts = charts_of(gather_folders(make_run(tmp_path, metrics)))
     ((curve,),) = [panel.curves for panel in charts["reward"].panels]
@@ -65,7 +81,7 @@ def test_seeds_are_one_curve_and_configs_are_several(tmp_path):
 
 
 @pytest.mark.medium
-def test_with_more_configs_than_lines_the_configs_share_a_panel(tmp_path):
+def test_with_more_configs_than_lines_configs_share_panel(tmp_path):
     folders = []
     for index in range(3):
         config = quickstart_config(tmp_path / str(index), f"learner.steps={index + 5}")
@@ -80,7 +96,7 @@ def test_with_more_configs_than_lines_the_configs_share_a_panel(tmp_path):
     assert [panel.title for panel in stack.panels] == ["steps 5", "steps 6", "steps 7"]
 
 
-def test_a_seed_that_stopped_early_leaves_the_others(tmp_path):
+def test_seed_that_stopped_early_leaves_the_others(tmp_path):
     folders = [
         make_run(tmp_path / str(steps), {"reward/mean": [float(steps)] * steps}, quickstart_config(tmp_path))
         for steps in (2, 4)
@@ -97,7 +113,7 @@ def test_null_values_are_gaps_and_are_counted(tmp_path):
     assert charts["nonfinite"].panels[0].curves[0].mean.tolist() == [0, 2, 0]
 
 
-def test_what_never_changes_is_said_in_words(tmp_path):
+def test_constant_metrics_are_described(tmp_path):
     metrics = learning_curve(4, 0) | {"some/new_metric": [7.0] * 4}
     gathered = gather_folders(make_run(tmp_path, metrics))
     assert constants_of(gathered) == {
@@ -107,12 +123,12 @@ def test_what_never_changes_is_said_in_words(tmp_path):
     }
 
 
-def test_a_value_that_is_the_same_but_once_not_finite_is_drawn(tmp_path):
+def test_constant_with_a_gap_is_drawn(tmp_path):
     gathered = gather_folders(make_run(tmp_path, {"reward/mean": [0.5, None, 0.5]}))
     assert "reward" in charts_of(gathered)
 
 
-def test_metrics_without_a_figure_are_shown_at_the_end(tmp_path):
+def test_metrics_without_figure_are_shown_at_end(tmp_path):
     metrics = {
         "reward/mean": [0.5, 0.25],
         "new/metric": [1.0, 2.0],
@@ -125,7 +141,7 @@ def test_metrics_without_a_figure_are_shown_at_the_end(tmp_path):
     assert [chart.figure.title for chart in gathered.sections[-1].charts] == ["new/metric", "new/x/mean"]
 
 
-def test_metrics_with_similar_names_have_figures_of_their_own(tmp_path):
+def test_similar_metric_names_have_separate_figures(tmp_path):
     names = ["new/a_b", "new/a/b", "new/a-b", "new/a b", "new/a.b"]
     gathered = gather_folders(make_run(tmp_path, {name: [1.0, 2.0] for name in names}))
     keys = [chart.figure.key for chart in gathered.sections[-1].charts]
@@ -165,17 +181,22 @@ def test_data_source_with_slashes_is_drawn(tmp_path, name, line):
     metrics = {"reward/mean": [0.5, 0.25], name: [0.25, 0.75], name.replace("f1", "em"): [0.5, 0.75]}
     gathered = gather_folders(make_run(tmp_path, metrics))
     assert charts_of(gathered)["evaluation_f1"].figure.title == f"F1 on held-out questions: {line}"
-    assert "other" not in [one.section.key for one in gathered.sections]
+    assert "other" not in [each.section.key for each in gathered.sections]
 
 
-def test_tied_groups_are_one_curve(tmp_path):
-    """Earlier versions logged them a second time."""
-    tied = [0.5, 0.25, 0.0]
-    charts = charts_of(
-        gather_folders(make_run(tmp_path, {"group/tied": tied, "advantage/groups/tied_share": tied}))
-    )
-    assert list(charts) == ["metric_group-tied"]
-    assert charts["metric_group-tied"].panels[0].curves[0].mean.tolist() == tied
+@pytest.mark.parametrize(
+    ("first", "second", "key"),
+    [
+        ("group/tied", "advantage/groups/tied_share", "metric_group-tied"),  # the second of earlier versions
+        ("advantage/groups/all_wrong_share", "group/all_zero", "groups"),
+    ],
+)
+def test_equal_metrics_are_one_curve(tmp_path, first, second, key):
+    values = [0.5, 0.25, 0.0]
+    charts = charts_of(gather_folders(make_run(tmp_path / "a", {first: values, second: values})))
+    assert list(charts) == [key]
+    assert charts[key].panels[0].curves[0].mean.tolist() == values
+    assert len(charts_of(gather_folders(make_run(tmp_path / "b", {second: values})))) == 1
 
 
 def test_penalty_of_searches_is_drawn_before_and_after(tmp_path):
@@ -184,7 +205,7 @@ def test_penalty_of_searches_is_drawn_before_and_after(tmp_path):
     assert {curve.name: curve.mean.tolist() for curve in panel.curves} == BLAME
 
 
-def test_the_guards_threshold_is_that_of_the_config(tmp_path):
+def test_guards_threshold_is_that_of_the_config(tmp_path):
     config = quickstart_config(tmp_path, "guards.min_entropy=0.125")
     folder = make_run(tmp_path, learning_curve(4, 0), config)
     charts = charts_of(gather_folders(folder))
@@ -194,12 +215,12 @@ def test_the_guards_threshold_is_that_of_the_config(tmp_path):
     assert charts_of(gather_folders(folder))["entropy"].limit is None
 
 
-def test_what_needs_trajectories_is_named_where_there_are_none(tmp_path):
+def test_figures_without_trajectories_are_named(tmp_path):
     left_out = gather_folders(make_run(tmp_path, learning_curve(4, 0))).left_out
     assert [figure.key for figure in left_out] == ["f1_by_source", "advantage_by_turn", "importance"]
 
 
-def test_a_cold_start_has_its_own_figures(tmp_path):
+def test_cold_start_has_its_own_figures(tmp_path):
     gathered = gather_folders(
         make_run(
             tmp_path,
@@ -223,7 +244,7 @@ def test_long_runs_have_fewer_points_than_steps(tmp_path):
     )
 
 
-def test_the_default_trend_is_over_a_tenth_of_the_run(tmp_path):
+def test_default_trend_is_over_tenth_of_run(tmp_path):
     series = group_runs(read_runs([make_run(tmp_path, learning_curve(40, 0))]))
     assert gather(series).smooth == 4
     assert gather(series, 3).smooth == 3
@@ -235,3 +256,169 @@ def test_mean_of_last_skips_what_is_not_finite():
     values = dict.fromkeys(range(5, 13), 1.5)
     assert mean_of_last({3: 1.0, 1: 100.0, 2: None, 4: 2.0} | values) == 1.5
     assert mean_of_last({1: None}) is None
+
+
+def random_runs(draw: random.Random, number: int) -> list[dict[int, float | None]]:
+    """Seeds that lack some steps and have some values that were not finite."""
+    return [
+        {
+            step: None if draw.random() < 0.2 else draw.uniform(-5, 5)
+            for step in range(1, 30)
+            if draw.random() < 0.7
+        }
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_band_is_that_of_a_loop(seed):
+    draw = random.Random(seed)
+    runs = random_runs(draw, draw.randint(1, 5))
+    curve = over_seeds("x", runs)
+    assert curve.steps.tolist() == sorted(set().union(*runs))
+    for index, step in enumerate(curve.steps.tolist()):
+        there = [run[step] for run in runs if run.get(step) is not None]
+        assert curve.count[index] == len(there)
+        if there:
+            assert curve.mean[index] == pytest.approx(sum(there) / len(there), abs=1e-12)
+            assert (curve.low[index], curve.high[index]) == (min(there), max(there))
+        else:
+            assert np.isnan([curve.mean[index], curve.low[index], curve.high[index]]).all()
+
+
+def test_band_needs_two_differing_seeds():
+    assert not over_seeds("x", [{1: 0.5, 2: None}]).has_band
+    assert not over_seeds("x", [{1: 0.5}, {1: 0.5}]).has_band
+    assert over_seeds("x", [{1: 0.5}, {1: 0.75}]).has_band
+
+
+def test_curve_without_a_finite_value_is_empty():
+    assert over_seeds("x", [{}, {}]).is_empty
+    assert over_seeds("x", [{1: None}]).is_empty
+    assert not over_seeds("x", [{1: None, 2: 0.0}]).is_empty
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 6, 50])
+def test_trend_is_that_of_a_loop(width):
+    draw = random.Random(width)
+    values = [math.nan if draw.random() < 0.2 else draw.uniform(-5, 5) for _ in range(20)]
+    before, after = (width - 1) // 2, width // 2
+    result = moving_mean(np.array(values), width)
+    for index, value in enumerate(values):
+        around = values[max(0, index - before) : index + after + 1]
+        finite = [each for each in around if not math.isnan(each)]
+        expected = math.nan if math.isnan(value) else sum(finite) / len(finite)
+        assert result[index] == pytest.approx(expected, nan_ok=True)
+
+
+def test_trend_is_smoothed_and_mean_is_not():
+    curve = over_seeds("x", [{1: 0.0, 2: 3.0, 3: 0.0}], smooth=3)
+    assert curve.mean.tolist() == [0, 3, 0]
+    assert curve.trend.tolist() == [1.5, 1, 1.5]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_thinning_is_that_of_a_loop(seed):
+    draw = random.Random(seed)
+    whole = over_seeds("x", random_runs(draw, 3), smooth=3)
+    thinned = thin(whole, 7)
+    width = thinned.steps_per_point
+    assert len(thinned.steps) <= 7 and width == math.ceil(len(whole.steps) / 7)
+    for index in range(len(thinned.steps)):
+        part = slice(index * width, (index + 1) * width)
+        assert thinned.steps[index] == pytest.approx(np.mean(whole.steps[part]))
+        for name, summary in {"mean": np.mean, "low": min, "high": max, "trend": np.mean}.items():
+            finite = [each for each in getattr(whole, name)[part].tolist() if not math.isnan(each)]
+            expected = summary(finite) if finite else math.nan
+            assert getattr(thinned, name)[index] == pytest.approx(expected, nan_ok=True)
+        assert thinned.count[index] == max(whole.count[part])
+
+
+def test_no_spike_is_lost_by_thinning():
+    values = dict.fromkeys(range(1, 1001), 0.0) | {617: 9.0}
+    assert thin(over_seeds("x", [values]), 60).high.max() == 9.0
+
+
+def test_short_curve_is_left_as_it_is():
+    curve = over_seeds("x", [{1: 0.5, 2: 0.25}])
+    assert thin(curve, 2) is curve
+
+
+def row(source, f1, **more):
+    return {"data_source": source, "metrics": {"f1": f1, "em": 0.0}, **more}
+
+
+def values_of(folder, steps=2):
+    (run,) = read_runs([make_run(folder, {"a": [float(step) for step in range(steps)]})])
+    return rollout_values(run)
+
+
+def test_f1_by_source_is_mean_of_finished_trajectories(tmp_path):
+    keep_step(
+        tmp_path,
+        1,
+        [row("nq", 1.0), row("nq", 0.5), row("hotpot", 0.25), row("nq", 0.0, error="sampler: gone")],
+    )
+    keep_step(tmp_path, 2, [row("nq", 0.125)])
+    assert values_of(tmp_path) == {"f1/nq": {1: 0.75, 2: 0.125}, "f1/hotpot": {1: 0.25}}
+
+
+def test_advantages_are_split_by_the_kind_of_turn(tmp_path):
+    turns = [
+        {"kind": "search", "advantage_raw": -1.0, "advantage": -0.25},
+        {"kind": "search", "advantage_raw": -1.0, "advantage": -1.0},
+        {"kind": "invalid", "advantage_raw": 9.0, "advantage": 9.0},
+        {"kind": "answer", "advantage_raw": -1.0, "advantage": -2.0},
+    ]
+    keep_step(tmp_path, 1, [row("nq", 1.0, turns=turns)])
+    values = values_of(tmp_path)
+    assert {name: by_step[1] for name, by_step in values.items() if name.startswith("turn_advantage")} == {
+        "turn_advantage/search before": -1.0,
+        "turn_advantage/search after": -0.625,
+        "turn_advantage/answer before": -1.0,
+        "turn_advantage/answer after": -2.0,
+    }
+
+
+def test_importance_weights_are_percentiles_over_all_tokens(tmp_path):
+    ours, sampled = np.linspace(-3, -1, 50), np.linspace(-2, -1.5, 50)
+    turns = [
+        {"kind": "search", "logprobs": sampled[:20], "learner_logprobs": ours[:20]},
+        {"kind": "answer", "logprobs": sampled[20:], "learner_logprobs": ours[20:]},
+        {"kind": "answer", "logprobs": [-1.0], "learner_logprobs": None},
+    ]
+    keep_step(tmp_path, 1, [row("nq", 1.0, turns=turns)])
+    values = values_of(tmp_path)
+    weights = np.sort(np.exp(ours - sampled))
+    for percent in (1, 50, 99):
+        expected = np.percentile(weights, percent)
+        assert values[f"importance/p{percent}"][1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_the_learners_logprobs_there_are_no_weights(tmp_path):
+    keep_step(tmp_path, 1, [row("nq", 1.0, turns=[{"kind": "answer", "logprobs": [-1.0]}])])
+    assert set(values_of(tmp_path)) == {"f1/nq"}
+
+
+def test_file_that_was_cut_off_is_left_out(tmp_path):
+    keep_step(tmp_path, 1, [row("nq", 1.0)])
+    path = keep_step(tmp_path, 2, [row("nq", 1.0)])
+    path.write_bytes(path.read_bytes()[:-20])
+    assert values_of(tmp_path) == {"f1/nq": {1: 1.0}}
+
+
+def test_empty_step_gives_nothing(tmp_path):
+    keep_step(tmp_path, 1, [])
+    assert values_of(tmp_path) == {}
+
+
+@pytest.mark.parametrize("number", [0, 1, MAX_STEPS, MAX_STEPS + 1, 410])
+def test_steps_that_are_read_end_with_the_last(number):
+    steps = list(range(1, number + 1))
+    chosen = chosen_steps(steps)
+    assert len(chosen) <= MAX_STEPS
+    assert chosen == sorted(chosen) and set(chosen) <= set(steps)
+    assert chosen[-1:] == steps[-1:]
+    assert len({later - earlier for earlier, later in zip(chosen, chosen[1:], strict=False)}) <= 1
+    if number <= MAX_STEPS:
+        assert chosen == steps

@@ -1,10 +1,24 @@
-"""Run folders as they are found: whole, being written, killed, or no run at all."""
+"""Run folders as they are found, their evaluations, and the series that they form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
-from report_rig import keep_step, learning_curve, make_run, quickstart_config
+from report_rig import HASHES, keep_step, learning_curve, make_run, quickstart_config
 
 from calibadv_jax.contrib.report.gather import state
-from calibadv_jax.contrib.report.runs import read_runs
+from calibadv_jax.contrib.report.runs import (
+    Score,
+    compare,
+    flatten,
+    group_runs,
+    one_metric,
+    read_evaluations,
+    read_runs,
+    score_cell,
+)
 from calibadv_jax.core.errors import UserError
 
 
@@ -16,7 +30,7 @@ def test_rows_are_read_by_step(tmp_path):
     assert run.values("b") == {}
 
 
-def test_a_row_that_was_cut_off_is_left_out(tmp_path):
+def test_cut_row_is_left_out(tmp_path):
     make_run(tmp_path, {"a": [1.0, 2.0]})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "a"')
@@ -24,7 +38,7 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path):
     assert run.steps == [1, 2]
 
 
-def test_of_a_step_that_was_written_twice_the_later_row_counts(tmp_path):
+def test_later_row_of_a_repeated_step_counts(tmp_path):
     make_run(tmp_path, {"a": [1.0, 2.0]})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "a": 7.0}\n')
@@ -32,7 +46,7 @@ def test_of_a_step_that_was_written_twice_the_later_row_counts(tmp_path):
     assert run.values("a") == {1: 1.0, 2: 7.0}
 
 
-def test_the_config_of_the_last_start_counts(tmp_path):
+def test_config_of_the_last_start_counts(tmp_path):
     make_run(tmp_path, {"a": [1.0]}, quickstart_config(tmp_path, "learner.steps=5"))
     for number, steps in ((2, 6), (10, 7)):
         later = (tmp_path / "configs/0.yaml").read_text().replace("steps: 5", f"steps: {steps}")
@@ -43,7 +57,7 @@ def test_the_config_of_the_last_start_counts(tmp_path):
     assert run.setting("learner.nothing") is None and run.setting("no.such.section") is None
 
 
-def test_how_far_a_run_is(tmp_path):
+def test_state_of_a_run(tmp_path):
     config = quickstart_config(tmp_path, "learner.steps=3")
     (unfinished,) = read_runs([make_run(tmp_path / "a", {"a": [1.0, 2.0]}, config)])
     (finished,) = read_runs([make_run(tmp_path / "b", {"a": [1.0, 2.0, 3.0]}, config)])
@@ -53,7 +67,7 @@ def test_how_far_a_run_is(tmp_path):
     assert state(unknown) == "1 step"
 
 
-def test_kept_trajectories_of_steps_that_were_rolled_back_do_not_count(tmp_path):
+def test_trajectories_of_rolled_back_steps_do_not_count(tmp_path):
     make_run(tmp_path, {"a": [1.0, 2.0]})
     kept = [keep_step(tmp_path, step, []) for step in (1, 2, 3)]
     (tmp_path / "rollouts/step_new.parquet").write_text("")
@@ -61,47 +75,234 @@ def test_kept_trajectories_of_steps_that_were_rolled_back_do_not_count(tmp_path)
     assert run.rollouts == {1: kept[0], 2: kept[1]}
 
 
-def test_a_folder_without_a_run_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"not a run folder, it has no metrics\.jsonl; give the run\.dir"):
-        read_runs([tmp_path])
-    with pytest.raises(UserError, match="not a run folder"):
-        read_runs([tmp_path / "absent"])
-
-
-def test_a_folder_of_runs_names_them(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["empty"], r"not a run folder, it has no metrics\.jsonl; give the run\.dir"),
+        (["absent"], "not a run folder"),
+        (["runs"], r"it holds some: \S+/runs/seed-0 \S+/runs/seed-1$"),
+        (["begun"], "no metrics yet; try again when the first step has ended"),
+        (["started"], "no metrics yet; try again when the first step has ended"),
+        (["runs/seed-0", "sft"], "sft is a cold start and .*seed-0 a training run; make a report of each"),
+        (["sft", "runs/../sft"], "named twice"),
+    ],
+)
+def test_folders_without_report_are_refused(tmp_path, names, words):
     for name in ("seed-1", "seed-0", "sft_metrics"):
-        make_run(tmp_path / name, {"a": [1.0]})
-    with pytest.raises(UserError, match=rf"it holds some: {tmp_path}/seed-0 {tmp_path}/seed-1$"):
-        read_runs([tmp_path])
-
-
-@pytest.mark.parametrize("has_file", [False, True])
-def test_a_run_before_its_first_step_is_one_line(tmp_path, has_file):
-    make_run(tmp_path, {}, quickstart_config(tmp_path))
-    if not has_file:
-        (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="no metrics yet; try again when the first step has ended"):
-        read_runs([tmp_path])
-
-
-def test_runs_of_different_kinds_are_one_line(tmp_path):
-    training = make_run(tmp_path / "run", {"reward/mean": [1.0]})
-    cold_start = make_run(tmp_path / "sft_metrics", {"sft/loss": [1.0]})
-    with pytest.raises(
-        UserError, match="sft_metrics is a cold start and .*run a training run; make a report of each"
-    ):
-        read_runs([training, cold_start])
-    (run,) = read_runs([cold_start])
-    assert run.kind == "cold start"
-
-
-def test_a_run_that_is_named_twice_is_one_line(tmp_path):
-    folder = make_run(tmp_path / "a", learning_curve(2, 0))
-    with pytest.raises(UserError, match="named twice"):
-        read_runs([folder, folder / ".." / "a"])
+        make_run(tmp_path / "runs" / name, {"reward/mean": [1.0]})
+    assert read_runs([make_run(tmp_path / "sft", {"sft/loss": [1.0]})])[0].kind == "cold start"
+    (tmp_path / "empty").mkdir()
+    for name in ("begun", "started"):
+        make_run(tmp_path / name, {}, quickstart_config(tmp_path))
+    (tmp_path / "begun/metrics.jsonl").unlink()
+    with pytest.raises(UserError, match=words):
+        read_runs([tmp_path / name for name in names])
 
 
 def test_names_are_the_shortest_that_differ(tmp_path):
     places = ["grpo/seed-0", "grpo/seed-1", "calibadv/seed-0"]
     runs = read_runs([make_run(tmp_path / place, {"a": [1.0]}) for place in places])
     assert [run.name for run in runs] == ["grpo/seed-0", "seed-1", "calibadv/seed-0"]
+
+
+def runs_of(tmp_path, *settings, hashes=None):
+    """One run for each tuple of overrides; "grpo" as the first takes the config of that name."""
+    folders = []
+    for index, overrides in enumerate(settings):
+        folder = tmp_path / f"run-{index}"
+        config = quickstart_config(folder, *overrides)
+        make_run(folder, learning_curve(3, index), config, (hashes or [HASHES] * 9)[index])
+        folders.append(folder)
+    return read_runs(folders)
+
+
+def test_seeds_are_one_series(tmp_path):
+    runs = runs_of(tmp_path, ["run.seed=4"], ["run.seed=5"], ["run.seed=6", "world.seed=6"])
+    (series,) = group_runs(runs)
+    assert series.runs == tuple(runs)
+    assert (series.name, series.seeds) == ("3 seeds", "4, 5, 6")
+
+
+def test_same_seed_twice_is_not_two_seeds(tmp_path):
+    (series,) = group_runs(runs_of(tmp_path, ["run.seed=4"], ["run.seed=4"]))
+    assert series.name == "2 runs"
+
+
+def test_paths_in_run_folders_are_equal_in_lists(tmp_path):
+    runs = runs_of(tmp_path, [], [])
+    for run in runs:
+        run.config["data"]["train"] = [f"{run.folder}/world/a.jsonl", "/elsewhere/b.jsonl"]
+    (series,) = group_runs(runs)
+    rows = {row.key: row for row in compare([series])}
+    assert rows["data.train"].values == ("['${run.dir}/world/a.jsonl', /elsewhere/b.jsonl]",)
+
+
+def test_another_algorithm_is_another_series_named_by_it(tmp_path):
+    runs = runs_of(tmp_path, ["advantage.name=grpo"], [], ["advantage.name=grpo", "run.seed=1"])
+    assert [(each.name, len(each.runs)) for each in group_runs(runs)] == [("grpo", 2), ("calibadv", 1)]
+
+
+def test_series_are_named_by_the_keys_that_differ(tmp_path):
+    runs = runs_of(tmp_path, ["advantage.target_ratio=1"], ["advantage.target_ratio=2"])
+    assert [each.name for each in group_runs(runs)] == ["target_ratio 1.0", "target_ratio 2.0"]
+
+
+def test_series_with_many_differences_are_named_by_folders(tmp_path):
+    more = ["learner.steps=7", "rollout.group_size=4", "rollout.max_searches=2"]
+    runs = runs_of(tmp_path, [], more, [*more, "run.seed=3"])
+    assert [each.name for each in group_runs(runs)] == ["run-0", "run-1 +1"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["learner.optimizer.lr=0.5", "policy.path=/models/other", "reward.answer=em", "rollout.group_size=4"],
+)
+def test_experiment_setting_separates_runs(tmp_path, override):
+    assert len(group_runs(runs_of(tmp_path, [], [override]))) == 2
+
+
+@pytest.mark.parametrize(
+    "override", ["retriever.url=http://127.0.0.1:1", "log.progress=false", "checkpoint.every=7"]
+)
+def test_setting_of_place_or_display_keeps_runs_together(tmp_path, override):
+    assert len(group_runs(runs_of(tmp_path, [], [override]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "number"),
+    [
+        ("data.content", [], 1),  # of a generated world
+        ("data.content", ["world.dir=''", "data.train=/data/train.jsonl"], 2),
+        ("policy.config", [], 2),
+    ],
+)
+def test_other_inputs_separate_runs(tmp_path, changed, overrides, number):
+    hashes = [HASHES, HASHES | {changed: "other"}]
+    assert len(group_runs(runs_of(tmp_path, overrides, overrides, hashes=hashes))) == number
+
+
+def test_runs_without_a_config_stand_alone(tmp_path):
+    folders = [make_run(tmp_path / name, learning_curve(2, 0)) for name in ("a", "b")]
+    assert [each.name for each in group_runs(read_runs(folders))] == ["a", "b"]
+
+
+@pytest.mark.medium
+def test_more_configs_than_colours_are_refused(tmp_path):
+    runs = runs_of(tmp_path, *[[f"learner.steps={steps}"] for steps in range(10, 19)])
+    with pytest.raises(UserError, match="9 different configs, but a chart can show 8"):
+        group_runs(runs)
+
+
+def test_comparison_marks_exactly_the_differences(tmp_path):
+    runs = runs_of(tmp_path, ["advantage.name=grpo"], [], ["run.seed=3"])
+    rows = {row.key: row for row in compare(group_runs(runs))}
+    assert set(rows) == set(flatten(runs[0].config))
+    different = {key for key, row in rows.items() if row.is_different}
+    assert different == {"advantage.name", "run.seed", "run.dir"}
+    assert rows["advantage.name"].values == ("grpo", "calibadv")
+    assert rows["run.seed"].values == ("0", "0 | 3")
+    assert rows["policy.path"].values == ("${run.dir}/sft",) * 2
+
+
+def test_key_that_one_config_lacks_is_a_difference(tmp_path):
+    runs = runs_of(tmp_path, [], [])
+    del runs[1].config["guards"]["patience"]
+    rows = {row.key: row for row in compare(group_runs(runs))}
+    assert rows["guards.patience"].is_different
+    assert "-" in " ".join(rows["guards.patience"].values)
+
+
+def test_flatten_keeps_lists_and_empty_sections():
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}) == {"a.b": 1, "a.c": {}, "d": [1, {"e": 2}]}
+
+
+MEANS = {"0": {"all": {"f1": 0.5, "trajectories": 300.0}, "nq": {"f1": 0.25, "trajectories": 100.0}}}
+WITH_INTERVALS = {
+    "policy": {"kind": "checkpoint"},
+    "method": "agent",
+    "confidence": 0.95,
+    "scores": MEANS,
+    "intervals": {"0": {"all": {"f1": [0.375, 0.625]}}},
+}
+
+
+def write(folder, name, content):
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def test_means_alone(tmp_path):
+    write(tmp_path, "evaluation.json", MEANS)
+    (table,) = read_evaluations(tmp_path, None)
+    assert (table.title, table.confidence) == ("Evaluation", None)
+    assert table.metrics == ["f1", "trajectories"]
+    assert table.rows == {
+        "temperature 0, all": {"f1": Score(0.5), "trajectories": Score(300.0)},
+        "temperature 0, nq": {"f1": Score(0.25), "trajectories": Score(100.0)},
+    }
+
+
+def test_means_with_intervals(tmp_path):
+    write(tmp_path, "evaluation.json", WITH_INTERVALS)
+    (table,) = read_evaluations(tmp_path, None)
+    assert table.confidence == 0.95
+    assert table.rows["temperature 0, all"]["f1"] == Score(0.5, 0.375, 0.625)
+    assert table.rows["temperature 0, nq"]["f1"] == Score(0.25)
+
+
+def test_quickstart_has_two_tables_in_order(tmp_path):
+    write(tmp_path, "evaluation_after.json", WITH_INTERVALS)
+    write(tmp_path, "evaluation_before.json", WITH_INTERVALS)
+    write(tmp_path, "evaluation.json", WITH_INTERVALS | {"method": "rag"})
+    write(tmp_path, "quickstart.json", {"before": MEANS, "after": MEANS, "seconds": {"total": 3}})
+    tables = read_evaluations(tmp_path, str(tmp_path / "evaluation.json"))
+    assert [table.title for table in tables] == ["Before training", "After training", "Evaluation (rag)"]
+    assert tables[0].confidence == 0.95
+    for path in tmp_path.glob("evaluation*"):
+        path.unlink()
+    titles = [table.title for table in read_evaluations(tmp_path, None)]
+    assert titles == ["Before training", "After training"]  # of quickstart.json alone
+
+
+def test_evaluation_that_was_written_elsewhere_is_read(tmp_path):
+    (tmp_path / "run").mkdir()
+    write(tmp_path, "scores.json", MEANS)
+    (table,) = read_evaluations(tmp_path / "run", str(tmp_path / "scores.json"))
+    assert table.title == "scores"
+
+
+def test_nothing_and_half_a_file_are_no_tables(tmp_path):
+    assert read_evaluations(tmp_path, str(tmp_path / "absent" / "x.json")) == []
+    write(tmp_path, "evaluation.json", '{"0": {"all": {"f1"')
+    assert read_evaluations(tmp_path, None) == []
+
+
+def test_one_metric_of_all_tables(tmp_path):
+    write(tmp_path, "evaluation.json", WITH_INTERVALS)
+    (table,) = read_evaluations(tmp_path, None)
+    other = type(table)("Other", {"temperature 1, all": {"f1": Score(0.75)}})
+    without = type(table)("Without", {"temperature 1, all": {"em": Score(0.75)}})
+    columns, rows = one_metric([("run-0", table), ("run-1", other), ("run-1", without)], "f1")
+    assert columns == [("run-0", "Evaluation"), ("run-1", "Other")]
+    assert rows == [
+        ("temperature 0, all", ["0.500 [0.375, 0.625]", "-"]),
+        ("temperature 0, nq", ["0.250", "-"]),
+        ("temperature 1, all", ["-", "0.750"]),
+    ]
+
+
+def test_counts_are_whole_numbers():
+    assert score_cell("trajectories", Score(300.0)) == "300"
+    assert score_cell("searches", Score(2.0)) == "2.000"
+    assert score_cell("f1", None) == "-"
+
+
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("name", ["evaluation.json", "scores.json"])
+def test_evaluation_output_is_read_once(tmp_path, monkeypatch, relative, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run", name, MEANS)
+    (tmp_path / "link").symlink_to("run")
+    for folder in (Path("run"), Path("link"), tmp_path / "run"):
+        output = Path("run", name) if relative else tmp_path / "run" / name
+        assert len(read_evaluations(folder, str(output))) == 1

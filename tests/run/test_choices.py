@@ -8,7 +8,7 @@ import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages, describe
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.commands import doctor, offline_checks
+from calibadv_jax.contrib.commands import doctor
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.learner.losses import check_loss
@@ -98,5 +98,5 @@ def test_critic_is_described():
 
 
 def test_doctor_describes_the_same_choices():
-    for checks in (doctor.CHECKS, offline_checks.OFFLINE_CHECKS):
+    for checks in (doctor.CHECKS, doctor.OFFLINE_CHECKS):
         assert dict(checks)["calibration"] is describe_choices

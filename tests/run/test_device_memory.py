@@ -10,15 +10,17 @@ import jax
 import pytest
 
 from calibadv_jax.config import Config, LoraConfig, MeshConfig, load_config
-from calibadv_jax.contrib.planning.fit import cpu_lines, host_memory, memory_lines
 from calibadv_jax.contrib.planning.memory import (
     GIB,
     SAMPLING,
     UPDATE,
     adapter_lines,
+    cpu_lines,
     estimate_memory,
     heads_warnings,
+    host_memory,
     memory_line,
+    memory_lines,
     peak_memory,
     program_memory,
 )
@@ -301,10 +303,10 @@ def test_too_small_device_is_reported(monkeypatch):
     assert "times the estimate" not in lines(needed - 1, "tpu")[-1]
     assert lines(None)[-1].startswith("not checked: ")
     monkeypatch.setattr(
-        "calibadv_jax.contrib.planning.fit.host_memory", lambda: 8 * needed
+        "calibadv_jax.contrib.planning.memory.host_memory", lambda: 8 * needed
     )  # which eight devices share
     assert len(lines(None, "cpu")) == 1
-    monkeypatch.setattr("calibadv_jax.contrib.planning.fit.host_memory", lambda: 8 * needed - 8)
+    monkeypatch.setattr("calibadv_jax.contrib.planning.memory.host_memory", lambda: 8 * needed - 8)
     assert re.match(r"failed: .*: this host has 0\.0 GiB for 8 devices; choose less", lines(None, "cpu")[-1])
 
 
@@ -313,7 +315,7 @@ def test_host_memory_respects_container_limit(monkeypatch, tmp_path):
     assert physical > 2**28
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(
-        "calibadv_jax.contrib.planning.fit.CGROUP_LIMITS", (str(tmp_path / "none"), str(limit))
+        "calibadv_jax.contrib.planning.memory.CGROUP_LIMITS", (str(tmp_path / "none"), str(limit))
     )
     for text, bytes_ in (("max\n", None), ("1048576\n", 2.0**20), ("0\n", None)):
         limit.write_text(text)

@@ -15,7 +15,7 @@ import numpy as np
 from tiny_policy import LLAMA3
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy

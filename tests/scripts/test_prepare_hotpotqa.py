@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from hub_rig import serve_hub, use_hub
 
-from calibadv_jax.contrib.annotated import read_passages
+from calibadv_jax.contrib.commands.demonstrate import read_passages
 from calibadv_jax.data.questions import load_questions
 from scripts import prepare_hotpotqa
 

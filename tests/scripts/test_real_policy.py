@@ -17,7 +17,7 @@ from shelf_rig import row, write_corpus, write_rows
 from tiny_policy import SHAPE
 
 from calibadv_jax.config import Config, MeshConfig
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.run.model import build_model, initial_params
 from calibadv_jax.snapshots.huggingface import save_folder
 

@@ -26,7 +26,7 @@ from calibadv_jax.config import (
     dump_config,
     load_config,
 )
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import find_policy

@@ -54,8 +54,6 @@ class Shelf:
 
 
 SEARCH, ANSWER = "<think>look</think><search>who</search>", "<think>so</think><answer>Ann</answer>"
-
-
 CONFIG = Config(prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(max_searches=1))
 
 
@@ -63,42 +61,33 @@ def rollouts_of(sampler, retriever):
     return Rollouts(RolloutContext(sampler, retriever, Letters(), CONFIG.rollout, CONFIG.prompt), 0)
 
 
-@pytest.fixture
-def talk():
-    """What is said of a question, and the trajectory."""
-
-    def talk(sampler, retriever, temperature=0.0):
-        config = Config(
-            prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(max_searches=1)
-        )
-        context = RolloutContext(sampler, retriever, Letters(), config.rollout, config.prompt)
-        said = []
-        with Rollouts(context, 0) as rollouts:
-            ask.show_turns(rollouts, said.append)
-            trajectory = ask._answer(rollouts, Question("ask0", "who?", (), "ask"), config, temperature)
-        return said, trajectory
-
-    return talk
+def talk(sampler, retriever, temperature=0.0):
+    """The printed lines, and the trajectory."""
+    output = []
+    with rollouts_of(sampler, retriever) as rollouts:
+        ask.show_turns(rollouts, output.append)
+        trajectory = ask.answer(rollouts, Question("ask0", "who?", (), "ask"), CONFIG, temperature)
+    return output, trajectory
 
 
-def test_turns_and_folded_documents_are_said_in_order(talk, monkeypatch):
+def test_turns_and_folded_documents_are_said_in_order(monkeypatch):
     monkeypatch.setenv("COLUMNS", "70")
     sampler = Script(SEARCH, ANSWER)
-    said, trajectory = talk(sampler, Shelf())
-    assert said[:2] == ["think   look", "search  who"]
-    assert said[2].startswith("  [1]   Ann: word word") and said[2].endswith("…") and len(said[2]) == 70
-    assert said[3] == "  [2]   [2JBob: b"  # control characters do not reach the terminal
-    assert said[4:] == ["think   so"]
+    output, trajectory = talk(sampler, Shelf())
+    assert output[:2] == ["think   look", "search  who"]
+    assert output[2].startswith("  [1]   Ann: word word") and output[2].endswith("…") and len(output[2]) == 70
+    assert output[3] == "  [2]   [2JBob: b"  # control characters do not reach the terminal
+    assert output[4:] == ["think   so"]
     assert ask.ending(trajectory) == "answer  Ann"
     assert sampler.released == "ask/0/0"
 
 
-def test_thought_that_the_prompt_opened_is_shown(talk):
-    said, _ = talk(Script(SEARCH.removeprefix("<think>"), ANSWER.removeprefix("<think>")), Shelf())
-    assert [line for line in said if line.startswith("think")] == ["think   look", "think   so"]
+def test_thought_that_the_prompt_opened_is_shown():
+    output, _ = talk(Script(SEARCH.removeprefix("<think>"), ANSWER.removeprefix("<think>")), Shelf())
+    assert [line for line in output if line.startswith("think")] == ["think   look", "think   so"]
 
 
-def test_the_temperature_is_the_one_asked_for(talk):
+def test_temperature_is_the_one_asked_for():
     sampler = Script(ANSWER)
     talk(sampler, Shelf(), temperature=0.7)
     assert sampler.temperatures == [0.7]
@@ -111,23 +100,26 @@ def test_the_temperature_is_the_one_asked_for(talk):
         ([SEARCH, SEARCH], "no answer: its last search came after the last one allowed"),
     ],
 )
-def test_a_missing_answer_says_why(talk, texts, reason):
-    said, trajectory = talk(Script(*texts), Shelf())
+def test_missing_answer_says_why(texts, reason):
+    output, trajectory = talk(Script(*texts), Shelf())
     assert ask.ending(trajectory).startswith(reason)
-    assert len(texts) > 1 or said == ["invalid  rambling"]
+    assert len(texts) > 1 or output == ["invalid  rambling"]
 
 
-def test_a_refused_query_is_said_and_the_policy_goes_on(talk):
-    said, trajectory = talk(Script(SEARCH, ANSWER), Shelf(QueryRefused("no")))
-    assert "        the retriever does not take this query" in said and trajectory.answer == "Ann"
+@pytest.mark.parametrize(
+    ("retriever", "line"),
+    [
+        (Shelf(QueryRefused("no")), "the retriever does not take this query"),
+        (Shelf(documents=[]), "No results found."),
+    ],
+    ids=["refused", "empty"],
+)
+def test_search_without_documents_is_printed(retriever, line):
+    output, trajectory = talk(Script(SEARCH, ANSWER), retriever)
+    assert f"        {line}" in output and trajectory.answer == "Ann"
 
 
-def test_search_without_results_is_said(talk):
-    said, trajectory = talk(Script(SEARCH, ANSWER), Shelf(documents=[]))
-    assert "        No results found." in said and trajectory.answer == "Ann"
-
-
-def test_a_service_that_is_gone_is_an_error_not_an_answer(talk):
+def test_service_that_is_gone_is_error_not_answer():
     _, trajectory = talk(Script(SEARCH), Shelf(RequestFailed("retriever", "gone")))
     assert trajectory.error == "retriever: gone"
 
@@ -144,21 +136,14 @@ def answer(monkeypatch):
         rollouts = rollouts_of(Loaded(*texts), Shelf(RequestFailed("retriever", "gone\x07")))
         monkeypatch.setattr(ask, "build_model", MagicMock())
         monkeypatch.setattr(ask, "open_rollouts", lambda *_: rollouts)
-        said = []
-        ask.ask(CONFIG, MagicMock(), questions, 0.0, said.append)
-        return said
+        output = []
+        ask.ask(CONFIG, MagicMock(), questions, 0.0, output.append)
+        return output
 
     return answer
 
 
-def test_no_judge_is_asked_about_an_answer_that_nobody_knows(tmp_path):
-    """That of a run that has ended is gone: its patience of ten minutes, and then the answer had failed."""
-    judge = JudgeConfig(url="http://127.0.0.1:1/v1", model="m", prompt="gone.txt")
-    judged = replace(CONFIG, reward=RewardConfig(answer={"f1": 0.5, "judge": 0.5}, judge=judge))
-    assert ask._alone(judged, str(tmp_path)).reward.judge.url == ""
-
-
-def test_the_only_question_fails_the_command(answer):
+def test_only_question_fails_the_command(answer):
     with pytest.raises(UserError, match="retriever: gone"):
         answer(["who?"], SEARCH)
 
@@ -170,13 +155,13 @@ def test_typed_half_of_an_emoji_is_replaced(answer, monkeypatch):
         questions.append(question.text)
         return MagicMock(error=None, answer="Ann")
 
-    monkeypatch.setattr(ask, "_answer", note)
+    monkeypatch.setattr(ask, "answer", note)
     assert answer(["who \udcff?"]) == ["answer  Ann"] and questions == ["who \ufffd?"]
 
 
-def test_a_typed_question_that_fails_lets_the_next_one_come(answer):
-    said = answer(iter(["who?", "where?"]), SEARCH, ANSWER)
-    assert said == ["think   look", "search  who", "failed: retriever: gone", "think   so", "answer  Ann"]
+def test_typed_question_that_fails_lets_next_one_come(answer):
+    output = answer(iter(["who?", "where?"]), SEARCH, ANSWER)
+    assert output == ["think   look", "search  who", "failed: retriever: gone", "think   so", "answer  Ann"]
 
 
 def test_typed_questions_are_lines_until_the_end(monkeypatch):
@@ -184,7 +169,7 @@ def test_typed_questions_are_lines_until_the_end(monkeypatch):
     assert list(ask.typed_questions()) == ["who?", "where?"]
 
 
-def test_the_config_is_that_of_the_newest_start_of_the_run(tmp_path):
+def test_config_is_that_of_newest_start_of_run(tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "configs").mkdir()
@@ -198,7 +183,7 @@ def test_the_config_is_that_of_the_newest_start_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (["--policy", "nowhere", "who?"], "error: nowhere: no such folder"),
         (["--policy", ".", "who", "is", "it?"], "error: 3 questions were given; put quotes"),
@@ -208,15 +193,15 @@ def test_the_config_is_that_of_the_newest_start_of_the_run(tmp_path):
         (["who?"], "error: the following arguments are required: --policy"),
     ],
 )
-def test_mistakes_are_one_line(arguments, said, capsys):
+def test_mistakes_are_one_line(arguments, output, capsys):
     with pytest.raises(SystemExit) as end:
         cli.calibadv(["ask", *arguments])
     assert end.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith(said) and error.count("\n") == 1
+    assert error.startswith(output) and error.count("\n") == 1
 
 
-def test_questions_and_config_values_may_stand_in_any_order(tmp_path, monkeypatch):
+def test_questions_and_overrides_stand_in_any_order(tmp_path, monkeypatch):
     calls = []
     config = tmp_path / "run.yaml"
     config.write_text("run: {seed: 1}\n")
@@ -251,7 +236,7 @@ def test_commands_of_a_run_config_need_a_flag(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_the_tokenizer_is_the_one_beside_the_policy_where_there_is_one(tmp_path, monkeypatch, own):
+def test_tokenizer_beside_policy_is_preferred(tmp_path, monkeypatch, own):
     """The config's may be gone, or another since; one that is named on the command line counts."""
     calls = []
     config = tmp_path / "run.yaml"
@@ -266,10 +251,13 @@ def test_the_tokenizer_is_the_one_beside_the_policy_where_there_is_one(tmp_path,
     assert calls == ["" if own else "elsewhere", "mine"]
 
 
-def test_a_run_that_goes_on_keeps_its_logs_and_a_person_waits_seconds(tmp_path):
+def test_config_for_a_person(tmp_path):
     patient = replace(Config().retriever, patience=900.0)
     config = replace(Config(), run=replace(Config().run, dir="runs/mine"), retriever=patient)
-    alone = ask._alone(config, str(tmp_path))
+    judge = JudgeConfig(url="http://127.0.0.1:1/v1", model="m", prompt="gone.txt")
+    config = replace(config, reward=RewardConfig(answer={"f1": 0.5, "judge": 0.5}, judge=judge))
+    alone = ask._for_person(config, str(tmp_path))
     assert alone.run.dir == str(tmp_path) and alone.retriever.patience == 10
+    assert alone.reward.judge.url == ""  # the judge of a run that has ended is gone
     hasty = replace(config, retriever=replace(patient, patience=2.0))
-    assert ask._alone(hasty, str(tmp_path)).retriever.patience == 2
+    assert ask._for_person(hasty, str(tmp_path)).retriever.patience == 2

@@ -28,7 +28,7 @@ def pair(tmp_path, monkeypatch):
         return rig.file(".json")
 
     def better(prompt, seed):
-        return "yes" if any(f"Question: {known}" in prompt for known in ("a", "b 0", "b 1")) else "no"
+        return "yes" if any(f"Question: {existing}" in prompt for existing in ("a", "b 0", "b 1")) else "no"
 
     return evaluate("A", None), evaluate("B", better), evaluate
 
@@ -39,7 +39,7 @@ def call(*argv, capsys):
     return stop.value.code, *capsys.readouterr()
 
 
-def test_the_table_and_the_numbers(pair, capsys, tmp_path):
+def test_table_and_the_numbers(pair, capsys, tmp_path):
     first, second, _ = pair
     status, out, _ = call(first, second.with_suffix(".jsonl"), "--output", tmp_path / "c.json", capsys=capsys)
     assert status == 0
@@ -49,12 +49,12 @@ def test_the_table_and_the_numbers(pair, capsys, tmp_path):
     assert "95% interval" in header and len(lines) == 2 * 3 * 4
     line = next(line.split() for line in lines if line.split()[:3] == ["0", "em", "b"])
     assert line[3:7] == ["4", "0.000", "0.500", "0.500"]
-    found = json.loads((tmp_path / "c.json").read_text())["differences"]["0"]["em"]
-    assert found["a"]["difference"] == 0 and found["a"]["p_value"] == 1
-    assert found["b"]["difference"] == 0.5
-    assert found["b"]["p_value"] == 0.5  # two questions differ: 2 of the 4 exchanges are as far apart
-    assert found["all"]["difference"] == found["average"]["difference"] == 0.25
-    low, high = found["b"]["interval"]
+    result = json.loads((tmp_path / "c.json").read_text())["differences"]["0"]["em"]
+    assert result["a"]["difference"] == 0 and result["a"]["p_value"] == 1
+    assert result["b"]["difference"] == 0.5
+    assert result["b"]["p_value"] == 0.5  # two questions differ: 2 of the 4 exchanges are as far apart
+    assert result["all"]["difference"] == result["average"]["difference"] == 0.25
+    low, high = result["b"]["interval"]
     assert 0 <= low < 0.5 < high <= 1
 
 
@@ -93,7 +93,7 @@ def test_few_questions_are_a_warning(tmp_path, capsys, numbers, words):
     assert status == 0 and ("fewer than" in error) == bool(words) and words in " ".join(error.split())
 
 
-def test_a_swap_changes_the_sign_only(pair):
+def test_swap_changes_the_sign_only(pair):
     first, second, _ = pair
     arguments = argparse.Namespace(first=first, second=second, resamples=500, confidence=0.95)
     a, b = (compare._load(path)["0"] for path in (first, second))
@@ -130,14 +130,14 @@ def test_bad_arguments_are_one_line(pair, capsys, tmp_path):
         assert status == 2 and error.count("\n") == 1 and words in error
 
 
-def test_a_question_without_a_score_is_left_out_for_both(pair):
+def test_question_without_score_is_left_out_for_both(pair):
     first, second, _ = pair
     path = Path(first).with_suffix(".jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["scores"] = {}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = argparse.Namespace(first=str(first), second=str(second), resamples=100, confidence=0.95)
-    a, b = (compare._load(one)["0"] for one in (first, second))
+    a, b = (compare._load(each)["0"] for each in (first, second))
     assert dict(compare._compare(arguments, "em", a, b))["a"].questions == 3
 
 
@@ -148,12 +148,14 @@ def test_seeds_are_averaged_a_question_at_a_time(pair, capsys, tmp_path):
         status, *_ = call(first, order, "--output", tmp_path / "c.json", capsys=capsys)
         assert status == 0
         numbers = json.loads((tmp_path / "c.json").read_text())
-        found = numbers["differences"]["0"]["em"]
+        result = numbers["differences"]["0"]["em"]
         assert numbers["second"] == order
         # Of b the seeds know 2 and 4 of 4; a question still counts once. Of a the second seed knows nothing.
-        assert found["b"]["questions"] == 4 and found["b"]["second"] == 0.75
-        assert found["b"]["difference"] == 0.75 and found["b"]["p_value"] == 0.125  # all of 4 differ: 2 of 16
-        assert found["a"]["second"] == found["a"]["first"] / 2
+        assert result["b"]["questions"] == 4 and result["b"]["second"] == 0.75
+        assert (
+            result["b"]["difference"] == 0.75 and result["b"]["p_value"] == 0.125
+        )  # all of 4 differ: 2 of 16
+        assert result["a"]["second"] == result["a"]["first"] / 2
 
 
 def test_what_are_no_seeds_is_one_line(pair, capsys):
@@ -170,7 +172,7 @@ def test_what_are_no_seeds_is_one_line(pair, capsys):
         assert status == 2 and error.count("\n") == 1 and words in error
 
 
-def test_a_path_may_hold_a_comma(pair, capsys, tmp_path):
+def test_path_may_hold_a_comma(pair, capsys, tmp_path):
     first, second, _ = pair
     folder = tmp_path / "grpo,seed-0"
     folder.mkdir()
@@ -182,10 +184,10 @@ def test_a_path_may_hold_a_comma(pair, capsys, tmp_path):
     assert call(first, folder / "e.json", capsys=capsys)[0] == 0
 
 
-def searched_by(path, **said):
+def searched_by(path, **output):
     """The evaluation's rows, as another retriever's."""
     path = Path(path).with_suffix(".jsonl")
-    lines = [json.loads(line) | {"retriever": said} for line in path.read_text().splitlines()]
+    lines = [json.loads(line) | {"retriever": output} for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -200,8 +202,8 @@ def searched_by(path, **said):
 )
 def test_other_retrievers_are_told(pair, capsys, tmp_path, first, second, words):
     paths = pair[:2]
-    for path, said in zip(paths, (first, second), strict=True):
-        searched_by(path, **said)
+    for path, output in zip(paths, (first, second), strict=True):
+        searched_by(path, **output)
     status, out, error = call(*paths, "--output", tmp_path / "c.json", capsys=capsys)
     assert status == 0 and out
     shown = " ".join(error.split())

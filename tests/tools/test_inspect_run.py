@@ -28,15 +28,15 @@ def run_folder(tmp_path_factory):
 def call(*arguments):
     parser = ArgumentParser()
     inspect_run.add_arguments(parser)
-    inspect_run.run(parser.parse_args([str(one) for one in arguments]))
+    inspect_run.run(parser.parse_args([str(each) for each in arguments]))
 
 
 @pytest.mark.medium
-def test_a_folder_is_written_and_says_how_to_look_at_it(run_folder, tmp_path, capsys):
+def test_folder_is_written_with_command_to_view(run_folder, tmp_path, capsys):
     call(run_folder, "--output", tmp_path / "page")
-    said = capsys.readouterr()
-    assert "2 steps, 160 trajectories" in said.err
-    assert f"--directory {tmp_path / 'page'}" in said.out
+    output = capsys.readouterr()
+    assert "2 steps, 160 trajectories" in output.err
+    assert f"--directory {tmp_path / 'page'}" in output.out
     assert len(list((tmp_path / "page/data").glob("group_*.json"))) == 32
 
 
@@ -47,19 +47,19 @@ def test_steps_choose_what_is_written(run_folder, tmp_path, steps, kept):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (["--steps", "one"], "--steps one: give FIRST-LAST"),
         (["--steps", "7-9"], "keeps steps 1 to 2"),
         (["--port", "70000"], "--port 70000: a port is a number"),
     ],
 )
-def test_bad_arguments_are_named(run_folder, arguments, said):
-    with pytest.raises(UserError, match=re.escape(said)):
+def test_bad_arguments_are_named(run_folder, arguments, output):
+    with pytest.raises(UserError, match=re.escape(output)):
         call(run_folder, *arguments)
 
 
-def test_a_folder_that_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
+def test_folder_without_run_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         cli.calibadv(["inspect", str(tmp_path)])
     assert end.value.code == 2
@@ -73,7 +73,7 @@ def test_port_and_output_exclude_each_other(run_folder, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_server_says_its_address_and_ends_with_ctrl_c(run_folder):
+def test_server_prints_address_and_ends_with_ctrl_c(run_folder):
     # The tests may run as a background job, whose children ignore SIGINT from their start.
     heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     command = f"{heeding}; from calibadv_jax import cli; cli.calibadv()"
@@ -92,7 +92,7 @@ def test_the_server_says_its_address_and_ends_with_ctrl_c(run_folder):
     assert process.returncode == 130 and "Traceback" not in errors
 
 
-def test_the_page_is_in_the_package():
+def test_page_is_in_the_package():
     """Its files lie beside the code, and the wheel takes whole packages."""
     names = {path.name for path in (ROOT / "calibadv_jax/contrib/pages/static").iterdir()}
     assert {"index.html", "style.css", "app.js", "icon.svg"} <= names

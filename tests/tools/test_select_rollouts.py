@@ -63,11 +63,11 @@ def select(*argv, capsys):
 
 def answers(path):
     return [
-        one.turns[-1].text.partition("<answer> ")[2].partition(" <")[0] for one in load_demonstrations(path)
+        each.turns[-1].text.partition("<answer> ")[2].partition(" <")[0] for each in load_demonstrations(path)
     ]
 
 
-def test_the_good_ones_become_demonstrations(tmp_path, capsys):
+def test_good_ones_become_demonstrations(tmp_path, capsys):
     rows = [
         trajectory("q1", "right"),
         trajectory("q2", "half", score=0.5),
@@ -77,16 +77,20 @@ def test_the_good_ones_become_demonstrations(tmp_path, capsys):
     write(tmp_path / "run", 3, rows)
     status, out, _ = select(tmp_path / "run", "--output", tmp_path / "d.jsonl", capsys=capsys)
     assert status == 0
-    (one,) = load_demonstrations(tmp_path / "d.jsonl")
-    assert (one.question.id, one.question.text, one.question.golden_answers) == ("q1", "Who is q1?", ("Ann",))
-    assert one.question.data_source == "nq" and one.question.supporting_ids == ("d1",)
-    assert [turn.text for turn in one.turns] == [
+    (each,) = load_demonstrations(tmp_path / "d.jsonl")
+    assert (each.question.id, each.question.text, each.question.golden_answers) == (
+        "q1",
+        "Who is q1?",
+        ("Ann",),
+    )
+    assert each.question.data_source == "nq" and each.question.supporting_ids == ("d1",)
+    assert [turn.text for turn in each.turns] == [
         "<think> t </think> <search> q1 </search>",
         "<think> t </think> <answer> right </answer>",
     ]
-    assert one.turns[0].documents == (Document("d1", "Title", "Text."),)
-    found = dict(line.rsplit(maxsplit=1) for line in out.splitlines()[2:])
-    assert {name.strip(): int(count) for name, count in found.items()} == {
+    assert each.turns[0].documents == (Document("d1", "Title", "Text."),)
+    result = dict(line.rsplit(maxsplit=1) for line in out.splitlines()[2:])
+    assert {name.strip(): int(count) for name, count in result.items()} == {
         "all": 4,
         "score too low": 1,
         "format invalid": 1,
@@ -96,7 +100,7 @@ def test_the_good_ones_become_demonstrations(tmp_path, capsys):
     }
 
 
-def test_the_best_shortest_and_earliest_come_first_over_all_steps_and_runs(tmp_path, capsys):
+def test_best_shortest_earliest_trajectory_is_chosen(tmp_path, capsys):
     write(
         tmp_path / "a", 2, [trajectory("q", "long", length=9), trajectory("q", "worse", score=0.9, length=1)]
     )
@@ -119,7 +123,7 @@ def test_lowest_score_defaults_to_the_largest_reward(tmp_path, capsys):
     assert status == 2 and "no trajectory with a score of the largest reward among 1; lower" in error
 
 
-def test_the_same_words_come_once_and_the_same_id_of_other_data_is_another_question(tmp_path, capsys):
+def test_equal_texts_come_once_per_question(tmp_path, capsys):
     rows = [
         trajectory("q", "Ann", length=9),
         trajectory("q", "ANN ", length=3),
@@ -132,14 +136,16 @@ def test_the_same_words_come_once_and_the_same_id_of_other_data_is_another_quest
     assert next(line.split()[1] for line in out.splitlines() if line.startswith("duplicate")) == "2"
 
 
-def test_a_thought_that_the_environment_opened_is_whole(tmp_path, capsys):
+def test_opened_thought_is_whole_and_lines_are_rows(tmp_path, capsys):
     row = trajectory("q", "Ann")
     for turn in row["turns"]:
         turn["text"] = turn["text"].removeprefix("<think>")
-    write(tmp_path / "run", 1, [row])
-    select(tmp_path / "run", "--output", tmp_path / "d.jsonl", capsys=capsys)
-    (one,) = load_demonstrations(tmp_path / "d.jsonl")
-    assert one.turns[0].text == "<think> t </think> <search> q </search>"
+    write(tmp_path / "run", 1, [row, trajectory("q2", "Ann\u2028Bob")])
+    select(tmp_path / "run", "--output", tmp_path / "new/d.jsonl", capsys=capsys)
+    first, _ = load_demonstrations(tmp_path / "new/d.jsonl")
+    assert first.turns[0].text == "<think> t </think> <search> q </search>"
+    lines = (tmp_path / "new/d.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
+    assert [json.loads(line)["id"] for line in lines] == ["q", "q2"]
 
 
 @pytest.mark.parametrize(
@@ -155,21 +161,14 @@ def test_a_thought_that_the_environment_opened_is_whole(tmp_path, capsys):
         (["{damaged}", "--output", "{out}"], "step_1.parquet: cannot be read"),
     ],
 )
-def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, capsys, argv, words):
+def test_mistake_is_one_line_and_writes_nothing(tmp_path, capsys, argv, words):
     write(tmp_path / "run", 1, [trajectory("q", "Ann")])
     (tmp_path / "damaged/rollouts").mkdir(parents=True)
     (tmp_path / "damaged/rollouts/step_1.parquet").write_bytes(b"PAR1")
     names = {"run": tmp_path / "run", "out": tmp_path / "d.jsonl", "damaged": tmp_path / "damaged"}
-    status, _, error = select(*(one.format(**names) for one in argv), capsys=capsys)
+    status, _, error = select(*(each.format(**names) for each in argv), capsys=capsys)
     assert status == 2 and error.count("\n") == 1 and words in error
     assert not (tmp_path / "d.jsonl").exists()
-
-
-def test_every_line_is_one_demonstration(tmp_path, capsys):
-    write(tmp_path / "run", 1, [trajectory("q1", "Ann"), trajectory("q2", "Ann\u2028Bob")])
-    select(tmp_path / "run", "--output", tmp_path / "new/d.jsonl", capsys=capsys)
-    lines = (tmp_path / "new/d.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
-    assert [json.loads(line)["id"] for line in lines] == ["q1", "q2"]
 
 
 def test_scores_that_were_permuted_choose_nothing(tmp_path, capsys):
@@ -177,7 +176,7 @@ def test_scores_that_were_permuted_choose_nothing(tmp_path, capsys):
     write(tmp_path / "a", 1, [trajectory("q", "ann")], {"reward": {"shuffle": False}})
     write(tmp_path / "b", 1, [trajectory("q", "bob")], {"reward": {"shuffle": True}})
     output = tmp_path / "demos.jsonl"
-    status, _, said = select(tmp_path / "a", tmp_path / "b", "--output", output, capsys=capsys)
-    assert status == 2 and "b/rollouts/step_1.parquet: its scores were permuted" in said
+    status, _, printed = select(tmp_path / "a", tmp_path / "b", "--output", output, capsys=capsys)
+    assert status == 2 and "b/rollouts/step_1.parquet: its scores were permuted" in printed
     assert not output.exists()
     assert select(tmp_path / "a", "--output", output, capsys=capsys)[0] in (0, None)

@@ -1,7 +1,7 @@
-"""One question to a policy: ``calibadv ask --policy D [--config FILE] [key.path=value …] ["question"]``.
+"""Asks a policy: ``calibadv ask --policy D [--config FILE] [key.path=value …] ["question"]``.
 
-Shows each turn as soon as it is written: what the policy thinks and searches, the documents it gets, and at
-the end its answer. Without a question it asks for them, one after the other.
+Shows each turn as soon as it is sampled: thoughts and searches of the policy, the documents, and at the end
+the answer. Without a question it asks for them, one after the other.
 """
 
 from __future__ import annotations
@@ -37,41 +37,23 @@ Say = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument(
-        "--policy",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="policy to ask: a run, its checkpoints folder, a checkpoint, a snapshot, a HuggingFace folder",
+    add = parser.add_argument
+    policy = "policy to ask: a run, its checkpoints folder, a checkpoint, a snapshot, a HuggingFace folder"
+    add("--policy", type=Path, required=True, metavar="FOLDER", help=policy)
+    config = "config with prompt, rollout, sampler and retriever; default: the config of the run"
+    add("--config", type=Path, metavar="FILE", help=config)
+    programs = (
+        "start the MCP servers that the run's own config names as commands; without it they are refused"
     )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="config with prompt, rollout, sampler and retriever; default: the config of the run",
-    )
-    parser.add_argument(
-        "--start-programs",
-        action="store_true",
-        help="start the MCP servers that the run's own config names as commands; without it they are refused",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="sampling temperature (default: 0, always the most likely token)",
-    )
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="key.path=value | question",
-        help="values that replace those of the config, and the question",
-    )
+    add("--start-programs", action="store_true", help=programs)
+    temperature = "sampling temperature (default: 0, always the most likely token)"
+    add("--temperature", type=float, default=0.0, help=temperature)
+    words = "values that replace those of the config, and the question"
+    add("words", nargs="*", metavar="key.path=value | question", help=words)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answers the question, or the questions that are typed.
+    """Answer the question, or the questions that are typed.
 
     Raises:
         UserError: no such policy or config, or the question could not be answered.
@@ -91,13 +73,12 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console()
     console.note(f"opening {source}, the sampler and the retriever")
     with tempfile.TemporaryDirectory() as folder:
-        ask(
-            _alone(config, folder), source, questions or typed_questions(), arguments.temperature, console.say
-        )
+        config = _for_person(config, folder)
+        ask(config, source, questions or typed_questions(), arguments.temperature, console.say)
 
 
 def ask(config: Config, source: PolicySource, questions: Any, temperature: float, say: Say) -> None:
-    """Answers questions one after the other.
+    """Answer questions one after the other.
 
     Args:
         questions: a list, or an iterator that waits for somebody to type.
@@ -112,7 +93,7 @@ def ask(config: Config, source: PolicySource, questions: Any, temperature: float
         show_turns(rollouts, say)
         for number, text in enumerate(questions):
             question = Question(f"ask{number}", well_formed(text), (), "ask")
-            trajectory = _answer(rollouts, question, config, temperature)
+            trajectory = answer(rollouts, question, config, temperature)
             if trajectory.error is None:
                 say(ending(trajectory))
             elif isinstance(questions, list):
@@ -121,7 +102,7 @@ def ask(config: Config, source: PolicySource, questions: Any, temperature: float
                 say(f"failed: {printable(trajectory.error)}")
 
 
-def _answer(rollouts: Rollouts, question: Question, config: Config, temperature: float) -> Trajectory:
+def answer(rollouts: Rollouts, question: Question, config: Config, temperature: float) -> Trajectory:
     (group,) = rollouts.collect(
         [question], "ask", config.run.seed, temperature=temperature, group_size=1, max_failed_share=1.0
     )
@@ -129,15 +110,15 @@ def _answer(rollouts: Rollouts, question: Question, config: Config, temperature:
 
 
 def own_tokenizer(source: PolicySource) -> list[str]:
-    """The override that takes the tokenizer beside the policy, if there is one: it is the policy's own."""
+    """Return the override that takes the policy's own tokenizer, if there is one beside it."""
     return ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
 
 
 def run_config(source: PolicySource) -> Path:
-    """The config of the newest start of the run that the policy belongs to.
+    """Return the config of the newest start of the policy's run.
 
     Raises:
-        UserError: it belongs to none, or all that it kept are damaged.
+        UserError: the policy belongs to no run, or all kept configs are damaged.
     """
     start = newest_start(source.model_folder.parent)
     if start is None:
@@ -159,11 +140,8 @@ def refuse_programs(config: Config, source: PolicySource) -> None:
             )
 
 
-def _alone(config: Config, folder: str) -> Config:
-    """For questions of a person: logs in `folder`, where no run writes; one slot; no long wait; no judge.
-
-    Nobody knows the answer, so that there is nothing to judge, and a judge that is gone would fail it.
-    """
+def _for_person(config: Config, folder: str) -> Config:
+    """Write logs into `folder`, use one slot, wait briefly, and ask no judge: there is no golden answer."""
     retriever = config.retriever
     return dataclasses.replace(
         config,
@@ -175,7 +153,7 @@ def _alone(config: Config, folder: str) -> Config:
 
 
 def typed_questions() -> Iterator[str]:
-    """Lines of standard input that are not blank, until it ends."""
+    """Yield lines of standard input that are not blank, until it ends."""
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("question (Ctrl-D ends): ")
@@ -188,15 +166,13 @@ def typed_questions() -> Iterator[str]:
 
 
 def show_turns(rollouts: Rollouts, say: Say) -> None:
-    """From now on each turn and each observation is said when it is there."""
+    """Print each turn and each observation from now on."""
     context = rollouts.context
-    said = tuple(_SaidAction(action, say) for action in context.by_name.values())
-    rollouts.context = dataclasses.replace(context, sampler=_SaidTurns(context, say), actions=said)
+    actions = tuple(_PrintingAction(action, say) for action in context.by_name.values())
+    rollouts.context = dataclasses.replace(context, sampler=_PrintingSampler(context, say), actions=actions)
 
 
-class _SaidTurns:
-    """A sampler that says what it samples."""
-
+class _PrintingSampler:
     def __init__(self, context: RolloutContext, say: Say):
         self._sampler: Sampler = context.sampler
         self._context, self._say = context, say
@@ -214,8 +190,8 @@ class _SaidTurns:
         return getattr(self._sampler, name)
 
 
-class _SaidAction(Action):
-    """An action that says what it brings, a line a document."""
+class _PrintingAction(Action):
+    """An action that prints its replies, a line a document."""
 
     def __init__(self, inner: Action, say: Say):
         self._inner, self._say = inner, say

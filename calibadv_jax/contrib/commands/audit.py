@@ -1,9 +1,9 @@
 """The credit of a run against the truth: ``calibadv audit RUN [RUN …] [key.path=value …]``.
 
-If questions name their supporting passages, as questions of a generated world do, it is known which searches
-were good. This reads the trajectories that a run kept, computes rewards and advantages once more, with the
-run's own settings and with other settings, and measures both; see `contrib.truth` for the definitions.
-The control is the same with the rewards permuted among the trajectories of a step: what chance gives.
+Questions that name their supporting passages, as those of a generated world do, tell good searches from
+useless ones. The audit computes rewards and advantages of kept trajectories again, with the run's own and
+with other settings, and measures both by `contrib.truth`. The control is the same with the rewards permuted
+among the trajectories of a step: the level of chance.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ OVER_TRAINING = (  # columns of the second table
     "blame/useless_spared",
 )
 CONFIDENCE, RESAMPLES = 0.95, 2000  # of the intervals of the verdict
-EXPLAINED = 2  # columns beside which there is room for what a measure is
+EXPLAINED = 2  # columns beside which there is room for the meaning of a measure
+BLAME = ("good_blame", "good_spared", "useless_blame", "useless_spared")
 
 
 @dataclass(frozen=True)
@@ -62,20 +63,12 @@ class Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="RUN|key.path=value",
-        help="folders of runs with log.rollouts, and settings of reward or advantage to try on them",
-    )
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="key.path=V,V,…",
-        help="add a column for each of these values; may be given several times",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    inputs = "folders of runs with log.rollouts, and settings of reward or advantage to try on them"
+    add("inputs", nargs="+", metavar="RUN|key.path=value", help=inputs)
+    sweep = "add a column for each of these values; may be given several times"
+    add("--sweep", action="append", default=[], metavar="key.path=V,V,…", help=sweep)
+    add(
         "--estimators",
         type=lambda text: text.split(","),
         default=[],
@@ -83,23 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a table of whom each of these values of advantage.name praises and blames; calibadv+NAME:"
         " calibrated",
     )
-    parser.add_argument(
-        "--window",
-        type=int,
-        default=10,
-        metavar="STEPS",
-        help="number of steps of a row in the table over training (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the control's permutations (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="also write the measures of every step to this JSON file"
-    )
+    window = "number of steps of a row in the table over training (default: %(default)s)"
+    add("--window", type=int, default=10, metavar="STEPS", help=window)
+    add("--seed", type=int, default=0, help="seed of the control's permutations (default: %(default)s)")
+    output = "also write the measures of every step to this JSON file"
+    add("--output", type=Path, metavar="FILE", help=output)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the tables of each run, and of several runs their mean.
+    """Print the tables of each run, and of several runs their mean.
 
     Raises:
         UserError: a run keeps no trajectories or its questions name no supporting passages; a kept step
@@ -113,63 +98,63 @@ def run(arguments: argparse.Namespace) -> None:
     columns = make_columns(overrides, arguments.sweep)
     rivals = make_rivals(overrides, arguments.estimators)
     console = Console()
+    say = console.say
     audited = {folder: audit(folder, columns + rivals, arguments.seed, console) for folder in folders}
-    found = {folder: measured[: len(columns)] for folder, measured in audited.items()}
-    console.say(f"in brackets: the control, with the rewards of each step shuffled (seed {arguments.seed})")
+    by_run = {folder: measured[: len(columns)] for folder, measured in audited.items()}
+    say(f"in brackets: the control, with the rewards of each step shuffled (seed {arguments.seed})")
     if overrides and arguments.sweep:
-        console.say(f"the columns of --sweep: on top of {' '.join(overrides)}")
-    for folder, measured in found.items():
-        console.say(f"\n{folder}: {counts(measured[0])}")
-        console.say(totals_table(measured))
-        shown = measured[1 if overrides else 0]
-        console.say(f"\n{folder} over training, settings: {' '.join(overrides) or 'of the run'}")
-        console.say(windows_table(shown, arguments.window))
+        say(f"the columns of --sweep: on top of {' '.join(overrides)}")
+    for folder, measured in by_run.items():
+        say(f"\n{folder}: {counts(measured[0])}")
+        say(totals_table([measured]))
+        say(f"\n{folder} over training, settings: {' '.join(overrides) or 'of the run'}")
+        say(windows_table(measured[1 if overrides else 0], arguments.window))
         if rivals:
-            console.say(f"\n{folder}: whom estimators praise and blame")
-            console.say(verdicts_table(audited[folder][len(columns) :]))
-    if len(found) > 1:
-        console.say(f"\nmean of {len(found)} runs [lowest, highest] (mean of the controls)")
-        console.say(mean_table(list(found.values())))
-    console.say(
+            say(f"\n{folder}: whom estimators praise and blame")
+            say(verdicts_table(audited[folder][len(columns) :]))
+    if len(by_run) > 1:
+        say(f"\nmean of {len(by_run)} runs [lowest, highest] (mean of the controls)")
+        say(totals_table(list(by_run.values())))
+    say(
         f"\nverdict ({100 * CONFIDENCE:g} % intervals over groups; “cannot say”: intervals overlap, or there"
         f" are fewer than {FEW} groups)"
     )
-    for folder, measured in found.items():
+    for folder, measured in by_run.items():
         for column in measured:
-            console.say("\n".join([f"{folder}, settings {column.settings.name}:", *verdict([column])]))
-    if len(found) > 1:
-        for same in zip(*found.values(), strict=True):
-            title = f"all {len(found)} runs together, settings {same[0].settings.name}:"
-            console.say("\n".join([title, *verdict(same)]))
+            say("\n".join([f"{folder}, settings {column.settings.name}:", *verdict([column])]))
+    if len(by_run) > 1:
+        for runs in zip(*by_run.values(), strict=True):
+            title = f"all {len(by_run)} runs together, settings {runs[0].settings.name}:"
+            say("\n".join([title, *verdict(runs)]))
     if arguments.output is not None:
         about = {"seed": arguments.seed, "window": arguments.window}
-        runs = [as_json(folder, measured, arguments.window) for folder, measured in audited.items()]
-        write_json(arguments.output, about | {"runs": runs}, indent=1)
+        results = [as_json(folder, measured, arguments.window) for folder, measured in audited.items()]
+        write_json(arguments.output, about | {"runs": results}, indent=1)
 
 
 def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Folders and settings; a name with "=" is a folder if there is one of that name.
+    """Separate folders and settings; a name with "=" is a folder if there is one of that name.
 
     Raises:
         UserError: no folder is among them, or one does not exist, or one is named twice.
     """
     folders, overrides = [], []
-    for one in inputs:
-        path = Path(one)
-        if "=" in one and not path.is_dir():
-            overrides.append(one)
+    for text in inputs:
+        path = Path(text)
+        if "=" in text and not path.is_dir():
+            overrides.append(text)
         elif path.is_dir() and path not in folders:
             folders.append(path)
         else:
             reason = "is named twice" if path in folders else "no such folder of a run"
-            raise UserError(f"{one}: {reason}; give the run.dir of runs, each once")
+            raise UserError(f"{text}: {reason}; give the run.dir of runs, each once")
     if not folders:
         raise UserError(f"no run among {' '.join(inputs)}; give the run.dir of at least one run")
     return folders, overrides
 
 
 def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Settings]:
-    """The run's own settings, these with all overrides, and on top of them a setting for each value swept.
+    """Return the run's own settings, these with all overrides, and on top of them each value swept.
 
     Raises:
         UserError: a key is of a section that changes no credit, or a sweep has no values.
@@ -181,19 +166,18 @@ def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Settin
         key, sign, values = sweep.partition("=")
         if not sign or not all(values.split(",")):
             raise UserError(f"--sweep {sweep}: write it as key.path=VALUE,VALUE,…")
-        for value in values.split(","):
-            one = f"{key}={value}"
-            columns.append(Settings(_short(one), (*overrides, one)))
-    for one in (one for column in columns for one in column.overrides):
-        if not one.startswith(SECTIONS):
+        swept = [f"{key}={value}" for value in values.split(",")]
+        columns += [Settings(_short(override), (*overrides, override)) for override in swept]
+    for override in (override for column in columns for override in column.overrides):
+        if not override.startswith(SECTIONS):
             raise UserError(
-                f"{one}: changes no credit of a kept step; the audit takes keys of reward and advantage"
+                f"{override}: changes no credit of a kept step; the audit takes keys of reward and advantage"
             )
     return columns
 
 
 def make_rivals(overrides: Sequence[str], estimators: Sequence[str]) -> list[Settings]:
-    """CalibAdv and each of these estimators, on top of all overrides; none where none is asked for."""
+    """Return CalibAdv and each of these estimators, on top of all overrides; nothing without estimators."""
     rivals = []
     for name in dict.fromkeys([CALIBRATED, *estimators] if estimators else []):
         keys = [f"advantage.name={name}"]
@@ -204,12 +188,12 @@ def make_rivals(overrides: Sequence[str], estimators: Sequence[str]) -> list[Set
 
 
 def _short(override: str) -> str:
-    """advantage.silver_threshold=0.5 as silver_threshold=0.5; of reward.… all, since names occur in both."""
+    """Drop "advantage."; "reward." stays, since names occur in both sections."""
     return override.removeprefix("advantage.")
 
 
 def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console) -> list[Measured]:
-    """Reads every kept step of a run and gathers its evidence under each of the settings.
+    """Read every kept step of a run and gather its evidence under each of the settings.
 
     Args:
         columns: the first column has no overrides.
@@ -218,8 +202,8 @@ def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console
     Raises:
         UserError: see `run`.
     """
-    paths = kept_steps(folder) or {1: find_step(folder, 1)}  # which says that there are none
-    found = [Measured(one, {}, {}) for one in columns]
+    paths = kept_steps(folder) or {1: find_step(folder, 1)}  # raises where there are none
+    measured = [Measured(settings, {}, {}) for settings in columns]
     configs: dict[tuple[str, Settings], Config] = {}
     equal = total = num_groups = 0
     console.note(f"{folder}: reading {len(paths)} kept steps, each under {len(columns)} settings")
@@ -227,18 +211,18 @@ def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console
         for done, (step, path) in enumerate(paths.items(), 1):
             kept = read_step(path)
             num_groups += len(kept.groups)
-            for column in found:
+            for column in measured:
                 key = kept.metadata["config"], column.settings
                 if key not in configs:
                     configs[key] = kept_config(kept, path, column.settings.overrides)
                 credits = credit_again(kept, configs[key])
                 column.true[step] = gather(credits)
                 column.control[step] = gather(credit_again(kept, configs[key], seed))
-                if column is found[0]:
+                if column is measured[0]:
                     same, turns = equal_turns(kept.credits, credits)
                     equal, total = equal + same, total + turns
             show(done)
-    _check_passages(folder, found[0], num_groups, console)
+    _check_passages(folder, measured[0], num_groups, console)
     if equal < total:
         console.warn(
             f"{folder}: {total - equal} of {total} turns get another advantage than was kept;"
@@ -249,11 +233,11 @@ def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console
         console.warn(
             f"{folder}: {names} judges no search; advantage.name=calibadv shows what CalibAdv would do"
         )
-    return found
+    return measured
 
 
 def _check_passages(folder: Path, measured: Measured, num_groups: int, console: Console) -> None:
-    """Refuses a run of which nothing is known; warns if a part is, or passages are of another corpus."""
+    """Refuse a run without supporting passages; warn if a part has none, or they are of another corpus."""
     groups = join(measured.true.values()).groups
     if not len(groups):
         raise UserError(
@@ -272,7 +256,7 @@ def _check_passages(folder: Path, measured: Measured, num_groups: int, console: 
 
 
 def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> list[GroupCredit]:
-    """The credit of every group of a kept step under a config; the step itself stays as it is.
+    """Return the credit of every group of a kept step under a config; the step itself stays unchanged.
 
     Args:
         control: seed with which rewards are permuted over the step's trajectories, as reward.shuffle does.
@@ -285,10 +269,7 @@ def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> 
 
 
 def windows(evidence: Mapping[int, Evidence], size: int) -> Iterator[tuple[int, int, Evidence]]:
-    """(first step, last step, evidence) of steps 1 … size, size + 1 … 2 size, and so on, if some are kept.
-
-    First and last are steps that are kept.
-    """
+    """Yield (first kept step, last kept step, evidence) of steps 1 … size, size + 1 … 2 size, and so on."""
     members: dict[int, list[int]] = {}
     for step in sorted(evidence):
         members.setdefault((step - 1) // size, []).append(step)
@@ -297,42 +278,51 @@ def windows(evidence: Mapping[int, Evidence], size: int) -> Iterator[tuple[int, 
 
 
 def counts(measured: Measured) -> str:
-    """How much was kept, in words."""
     total = measure(join(measured.true.values()))
     numbers = ", ".join(f"{total[name]:.0f} {name}" for name in ("groups", "trajectories", "searches"))
     return f"{len(measured.true)} kept steps, {numbers}"
 
 
-def totals_table(measured: Sequence[Measured]) -> str:
-    """One row a measure, one column a setting: ``value (control)``."""
+def totals_table(runs: Sequence[Sequence[Measured]]) -> str:
+    """Return one row a measure, one column a setting.
+
+    A cell is ``value (control)``; of several runs ``mean [smallest, largest] (mean of the controls)``.
+    """
     columns = []
-    for one in measured:
-        true, control = (measure(join(side.values())) for side in (one.true, one.control))
+    for same in zip(*runs, strict=True):
+        true, control = (
+            [measure(join(evidence.values())) for evidence in sides]
+            for sides in ([run.true for run in same], [run.control for run in same])
+        )
         columns.append([cell(name, true, control) for name in MEASURES])
-    return _by_measure(columns, [one.settings.name for one in measured])
+    names = [column.settings.name for column in runs[0]]
+    rows = [[name, *cells] for name, *cells in zip(MEASURES, *columns, strict=True)]
+    if len(columns) <= EXPLAINED:
+        return table([[*row, MEASURES[row[0]]] for row in rows], ["measure", *names, "what"])
+    return table(rows, ["measure", *names])
 
 
-def cell(name: str, true: Mapping[str, float], control: Mapping[str, float]) -> str:
-    """``value (control)``; "-" stands for what there is none of."""
-    shown = [f"{one[name]:.3f}" if name in one else "-" for one in (true, control)]
-    return "{} ({})".format(*shown)
+def cell(name: str, true: Sequence[Mapping[str, float]], control: Sequence[Mapping[str, float]]) -> str:
+    """Return the cell of a measure; "-" where no run has a value."""
+    values, chance = ([run[name] for run in runs if name in run] for runs in (true, control))
+    shown = f"{np.mean(values):.3f}" if values else "-"
+    if values and len(true) > 1:
+        shown += f" [{min(values):.3f}, {max(values):.3f}]"
+    return f"{shown} ({f'{np.mean(chance):.3f}' if chance else '-'})"
 
 
 def verdicts_table(rivals: Sequence[Measured]) -> str:
-    """One row an estimator, one column a verdict: ``value (control)``; CalibAdv is the first one."""
+    """Return one row an estimator, one column a verdict: ``value (control)``; CalibAdv is the first one."""
     rows = []
-    for one in rivals:
-        true = verdicts(join(one.true.values()), join(rivals[0].true.values()))
-        control = verdicts(join(one.control.values()), join(rivals[0].control.values()))
-        rows.append([one.settings.name, *(cell(name, true, control) for name in VERDICTS)])
+    for rival in rivals:
+        true = verdicts(join(rival.true.values()), join(rivals[0].true.values()))
+        control = verdicts(join(rival.control.values()), join(rivals[0].control.values()))
+        rows.append([rival.settings.name, *(cell(name, [true], [control]) for name in VERDICTS)])
     return table(rows, ["estimator", *VERDICTS])
 
 
-BLAME = ("good_blame", "good_spared", "useless_blame", "useless_spared")
-
-
 def verdict(runs: Sequence[Measured]) -> list[str]:
-    """Return what the measures come to, in sentences with the numbers on which they rest.
+    """Return the conclusions of the measures as sentences with numbers.
 
     The credit is right if the calibration takes a larger share of the blame from truly good searches than
     from useless ones, and better than chance if its lead is larger than in the control.
@@ -360,10 +350,8 @@ def verdict(runs: Sequence[Measured]) -> list[str]:
         return [
             f"  no calibration: no search lost any blame; {on_good} of the blame lies on truly good searches"
         ]
-    right = _decide(bounds[1], bounds[2], "right", "wrong", "whether it is right")
-    adds = _decide(
-        bounds[3], bounds[4], "better than chance", "worse than chance", "whether it is better than chance"
-    )
+    right = _decide(bounds[1], bounds[2], "right", "wrong")
+    adds = _decide(bounds[3], bounds[4], "better than chance", "worse than chance")
     return [
         f"  {right}: truly good searches are spared {good} of their blame, useless ones {useless}",
         f"  {adds}: the lead is {lead}, with shuffled rewards (control) {chance}",
@@ -371,13 +359,13 @@ def verdict(runs: Sequence[Measured]) -> list[str]:
 
 
 def _blame_of(evidence: Mapping[int, Evidence]) -> np.ndarray:
-    """BLAME of every group, float64 [groups, 4]."""
+    """Return BLAME of every group, float64 [groups, 4]."""
     groups = join(evidence.values()).groups
     return np.stack([groups[name] for name in BLAME], axis=1)
 
 
 def _shares(sums: np.ndarray) -> np.ndarray:
-    """Share of the blame on good searches, shares spared of good and useless, leads: true and control.
+    """Return share of the blame on good searches, shares spared of good and useless, true and control lead.
 
     Args:
         sums: float64 [R, 8], BLAME of the true credit and of the control.
@@ -390,68 +378,44 @@ def _shares(sums: np.ndarray) -> np.ndarray:
     return np.stack([on_good, good, useless, good - useless, good_by_chance - useless_by_chance], axis=1)
 
 
-def _decide(first: np.ndarray, second: np.ndarray, above: str, below: str, asked: str) -> str:
-    """In words how two intervals (low, high) lie to each other: "cannot say …" where they overlap."""
+def _decide(first: np.ndarray, second: np.ndarray, above: str, below: str) -> str:
+    """Describe how two intervals (low, high) lie to each other: "cannot say …" where they overlap."""
     if first[0] > second[1]:
         return above
-    return below if first[1] < second[0] else f"cannot say {asked}"
+    return below if first[1] < second[0] else f"cannot say whether it is {above}"
 
 
 def windows_table(measured: Measured, window: int) -> str:
-    """One row a window of steps: ``value (control)``."""
+    """Return one row a window of steps: ``value (control)``."""
     rows = []
     pairs = zip(windows(measured.true, window), windows(measured.control, window), strict=True)
     for (first, last, true), (_, _, control) in pairs:
-        found = measure(true), measure(control)
-        rows.append([f"{first}-{last}", *(cell(name, *found) for name in OVER_TRAINING)])
+        sides = [measure(true)], [measure(control)]
+        rows.append([f"{first}-{last}", *(cell(name, *sides) for name in OVER_TRAINING)])
     return table(rows, ["steps", *(name.removeprefix("blame/") for name in OVER_TRAINING)])
 
 
-def mean_table(runs: Sequence[Sequence[Measured]]) -> str:
-    """As `totals_table`, over runs: ``mean [smallest, largest] (mean of the controls)``, all runs alike."""
-    columns = []
-    for same in zip(*runs, strict=True):
-        true = [measure(join(one.true.values())) for one in same]
-        control = [measure(join(one.control.values())) for one in same]
-        columns.append([_spread(name, true, control) for name in MEASURES])
-    return _by_measure(columns, [one.settings.name for one in runs[0]])
-
-
-def _spread(name: str, true: Sequence[Mapping[str, float]], control: Sequence[Mapping[str, float]]) -> str:
-    values, chance = ([one[name] for one in runs if name in one] for runs in (true, control))
-    shown = f"{np.mean(values):.3f} [{min(values):.3f}, {max(values):.3f}]" if values else "-"
-    return f"{shown} ({f'{np.mean(chance):.3f}' if chance else '-'})"
-
-
-def _by_measure(columns: Sequence[Sequence[str]], names: Sequence[str]) -> str:
-    """A row for each of MEASURES, with what it is if there is room."""
-    rows = [[name, *cells] for name, *cells in zip(MEASURES, *columns, strict=True)]
-    if len(columns) <= EXPLAINED:
-        return table([[*row, MEASURES[row[0]]] for row in rows], ["measure", *names, "what"])
-    return table(rows, ["measure", *names])
-
-
 def as_json(folder: Path, measured: Sequence[Measured], window: int) -> dict[str, Any]:
-    """Everything of a run: by settings, true and control, in total, by window and by step."""
+    """Return everything of a run: by settings, true and control, in total, by window and by step."""
 
     def every(evidence: Mapping[int, Evidence]) -> dict[str, Any]:
         return {
             "total": measure(join(evidence.values())),
             "windows": [
-                {"first": first, "last": last} | measure(one)
-                for first, last, one in windows(evidence, window)
+                {"first": first, "last": last} | measure(part)
+                for first, last, part in windows(evidence, window)
             ],
-            "steps": [{"step": step} | measure(one) for step, one in evidence.items()],
+            "steps": [{"step": step} | measure(part) for step, part in evidence.items()],
         }
 
     settings = [
         {
-            "name": one.settings.name,
-            "overrides": list(one.settings.overrides),
-            "true": every(one.true),
-            "control": every(one.control),
-            "verdict": [line.strip() for line in verdict([one])],
+            "name": column.settings.name,
+            "overrides": list(column.settings.overrides),
+            "true": every(column.true),
+            "control": every(column.control),
+            "verdict": [line.strip() for line in verdict([column])],
         }
-        for one in measured
+        for column in measured
     ]
     return {"run": str(folder), "settings": settings}

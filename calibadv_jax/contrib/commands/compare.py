@@ -1,9 +1,8 @@
-"""Two policies on the same questions: ``calibadv compare A B``.
+"""Compares two policies on the same questions: ``calibadv compare A B``.
 
 A and B are the per-question files of two evaluations (or the .json beside them), or several of each, joined
-by commas: one method trained with several seeds. Then the scores of a question are averaged over the seeds,
-and it stays the unit. Where other retrievers answered, a warning says so; two retrievers with one policy may
-be what is compared.
+by commas: one method trained with several seeds. The scores of a question are averaged over the seeds, and
+questions stay the unit. Where the retrievers differ, a warning says so: they may be what is compared.
 """
 
 from __future__ import annotations
@@ -25,42 +24,25 @@ from calibadv_jax.metrics.console import Console, table
 
 DEFAULT_METRICS = ("em", "f1", "cover_em")
 Questions = dict[tuple[str, str], ScoredRow]  # (data source, id) -> row
-Found = dict[str, Questions]  # by temperature
+Evaluation = dict[str, Questions]  # by temperature
 BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    seeds = "or of its seeds: A1,A2"
-    parser.add_argument("first", metavar="A", help=f"evaluation of the first policy, {seeds}")
-    parser.add_argument("second", metavar="B", help="evaluation of the second policy, or of its seeds")
-    parser.add_argument(
-        "--metrics",
-        nargs="+",
-        default=list(DEFAULT_METRICS),
-        metavar="NAME",
-        help="metrics to compare (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--resamples",
-        type=int,
-        default=10000,
-        metavar="N",
-        help="number of resamples of bootstrap and test (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--confidence",
-        type=float,
-        default=0.95,
-        metavar="C",
-        help="coverage of the confidence intervals (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="also write the numbers to this JSON file"
-    )
+    add = parser.add_argument
+    add("first", metavar="A", help="evaluation of the first policy, or of its seeds: A1,A2")
+    add("second", metavar="B", help="evaluation of the second policy, or of its seeds")
+    metrics = "metrics to compare (default: %(default)s)"
+    add("--metrics", nargs="+", default=list(DEFAULT_METRICS), metavar="NAME", help=metrics)
+    resamples = "number of resamples of bootstrap and test (default: %(default)s)"
+    add("--resamples", type=int, default=10000, metavar="N", help=resamples)
+    confidence = "coverage of the confidence intervals (default: %(default)s)"
+    add("--confidence", type=float, default=0.95, metavar="C", help=confidence)
+    add("--output", type=Path, metavar="FILE", help="also write the numbers to this JSON file")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the differences B - A by temperature, metric and data source.
+    """Print the differences B - A by temperature, metric and data source.
 
     Raises:
         UserError: the two did not answer the same questions at a common temperature, or lack a metric.
@@ -79,18 +61,18 @@ def run(arguments: argparse.Namespace) -> None:
     differing = _differing_services({**sides[0], **sides[1]})
     if differing:
         console.warn(f"other retrievers searched {differing}")
-    found: dict[str, dict[str, dict[str, Comparison]]] = {}
+    results: dict[str, dict[str, dict[str, Comparison]]] = {}
     for temperature in common:
         _check_same(arguments.first, arguments.second, temperature, first[temperature], second[temperature])
-        found[temperature] = {
+        results[temperature] = {
             metric: dict(_compare(arguments, metric, first[temperature], second[temperature]))
             for metric in arguments.metrics
         }
     console.say(f"A: {arguments.first}\nB: {arguments.second}")
-    console.say(comparison_table(found, arguments.confidence))
+    console.say(comparison_table(results, arguments.confidence))
     few = {
         source: comparison.questions
-        for metrics in found.values()
+        for metrics in results.values()
         for sources in metrics.values()
         for source, comparison in sources.items()
         if comparison.questions < FEW
@@ -104,72 +86,65 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         numbers = {
             temperature: {
-                metric: {source: asdict(one) for source, one in sources.items()}
+                metric: {source: asdict(comparison) for source, comparison in sources.items()}
                 for metric, sources in metrics.items()
             }
-            for temperature, metrics in found.items()
+            for temperature, metrics in results.items()
         }
-        names = {"first": arguments.first, "second": arguments.second}
-        about = names | {"confidence": arguments.confidence, "resamples": arguments.resamples}
-        about |= {"other_retrievers": bool(differing)}
-        write_json(arguments.output, about | {"differences": numbers})
+        about = {name: getattr(arguments, name) for name in ("first", "second", "confidence", "resamples")}
+        write_json(arguments.output, about | {"other_retrievers": bool(differing), "differences": numbers})
 
 
-def _seeds(given: str) -> dict[str, Found]:
-    """The evaluations that an argument names, by their paths."""
+def _seeds(given: str) -> dict[str, Evaluation]:
+    """Read the evaluations that an argument names, by their paths."""
     paths = BETWEEN_FILES.split(given)
     if len({Path(path).resolve().with_suffix("") for path in paths}) < len(paths):
         raise UserError(f"{given}: names an evaluation twice; name each seed once")
     return {path: _load(Path(path)) for path in paths}
 
 
-def _means(seeds: dict[str, Found]) -> Found:
-    """The evaluation whose scores are the means over the seeds; a metric that a seed lacks is left out."""
+def _means(seeds: dict[str, Evaluation]) -> Evaluation:
+    """Return the means of the scores over the seeds; a metric that a seed lacks is left out."""
     (path, first), *others = seeds.items()
     if not others:
         return first
-    for other, found in others:
-        if found.keys() != first.keys():
+    for other, evaluation in others:
+        if evaluation.keys() != first.keys():
             raise UserError(
-                f"{path} has temperatures {', '.join(first)} and {other} has {', '.join(found)}:"
+                f"{path} has temperatures {', '.join(first)} and {other} has {', '.join(evaluation)}:"
                 " evaluate every seed at the same temperatures"
             )
-        for temperature, rows in found.items():
+        for temperature, rows in evaluation.items():
             _check_same(path, other, temperature, first[temperature], rows)
-    means: Found = {}
+    means: Evaluation = {}
     for temperature, rows in first.items():
         means[temperature] = {}
         for key, row in rows.items():
-            scores = [found[temperature][key]["scores"] for found in seeds.values()]
-            names = [name for name in scores[0] if all(name in one for one in scores)]
-            mean = {name: statistics.fmean(one[name] for one in scores) for name in names}
+            scores = [evaluation[temperature][key]["scores"] for evaluation in seeds.values()]
+            names = [name for name in scores[0] if all(name in row for row in scores)]
+            mean = {name: statistics.fmean(row[name] for row in scores) for name in names}
             means[temperature][key] = row | {"scores": mean}
     return means
 
 
-def _load(path: Path) -> Found:
+def _load(path: Path) -> Evaluation:
     path = path.with_suffix(".jsonl") if path.suffix == ".json" else path
-    found: Found = {}
+    evaluation: Evaluation = {}
     for row in read_scores(path):
-        found.setdefault(row["temperature"], {})[row["data_source"], row["id"]] = row
-    if not found:
+        evaluation.setdefault(row["temperature"], {})[row["data_source"], row["id"]] = row
+    if not evaluation:
         raise UserError(f"{path}: no questions in it; run calibadv evaluate first")
-    return found
+    return evaluation
 
 
-def _service(found: Found) -> dict[str, Any]:
-    """What searched for an evaluation (`evaluate.describe_retriever`); empty if it is not known."""
-    row = next(iter(next(iter(found.values())).values()))
-    service: dict[str, Any] = row.get("retriever") or {}
-    return service
-
-
-def _differing_services(evaluations: dict[str, Found]) -> str:
-    """The first two that differ, in words; empty if there are none. Who searched nothing does not count."""
-    services = {path: _service(found) for path, found in evaluations.items()}
-    known = [(path, service) for path, service in services.items() if service]
-    path, first = known[0] if known else ("", {})
-    for other, service in known[1:]:
+def _differing_services(evaluations: dict[str, Evaluation]) -> str:
+    """Describe the first two retrievers that differ; empty if none do. No retriever is no difference."""
+    services: list[tuple[str, dict[str, Any]]] = []
+    for path, evaluation in evaluations.items():
+        row = next(iter(next(iter(evaluation.values())).values()))
+        services += [(path, service)] if (service := row.get("retriever")) else []
+    for other, service in services[1:]:
+        path, first = services[0]
         names = [name for name in first | service if first.get(name) != service.get(name)]
         if names:
             differing = ", ".join(f"{name} {first.get(name)!r} and {service.get(name)!r}" for name in names)
@@ -196,7 +171,7 @@ def _check_same(a: str, b: str, temperature: str, first: Questions, second: Ques
 def _compare(
     arguments: argparse.Namespace, metric: str, first: Questions, second: Questions
 ) -> Iterator[tuple[str, Comparison]]:
-    """By data source. A question of which one policy has no score is left out."""
+    """Yield comparisons by data source. A question without a score of both policies is left out."""
     for given, rows in ((arguments.first, first), (arguments.second, second)):
         if not any(metric in row["scores"] for row in rows.values()):
             names = ", ".join(metric_names(list(rows.values())))
@@ -216,14 +191,14 @@ def _compare(
         yield name, compare_paired(a, b, arguments.confidence, arguments.resamples)
 
 
-def comparison_table(found: dict[str, dict[str, dict[str, Comparison]]], confidence: float) -> str:
-    """A row for each temperature, metric and data source."""
+def comparison_table(results: dict[str, dict[str, dict[str, Comparison]]], confidence: float) -> str:
+    """Return a row for each temperature, metric and data source."""
     rows = [
-        [temperature, metric, source, one.questions, one.first, one.second, one.difference]
-        + ["[{:.3f}, {:.3f}]".format(*one.interval) if one.interval else "-", f"{one.p_value:.4f}"]
-        for temperature, metrics in found.items()
+        [temperature, metric, source, each.questions, each.first, each.second, each.difference]
+        + ["[{:.3f}, {:.3f}]".format(*each.interval) if each.interval else "-", f"{each.p_value:.4f}"]
+        for temperature, metrics in results.items()
         for metric, sources in metrics.items()
-        for source, one in sources.items()
+        for source, each in sources.items()
     ]
     headers = ["temperature", "metric", "data", "questions", "A", "B", "B - A"]
     return table(rows, [*headers, f"{100 * confidence:g}% interval", "p"])

@@ -1,8 +1,8 @@
-"""What the index can return for questions: ``calibadv coverage --config FILE [key.path=value …]``.
+"""Measures what the index returns for questions: ``calibadv coverage --config FILE [key.path=value …]``.
 
 For data.train and data.eval, by data source: the share of questions whose answer, and whose supporting
-passages, are among the documents that one search returns. Written to the folder ``coverage`` of run.dir,
-beside the questions that the index can answer, which may be given as data.train and data.eval.
+passages, are among the documents of one search. Written to the folder ``coverage`` of run.dir, beside the
+questions that the index can answer, which may be given as data.train and data.eval.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.annotated import Search, answer_in, queries_for, read_passages
-from calibadv_jax.contrib.lookups import look_up_each
+from calibadv_jax.contrib.commands.demonstrate import YES_NO, answer_in, queries_for, read_passages
+from calibadv_jax.contrib.lookups import Search, look_up_each
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.locking import locked_output
@@ -27,8 +27,8 @@ FOLDER = "coverage"
 
 
 @dataclass(frozen=True)
-class Covered:
-    """What searches return for one question; None if nothing can be said."""
+class QuestionCoverage:
+    """Results of the searches for one question; None where a measure does not apply."""
 
     answer: bool | None  # the question as query returns a document with an answer; None: yes or no
     passage: bool | None  # it returns a supporting passage; None: the question names none
@@ -49,11 +49,11 @@ MEASURES = {
     "all_by_any": "all passages, any query",
     "answerable": "answerable",
 }
-SAMPLED = ("answer", "passage", "all_passages")  # what the doctor shows
+SAMPLED = ("answer", "passage", "all_passages")  # of the doctor
 
 
 def run(config: Config) -> None:
-    """Measures, writes and prints.
+    """Measure, write and print.
 
     Raises:
         UserError: bad input, or the retriever cannot be used.
@@ -75,12 +75,11 @@ def run(config: Config) -> None:
             corpus = config.retriever.corpus
             passages = read_passages(corpus, named) if corpus and named else {}
             with console.bar(f"data.{key}", len(questions), "questions") as show:
-                found = measure(config, url, questions, passages, show)
-            write_questions(
-                folder / f"{key}.jsonl",
-                (one for one, covered in zip(questions, found, strict=True) if covered.answerable),
-            )
-            report[key] = summary(questions, found)
+                coverages = measure(config, url, questions, passages, show)
+            pairs = zip(questions, coverages, strict=True)
+            answerable = (question for question, coverage in pairs if coverage.answerable)
+            write_questions(folder / f"{key}.jsonl", answerable)
+            report[key] = summary(questions, coverages)
             console.say(f"data.{key}: share of questions, {depth(config)} documents a search")
             console.say(coverage_table(report[key]))
         write_json(folder / "coverage.json", report)
@@ -88,7 +87,6 @@ def run(config: Config) -> None:
 
 
 def depth(config: Config) -> int:
-    """Documents that one search shows."""
     return config.retriever.rerank_topk or config.retriever.topk
 
 
@@ -98,22 +96,22 @@ def measure(
     questions: Sequence[Question],
     passages: Mapping[str, Document],
     show: Callable[[int], object] = lambda done: None,
-) -> list[Covered]:
-    """What the index returns for each question.
+) -> list[QuestionCoverage]:
+    """Measure the coverage of each question.
 
     Args:
         passages: supporting passages by id; their titles are queries too. Empty: only the question is.
     """
 
-    async def look(question: Question, search: Search) -> Covered:
+    async def look(question: Question, search: Search) -> QuestionCoverage:
         titles = [passages[name].title for name in question.supporting_ids if name in passages]
-        first, *others = [await search(query) for query in queries_for(question, titles)]
-        return _covered(question, first, [*first, *(one for found in others for one in found)])
+        results = [await search(query) for query in queries_for(question, titles)]
+        return _coverage(question, results[0], [document for result in results for document in result])
 
     return look_up_each(config.retriever, url, questions, look, show)
 
 
-def _covered(question: Question, first: Sequence[Document], every: Sequence[Document]) -> Covered:
+def _coverage(question: Question, first: Sequence[Document], every: Sequence[Document]) -> QuestionCoverage:
     """
     Args:
         first: documents of the question as query.
@@ -121,37 +119,36 @@ def _covered(question: Question, first: Sequence[Document], every: Sequence[Docu
     """
 
     def has_answer(documents: Sequence[Document]) -> bool | None:
-        if all(one.lower() in ("yes", "no") for one in question.golden_answers):
+        if all(answer.lower() in YES_NO for answer in question.golden_answers):
             return None
-        return any(answer_in(f"{one.title}\n{one.text}", question) for one in documents)
+        return any(answer_in(f"{document.title}\n{document.text}", question) for document in documents)
 
     def has(documents: Sequence[Document], enough: Callable[[Collection[bool]], bool]) -> bool | None:
-        ids = {one.id for one in documents}
-        named = question.supporting_ids
-        return enough([name in ids for name in named]) if named else None
+        ids = {document.id for document in documents}
+        supporting = question.supporting_ids
+        return enough([name in ids for name in supporting]) if supporting else None
 
-    return Covered(has_answer(first), has(first, any), has(first, all), has_answer(every), has(every, all))
+    return QuestionCoverage(
+        has_answer(first), has(first, any), has(first, all), has_answer(every), has(every, all)
+    )
 
 
 def summary(
-    questions: Sequence[Question], found: Sequence[Covered]
+    questions: Sequence[Question], coverages: Sequence[QuestionCoverage]
 ) -> dict[str, dict[str, float | int | None]]:
-    """Data source -> questions, and the share of each measure among the questions that it can be said of."""
-    by_source: dict[str, list[Covered]] = {}
-    for question, covered in zip(questions, found, strict=True):
-        by_source.setdefault(question.data_source, []).append(covered)
+    """Return data source -> questions, and each measure's share of the questions to which it applies."""
+    by_source: dict[str, list[QuestionCoverage]] = {}
+    for question, coverage in zip(questions, coverages, strict=True):
+        by_source.setdefault(question.data_source, []).append(coverage)
     if len(by_source) > 1:
-        by_source = dict(sorted(by_source.items())) | {ALL: list(found)}
-    return {
-        source: {"questions": len(some)}
-        | {name: _share([getattr(one, name) for one in some]) for name in MEASURES}
-        for source, some in by_source.items()
-    }
-
-
-def _share(values: Sequence[bool | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+        by_source = dict(sorted(by_source.items())) | {ALL: list(coverages)}
+    shares: dict[str, dict[str, float | int | None]] = {}
+    for source, members in by_source.items():
+        shares[source] = {"questions": len(members)}
+        for name in MEASURES:
+            values = [value for each in members if (value := getattr(each, name)) is not None]
+            shares[source][name] = sum(values) / len(values) if values else None
+    return shares
 
 
 def coverage_table(shares: dict[str, dict[str, float | int | None]]) -> str:
@@ -163,9 +160,9 @@ def coverage_table(shares: dict[str, dict[str, float | int | None]]) -> str:
 
 
 def coverage_lines(config: Config, url: str | Sequence[str]) -> list[str]:
-    """For the doctor: what searches for a sample of the evaluation questions, as they are, return."""
+    """Return the coverage of a sample of the evaluation questions, for the doctor."""
     questions = select_evenly(load_questions(config.data.eval, config.data.columns), SAMPLE, seed=0)
     *_, shares = summary(questions, measure(config, url, questions, {})).values()
-    said = [f"{MEASURES[name]} {shares[name]:.0%}" for name in SAMPLED if shares[name] is not None]
-    asked = f"{len(questions)} questions of data.eval as queries, {depth(config)} documents each"
-    return [f"{asked}: {', '.join(said)} (calibadv coverage says more)"] if said else []
+    parts = [f"{MEASURES[name]} {shares[name]:.0%}" for name in SAMPLED if shares[name] is not None]
+    sample = f"{len(questions)} questions of data.eval as queries, {depth(config)} documents each"
+    return [f"{sample}: {', '.join(parts)} (calibadv coverage says more)"] if parts else []

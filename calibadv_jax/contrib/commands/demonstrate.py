@@ -2,32 +2,35 @@
 
 For each question of data.train that names its supporting passages: searches of the configured retriever that
 find them, thoughts that quote them, the answer. Written to sft.demonstrations, which `calibadv sft` reads.
+
+A query is chosen by trying: the question, the title of a passage that is still missing, both together. A
+title counts only where the question or a passage shown before mentions it, so that no demonstration knows
+what it could not know. With `sft.first_query=varied` the first query is drawn instead, among those that lead
+to all supporting passages.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from calibadv_jax.commands.sft import demonstration_length
 from calibadv_jax.config import Config
 from calibadv_jax.config.kept import refuse_other_run
-from calibadv_jax.contrib.annotated import (
-    Lookup,
-    Search,
-    demonstrate,
-    find_support,
-    find_varied_support,
-    is_complete,
-    read_passages,
-)
-from calibadv_jax.contrib.lookups import look_up_each
+from calibadv_jax.contrib.commands.prepare_data import question_key
+from calibadv_jax.contrib.lookups import Search, look_up_each
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
+from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, neutralise
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.demonstrations import Demonstration
+from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
+from calibadv_jax.data.files import read_rows
 from calibadv_jax.data.questions import load_questions, question_row
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout.actions import SearchAction, grammar_of
@@ -54,7 +57,7 @@ SEARCH = SearchAction.name
 
 
 def run(config: Config) -> None:
-    """Writes the demonstrations, and prints what became of the questions of each data source.
+    """Write the demonstrations, and print the outcomes of the questions of each data source.
 
     Raises:
         UserError: bad input, or no question gives a demonstration.
@@ -73,53 +76,51 @@ def run(config: Config) -> None:
         raise UserError(f"tools has no {SEARCH}, and it is searches that are demonstrated: put it into tools")
     tokenizer = build_model(config, config.sft.init_from or config.policy.path).tokenizer
     questions = load_questions(config.data.train, config.data.columns)
-    passages = read_passages(corpus, {name for one in questions for name in one.supporting_ids})
+    passages = read_passages(corpus, {name for question in questions for name in question.supporting_ids})
     searches = find_varied_support if config.sft.first_query == "varied" else find_support
-    named = [one for one in questions if any(name in passages for name in one.supporting_ids)]
+    annotated = [q for q in questions if any(name in passages for name in q.supporting_ids)]
 
     async def find(question: Question, search: Search) -> list[Lookup]:
         return await searches(question, passages, search, config.rollout.max_searches)
 
+    def shown(documents: Sequence[Document]) -> str:  # to the policy
+        actions = make_actions(config)
+        search = next((action for action in actions if action.name == SEARCH), SearchAction())
+        length = config.rollout.max_observation_length
+        observation = Observations(tokenizer, length, config.prompt.opening).of(search)
+        return observation.of_documents(neutralise_documents(documents, tokenizer, grammar_of(actions)))[1]
+
     with (
         open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
-        console.bar("search", len(named), "questions") as show,
+        console.bar("search", len(annotated), "questions") as show,
     ):
-        found = look_up_each(config.retriever, url, named, find, show)
+        results = look_up_each(config.retriever, url, annotated, find, show)
     counts: Counter[tuple[str, str]] = Counter(
         (question.data_source, "passage unknown" if question.supporting_ids else "no supporting_ids")
         for question in questions
         if not any(name in passages for name in question.supporting_ids)
     )
     kept = []
-    for question, lookups in zip(named, found, strict=True):
-        made: Demonstration | str = "not found"
+    for question, lookups in zip(annotated, results, strict=True):
+        result: Demonstration | str = "not found"
         if is_complete(question, passages, lookups):
-            made = demonstrate(
-                question, lookups, lambda documents: _shown(config, tokenizer, documents), grammar
-            )
-        if isinstance(made, Demonstration):
-            made = _too_long(made, config, tokenizer) or made
-        if isinstance(made, Demonstration):
-            kept.append(made)
-        what = f"{WRITTEN}, {len(lookups)} search" if isinstance(made, Demonstration) else made
-        counts[question.data_source, what] += 1
+            result = demonstrate(question, lookups, shown, grammar)
+        if isinstance(result, Demonstration):
+            result = _too_long(result, config, tokenizer) or result
+        if isinstance(result, Demonstration):
+            kept.append(result)
+        outcome = f"{WRITTEN}, {len(lookups)} search" if isinstance(result, Demonstration) else result
+        counts[question.data_source, outcome] += 1
     if not kept:
         causes = Counter(cause for _, cause in counts.elements()).most_common()
         reasons = "; ".join(f"{number} {cause} ({CAUSES[cause]})" for cause, number in causes)
         raise UserError(
             f"{config.data.train}: none of {len(questions)} questions gives a demonstration: {reasons}"
         )
-    _write(Path(output), kept)
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(Path(output), map(_row, kept))
     console.say(_count_table(counts))
     console.note(f"{len(kept)} demonstrations written to {output}")
-
-
-def _shown(config: Config, tokenizer: Any, documents: Sequence[Document]) -> str:
-    """What the policy would see of the documents."""
-    actions = make_actions(config)
-    search = next((one for one in actions if one.name == SEARCH), SearchAction())
-    shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening).of(search)
-    return shown.of_documents(neutralise_documents(documents, tokenizer, grammar_of(actions)))[1]
 
 
 def _too_long(demonstration: Demonstration, config: Config, tokenizer: Any) -> str:
@@ -137,12 +138,6 @@ def _too_long(demonstration: Demonstration, config: Config, tokenizer: Any) -> s
     return "longer than sft.row_length" if length > config.sft_row_length else ""
 
 
-def _write(path: Path, demonstrations: Sequence[Demonstration]) -> None:
-    """A file that `data.demonstrations.load_demonstrations` reads; it appears when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(path, map(_row, demonstrations))
-
-
 def _row(demonstration: Demonstration) -> dict[str, Any]:
     turns = [
         {
@@ -155,9 +150,215 @@ def _row(demonstration: Demonstration) -> dict[str, Any]:
 
 
 def _count_table(counts: Counter[tuple[str, str]]) -> str:
-    """What became of the questions of each data source, and of all."""
     sources = sorted({source for source, _ in counts})
-    what = sorted({name for (_, name), number in counts.items() if number})
-    rows = [[source, *(counts[source, name] for name in what)] for source in sources]
-    rows.append(["all", *(sum(counts[source, name] for source in sources) for name in what)])
-    return table(rows, ["data source", *what])
+    outcomes = sorted({outcome for (_, outcome), number in counts.items() if number})
+    rows = [[source, *(counts[source, outcome] for outcome in outcomes)] for source in sources]
+    rows.append(["all", *(sum(counts[source, outcome] for source in sources) for outcome in outcomes)])
+    return table(rows, ["data source", *outcomes])
+
+
+MAX_QUOTE = 40  # words of a passage that a thought quotes
+STRIDE = 10  # words between two places where a quote may begin in a sentence that is longer
+FIRST_THOUGHT = "I have to look this up."
+YES_NO = ("yes", "no")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_BRACKETS = re.compile(r"\s*\([^()]*\)\s*$")  # Silent Garden (novel)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    query: str
+    documents: tuple[Document, ...]
+    new_ids: tuple[str, ...]  # ids of the supporting passages that no search before it found
+
+
+_IDS = ("id", "_id", "docid", "doc_id", "pid", "passage_id")  # names that the retriever reads too
+
+
+def read_passages(corpus: str | Path, ids: Collection[str]) -> dict[str, Document]:
+    """Return the passages of these ids, from a corpus of rows with an id and contents, or title and text.
+
+    Raises:
+        UserError: no such file, or a malformed row.
+    """
+    passages: dict[str, Document] = {}
+    for where, row in read_rows(corpus, "passages"):
+        name = next((str(row[key]) for key in _IDS if row.get(key) not in (None, "")), "")
+        if name not in ids:
+            continue
+        title, text = row.get("title"), row.get("text")
+        if isinstance(row.get("contents"), str):
+            title, _, text = row["contents"].partition("\n")
+        if not isinstance(title, str) or not isinstance(text, str):
+            raise UserError(f"{where}: expected 'contents', or 'title' and 'text'; correct the row")
+        passages[name] = Document(name, title.strip().strip('"'), text)
+    return passages
+
+
+def holds(text: str, phrase: str) -> bool:
+    """Return whether the phrase occurs in the text as whole words, whatever case and punctuation."""
+    return f" {question_key(phrase)} " in f" {question_key(text)} "
+
+
+def answer_in(text: str, question: Question) -> str | None:
+    """Return the first accepted answer in the text; None for yes and no, which occur by chance."""
+    answers = (answer for answer in question.golden_answers if answer.lower() not in YES_NO)
+    return next((answer for answer in answers if holds(text, answer)), None)
+
+
+def queries_for(question: Question, titles: Sequence[str], titles_first: bool = False) -> list[str]:
+    """Return the queries to try: the question, the titles (or these before it), both together."""
+    plain = [_plain(title) for title in titles]
+    alone = [*plain, question.text] if titles_first else [question.text, *plain]
+    return list(dict.fromkeys([*alone, *(f"{question.text} {title}" for title in plain)]))
+
+
+def _plain(title: str) -> str:
+    return _BRACKETS.sub("", title) or title
+
+
+async def find_support(
+    question: Question,
+    passages: Mapping[str, Document],
+    search: Search,
+    max_searches: int,
+    first_query: str | None = None,
+) -> list[Lookup]:
+    """Return searches that find the supporting passages of a question; fewer where not all can be found.
+
+    Each is the query that finds most of the missing passages, the one that ranks them best if several do.
+    Of equal ones the first search is the question, and a later one a title. Where each of several
+    supporting passages holds an answer one of them is enough.
+
+    Args:
+        passages: the supporting ones of the corpus, by id.
+        first_query: of the first search; None: the best query.
+    """
+    missing = list(question.supporting_ids)
+    read = question.text
+    lookups: list[Lookup] = []
+    while missing and len(lookups) < max_searches:
+        used = {lookup.query for lookup in lookups}
+        queries = queries_for(question, _mentioned(passages, missing, read), bool(lookups))
+        queries = [query for query in queries if query not in used]
+        if first_query is not None and not lookups:
+            queries = [first_query]
+        results = [(_worth(documents := await search(query), missing), query, documents) for query in queries]
+        _, query, documents = max(results, key=lambda result: result[0], default=(None, "", []))
+        new_ids = [document.id for document in documents if document.id in missing]
+        if not new_ids:
+            break
+        lookups.append(Lookup(query, tuple(documents), tuple(new_ids)))
+        missing = [name for name in missing if name not in new_ids]
+        read += "".join(f"\n{document.title}\n{document.text}" for document in documents)
+        if _are_alternatives(question, passages):
+            break
+    return lookups
+
+
+async def find_varied_support(
+    question: Question, passages: Mapping[str, Document], search: Search, max_searches: int
+) -> list[Lookup]:
+    """Do as `find_support`, with a first query drawn among those that lead to all supporting passages.
+
+    These are the question and each title that it mentions. The draw depends on the question's id alone. If
+    none of them leads to all, the searches are those of `find_support`.
+    """
+    titles = _mentioned(passages, question.supporting_ids, question.text)
+    ways = []
+    for query in dict.fromkeys([question.text, *map(_plain, titles)]):
+        way = await find_support(question, passages, search, max_searches, query)
+        if is_complete(question, passages, way):
+            ways.append(way)
+    if not ways:
+        return await find_support(question, passages, search, max_searches)
+    return ways[crc32(question.id.encode()) % len(ways)]
+
+
+def _mentioned(passages: Mapping[str, Document], names: Collection[str], read: str) -> list[str]:
+    titles = [passages[name].title for name in names if name in passages]
+    return [title for title in titles if holds(read, _plain(title))]
+
+
+def _worth(documents: Sequence[Document], missing: Collection[str]) -> tuple[int, int]:
+    """Return the number of missing passages among the documents, and their ranks; larger is better."""
+    ranks = [rank for rank, document in enumerate(documents) if document.id in missing]
+    return len(ranks), -sum(ranks)
+
+
+def is_complete(question: Question, passages: Mapping[str, Document], lookups: Sequence[Lookup]) -> bool:
+    """Return whether the searches found the passages that the question needs."""
+    ids = {name for lookup in lookups for name in lookup.new_ids}
+    return bool(ids) and (_are_alternatives(question, passages) or ids >= set(question.supporting_ids))
+
+
+def _are_alternatives(question: Question, passages: Mapping[str, Document]) -> bool:
+    """Return whether each of several supporting passages holds an answer, so that one is enough."""
+    texts = [f"{p.title}\n{p.text}" for name in question.supporting_ids if (p := passages.get(name))]
+    return len(texts) > 1 and all(answer_in(text, question) for text in texts)
+
+
+def demonstrate(
+    question: Question,
+    lookups: Sequence[Lookup],
+    shown: Callable[[Sequence[Document]], str],
+    grammar: Grammar = SEARCH_GRAMMAR,
+) -> Demonstration | str:
+    """Return searches with their documents, thoughts that quote them, and the answer; or a key of CAUSES.
+
+    Args:
+        lookups: complete for the question.
+        shown: formats documents as the policy sees them, which may cut off the end.
+        grammar: of the actions that are on.
+    """
+    clean = partial(neutralise, grammar=grammar)
+    turns = []
+    first = lookups[0].query if lookups else question.text
+    thought = FIRST_THOUGHT if question.text in first else f"I have to look up {clean(first)}."
+    quotes: list[str] = []
+    for number, lookup in enumerate(lookups, 1):
+        text = f"<think> {thought} </think>\n<search> {clean(lookup.query)} </search>"
+        turns.append(DemoTurn(text, lookup.documents))
+        seen = shown(lookup.documents)
+        support = [document for document in lookup.documents if document.id in lookup.new_ids]
+        new = [quote for document in support if (quote := clean(_quote(document, question))) in seen]
+        if not new:
+            return "cut off"
+        quotes += new
+        if number < len(lookups):
+            query = clean(lookups[number].query)
+            thought = f"{_naming(query, lookup.documents, seen, clean) or new[0]} Now I look up {query}."
+    quote = next((quote for quote in quotes if answer_in(quote, question)), "")
+    answer = answer_in(quote, question)
+    if answer is None and question.golden_answers[0].lower() in YES_NO:
+        quote, answer = " ".join(quotes), question.golden_answers[0]
+    if answer is None:
+        return "answer not in the passages"
+    turns.append(DemoTurn(f"<think> {quote} </think>\n<answer> {clean(answer)} </answer>"))
+    return Demonstration(replace(question, prompt=()), tuple(turns))
+
+
+def _quote(document: Document, question: Question) -> str:
+    """Return the sentence with an answer, or with most words of the question; of a long one a part."""
+    pieces = list(_pieces(document.text))
+    with_answer = next((piece for piece in pieces if answer_in(piece, question)), None)
+    if with_answer is not None:
+        return with_answer
+    asked = set(question_key(question.text).split())
+    return max(pieces, key=lambda piece: len(asked & set(question_key(piece).split())), default="")
+
+
+def _naming(query: str, documents: Sequence[Document], seen: str, clean: Callable[[str], str]) -> str:
+    """Return the first sentence seen of the documents that names the next query, or nothing."""
+    pieces = (clean(piece) for d in documents for piece in _pieces(d.text) if holds(piece, query))
+    return next((piece for piece in pieces if piece in seen), "")
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield sentences of at most MAX_QUOTE words, then windows of the text of that length."""
+    for sentence in _SENTENCE_END.split(text.strip()):
+        if 0 < len(sentence.split()) <= MAX_QUOTE:
+            yield sentence
+    spans = [match.span() for match in re.finditer(r"\S+", text)]
+    for first in range(0, len(spans), STRIDE):
+        yield text[spans[first][0] : spans[min(first + MAX_QUOTE, len(spans)) - 1][1]]

@@ -1,13 +1,14 @@
 """Checks a config end to end before a run: ``calibadv doctor --config FILE [--offline]``.
 
-Every finding comes with its fix, and with a status: ok, warn (a run would work, but not well), skip (it was
-not checked) or FAIL. Exit status 1 if something would stop the run. With --offline only what
-needs no network, no services and no model or data files: `offline_checks`.
+Every finding has a status: ok, warn (a run would work, but not well), skip (not checked) or FAIL, and its
+remedy. Exit status 1 if something would stop the run. With --offline only checks that need no network, no
+services and no model or data files: a file that is absent is named as not checked, which is no failure.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,14 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from calibadv_jax.config import Config
+from calibadv_jax.config.sections.policy import REST
 from calibadv_jax.contrib.commands.coverage import coverage_lines
-from calibadv_jax.contrib.commands.offline_checks import OFFLINE_CHECKS
 from calibadv_jax.contrib.judge import JudgeClient
-from calibadv_jax.contrib.planning.fit import cpu_lines, memory_lines
-from calibadv_jax.contrib.planning.memory import adapter_lines, estimate_memory, heads_warnings
+from calibadv_jax.contrib.planning.memory import device_lines, find_architecture
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.tags import leaves_thought_open
@@ -31,12 +32,13 @@ from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.actions import grammar_of
 from calibadv_jax.rollout.observation import encode
-from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
+from calibadv_jax.rollout.prompts import FROM_DATA, drop_overlong, open_prompt, prompt_lengths, template_text
 from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.choices import describe_choices
-from calibadv_jax.run.model import Model, build_model, find_folder
+from calibadv_jax.run.model import Model, build_model, find_folder, has_tokenizer, load_tokenizer
 from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
 from calibadv_jax.services.http_client import ONCE
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
@@ -47,14 +49,14 @@ STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}  # h
 
 
 def run(config: Config, offline: bool = False) -> None:
-    """Runs every check and prints one line a finding; status 1 if one failed."""
+    """Run every check and print one line a finding; exit status 1 if a check failed."""
     console = Console(config.log.progress)
     checks = OFFLINE_CHECKS if offline else CHECKS
     tools = [replace(tool, mcp=tool.mcp and replace(tool.mcp, patience=ONCE)) for tool in config.tools]
     config = replace(config, tools=tools)
     failed = 0
     counts: Counter[str] = Counter()
-    failures: dict[str, str] = {}  # what failed -> the check that says so
+    failures: dict[str, str] = {}  # failure -> the first check with it
     for name, check in checks:
         try:
             with console.phase(f"checking: {name}", announce=not offline):
@@ -73,51 +75,65 @@ def run(config: Config, offline: bool = False) -> None:
 
 
 def _once(line: str, name: str, failures: dict[str, str]) -> str:
-    """The line; of a failure that another check has named, only that it stands in the way of this one."""
+    """Return the line; a failure that another check has named becomes "not checked"."""
     first = failures.setdefault(line, name) if line.startswith("failed: ") else name
     return line if first == name else f"not checked: what failed under {first!r} is needed here too"
 
 
 def with_status(line: str) -> tuple[str, str]:
-    """The status that a check's line begins with, and the rest of it."""
+    """Split a check's line into its status and the rest."""
     for prefix, status in STATUS.items():
         if line.startswith(prefix):
             return status, line.removeprefix(prefix)
     return "ok", line
 
 
-def summary(failed: int, total: int, what: str, counts: Counter[str]) -> str:
-    """The last line. Only if everything was checked, and nothing is to be thought of, is it "ready"."""
+def summary(failed: int, total: int, kind: str, counts: Counter[str]) -> str:
+    """Return the last line: "ready" only if everything was checked without a warning."""
     if failed:
-        return f"{failed} of {total} {what}s failed"
-    said = [f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}"] if counts["warn"] else []
+        return f"{failed} of {total} {kind}s failed"
+    exceptions = [f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}"] if counts["warn"] else []
     if counts["skip"]:
-        said.append(f"{counts['skip']} thing{'s' if counts['skip'] > 1 else ''} not checked")
-    return f"every {what} passed, with {' and '.join(said)}" if said else f"ready: every {what} passed"
+        exceptions.append(f"{counts['skip']} thing{'s' if counts['skip'] > 1 else ''} not checked")
+    if exceptions:
+        return f"every {kind} passed, with {' and '.join(exceptions)}"
+    return f"ready: every {kind} passed"
 
 
-def check_questions(config: Config) -> list[str]:
-    """Both question files, row by row."""
+def check_questions(config: Config, offline: bool = False) -> list[str]:
+    """Check both question files, row by row.
+
+    Args:
+        offline: files that are absent are not checked.
+    """
     lines = []
+    texts: dict[str, set[str]] = {}
     for key in ("train", "eval"):
-        path = getattr(config.data, key)
-        questions = load_questions(path, config.data.columns)
+        sources = getattr(config.data, key)
+        files = list(sources.values()) if isinstance(sources, dict) else sources
+        files = [files] if isinstance(files, str) else files
+        if offline and not (any(files) and all(Path(file).is_file() for file in files)):
+            lines.append(f"not checked: data.{key}: {', '.join(files) or 'none'} is not here")
+            continue
+        questions = load_questions(sources, config.data.columns)
         check_fit(questions, config.data.weights if key == "train" else {}, config.prompt.template)
-        sources = sorted({question.data_source for question in questions})
+        names = sorted({question.data_source for question in questions})
         answers = sum(len(question.golden_answers) for question in questions)
-        found = f"{len(questions)} questions ({', '.join(sources)}) in {path}"
-        lines.append(f"data.{key}: {found}, with {answers} golden answers")
+        size = f"{len(questions)} questions ({', '.join(names)}) in {', '.join(files)}"
+        lines.append(f"data.{key}: {size}, with {answers} golden answers")
         lines += [f"warning: {line}" for line in answer_warnings(questions, f"data.{key}")]
-    shared = {q.text for q in load_questions(config.data.train, config.data.columns)} & {
-        q.text for q in load_questions(config.data.eval, config.data.columns)
-    }
+        texts[key] = {question.text for question in questions}
+    shared = texts.get("train", set()) & texts.get("eval", set())
     if shared:
         lines.append(f"warning: {len(shared)} questions are in both files; held-out scores will be too high")
     return lines
 
 
+def check_question_files(config: Config) -> list[str]:
+    return check_questions(config, offline=True)
+
+
 def check_policy(config: Config) -> list[str]:
-    """Tokenizer, prompt lengths of every question, mesh and memory."""
     model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
     tags = grammar_of(make_actions(config)).tags
     pieces = {tag: len(encode(model.tokenizer, tag)) for tag in tags}
@@ -126,17 +142,14 @@ def check_policy(config: Config) -> list[str]:
         f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters, mesh"
         f" {dict(model.mesh.shape)}",
         *weight_lines(config, model),
-        *adapter_lines(config, architecture),
         "tokens of each tag: " + ", ".join(f"{tag} {count}" for tag, count in pieces.items()),
         *prompt_lines(config, model.tokenizer),
-        *memory_lines(estimate_memory(config, architecture, model.mesh.shape), model.mesh.size),
-        *heads_warnings(architecture, model.mesh.shape),
-        *cpu_lines(config),
+        *device_lines(config, architecture, model.mesh.shape),
     ]
 
 
 def weight_lines(config: Config, model: Model) -> list[str]:
-    """Whether the tensors of policy.path have the shapes that its config.json says."""
+    """Check that the tensors of policy.path have the shapes of its config.json."""
     path = config.policy.path
     if not path:
         return []
@@ -147,10 +160,10 @@ def weight_lines(config: Config, model: Model) -> list[str]:
 
 
 def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
-    """The longest prompt that fits, and how many do not.
+    """Return the longest prompt that fits, and the number of longer ones.
 
     Raises:
-        UserError: some do not, and data.overlong_prompts is "refuse".
+        UserError: there are longer ones, and data.overlong_prompts is "refuse".
     """
     actions = make_actions(config)
     check_tags(actions, tokenizer)
@@ -169,7 +182,7 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
 
 
 def opening_lines(config: Config, opening: str) -> list[str]:
-    """Which text of the prompt counts as the beginning of the first turn."""
+    """Describe the text of the prompt that counts as the beginning of the first turn."""
     if opening == config.prompt.opening:
         return []
     if not leaves_thought_open(opening):
@@ -177,35 +190,33 @@ def opening_lines(config: Config, opening: str) -> list[str]:
             f"the prompt ends in {opening!r}: the first turn counts with it, or with a thought of its own;"
             " later turns need one"
         ]
-    later = (
-        "opens later turns too"
-        if config.prompt.prepend_think
-        else "is off: the policy opens later turns itself"
-    )
+    later = "is off: the policy opens later turns itself"
+    if config.prompt.prepend_think:
+        later = "opens later turns too"
     return [f"the prompt opens the first turn with {opening!r}; prompt.prepend_think {later}"]
 
 
 def check_sampler(config: Config) -> list[str]:
-    """vLLM: that it is installed, or that the workers answer with the routes the trainer needs."""
+    """Check that vLLM is installed, or that the workers answer with the routes the trainer needs."""
     sampler = config.sampler
     if sampler.name == "jax":
         return [f"in process, {sampler.slots} trajectories decoded together"]
     if not sampler.urls:
         require_vllm()
         return [f"{sampler.workers} vLLM worker(s) of flavour {sampler.flavour} will be started here"]
-    found = find_workers(replace(sampler, patience=ONCE), lambda _: None)
-    lines = [f"{url}: serves weights {label!r}" for url, label in found.answers.items()]
-    return lines + [f"warning: {url} is away ({reason})" for url, reason in found.missing.items()]
+    workers = find_workers(replace(sampler, patience=ONCE), lambda _: None)
+    lines = [f"{url}: serves weights {label!r}" for url, label in workers.answers.items()]
+    return lines + [f"warning: {url} is away ({reason})" for url, reason in workers.missing.items()]
 
 
 def check_retriever(config: Config) -> list[str]:
-    """The service's corpus and index (a child service checks them as it starts), and one real query."""
+    """Check the service's corpus and index (a child service checks them as it starts), and one real query."""
     if not config.has_retriever:
         return ["none: no action of tools asks it"]
     question = load_questions(config.data.eval, config.data.columns)[0]
-    asked = replace(config.retriever, patience=ONCE)
-    with open_retriever(asked, Path(config.run.dir) / "retriever.log", lambda _: None) as url:
-        retriever = RetrieverClient(asked, url)
+    impatient = replace(config.retriever, patience=ONCE)
+    with open_retriever(impatient, Path(config.run.dir) / "retriever.log", lambda _: None) as url:
+        retriever = RetrieverClient(impatient, url)
         health = retriever.health()
         state = ", ".join(f"{name} {value}" for name, value in health.items() if value != "")
         reranked = retriever.check_reranker(health)
@@ -221,7 +232,7 @@ def check_retriever(config: Config) -> list[str]:
             *(f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()),
             reranked,
             outcome,
-            *coverage_lines(replace(config, retriever=asked), url),
+            *coverage_lines(replace(config, retriever=impatient), url),
         ]
 
 
@@ -233,7 +244,7 @@ async def _search_once(retriever: RetrieverClient, query: str) -> list[list[Docu
 
 
 def check_judge(config: Config) -> list[str]:
-    """Where a judge is asked: what it says of a golden answer, and of none."""
+    """Ask the judge, if there is one, for its verdict on a golden answer, and on none."""
     if not config.reward.judge.url:
         return []
     judge = JudgeClient(replace(config.reward.judge, patience=ONCE))
@@ -241,26 +252,83 @@ def check_judge(config: Config) -> list[str]:
     answers = question.golden_answers[0], NO_ANSWER
     begun = time.monotonic()
     try:
-        golden, other = asyncio.run(_judged(judge, question, answers))
+        golden, other = asyncio.run(_verdicts(judge, question, answers))
     except RequestFailed as error:
         raise UserError(str(error)) from error
-    said = f"{judge.config.model} gives {answers[0]!r} {golden:g} and {NO_ANSWER!r} {other:g}"
-    lines = [f"{judge.url}: {said} in {1000 * (time.monotonic() - begun):.0f} ms"]
-    asked = f"to {question.text!r}"
-    if golden < 0.5:
-        lines.append(
-            f"warning: it finds the golden answer {answers[0]!r} {asked} wrong; see reward.judge.prompt"
-        )
-    if other >= 0.5:
-        lines.append(f"warning: it finds {NO_ANSWER!r} {asked} right; see reward.judge.prompt")
-    return lines
+    scores = f"{judge.config.model} gives {answers[0]!r} {golden:g} and {NO_ANSWER!r} {other:g}"
+    lines = [f"{judge.url}: {scores} in {1000 * (time.monotonic() - begun):.0f} ms"]
+    wrong = [f"the golden answer {answers[0]!r} to {question.text!r} wrong"] if golden < 0.5 else []
+    wrong += [f"{NO_ANSWER!r} to {question.text!r} right"] if other >= 0.5 else []
+    return lines + [f"warning: it finds {verdict}; see reward.judge.prompt" for verdict in wrong]
 
 
-async def _judged(judge: JudgeClient, question: Question, answers: Sequence[str]) -> list[float]:
+async def _verdicts(judge: JudgeClient, question: Question, answers: Sequence[str]) -> list[float]:
     try:
         return [await judge.verdict(question, answer) for answer in answers]
     finally:
         await judge.close()
+
+
+def check_prompt(config: Config) -> list[str]:
+    rollout = config.rollout
+    searches = rollout.max_searches * (rollout.max_turn_length + rollout.max_observation_length)
+    longest = rollout.max_prompt_length + searches + rollout.max_turn_length
+    room = f"the longest trajectory has {longest} tokens, and rollout.max_length is {rollout.max_length}"
+    if longest > rollout.max_length:
+        room += ": a trajectory that is longer ends without an answer"
+    if config.prompt.template == FROM_DATA:
+        return ["the prompt that each row of the data carries", room]
+    text = template_text(config.prompt.template)
+    return [f"template of {len(text)} characters, {text.count('<answer>')} answer tags", room]
+
+
+def check_shape(config: Config) -> list[str]:
+    mesh = config.mesh.sizes_on(jax.device_count())
+    shards, rows = mesh["data"] * mesh["fsdp"], config.learner.microbatch_rows
+    is_counted = REST in config.mesh.sizes.values()
+    demand = f"learner.microbatch_rows is {rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards}"
+    if rows % shards and not is_counted:
+        raise UserError(f"{demand}: set it to {-(-rows // shards) * shards}")
+    sizes = " x ".join(f"{name} {size}" for name, size in mesh.items())
+    counted = ", as many as there are here" if is_counted else ""
+    lines = [f"mesh {sizes} = {math.prod(mesh.values())} device(s){counted}"]
+    if rows % shards:
+        lines.append(f"warning: {demand} on a machine with as many devices")
+    architecture = find_architecture(config)
+    policy, folder = config.policy, Path(config.policy.path)
+    if architecture is None:
+        where = f"{policy.path}/config.json is not here" if policy.path else "no policy.path"
+        return [*lines, f"not checked: memory: {where}, and policy.init gives no whole shape"]
+    lines.insert(0, f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters")
+    tokenizer = Path(policy.tokenizer or folder)
+    if (policy.tokenizer or policy.path) and tokenizer.is_dir() and has_tokenizer(tokenizer):
+        lines.append(f"tokenizer of {len(load_tokenizer(tokenizer))} tokens in {tokenizer}")
+    if policy.path and any(folder.glob("*.safetensors")):
+        lines.append(check_weights(folder, Policy(architecture, Numerics.from_config(policy))))
+    # A run that does not fit this machine is no failure: it may be meant for another one.
+    memory = device_lines(config, architecture, mesh)
+    return lines + [line.replace("failed: ", "warning: ", 1) for line in memory]
+
+
+def check_updates(config: Config) -> list[str]:
+    learner, rollout = config.learner, config.rollout
+    trajectories = rollout.questions_per_step * rollout.group_size
+    updates = -(-trajectories // (learner.minibatch_size or trajectories)) * learner.epochs
+    return [
+        f"{learner.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} ="
+        f" {trajectories} trajectories, {updates} update(s) each: {learner.steps * updates} in all"
+    ]
+
+
+def check_services(config: Config) -> list[str]:
+    sampler, retriever = config.sampler, config.retriever
+    workers = f"{len(sampler.urls) or sampler.workers} vLLM worker(s)"
+    workers = workers if sampler.name == "vllm" else "in process"
+    documents = f"the best {retriever.topk} documents, not reranked"
+    if retriever.rerank_topk:
+        documents = f"{retriever.retrieval_topk} documents reranked to {retriever.rerank_topk}"
+    where = retriever.url or retriever.corpus or "none yet (set retriever.url or retriever.corpus)"
+    return [f"sampler: {workers}, {sampler.slots} trajectories together", f"retriever: {where}: {documents}"]
 
 
 Check = Callable[[Config], list[str]]
@@ -271,4 +339,12 @@ CHECKS: list[tuple[str, Check]] = [
     ("sampler", check_sampler),
     ("retriever", check_retriever),
     ("judge", check_judge),
+]
+OFFLINE_CHECKS: list[tuple[str, Check]] = [
+    ("calibration", describe_choices),
+    ("prompt", check_prompt),
+    ("questions", check_question_files),
+    ("policy", check_shape),
+    ("updates", check_updates),
+    ("services", check_services),
 ]

@@ -1,19 +1,24 @@
-"""What a run costs on devices that are not here: ``calibadv plan --config FILE --tpu v5e:4x4``.
+"""The cost of a run on devices that you do not have yet: ``calibadv plan --config FILE --tpu v5e:4x4``.
 
-Memory of a device by purpose (the doctor's arithmetic) and by the compiler's plan of each program; what a
-step computes and sends, and how long it takes at a stated efficiency; the device hours of the run; and where
-it does not fit, which key to change. Exit status 1 if it does not fit.
+Memory of a device by purpose (the doctor's arithmetic) and by the compiler's plan of each program; operations
+and transfers of a step, and its seconds at a given efficiency; the device hours of the run; and where it does
+not fit, the keys to change. Exit status 1 if it does not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.commands.offline_checks import find_architecture
 from calibadv_jax.contrib.planning.compiled import (
     OF_CRITIC,
     SAMPLED,
@@ -27,14 +32,15 @@ from calibadv_jax.contrib.planning.hardware import Target, find_target, placed_o
 from calibadv_jax.contrib.planning.memory import (
     GAPS,
     GIB,
+    estimate_memory,
+    find_architecture,
     heads_warnings,
     held_beside,
     memory_line,
     peak_memory,
     shares_base,
 )
-from calibadv_jax.contrib.planning.ways_out import memory_of, ways_out
-from calibadv_jax.contrib.planning.work import Rollouts, Step, expected_rollouts, step_of
+from calibadv_jax.contrib.planning.work import ExpectedRollouts, Step, expected_rollouts, step_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.hosts.joining import check_workers
@@ -43,18 +49,21 @@ from calibadv_jax.policy.architecture import Architecture
 
 FULL = 0.5  # share of the rows that should hold tokens
 NOT_COUNTED = "not counted: retrieval, publishing weights, checkpoints, evaluations, compiling"
+Changes = dict[str, Any]  # dotted key -> value
+MOST_LINES = 4
+ADAPTERS: Changes = {"policy.lora.rank": 16}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run on devices that need not be here."""
+class RunPlan:
+    """A run on devices that need not be attached."""
 
     config: Config  # placed on the devices
     target: Target
     architecture: Architecture
     estimate: dict[str, float]  # bytes of a device by purpose
     step: Step
-    rollouts: Rollouts
+    rollouts: ExpectedRollouts
     efficiency: float
 
     @property
@@ -84,7 +93,7 @@ def run(
     estimate: bool = False,
     json: str = "",
 ) -> None:
-    """Prints the plan; see the module. Without a compiler memory is counted by the formula.
+    """Print the plan. Without a compiler memory is counted by the formula.
 
     Args:
         efficiency: share of the devices' highest speed that every part of a step reaches.
@@ -98,7 +107,10 @@ def run(
     """
     console = Console(config.log.progress)
     plan = make_plan(config, find_target(tpu, gpu, topology), efficiency, tokens, sampled)
-    for line in describe(plan):
+    mesh, a = plan.config.mesh.sizes, plan.architecture
+    shape = " x ".join(f"{name} {size}" for name, size in mesh.items())
+    console.say(f"{plan.target}, mesh {shape}: {a.model_type}, {a.num_parameters / 1e6:.2f}M parameters")
+    for line in (memory_line(plan.estimate), *heads_warnings(a, mesh)):
         console.say(line)
     programs: dict[str, dict[str, Any]] = {}
     failure = None
@@ -108,7 +120,7 @@ def run(
         except UserError as error:
             failure = error
     lines, fits = memory_verdict(plan, programs)
-    for line in [*lines, *work_lines(plan), *run_lines(plan)]:
+    for line in [*lines, *work_lines(plan)]:
         console.say(line)
     if failure:
         raise failure
@@ -118,8 +130,10 @@ def run(
         raise SystemExit(1)
 
 
-def make_plan(config: Config, target: Target, efficiency: float, tokens: int = 0, sampled: int = 0) -> Plan:
-    """All that needs no compiler.
+def make_plan(
+    config: Config, target: Target, efficiency: float, tokens: int = 0, sampled: int = 0
+) -> RunPlan:
+    """Compute everything that needs no compiler.
 
     Raises:
         UserError: as `run`.
@@ -136,33 +150,22 @@ def make_plan(config: Config, target: Target, efficiency: float, tokens: int = 0
             " one, or give the policy's shape in policy.init (its config.json, vocab_size too)"
         )
     rollouts = expected_rollouts(config, tokens, sampled)
-    found = memory_of(config, architecture, target)
+    estimate = memory_of(config, architecture, target)
     step = step_of(config, architecture, rollouts, target)
-    return Plan(config, target, architecture, found, step, rollouts, efficiency)
+    return RunPlan(config, target, architecture, estimate, step, rollouts, efficiency)
 
 
-def describe(plan: Plan) -> list[str]:
-    """Devices, policy, and the memory of a device by purpose."""
-    sizes, a = plan.config.mesh.sizes, plan.architecture
-    shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    return [
-        f"{plan.target}, mesh {shown}: {a.model_type}, {a.num_parameters / 1e6:.2f}M parameters",
-        memory_line(plan.estimate),
-        *heads_warnings(a, sizes),
-    ]
-
-
-def compile_programs(plan: Plan, console: Console) -> dict[str, dict[str, Any]]:
-    """Each program's figures by the compiler, with what lies beside it on a device; see `compiled_figures`.
+def compile_programs(plan: RunPlan, console: Console) -> dict[str, dict[str, Any]]:
+    """Return `compiled_figures` of each program, with the memory that lies beside it on a device.
 
     Raises:
         UserError: the compiler is missing.
     """
-    apart = sampler_of(plan.config, plan.target)  # on the devices of one host
-    parts = ((plan.config, plan.target, TRAINED + OF_CRITIC), (apart, plan.target.host, SAMPLED))
-    found = {}
-    for config, target, mine in parts:
-        names = [name for name in programs_of(config) if name in mine]
+    sampler = sampler_of(plan.config, plan.target)  # on the devices of one host
+    parts = ((plan.config, plan.target, TRAINED + OF_CRITIC), (sampler, plan.target.host, SAMPLED))
+    results = {}
+    for config, target, group in parts:
+        names = [name for name in programs_of(config) if name in group]
         if not names:
             continue
         mesh = topology_mesh(config, target)
@@ -170,44 +173,40 @@ def compile_programs(plan: Plan, console: Console) -> dict[str, dict[str, Any]]:
             with console.phase(f"compiling for {target}: {name}", announce=True):
                 program = lowered_programs(config, plan.architecture, mesh, [name])[name]
                 shares = shares_base(config) and plan.target.hosts == 1
-                beside = held_beside(plan.estimate, name, shares)
-                found[name] = compiled_figures(program, beside)
-    return found
+                results[name] = compiled_figures(program, held_beside(plan.estimate, name, shares))
+    return results
 
 
-def memory_verdict(plan: Plan, programs: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
-    """What the compiler says, or else the formula; and what to change if it does not fit."""
+def memory_verdict(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
+    """Return the compiler's figures, or else the formula's; and the keys to change if it does not fit."""
     limit, gaps = plan.target.limit, GAPS.get(plan.target.platform, 1.0)
-    expected, scale = peak_memory(plan.estimate), 1.0
+    expected, scale, lines = peak_memory(plan.estimate), 1.0, []
     has = f"{limit / GIB:.1f} GiB of a device"
     if programs:
+        columns = ("arguments", "peak", "needed")
         rows = [
-            (name, *(_shown(found, key) for key in ("arguments", "peak", "needed")))
-            for name, found in programs.items()
+            (name, *(f"{sizes[key]:.2f}" if key in sizes else "refused" for key in columns))
+            for name, sizes in programs.items()
         ]
         headers = ("program", "arguments GiB", "in use at once", "needed, with all that lies beside it")
-        lines = [table(rows, headers)]
-        large = [name for name, found in programs.items() if found.get("needed", float("inf")) * GIB > limit]
-        verdict = f"does not fit {has}: {', '.join(large)}" if large else f"fits {has}"
+        lines.append(table(rows, headers))
+        large = [name for name, sizes in programs.items() if sizes.get("needed", float("inf")) * GIB > limit]
         fits = not large
-        most = max(found.get("needed", gaps * max(limit, expected) / GIB) for found in programs.values())
+        verdict = f"fits {has}" if fits else f"does not fit {has}: {', '.join(large)}"
+        refused = gaps * max(limit, expected) / GIB
+        most = max(sizes.get("needed", refused) for sizes in programs.values())
         scale = max(1.0, most * GIB / expected)
     else:
-        lines, fits = [], expected <= limit
-        verdict = f"fits {has}, by the formula" if fits else f"does not fit {has}, by the formula"
+        fits = expected <= limit
+        verdict = f"{'fits' if fits else 'does not fit'} {has}, by the formula"
         if fits and expected * gaps > limit:
             verdict += f"; programs may need up to {gaps} times as much, so compile it (leave --estimate out)"
     advice = [] if fits else ways_out(plan.config, plan.architecture, plan.target, limit, scale)
     return [*lines, verdict, *advice], fits
 
 
-def _shown(found: Mapping[str, Any], key: str) -> str:
-    return f"{found[key]:.2f}" if key in found else "refused"
-
-
-def work_lines(plan: Plan) -> list[str]:
-    """What a step does, part by part."""
-    rollouts, step = plan.rollouts, plan.step
+def work_lines(plan: RunPlan) -> list[str]:
+    rollouts, step, learner = plan.rollouts, plan.step, plan.config.learner
     rows = [
         (
             part.name,
@@ -224,29 +223,23 @@ def work_lines(plan: Plan) -> list[str]:
         table(rows, ("part", "operations", "bytes of memory", "bytes between devices", "seconds")),
     ]
     if step.fill < FULL:
-        learner = plan.config.learner
         lines.append(
             f"warning: only {step.fill:.0%} of the update's rows hold tokens: a microbatch has"
             f" {learner.microbatch_rows * learner.row_length} of them; set a larger mesh.tensor and a smaller"
             " mesh.fsdp with fewer learner.microbatch_rows, or a larger learner.minibatch_size"
         )
-    return lines
-
-
-def run_lines(plan: Plan) -> list[str]:
-    """Seconds of a step, and what the run comes to."""
-    seconds, steps = plan.seconds, plan.config.learner.steps
-    beside = ", rollouts and update at the same time" if plan.step.overlap else ""
+    overlap = ", rollouts and update at the same time" if step.overlap else ""
     return [
-        f"at efficiency {plan.efficiency:g}: {number(seconds)} s a step{beside},"
-        f" {plan.step.trained / seconds:.0f} tokens/s",
-        f"{steps} steps: {duration(steps * seconds)}, {number(plan.device_hours)} device hours",
+        *lines,
+        f"at efficiency {plan.efficiency:g}: {number(plan.seconds)} s a step{overlap},"
+        f" {step.trained / plan.seconds:.0f} tokens/s",
+        f"{learner.steps} steps: {duration(learner.steps * plan.seconds)}, {number(plan.device_hours)} device"
+        " hours",
         NOT_COUNTED,
     ]
 
 
-def figures(plan: Plan, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Everything that was printed, as numbers."""
+def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "devices": plan.target.devices,
         "kind": plan.target.kind,
@@ -263,3 +256,178 @@ def figures(plan: Plan, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         "tokens_per_second": plan.step.trained / plan.seconds,
         "device_hours": plan.device_hours,
     }
+
+
+def memory_of(config: Config, architecture: Architecture, target: Target) -> dict[str, float]:
+    """Return bytes on one device by purpose; each of several hosts has its own sampler.
+
+    Args:
+        config: `placed_on` the target.
+
+    Raises:
+        UserError: the sampler's part of the mesh does not fit a host.
+    """
+    sampler = sampler_of(config, target) if target.hosts > 1 and config.sampler.name == "jax" else None
+    return estimate_memory(config, architecture, config.mesh.sizes, sampler)
+
+
+def changed(section: Any, changes: Changes) -> Any:
+    """Return a config, or a section of it, with other values.
+
+    Raises:
+        ValidationError: a value is invalid.
+    """
+    parts: dict[str, Changes] = {}
+    for key, value in changes.items():
+        name, _, rest = key.partition(".")
+        parts.setdefault(name, {})[rest] = value
+    values = {
+        name: keys[""] if "" in keys else changed(getattr(section, name), keys)
+        for name, keys in parts.items()
+    }
+    return replace(section, **values)
+
+
+def ways_out(
+    config: Config, architecture: Architecture, target: Target, limit: float, scale: float = 1.0
+) -> list[str]:
+    """Return a line for each combination of LEVERS that fits, the cheapest first; one line if none does.
+
+    Args:
+        config: placed on the devices.
+        limit: bytes of a device.
+        scale: bytes that the verdict counts, over those of the formula.
+    """
+    search = LeverSearch(architecture, target, limit, scale)
+    lines = [f"would fit: {line}" for line in islice(search.fitting(config), MOST_LINES)]
+    if lines:
+        return lines
+    least = f" (the least: {search.least / GIB:.1f} GiB)" if search.least < math.inf else ""
+    advice = (
+        "no combination of learner.row_length, learner.microbatch_rows, policy.remat, mesh,"
+        f" learner.optimizer.offload and sampler fits{least}: take more devices or larger ones"
+    )
+    if not config.policy.lora.rank:
+        with suppress(ValidationError):  # the config may have what adapters cannot have
+            line = next(search.fitting(changed(config, ADAPTERS), ADAPTERS), "")
+            advice += f", or train adapters: {line}" if line else ""
+    return [advice]
+
+
+class LeverSearch:
+    """Combinations of levers that fit; `least`: the fewest bytes of all that were tried."""
+
+    def __init__(self, architecture: Architecture, target: Target, limit: float, scale: float):
+        self.architecture, self.target, self.limit, self.scale = architecture, target, limit, scale
+        self.least = math.inf
+
+    def fitting(self, config: Config, before: Changes | None = None) -> Iterator[str]:
+        """Yield overrides and bytes of each minimal set of levers that fits, all at their mildest.
+
+        Args:
+            before: changes that `config` has already.
+        """
+        smaller: list[int] = []
+        for levers in range(0 if before else 1, 2 ** len(LEVERS)):  # bit n: the n-th cheapest
+            chosen = {n: -1 for n in range(len(LEVERS)) if levers >> n & 1}  # lever -> option, first the last
+            if any(levers & part == part for part in smaller) or not self._fits(config, chosen):
+                continue
+            smaller.append(levers)
+            for n in sorted(chosen, reverse=True):  # the dearest lever is relaxed first
+                chosen[n] = self._mildest(config, chosen, n)
+            changes, fitting = self._with(config, chosen)
+            yield self._line((before or {}) | changes, self._needed(fitting))
+
+    def _mildest(self, config: Config, chosen: Mapping[int, int], n: int) -> int:
+        """Return the first option of a lever with which it fits."""
+        _, partly = self._with(config, {lever: chosen[lever] for lever in chosen if lever < n})
+        strongest = len(LEVERS[n](partly, self)) - 1
+        return bisect_left(
+            range(strongest), True, key=lambda option: self._fits(config, {**chosen, n: option})
+        )
+
+    def _line(self, changes: Changes, size: float) -> str:
+        overrides = " ".join(f"{key}={value}" for key, value in changes.items())
+        gaps = GAPS.get(self.target.platform, 1.0)
+        scaled = f", times {self.scale:.2f} as the compiler counts" if self.scale > 1 else ""
+        more = f"; programs may need up to {gaps} times as much" if size * gaps > self.limit else ""
+        more += "; vLLM's workers have devices of their own" if "sampler.name" in changes else ""
+        return f"{overrides} ({size / GIB:.1f} GiB by the formula{scaled}{more})"
+
+    def _fits(self, config: Config, chosen: Mapping[int, int]) -> bool:
+        try:
+            size = self._needed(self._with(config, chosen)[1])
+        except (IndexError, ValidationError, UserError):  # a lever has no option, or they do not go together
+            return False
+        self.least = min(self.least, size)
+        return size <= self.limit
+
+    def _with(self, config: Config, chosen: Mapping[int, int]) -> tuple[Changes, Config]:
+        changes: Changes = {}
+        for n, option in sorted(chosen.items()):
+            changes |= (step := LEVERS[n](config, self)[option])
+            config = changed(config, step)
+        return changes, config
+
+    def _needed(self, config: Config) -> float:
+        return peak_memory(memory_of(config, self.architecture, self.target)) * self.scale
+
+
+def _row_length(config: Config, _: LeverSearch) -> list[Changes]:
+    longest = config.rollout.max_length
+    return [{"learner.row_length": longest}] if config.learner.row_length > longest else []
+
+
+def _microbatch_rows(config: Config, _: LeverSearch) -> list[Changes]:
+    shards, rows = config.mesh.data * config.mesh.fsdp, config.learner.microbatch_rows
+    return [{"learner.microbatch_rows": size} for size in range(rows - shards, 0, -shards)]
+
+
+def _remat(config: Config, _: LeverSearch) -> list[Changes]:
+    return [{"policy.remat": "full"}] if config.policy.remat != "full" else []
+
+
+def _fsdp(config: Config, _: LeverSearch) -> list[Changes]:
+    mesh = config.mesh
+    return [{"mesh.data": 1, "mesh.fsdp": mesh.data * mesh.fsdp}] if mesh.data > 1 else []
+
+
+def _offload(config: Config, _: LeverSearch) -> list[Changes]:
+    parts = ["learner", *(["critic"] if config.advantage.has_critic else [])]
+    changes: Changes = {
+        f"{name}.optimizer.offload": "host"
+        for name in parts
+        if getattr(config, name).optimizer.offload == "none"
+    }
+    return [changes] if changes else []
+
+
+def _tensor(size: int) -> Lever:
+    def lever(config: Config, search: LeverSearch) -> list[Changes]:
+        mesh, rows = config.mesh, config.learner.microbatch_rows // size
+        if mesh.tensor > 1 or mesh.fsdp % size or search.architecture.num_kv_heads % size or not rows:
+            return []
+        return [{"mesh.fsdp": mesh.fsdp // size, "mesh.tensor": size, "learner.microbatch_rows": rows}]
+
+    return lever
+
+
+def _slots(config: Config, _: LeverSearch) -> list[Changes]:
+    shards, slots = config.mesh.data * config.mesh.fsdp, config.sampler.slots
+    most = (slots - 1) // shards * shards if config.sampler.name == "jax" else 0
+    return [{"sampler.slots": count} for count in range(most, 0, -shards)]
+
+
+def _workers(config: Config, search: LeverSearch) -> list[Changes]:
+    hosts = search.target.hosts
+    changes: Changes = {"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {})
+    return [changes] if config.sampler.name == "jax" else []
+
+
+# Options of a lever, from the mildest to the strongest; none if it is at its end.
+Lever = Callable[[Config, LeverSearch], list[Changes]]
+# The cheapest first; none changes what is learned. The dearest lever of a combination decides its cost.
+LEVERS: tuple[Lever, ...] = (
+    _row_length, _microbatch_rows, _remat, _fsdp, _offload, _tensor(2), _tensor(4), _tensor(8), _slots,
+    _workers,
+)  # fmt: skip

@@ -1,19 +1,35 @@
-"""Question files of any known layout to one of ours: ``calibadv prepare-data INPUT … --output FILE``.
+"""Converts question files of any layout: ``calibadv prepare-data INPUT … --output FILE``.
 
 Drops rows without an answer, repeated questions and, if asked, long questions and questions of a test set;
-shows what was dropped and why.
+reports what was dropped and why.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import hashlib
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from calibadv_jax.config import ColumnsConfig
-from calibadv_jax.contrib.prepare import Filters, prepare
 from calibadv_jax.core import hub
+from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import replacing
+from calibadv_jax.core.trajectory import Question
+from calibadv_jax.data.files import Sources, find_files
+from calibadv_jax.data.layouts import NO_COLUMNS, NoAnswer
+from calibadv_jax.data.questions import is_joined, question_row, read_questions, write_questions
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.run.model import load_tokenizer
@@ -21,41 +37,26 @@ from calibadv_jax.run.model import load_tokenizer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="question files: a path, a pattern, hf://datasets/OWNER/NAME/FILE, OWNER/NAME",
-    )
-    add(
-        "--output",
-        type=Path,
-        required=True,
-        help=".jsonl or .parquet file to write; a report comes beside it",
-    )
-    add(
-        "--data_source",
-        default="",
-        help="data source of rows without one (default: name of the file or folder)",
-    )
+    inputs = "question files: a path, a pattern, hf://datasets/OWNER/NAME/FILE, OWNER/NAME"
+    add("inputs", nargs="+", metavar="INPUT", help=inputs)
+    output = ".jsonl or .parquet file to write; a report comes beside it"
+    add("--output", type=Path, required=True, help=output)
+    source = "data source of rows without one (default: name of the file or folder)"
+    add("--data_source", default="", help=source)
     add("--question", default="", metavar="KEY", help="key of the question in files of an unknown layout")
     add("--answer", default="", metavar="KEY", help="key of the golden answer or answers in such files")
     add("--separator", default="", help="text between several answers that are written as one, such as '|'")
     add("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these data sources")
     add("--exclude", nargs="+", default=[], metavar="INPUT", help="drop questions that occur in these files")
     add("--max_characters", type=int, default=0, help="drop questions with more characters; 0: no limit")
-    add(
-        "--max_tokens",
-        type=int,
-        default=0,
-        help="drop questions (or prompts of rows) with more tokens; 0: no limit",
-    )
+    tokens = "drop questions (or prompts of rows) with more tokens; 0: no limit"
+    add("--max_tokens", type=int, default=0, help=tokens)
     add("--tokenizer", default="", help="tokenizer for --max_tokens: a folder or OWNER/NAME[@REVISION]")
     add("--drop_prompt", action="store_true", help="leave out the prompts that rows carry")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Converts, filters, and prints the counts."""
+    """Convert, filter, and print the counts."""
     if bool(arguments.max_tokens) != bool(arguments.tokenizer):
         raise UserError("--max_tokens needs --tokenizer, and the other way round: give both or neither")
     if arguments.max_tokens < 0 or arguments.max_characters < 0:
@@ -92,3 +93,190 @@ def _token_counter(name: str) -> Callable[[str], int]:
         folder = hub.fetch_model(hub.resolve(repository, revision), with_weights=False)
     tokenizer = load_tokenizer(folder)
     return lambda text: len(encode(tokenizer, text))
+
+
+EXAMPLES = 5  # dropped rows that the report shows for each reason
+BATCH = 1024  # rows of a parquet file written at once
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("question", pa.string()),
+        ("golden_answers", pa.list_(pa.string())),
+        ("data_source", pa.string()),
+        ("supporting_ids", pa.list_(pa.string())),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Reasons to drop rows, besides missing answers and repeated questions."""
+
+    default_source: str = ""  # data_source of rows that name none; empty: the file's name tells it
+    columns: ColumnsConfig = NO_COLUMNS  # of the inputs, not of the files of excluded questions
+    data_sources: Collection[str] = ()  # kept; empty: all
+    excluded: Sources = ()  # files of questions that must not occur
+    max_characters: int = 0  # of the question; 0: no limit
+    max_tokens: int = 0  # of the question, or of the prompt that its row carries; 0: no limit
+    count_tokens: Callable[[str], int] = len
+    keeps_prompt: bool = True
+
+
+@dataclass
+class PreparationReport:
+    """Rows read, written and dropped, by data source, and examples of each reason."""
+
+    read: Counter[str] = field(default_factory=Counter)
+    written: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[tuple[str, str]] = field(default_factory=Counter)  # (data source, reason)
+    renamed: int = 0  # rows whose id another row had before
+    empty_answers: int = 0  # left out of written rows: they normalise to nothing
+    joined_answers: int = 0  # written rows whose only answer looks like several ones
+    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+
+    def drop(self, source: str, reason: str, where: str, text: str) -> None:
+        self.dropped[source, reason] += 1
+        shown = self.examples.setdefault(reason, [])
+        if len(shown) < EXAMPLES:
+            shown.append({"row": where, "question": text})
+
+    @property
+    def reasons(self) -> list[str]:
+        return sorted({reason for _, reason in self.dropped})
+
+    def rows(self) -> list[list[Any]]:
+        """Return for each data source, and in all: name, read, written, dropped for each reason."""
+        table = [
+            [name, self.read[name], self.written[name]]
+            + [self.dropped[name, reason] for reason in self.reasons]
+            for name in sorted(self.read)
+        ]
+        return [*table, ["all", *(sum(column) for column in list(zip(*table, strict=True))[1:])]]
+
+    def as_json(self) -> dict[str, Any]:
+        names = ["data_source", "read", "written", *self.reasons]
+        counts = [dict(zip(names, row, strict=True)) for row in self.rows()]
+        others = ("renamed", "empty_answers", "joined_answers", "examples")
+        return {"counts": counts} | {name: getattr(self, name) for name in others}
+
+
+def question_key(text: str) -> str:
+    """Return a key by letters and digits; case, marks and spaces do not count."""
+    words = re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
+    return " ".join(words) or text.strip()
+
+
+def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> PreparationReport:
+    """Write the questions that are kept, row by row, to a ``.jsonl`` or ``.parquet`` file of our layout.
+
+    The output and ``OUTPUT.report.json`` appear when they are complete.
+
+    Raises:
+        UserError: a file is missing or a row malformed (with its place), the output cannot be written, or
+            nothing is left.
+    """
+    if output.suffix not in (".jsonl", ".parquet"):
+        raise UserError(f"{output}: the output must end in .jsonl or .parquet")
+    report = PreparationReport()
+    kept = _select(sources, filters, report)
+    with _whole(output) as unfinished:
+        (_write_parquet if output.suffix == ".parquet" else write_questions)(unfinished, kept)
+        if not report.written:
+            raise UserError(
+                f"{output}: no question is left, {sum(report.read.values())} were dropped"
+                f" ({', '.join(report.reasons) or 'the files are empty'}); relax the filters"
+            )
+        with _whole(output.with_name(output.name + ".report.json")) as report_file:
+            text = json.dumps(report.as_json(), indent=2, ensure_ascii=False)
+            report_file.write_text(text + "\n", encoding="utf-8")
+    return report
+
+
+def _select(sources: Sources, filters: Filters, report: PreparationReport) -> Iterator[Question]:
+    excluded = {
+        _digest(question.text)
+        for path, source in (find_files(filters.excluded) if filters.excluded else ())
+        for _, question in read_questions(path, source)
+        if isinstance(question, Question)
+    }
+    seen: set[bytes] = set()
+    ids: set[str] = set()
+    for path, source in find_files(sources, filters.default_source):
+        for where, question in read_questions(path, source, filters.columns):
+            if isinstance(question, NoAnswer):
+                report.read[question.source] += 1
+                report.drop(question.source, "no answer", where, str(question).removeprefix(f"{where}: "))
+                continue
+            name = question.data_source
+            report.read[name] += 1
+            reason = _why_dropped(question, filters, excluded, seen)
+            if reason:
+                report.drop(name, reason, where, question.text)
+                continue
+            seen.add(_digest(question.text))
+            report.written[name] += 1
+            answers = tuple(filter(normalise_answer, question.golden_answers))
+            report.empty_answers += len(question.golden_answers) - len(answers)
+            report.joined_answers += is_joined(question)
+            question = replace(question, golden_answers=answers)
+            yield _renamed(question if filters.keeps_prompt else replace(question, prompt=()), ids, report)
+
+
+def _why_dropped(
+    question: Question, filters: Filters, excluded: Collection[bytes], seen: Collection[bytes]
+) -> str:
+    if filters.data_sources and question.data_source not in filters.data_sources:
+        return "other data source"
+    if not any(map(normalise_answer, question.golden_answers)):
+        return "empty answer"
+    if filters.max_characters and len(question.text) > filters.max_characters:
+        return "too long"
+    if filters.max_tokens:
+        texts = [question.text.join(message.parts) for message in question.prompt] or [question.text]
+        if sum(map(filters.count_tokens, texts)) > filters.max_tokens:
+            return "too long"
+    digest = _digest(question.text)
+    return "overlap" if digest in excluded else "duplicate" if digest in seen else ""
+
+
+def _renamed(question: Question, ids: set[str], report: PreparationReport) -> Question:
+    """Return the question with a unique id: ``ID_2`` and so on where its own is taken."""
+    name, number = question.id, 1
+    while name in ids:
+        number += 1
+        name = f"{question.id}_{number}"
+    ids.add(name)
+    report.renamed += number > 1
+    return replace(question, id=name)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(question_key(text).encode(), digest_size=16).digest()
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Yield a temporary file beside `path` that replaces it if the block ends well."""
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = stack.enter_context(replacing(path))
+            partial.touch()
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be written ({error.strerror}); choose another --output"
+            ) from error
+        yield partial
+
+
+def _write_parquet(path: Path, questions: Iterable[Question]) -> None:
+    rows: list[dict[str, Any]] = []
+    with pq.ParquetWriter(path, SCHEMA) as writer:
+        for question in questions:
+            rows.append(question_row(question))
+            if len(rows) == BATCH:
+                writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
+                rows.clear()
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, SCHEMA))

@@ -1,7 +1,7 @@
 """From nothing to a better search agent: ``calibadv quickstart --config FILE``.
 
 Generates the world, builds the index, starts the retriever, makes the cold start, evaluates it, trains,
-evaluates again and exports: the other entry points, one after the other.
+evaluates again and exports, with the other entry points.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from calibadv_jax.run.wiring import open_services
 
 
 def run(config: Config) -> None:
-    """Runs the whole chain in `run.dir`, and ends with a table and the paths of what was written."""
+    """Run the whole chain in `run.dir`; print a table and the paths of the outputs."""
     alone(config.distributed, "quickstart")
     if not config.world.dir:
         raise UserError("world.dir is empty: the quickstart generates its world there")
@@ -53,11 +53,8 @@ def _run(config: Config, console: Console) -> None:
         sft.run(config)
     lap("cold start")
     with open_services(config, Path(config.sft.output)) as (retriever, workers):
-        running = replace(
-            config,
-            retriever=config.retriever.at(retriever),
-            sampler=replace(config.sampler, urls=workers),
-        )
+        sampler = replace(config.sampler, urls=workers)
+        running = replace(config, retriever=config.retriever.at(retriever), sampler=sampler)
         lap("services")
         before = evaluate_policy(_to(running, "before"), find_policy(Path(running.sft.output))).means
         lap("evaluation before")
@@ -83,23 +80,21 @@ def _run(config: Config, console: Console) -> None:
     }.items():
         console.say(f"{label:>10}  {path}")
     console.say("next:")
-    for what, command in next_commands(Path(config.run.dir).resolve(), output.resolve()).items():
-        console.say(f"  {command}   # {what}")
+    for purpose, command in next_commands(Path(config.run.dir).resolve(), output.resolve()).items():
+        console.say(f"  {command}   # {purpose}")
 
 
 def next_commands(run: Path, policy: Path) -> dict[str, str]:
-    """What the commands for a finished run show -> the command, as it works in any folder and any shell.
+    """Return purpose -> command for a finished run, as it works in any folder and any shell.
 
     Args:
         run, policy: absolute folders of the run and of its export.
     """
-    program = Path(sys.executable).with_name("calibadv")
-    here = (
-        shlex.quote(str(program)) if program.is_file() else f"{shlex.quote(sys.executable)} -m calibadv_jax"
-    )
+    python, program = shlex.quote(sys.executable), Path(sys.executable).with_name("calibadv")
+    here = shlex.quote(str(program)) if program.is_file() else f"{python} -m calibadv_jax"
     report = f"{here} report {shlex.quote(str(run))}"
     if find_spec("matplotlib") is None:
-        report = f"{shlex.quote(sys.executable)} -m pip install 'calibadv-jax[report]' && {report}"
+        report = f"{python} -m pip install 'calibadv-jax[report]' && {report}"
     return {
         "every trajectory with the credit of each turn": f"{here} inspect {shlex.quote(str(run))}",
         "one page with all curves": report,
@@ -108,22 +103,15 @@ def next_commands(run: Path, policy: Path) -> dict[str, str]:
 
 
 def _to(config: Config, name: str) -> Config:
-    """With the evaluation's files under this name in the run's folder."""
     output = str(Path(config.run.dir) / f"evaluation_{name}.json")
     return replace(config, evaluate=replace(config.evaluate, output=output))
 
 
 def comparison_table(before: Means, after: Means) -> str:
-    """F1 before and after, and format validity after, for each temperature and kind of question."""
+    """Return F1 before and after, and format validity after, for each temperature and kind of question."""
     rows = [
-        [
-            temperature,
-            source,
-            before[temperature][source]["f1"],
-            values["f1"],
-            values["format"],
-            values["searches"],
-        ]
+        [temperature, source, before[temperature][source]["f1"]]
+        + [values[name] for name in ("f1", "format", "searches")]
         for temperature, sources in after.items()
         for source, values in sources.items()
         if source != AVERAGE

@@ -1,11 +1,10 @@
-"""A kept step once more: ``calibadv replay RUN [--step N] [key.path=value …]``.
+"""Replays a kept step: ``calibadv replay RUN [--step N] [key.path=value …]``.
 
-What was sampled goes through reward, advantages and loss again. With the settings of the run the scores and
-advantages must equal the kept ones, on the machine of the run bit for bit, on other machines but for
-rounding. With other settings, such as advantage.target_ratio=2, a table says what they would have made of the
-step.
+The kept trajectories go through reward, advantages and loss again. With the settings of the run the scores
+and advantages must equal the kept ones, on the machine of the run bit for bit, on other machines but for
+rounding. With other settings, such as advantage.target_ratio=2, a table compares the results.
 
-The policy is not run: log-probabilities are taken from the record, the learner's if the update computed
+The policy is not run: log-probabilities are those of the record, the learner's if the update computed
 them apart and else the sampler's. So the loss is that of the policy before the step's first update.
 """
 
@@ -39,12 +38,12 @@ from calibadv_jax.rewards.score import score_groups
 SHOWN = ("reward/", "group/", "advantage/", "actor/pg_loss", "actor/computed_share")
 ROUNDING = 1e-9  # relative; other machines add the same float64 numbers in another order
 FLOAT32 = 1e-5  # the same of a logged metric, whose sums the training took in float32
-DIFFERENT = 1  # exit status: this program makes other advantages of the step than were kept
+DIFFERENT = 1  # exit status: the replayed advantages are not the kept ones
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What a step comes to under one config."""
+    """A step's result under one config."""
 
     groups: list[Group]
     advantages: AdvantageResult
@@ -63,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the comparison.
+    """Print the comparison.
 
     Raises:
         UserError: the step is not kept, or a setting is wrong.
@@ -74,9 +73,10 @@ def run(arguments: argparse.Namespace) -> None:
     path = find_step(folder, step)
     kept = read_step(path)
     config = kept_config(kept, path)
-    columns = {"run": logged(folder, step)}
+    metrics_file = folder / "metrics.jsonl"
+    logged = read_metrics(metrics_file) if metrics_file.is_file() else []
     same = replay(kept, config)
-    columns["replayed"] = same.metrics
+    columns = {"run": next((row for row in logged if row["step"] == step), {}), "replayed": same.metrics}
     if arguments.overrides:
         changed = replay(kept, kept_config(kept, path, arguments.overrides))
         columns["changed"] = changed.metrics
@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
     say(f"{sum('≠' in row for row in rows)} of {len(rows)} metrics differ (≠) between {before} and {after}")
     equal, total = equal_turns(kept.credits, same.advantages.credits)
     exact, _ = equal_turns(kept.credits, same.advantages.credits, rounding=0)
-    others = f"{exact} of them bit for bit, the other turns within {ROUNDING:g}"
-    bits = "bit for bit" if exact == equal else others
+    bits = f"{exact} of them bit for bit, the other turns within {ROUNDING:g}"
+    bits = "bit for bit" if exact == equal else bits
     say(f"replayed: {equal} of {total} turns have the advantage that was kept, {bits}")
     if arguments.overrides:
         other, total = equal_turns(kept.credits, changed.advantages.credits)
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def kept_config(kept: KeptStep, path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config under which the step was made, with some keys changed.
+    """Return the config under which the step was made, with some keys changed.
 
     Args:
         path: the step's file, for messages.
@@ -109,7 +109,7 @@ def kept_config(kept: KeptStep, path: Path, overrides: Sequence[str] = ()) -> Co
 
 
 def replay(kept: KeptStep, config: Config) -> Replay:
-    """Reward, advantages and loss of a kept step under a config; the step itself stays as it is."""
+    """Compute reward, advantages and loss of a kept step under a config; the step stays unchanged."""
     begun, seed = kept.step - 1, int(kept.metadata["seed"])
     groups, advantages = score_again(kept, config, random_state(seed, begun, "reward"))
     metrics = trajectory_metrics(groups, begun) | advantages.metrics
@@ -122,7 +122,7 @@ def replay(kept: KeptStep, config: Config) -> Replay:
 def score_again(
     kept: KeptStep, config: Config, rng: np.random.Generator
 ) -> tuple[list[Group], AdvantageResult]:
-    """A kept step's groups with rewards under a config, and their advantages; the step stays as it is.
+    """Return a kept step's groups with rewards under a config, and their advantages.
 
     Args:
         rng: of `reward.shuffle`.
@@ -132,20 +132,20 @@ def score_again(
 
 
 def kept_samples(groups: Sequence[Group], advantages: AdvantageResult, kept: KeptStep) -> list[Sample]:
-    """The samples of the step, with the learner's log-probabilities if they were kept."""
+    """Return the samples of the step, with the learner's log-probabilities if they were kept."""
     samples = []
-    for group, values, known in zip(groups, advantages.advantages, kept.learner_logprobs, strict=True):
-        for one, advantage, logprobs in zip(group.trajectories, values, known, strict=True):
-            sample = make_sample(one, advantage)
+    for group, values, learner in zip(groups, advantages.advantages, kept.learner_logprobs, strict=True):
+        for trajectory, advantage, logprobs in zip(group.trajectories, values, learner, strict=True):
+            sample = make_sample(trajectory, advantage)
             old = sample.logprobs
             if logprobs is not None:
-                old = np.concatenate([np.zeros(len(one.prompt_ids), np.float32), logprobs])
+                old = np.concatenate([np.zeros(len(trajectory.prompt_ids), np.float32), logprobs])
             samples.append(dataclasses.replace(sample, old_logprobs=old))
     return samples
 
 
 class KeptPolicy:
-    """Stands where the learner does, and computes the loss with the log-probabilities of the samples."""
+    """Takes the learner's place, and computes the loss with the log-probabilities of the samples."""
 
     def update(
         self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
@@ -166,25 +166,18 @@ class KeptPolicy:
         return 1.0
 
 
-def logged(run: Path, step: int) -> dict[str, float]:
-    """The row of metrics.jsonl; empty if the run has none of the step."""
-    path = run / "metrics.jsonl"
-    rows = read_metrics(path) if path.is_file() else []
-    return next((row for row in rows if row["step"] == step), {})
-
-
 def equal_turns(
-    kept: Sequence[GroupCredit], found: Sequence[GroupCredit], rounding: float = ROUNDING
+    kept: Sequence[GroupCredit], replayed: Sequence[GroupCredit], rounding: float = ROUNDING
 ) -> tuple[int, int]:
-    """How many turns have the same advantage, and how many turns there are.
+    """Return the number of turns with the same advantage, and the number of all turns.
 
     Args:
-        rounding: how far apart two may be that count as the same, as a share of 1 and of the kept one.
+        rounding: absolute and relative tolerance.
     """
     pairs = [
         (before, after)
-        for one, other in zip(kept, found, strict=True)
-        for before, after in zip(one.turns, other.turns, strict=True)
+        for old, new in zip(kept, replayed, strict=True)
+        for before, after in zip(old.turns, new.turns, strict=True)
     ]
     equal = sum(int(np.isclose(after, before, rounding, rounding).sum()) for before, after in pairs)
     return equal, sum(len(before) for before, _ in pairs)

@@ -1,7 +1,7 @@
 """The report of one or more runs: ``calibadv report RUN [RUN …] [--output FILE] [--png FOLDER]``.
 
-One HTML page that needs no network, and on request a PNG file of every figure. Runs whose configs are the
-same but for the seed become one curve with a band.
+One HTML page that needs no network, and on request a PNG file of every figure. Runs whose configs differ in
+their seed only become one curve with a band.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from calibadv_jax.contrib.commands.inspect_run import PORT
 from calibadv_jax.contrib.report.draw import draw
 from calibadv_jax.contrib.report.gather import Gathered, gather
 from calibadv_jax.contrib.report.page import render
-from calibadv_jax.contrib.report.runs import read_runs
-from calibadv_jax.contrib.report.settings import Series, group_runs
+from calibadv_jax.contrib.report.runs import Series, group_runs, read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import replacing, write_text
 from calibadv_jax.core.locking import locked_output
@@ -26,27 +25,17 @@ PNG_DPI = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its run.dir)")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="page to write; default: report.html, in the run's folder if there is only one run",
-    )
-    parser.add_argument(
-        "--smooth",
-        type=int,
-        metavar="STEPS",
-        help="steps that the strong lines average (default: a tenth of the run, at most 20; 1: no mean)",
-    )
-    parser.add_argument(
-        "--png", type=Path, metavar="FOLDER", help="also write every figure as FOLDER/NAME.png"
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its run.dir)")
+    where = "page to write; default: report.html, in the run's folder if there is only one run"
+    add("--output", type=Path, metavar="FILE", help=where)
+    smooth = "steps that the strong lines average (default: a tenth of the run, at most 20; 1: no mean)"
+    add("--smooth", type=int, metavar="STEPS", help=smooth)
+    add("--png", type=Path, metavar="FOLDER", help="also write every figure as FOLDER/NAME.png")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Writes the page and the PNG files, and says where they are.
+    """Write the page and the PNG files, and print their paths.
 
     Raises:
         UserError: a folder is no run or has no metrics yet, runs do not go together, or a package is missing.
@@ -68,16 +57,15 @@ def run(arguments: argparse.Namespace) -> None:
             write_text(output, page)  # whole, so that a browser never loads half of it
         console.say(f"{output}")
         if arguments.png is not None:
-            number = write_pngs(arguments.png, series, gathered)
-            console.say(f"{arguments.png}: {number} figures")
+            console.say(f"{arguments.png}: {write_pngs(arguments.png, series, gathered)} figures")
 
 
 def write_pngs(folder: Path, series: Sequence[Series], gathered: Gathered) -> int:
-    """Writes every chart as a PNG file in the light colours; returns how many they are."""
+    """Write every chart as a PNG file in the light colours; return their number."""
     folder.mkdir(parents=True, exist_ok=True)
     charts = [chart for section in gathered.sections for chart in section.charts]
     for chart in charts:
-        figure, _ = draw(chart, [one.name for one in series])
+        figure, _ = draw(chart, [each.name for each in series])
         with replacing(folder / f"{chart.figure.key}.png") as partial:
             figure.savefig(partial, dpi=PNG_DPI, format="png")
     return len(charts)

@@ -1,6 +1,6 @@
-"""Rejection sampling: the best kept rollouts of runs as demonstrations for `calibadv sft`.
+"""Rejection sampling: ``calibadv select-rollouts RUN … --output FILE``.
 
-``calibadv select-rollouts RUN … --output FILE``
+The best kept rollouts of runs become demonstrations for `calibadv sft`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.record.reader import read_columns, read_metadata
 from calibadv_jax.record.schema import kept_steps
 
-Row = dict[str, Any]  # of rollouts/step_N.parquet
+RecordRow = dict[str, Any]  # of rollouts/step_N.parquet
+Rank = tuple[float, ...]  # the smallest is the best
 COLUMNS = (
     "step", "group", "index", "question_id", "question", "data_source", "golden_answers", "supporting_ids",
     "error", "answer_score", "format_valid",
@@ -31,25 +32,17 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir)")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL file to write")
-    parser.add_argument(
-        "--min-score",
-        type=float,
-        metavar="S",
-        help="lowest answer score of a demonstration (default: the largest that the run's reward gives)",
-    )
-    parser.add_argument(
-        "--per-question",
-        type=int,
-        default=1,
-        metavar="N",
-        help="largest number of demonstrations of a question (default: %(default)s)",
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir)")
+    add("--output", type=Path, required=True, metavar="FILE", help="JSONL file to write")
+    score = "lowest answer score of a demonstration (default: the largest that the run's reward gives)"
+    add("--min-score", type=float, metavar="S", help=score)
+    number = "largest number of demonstrations of a question (default: %(default)s)"
+    add("--per-question", type=int, default=1, metavar="N", help=number)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Writes the demonstrations and prints what became of all trajectories.
+    """Write the demonstrations and print the counts of all trajectories.
 
     Of a question's trajectories the highest score wins, then the fewest sampled tokens, then the earliest.
 
@@ -59,16 +52,17 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.per_question < 1:
         raise UserError(f"--per-question is {arguments.per_question}: it must be at least 1")
     counts: Counter[str] = Counter()
-    chosen: dict[tuple[str, str], list[tuple[tuple[float, ...], Row]]] = {}
+    chosen: dict[tuple[str, str], list[tuple[Rank, RecordRow]]] = {}
     for number, folder in enumerate(arguments.runs):
         for row in _good_rows(folder, arguments.min_score, counts):
-            place = (-row["answer_score"], _tokens(row), number, row["step"], row["group"], row["index"])
-            of_question = chosen.setdefault((row["data_source"], row["question_id"]), [])
-            _keep(of_question, (place, row), arguments.per_question, counts)
+            tokens = sum(len(turn["token_ids"]) for turn in row["turns"])
+            rank = (-row["answer_score"], tokens, number, row["step"], row["group"], row["index"])
+            candidates = chosen.setdefault((row["data_source"], row["question_id"]), [])
+            _keep(candidates, (rank, row), arguments.per_question, counts)
     if not chosen:
         least = "the largest reward" if arguments.min_score is None else f"{arguments.min_score:g} or more"
         raise UserError(f"no trajectory with a score of {least} among {counts['all']}; lower --min-score")
-    kept = [row for _, of_question in sorted(chosen.items()) for _, row in of_question]
+    kept = [row for _, candidates in sorted(chosen.items()) for _, row in candidates]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with locked_output(arguments.output, "--output", Console().warn):
         write_jsonl(arguments.output, map(demonstration, kept))
@@ -77,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     Console().say(table([["all", counts["all"]], *rows], ["trajectories", "number"]))
 
 
-def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> Iterator[Row]:
+def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> Iterator[RecordRow]:
     files = kept_steps(folder)
     if not files:
         raise UserError(
@@ -99,8 +93,8 @@ def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> I
         yield from (head[index] | turn for index, turn in zip(good, turns, strict=True))
 
 
-def _verdict(row: Row, min_score: float) -> str:
-    """Why a trajectory is left out; empty if it is not."""
+def _verdict(row: RecordRow, min_score: float) -> str:
+    """Return why a trajectory is left out; empty if it is not."""
     if row["error"] is not None:
         return "failed"
     if not row["format_valid"]:
@@ -109,48 +103,40 @@ def _verdict(row: Row, min_score: float) -> str:
 
 
 def _keep(
-    of_question: list[tuple[tuple[float, ...], Row]],
-    new: tuple[tuple[float, ...], Row],
-    limit: int,
-    counts: Counter[str],
+    candidates: list[tuple[Rank, RecordRow]], new: tuple[Rank, RecordRow], limit: int, counts: Counter[str]
 ) -> None:
-    """Inserts by place; of equal texts the better place stays, and no more than `limit` do."""
-    same = [one for one in of_question if _texts(one[1]) == _texts(new[1])]
+    """Insert by rank; of equal texts the better one stays, and at most `limit` stay."""
+    same = [candidate for candidate in candidates if _texts(candidate[1]) == _texts(new[1])]
     if same:
         counts["duplicate"] += 1
         if same[0][0] <= new[0]:
             return
-        of_question.remove(same[0])
-    of_question.append(new)
-    of_question.sort(key=lambda one: one[0])
-    counts["beyond --per-question"] += len(of_question) > limit
-    del of_question[limit:]
+        candidates.remove(same[0])
+    candidates.append(new)
+    candidates.sort(key=lambda candidate: candidate[0])
+    counts["beyond --per-question"] += len(candidates) > limit
+    del candidates[limit:]
 
 
-def _tokens(row: Row) -> int:
-    return sum(len(turn["token_ids"]) for turn in row["turns"])
-
-
-def _texts(row: Row) -> Sequence[str]:
-    """What was written, without regard to case and space."""
+def _texts(row: RecordRow) -> Sequence[str]:
+    """Return the texts of all turns, without regard to case and space."""
     return [" ".join(turn["text"].lower().split()) for turn in row["turns"]]
 
 
-def demonstration(row: Row) -> dict[str, Any]:
-    """A row of the file that `data.demonstrations.load_demonstrations` reads."""
+def demonstration(row: RecordRow) -> dict[str, Any]:
+    """Return a row of the file that `data.demonstrations.load_demonstrations` reads."""
+    names = ("question", "golden_answers", "data_source", "supporting_ids")
     return {
         "id": row["question_id"],
-        "question": row["question"],
-        "golden_answers": row["golden_answers"],
-        "data_source": row["data_source"],
-        "supporting_ids": row["supporting_ids"],
+        **{name: row[name] for name in names},
         "turns": [{"text": with_open_tag(turn["text"])} | _reply(turn) for turn in row["turns"]],
     }
 
 
-def _reply(turn: Row) -> dict[str, Any]:
-    """What the environment showed: the documents, or its words, or both where an action brought both."""
-    documents = [{name: one[name] for name in ("id", "title", "text")} for one in turn["documents"]]
+def _reply(turn: RecordRow) -> dict[str, Any]:
+    """Return the documents or the text of the observation, or both where an action returned both."""
+    columns = ("id", "title", "text")
+    documents = [{name: document[name] for name in columns} for document in turn["documents"]]
     shown = turn["observation_text"].partition(OPEN_INFORMATION)[2].rpartition(CLOSE_INFORMATION)[0]
     words, listed, _ = shown.partition(FIRST_DOCUMENT)
     if documents and listed:

@@ -1,20 +1,34 @@
-"""The files of the trajectory page, by their address: the same for the server and for a folder."""
+"""The trajectory page of a run: its record, the index of all trajectories, its files, and their server."""
 
 from __future__ import annotations
 
+import errno
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from calibadv_jax.contrib.pages.index import RunIndex
-from calibadv_jax.contrib.pages.run_files import RunFiles
-from calibadv_jax.contrib.pages.tokens import Pieces
-from calibadv_jax.contrib.pages.transcript import transcript
-from calibadv_jax.record.reader import opening_and_actions
-from calibadv_jax.record.schema import short_name
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from calibadv_jax.contrib.pages.transcript import Pieces, RecordRow, transcript
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import NO_ACTIONS
+from calibadv_jax.record.reader import opening_and_actions, read_columns, read_metadata
+from calibadv_jax.record.schema import kept_steps, short_name
+
+# Bits of a trajectory's flags; static/records.js names the same bits.
+FAILED, FORMAT_INVALID, INVALID, UNFINISHED, WRONG, GOOD_SEARCH, SOFTENED, REPEATED = (
+    1 << bit for bit in range(8)
+)
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -23,12 +37,150 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 INDEX = "data/index.json"
-
+ADDRESS = "127.0.0.1"
+# The page's own scripts and styles only: text of a document or of the policy never runs.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
+    " base-uri 'none'; form-action 'none'"
+)
+_TABLES_HELD = 2  # steps that stay in memory
+_TURN = "turns.list.element."
+_COLUMNS = (
+    *("group", "index", "question", "data_source", "golden_answers", "supporting_ids", "error", "answer"),
+    *("answer_score", "format_valid", "metrics", "advantage_raw", "silver"),
+    *(_TURN + name for name in ("kind", "query", "correctness", "softened", "repeated")),
+    _TURN + "documents.list.element.id",
+)
 _GROUP = re.compile(r"data/group_(\d{1,9})_(\d{1,9})\.json")
+_HEADERS = {
+    "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_NAMES = {"127.0.0.1", "localhost", "::1"}  # a page elsewhere could make its own name point to this machine
+
+
+class RunFiles:
+    """Kept rollouts of one run, which may still be writing them. Every method reads the newest files.
+
+    Args:
+        folder: `run.dir`.
+        first, last: steps outside are left out.
+
+    Raises:
+        UserError: no such folder, or it keeps no such steps; in methods: a file is damaged.
+    """
+
+    def __init__(self, folder: Path, first: int = 0, last: int | None = None):
+        self.folder, self.first, self.last = folder, first, last
+        # The modification time and size tell one version of a file from the next.
+        self._table = lru_cache(maxsize=_TABLES_HELD)(lambda path, *version: read_columns(path))
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder; give the folder of a run (run.dir)")
+        steps = list(kept_steps(folder))
+        if not steps:
+            raise UserError(
+                f"{folder}: no rollouts/step_N.parquet there; give the folder of a run with log.rollouts"
+            )
+        if not self.paths():
+            raise UserError(
+                f"--steps: {folder} keeps steps {steps[0]} to {steps[-1]}, and none of the steps asked for"
+            )
+
+    def paths(self) -> dict[int, Path]:
+        return {
+            step: path
+            for step, path in kept_steps(self.folder).items()
+            if self.first <= step and (self.last is None or step <= self.last)
+        }
+
+    def rows(self, path: Path, columns: Sequence[str]) -> list[RecordRow]:
+        """Return a step's trajectories with these columns; "turns.list.element.kind" names a nested one."""
+        return read_columns(path, columns).to_pylist()
+
+    def lengths(self, path: Path) -> list[int]:
+        """Return the sampled tokens of each trajectory of a step, in the order of `rows`."""
+        turns = read_columns(path, ["turns.list.element.token_ids.list.element"])["turns"].combine_chunks()
+        counts = pc.list_value_length(pc.struct_field(turns.flatten(), "token_ids"))
+        sums = np.concatenate([[0], np.cumsum(counts.to_numpy(zero_copy_only=False))])  # int64
+        ends = np.cumsum(pc.list_value_length(turns).to_numpy(zero_copy_only=False))
+        lengths: list[int] = np.diff(sums[np.concatenate([[0], ends])]).tolist()
+        return lengths
+
+    def planned_steps(self) -> int:
+        """Return learner.steps of the newest kept step's config."""
+        return int(json.loads(self.metadata()["config"])["learner"]["steps"])
+
+    def group(self, step: int, group: int) -> list[RecordRow]:
+        """Return the trajectories of a group with all columns; empty where there is no such group."""
+        path = self.paths().get(step)
+        if path is None:
+            return []
+        state = path.stat()
+        table: pa.Table = self._table(path, state.st_mtime_ns, state.st_size)
+        return table.filter(pc.field("group") == group).to_pylist()
+
+    def metadata(self) -> dict[str, str]:
+        return read_metadata(list(self.paths().values())[-1])
+
+
+def flags_of(row: RecordRow) -> int:
+    """Return the properties of a trajectory as bits.
+
+    Wrong: finished, and its answer equals no golden answer (no exact match). A good search found silver
+    documents that count (correctness above 0), or a supporting passage.
+    """
+    if row["error"] is not None:
+        return FAILED
+    turns, supporting = row["turns"], set(row["supporting_ids"])
+    kinds = {turn["kind"] for turn in turns}
+    conditions = {
+        FORMAT_INVALID: not row["format_valid"],
+        INVALID: "invalid" in kinds,
+        UNFINISHED: "unfinished" in kinds,
+        WRONG: dict(row["metrics"])["em"] < 1,
+        GOOD_SEARCH: any(
+            turn["correctness"] or supporting & {document["id"] for document in turn["documents"]}
+            for turn in turns
+        ),
+        SOFTENED: any(turn["softened"] for turn in turns),
+        REPEATED: any(turn["repeated"] for turn in turns),
+    }
+    return sum(bit for bit, holds in conditions.items() if holds)
+
+
+def tabulate(rows: Sequence[RecordRow], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the trajectories of a step, in the order of their groups, as columns.
+
+    Args:
+        lengths: sampled tokens of each trajectory.
+    """
+    groups: list[tuple[Any, ...]] = []
+    table: list[tuple[Any, ...]] = []
+    for row, length in zip(rows, lengths, strict=True):
+        if not groups or groups[-1][0] != row["group"]:
+            names = ("group", "question", "data_source", "golden_answers")
+            groups.append((*(row[name] for name in names), len(row["silver"])))
+        queries = [turn["query"] for turn in row["turns"] if turn["kind"] not in NO_ACTIONS]
+        raw = row["advantage_raw"]
+        credit = round(row["answer_score"], 4), flags_of(row), None if raw is None else round(raw, 4)
+        texts = len(queries), length, row["answer"], "\n".join(queries)
+        table.append((len(groups) - 1, row["index"], *credit, *texts))
+    columns = ("group", "index", "score", "flags", "advantage", "searches", "length", "answer", "queries")
+    return {
+        "groups": _columns(("group", "question", "source", "golden", "silver"), groups),
+        "rows": _columns(columns, table),
+    }
+
+
+def _columns(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> dict[str, list[Any]]:
+    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
 
 
 class Site:
-    """What the page consists of.
+    """The files of the trajectory page, by their address: the same for the server and for a folder.
 
     Args:
         files: of the run, which may still be running.
@@ -38,19 +190,39 @@ class Site:
     """
 
     def __init__(self, files: RunFiles):
-        self.files, self.index = files, RunIndex(files)
+        self.files = files
         metadata = files.metadata()
         self.settings: dict[str, Any] = json.loads(metadata["advantage"])  # that section of the run's config
         self._protocol = opening_and_actions(metadata)
         self._pieces = Pieces(files.folder / metadata["tokenizer"])
+        self._steps: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return `tabulate` of every step; a step's file is read once, and again where it has changed.
+
+        A row's `group` is a place in `groups`; `queries` are those of its actions, a line each.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
+        return [self._step(step, path) for step, path in self.files.paths().items()]
+
+    def _step(self, step: int, path: Path) -> dict[str, Any]:
+        state = path.stat()
+        version = (state.st_mtime_ns, state.st_size)
+        cached = self._steps.get(path)
+        if cached is None or cached[0] != version:
+            table = tabulate(self.files.rows(path, _COLUMNS), self.files.lengths(path))
+            cached = self._steps[path] = version, {"step": step, **table}
+        return cached[1]
 
     def static(self) -> dict[str, bytes]:
-        """Address -> content of the files that do not depend on the run."""
+        """Return address -> content of the files that do not depend on the run."""
         folder = resources.files("calibadv_jax.contrib.pages") / "static"
         return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
     def get(self, address: str) -> bytes | None:
-        """Content of an address such as "index.html", "data/index.json"; None where there is nothing.
+        """Return the content of an address such as "data/index.json"; None where there is nothing.
 
         Raises:
             UserError: a step's file cannot be read.
@@ -64,10 +236,9 @@ class Site:
         return self.static().get(address)
 
     def everything(self) -> Iterator[tuple[str, bytes]]:
-        """Address and content of every file."""
         yield from self.static().items()
         yield INDEX, self._index()
-        for step in self.index.steps():
+        for step in self.steps():
             for group in step["groups"]["group"]:
                 address = f"data/group_{step['step']}_{group}.json"
                 content = self.get(address)
@@ -75,12 +246,91 @@ class Site:
                 yield address, content
 
     def _index(self) -> bytes:
-        name = short_name(self.files.folder)
-        steps = self.index.steps()
+        steps = self.steps()
         # Of a part of the steps (--steps) the newest one is not the run's.
         planned = self.files.planned_steps() if self.files.last is None else steps[-1]["step"]
+        name = short_name(self.files.folder)
         return _json({"name": name, "advantage": self.settings, "planned": planned, "steps": steps})
 
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def make_server(site: Site, port: int) -> ThreadingHTTPServer:
+    """Return a server on the loopback address that answers GET and HEAD.
+
+    Args:
+        port: 0 takes a free one; see `server_port`.
+
+    Raises:
+        UserError: the port is taken, or not to be had.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if not _is_this_machine(self.headers.get("Host", "")):
+                self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"open this page as localhost\n")
+                return
+            address = urlsplit(self.path).path.removeprefix("/") or "index.html"
+            try:
+                content = site.get(address)
+            except UserError as error:
+                text = f"{error}\n".encode()
+                self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", text)
+                return
+            if content is None:
+                self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"no such page; the trajectories are at /\n")
+            else:
+                self._answer(HTTPStatus.OK, TYPES.get(address.rpartition(".")[2], "text/plain"), content)
+
+        do_HEAD = do_GET
+
+        def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+            self.send_response(status)
+            headers = _HEADERS | {"Content-Type": kind, "Content-Length": str(len(content))}
+            for name, value in headers.items():
+                self.send_header(name, value)
+            with suppress(ConnectionError):  # a browser that has turned to another group
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing: the terminal shows the address alone."""
+
+    try:
+        return ThreadingHTTPServer((ADDRESS, port), Handler)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        raise UserError(f"port {port}: {error.strerror}; choose another one with --port") from error
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return urlsplit(f"//{host}").hostname in _NAMES
+    except ValueError:
+        return False
+
+
+def write_site(site: Site, folder: Path) -> int:
+    """Write all files of the page; return their number.
+
+    Raises:
+        UserError: the folder holds something else already.
+    """
+    if folder.exists():
+        is_page = folder.is_dir() and (not any(folder.iterdir()) or (folder / INDEX).is_file())
+        if not is_page:
+            raise UserError(f"{folder}: exists, and holds no such page; give --output a new or empty folder")
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    for old in (folder / "data").glob("group_*.json"):
+        old.unlink()
+    number = 0
+    for address, content in site.everything():
+        (folder / address).write_bytes(content)
+        number += 1
+    return number

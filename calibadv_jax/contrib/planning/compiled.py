@@ -17,8 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.planning.gpu_targets import target_config
-from calibadv_jax.contrib.planning.hardware import Target
+from calibadv_jax.contrib.planning.hardware import Target, target_config
 from calibadv_jax.contrib.planning.memory import GIB
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.critic import ValueLoss, critic_learner
@@ -31,7 +30,7 @@ from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.engine import CacheEngine
 
-UPDATES = 100  # of the schedule, whose length changes nothing in the programs
+UPDATES = 100  # length of the schedule, of which the programs do not depend
 TRAINED = ("update", "apply", "log-probabilities")
 OF_CRITIC = ("critic's update", "critic's apply")
 SAMPLED = ("prefill", "copy", "decode")
@@ -46,18 +45,17 @@ CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # of JAX's version, be
 
 
 def programs_of(config: Config) -> tuple[str, ...]:
-    """The programs of a run that decide about memory."""
     sampled = ("prefill", "decode") if config.sampler.name == "jax" else ()
     return (*TRAINED, *(OF_CRITIC if config.advantage.has_critic else ()), *sampled)
 
 
 def topology_mesh(config: Config, target: Target) -> Mesh:
-    """The config's mesh, of devices that need not be attached.
+    """Return the config's mesh, of devices that need not be attached.
 
     Call it before anything asks JAX for devices: the environment is read only once.
 
     Raises:
-        UserError: the compiler is not installed, or knows no such topology.
+        UserError: the compiler is not installed, or does not support the topology.
     """
     for name, value in COMPILER.items():
         os.environ.setdefault(name, value)
@@ -67,31 +65,29 @@ def topology_mesh(config: Config, target: Target) -> Mesh:
     if target.platform == "cuda":
         options = {"topology": target.topology, "target_config": target_config(target.kind)}
     try:
-        found = topologies.get_topology_desc(platform=target.platform, **options)
-    # JAX's own words for a compiler that is not there: RuntimeError and NotImplementedError.
+        topology = topologies.get_topology_desc(platform=target.platform, **options)
+    # JAX raises RuntimeError and NotImplementedError for a compiler that is not installed.
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
-            raise UserError(
-                f"{target}: the compiler knows no such devices: {' '.join(str(error).split())}"
-            ) from error
+            reason = " ".join(str(error).split())
+            raise UserError(f"{target}: the compiler knows no such devices: {reason}") from error
         raise UserError(missing_compiler(target)) from error
-    return make_mesh(config.mesh, list(found.devices))
+    return make_mesh(config.mesh, list(topology.devices))
 
 
 def missing_compiler(target: Target) -> str:
-    """What to install; in a folder of its own, since vLLM takes a machine with libtpu for one with a TPU."""
+    """Name the packages to install, in a folder of their own: vLLM takes libtpu for a machine with a TPU."""
     if target.platform == "tpu":
-        packages = [
-            one.partition(";")[0].strip() for one in requires("jax") or [] if one.startswith("libtpu")
-        ][:1]
-        what = "TPU's compiler (libtpu)"
+        requirements = [text.partition(";")[0].strip() for text in requires("jax") or []]
+        packages = [text for text in requirements if text.startswith("libtpu")][:1]
+        compiler = "TPU's compiler (libtpu)"
     else:
         packages = [f"{name}=={version('jax')}" for name in CUDA_PACKAGES]
         packages += ["nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14"]
-        what = "XLA's compiler for CUDA"
-    quoted = " ".join(f"'{one}'" for one in packages)
+        compiler = "XLA's compiler for CUDA"
+    quoted = " ".join(f"'{package}'" for package in packages)
     return (
-        f"{what} is not installed: pip install --no-deps --target compiler {quoted}, then give the same"
+        f"{compiler} is not installed: pip install --no-deps --target compiler {quoted}, then give the same"
         " command with PYTHONPATH=compiler before it; or leave the compiler out with --estimate"
     )
 
@@ -99,7 +95,7 @@ def missing_compiler(target: Target) -> str:
 def lowered_programs(
     config: Config, architecture: Architecture, mesh: Mesh, names: Collection[str]
 ) -> dict[str, jax.stages.Lowered]:
-    """These programs of a run, for the mesh's devices, ready to be compiled.
+    """Return these programs of a run, for the mesh's devices, ready to be compiled.
 
     Args:
         config: `placed_on` the devices.
@@ -125,27 +121,19 @@ def lowered_programs(
         )
         lowered["critic's apply"] = critic.lower_apply()
     if set(names) & set(SAMPLED):
-        sampler = config.sampler
-        engine = CacheEngine(
-            policy,
-            mesh,
-            sampler.slots,
-            config.rollout.max_length,
-            sampler.prefill_chunk,
-            sampler.decode_chunk,
-        )
+        sampler, length = config.sampler, config.rollout.max_length
+        engine = CacheEngine(policy, mesh, sampler.slots, length, sampler.prefill_chunk, sampler.decode_chunk)
         lowered |= {name: program for name, program in engine.lower().items() if name in names}
     return lowered
 
 
 def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[str, Any]:
-    """Seconds of compiling, and GiB on a device by the compiler's plan; or why the compiler refuses.
+    """Return seconds of compiling, and GiB on a device by the compiler's plan; or the compiler's refusal.
 
-    *peak* is what lives at once; *needed* is what the program takes: temporary memory is one block, and lies
-    there with its gaps.
+    *peak* is the memory in use at once; *needed* is the program's memory: its temporary block has gaps.
 
     Args:
-        beside: bytes on a device that the program does not take, and that lie there meanwhile.
+        beside: bytes that lie on the device meanwhile and do not belong to the program.
     """
     begun = time.perf_counter()
     try:

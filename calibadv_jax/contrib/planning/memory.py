@@ -1,4 +1,4 @@
-"""Memory of one device: what the mesh really puts there, and what an update and the sampler add.
+"""Memory of one device: shards of the parameters, what an update and the sampler add, and whether it fits.
 
 Parameters, optimizer state and KV cache are counted from their shapes and shardings. What programs need
 besides is a formula; benchmarks/scale.md sets it beside the plans of TPU's compiler and of XLA:GPU.
@@ -7,8 +7,11 @@ besides is a formula; benchmarks/scale.md sets it beside the plans of TPU's comp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +21,28 @@ from calibadv_jax.config import Config, OptimizerConfig
 from calibadv_jax.learner.critic import critic_of
 from calibadv_jax.learner.optimizer import STACKED_MATRICES, most_at_once
 from calibadv_jax.policy.adapters import Adapters, count
-from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
 from calibadv_jax.policy.transformer import SCORE_BYTES, Numerics, Params, Policy
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.sampler.prefixes import TileShape
+from calibadv_jax.snapshots.huggingface import read_hf_config
 
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, 1
+CPU_COLUMNS = 2**18  # slots × tokens of the KV cache; a CPU reads up to all of them for a token of every slot
+CPU_ROW = 2**12  # tokens of a learner's row on a CPU
+LESS = "less of sampler.slots, rollout.max_length, learner.microbatch_rows and learner.row_length"
 GIB = 1024**3
-GAPS = {"tpu": 1.6}  # a program takes up to so many times what it has in use at once (benchmarks/scale.md)
+GAPS = {"tpu": 1.6}  # largest ratio of a program's memory to that in use at once (benchmarks/scale.md)
 UPDATE = ("gradients", "activations", "workspace")  # live while gradients are computed only
-STEP = ("moments",)  # with optimizer.offload: those at work, live beside the sum of the gradients
+STEP = ("moments",)  # with optimizer.offload: in use, live beside the sum of the gradients
 SAMPLING = ("prefill", "decode")  # live while the embedded sampler works only; one of them at a time
 
 
 def estimate_memory(
     config: Config, architecture: Architecture, mesh: Mapping[str, int], sampling: Config | None = None
 ) -> dict[str, float]:
-    """Bytes on one device by purpose; `peak_memory` says how many of them there are at once.
+    """Return bytes on one device by purpose; `peak_memory` gives the bytes at once.
 
     Args:
         mesh: sizes of the axes data, fsdp and tensor.
@@ -56,8 +64,8 @@ def estimate_memory(
     if frozen:
         estimate["base"] = frozen_count * jnp.dtype(lora.base_dtype).itemsize
     if config.learner.optimizer.offload == "host":
-        at_work = 2 * most_at_once(moments.values())  # old and new
-        estimate |= {"moments": at_work * stored, "optimizer": 0.0}
+        in_use = 2 * most_at_once(moments.values())  # old and new
+        estimate |= {"moments": in_use * stored, "optimizer": 0.0}
     if config.advantage.has_critic:
         _add_critic(estimate, config, policy, mesh)
     if config.keeps_initial_policy and (not frozen or lora.init_from):  # new adapters: the base itself
@@ -74,7 +82,7 @@ def estimate_memory(
 
 @lru_cache(maxsize=8)
 def _shapes(architecture: Architecture, adapters: Adapters | None) -> Policy:
-    """A policy whose parameters have shapes only; building it takes a tenth of a second."""
+    """Return a policy whose parameters have shapes only; building it takes a tenth of a second."""
     return Policy(architecture, Numerics(), adapters)
 
 
@@ -84,47 +92,46 @@ def _critic_shapes(policy: Policy) -> Params:
 
 
 def _add_critic(estimate: dict[str, float], config: Config, policy: Policy, mesh: Mapping[str, int]) -> None:
-    """What a critic trains, and its moments. It is trained after the policy, and its update needs no more."""
+    """Add parameters and moments. A critic is trained after the policy, and its update needs no more."""
     stored, rule = jnp.dtype(config.policy.param_dtype).itemsize, config.critic.optimizer
     counts = _held_elements(_critic_shapes(policy), mesh)
     moments = _moments(rule, counts)
     estimate["critic"] = sum(counts.values()) * stored
     if rule.offload == "host":
-        at_work = 2 * most_at_once(moments.values()) * stored
-        estimate["moments"] = max(at_work, estimate.get("moments", 0.0))
+        in_use = 2 * most_at_once(moments.values()) * stored
+        estimate["moments"] = max(in_use, estimate.get("moments", 0.0))
     else:
         estimate["critic's optimizer"] = sum(moments.values()) * stored
 
 
 def shares_base(config: Config) -> bool:
-    """Whether the embedded sampler of a run in one process computes with the learner's own frozen base."""
+    """Return whether the embedded sampler of a run in one process uses the learner's own frozen base."""
     return bool(config.policy.lora.rank) and config.policy.lora.base_dtype == config.policy.compute_dtype
 
 
 def peak_memory(estimate: Mapping[str, float]) -> float:
-    """Bytes on a device at the worst moment: what is always held, and an update or a call of the sampler."""
-    held = sum(value for name, value in estimate.items() if name not in UPDATE + STEP + SAMPLING)
+    """Return bytes on a device at the worst moment: permanent ones, and an update or a sampler call."""
     update = sum(estimate[name] for name in UPDATE)
     sampling = max(estimate.get(name, 0) for name in SAMPLING)
-    return held + max(update, _step(estimate), sampling)
+    return sum(_permanent(estimate).values()) + max(update, _step(estimate), sampling)
+
+
+def _permanent(estimate: Mapping[str, float]) -> dict[str, float]:
+    return {name: size for name, size in estimate.items() if name not in UPDATE + STEP + SAMPLING}
 
 
 def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> dict[str, float]:
-    """Bytes on a device of the trainer's programs by themselves, for comparison with a compiler's plan.
+    """Return bytes on a device of the trainer's programs by themselves, to compare with a compiler's plan.
 
     Args:
-        shares_base: as the function of this name says.
+        shares_base: see the function of this name.
     """
-    base = estimate.get("base", 0)
+    base, update = estimate.get("base", 0), sum(estimate[name] for name in UPDATE)
     held = estimate["parameters"] + base + estimate["optimizer"]
-    programs = {
-        "update": held + sum(estimate[name] for name in UPDATE),
-        "apply": held + _step(estimate),
-    }
+    programs = {"update": held + update, "apply": held + _step(estimate)}
     if "critic" in estimate:
         held = estimate["critic"] + base + estimate.get("critic's optimizer", 0.0)
-        programs["critic's update"] = held + sum(estimate[name] for name in UPDATE)
-        programs["critic's apply"] = held + _step(estimate)
+        programs |= {"critic's update": held + update, "critic's apply": held + _step(estimate)}
     if "kv cache" in estimate:
         cache = estimate["sampler weights"] + (base if shares_base else 0) + estimate["kv cache"]
         programs |= {name: cache + estimate[name] for name in SAMPLING}
@@ -132,43 +139,44 @@ def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> 
 
 
 def held_beside(estimate: Mapping[str, float], program: str, shares_base: bool = False) -> float:
-    """Bytes that lie on a device while a program works, and that are no arguments of it.
+    """Return bytes that lie on a device while a program works, and that are no arguments of it.
 
     Args:
-        program: as `program_memory` names them, or log-probabilities.
-        shares_base: as the function of this name says.
+        program: a name of `program_memory`, or log-probabilities.
+        shares_base: see the function of this name.
     """
-    held = {name: size for name, size in estimate.items() if name not in UPDATE + STEP + SAMPLING}
-    mine = {
+    arguments = {
         "update": ("parameters", "base", "optimizer"),
         "apply": ("parameters", "optimizer"),
         "log-probabilities": ("parameters", "base"),
         "critic's update": ("critic", "base", "critic's optimizer"),
         "critic's apply": ("critic", "critic's optimizer"),
     }.get(program, ("sampler weights", "kv cache", *(("base",) if shares_base else ())))
-    return sum(size for name, size in held.items() if name not in mine)
+    return sum(size for name, size in _permanent(estimate).items() if name not in arguments)
 
 
 def _step(estimate: Mapping[str, float]) -> float:
-    """Bytes that the optimizer's step adds: the sum of the gradients, and moments that come from the host."""
+    """Return bytes that the optimizer's step adds: the gradients' sum, and moments from the host."""
     return estimate["gradients"] / 2 + estimate.get("moments", 0)
 
 
 def memory_line(estimate: Mapping[str, float]) -> str:
-    """``estimated memory a device: 12.87 GiB (parameters 1.44, …; update: gradients 2.87, …)``"""
-    held = [name for name in estimate if name not in UPDATE + STEP + SAMPLING]
-    parts = {"": held, "update: ": UPDATE, "optimizer's step: ": STEP, "sampling: ": SAMPLING}
-    parts = {phase: [name for name in names if name in estimate] for phase, names in parts.items()}
-    said = "; ".join(
-        phase + ", ".join(f"{name} {estimate[name] / GIB:.2f}" for name in names)
-        for phase, names in parts.items()
-        if names
-    )
-    return f"estimated memory a device: {peak_memory(estimate) / GIB:.2f} GiB ({said})"
+    """Format as ``estimated memory a device: 12.87 GiB (parameters 1.44, …; update: gradients 2.87, …)``."""
+    parts: dict[str, Iterable[str]] = {
+        "": _permanent(estimate),
+        "update: ": UPDATE,
+        "optimizer's step: ": STEP,
+        "sampling: ": SAMPLING,
+    }
+    texts = []
+    for phase, names in parts.items():
+        sizes = [f"{name} {estimate[name] / GIB:.2f}" for name in names if name in estimate]
+        texts += [phase + ", ".join(sizes)] if sizes else []
+    return f"estimated memory a device: {peak_memory(estimate) / GIB:.2f} GiB ({'; '.join(texts)})"
 
 
 def adapter_lines(config: Config, architecture: Architecture) -> list[str]:
-    """One line where adapters are trained: their shape, and how many parameters; else nothing."""
+    """Return one line with the adapters' shape and number of parameters; none without adapters."""
     adapters = Adapters.from_config(config.policy.lora)
     if adapters is None:
         return []
@@ -181,41 +189,38 @@ def adapter_lines(config: Config, architecture: Architecture) -> list[str]:
 
 
 def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
-    """One line for each kind of heads that ``mesh.tensor`` does not divide, with the way out."""
+    """Return one line for each kind of heads that ``mesh.tensor`` does not divide, with the remedy."""
     tensor = mesh["tensor"]
     heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+
+    def warning(number: int, problem: str, cost: str) -> str:
+        sizes = [str(size) for size in range(1, min(number, tensor) + 1) if number % size == 0]
+        choice = f"{', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else sizes[0]
+        return (
+            f"warning: mesh.tensor is {tensor}, {problem}: each device of the axis computes {cost}; set"
+            f" mesh.tensor to {choice} and mesh.fsdp to the rest"
+        )
+
     warnings = []
     if heads % tensor:
-        warnings.append(
-            f"warning: mesh.tensor is {tensor}, which does not divide the policy's {heads} heads: each device"
-            f" of the axis computes the attention of all of them; set mesh.tensor to"
-            f" {_divisors(heads, tensor)} and mesh.fsdp to the rest"
-        )
+        problem = f"which does not divide the policy's {heads} heads"
+        warnings.append(warning(heads, problem, "the attention of all of them"))
     if kv_heads % tensor:
-        why = "more than" if tensor > kv_heads else "which does not divide"
-        warnings.append(
-            f"warning: mesh.tensor is {tensor}, {why} the policy's {kv_heads} key-value heads: each device of"
-            f" the axis computes all of them, and sampler.name=jax gathers the weights of the whole axis; set"
-            f" mesh.tensor to {_divisors(kv_heads, tensor)} and mesh.fsdp to the rest"
-        )
+        problem = "more than" if tensor > kv_heads else "which does not divide"
+        cost = "all of them, and sampler.name=jax gathers the weights of the whole axis"
+        warnings.append(warning(kv_heads, f"{problem} the policy's {kv_heads} key-value heads", cost))
     return warnings
 
 
-def _divisors(number: int, most: int) -> str:
-    """``1, 2 or 4``: the divisors of a number up to `most`."""
-    found = [str(size) for size in range(1, min(number, most) + 1) if number % size == 0]
-    return " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
-
-
 def _held_elements(abstract: Params, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Parameter path -> elements of it on one device; an axis that the mesh does not divide is whole."""
+    """Return parameter path -> its elements on one device; an axis that the mesh does not divide is whole."""
     axes = AbstractMesh(tuple(mesh[name] for name in MESH_AXES), MESH_AXES)
     shardings = param_shardings(abstract, axes)
     return flatten(jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), abstract, shardings))
 
 
 def _moments(rule: OptimizerConfig, counts: Mapping[str, int]) -> dict[str, int]:
-    """Elements of a parameter's moments on one device: two each, one of what Muon orthogonalises."""
+    """Return elements of each parameter's moments on one device: two each, one where Muon orthogonalises."""
     is_muon = rule.name == "muon"
     return {
         path: size * (1 if is_muon and path.startswith("layers.") and path.endswith(STACKED_MATRICES) else 2)
@@ -224,7 +229,7 @@ def _moments(rule: OptimizerConfig, counts: Mapping[str, int]) -> dict[str, int]
 
 
 def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
-    """What lives between forward and backward pass, and the most that is computed at once."""
+    """Return bytes that live between forward and backward pass, and the most that is computed at once."""
     a, policy, learner = architecture, config.policy, config.learner
     computed = jnp.dtype(policy.compute_dtype).itemsize
     rows = learner.microbatch_rows / (mesh["data"] * mesh["fsdp"])
@@ -243,14 +248,13 @@ def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int])
 
 
 def layer_width(architecture: Architecture, mesh: Mapping[str, int]) -> float:
-    """Elements a token that the forward pass of one layer makes on one device."""
+    """Return elements a token that the forward pass of one layer makes on one device."""
     a = architecture
     heads = _share(a.num_heads, mesh) + _share(a.num_kv_heads, mesh)
     return 4 * a.hidden_size + 2 * heads * a.head_dim + 3 * _share(a.intermediate_size, mesh)
 
 
 def _kept_width(architecture: Architecture, mesh: Mapping[str, int], remat: str) -> float:
-    """Elements a token that one layer leaves for the backward pass on one device."""
     a = architecture
     heads, kv_heads, mlp = (_share(size, mesh) for size in (a.num_heads, a.num_kv_heads, a.intermediate_size))
     if remat == "full":  # the layer's input
@@ -261,14 +265,13 @@ def _kept_width(architecture: Architecture, mesh: Mapping[str, int], remat: str)
 
 
 def _layer_parameters(architecture: Architecture) -> float:
-    """Parameters of one layer."""
     a = architecture
     embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
     return (a.num_parameters - embeddings) / a.num_layers
 
 
 def _gathered(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> tuple[float, float]:
-    """Bytes of weights that a device gathers over `fsdp` to use them: two layers (one ahead); the head."""
+    """Return bytes of weights that a device gathers over `fsdp`: two layers (one ahead); the head."""
     if mesh["fsdp"] == 1:
         return 0.0, 0.0
     scale = jnp.dtype(config.policy.compute_dtype).itemsize / mesh["tensor"]
@@ -277,7 +280,7 @@ def _gathered(config: Config, architecture: Architecture, mesh: Mapping[str, int
 
 
 def _sampler(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
-    """The KV cache of `CacheEngine`, and what one call of it needs besides."""
+    """Return bytes of the KV cache of `CacheEngine`, and those that one call of it needs besides."""
     a, sampler, length = architecture, config.sampler, config.rollout.max_length
     if a.num_kv_heads % mesh["tensor"]:  # its devices have slots of their own, as those of fsdp
         mesh = {"data": mesh["data"], "fsdp": mesh["fsdp"] * mesh["tensor"], "tensor": 1}
@@ -300,5 +303,95 @@ def _sampler(config: Config, architecture: Architecture, mesh: Mapping[str, int]
 
 
 def _share(size: int, mesh: Mapping[str, int]) -> int:
-    """What one device of the tensor axis holds of `size` heads, columns or tokens: all, if not divisible."""
+    """Return a device's part of `size` along the tensor axis: all, if not divisible."""
     return size if size % mesh["tensor"] else size // mesh["tensor"]
+
+
+def device_lines(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
+    """Return adapters, memory and warnings of a config on a mesh of this machine's devices."""
+    devices = math.prod(mesh.values())
+    return [
+        *adapter_lines(config, architecture),
+        *memory_lines(estimate_memory(config, architecture, mesh), devices),
+        *heads_warnings(architecture, mesh),
+        *(cpu_lines(config) if devices <= jax.device_count() else []),
+    ]
+
+
+def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
+    """Return the estimate, and if the device of this machine has less, the keys to change.
+
+    Args:
+        estimate: bytes on one device, see `estimate_memory`.
+        devices: of the mesh. Those of a CPU share the host's memory.
+    """
+    lines, device, here = [memory_line(estimate)], jax.local_devices()[0], jax.device_count()
+    if devices > here:
+        mesh = f"the mesh has {devices} devices, and this machine {here}"
+        return [*lines, f"not checked: whether that fits: {mesh}"]
+    is_cpu = device.platform == "cpu"
+    limit = host_memory() / devices if is_cpu else (device.memory_stats() or {}).get("bytes_limit")
+    if not limit:
+        return [*lines, "not checked: whether that fits: the device does not say how much memory it has"]
+    peak, gaps = peak_memory(estimate), GAPS.get(device.platform, 1.0)
+    has = f"the device has {limit / GIB:.1f} GiB"
+    remedy = f"raise mesh.fsdp or mesh.tensor, or choose {LESS}"
+    if is_cpu:
+        shared = f" for {devices} devices" if devices > 1 else ""
+        has = f"this host has {host_memory() / GIB:.1f} GiB{shared}"
+        remedy = f"choose {LESS}, a smaller policy (policy.path), or another machine"
+    if peak > limit:
+        lines.append(f"failed: {peak / GIB:.1f} GiB a device do not fit: {has}; {remedy}")
+    elif peak * gaps > limit:
+        lines.append(
+            f"warning: {has}, and programs can need {gaps} times the estimate (benchmarks/scale.md); {remedy}"
+        )
+    return lines
+
+
+def host_memory() -> float:
+    """Return bytes that this process may use: the machine's, or the limit of its container."""
+    limits = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
+    for path in map(Path, CGROUP_LIMITS):
+        text = path.read_text(encoding="ascii").strip() if path.is_file() else ""
+        if text.isdigit() and int(text):
+            limits.append(float(text))
+    return min(limits)
+
+
+def cpu_lines(config: Config) -> list[str]:
+    """Return a warning if the devices are a CPU's, and the sizes are those of accelerators; else nothing."""
+    if jax.local_devices()[0].platform != "cpu":
+        return []
+    rollout, sampler, learner = config.rollout, config.sampler, config.learner
+    remedies: list[str] = []
+    if sampler.name == "jax" and sampler.slots * rollout.max_length > CPU_COLUMNS:
+        remedies.append(
+            f"lower sampler.slots ({sampler.slots}) and rollout.max_length ({rollout.max_length}), whose"
+            f" product is the KV cache, to a product of at most {CPU_COLUMNS}"
+        )
+    if learner.row_length > CPU_ROW:
+        remedies.append(f"lower learner.row_length ({learner.row_length}) to at most {CPU_ROW}")
+    if not remedies:
+        return []
+    if config.policy.compute_dtype == "bfloat16":
+        remedies.append("set policy.compute_dtype=float32, which a CPU computes faster")
+    return [
+        f"warning: this machine computes on a CPU, and a few tokens would take minutes: {'; '.join(remedies)}"
+        ". --config configs/cpu.yaml, given last, does so for a trial"
+    ]
+
+
+def find_architecture(config: Config) -> Architecture | None:
+    """Return the architecture of policy.path if it exists, else of policy.init; None if incomplete.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+    folder, source = Path(config.policy.path), "policy.init"
+    hf_config: dict[str, Any] = dict(config.policy.init)
+    if config.policy.path and (folder / "config.json").is_file():
+        hf_config, source = read_hf_config(folder), f"{folder}/config.json"
+    if "vocab_size" not in hf_config:  # as large as the tokenizer, which may not exist yet
+        return None
+    return architecture_from_hf(hf_config, source)

@@ -1,14 +1,13 @@
-"""What a step computes, reads and sends, and how long that takes at a stated efficiency.
+"""Operations and bytes of a step, and its seconds at a given efficiency.
 
 Everything is counted from shapes; `tests/planning` and benchmarks/scale.md set it beside the compilers'
 counts. A part takes as long as the slowest of three: computing, memory, links. Each of them reaches
-`efficiency` of what the device can do at most.
+`efficiency` of the device's maximum.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -27,9 +26,7 @@ FLASH_BACKWARD = 2.5  # times the forward pass: the scores are computed once mor
 
 
 @dataclass(frozen=True)
-class Rollouts:
-    """The trajectories of a step, as they are expected."""
-
+class ExpectedRollouts:
     trajectories: int
     tokens: int  # of each, its prompt and observations too
     sampled: int  # of these, written by the policy
@@ -37,8 +34,6 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step."""
-
     name: str
     flops: float  # on all its devices
     memory: float  # bytes that one device reads and writes
@@ -46,13 +41,9 @@ class Part:
     devices: int
 
     def seconds(self, target: Target, efficiency: float) -> float:
-        chip = target.chip
-        bounds = (
-            self.flops / self.devices / chip.flops,
-            self.memory / chip.bandwidth,
-            self.received / target.links,
-        )
-        return max(bounds) / efficiency
+        computing = self.flops / self.devices / target.chip.flops
+        transfer = max(self.memory / target.chip.bandwidth, self.received / target.links)
+        return max(computing, transfer) / efficiency
 
     @property
     def moved(self) -> float:
@@ -75,63 +66,54 @@ class Step:
         return max(sampling, sum(times.values())) if self.overlap else sampling + sum(times.values())
 
 
-def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> Rollouts:
-    """A step's trajectories; where nothing is said, the longest that the config allows.
+def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> ExpectedRollouts:
+    """Return a step's trajectories, by default the longest that the config allows.
 
     Args:
-        tokens: of a trajectory on average; 0: not said.
-        sampled: of these, those that the policy writes; 0: not said.
+        tokens: of a trajectory on average; 0: not given.
+        sampled: of these, those that the policy writes; 0: not given.
 
     Raises:
-        UserError: a trajectory cannot have so many.
+        UserError: more than a trajectory can have.
     """
     rollout = config.rollout
+    most = rollout.max_length
     turns = (rollout.max_searches + 1) * rollout.max_turn_length
-    longest = min(
-        rollout.max_length,
-        rollout.max_prompt_length + turns + rollout.max_searches * rollout.max_observation_length,
-    )
-    if tokens > rollout.max_length:
-        raise UserError(
-            f"--tokens {tokens}: a trajectory has at most rollout.max_length = {rollout.max_length}"
-        )
-    tokens = tokens or longest
+    observations = rollout.max_searches * rollout.max_observation_length
+    if tokens > most:
+        raise UserError(f"--tokens {tokens}: a trajectory has at most rollout.max_length = {most}")
+    tokens = tokens or min(most, rollout.max_prompt_length + turns + observations)
     if sampled >= tokens:
         raise UserError(f"--sampled {sampled}: must be below the {tokens} tokens of a trajectory")
     count = rollout.questions_per_step * rollout.group_size
-    return Rollouts(count, tokens, sampled or min(turns, tokens - 1))
+    return ExpectedRollouts(count, tokens, sampled or min(turns, tokens - 1))
 
 
-def step_of(config: Config, architecture: Architecture, rollouts: Rollouts, target: Target) -> Step:
-    """What a step of a run comes to.
+def step_of(config: Config, architecture: Architecture, rollouts: ExpectedRollouts, target: Target) -> Step:
+    """Count the parts of a step.
 
     Args:
         config: `placed_on` the target.
     """
     costs = Costs(config, architecture, rollouts.tokens)
-    minibatches = list(_minibatches(config, rollouts.trajectories))
+    trajectories = rollouts.trajectories
+    size = config.learner.minibatch_size or trajectories
+    starts = [*range(0, trajectories, size)] * config.learner.epochs
+    minibatches = [min(size, trajectories - start) for start in starts]
     computed = sum(costs.positions(size) for size in minibatches)
     parts = []
     if costs.passes_before():
-        positions = costs.positions(rollouts.trajectories) * costs.passes_before()
+        positions = costs.positions(trajectories) * costs.passes_before()
         parts.append(costs.forward("log-probabilities", positions))
     parts.append(costs.update(computed))
     if config.advantage.has_critic:
-        values = costs.forward("critic's values", costs.positions(rollouts.trajectories))
+        values = costs.forward("critic's values", costs.positions(trajectories))
         parts += [values, costs.update(computed, "critic's update")]
     parts.append(costs.apply(len(minibatches) * (2 if config.advantage.has_critic else 1)))
     parts += costs.sampling(rollouts, sampler_of(config, target))
     overlap = config.rollout.max_staleness > 0 and bool(config.sampler.urls)
-    trained = rollouts.trajectories * rollouts.tokens
+    trained = trajectories * rollouts.tokens
     return Step(parts, trained * config.learner.epochs / computed, trained, overlap)
-
-
-def _minibatches(config: Config, trajectories: int) -> Iterator[int]:
-    """Trajectories of every update of a step."""
-    size = config.learner.minibatch_size or trajectories
-    for _ in range(config.learner.epochs):
-        for start in range(0, trajectories, size):
-            yield min(size, trajectories - start)
 
 
 class Costs:
@@ -155,7 +137,7 @@ class Costs:
         self._positions: dict[int, int] = {}  # packing thousands takes a second
 
     def positions(self, trajectories: int) -> int:
-        """Positions that the learner computes for so many trajectories, those of unfilled rows too."""
+        """Return the positions that the learner computes, those of unfilled rows too."""
         if trajectories not in self._positions:
             learner = self.config.learner
             shapes = row_shapes(learner.row_length, learner.microbatch_rows, learner.row_widths, self._pass)
@@ -163,16 +145,15 @@ class Costs:
         return self._positions[trajectories]
 
     def _keys(self, width: int) -> float:
-        """Keys that a position attends to, or that its kernel computes."""
+        """Return the keys that a position attends to, or that its kernel computes."""
         numerics = Numerics.from_config(self.config.policy)
         return max(keys_computed(numerics.kernel, width, numerics.attention_chunk), self.tokens / 2)
 
     def _pass(self, width: int) -> float:
-        """Operations of a forward pass for one position of a row."""
         return self.architecture.flops_per_token(self._keys(width))
 
     def passes_before(self) -> int:
-        """Forward passes over a step before its first update: old log-probabilities, and a reference's."""
+        """Return forward passes over a step before its update: old log-probabilities, and a reference's."""
         return policy_loss(self.config).recomputes + (self.config.loss.kl_coef > 0)
 
     def forward(self, name: str, positions: float) -> Part:
@@ -184,7 +165,7 @@ class Costs:
         return Part(name, positions * self._pass(width), memory, received, self.devices)
 
     def update_flops(self, width: int) -> float:
-        """Operations for one position of a row of `width`: forward, backward, and what is computed again."""
+        """Return operations for one position of a row of `width`: forward, backward and recomputed ones."""
         a, policy = self.architecture, self.config.policy
         head = 2.0 * a.vocab_size * a.hidden_size
         layers = a.flops_per_token(0) - head
@@ -197,7 +178,7 @@ class Costs:
         )
 
     def update(self, positions: int, name: str = "update") -> Part:
-        """The gradients of so many positions, added up."""
+        """Count the gradients of these positions, added up."""
         learner, policy = self.config.learner, self.config.policy
         rounds = positions / (learner.microbatch_rows * learner.row_length)
         again = policy.remat == "full"
@@ -213,13 +194,13 @@ class Costs:
         return Part(name, flops, memory, received, self.devices)
 
     def apply(self, updates: int) -> Part:
-        """The optimizer's steps: parameters and two moments read and written, the sum read twice."""
+        """Count the optimizer's steps: parameters and two moments read and written, the sum read twice."""
         held = self._trained()
         flops = 20.0 * updates * held * self.devices
         return Part("optimizer's step", flops, updates * held * (6 * self.stored + 8), 0.0, self.devices)
 
-    def sampling(self, rollouts: Rollouts, own: Config) -> list[Part]:
-        """Prefill, where every token is computed once, and decoding of all slots together.
+    def sampling(self, rollouts: ExpectedRollouts, own: Config) -> list[Part]:
+        """Count prefill, where every token is computed once, and decoding of all slots together.
 
         Args:
             own: see `sampler_of`.
@@ -246,11 +227,10 @@ class Costs:
         return [prefill, decode]
 
     def _weights(self) -> float:
-        """Bytes of the policy's weights as a device computes with them: one part of `tensor`."""
+        """Return bytes of the weights that a device computes with: one part of `tensor`."""
         return self.architecture.num_parameters * self.computed / self.mesh["tensor"]
 
     def _trained(self) -> float:
-        """Trained parameters of one device."""
         trained = self.architecture.num_parameters
         adapters = Adapters.from_config(self.config.policy.lora)
         if adapters is not None:
@@ -258,12 +238,12 @@ class Costs:
         return trained / (self.mesh["fsdp"] * self.mesh["tensor"])
 
     def _activations(self) -> float:
-        """Bytes that the layers and the head write and read for one position on one device."""
+        """Return bytes that the layers and the head write and read for one position on one device."""
         a, tensor = self.architecture, self.mesh["tensor"]
         layers = 2 * a.num_layers * layer_width(a, self.mesh) * self.computed
         return layers + 2 * 4 * a.vocab_size / tensor
 
     def _reduced(self) -> float:
-        """Bytes that one device receives for one position where `tensor` splits the layers: twice a layer."""
+        """Return bytes that a device receives for a position where `tensor` splits layers: twice a layer."""
         a, tensor = self.architecture, self.mesh["tensor"]
         return 2 * a.num_layers * 2 * (1 - 1 / tensor) * a.hidden_size * self.computed

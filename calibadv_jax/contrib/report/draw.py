@@ -1,21 +1,24 @@
-"""Charts drawn by matplotlib: one style, for the page and for PNG files."""
+"""Charts drawn by matplotlib: as PNG files, and as SVG in the page's theme."""
 
 from __future__ import annotations
 
+import io
+import re
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from calibadv_jax.contrib.report.curves import Curve
-from calibadv_jax.contrib.report.gather import MAX_MARKS, Chart, Panel
-from calibadv_jax.contrib.report.settings import LONGEST_NAME
+from calibadv_jax.contrib.report.gather import MAX_MARKS, Chart, Curve, Panel
+from calibadv_jax.contrib.report.runs import LONGEST_NAME
 from calibadv_jax.metrics.console import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 UNIT = 72  # one unit of length is a pixel of the page where the chart has its natural width
 WIDTH = 400
@@ -77,18 +80,18 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a panel lies in its drawing, in units from the upper left corner, and the steps it spans."""
+    """Position of a panel in its drawing, in units from the upper left corner, and its range of steps."""
 
     left: float
     right: float
     top: float
     bottom: float
-    first_step: float
-    last_step: float
+    first: float
+    last: float
 
 
 def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
-    """The drawing and the places of its panels.
+    """Return the drawing and the places of its panels.
 
     Args:
         order: names of all series; a series has its colour and dashes by its place here.
@@ -99,10 +102,14 @@ def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
     panels = chart.panels
     axes_height = PANEL_HEIGHT if len(panels) == 1 else SMALL_PANEL_HEIGHT
     height = TOP + BOTTOM + len(panels) * axes_height + (len(panels) - 1) * GAP
-    names = order if chart.is_by_series and len(order) > 1 else _names(panels)
-    named = [name for name in _names(panels) if name]
+    curve_names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
+    names = order if chart.is_by_series and len(order) > 1 else curve_names
+    named = [name for name in curve_names if name]
     right = WIDTH - (SWATCH + _width(named) + 2 if named else 12.0)
-    span = _span(panels)
+    steps = np.concatenate([curve.steps for panel in panels for curve in panel.curves])
+    span = float(steps.min()), float(steps.max())
+    if span[0] == span[1]:
+        span = span[0] - 0.5, span[1] + 0.5
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH / UNIT, height / UNIT), dpi=UNIT)
         figure.subplots_adjust(
@@ -119,23 +126,13 @@ def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
     return figure, [Place(LEFT, right, top, top + axes_height, *span) for top in tops]
 
 
-def _names(panels: Sequence[Panel]) -> list[str]:
-    return list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
-
-
 def _width(names: Sequence[str]) -> float:
-    """Of the longest name in units, in matplotlib's own font: it is wider than most that a page may have."""
+    """Return the width of the longest name in units, in matplotlib's font, which is wider than most."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
     font = FontProperties(size=SMALL_TEXT)
     return max(text_to_path.get_text_width_height_descent(_short(name), font, False)[0] for name in names)
-
-
-def _span(panels: Sequence[Panel]) -> tuple[float, float]:
-    steps = np.concatenate([curve.steps for panel in panels for curve in panel.curves])
-    first, last = float(steps.min()), float(steps.max())
-    return (first, last) if last > first else (first - 0.5, last + 0.5)
 
 
 def _panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str], span: tuple[float, float]) -> None:
@@ -159,7 +156,7 @@ def _panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str], span: t
 
 
 def _line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
-    """The mean, its band with the opacity `alpha`, and a mark at every point where there are few."""
+    """Draw the mean, its band with the opacity `alpha`, and a mark at every point where there are few."""
     colour = COLOURS[index % len(COLOURS)]
     # A step that the metric was not logged at is bridged; a value that was not finite is a gap.
     if not curve.has_band and not np.array_equal(curve.trend, curve.mean, equal_nan=True):
@@ -179,7 +176,7 @@ def _line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
 
 
 def _stack(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
-    """Areas on top of each other, edged by the background so that neighbours are told apart."""
+    """Draw areas on top of each other, edged by the background so that neighbours are told apart."""
     steps = _steps(panel)
     labels = [_short(curve.name) for curve in panel.curves]
     areas = axes.stackplot(steps, [_at(curve, steps) for curve in panel.curves], labels=labels)
@@ -190,30 +187,24 @@ def _stack(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
 
 
 def _at(curve: Curve, steps: np.ndarray) -> np.ndarray:
-    """The curve's means at other steps: 0 where it has none."""
-    known = dict(zip(curve.steps.tolist(), curve.mean.tolist(), strict=True))
-    return np.nan_to_num(np.array([known.get(step, 0.0) for step in steps.tolist()]))
+    means = dict(zip(curve.steps.tolist(), curve.mean.tolist(), strict=True))
+    return np.nan_to_num(np.array([means.get(step, 0.0) for step in steps.tolist()]))
 
 
 def _limits(all_axes: Sequence[Axes], chart: Chart) -> None:
-    """From 0 where nothing is negative; the guard's threshold where it lies within what is shown."""
+    """Start at 0 where nothing is negative; draw the guard's threshold where it is in view."""
     low, high = all_axes[0].get_ylim()
     tops = np.concatenate([_tops(chart, panel) for panel in chart.panels])
     lowest = min(float(np.nanmin(curve.low)) for panel in chart.panels for curve in panel.curves)
-    if chart.figure.kind == "stack" or (chart.figure.from_zero and lowest >= 0):
-        low = 0.0
     if chart.figure.kind == "stack":
-        high = float(tops.max()) * 1.02
+        low, high = 0.0, float(tops.max()) * 1.02
+    elif chart.figure.from_zero and lowest >= 0:
+        low = 0.0
     usual = float(np.percentile(tops, USUAL))
     if chart.figure.cuts_spikes and tops.max() > SPIKE * usual > 0:
         high = 1.2 * usual
-        _note(
-            all_axes[0],
-            f"up to {number(float(tops.max()))}",
-            (0.5, 1),
-            ("axes fraction", "axes fraction"),
-            -12,
-        )
+        text = f"up to {number(float(tops.max()))}"
+        _note(all_axes[0], text, (0.5, 1), ("axes fraction", "axes fraction"), -12)
     middle = (low + high) / 2
     least = abs(middle) * LEAST_SPAN / 2  # narrower, and its numbers of four digits would all be the same
     low, high = min(low, middle - least), max(high, middle + least)
@@ -229,7 +220,7 @@ def _note(axes: Axes, text: str, at: tuple[float, float], system: tuple[str, str
 
 
 def _tops(chart: Chart, panel: Panel) -> np.ndarray:
-    """float64 [N]: the highest finite value of each step."""
+    """Return the highest finite value of each step, float64 [N]."""
     if chart.figure.kind == "stack":
         return np.sum([_at(curve, _steps(panel)) for curve in panel.curves], axis=0)
     highs = np.concatenate([curve.high for curve in panel.curves])
@@ -242,3 +233,62 @@ def _steps(panel: Panel) -> np.ndarray:
 
 def _short(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+THEME = {
+    **{colour: f"var(--series-{index})" for index, colour in enumerate(COLOURS)},
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    GRID: "var(--grid)",
+    SURFACE: "var(--surface)",
+}
+_NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
+_REFERENCE = re.compile(r"#([^)\s\"]+)")
+
+
+def themed_svg(figure: Figure, key: str, label: str) -> str:
+    """Return the drawing as an <svg> element whose colours follow the page's theme.
+
+    Args:
+        key: made part of every id, so that drawings in one page do not share any.
+        label: a description for screen readers.
+    """
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    ET.register_namespace("", SVG)
+    root = ET.fromstring(text.getvalue())
+    used = set(_REFERENCE.findall(text.getvalue()))
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag.endswith(("}metadata", "}style")):
+                parent.remove(child)
+    for element in root.iter():
+        _clean(element, key, used)
+    for name in ("width", "height"):
+        root.attrib.pop(name, None)
+    root.set("role", "img")
+    root.set("aria-label", label)
+    return ET.tostring(root, encoding="unicode")
+
+
+def _clean(element: ET.Element, key: str, used: set[str]) -> None:
+    """Make referenced ids unique, drop the others; shorten numbers; replace colours by the theme's."""
+    name = element.attrib.pop("id", None)
+    if name in used:
+        element.set("id", f"{key}-{name}")
+    link = element.attrib.pop(f"{{{XLINK}}}href", None)
+    if link is not None:
+        element.set("href", f"#{key}-{link.removeprefix('#')}")
+    for attribute in ("clip-path", "style"):
+        if attribute in element.attrib:
+            element.set(attribute, element.attrib[attribute].replace("url(#", f"url(#{key}-"))
+    for attribute in {"d", "x", "y", "transform"} & element.attrib.keys():
+        rounded = _NUMBER.sub(lambda m: f"{float(m[0]):.1f}".removesuffix(".0"), element.attrib[attribute])
+        element.set(attribute, " ".join(rounded.split()))
+    if "style" in element.attrib:
+        style = re.sub(r"font-family: [^;]*;? ?", "", element.attrib["style"])  # the page has its own
+        element.set("style", re.sub(r"#[0-9a-f]{6}", lambda match: THEME.get(match[0], match[0]), style))

@@ -1,10 +1,12 @@
-"""What the report shows: one entry a figure, grouped into sections."""
+"""The figures of the report, in sections. Texts and units come from `metrics.catalogue`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from calibadv_jax.metrics import catalogue
 
 
 @dataclass(frozen=True)
@@ -13,7 +15,7 @@ class Figure:
 
     key: str  # names its anchor and its PNG file
     title: str
-    text: str  # what is shown, and what to look for
+    text: str  # the values and how to read them
     unit: str
     metrics: Mapping[str, str]  # metric -> name of its line; a name ending in "*" stands for all that follow
     kind: Literal["lines", "stack"] = "lines"
@@ -31,181 +33,162 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
 
 
-def _one(key: str, title: str, text: str, unit: str, metric: str, **more: object) -> Figure:
-    return Figure(key, title, text, unit, {metric: ""}, **more)  # type: ignore[arg-type]
+def _figure(
+    key: str,
+    title: str,
+    metrics: str | Mapping[str, str],
+    note: str = "",
+    unit: str = "",
+    text: str = "",
+    **options: object,
+) -> Figure:
+    """Return a figure whose text and unit are those of its metrics in the catalogue.
+
+    Args:
+        metrics: as of `Figure`, or the only one.
+        note: how to read the values.
+        unit, text: replace those of the catalogue.
+    """
+    lines = {metrics: ""} if isinstance(metrics, str) else metrics
+    labels: dict[catalogue.Metric, list[str]] = {}
+    for name, label in lines.items():
+        if (entry := catalogue.find(name)) and not name.endswith("*"):
+            labels.setdefault(entry, []).append(label)
+    parts = [
+        entry.meaning if len(names) == len(lines) else f"{' and '.join(names)}: {entry.meaning}"
+        for entry, names in labels.items()
+    ]
+    if not text:
+        unit, described = unit or next(iter(labels)).unit.strip("-"), "; ".join(parts)
+        text = f"{described[0].upper()}{described[1:]}."
+    return Figure(key, title, f"{text} {note}".rstrip(), unit, lines, **options)  # type: ignore[arg-type]
 
 
+_COLD_START = [
+    _figure("sft_loss", "Loss", "sft/loss"),
+    _figure("sft_entropy", "Entropy", "sft/entropy"),
+    _figure("sft_rate", "Learning rate", "sft/lr"),
+    _figure("sft_tokens", "Tokens", "sft/tokens"),
+]
 _OUTCOME = [
-    _one("reward", "Reward", "Mean answer score × format validity. It should rise.", "reward", "reward/mean"),
-    _one("f1", "F1", "Mean F1 of the answers of the step's trajectories.", "F1", "reward/f1"),
-    Figure(
+    _figure("reward", "Reward", "reward/mean", "It should rise."),
+    _figure("f1", "F1", "reward/f1"),
+    _figure(
         "f1_by_source",
         "F1 by data source",
-        "Mean F1 of the trajectories of each data source.",
-        "F1",
-        {"f1/*": ""},
+        "f1/*",
+        unit="F1",
+        text="Mean F1 of the trajectories of each data source.",
         needs_rollouts=True,
     ),
-    Figure(
-        "exact",
-        "Exact match",
-        "Share of answers that equal a golden answer (EM) or contain one (cover EM).",
-        "share",
-        {"reward/em": "EM", "reward/cover_em": "cover EM"},
-    ),
-    _one(
+    _figure("exact", "Exact match", {"reward/em": "EM", "reward/cover_em": "cover EM"}),
+    _figure(
         "format",
         "Valid format",
-        "Share of trajectories that keep to the format. It should go to 1; the reward falls with it.",
-        "share",
         "reward/format_valid",
+        "It should go to 1; the reward falls with it.",
         limit="guards.min_format_valid",
     ),
-    Figure(
-        "solved",
-        "Best of the group",
-        "Mean of each group's best score, and share of groups with a right answer.",
-        "share",
-        {"group/best_score": "best score", "group/solved": "solved"},
-    ),
-    Figure(
+    _figure("solved", "Best of the group", {"group/best_score": "best score", "group/solved": "solved"}),
+    _figure(
         "evaluation_f1",
         "F1 on held-out questions",
-        "Evaluations during the training, by temperature and data source.",
-        "F1",
-        {"eval_f1/*": ""},
+        "eval_f1/*",
+        unit="F1",
+        text="Evaluations during the training, by temperature and data source.",
     ),
 ]
 _BEHAVIOUR = [
-    _one(
+    _figure(
         "entropy",
         "Entropy",
-        "Of the policy over trained tokens. Falling to 0: it stops exploring. A steep rise often comes before"
-        " a collapse.",
-        "nats",
         "actor/entropy",
+        "Falling to 0: it stops exploring. A steep rise often comes before a collapse.",
         limit="guards.min_entropy",
     ),
-    _one(
-        "searches", "Searches", "Mean number of searches a trajectory.", "searches", "rollout/searches/mean"
-    ),
-    Figure(
+    _figure("searches", "Searches", "rollout/searches/mean"),
+    _figure(
         "lengths",
         "Lengths",
-        "Mean tokens a trajectory: of the whole response with its documents, and of what the policy wrote.",
-        "tokens",
         {"rollout/response_length/mean": "response", "rollout/sampled_tokens/mean": "sampled"},
     ),
-    _one("turns", "Turns", "Mean number of turns a trajectory.", "turns", "rollout/turns/mean"),
-    Figure(
+    _figure("turns", "Turns", "rollout/turns/mean"),
+    _figure(
         "endings",
         "How trajectories end",
-        "Shares that end with an answer, hold an invalid turn, or were cut at the length limit.",
-        "share",
         {"rollout/answered": "answered", "rollout/invalid": "invalid", "rollout/truncated": "truncated"},
     ),
-    _one(
+    _figure(
         "repetition",
         "Repetition in thinks",
-        "Share of a turn's 4-grams of tokens that stood in it before. A loop is close to 1.",
-        "share",
         "rollout/think_repetition",
+        "A loop is close to 1.",
         limit="guards.max_think_repetition",
     ),
-    _one(
+    _figure(
         "perplexity",
-        "Perplexity of what was sampled",
-        "Under the policy that sampled it. 1 is deterministic; noise is far above.",
-        "perplexity",
+        "Perplexity of sampled tokens",
         "rollout/sampled_perplexity",
+        "1 is deterministic; noise is far above.",
         from_zero=False,
         limit="guards.max_sampled_perplexity",
     ),
 ]
 _CREDIT = [
-    Figure(
+    _figure(
         "mass_before",
         "Answer advantage before the calibration",
-        "Sum of the positive and size of the negative advantage over the tokens of the answer turns.",
-        "advantage × tokens",
         {"advantage/answer/positive_before": "positive", "advantage/answer/negative_before": "negative"},
     ),
-    Figure(
+    _figure(
         "mass_after",
         "Answer advantage after the calibration",
-        "The same after it. Under CalibAdv the two are in the ratio advantage.target_ratio. Where right and"
-        " wrong answers are equally long they are so from the start, and the figure hardly changes.",
-        "advantage × tokens",
         {"advantage/answer/positive_after": "positive", "advantage/answer/negative_after": "negative"},
+        "Under CalibAdv the two are in the ratio advantage.target_ratio. Where right and wrong answers"
+        " are equally long they are so from the start, and the figure hardly changes.",
     ),
-    Figure(
+    _figure(
         "search_mass",
         "Penalty of the searches",
-        "Size of the negative advantage over the tokens of the search turns, before and after the"
-        " calibration. CalibAdv takes away what lies on searches that found silver documents.",
-        "advantage × tokens",
         {"advantage/search/negative_before": "before", "advantage/search/negative_after": "after"},
+        "CalibAdv takes away the part on searches that found silver documents.",
     ),
-    Figure(
+    _figure(
         "ratio",
         "Negative / positive",
-        "Ratio of the two masses. CalibAdv brings it to advantage.target_ratio; GRPO leaves it.",
-        "ratio",
         {"advantage/answer/ratio_before": "before", "advantage/answer/ratio_after": "after"},
+        "CalibAdv brings it to advantage.target_ratio; GRPO leaves it.",
         limit="guards.max_answer_ratio",
     ),
-    _one(
-        "softened",
-        "Softened queries",
-        "Of the search turns with a negative advantage, the share whose penalty was made smaller because they"
-        " found silver documents.",
-        "share",
-        "advantage/search/softened_share",
-    ),
-    _one(
-        "silver_groups",
-        "Groups with silver documents",
-        "Share of groups whose best trajectories are good enough to say which documents are worth finding.",
-        "share",
-        "advantage/silver/group_share",
-    ),
-    _one(
-        "silver_size",
-        "Silver documents",
-        "Mean number of silver documents in the groups that have any.",
-        "documents",
-        "advantage/silver/size_mean",
-    ),
-    Figure(
+    _figure("softened", "Softened queries", "advantage/search/softened_share"),
+    _figure("silver_groups", "Groups with silver documents", "advantage/silver/group_share"),
+    _figure("silver_size", "Silver documents", "advantage/silver/size_mean"),
+    _figure(
         "correctness",
         "Correctness of searches",
-        "Histogram of the correctness of the judged search turns, step by step. Correctness is what a search"
-        " is excused by.",
-        "share",
         {
             "advantage/correctness/zero_share": "0",
             "advantage/correctness/to_one_third_share": "0 to 1/3",
             "advantage/correctness/to_two_thirds_share": "1/3 to 2/3",
             "advantage/correctness/to_one_share": "2/3 to 1",
         },
+        unit="share",
+        text="Histogram of the correctness of the judged search turns, step by step. The larger the"
+        " correctness of a search, the smaller its penalty.",
         kind="stack",
     ),
-    Figure(
+    _figure(
         "groups",
         "Groups without a contrast",
-        "Shares of groups that are all wrong, all right, or one-sided (answer advantage of one sign only).",
-        "share",
         {
             "advantage/groups/all_wrong_share": "all wrong",
             "advantage/groups/all_right_share": "all right",
             "advantage/groups/one_sided_share": "one-sided",
         },
     ),
-    Figure(
+    _figure(
         "advantage_tokens",
         "Tokens with an advantage",
-        "Sampled tokens with a positive and a negative advantage, in search turns and in answer turns.",
-        "tokens",
         {
             "advantage/tokens/search_positive": "search +",
             "advantage/tokens/search_negative": "search −",
@@ -213,158 +196,78 @@ _CREDIT = [
             "advantage/tokens/answer_negative": "answer −",
         },
     ),
-    Figure(
+    _figure(
         "advantage_by_turn",
         "Advantage by turn",
-        "Mean advantage of the search turns and of the answer turns, before and after the calibration.",
-        "advantage",
-        {"turn_advantage/*": ""},
+        "turn_advantage/*",
+        unit="advantage",
+        text="Mean advantage of the search turns and of the answer turns, before and after the calibration.",
         needs_rollouts=True,
     ),
 ]
 _LEARNER = [
-    _one("loss", "Loss", "Of the update, normalised by all trained tokens.", "loss", "actor/loss"),
-    _one(
-        "grad_norm",
-        "Gradient norm",
-        "Before clipping. Spikes point at single batches that pull hard.",
-        "norm",
-        "actor/grad_norm",
+    _figure("loss", "Loss", "actor/loss"),
+    _figure(
+        "grad_norm", "Gradient norm", "actor/grad_norm", "Spikes point at single batches that pull hard."
     ),
-    _one(
-        "kl",
-        "Change within a step",
-        "KL divergence between the policy that is trained and the policy at the start of the step.",
-        "nats",
-        "actor/ppo_kl",
-    ),
-    _one(
-        "clip",
-        "Clipped tokens",
-        "Share of trained tokens whose gradient the clipping cut off.",
-        "share",
-        "actor/pg_clipfrac",
-    ),
-    _one("kl_reference", "Distance to the reference", "KL term of the loss.", "nats", "actor/kl_loss"),
-    _one("rate", "Learning rate", "At the first update of the step.", "rate", "actor/lr"),
-    Figure(
-        "packing",
-        "Packing",
-        "Share of the places in the rows that hold a token, and share of the trained tokens that were"
-        " computed: tokens without an advantage need not be.",
-        "share",
-        {"actor/row_fill": "filled", "actor/computed_share": "computed"},
-    ),
+    _figure("kl", "Change within a step", "actor/ppo_kl"),
+    _figure("clip", "Clipped tokens", "actor/pg_clipfrac"),
+    _figure("kl_reference", "Distance to the reference", "actor/kl_loss"),
+    _figure("rate", "Learning rate", "actor/lr"),
+    _figure("packing", "Packing", {"actor/row_fill": "filled", "actor/computed_share": "computed"}),
 ]
 _FRESHNESS = [
-    Figure(
-        "staleness",
-        "Staleness",
-        "Steps between the oldest policy that wrote a trajectory and the policy that it trains.",
-        "steps",
-        {"rollout/staleness/mean": "mean", "rollout/staleness/max": "oldest"},
-    ),
-    _one(
-        "mixed",
-        "Mixed versions",
-        "Share of trajectories that more than one version of the policy wrote.",
-        "share",
-        "rollout/mixed_versions",
-    ),
-    Figure(
+    _figure("staleness", "Staleness", {"rollout/staleness/mean": "mean", "rollout/staleness/max": "oldest"}),
+    _figure("mixed", "Mixed versions", "rollout/mixed_versions"),
+    _figure(
         "mismatch",
         "Mismatch of sampler and learner",
-        "Mean absolute difference of their log-probabilities: of the trained tokens, and of a fixed text"
-        " after every swap of the weights.",
-        "nats",
-        {
-            "actor/sampler_mismatch": "trained",
-            "rollout/probe_logprob_diff_mean": "fixed text",
-        },
+        {"actor/sampler_mismatch": "trained", "rollout/probe_logprob_diff_mean": "fixed text"},
     ),
-    Figure(
+    _figure(
         "importance",
         "Importance weights",
-        "Probability under the learner / under the sampler, of the sampled tokens: percentiles. All at 1"
-        " where the two agree and nothing is stale.",
-        "ratio",
         {"importance/p1": "1 %", "importance/p50": "50 %", "importance/p99": "99 %"},
+        unit="ratio",
+        text="Probability under the learner / under the sampler, of the sampled tokens: percentiles."
+        " All at 1 where the two agree and nothing is stale.",
         needs_rollouts=True,
         from_zero=False,
     ),
 ]
 _SPEED = [
-    Figure(
+    _figure(
         "phases",
         "Time by phase",
-        "Seconds of a step, phases on top of each other; the rest is what no phase covers.",
-        "seconds",
-        {"phase/*": ""},
+        "phase/*",
+        unit="seconds",
+        text="Seconds of a step, phases on top of each other; the rest is in no phase.",
         kind="stack",
         cuts_spikes=True,
     ),
-    _one(
-        "tokens_per_second",
-        "Tokens a second",
-        "Trained tokens (prompts and documents included) a second of the whole step.",
-        "tokens/s",
-        "perf/tokens_per_second",
-    ),
-    Figure(
+    _figure("tokens_per_second", "Tokens a second", "perf/tokens_per_second"),
+    _figure(
         "trajectory_seconds",
         "Seconds a trajectory",
-        "From the first token to the end: the mean, and the slowest, which the step waits for.",
-        "seconds",
         {"timing_s/trajectory/mean": "mean", "timing_s/trajectory/max": "slowest"},
         cuts_spikes=True,
     ),
 ]
 _TROUBLE = [
-    Figure(
-        "failures",
-        "Failed trajectories",
-        "Trajectories that could not be finished, by who failed. They are not trained on.",
-        "trajectories",
-        {"rollout/failed": "all", "rollout/failed/*": ""},
+    _figure("failures", "Failed trajectories", {"rollout/failed": "all", "rollout/failed/*": ""}),
+    _figure("workers", "Workers", {"rollout/workers": "in use", "rollout/workers_lost": "lost"}),
+    _figure(
+        "guards", "Guards", "guard/*", unit="tripped", text="1 if a metric is beyond its guard's threshold."
     ),
-    Figure(
-        "workers",
-        "Workers",
-        "Sampling workers that took the step's weights, and workers lost since the trainer's start.",
-        "workers",
-        {"rollout/workers": "in use", "rollout/workers_lost": "lost"},
-    ),
-    Figure(
-        "guards",
-        "Guards",
-        "1 if a metric is beyond its guard's threshold.",
-        "tripped",
-        {"guard/*": ""},
-    ),
-    _one(
-        "skipped",
-        "Skipped updates",
-        "Share of updates whose gradient was not finite.",
-        "share",
-        "actor/skipped",
-    ),
-    _one(
+    _figure("skipped", "Skipped updates", "actor/skipped"),
+    _figure(
         "nonfinite",
         "Values that were not finite",
-        "Metrics of the step that were infinite or no number.",
-        "metrics",
         "nonfinite_count",
+        unit="metrics",
+        text="Metrics of the step that were infinite or no number.",
     ),
 ]
-_COLD_START = [
-    _one(
-        "sft_loss", "Loss", "Mean negative log-probability of the demonstrations' tokens.", "nats", "sft/loss"
-    ),
-    _one("sft_entropy", "Entropy", "Of the policy over the demonstrations' tokens.", "nats", "sft/entropy"),
-    _one("sft_rate", "Learning rate", "At the step.", "rate", "sft/lr"),
-    _one("sft_tokens", "Tokens", "Tokens trained on in the step.", "tokens", "sft/tokens"),
-]
-
 SECTIONS = [
     Section("cold_start", "Cold start", "Supervised training on demonstrations.", _COLD_START),
     Section("outcome", "Does it learn?", "Scores of the training trajectories.", _OUTCOME),
@@ -372,16 +275,18 @@ SECTIONS = [
     Section(
         "credit",
         "Credit assignment",
-        "Which turn deserved what. Plain GRPO has no silver documents, and softens nothing.",
+        "The advantage of each turn. Plain GRPO has no silver documents, and softens nothing.",
         _CREDIT,
     ),
-    Section("learner", "Updates", "What the learner did with it.", _LEARNER),
+    Section("learner", "Updates", "Loss, gradient and step size of the learner.", _LEARNER),
     Section(
         "freshness",
         "Sampler and learner",
-        "How far the policy that wrote is from the policy that is trained.",
+        "Distance between the policy that sampled and the policy that is trained.",
         _FRESHNESS,
     ),
     Section("speed", "Speed", "Where the time goes.", _SPEED),
-    Section("trouble", "Failures and guards", "What went wrong, or nearly did.", _TROUBLE),
+    Section(
+        "trouble", "Failures and guards", "Failed trajectories, lost workers and tripped guards.", _TROUBLE
+    ),
 ]

@@ -1,17 +1,22 @@
-"""Charts: the figures with the values of the runs."""
+"""Charts: figures filled with the values of runs, from their metrics and their kept trajectories."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from calibadv_jax.contrib.report.curves import Curve, over_seeds, thin
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from calibadv_jax.contrib.report.figures import SECTIONS, Figure, Section
-from calibadv_jax.contrib.report.rollouts import rollout_values
-from calibadv_jax.contrib.report.runs import Run
-from calibadv_jax.contrib.report.settings import Series
+from calibadv_jax.contrib.report.runs import Run, Series
+from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.metrics.summary import ALIASES
+from calibadv_jax.record.schema import SCHEMA
 
 Values = dict[str, dict[int, float | None]]  # metric -> step -> value
 # Points of a curve: ALL_POINTS / number of series, so that the page stays below 5 MB.
@@ -24,14 +29,41 @@ _TEMPERATURE = r"greedy|temperature_[^/]+"
 EVALUATED_F1 = re.compile(
     rf"eval/(?P<source>.+)/f1/(?P<temperature>{_TEMPERATURE})|eval/(?P<first>{_TEMPERATURE})/(?P<last>.+)/f1"
 )
-SECOND_NAMES = (*ALIASES, "advantage/groups/tied_share")  # the last of earlier runs: it is group/tied
+SAME_CURVE = {  # metric -> the one that is shown instead of it
+    "advantage/groups/tied_share": "group/tied",  # of earlier versions
+    "group/all_zero": "advantage/groups/all_wrong_share",
+}
 PHASES = ("rollout", "advantage", "update", "record", "publish", "evaluate")
+MAX_STEPS = 100  # kept steps that are read of a run
+PERCENTILES = (1, 50, 99)
+_OF_TURNS = ("kind", "logprobs", "learner_logprobs", "advantage_raw", "advantage")
+COLUMNS = ["error", "data_source", "metrics", *(f"turns.list.element.{name}" for name in _OF_TURNS)]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values by step; NaN where no run had a finite one. Every array has one element a point, [N]."""
+
+    name: str
+    steps: np.ndarray  # float64
+    mean: np.ndarray  # float64, over the runs that have the step
+    low: np.ndarray  # float64, smallest of them
+    high: np.ndarray  # float64, largest of them
+    count: np.ndarray  # int64, how many they are
+    trend: np.ndarray  # float64, moving mean of `mean`
+    steps_per_point: int = 1
+
+    @property
+    def has_band(self) -> bool:
+        return bool(np.any(self.high > self.low))
+
+    @property
+    def is_empty(self) -> bool:
+        return not np.any(np.isfinite(self.mean))
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes."""
-
     title: str  # empty where the chart has one panel
     curves: tuple[Curve, ...]
 
@@ -45,18 +77,10 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Options:
-    """How curves are made."""
-
-    smooth: int
-    max_points: int
-
-
-@dataclass(frozen=True)
 class GatheredSection:
     section: Section
     charts: list[Chart]
-    constant: dict[str, float]  # title of what has the same value at every step of every run
+    constant: dict[str, float]  # title of a figure with the same value at every step of every run
 
 
 @dataclass(frozen=True)
@@ -68,57 +92,115 @@ class Gathered:
 
 
 def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
-    """Everything that the page draws. Figures without a value are left out.
+    """Return everything that the page draws. Figures without a value are left out.
 
     Args:
         smooth: points that the trends are means of; None: a tenth of the longest run's steps, at
             most MAX_SMOOTH.
     """
-    values = [[_values(run) for run in one.runs] for one in series]
-    max_points = min(MAX_POINTS, max(MIN_POINTS, ALL_POINTS // len(series)))
     if smooth is None:
-        longest = max(len(run.rows) for one in series for run in one.runs)
+        longest = max(len(run.rows) for each in series for run in each.runs)
         smooth = min(MAX_SMOOTH, max(1, longest // SMOOTH_SHARE))
-    options = Options(smooth, max_points)
-    found = [_section(section, series, values, options) for section in SECTIONS]
-    found.append(_others(series, values, options))
-    drawn = {chart.figure.key for one in found for chart in one.charts}
-    constant = {title for one in found for title in one.constant}
+    gatherer = _Gatherer(series, smooth)
+    sections = [gatherer.section(section) for section in [*SECTIONS, gatherer.other_metrics()]]
+    shown = {chart.figure.key for gathered in sections for chart in gathered.charts}
+    constant = {title for gathered in sections for title in gathered.constant}
     left_out = [
         figure
         for section in SECTIONS
         for figure in section.figures
-        if figure.needs_rollouts and figure.key not in drawn and figure.title not in constant
+        if figure.needs_rollouts and figure.key not in shown and figure.title not in constant
     ]
-    is_training = series[0].runs[0].kind == "training run"
-    panels = [panel for one in found for chart in one.charts for panel in chart.panels]
+    charts = [chart for gathered in sections for chart in gathered.charts]
+    curves = [curve for chart in charts for panel in chart.panels for curve in panel.curves]
     return Gathered(
-        [one for one in found if one.charts or one.constant],
-        left_out if is_training else [],
-        max((curve.steps_per_point for panel in panels for curve in panel.curves), default=1),
+        [gathered for gathered in sections if gathered.charts or gathered.constant],
+        left_out if series[0].runs[0].kind == "training run" else [],
+        max((curve.steps_per_point for curve in curves), default=1),
         smooth,
     )
 
 
-def _section(
-    section: Section, series: Sequence[Series], values: Sequence[Sequence[Values]], options: Options
-) -> GatheredSection:
-    """The section's charts; those whose curves are all flat become a line of text."""
-    gathered = GatheredSection(section, [], {})
-    for figure in section.figures:
-        chart = _chart(figure, series, values, options)
-        if chart is None:
-            continue
-        value = _constant(chart)
-        if value is None:
-            gathered.charts.append(chart)
+class _Gatherer:
+    def __init__(self, series: Sequence[Series], smooth: int):
+        self.series, self.smooth = series, smooth
+        self.values = [[_values(run) for run in each.runs] for each in series]  # by series and run
+        self.logged = list(dict.fromkeys(name for runs in self.values for values in runs for name in values))
+        self.max_points = min(MAX_POINTS, max(MIN_POINTS, ALL_POINTS // len(series)))
+
+    def section(self, section: Section) -> GatheredSection:
+        """Return the section's charts; those whose curves are all flat become a line of text."""
+        gathered = GatheredSection(section, [], {})
+        for figure in section.figures:
+            chart = self._chart(figure)
+            if chart is None:
+                continue
+            curves = [curve for panel in chart.panels for curve in panel.curves]
+            ends = [end for curve in curves for end in (*curve.low, *curve.high)]
+            if all(end == ends[0] for end in ends):  # never if one is NaN
+                gathered.constant[chart.figure.title] = float(ends[0])
+            else:
+                gathered.charts.append(chart)
+        return gathered
+
+    def other_metrics(self) -> Section:
+        """Return a section with a figure for each metric that no figure of SECTIONS shows."""
+        figures = [
+            Figure(_key(metric), metric, "", "", {metric: ""}, from_zero=False)
+            for metric in sorted(set(self.logged) - set(_shown(self.logged)))
+        ]
+        return Section("other", "Other metrics", "Logged, and in no figure above.", figures)
+
+    def _chart(self, figure: Figure) -> Chart | None:
+        lines = self._lines(figure)
+        by_series = [
+            [self._curve(metric, label, runs) for metric, label in lines.items()] for runs in self.values
+        ]
+        names = [each.name if len(self.series) > 1 else "" for each in self.series]
+        # A panel compares series where they are the more, else the lines of one series.
+        is_by_series = len(lines) == 1 or (len(self.series) > len(lines) and figure.kind == "lines")
+        if is_by_series:
+            if len(lines) == 1 and (label := next(iter(lines.values()))):
+                figure = replace(figure, title=f"{figure.title}: {label}")
+            titles = [label if len(lines) > 1 else "" for label in lines.values()]
+            rows = [
+                [replace(curve, name=name) for curve, name in zip(curves, names, strict=True)]
+                for curves in zip(*by_series, strict=True)
+            ]
         else:
-            gathered.constant[chart.figure.title] = value
-    return gathered
+            titles, rows = names, by_series
+        panels = [
+            Panel(title, tuple(curves))
+            for title, row in zip(titles, rows, strict=True)
+            if (curves := [curve for curve in row if not curve.is_empty])
+        ]
+        return Chart(figure, tuple(panels), self._limit(figure), is_by_series) if panels else None
+
+    def _lines(self, figure: Figure) -> dict[str, str]:
+        """Return metric -> name of its line, of the logged metrics."""
+        lines: dict[str, str] = {}
+        for metric, label in figure.metrics.items():
+            start = metric.removesuffix("*")
+            if start == metric:
+                lines |= {metric: label} if metric in self.logged else {}
+                continue
+            matching = [name for name in self.logged if name.startswith(start)]
+            lines |= {name: name.removeprefix(start).replace("_", " ") for name in matching}
+        return lines
+
+    def _curve(self, metric: str, label: str, runs: Sequence[Values]) -> Curve:
+        by_step = [values.get(metric, {}) for values in runs]
+        is_sparse = max(map(len, by_step)) <= MAX_MARKS  # every point of it is marked and stands for itself
+        return thin(over_seeds(label, by_step, 1 if is_sparse else self.smooth), self.max_points)
+
+    def _limit(self, figure: Figure) -> float | None:
+        limits = {run.setting(figure.limit) for each in self.series for run in each.runs}
+        (limit,) = limits if len(limits) == 1 else (None,)
+        return float(limit) if figure.limit and isinstance(limit, int | float) else None
 
 
 def _values(run: Run) -> Values:
-    """Every metric of a run by step, with those that the report derives."""
+    """Return every metric of a run by step, with those that the report derives."""
     names = dict.fromkeys(name for row in run.rows.values() for name in row)
     values: Values = {name: run.values(name) for name in names if name not in ("step", "nonfinite")}
     values |= {"nonfinite_count": {step: len(row.get("nonfinite", [])) for step, row in run.rows.items()}}
@@ -126,121 +208,45 @@ def _values(run: Run) -> Values:
         if match := EVALUATED_F1.fullmatch(name):
             temperature = (match["temperature"] or match["first"]).replace("_", " ")
             values[f"eval_f1/{match['source'] or match['last']}, {temperature}"] = values[name]
-    return values | _phases(run) | rollout_values(run)
+    return values | _phases(run, names) | rollout_values(run)
 
 
-def _phases(run: Run) -> Values:
-    """Seconds by phase, and what is left of the step; a phase that a step did not have took 0."""
-    found: Values = {}
-    names = [name for name in PHASES if run.values(f"timing_s/{name}")]
-    names += [
+def _phases(run: Run, names: Iterable[str]) -> Values:
+    """Return seconds by phase, and the rest of the step; a phase that a step did not have took 0."""
+    timed = [
         name.removeprefix("timing_s/")
-        for name in dict.fromkeys(name for row in run.rows.values() for name in row)
+        for name in names
         if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step"
     ]
+    phases = [name for name in PHASES if name in timed] + [name for name in timed if name not in PHASES]
+    values: Values = defaultdict(dict)
     for step, row in run.rows.items():
-        total, known = row.get("timing_s/step"), 0.0
+        total = row.get("timing_s/step")
         if total is None:
             continue
-        for name in dict.fromkeys(names):
-            seconds = row.get(f"timing_s/{name}") or 0.0
-            found.setdefault(f"phase/{name}", {})[step] = seconds
-            known += seconds
-        found.setdefault("phase/rest" if names else "phase/step", {})[step] = max(0.0, total - known)
-    return found
+        seconds = {name: row.get(f"timing_s/{name}") or 0.0 for name in phases}
+        for name, value in seconds.items():
+            values[f"phase/{name}"][step] = value
+        values["phase/rest" if phases else "phase/step"][step] = max(0.0, total - sum(seconds.values()))
+    return dict(values)
 
 
-def _chart(
-    figure: Figure, series: Sequence[Series], values: Sequence[Sequence[Values]], options: Options
-) -> Chart | None:
-    lines = _lines(figure, [metric for runs in values for one in runs for metric in one])
-    names = [one.name if len(series) > 1 else "" for one in series]
-    by_series = [[_curve(metric, label, runs, options) for metric, label in lines.items()] for runs in values]
-    limit = _limit(figure, series)
-    # A panel shows what is to be compared: series where they are the more, else the lines of one series.
-    is_by_series = len(lines) == 1 or (len(series) > len(lines) and figure.kind == "lines")
-    if is_by_series:
-        if len(lines) == 1 and (label := next(iter(lines.values()))):
-            figure = replace(figure, title=f"{figure.title}: {label}")
-        titles = [label if len(lines) > 1 else "" for label in lines.values()]
-        named = [
-            [replace(curve, name=name) for curve in one] for one, name in zip(by_series, names, strict=True)
-        ]
-        rows = [list(curves) for curves in zip(*named, strict=True)]
-    else:
-        titles, rows = names, by_series
-    panels = [
-        Panel(title, tuple(shown))
-        for title, row in zip(titles, rows, strict=True)
-        if (shown := [curve for curve in row if not curve.is_empty])
-    ]
-    return Chart(figure, tuple(panels), limit, is_by_series) if panels else None
-
-
-def _curve(metric: str, label: str, runs: Sequence[Values], options: Options) -> Curve:
-    by_step = [one.get(metric, {}) for one in runs]
-    is_sparse = max(map(len, by_step)) <= MAX_MARKS  # every point of it is marked and stands for itself
-    return thin(over_seeds(label, by_step, 1 if is_sparse else options.smooth), options.max_points)
-
-
-def _lines(figure: Figure, logged: Sequence[str]) -> dict[str, str]:
-    """Metric -> name of its line, of those that were logged."""
-    lines: dict[str, str] = {}
-    for metric, label in figure.metrics.items():
-        if not metric.endswith("*"):
-            lines |= {metric: label} if metric in logged else {}
-            continue
-        start = metric.removesuffix("*")
-        matching = [name for name in dict.fromkeys(logged) if name.startswith(start)]
-        lines |= {name: name.removeprefix(start).replace("_", " ") for name in matching}
-    return lines
-
-
-def _limit(figure: Figure, series: Sequence[Series]) -> float | None:
-    if not figure.limit:
-        return None
-    limits = {run.setting(figure.limit) for one in series for run in one.runs}
-    (limit,) = limits if len(limits) == 1 else (None,)
-    return float(limit) if isinstance(limit, int | float) else None
-
-
-def _constant(chart: Chart) -> float | None:
-    """The value of a chart whose curves all have one and the same, at every step; None for others."""
-    ends = [
-        end for panel in chart.panels for curve in panel.curves for end in (*curve.low, *curve.high)
-    ]  # NaN equals nothing, itself included
-    return float(ends[0]) if all(end == ends[0] for end in ends) else None
-
-
-def _others(
-    series: Sequence[Series], values: Sequence[Sequence[Values]], options: Options
-) -> GatheredSection:
-    """What no figure shows."""
-    logged = {metric for runs in values for one in runs for metric in one}
-    figures = [
-        Figure(_key(metric), metric, "", "", {metric: ""}, from_zero=False)
-        for metric in sorted(logged - set(_shown(logged)))
-    ]
-    section = Section("other", "Other metrics", "Logged, and in no figure above.", figures)
-    return _section(section, series, values, options)
-
-
-def _shown(logged: set[str]) -> Iterator[str]:
-    """Metrics of a figure, second names of metrics, ends of ranges, and what the report derived."""
+def _shown(logged: Sequence[str]) -> Iterator[str]:
+    """Yield metrics of a figure, second names of metrics, ends of ranges, and derived ones."""
     patterns = [name for section in SECTIONS for figure in section.figures for name in figure.metrics]
     starts = tuple(name.removesuffix("*") for name in patterns if name.endswith("*"))
     for name in logged:
         base, _, part = name.rpartition("/")
         is_end = part in ("max", "min") and f"{base}/mean" in logged
-        is_alias = name in SECOND_NAMES or base in SECOND_NAMES
+        is_second = name in ALIASES or base in ALIASES or SAME_CURVE.get(name) in logged
         is_phase = name.startswith("timing_s/") and name.count("/") == 1
         is_evaluation = name.startswith("eval/")
-        if name in patterns or name.startswith(starts) or is_end or is_alias or is_phase or is_evaluation:
+        if name in patterns or name.startswith(starts) or is_end or is_second or is_phase or is_evaluation:
             yield name
 
 
 def _key(metric: str) -> str:
-    """Names an anchor and a file; different metrics have different ones."""
+    """Return a name for an anchor and a file; different metrics have different ones."""
     codes = {"/": "-", "_": "_"}
     return "metric_" + "".join(
         letter if letter.isalnum() else codes.get(letter, f"-{ord(letter)}-") for letter in metric
@@ -248,17 +254,128 @@ def _key(metric: str) -> str:
 
 
 def state(run: Run) -> str:
-    """How far a run is, in words."""
     planned = run.setting("sft.steps" if run.kind == "cold start" else "learner.steps")
     last = run.steps[-1]
     if not isinstance(planned, int):
         return f"{last} step{'s' if last > 1 else ''}"
-    if last >= planned:
-        return f"{last} of {planned} steps"
-    return f"{last} of {planned} steps: still running, or stopped early"
+    return f"{last} of {planned} steps{'' if last >= planned else ': still running, or stopped early'}"
 
 
 def mean_of_last(values: Mapping[int, float | None]) -> float | None:
-    """Mean of the last ten finite values."""
     last = [value for _, value in sorted(values.items()) if value is not None][-10:]
     return sum(last) / len(last) if last else None
+
+
+def over_seeds(name: str, runs: Sequence[Mapping[int, float | None]], smooth: int = 1) -> Curve:
+    """Return mean, smallest and largest over the runs, at every step that a run logged.
+
+    Args:
+        runs: step -> value of each run; None where the value was not finite.
+        smooth: points that the trend is a mean of.
+    """
+    steps = sorted({step for run in runs for step in run})
+    rows = [[np.nan if (value := run.get(step)) is None else value for step in steps] for run in runs]
+    values = np.array(rows, np.float64).reshape(len(runs), len(steps))
+    mean, low, high, count = _spread(values, values, values)
+    return Curve(name, np.array(steps, np.float64), mean, low, high, count, moving_mean(mean, smooth))
+
+
+def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
+    """Return the mean of the finite values among `width` around each, fewer at both ends; NaN stays NaN."""
+    if not len(values):
+        return values
+    padded = np.pad(values, ((width - 1) // 2, width // 2), constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, width).T  # [width, N]
+    return np.where(np.isfinite(values), _spread(windows, windows, windows)[0], np.nan)
+
+
+def thin(curve: Curve, max_points: int) -> Curve:
+    """Return at most `max_points` points, each for as many steps in a row, the last one for the rest.
+
+    The mean is over its steps, the band from the smallest to the largest value of any run at any of them, so
+    that no spike is lost.
+    """
+    width = -(-len(curve.steps) // max_points)
+    if width <= 1:
+        return curve
+
+    def split(values: np.ndarray) -> np.ndarray:  # [width, points], NaN at the end
+        padding = (0, -len(values) % width)
+        return np.pad(values.astype(np.float64), padding, constant_values=np.nan).reshape(-1, width).T
+
+    mean, low, high, _ = _spread(split(curve.mean), split(curve.low), split(curve.high))
+    count = np.nanmax(split(curve.count), axis=0).astype(np.int64)
+    trend, *_ = _spread(*[split(curve.trend)] * 3)
+    steps = np.nanmean(split(curve.steps), axis=0)
+    return Curve(curve.name, steps, mean, low, high, count, trend, width)
+
+
+def _spread(
+    values: np.ndarray, lowest: np.ndarray, highest: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return mean, minimum, maximum and number of each column's finite values; NaN where there is none."""
+    is_finite = np.isfinite(values)
+    count = is_finite.sum(axis=0)
+    total = np.where(is_finite, values, 0.0).sum(axis=0)
+    mean = np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
+    low = np.where(np.isfinite(lowest), lowest, np.inf).min(axis=0, initial=np.inf)
+    high = np.where(np.isfinite(highest), highest, -np.inf).max(axis=0, initial=-np.inf)
+    return mean, np.where(count > 0, low, np.nan), np.where(count > 0, high, np.nan), count
+
+
+def rollout_values(run: Run) -> Values:
+    """Return values from kept trajectories, under the names of figures.py; empty where nothing was kept.
+
+    f1/SOURCE: mean F1 of the data source.
+    turn_advantage/…: mean over the search or answer turns, before and after the calibration.
+    importance/pN: percentile of exp(learner's - sampler's log-probability) over sampled tokens, where the
+        learner's were computed.
+    """
+    values: Values = defaultdict(dict)
+    for step in chosen_steps(list(run.rollouts)):
+        try:
+            with pq.ParquetFile(run.rollouts[step]) as file:
+                table = file.read(columns=COLUMNS)
+        except pa.ArrowInvalid:  # cut off
+            table = SCHEMA.empty_table()
+        finished = table.filter(pc.is_null(table["error"]))
+        turns = finished["turns"].combine_chunks().flatten()
+        for name, value in (_f1(finished) | _advantages(turns) | _importance(turns)).items():
+            values[name][step] = value
+    return dict(values)
+
+
+def chosen_steps(steps: list[int]) -> list[int]:
+    """Return every k-th step, counted from the last one, so that at most MAX_STEPS are read."""
+    stride = max(1, -(-len(steps) // MAX_STEPS))
+    return sorted(steps)[::-1][::stride][::-1]
+
+
+def _f1(finished: pa.Table) -> dict[str, float]:
+    by_source: dict[str, list[float]] = defaultdict(list)
+    sources, metrics = (finished[name].to_pylist() for name in ("data_source", "metrics"))
+    for source, values in zip(sources, metrics, strict=True):
+        if (score := dict(values).get("f1")) is not None:
+            by_source[source].append(score)
+    return {f"f1/{source}": float(np.mean(scores)) for source, scores in sorted(by_source.items())}
+
+
+def _advantages(turns: pa.StructArray) -> dict[str, float]:
+    """Any action counts as a search; turns that are neither action nor answer are left out."""
+    kinds, values = turns.field("kind"), {}
+    is_action = pc.invert(pc.is_in(kinds, pa.array(NO_ACTIONS)))
+    for kind, members in (("search", is_action), ("answer", pc.equal(kinds, "answer"))):
+        for when, field in (("before", "advantage_raw"), ("after", "advantage")):
+            mean = pc.mean(turns.filter(members).field(field)).as_py()
+            if mean is not None:
+                values[f"turn_advantage/{kind} {when}"] = mean
+    return values
+
+
+def _importance(turns: pa.StructArray) -> dict[str, float]:
+    scored = turns.filter(pc.is_valid(turns.field("learner_logprobs")))
+    learner, sampler = (scored.field(name).flatten().to_numpy() for name in ("learner_logprobs", "logprobs"))
+    if not len(learner):
+        return {}
+    weights = np.exp(learner.astype(np.float64) - sampler)
+    return {f"importance/p{n}": float(np.percentile(weights, n)) for n in PERCENTILES}

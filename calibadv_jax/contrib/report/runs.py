@@ -1,25 +1,56 @@
-"""Run folders as they lie on disk: finished, still being written, or killed."""
+"""Run folders as they lie on disk, finished or not; their evaluations; and the series that they form."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from calibadv_jax.config.kept import newest_start, start_files
-from calibadv_jax.contrib.report.evaluations import Table, read_evaluations
+from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
 
 Kind = Literal["training run", "cold start"]
+COUNTS = ("questions", "trajectories", "failed")
+TITLES = {
+    "evaluation_before": "Before training",
+    "evaluation_after": "After training",
+    "evaluation": "Evaluation",
+}
+MAX_SERIES = 8  # curves of one chart that can be told apart
+IGNORED = marked(Mark.PER_RUN)  # keys that two runs of one experiment may have different
+LONGEST_NAME = 22  # letters of a curve's name
+
+
+@dataclass(frozen=True)
+class Score:
+    mean: float
+    low: float | None = None  # ends of the interval, where the evaluation made one
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationTable:
+    title: str
+    rows: dict[str, dict[str, Score]]  # questions, such as "temperature 0, all" -> metric -> score
+    confidence: float | None = None  # of the intervals
+
+    @property
+    def metrics(self) -> list[str]:
+        return list(dict.fromkeys(name for scores in self.rows.values() for name in scores))
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run folder holds.
+    """Contents of one run folder.
 
     Every start of a run leaves a config; that of the newest start whose files are whole counts.
     """
@@ -31,7 +62,7 @@ class Run:
     config: dict[str, Any]  # nested as in the YAML file; empty where the folder holds none
     identity: dict[str, str]  # hashes of question file, policy config and vocabulary
     num_starts: int
-    evaluations: list[Table]
+    evaluations: list[EvaluationTable]
     rollouts: dict[int, Path]  # step -> file of its kept trajectories
 
     @property
@@ -39,29 +70,28 @@ class Run:
         return sorted(self.rows)
 
     def values(self, metric: str) -> dict[int, float | None]:
-        """step -> value, of the steps that logged the metric; None where it was not finite."""
+        """Return step -> value, of the steps that logged the metric; None where it was not finite."""
         return {step: self.rows[step][metric] for step in self.steps if metric in self.rows[step]}
 
     def setting(self, key: str) -> Any:
-        """A config value by its dotted key; None where the config lacks it."""
-        found: Any = self.config
+        """Return a config value by its dotted key; None where the config lacks it."""
+        value: Any = self.config
         for part in key.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        return found
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Reads the folders, in the order given.
+    """Read the folders, in the order given.
 
     Raises:
         UserError: one is no run folder, has no metrics yet, is named twice, or is another kind of run.
     """
     resolved = [folder.resolve() for folder in folders]
-    twice = next((folder for folder in resolved if resolved.count(folder) > 1), None)
-    if twice is not None:
-        raise UserError(f"{twice}: named twice; name every run once")
-    names = _names(resolved)
-    runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    for folder in resolved:
+        if resolved.count(folder) > 1:
+            raise UserError(f"{folder}: named twice; name every run once")
+    runs = [_read(folder, _shortest_name(folder, resolved)) for folder in resolved]
     for run in runs:
         if run.kind != runs[0].kind:
             raise UserError(
@@ -70,17 +100,25 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     return runs
 
 
+def _shortest_name(folder: Path, folders: Sequence[Path]) -> str:
+    length = 1
+    while any(other.parts[-length:] == folder.parts[-length:] for other in folders if other != folder):
+        length += 1
+    return os.path.join(*folder.parts[-length:])
+
+
 def _read(folder: Path, name: str) -> Run:
-    path = folder / "metrics.jsonl"
-    start = newest_start(folder)
+    path, start = folder / "metrics.jsonl", newest_start(folder)
     if not path.is_file() and start is None:
-        raise UserError(f"{folder}: not a run folder, it has no metrics.jsonl; {_hint(folder)}")
+        within = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+        runs = [str(path) for path in within if path.name != "sft_metrics"][:8]
+        hint = f"it holds some: {' '.join(runs)}" if runs else "give the run.dir of a training run"
+        raise UserError(f"{folder}: not a run folder, it has no metrics.jsonl; {hint}")
     # A resumed run may write a step again; the later row is the one that the policy went on from.
     rows = {row["step"]: row for row in read_metrics(path)} if path.is_file() else {}
     if not rows:
         raise UserError(f"{folder}: no metrics yet; try again when the first step has ended")
     config = start.config if start else {}
-    output = (config.get("evaluate") or {}).get("output")
     return Run(
         folder,
         name,
@@ -89,25 +127,197 @@ def _read(folder: Path, name: str) -> Run:
         config,
         start.identity if start else {},
         len(start_files(folder)),
-        read_evaluations(folder, output),
+        read_evaluations(folder, (config.get("evaluate") or {}).get("output")),
         {step: path for step, path in kept_steps(folder).items() if step in rows},  # not those rolled back
     )
 
 
-def _hint(folder: Path) -> str:
-    within = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
-    within = [path for path in within if path.name != "sft_metrics"]
-    if within:
-        return "it holds some: " + " ".join(str(path) for path in within[:8])
-    return "give the run.dir of a training run"
+def read_evaluations(folder: Path, output: str | None) -> list[EvaluationTable]:
+    """Read the evaluations in a run's folder and those of the quickstart; half-written files are left out.
+
+    Args:
+        output: evaluate.output of the run, which may lie elsewhere or have another name.
+    """
+    first = ("evaluation_before", "evaluation_after")  # the others follow alphabetically
+    rank = {stem: place for place, stem in enumerate(first)}
+    paths = sorted(folder.glob("evaluation*.json"), key=lambda path: (rank.get(path.stem, 2), path.stem))
+    if output and Path(output).is_file() and Path(output).resolve() not in [path.resolve() for path in paths]:
+        paths.append(Path(output))
+    reports = [(TITLES.get(path.stem, path.stem.replace("_", " ")), read_json(path)) for path in paths]
+    tables = [table for report in reports if (table := _evaluation_table(*report))]
+    quickstart = read_json(folder / "quickstart.json")
+    if isinstance(quickstart, dict):
+        for name, stem in zip(("before", "after"), first, strict=True):
+            table = _evaluation_table(TITLES[stem], quickstart.get(name))
+            if table and table.title not in [other.title for other in tables]:
+                tables.append(table)
+    return tables
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    names = []
-    for folder in folders:
-        others = [other.parts for other in folders if other != folder]
-        length = 1
-        while any(parts[-length:] == folder.parts[-length:] for parts in others):
-            length += 1
-        names.append(os.path.join(*folder.parts[-length:]))
-    return names
+def read_json(path: Path) -> Any:
+    """Return the content; None where the file is missing or cut off: another program may be writing it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def _evaluation_table(title: str, report: Any) -> EvaluationTable | None:
+    """Read temperature -> data source -> metric -> mean, alone or under "scores" beside "intervals"."""
+    if not isinstance(report, dict):
+        return None
+    intervals, method = report.get("intervals", {}), report.get("method", "agent")
+    rows = {}
+    for temperature, sources in report.get("scores", report).items():
+        for source, means in sources.items():
+            ends = intervals.get(temperature, {}).get(source, {})
+            scores = {name: Score(mean, *ends.get(name, (None, None))) for name, mean in means.items()}
+            rows[f"temperature {temperature}, {source}"] = scores
+    title = title if method == "agent" else f"{title} ({method})"
+    return EvaluationTable(title, rows, report.get("confidence") if intervals else None) if rows else None
+
+
+def one_metric(
+    tables: Sequence[tuple[str, EvaluationTable]], metric: str
+) -> tuple[list[tuple[str, str]], list[tuple[str, list[str]]]]:
+    """Return one metric of all tables: (run, title) of the columns, and (questions, cells) of the rows.
+
+    Args:
+        tables: each with the name of its run.
+    """
+    columns = [(run, table) for run, table in tables if metric in table.metrics]
+    names = dict.fromkeys(name for _, table in columns for name in table.rows)
+    rows = [
+        (name, [score_cell(metric, table.rows.get(name, {}).get(metric)) for _, table in columns])
+        for name in names
+    ]
+    return [(run, table.title) for run, table in columns], rows
+
+
+def score_cell(metric: str, score: Score | None) -> str:
+    """Format as ``0.512 [0.470, 0.554]``; counts as whole numbers; ``-`` for a missing score."""
+    if score is None:
+        return "-"
+    mean = f"{score.mean:.0f}" if metric in COUNTS else f"{score.mean:.3f}"
+    return mean if score.low is None else f"{mean} [{score.low:.3f}, {score.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Series:
+    """Runs that differ in their seeds only: one curve."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def seeds(self) -> str:
+        seeds = [run.setting("run.seed") for run in self.runs]
+        return ", ".join("?" if seed is None else str(seed) for seed in seeds)
+
+
+@dataclass(frozen=True)
+class Setting:
+    key: str
+    values: tuple[str, ...]  # one a series; more than one value of its runs are joined by " | "
+    is_different: bool
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value; lists and empty sections count as values."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def group_runs(runs: Sequence[Run]) -> list[Series]:
+    """Put runs of the same config together, in the order of the first of each, named by what differs.
+
+    A run without a kept config stands alone.
+
+    Raises:
+        UserError: more configs than curves that can be told apart.
+    """
+    members: dict[Any, list[Run]] = {}
+    for run in runs:
+        members.setdefault(_experiment(run) if run.config else run.folder, []).append(run)
+    groups = list(members.values())
+    if len(groups) > MAX_SERIES:
+        raise UserError(
+            f"{len(groups)} different configs, but a chart can show {MAX_SERIES}; give fewer runs (runs that"
+            " differ in run.seed only are one curve)"
+        )
+    return [Series(name, tuple(group)) for name, group in zip(_series_names(groups), groups, strict=True)]
+
+
+def compare(series: Sequence[Series]) -> list[Setting]:
+    """Return every key of every config with its value in each series, in the order of the configs."""
+    flat = [[_relative(run) for run in each.runs] for each in series]
+    rows = []
+    for key in dict.fromkeys(key for configs in flat for config in configs for key in config):
+        values = [
+            list(dict.fromkeys(_as_text(config[key]) if key in config else "-" for config in configs))
+            for configs in flat
+        ]
+        is_different = len({text for texts in values for text in texts}) > 1
+        rows.append(Setting(key, tuple(" | ".join(texts) for texts in values), is_different))
+    return rows
+
+
+def _experiment(run: Run) -> tuple[tuple[str, str], ...]:
+    """Return the settings that two runs must share to be seeds of one experiment."""
+    flat = {key: _as_text(value) for key, value in _relative(run).items() if not among(IGNORED, key)}
+    for name, value in run.identity.items():
+        # A generated world has a seed of its own, and other questions and words with it.
+        if name == "policy.config" or not run.setting("world.dir"):
+            flat[name] = value
+    return tuple(sorted(flat.items()))
+
+
+def _relative(run: Run) -> dict[str, Any]:
+    """Return the flat config, paths in the run's folder written relative to it."""
+    folder, flat = run.setting("run.dir"), flatten(run.config)
+    inside = f"{str(folder).rstrip('/')}/"
+
+    def shorten(value: Any) -> Any:
+        if isinstance(value, list):
+            return [shorten(item) for item in value]
+        if isinstance(value, str) and value.startswith(inside):
+            return "${run.dir}/" + value.removeprefix(inside)
+        return value
+
+    return {key: shorten(value) for key, value in flat.items()} if folder else flat
+
+
+def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Name by the value of the one key that differs, by keys and values of two, else by the folders."""
+    if len(groups) == 1:
+        (runs,) = groups
+        if len(runs) == 1:
+            return [str(Path(*runs[0].folder.parts[-2:]))]
+        seeds = {(run.setting("run.seed"), run.setting("world.seed")) for run in runs}
+        return [f"{len(runs)} {'seeds' if len(seeds) == len(runs) else 'runs'}"]
+    experiments = [dict(_experiment(runs[0])) for runs in groups]
+    keys = dict.fromkeys(key for experiment in experiments for key in experiment)
+    differing = [key for key in keys if len({experiment.get(key) for experiment in experiments}) > 1]
+    if all(runs[0].config for runs in groups) and 1 <= len(differing) <= 2:
+        names = [_settings_name(experiment, differing) for experiment in experiments]
+        if len(set(names)) == len(names) and max(map(len, names)) <= LONGEST_NAME:
+            return names
+    return [runs[0].name if len(runs) == 1 else f"{runs[0].name} +{len(runs) - 1}" for runs in groups]
+
+
+def _settings_name(experiment: Mapping[str, str], keys: Sequence[str]) -> str:
+    if keys == ["advantage.name"]:
+        return experiment.get("advantage.name", "-")
+    return ", ".join(f"{key.split('.')[-1]} {experiment.get(key, '-')}" for key in keys)
+
+
+def _as_text(value: Any) -> str:
+    """Format as YAML on one line: null, true, 0.2, [a, b]."""
+    if isinstance(value, str):
+        return value or "''"
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

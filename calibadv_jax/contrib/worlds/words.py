@@ -1,14 +1,22 @@
-"""The closed vocabulary of the generated encyclopedia: every name is two of these words."""
+"""The closed vocabulary of the generated encyclopedia, and a word-level tokenizer of it.
+
+Every name is two words of POOLS.
+"""
 
 from __future__ import annotations
 
+from typing import Any
 
-def _words(text: str) -> list[str]:
-    return text.split()
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from calibadv_jax.core.tags import TAGS, Grammar
+
+_words = str.split
 
 
 def _joined(starts: str, ends: str) -> list[str]:
-    return [start + end for start in _words(starts) for end in _words(ends)]
+    return [start + end for start in starts.split() for end in ends.split()]
 
 
 POOLS: dict[str, tuple[list[str], list[str]]] = {
@@ -64,7 +72,7 @@ ADDRESSES = (
 )
 PAGE_WORDS = ["page", *ADDRESSES[0], *ADDRESSES[1]]
 
-# Only in a world that asks for ages. So many pairs of years that their difference is not learned by heart.
+# Only in a world that asks for ages: too many pairs of years to learn their differences by heart.
 BIRTHS, AGES = range(1700, 1810), range(20, 90)
 YEARS = range(BIRTHS.start, BIRTHS[-1] + AGES[-1] + 1)
 AGE_WORDS = [*_words("how old did become became born died"), *map(str, AGES), *map(str, YEARS)]
@@ -81,7 +89,32 @@ FUNCTION_WORDS = _words(
 PUNCTUATION = ["(", ")", ":", '"', '")', '("', ".", ",", "?", "!", "'", "-", *"0123456789"]
 
 
-def all_words() -> list[str]:
-    """Every word of the vocabulary once, in a fixed order."""
+EOS, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<unk>"
+
+
+def build_word_tokenizer(pages: bool = False, ages: bool = False) -> Any:
+    """Return a tokenizer with a token for each word, punctuation mark and protocol tag.
+
+    Unknown words become ``<unk>``. Decoding joins tokens with single spaces, so encoding the result
+    gives the same ids again.
+
+    Args:
+        pages: adds the words and tags of a world with pages.
+        ages: adds the words and tags of a world that asks for ages.
+    """
+    actions = [*(["access"] if pages else []), *(["calculate"] if ages else [])]
+    more_tags = [tag for tag in Grammar(tuple(actions)).tags if tag not in TAGS]
+    more_words = [*(PAGE_WORDS if pages else []), *(AGE_WORDS if ages else []), *more_tags]
     pools = [word for pair in POOLS.values() for pool in pair for word in pool]
-    return list(dict.fromkeys([*PUNCTUATION, *FUNCTION_WORDS, *pools]))
+    words = dict.fromkeys([PAD, EOS, UNKNOWN, *TAGS, *PUNCTUATION, *FUNCTION_WORDS, *pools, *more_words])
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in (*TAGS, *more_tags)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )

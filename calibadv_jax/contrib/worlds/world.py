@@ -8,37 +8,301 @@ words can be learned, facts cannot be memorised and must be searched.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.contrib.worlds.articles import Page, Passage, summarise, write_pages, write_passages
-from calibadv_jax.contrib.worlds.asking import ask, draw_kinds
-from calibadv_jax.contrib.worlds.facts import Facts, facts_of
-from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import ADDRESSES, AGES, BIRTHS, POOLS, build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import replacing_folder, write_jsonl
-from calibadv_jax.core.trajectory import Question
+from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.questions import write_questions
+
+Split = Literal["train", "eval", "cold_start"]
+SPLITS: tuple[Split, ...] = ("train", "eval", "cold_start")
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A fact type: how it is stated, asked for, and used to name its object within another question."""
+
+    subject: str
+    object: str
+    statement: str
+    question: str
+    phrase: str
+
+
+RELATIONS: dict[str, Relation] = {
+    "home": Relation("person", "city", "{} lives in {}", "where does {} live?", "the city where {} lives"),
+    "employer": Relation(
+        "person", "company", "{} works for {}", "who does {} work for?", "the company that {} works for"
+    ),
+    "base": Relation(
+        "company", "city", "{} is based in {}", "where is {} based?", "the city where {} is based"
+    ),
+    "founder": Relation("company", "person", "{} was founded by {}", "who founded {}?", "the founder of {}"),
+    "author": Relation("work", "person", "{} was written by {}", "who wrote {}?", "the author of {}"),
+    "mayor": Relation("city", "person", "{} has the mayor {}", "who is the mayor of {}?", "the mayor of {}"),
+}
+CHAINS = [
+    (first, second)
+    for first, to_bridge in RELATIONS.items()
+    for second, to_answer in RELATIONS.items()
+    if to_bridge.object == to_answer.subject
+]
+COMPARISONS = {
+    "home": "do {} and {} live in the same city?",
+    "employer": "do {} and {} work for the same company?",
+}
+RUMOUR = "it was written that {}"
+BORN, DIED, AGE = "{} was born in {}", "{} died in {}", "how old did {} become?"
+SUMMARY = "the page of {} is {}"  # title and address
+
+
+@dataclass(frozen=True)
+class Rumour:
+    """A statement about the object of a fact, in the same passage. It may be false."""
+
+    first: str  # relation of the fact
+    second: str  # relation that is stated of its object
+    object: str  # name that is stated
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The entities of one split and their relations."""
+
+    entities: dict[str, list[str]]  # kind -> names
+    objects: dict[str, dict[str, str]]  # name -> relation -> object's name
+    rumours: dict[str, Rumour] = field(default_factory=dict)  # name -> the rumour in its passage
+    lives: dict[str, tuple[int, int]] = field(default_factory=dict)  # person -> years of birth, death
+
+    def state(self, name: str, relation: str) -> str:
+        return RELATIONS[relation].statement.format(name, self.objects[name][relation])
+
+    def state_rumour(self, name: str) -> str:
+        rumour = self.rumours[name]
+        bridge = self.objects[name][rumour.first]
+        return RUMOUR.format(RELATIONS[rumour.second].statement.format(bridge, rumour.object))
+
+    def state_life(self, name: str) -> tuple[str, str]:
+        """Return the sentences in the passage of `name` with the years of birth and death."""
+        born, died = self.lives[name]
+        return BORN.format(name, born), DIED.format(name, died)
+
+
+def split_of(name: str) -> Split:
+    """Return the split that a name belongs to, in every world of every seed."""
+    return SPLITS[hashlib.sha256(name.encode()).digest()[0] % len(SPLITS)]
+
+
+def make_facts(config: WorldConfig, rng: np.random.Generator, counts: dict[str, int], split: Split) -> Facts:
+    """Draw distinct entities of a split, and one object for every relation of each.
+
+    There are rumours, or lives, only if the config asks about them.
+
+    Raises:
+        UserError: more entities of a kind are asked for than there are names in the split.
+    """
+    entities = {kind: _draw_names(rng, kind, count, split) for kind, count in counts.items()}
+    objects: dict[str, dict[str, str]] = {}
+    for kind, names in entities.items():
+        for name in names:
+            objects[name] = {
+                label: str(rng.choice(entities[relation.object]))
+                for label, relation in RELATIONS.items()
+                if relation.subject == kind
+            }
+    facts = Facts(entities, objects)
+    if config.rumour:
+        _add_rumours(facts, rng, config.rumour_truth)
+    if config.age > 0:
+        for name in entities["person"]:
+            born = int(rng.choice(BIRTHS))
+            facts.lives[name] = born, born + int(rng.choice(AGES))
+    return facts
+
+
+def _draw_names(rng: np.random.Generator, kind: str, count: int, split: Split) -> list[str]:
+    first, second = POOLS[kind]
+    names = [name for a in first for b in second if split_of(name := f"{a} {b}") == split]
+    if count > len(names):
+        raise UserError(f"world: {count} names of kind {kind!r} were asked for, but there are {len(names)}")
+    return [names[index] for index in rng.choice(len(names), count, replace=False)]
+
+
+def _add_rumours(facts: Facts, rng: np.random.Generator, truth: float) -> None:
+    for name, objects in facts.objects.items():
+        chains = [chain for chain in CHAINS if chain[0] in objects]
+        first, second = chains[rng.integers(len(chains))]
+        stated = facts.objects[objects[first]][second]
+        if rng.random() >= truth:
+            others = [other for other in facts.entities[RELATIONS[second].object] if other != stated]
+            stated = str(rng.choice(others))
+        facts.rumours[name] = Rumour(first, second, stated)
+
+
+@dataclass(frozen=True)
+class Page:
+    """The text behind a passage that only gives its address."""
+
+    address: str
+    title: str
+    text: str
+
+    @property
+    def id(self) -> str:
+        """Id that the retriever's client gives the document."""
+        return f"page {self.address}"
+
+
+def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, str]]:
+    """Return (title, text) of every entity's passage: its facts in random order."""
+    passages = []
+    for name, objects in facts.objects.items():
+        statements = [facts.state(name, label) for label in objects]
+        if name in facts.rumours:
+            statements.append(facts.state_rumour(name))
+        if name in facts.lives:
+            statements += facts.state_life(name)
+        passages.append((name, " ".join(f"{statement}." for statement in rng.permutation(statements))))
+    return passages
+
+
+def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -> list[Page]:
+    """Return a page for each passage, with its text, at an address that no other text gives.
+
+    Raises:
+        UserError: there are more passages than addresses.
+    """
+    addresses = [f"{a} {b}" for a in ADDRESSES[0] for b in ADDRESSES[1]]
+    if len(passages) > len(addresses):
+        raise UserError(
+            f"world: {len(passages)} passages, but there are {len(addresses)} addresses of pages; lower"
+            " world.people, cities, companies or works, or set world.pages=false"
+        )
+    order = rng.permutation(len(addresses))
+    return [Page(addresses[at], *passage) for at, passage in zip(order, passages, strict=False)]
+
+
+def summarise(page: Page) -> tuple[str, str]:
+    return page.title, f"{SUMMARY.format(page.title, page.address)}."
+
+
+@dataclass(frozen=True)
+class WorldQuestion:
+    kind: str
+    text: str
+    answer: str
+    searches: tuple[str, ...]  # titles to look up, in order
+    findings: tuple[str, ...]  # results of the look-ups: the bridge, the compared values, years, the answer
+    statements: tuple[str, ...]  # sentences that state them
+
+
+def draw_kinds(config: WorldConfig, count: int, rng: np.random.Generator) -> list[str]:
+    """Draw kinds of `count` questions, in the shares of the config."""
+    shares = np.array([getattr(config, kind) for kind in ASKERS])
+    return [str(kind) for kind in rng.choice(list(ASKERS), count, p=shares / shares.sum())]
+
+
+def ask(facts: Facts, kind: str, rng: np.random.Generator) -> WorldQuestion:
+    """Draw a question of one of the kinds in ASKERS.
+
+    A rumour is a two-hop question whose first passage already gives an answer, which may be false. An age is
+    the difference of two years in one passage.
+    """
+    return ASKERS[kind](facts, rng)
+
+
+def _one_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
+    label = str(rng.choice(list(RELATIONS)))
+    relation = RELATIONS[label]
+    name = str(rng.choice(facts.entities[relation.subject]))
+    answer, statement = facts.objects[name][label], facts.state(name, label)
+    return WorldQuestion("one_hop", relation.question.format(name), answer, (name,), (answer,), (statement,))
+
+
+def _two_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
+    while True:
+        labels = CHAINS[rng.integers(len(CHAINS))]
+        name = str(rng.choice(facts.entities[RELATIONS[labels[0]].subject]))
+        rumour = facts.rumours.get(name)
+        question = _chain(facts, "two_hop", name, labels)
+        # "who founded the company that X works for": X would be its own answer
+        if question.answer != name and (rumour is None or (rumour.first, rumour.second) != labels):
+            return question
+
+
+def _rumour(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
+    names = list(facts.rumours)
+    while True:
+        name = names[rng.integers(len(names))]
+        rumour = facts.rumours[name]
+        question = _chain(facts, "rumour", name, (rumour.first, rumour.second))
+        if name not in (question.answer, rumour.object):
+            return question
+
+
+def _chain(facts: Facts, kind: str, name: str, labels: tuple[str, str]) -> WorldQuestion:
+    first, second = labels
+    bridge = facts.objects[name][first]
+    answer = facts.objects[bridge][second]
+    text = RELATIONS[second].question.format(RELATIONS[first].phrase.format(name))
+    statements = facts.state(name, first), facts.state(bridge, second)
+    return WorldQuestion(kind, text, answer, (name, bridge), (bridge, answer), statements)
+
+
+def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
+    label = str(rng.choice(list(COMPARISONS)))
+    people = facts.entities["person"]
+    is_equal = bool(rng.integers(2))
+    while True:
+        left, right = (str(name) for name in rng.choice(people, 2, replace=False))
+        if is_equal:
+            value = facts.objects[left][label]
+            right = str(rng.choice([name for name in people if facts.objects[name][label] == value]))
+        values = facts.objects[left][label], facts.objects[right][label]
+        if left != right and (values[0] == values[1]) == is_equal:
+            text, answer = COMPARISONS[label].format(left, right), "yes" if is_equal else "no"
+            statements = facts.state(left, label), facts.state(right, label)
+            return WorldQuestion("comparison", text, answer, (left, right), values, statements)
+
+
+def _age(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
+    name = str(rng.choice(list(facts.lives)))
+    born, died = facts.lives[name]
+    text, years = AGE.format(name), (str(born), str(died))
+    return WorldQuestion("age", text, str(died - born), (name,), years, facts.state_life(name))
+
+
+ASKERS: dict[str, Callable[[Facts, np.random.Generator], WorldQuestion]] = {
+    "one_hop": _one_hop,
+    "two_hop": _two_hop,
+    "comparison": _comparison,
+    "rumour": _rumour,
+    "age": _age,
+}
 
 
 @dataclass(frozen=True)
 class World:
     """One corpus for both splits, and the questions of each."""
 
-    passages: list[Passage]
+    passages: list[Document]
     train: list[Question]
     eval: list[Question]
-    pages: list[Page] = field(default_factory=list)
+    pages: list[Page]
 
 
 def generate_world(config: WorldConfig) -> World:
-    """Both splits' facts in one shuffled corpus, and their questions. A function of the config alone."""
+    """Return both splits' facts in one shuffled corpus, and their questions: a function of the config."""
     rng = np.random.default_rng(config.seed)
     counts = {
         "person": config.people,
@@ -46,44 +310,30 @@ def generate_world(config: WorldConfig) -> World:
         "company": config.companies,
         "work": config.works,
     }
-    splits = {split: facts_of(config, rng, counts, split) for split in ("train", "eval")}
-    texts = [text for facts in splits.values() for text in write_passages(facts, rng)]
+    train, held_out = make_facts(config, rng, counts, "train"), make_facts(config, rng, counts, "eval")
+    texts = [*write_passages(train, rng), *write_passages(held_out, rng)]
     pages = write_pages(texts, rng) if config.pages else []
     texts = [summarise(page) for page in pages] or texts
     order = rng.permutation(len(texts))
-    passages = [Passage(str(number), *texts[index]) for number, index in enumerate(order)]
+    passages = [Document(str(number), *texts[index]) for number, index in enumerate(order)]
     ids = {passage.title: [passage.id] for passage in passages}
     for page in pages:
         ids[page.title].append(page.id)
-    return World(
-        passages,
-        _questions(splits["train"], config, config.train_questions, "train", ids, rng),
-        _questions(splits["eval"], config, config.eval_questions, "eval", ids, rng),
-        pages,
-    )
 
+    def questions(facts: Facts, count: int, split: str) -> list[Question]:
+        rows = []
+        for number, kind in enumerate(draw_kinds(config, count, rng)):
+            asked = ask(facts, kind, rng)
+            supporting = tuple(identity for title in asked.searches for identity in ids[title])
+            rows.append(Question(f"{split}_{number}", asked.text, (asked.answer,), asked.kind, supporting))
+        return rows
 
-def _questions(
-    facts: Facts,
-    config: WorldConfig,
-    count: int,
-    split: str,
-    ids: dict[str, list[str]],
-    rng: np.random.Generator,
-) -> list[Question]:
-    kinds = draw_kinds(config, count, rng)
-    questions = []
-    for number, kind in enumerate(kinds):
-        asked = ask(facts, kind, rng)
-        supporting = tuple(one for title in asked.searches for one in ids[title])
-        questions.append(Question(f"{split}_{number}", asked.text, (asked.answer,), asked.kind, supporting))
-    return questions
+    train_questions = questions(train, config.train_questions, "train")
+    return World(passages, train_questions, questions(held_out, config.eval_questions, "eval"), pages)
 
 
 def write_world(config: WorldConfig) -> Path:
-    """Writes corpus.jsonl (wiki-18 format), train.jsonl, eval.jsonl, tokenizer/ and manifest.json.
-
-    A world with pages has pages.jsonl too.
+    """Write corpus (wiki-18 format), pages if any, questions, tokenizer and manifest to `world.dir`.
 
     A folder that already holds exactly this world is left unchanged.
 
@@ -92,13 +342,14 @@ def write_world(config: WorldConfig) -> Path:
     """
     folder = Path(config.dir)
     manifest = dataclasses.asdict(config) | {"dir": ""}
-    if _manifest(folder) == manifest:
+    if _read_manifest(folder) == manifest:
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: holds something other than this world; remove it or change world.dir")
     world = generate_world(config)
     with replacing_folder(folder) as partial:
-        write_corpus(partial / "corpus.jsonl", world.passages)
+        rows = ({"id": passage.id, "contents": _contents(passage)} for passage in world.passages)
+        write_jsonl(partial / "corpus.jsonl", rows)
         write_questions(partial / "train.jsonl", world.train)
         write_questions(partial / "eval.jsonl", world.eval)
         if config.pages:
@@ -109,19 +360,14 @@ def write_world(config: WorldConfig) -> Path:
     return folder
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    """What the folder says that it holds; a key that is newer than the folder has its default there."""
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the config that the folder holds; a key that is newer than the folder has its default."""
     try:
-        known = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return dataclasses.asdict(WorldConfig()) | known if isinstance(known, dict) else None
+    return dataclasses.asdict(WorldConfig()) | manifest if isinstance(manifest, dict) else None
 
 
-def write_corpus(path: Path, passages: Sequence[Passage]) -> None:
-    """One ``{"id", "contents"}`` row a passage; contents is the quoted title, a newline, the text."""
-    write_jsonl(path, ({"id": one.id, "contents": _contents(one)} for one in passages))
-
-
-def _contents(one: Passage | Page) -> str:
-    return f'"{one.title}"\n{one.text}'
+def _contents(document: Document | Page) -> str:
+    return f'"{document.title}"\n{document.text}'

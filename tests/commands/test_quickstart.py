@@ -1,4 +1,4 @@
-"""The quickstart's chain: every part once, in its order, on the services that it started."""
+"""The quickstart: its chain and its table."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from trainer_rig import make_config
 
 from calibadv_jax.contrib.commands import quickstart
+from calibadv_jax.contrib.commands.quickstart import comparison_table
 from calibadv_jax.core.errors import UserError
 
 MEANS = {"f1": 0.5, "format": 1.0, "searches": 2.0}
@@ -67,7 +68,7 @@ def test_every_part_runs_once_and_the_services_end(tmp_path, chain, capsys):
     assert sum(parts.values()) == pytest.approx(report["seconds"]["total"], abs=0.5)
 
 
-def test_a_cold_start_that_is_there_is_checked_and_not_made_again(tmp_path, chain):
+def test_existing_cold_start_is_checked_and_kept(tmp_path, chain):
     config, done = chain
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft/config.json").write_text("{}")
@@ -75,8 +76,23 @@ def test_a_cold_start_that_is_there_is_checked_and_not_made_again(tmp_path, chai
     assert done[:2] == ["world", "cold start checked"] and "cold start" not in done
 
 
-def test_without_a_folder_for_the_world_nothing_is_made(chain):
+def test_without_folder_for_world_nothing_is_made(chain):
     config, done = chain
     with pytest.raises(UserError, match="world.dir is empty"):
         quickstart.run(replace(config, world=replace(config.world, dir="")))
     assert done == []
+
+
+def means(f1, valid, searches):
+    return {"f1": f1, "format": valid, "searches": searches}
+
+
+def test_before_stands_before_after():
+    before = {"0": {"all": means(0.1, 0.2, 1.0), "two_hop": means(0.3, 0.4, 1.5)}}
+    after = {"0": {"all": means(0.5, 0.6, 2.0), "two_hop": means(0.7, 0.8, 2.5)}}
+    head, _, *rows = comparison_table(before, after).splitlines()
+    assert head.split("  ")[0] == "temperature" and "F1 before  F1 after  format  searches" in head
+    assert [row.split() for row in rows] == [
+        ["0", "all", "0.100", "0.500", "0.600", "2.000"],
+        ["0", "two_hop", "0.300", "0.700", "0.800", "2.500"],
+    ]

@@ -1,0 +1,362 @@
+"""Data, tokens, files and server of the trajectory page."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.generated_run import make_turn, write_run
+from calibadv_jax.config import AdvantageConfig, Config, PromptConfig
+from calibadv_jax.contrib.pages import site as index
+from calibadv_jax.contrib.pages.site import POLICY, RunFiles, Site, make_server, write_site
+from calibadv_jax.contrib.pages.transcript import Pieces, observation_parts
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
+from calibadv_jax.core.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def site(small_run):
+    return Site(RunFiles(small_run))
+
+
+def test_index_lists_every_trajectory_of_every_step(site):
+    output = json.loads(site.get("data/index.json"))
+    assert output["advantage"]["name"] == "calibadv"
+    assert [step["step"] for step in output["steps"]] == [1, 2]
+    groups, rows = output["steps"][0]["groups"], output["steps"][0]["rows"]
+    assert groups["group"] == [0, 1]
+    assert groups["question"][0] == "who keeps it?" and groups["golden"][0] == ["ann"]
+    assert groups["source"] == ["two_hop", "two_hop"] and output["steps"][1]["groups"]["source"] == [
+        "one_hop"
+    ]
+    assert groups["silver"][0] == 3
+    assert rows["group"] == [0] * 5 + [1] * 5 and rows["index"] == [0, 1, 2, 3, 4] * 2
+    assert rows["score"][:5] == [1, 0, 0, 0, 0] and rows["searches"][:5] == [1, 2, 1, 1, 1]
+    shown = json.loads(site.get("data/group_1_0.json"))["trajectories"]
+    sampled = [sum(len(turn["ids"]) for turn in trajectory["turns"]) for trajectory in shown]
+    assert rows["length"][:5] == sampled and len(set(sampled)) > 3
+    assert output["planned"] == 2
+    assert rows["advantage"][:5] == [1.5, -0.5, -0.5, -0.5, None]
+    assert rows["answer"][:5] == ["ann", "bob", "bob", None, None] and rows["queries"][1] == "query\nquery"
+
+
+def test_flags_say_what_a_trajectory_is(site):
+    flags = json.loads(site.get("data/index.json"))["steps"][0]["rows"]["flags"][:5]
+    wrong = index.WRONG
+    assert flags == [
+        index.GOOD_SEARCH,
+        wrong | index.GOOD_SEARCH | index.SOFTENED | index.REPEATED,
+        wrong,
+        wrong | index.FORMAT_INVALID | index.INVALID | index.GOOD_SEARCH,  # it found the supporting document
+        index.FAILED,
+    ]
+
+
+def test_script_names_the_same_flags(site):
+    output = dict(re.findall(r"(\w+): (\d+)", site.static()["records.js"].decode().split("};")[0]))
+    assert {name: int(bit) for name, bit in output.items()} == {
+        "failed": index.FAILED,
+        "formatInvalid": index.FORMAT_INVALID,
+        "invalid": index.INVALID,
+        "unfinished": index.UNFINISHED,
+        "wrong": index.WRONG,
+        "goodSearch": index.GOOD_SEARCH,
+        "softened": index.SOFTENED,
+        "repeated": index.REPEATED,
+    }
+
+
+def test_transcript_has_every_token_and_marks_silver_documents(site):
+    output = json.loads(site.get("data/group_1_0.json"))
+    assert output["silver"] == {"a": 1, "b": 1, "c": 1} and output["prompt"] == "who keeps it?"
+    each = output["trajectories"][1]
+    turn = each["turns"][0]
+    assert "".join(turn["pieces"]) == "<think> one </think> <search> query </search>"
+    assert len(turn["pieces"]) == len(turn["ids"]) == len(turn["logprobs"])
+    assert (
+        turn["softened"]
+        and turn["correctness"] == pytest.approx(2 / 3)
+        and turn["why"].startswith("Softened.")
+    )
+    marks = [(d["id"], d["weight"], d["is_new"], d["is_seen"], d["is_supporting"]) for d in turn["documents"]]
+    assert marks == [
+        ("a", 1, True, False, True),
+        ("b", 1, True, False, False),
+        ("d", None, False, False, False),
+    ]
+    assert turn["learner_logprobs"][3] == pytest.approx(turn["logprobs"][3] + 0.07, abs=2e-4)
+    assert output["trajectories"][4]["turns"][0]["learner_logprobs"] is None
+    second = each["turns"][1]
+    assert second["repeated"] == "documents of turn 1"
+    assert [d["is_seen"] for d in second["documents"]] == [True, True, False]
+    assert [part["document"] for part in turn["observation"]] == [None, 0, 1, 2, None]
+    assert turn["observation"][2]["text"] == 'Doc 2(Title: "title b") text of b\n'
+    assert output["trajectories"][4]["error"] == "retriever: gone"
+
+
+def test_invalid_turns_and_formats_say_why(tmp_path, tokenizer, small_group):
+    group = small_group()
+    flaws = {
+        "<think> a </think> <search> amber": "<search> is not closed",
+        "<think> a </think> <browse> amber </browse>": (
+            "unknown action <browse>: there are <search>, <answer>, written exactly so"
+        ),
+        "<think> a </think> <search> </search>": "<search> is empty",
+    }
+    for trajectory, text in zip(group.trajectories, flaws, strict=False):
+        trajectory.turns[-1] = make_turn(tokenizer, text, kind="invalid")
+    write_run(tmp_path / "run", [[group]], Config(), tokenizer)
+    shown = json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["trajectories"]
+    assert [each["turns"][-1]["flaw"] for each in shown[:3]] == list(flaws.values())
+    assert [each["turns"][0]["flaw"] for each in shown] == [""] * 5
+    assert shown[0]["why"] == "Invalid format: turn 2: <search> is not closed."
+
+
+@pytest.mark.parametrize(("name", "is_judged"), [("calibadv", True), ("querygroup", True), ("grpo", False)])
+def test_correctness_is_shown_where_searches_are_judged(tmp_path, tokenizer, small_group, name, is_judged):
+    config = Config(advantage=AdvantageConfig(name=name))
+    write_run(tmp_path / "run", [[small_group()]], config, tokenizer)
+    assert json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["is_judged"] is is_judged
+
+
+def test_thought_that_the_environment_opened_is_no_flaw(tmp_path, tokenizer, small_group):
+    group = small_group()
+    for turn in group.trajectories[0].turns:
+        turn.text = turn.text.removeprefix("<think>")
+    config = Config(prompt=PromptConfig(prepend_think=True))
+    group.trajectories[0].opening = "<think>"
+    write_run(tmp_path / "run", [[group]], config, tokenizer)
+    shown = json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["trajectories"]
+    assert [turn["flaw"] for turn in shown[0]["turns"]] == ["", ""]
+    assert shown[1]["turns"][0]["flaw"] == "<think> is not closed before <think>"
+
+
+def test_run_in_progress_names_the_planned_steps(tmp_path, tokenizer, small_group):
+    write_run(tmp_path / "run", [[small_group()]], Config(), tokenizer, planned=60)
+    assert json.loads(Site(RunFiles(tmp_path / "run")).get("data/index.json"))["planned"] == 60
+    assert json.loads(Site(RunFiles(tmp_path / "run", 1, 1)).get("data/index.json"))["planned"] == 1
+
+
+def test_cut_observation_shows_documents_that_are_in_it():
+    documents = [{"title": name} for name in ("a", "b", "c")]
+    text = '\n\n<information>Doc 1(Title: "a") x\nDoc 2(Title: "b") y</information>\n\n'
+    parts = observation_parts(text, documents)
+    assert [part["document"] for part in parts] == [None, 0, 1, None]
+    assert "".join(part["text"] for part in parts) == text
+    assert observation_parts("My previous action is invalid.", []) == [
+        {"text": "My previous action is invalid.", "document": None}
+    ]
+    assert observation_parts("", []) == []
+
+
+def test_addresses_that_do_not_exist(site):
+    for address in ("data/group_1_9.json", "data/group_7_0.json", "nothing.js", "../pages/site.py", "data/"):
+        assert site.get(address) is None
+
+
+def test_step_that_appears_later_is_found(tmp_path, small_run):
+    folder = tmp_path / "run"
+    shutil.copytree(small_run, folder)
+    later = (folder / "rollouts/step_2.parquet").rename(tmp_path / "later.parquet")
+    site = Site(RunFiles(folder))
+    assert [step["step"] for step in site.steps()] == [1]
+    later.rename(folder / "rollouts/step_2.parquet")
+    assert [step["step"] for step in site.steps()] == [1, 2]
+
+
+def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer, small_group):
+    folder = tmp_path / "run"
+    shutil.copytree(small_run, folder)
+    site = Site(RunFiles(folder))
+    assert len(site.steps()[1]["groups"]["group"]) == 1 and site.get("data/group_2_1.json") is None
+    other = tmp_path / "other"
+    write_run(other, [[small_group()], [small_group(), small_group("comparison")]], Config(), tokenizer)
+    (other / "rollouts/step_2.parquet").replace(folder / "rollouts/step_2.parquet")
+    assert len(site.steps()[1]["groups"]["group"]) == 2
+    assert json.loads(site.get("data/group_2_1.json"))["data_source"] == "comparison"
+
+
+def test_only_the_steps_asked_for(small_run):
+    assert list(RunFiles(small_run, 2, 9).paths()) == [2]
+    assert RunFiles(small_run, 2, 9).group(1, 0) == []
+    with pytest.raises(UserError, match="keeps steps 1 to 2"):
+        RunFiles(small_run, 3)
+
+
+def test_folder_without_rollouts_is_named(tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        RunFiles(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
+        RunFiles(tmp_path)
+
+
+def test_damaged_step_is_named(tmp_path, small_run):
+    folder = tmp_path / "run"
+    shutil.copytree(small_run, folder)
+    (folder / "rollouts/step_1.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(UserError, match="step_1.parquet: cannot be read"):
+        Site(RunFiles(folder)).steps()
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("bytes")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Pieces(folder)
+
+
+def test_words_and_tags_keep_their_own_text(pieces, tokenizer):
+    ids = tokenizer.encode("<think> basin cedar</think>").ids
+    assert pieces.pieces(ids) == ["<think>", " basin", " cedar", "</think>"]
+
+
+def test_character_of_several_tokens_belongs_to_the_last(pieces, tokenizer):
+    ids = tokenizer.encode("aé日😀b").ids
+    assert pieces.pieces(ids) == ["a", "", "é", "", "", "日", "", "", "", "😀", "b"]
+
+
+def test_invalid_bytes_are_shown_and_lose_nothing(pieces, tokenizer):
+    ids = tokenizer.encode("😀b").ids
+    broken = [ids[0], ids[-1], ids[1], ids[2]]
+    cut = pieces.pieces(broken)
+    assert len(cut) == 4 and "".join(cut) == pieces.text(broken)
+    assert "b" in "".join(cut) and "\ufffd" in cut[-1]
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_any_tokens_make_their_whole_text(pieces, tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30))
+    cut = pieces.pieces(ids)
+    assert len(cut) == len(ids)
+    assert "".join(cut) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_tokenizer_that_puts_spaces_between_words(tmp_path):
+    words = build_word_tokenizer()
+    words.save_pretrained(tmp_path)
+    ids = words.encode("<think> find maple optics </think>", add_special_tokens=False)
+    assert Pieces(tmp_path).pieces(ids) == ["<think>", " find", " maple", " optics", " </think>"]
+
+
+def test_no_tokens(pieces):
+    assert pieces.pieces([]) == []
+
+
+def test_missing_or_damaged_tokenizer_is_named(tmp_path):
+    with pytest.raises(UserError, match="tokenizer.json: no such file"):
+        Pieces(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="no tokenizer can be loaded"):
+        Pieces(tmp_path)
+
+
+@pytest.fixture
+def ask(served, small_run):
+    """Answer of the server to a request: status, headers, body."""
+    with served(small_run) as address:
+        host = address.removeprefix("http://")
+
+        def ask(path, method="GET", **headers):
+            connection = http.client.HTTPConnection(host, timeout=20)
+            connection.request(method, path, headers=headers)
+            answer = connection.getresponse()
+            body = answer.read()
+            connection.close()
+            return answer.status, answer.headers, body
+
+        yield ask
+
+
+def test_every_answer_forbids_foreign_scripts(ask):
+    for path in ("/", "/app.js", "/data/index.json", "/nothing"):
+        _, headers, _ = ask(path)
+        rules = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in rules and "script-src 'self';" in rules and "unsafe" not in rules
+        assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_page_names_its_policy_itself_for_other_servers(ask):
+    assert f'content="{POLICY}"' in ask("/")[2].decode()
+
+
+def test_types_and_bodies(ask):
+    for path, kind in (("/", "text/html"), ("/app.js", "text/javascript"), ("/style.css", "text/css")):
+        status, headers, body = ask(path)
+        assert status == 200 and headers["Content-Type"].startswith(kind) and body
+    status, headers, body = ask("/data/group_1_0.json")
+    assert headers["Content-Type"] == "application/json" and json.loads(body)["group"] == 0
+    assert ask("/data/group_9_9.json")[0] == 404 and ask("/../../etc/passwd")[0] == 404
+
+
+def test_head_has_no_body(ask):
+    status, headers, body = ask("/", method="HEAD")
+    assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
+
+
+def test_other_methods_are_refused(ask):
+    assert ask("/", method="POST")[0] == 501
+
+
+def test_foreign_name_that_points_here_is_refused(ask):
+    assert ask("/data/index.json", Host="evil.example:80")[0] == 403
+    assert ask("/data/index.json", Host="[")[0] == 403 and ask("/data/index.json", Host="")[0] == 403
+    assert ask("/data/index.json", Host="[::1]:9")[0] == 200
+    assert ask("/data/index.json", Host="localhost:9")[0] == 200  # through a tunnel the port differs
+
+
+def test_it_listens_on_the_loopback_address_only(small_run):
+    with make_server(Site(RunFiles(small_run)), 0) as server:
+        assert server.server_address[0] == "127.0.0.1"
+
+
+def test_port_that_is_taken_is_named(small_run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port}: .*choose another one with --port"):
+            make_server(Site(RunFiles(small_run)), port)
+
+
+def test_step_that_is_damaged_meanwhile_is_said(served, small_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(small_run, folder)
+    with served(folder) as address:
+        (folder / "rollouts/step_1.parquet").write_bytes(b"PAR1")
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+        connection.request("GET", "/data/group_1_0.json")
+        answer = connection.getresponse()
+        assert answer.status == 500 and b"step_1.parquet: cannot be read" in answer.read()
+        connection.close()
+
+
+def test_folder_has_all_that_the_server_has(small_run, tmp_path):
+    site = Site(RunFiles(small_run))
+    number = write_site(site, tmp_path / "page")
+    written = {
+        str(p.relative_to(tmp_path / "page")): p for p in (tmp_path / "page").rglob("*") if p.is_file()
+    }
+    assert len(written) == number
+    assert {name for name in written if name.startswith("data/group")} == {
+        f"data/group_{step}_{group}.json" for step, group in ((1, 0), (1, 1), (2, 0))
+    }
+    assert all(path.read_bytes() == site.get(name) for name, path in written.items())
+
+
+def test_writing_again_leaves_no_old_group(small_run, tmp_path):
+    write_site(Site(RunFiles(small_run)), tmp_path / "page")
+    write_site(Site(RunFiles(small_run, 2)), tmp_path / "page")
+    assert [path.name for path in (tmp_path / "page/data").glob("group_*")] == ["group_2_0.json"]
+
+
+def test_folder_with_other_things_is_left_alone(small_run, tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds no such page"):
+        write_site(Site(RunFiles(small_run)), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
