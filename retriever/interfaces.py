@@ -25,7 +25,7 @@ class Encoder(Protocol):
 
     def encode_passages(self, rows: Sequence[CorpusRow]) -> np.ndarray: ...
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray: ...
-    def save(self, folder: Path) -> None: ...  # for `encoders.dense.load_encoder`
+    def save(self, folder: Path) -> None: ...  # for `encoders.load_encoder`
 
 
 class Vectors(Protocol):
