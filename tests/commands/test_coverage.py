@@ -100,7 +100,7 @@ def test_first_query_counts_among_any_query():
     question = parse_question(row("1", "Who?", ["Oslo"], ["p1", "p2"]), "a row")
     first, others = [BY_ID["p1"]], [BY_ID["p2"]]
     covered = coverage._coverage(question, first, [*first, *others])
-    assert covered == coverage.Covered(True, True, False, True, True)
+    assert covered == coverage.QuestionCoverage(True, True, False, True, True)
 
     def find_by_query(config, url, questions, look, show):
         async def search(query):
