@@ -213,8 +213,8 @@ def test_worker_without_weights_is_not_probed():
     async def run():
         sampler = VllmSampler(["http://127.0.0.1:9"], SamplerConfig(), RULE, "a tokenizer")
         try:
-            return await sampler.prompt_logprobs([1, 2]), sampler.metrics()
+            return await sampler.prompt_logprobs([1, 2]), sampler.workers[0].reviving
         finally:
             await sampler.close()
 
-    assert asyncio.run(run()) == ({}, {"rollout/workers_lost": 0.0})
+    assert asyncio.run(run()) == ({}, None)  # nothing was asked, so that nothing failed
