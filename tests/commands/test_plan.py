@@ -146,8 +146,10 @@ def test_missing_compiler_is_named_with_installation(capsys, monkeypatch, platfo
         raise NotImplementedError("topology not implemented")
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
     status, printed, errors = planned(capsys, "--config", PAPER, *platform)
     assert "GiB of a device, by the formula" in printed and "at efficiency 0.4:" in printed
+    assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert status == 2 and named in line and "PYTHONPATH=compiler" in line and "--estimate" in line
 

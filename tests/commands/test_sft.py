@@ -216,11 +216,12 @@ def test_chat_prompt_follows_the_template(tmp_path, tokenizer):
 
 
 def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
-    output = [("system", "x"), ("human", "who ?"), ("gpt", SEARCH), ("observation", "city"), ("gpt", ANSWER)]
+    output = [("system", "x"), ("human", "who ?"), ("gpt", SEARCH), ("observation", "city")]
+    output += [("tool", "2"), ("gpt", ANSWER)]
     row = {"conversations": [{"from": role, "value": text} for role, text in output]}
     row["conversations"][2]["weight"] = 0
     (demonstration,) = load_demonstrations(write_rows(tmp_path / "d.jsonl", row))
-    assert demonstration.turns == (DemoTurn(SEARCH, trained=False, observation="city"), DemoTurn(ANSWER))
+    assert demonstration.turns == (DemoTurn(SEARCH, trained=False, observation="city\n2"), DemoTurn(ANSWER))
     assert [message.role for message in demonstration.question.prompt] == ["system", "user"]
     assert demonstration.question.golden_answers == ("ada",)
 
@@ -234,7 +235,7 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
         ({"messages": [{"role": "assistant", "content": None}]}, "write a tool call as <search>"),
         ({"messages": [{"role": "assistant", "content": ANSWER}]}, "before the assistant's first"),
         (chat("x", "hello"), "message 2 of 'messages': a turn must hold <search>"),
-        (chat("x", f"{ANSWER} bye"), "message 2 of 'messages': the policy stops after its action; remove"),
+        (chat("x", f"{ANSWER}<b>"), "message 2 of 'messages': the policy stops after its action; remove"),
         *(
             ({"messages": [*chat("x", ANSWER)["messages"], {"role": role, "content": ANSWER}]}, message)
             for role, message in (

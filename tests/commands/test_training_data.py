@@ -80,8 +80,8 @@ def test_answers_that_cannot_be_right_are_reported(tmp_path, capsys):
     with pytest.raises(UserError, match="data.weights"):
         train.run(config)
     begun = capsys.readouterr().err.splitlines()
-    warned = doctor.check_questions(replace(config, data=replace(config.data, weights={})))
-    offline = doctor.check_question_files(config)
+    config = replace(config, data=replace(config.data, weights={}))
+    warned, offline = doctor.check_questions(config), doctor.check_question_files(config)
     for words in ("have a golden answer that normalises to", "a separator in it, such as 'Ada|Bo"):
         places = [[line.split(": ")[:2] for line in lines if words in line] for lines in (warned, offline)]
         assert places == [[["warning", "data.train"], ["warning", "data.eval"]]] * 2

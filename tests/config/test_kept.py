@@ -149,6 +149,8 @@ def test_mirror_of_another_run_is_refused(kept_config):
     kept_config.write_text(text.replace("mirror: ''", "mirror: s3://bucket/mine"))
     assert load_config(kept_config).run.mirror == "s3://bucket/mine"
     assert load_config(kept_config, ["run.dir=new", "run.mirror="]).run.mirror == ""
+    Path("own.yaml").write_text("run: {dir: old, mirror: 's3://bucket/mine'}")  # kept by no run
+    assert load_config("own.yaml", ["run.dir=new"]).run.mirror == "s3://bucket/mine"
     with pytest.raises(UserError, match=r"run.mirror=s3://bucket/mine belongs to the run that kept this"):
         load_config(kept_config, ["run.dir=new"])
     kept_config.write_text(text.replace("mirror: ''", "mirror: s3://bucket/too-old"))  # no folder "old"

@@ -8,6 +8,7 @@ from shelf_rig import BY_ID, find
 from calibadv_jax.contrib.commands.demonstrate import (
     MAX_QUOTE,
     Lookup,
+    answer_in,
     demonstrate,
     find_support,
     find_varied_support,
@@ -148,6 +149,10 @@ def test_truncated_sentence_is_not_quoted():
     question = asked("Where was Ada Berk born?", ["Oslo"], ["p1"])
     result, _ = lookups_of(question)
     assert demonstrate(question, result, lambda documents: whole(documents)[:25]) == "cut off"
+
+
+def test_yes_in_a_passage_is_no_answer():
+    assert answer_in("Yes, she was.", asked("Was she?", ["Yes"], [])) is None
 
 
 def test_answer_missing_from_passages_is_not_demonstrated():

@@ -75,6 +75,8 @@ TOKENS = [{"token": t, "html_token": t == "d"} for t in [*"abc", "May", "d", "19
 SPAN = [{"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "YES"}]
 HUB_NOTES = {"short_answers": [{"text": ["May 1999"]}, {"text": []}], "yes_no_answer": [-1, 1]}
 DISTRACTOR = {"id": "5a7a", "supporting_facts": {"title": ["a"], "sent_id": [0]}, "context": {"title": ["a"]}}
+WHICH = {"index": 3, "question": "which?"}
+TARGET = {"ground_truth": {"target": ["me"], "answers": ["you"]}}
 HUB_TRIVIA = {
     "question": "Which lake?",
     "question_id": "tc_1",
@@ -89,9 +91,14 @@ MAGAZINE = f"5a7a {HOTPOT['question']} Arthur's Magazine"
     [
         ("q.parquet", verl(7), "nq_train_7 who? me nq"),
         ("q.parquet", verl(7, id="test_0", question="who"), "nq_test_0 who me nq"),
-        ("q.jsonl", verl(7, extra_info={"index": 3, "question": "which?"}), "nq_3 which? me nq"),
+        ("q.jsonl", verl(7, extra_info=WHICH, reward_model=TARGET), "nq_3 which? me nq"),
         ("q.parquet", verl(0, reward_model={"ground_truth": "20 July"}), "nq_train_0 who? 20 July nq"),
-        ("q.jsonl", verl(0, reward_model={"ground_truth": {"answers": ["me"]}}), "nq_train_0 who? me nq"),
+        (
+            "q.jsonl",
+            verl(0, reward_model={"ground_truth": {"answers": ["me"], "answer": "you"}}),
+            "nq_train_0 who? me nq",
+        ),
+        ("nq/a.jsonl", {"id": "nq4", "question": "who?", "golden_answers": ["me"]}, "nq_nq4 who? me nq"),
         ("nq/a.jsonl", {"id": "a_0", "question": "who?", "golden_answers": ["me"]}, "nq_a_0 who? me nq"),
         ("popqa/a.jsonl", {"id": 4, "question": "?", "golden_answers": ["me", 5]}, "popqa_4 ? me/5 popqa"),
         ("hotpot_train_v1.1.json", HOTPOT, f"hotpotqa_{MAGAZINE} hotpotqa"),

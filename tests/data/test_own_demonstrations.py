@@ -85,7 +85,9 @@ def test_chat_question_ends_with_its_line(tmp_path):
     prompt = "Answer it.\nQuestion: who wrote it?\nThink first."
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": ANSWER["text"]}]
     plain = [{"role": "user", "content": "who?\nThink first."}, messages[1]]
-    path = write_rows(tmp_path / "demos.jsonl", {"messages": messages}, {"messages": plain, "id": 2.0})
-    first, second = load_demonstrations(path)
+    quoting = [{"role": "user", "content": "Question: what is Question:?"}, messages[1]]
+    rows = {"messages": messages}, {"messages": plain, "id": 2.0}, {"messages": quoting}
+    first, second, third = load_demonstrations(write_rows(tmp_path / "demos.jsonl", *rows))
+    assert third.question.text == "Question: what is Question:?"
     assert first.question.text == "who wrote it?" and second.question.text == "who?\nThink first."
     assert second.question.id == "2"

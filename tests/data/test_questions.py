@@ -384,7 +384,7 @@ def test_answers_are_read_equally_in_every_layout(tmp_path, key, data_source, an
 def test_table_has_the_booleans_and_numbers_of_pandas(tmp_path):
     (tmp_path / "mine.csv").write_text(
         "id,question,golden_answers,data_source,supporting_ids\n"
-        "1.0,who?,5.0,mine,7.0\n2.0,is it?,True,mine,\n3.0,is it not?,FALSE,,8.0\n"
+        "1.0,who?,5.0,mine,7.0\n\n2.0,is it?,True,mine,\n3.0,is it not?,FALSE,,8.0\n"
     )
     questions = load_questions(tmp_path / "mine.csv")
     assert [question.golden_answers for question in questions] == [("5",), ("yes",), ("no",)]

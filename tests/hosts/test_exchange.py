@@ -108,6 +108,7 @@ def test_an_error_within_a_first_block_is_that_of_process_0(run_all):
     (first, _), (second, _) = run_all(lambda hosts: hosts.first("folder", refuse))
     assert str(first) == "run.dir=x holds another experiment"
     assert str(second).startswith("process 0 (") and str(second).endswith(str(first))
+    assert exit_status(second) == 2
 
 
 def test_a_signal_stops_all_at_the_next_meeting_with_its_status(run_all):

@@ -134,7 +134,7 @@ def test_loss_summary_is_reported(name):
         ({"name": "cispo", "drop_above": 1.1}, "below the clip at 1.2"),
         ({"name": "clip_cov", "cov_low": 5.0}, "must be below loss.cov_high"),
         ({"name": "clip_cov", "cov_share": 0.0}, "greater than 0"),
-        ({"aggregation": "sequence_sum_norm"}, "loss.length_norm, which is 0"),
+        ({"aggregation": "sequence_sum_norm"}, "sequence_sum_norm, and loss.length_norm is 0"),
         ({"importance_high": 1.0}, "must be above 1"),
         ({"importance_low": 0.5, "old_logprobs": "sampler"}, "set loss.old_logprobs=recompute"),
         ({"importance_level": "sequence"}, "but none is set"),
@@ -145,7 +145,7 @@ def test_loss_summary_is_reported(name):
         ({"reject_by": "k2", "reject_above": 1.0, "old_logprobs": "sampler"}, "loss.old_logprobs=recompute"),
         ({"name": "sapo"}, "set loss.aggregation=sequence_mean"),
         ({"name": "dro", "clip_high": 0.28}, "loss.name=dro does not read it"),
-        ({"length_norm": 4096}, "set loss.aggregation=sequence_sum_norm"),
+        ({"length_norm": 4096}, "loss.length_norm is 4096: set"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(keys, message):

@@ -10,7 +10,7 @@ from plan_rig import SHAPE, small
 
 from calibadv_jax.contrib.commands.plan import changed, memory_of, ways_out
 from calibadv_jax.contrib.planning.compiled import lowered_programs
-from calibadv_jax.contrib.planning.hardware import find_target, placed_on
+from calibadv_jax.contrib.planning.hardware import find_target, placed_on, sampler_of
 from calibadv_jax.contrib.planning.memory import GIB, peak_memory
 from calibadv_jax.contrib.planning.work import Costs, Part, expected_rollouts, step_of
 from calibadv_jax.core.errors import UserError
@@ -97,6 +97,12 @@ def test_adapters_and_a_critic_change_the_work(tmp_path):
     assert adapted["update"] < 0.8 * plain["update"]  # no gradients of the base's weights
     assert adapted["optimizer's step"] < 0.1 * plain["optimizer's step"]
     assert critic["critic's update"] == critic["update"] and critic["critic's values"] < critic["update"]
+    assert critic["optimizer's step"] == 2 * plain["optimizer's step"]
+
+
+def test_fewer_concurrent_trajectories_decode_longer(tmp_path):
+    few, many = (step(tmp_path, rollout__max_concurrency=count).parts[-1] for count in (4, 16))
+    assert few.name == "decode" and few.memory > 3 * many.memory
 
 
 def needed(config, target):
@@ -180,3 +186,5 @@ def test_each_host_has_a_sampler_of_its_own(tmp_path):
     assert apart["sampler weights"] == pytest.approx(2 * together["sampler weights"], rel=0.01)  # but norms
     assert apart["kv cache"] == together["kv cache"]
     assert apart["parameters"] == together["parameters"]
+    odd = placed_on(small(tmp_path, learner__microbatch_rows=8, sampler__slots=9), two)
+    assert sampler_of(odd, two).sampler.slots == 5

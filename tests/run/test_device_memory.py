@@ -18,6 +18,7 @@ from calibadv_jax.contrib.planning.memory import (
     cpu_lines,
     estimate_memory,
     heads_warnings,
+    held_beside,
     host_memory,
     memory_line,
     memory_lines,
@@ -236,6 +237,12 @@ def test_offloaded_moments_count_during_optimizer_step_only():
     small = moved | {"moments": 9 * moved["moments"], "activations": 0.0, "workspace": 0.0, "decode": 0.0}
     assert peak_memory(small) == held + small["moments"] + moved["gradients"] / 2
     assert "optimizer's step: moments" in memory_line(moved)
+
+
+def test_base_is_an_argument_of_the_log_probabilities():
+    adapted = estimate(policy={"lora": LoraConfig(rank=4)})
+    others = {name: adapted[name] for name in ("optimizer", "sampler weights", "kv cache")}
+    assert held_beside(adapted, "log-probabilities") == sum(others.values())
 
 
 def test_memory_line_lists_every_part():

@@ -26,7 +26,13 @@ from safetensors.numpy import save_file
 from calibadv_jax.config import CheckpointConfig, Config, dump_config, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run.folder import SERVICE_FILE, check_cold_start, check_service, write_policy_folder
+from calibadv_jax.run.folder import (
+    SERVICE_FILE,
+    check_cold_start,
+    check_service,
+    is_binding,
+    write_policy_folder,
+)
 from calibadv_jax.snapshots.mirror import open_mirror
 from examples.own_tool import Calculator
 
@@ -167,6 +173,7 @@ def test_more_steps_at_the_same_rates_are_accepted(run, optimizer):
     (run.folder.parent / "config.yaml").write_text(text)
     with_checkpoint(run)
     assert "learner.steps" in run("learner.steps=20")
+    assert not is_binding("learner.steps", load_config(run.folder.parent / "config.yaml"))
     if "decay" in optimizer:
         with pytest.raises(UserError, match="decay_updates changed"):
             run("learner.optimizer.decay_updates=30")
@@ -432,14 +439,14 @@ def weights(tmp_path):
     return write
 
 
-def test_other_weights_are_another_reference(run, weights):
-    kl = "loss.kl_coef=0.1"
-    run(weights(), kl)
+@pytest.mark.parametrize("needs", ["loss.kl_coef=0.1", "policy.lora.rank=2"])
+def test_other_weights_are_another_reference(run, weights, needs):
+    run(weights(), needs)
     trained(run, 1)
     with pytest.raises(UserError, match="policy.weights changed"):
-        run(weights(2.0), kl)
-    assert "policy.path" in run(weights(1.0, "moved"), kl), "the same weights at another place"
-    assert "accepted" in run(weights(2.0), kl, "checkpoint.allow_change=[policy.weights]")
+        run(weights(2.0), needs)
+    assert "policy.path" in run(weights(1.0, "moved"), needs), "the same weights at another place"
+    assert "accepted" in run(weights(2.0), needs, "checkpoint.allow_change=[policy.weights]")
 
 
 def test_weights_are_compared_only_as_reference(run, weights):

@@ -89,7 +89,7 @@ def test_restart_after_rollback_keeps_the_new_seed(tmp_path):
     config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
     with pytest.raises(SystemExit):
         run(config, Ended(), tmp_path)
-    assert checkpoints(tmp_path) == [2]
+    assert checkpoints(tmp_path) == [2] and list(kept_steps(tmp_path)) == [1, 2]
     state = make_state(config, tmp_path, after := Collapsing())
     assert state.guards.rollbacks == 1 and after.seed == state.seed != config.run.seed
     assert [version for version, _ in run(config, Collapsing(), tmp_path).loaded] == [2, 3, 4, 5, 6]
@@ -121,7 +121,7 @@ def test_guard_stops_the_run_with_state_saved(tmp_path, capsys):
     with pytest.raises(UserError, match="stopped by guards.action"):
         run(config, Collapsing(), tmp_path)
     assert [row["guard/sampled_perplexity"] for row in rows(tmp_path)] == [0, 0, 0, 1]
-    assert "warning: step 4: the policy samples what it finds improbable" in capsys.readouterr().err
+    assert "warning: step 4: the policy samples improbable tokens" in capsys.readouterr().err
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [2, 4]
 
 

@@ -119,19 +119,19 @@ def test_logprobs_equal_the_learners_over_multi_turn_trajectories(sampler, recom
 
 
 def test_same_seed_gives_same_tokens_whoever_else_is_in_the_batch(sampler):
-    async def one(prompt, seed, session):
+    async def sampled(prompt, seed, session):
         done = await sampler.generate(prompt, SamplingParams(20, 1.0, seed=seed), session)
         sampler.release(session)
         return done
 
     async def crowded():
-        others = [one([4, 5, seed], seed, f"o{seed}") for seed in range(3)]
-        return (await asyncio.gather(*others, one([1, 2, 3], 5, "x")))[-1]
+        others = [sampled([4, 5, seed], seed, f"o{seed}") for seed in range(3)]
+        return (await asyncio.gather(*others, sampled([1, 2, 3], 5, "x")))[-1]
 
-    first = asyncio.run(one([1, 2, 3], 5, "x"))
+    first = asyncio.run(sampled([1, 2, 3], 5, "x"))
     second = asyncio.run(crowded())
     assert first.token_ids == second.token_ids
-    third = asyncio.run(one([1, 2, 3], 6, "x"))
+    third = asyncio.run(sampled([1, 2, 3], 6, "x"))
     assert third.token_ids != first.token_ids
 
 
@@ -219,7 +219,7 @@ def test_an_error_reaches_all_who_wait_and_the_next_ones_are_served(sampler, mon
     def fail(*_):
         raise OSError("broken")
 
-    async def one(
+    async def sampled(
         number,
     ):  # of other lengths: some still run while others have ended; more than there are slots
         try:
@@ -232,7 +232,7 @@ def test_an_error_reaches_all_who_wait_and_the_next_ones_are_served(sampler, mon
             patch.setattr(sampler.stops if part == "find" else sampler, part, fail)
             failed = await asyncio.gather(*map(one, range(6)), return_exceptions=True)
             await asyncio.gather(sampler._pump_task, return_exceptions=True)
-        return failed, await one(0)
+        return failed, await sampled(0)
 
     failed, served = asyncio.run(everything())
     assert [str(error) for error in failed] == ["broken"] * 6
@@ -250,14 +250,14 @@ def test_what_has_ended_is_handed_back_while_the_others_are_decoded(sampler, mon
 
     monkeypatch.setattr(sampler, "_chunk", wait_for_the_first)
 
-    async def one(tokens, session):
+    async def sampled(tokens, session):
         done = await sampler.generate([1, 2, 3], SamplingParams(tokens, 0.0), session)
         ended.set()
         sampler.release(session)
         return len(done.token_ids)
 
     async def both():
-        return await asyncio.gather(one(3, "short"), one(9, "long"))
+        return await asyncio.gather(sampled(3, "short"), sampled(9, "long"))
 
     assert asyncio.run(both()) == [3, 9]
     assert chunks == [2, 1]

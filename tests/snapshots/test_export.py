@@ -149,8 +149,8 @@ def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_p
 def test_the_card_has_the_scores_of_this_policy_and_of_no_other(run, tmp_path, source, step):
     config, _ = run
     here = with_source(config, f"{config.run.dir}/{source}" if source else "")
-    found = find_policy(Path(here.export.source or f"{config.run.dir}/checkpoints"))
-    evaluated = describe_policy(found.at_step())
+    policy = find_policy(Path(here.export.source or f"{config.run.dir}/checkpoints"))
+    evaluated = describe_policy(policy.at_step())
     assert evaluated["step"] == step
     report = {
         "policy": evaluated,

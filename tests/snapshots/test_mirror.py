@@ -647,6 +647,16 @@ def test_unusable_kind_of_store_is_refused(url, message):
         open_store(url)
 
 
+@pytest.mark.parametrize(("error", "status"), [(PermissionError, 2), (FileNotFoundError, 2), (OSError, 75)])
+def test_refusal_by_the_store_is_an_input_error(error, status):
+    def work():
+        raise error("refused")
+
+    with pytest.raises(UserError, match="check the address and the credentials") as ended:
+        open_store("/tmp/none")._call("fetching", work)
+    assert exit_status(ended.value) == status
+
+
 def test_precondition_without_its_name_is_understood(s3, monkeypatch):
     """As of services that do not say which condition failed."""
     store = open_store(f"{s3}/a")

@@ -265,7 +265,7 @@ def trajectory_words(
 
     Args:
         group: all trajectories of its question in its step, itself among them.
-        flaw: why its format is not valid, see `rewards.format.format_flaw`.
+        flaw: why its format is not valid, see `rewards.score.format_flaw`.
     """
     if row["error"] is not None or row["advantage_raw"] is None:
         return "This trajectory could not be finished: it is left out of its group and never trained."
