@@ -72,13 +72,18 @@ def keys() -> list[Key]:
                 continue
             kind = "list of sections" if element else kind_of(field)
             meaning = " ".join(field.get("description", "").split())
-            yield Key(prefix, name, kind, json.dumps(values[name]), meaning)
+            yield Key(prefix, name, kind, as_override(values[name]), meaning)
             if element:
                 inner.append((element, defaults_of(element), f"{dotted}[]"))
         for nested, inner_values, dotted in inner:
             yield from walk(nested, inner_values, dotted)
 
     return list(walk(schema, dataclasses.asdict(Config()), ""))
+
+
+def as_override(value: Any) -> str:
+    """Write a default as an override would: text without quotes, lists and mappings without spaces."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def kind_of(field: dict[str, Any]) -> str:
@@ -88,7 +93,7 @@ def kind_of(field: dict[str, Any]) -> str:
             "null" if option["type"] == "null" else kind_of(option) for option in field["anyOf"]
         )
     if "enum" in field:
-        return " or ".join(f"`{choice}`" for choice in field["enum"])
+        return ", ".join(f"`{choice}`" for choice in field["enum"])
     if field["type"] == "array":
         kind = f"list of {kind_of(field['items'])}"
     elif field["type"] == "object":
@@ -107,8 +112,9 @@ def page() -> str:
         if key.section != section:
             section = key.section
             parts.append(f"\n## {section or 'no section'}\n")
-            parts.append("| key | value | default | meaning |\n|---|---|---|---|\n")
-        cells = (f"`{f'{section}.{key.name}'.lstrip('.')}`", key.kind, f"`{key.default}`", key.meaning)
+            parts.append("| key=default | value | meaning |\n|---|---|---|\n")
+        name = f"{section}.{key.name}".lstrip(".")
+        cells = (f"`{name}={key.default}`", key.kind, key.meaning)
         parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
 

@@ -17,19 +17,15 @@ from scripts.generated_page import write_or_check
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEADER = """# Metrics
 
-Every name in `metrics.jsonl`, generated from `calibadv_jax/metrics/catalogue.yaml` by
-`python -m scripts.document_metrics`. A row of that file is one step. The cold start writes a file of its own,
-`sft_metrics/metrics.jsonl`. A metric over nothing (no search was judged, say) is left out of its row. A value
-that is not finite is null, and its name stands under `nonfinite`.
+For everyone who reads metrics. Every name in `metrics.jsonl` (a row is one step; `sft_metrics/metrics.jsonl` for the
+cold start), generated from `calibadv_jax/metrics/catalogue.yaml` by `python -m scripts.document_metrics`. A metric over
+nothing is omitted. A value that is not finite is null, and its name stands under `nonfinite`.
 
-Computed tokens are the trained tokens of the trajectories that can change the loss: with an advantage
-somewhere, or of all trajectories if the loss has an entropy bonus or a KL term. The other trajectories
-count in the loss as 0, as that is what they add to it. A step in which all
-groups tie computes none: it has no loss and no entropy.
+Computed tokens are the trained tokens of trajectories that can change the loss: those with an advantage, or all with
+an entropy bonus or a KL term. A step in which all groups tie computes none: it has no loss and no entropy.
 
-`{a,b}` stands for a and for b, `<word>` for any text: a data source may hold slashes. Shares lie in [0, 1].
-The last column is the name that the CalibAdv authors give the same value; it is logged too, so that curves
-can be laid over theirs.
+`{a,b}` stands for a and for b, `<word>` for any text. Shares lie in [0, 1]. Values are also logged under the name that
+CalibAdv's authors give them.
 
 ## Where they go
 
@@ -42,14 +38,11 @@ can be laid over theirs.
 | `mlflow` | `mlflow` | a run of the experiment `log.project`, at `MLFLOW_TRACKING_URI` |
 | `prometheus` | in `cpu`, `gpu`, `tpu` | the newest values at `http://<log.prometheus>/metrics` |
 
-A resumed run goes on in the same run of Weights & Biases and MLflow. Steps that are trained again (after a
-kill or a rollback) are written again at the same step. An MLflow server that goes away ends no run: what it
-missed is sent after a later step.
+A resumed run continues the same run of Weights & Biases and MLflow; repeated steps are written again. An MLflow server
+that goes away ends no run: it gets the missed rows later.
 
-Prometheus names are `calibadv_` and the metric's name with `_` for every other character:
-`calibadv_reward_mean`. The vLLM workers have an endpoint of their own, vLLM's `/metrics` on each worker's
-port (requests running and waiting, KV cache use, tokens a second); the retrieval service has `/metrics` too.
-For all three:
+Prometheus names are `calibadv_` and the name with `_` for other characters: `calibadv_reward_mean`. vLLM workers and
+the retrieval service have `/metrics` on their ports too:
 
 ```yaml
 scrape_configs:

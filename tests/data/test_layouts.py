@@ -77,6 +77,7 @@ HUB_NOTES = {"short_answers": [{"text": ["May 1999"]}, {"text": []}], "yes_no_an
 DISTRACTOR = {"id": "5a7a", "supporting_facts": {"title": ["a"], "sent_id": [0]}, "context": {"title": ["a"]}}
 WHICH = {"index": 3, "question": "which?"}
 TARGET = {"ground_truth": {"target": ["me"], "answers": ["you"]}}
+ANSWERS = {"ground_truth": {"answers": ["me"], "answer": "you"}}
 HUB_TRIVIA = {
     "question": "Which lake?",
     "question_id": "tc_1",
@@ -95,7 +96,7 @@ MAGAZINE = f"5a7a {HOTPOT['question']} Arthur's Magazine"
         ("q.parquet", verl(0, reward_model={"ground_truth": "20 July"}), "nq_train_0 who? 20 July nq"),
         (
             "q.jsonl",
-            verl(0, reward_model={"ground_truth": {"answers": ["me"], "answer": "you"}}),
+            verl(0, reward_model=ANSWERS),
             "nq_train_0 who? me nq",
         ),
         ("nq/a.jsonl", {"id": "nq4", "question": "who?", "golden_answers": ["me"]}, "nq_nq4 who? me nq"),

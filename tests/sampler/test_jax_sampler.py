@@ -230,7 +230,7 @@ def test_an_error_reaches_all_who_wait_and_the_next_ones_are_served(sampler, mon
     async def everything():
         with monkeypatch.context() as patch:
             patch.setattr(sampler.stops if part == "find" else sampler, part, fail)
-            failed = await asyncio.gather(*map(one, range(6)), return_exceptions=True)
+            failed = await asyncio.gather(*map(sampled, range(6)), return_exceptions=True)
             await asyncio.gather(sampler._pump_task, return_exceptions=True)
         return failed, await sampled(0)
 
