@@ -17,15 +17,17 @@ from scripts.generated_page import write_or_check
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEADER = """# Metrics
 
-For everyone who reads metrics. Every name in `metrics.jsonl` (a row is one step; `sft_metrics/metrics.jsonl` for the
-cold start), generated from `calibadv_jax/metrics/catalogue.yaml` by `python -m scripts.document_metrics`. A metric over
-nothing is omitted. A value that is not finite is null, and its name stands under `nonfinite`.
+For everyone who reads metrics. Every name in `metrics.jsonl` (a row is one step;
+`sft_metrics/metrics.jsonl` for the cold start), generated from `calibadv_jax/metrics/catalogue.yaml` by
+`python -m scripts.document_metrics`. A metric over nothing is omitted. A value that is not finite is null,
+and its name stands under `nonfinite`.
 
-Computed tokens are the trained tokens of trajectories that can change the loss: those with an advantage, or all with
-an entropy bonus or a KL term. A step in which all groups tie computes none: it has no loss and no entropy.
+Computed tokens are the trained tokens of trajectories that can change the loss: those with an advantage, or
+all with an entropy bonus or a KL term. A step in which all groups tie computes none: it has no loss and no
+entropy.
 
-`{a,b}` stands for a and for b, `<word>` for any text. Shares lie in [0, 1]. Values are also logged under the name that
-CalibAdv's authors give them.
+`{a,b}` stands for a and for b, `<word>` for any text. Shares lie in [0, 1]. Values are also logged under
+the name that CalibAdv's authors give them.
 
 ## Where they go
 
@@ -38,11 +40,11 @@ CalibAdv's authors give them.
 | `mlflow` | `mlflow` | a run of the experiment `log.project`, at `MLFLOW_TRACKING_URI` |
 | `prometheus` | in `cpu`, `gpu`, `tpu` | the newest values at `http://<log.prometheus>/metrics` |
 
-A resumed run continues the same run of Weights & Biases and MLflow; repeated steps are written again. An MLflow server
-that goes away ends no run: it gets the missed rows later.
+A resumed run continues the same run of Weights & Biases and MLflow; repeated steps are written again. An
+MLflow server that goes away ends no run: it gets the missed rows later.
 
-Prometheus names are `calibadv_` and the name with `_` for other characters: `calibadv_reward_mean`. vLLM workers and
-the retrieval service have `/metrics` on their ports too:
+Prometheus names are `calibadv_` and the name with `_` for other characters: `calibadv_reward_mean`. vLLM
+workers and the retrieval service have `/metrics` on their ports too:
 
 ```yaml
 scrape_configs:

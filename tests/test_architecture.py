@@ -32,7 +32,7 @@ FLOORS: tuple[set[str], ...] = (
     {"contrib"},
 )
 # What `calibadv train` loads at most; docs/architecture.md.
-TRAIN_MODULES, TRAIN_LINES = 160, 24_000
+TRAIN_MODULES, TRAIN_LINES = 118, 21_700
 OPTIONAL = {
     # tensorboardX is always there, but imports torch; httpx2 and mcp_types come with mcp.
     "calibadv_jax": {"matplotlib", "mcp", "mlflow", "prometheus_client", "tensorboardX", "vllm", "wandb"}

@@ -278,12 +278,12 @@ def test_every_key_is_described():
 @pytest.mark.parametrize(
     "line",
     [
-        "| `learner.epochs` | integer > 0 | `1` | Passes over the step's trajectories. |",
-        "| `learner.optimizer.name` | `adamw` or `muon` |",
-        "| `rollout.top_p` | number > 0, ≤ 1 | `1.0` |",
-        "| `sampler.urls` | list of text | `[]` |",
-        "| `policy.init` | mapping | `{}` |",
-        "| `sft.phases[].steps` | integer > 0 or null | `null` |",
+        "| `learner.epochs=1` | integer > 0 | Passes over the step's trajectories. |",
+        "| `learner.optimizer.name=adamw` | `adamw`, `muon` |",
+        "| `rollout.top_p=1.0` | number > 0, ≤ 1 |",
+        "| `sampler.urls=[]` | list of text |",
+        "| `policy.init={}` | mapping |",
+        "| `sft.phases[].steps=null` | integer > 0 or null |",
     ],
 )
 def test_page_shows_values_limits_and_defaults(line):

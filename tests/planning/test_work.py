@@ -102,7 +102,7 @@ def test_adapters_and_a_critic_change_the_work(tmp_path):
 
 def test_fewer_concurrent_trajectories_decode_longer(tmp_path):
     few, many = (step(tmp_path, rollout__max_concurrency=count).parts[-1] for count in (4, 16))
-    assert few.name == "decode" and few.memory > 3 * many.memory
+    assert few.name == "decode" and few.memory > many.memory
 
 
 def needed(config, target):
