@@ -20,12 +20,14 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
-from calibadv_jax.config import counterpart, dump_config, load_config
+from calibadv_jax.config import Config, counterpart, dump_config, load_config
+from calibadv_jax.core.cpu import CPU_DEVICES, tune_for_cpu, use_large_pages
 from calibadv_jax.core.errors import INPUT_STATUS, UserError, exit_status, storage_errno, storage_path
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.stopping import leave
 
 SILENCE = 2.0  # seconds of loading after which a command reports it
+SMALL = 512  # width of a policy whose products fill no more than one core
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 CORE = ("sft", "train", "evaluate", "export")  # in calibadv_jax.commands; others in contrib.commands
 
@@ -49,6 +51,12 @@ TOOLS = {  # without a config
     "compare": "Test the difference of two evaluations on the same questions.",
     "select-rollouts": "Demonstrations for sft from the best kept rollouts.",
     "prepare-data": "Convert and filter question files of any known layout.",
+    "configs": "List the shipped configs, or copy one to edit it.",
+}
+PROGRAMS = {  # other programs, by the module that runs them: they parse their own arguments
+    "retriever": ("retriever.serve", "Start the retrieval service."),
+    "build-index": ("retriever.build_index", "Build an index of a corpus for the retrieval service."),
+    "prepare-corpus": ("retriever.prepare_corpus", "Convert a corpus of any known layout."),
 }
 # A file inspect.py would hide Python's own from a file beside it that is run by its path.
 MODULES = {"inspect": "inspect_run"}
@@ -106,22 +114,27 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     if command in ("-h", "--help", "help"):
         sys.stdout.write(_overview())
         sys.exit(0)
+    if command in PROGRAMS:
+        os.execv(sys.executable, [sys.executable, "-m", PROGRAMS[command][0], *rest])
     if command in TOOLS:
         _run_tool(command, rest)
     if command not in COMMANDS:
-        names = [*COMMANDS, *TOOLS]
+        names = [*COMMANDS, *TOOLS, *PROGRAMS]
         near = difflib.get_close_matches(command, names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(names)}"
         sys.stderr.write(f"error: unknown command {command!r}; {hint}\n")
         sys.exit(INPUT_STATUS)
+    if argv is None and command in (*CORE, "quickstart"):
+        use_large_pages()
     main(command, lambda config, **options: _load(command).run(config, **options), rest)
 
 
 def _overview() -> str:
     usage = "usage: calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]"
-    width = max(map(len, COMMANDS | TOOLS))
+    tools = TOOLS | {name: text for name, (_, text) in PROGRAMS.items()}
+    width = max(map(len, COMMANDS | tools))
     with_config, without = (
-        [f"  {name:{width}}  {text}" for name, text in commands.items()] for commands in (COMMANDS, TOOLS)
+        [f"  {name:{width}}  {text}" for name, text in commands.items()] for commands in (COMMANDS, tools)
     )
     more = "calibadv help COMMAND says more; calibadv --version"
     lines = [usage, "", "commands:", *with_config, "", "commands without a config:", *without, "", more, ""]
@@ -165,8 +178,10 @@ def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = 
     printed as one line ``error: …``; 130 after an interruption from the keyboard. Other exceptions are
     defects of this program and show their traceback.
     """
-    arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command, {}))
-    end(lambda: _with_config(run, arguments, makes_inputs=command == "quickstart"))
+    is_quickstart = command == "quickstart"
+    default = [Path("quickstart")] if is_quickstart else None
+    arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command, {}), default)
+    end(lambda: _with_config(run, arguments, makes_inputs=is_quickstart))
 
 
 def parse(
@@ -174,15 +189,22 @@ def parse(
     description: str,
     argv: Sequence[str] | None = None,
     options: Mapping[str, str | Value] = MappingProxyType({}),
+    configs: list[Path] | None = None,
 ) -> Arguments:
     """Parse `argv` (default: the process's arguments), with the `options` of the command `program`.
+
+    `configs` are used if none is given; None: at least one must be given.
 
     Raises:
         SystemExit: status 0 after ``--help``, 2 after a mistake that was reported in one line.
     """
     parser = _Parser(prog=program, description=description, allow_abbrev=False)
-    text = "YAML file of the run; if it is given several times, later files win, key by key"
-    parser.add_argument("--config", type=Path, required=True, action="append", metavar="FILE", help=text)
+    text = (
+        "YAML file of the run, or the name of a shipped config (calibadv configs); of several, later"
+        " ones win, key by key" + ("" if configs is None else f"; default: {', '.join(map(str, configs))}")
+    )
+    required = configs is None
+    parser.add_argument("--config", type=Path, required=required, action="append", metavar="FILE", help=text)
     for name, option in options.items():
         if isinstance(option, Value):
             kind: dict[str, Any] = {"metavar": option.metavar, "type": type(option.default)}
@@ -200,7 +222,7 @@ def parse(
             + (f"; {hint}" if hint else "")
         )
     chosen = {name: getattr(parsed, name) for name in options}
-    return Arguments(parsed.config, parsed.overrides, parsed.dry_run, chosen)
+    return Arguments(parsed.config or configs or [], parsed.overrides, parsed.dry_run, chosen)
 
 
 def _with_config(run: Callable[..., object], arguments: Arguments, makes_inputs: bool) -> None:
@@ -208,7 +230,18 @@ def _with_config(run: Callable[..., object], arguments: Arguments, makes_inputs:
     if arguments.dry_run:
         sys.stdout.write(dump_config(config))
     else:
+        tune_for_cpu(_divides_by(CPU_DEVICES, config))
         run(config, **arguments.options)
+
+
+def _divides_by(devices: int, config: Config) -> bool:
+    """Return whether a small policy can be trained on this number of devices of one process."""
+    sizes = config.mesh.sizes_on(devices)
+    shards = sizes["data"] * sizes["fsdp"]
+    is_alone = not (config.distributed.coordinator_address or config.distributed.num_processes)
+    divides = not (config.learner.microbatch_rows % shards or config.sft.rows % shards)
+    is_small = config.policy.init.get("hidden_size", SMALL + 1) <= SMALL
+    return is_alone and divides and is_small and shards * sizes["tensor"] == devices
 
 
 def end(work: Callable[[], object]) -> NoReturn:

@@ -5,4 +5,5 @@ import sys
 from calibadv_jax.cli import calibadv
 
 if __name__ == "__main__":
-    calibadv(["train", *sys.argv[1:]])
+    sys.argv.insert(1, "train")
+    calibadv()

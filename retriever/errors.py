@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
+ENVIRONMENT_STATUS = 75  # the same command may succeed later (EX_TEMPFAIL), as for the trainer
+PASSING = (errno.ENOSPC, errno.EDQUOT)
 REASON_LENGTH = 160  # characters shown of another library's message
 
 
@@ -27,16 +30,25 @@ class SearchFailed(Exception):
 
 
 def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> int:
-    """Run a command: status 0, 2 after an error, or 130 and the line `interrupted` after Ctrl-C."""
+    """Run a command: status 0; 2 after an error; 75 where the environment failed; 130 after Ctrl-C."""
     try:
         work()
     except RetrieverError as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2
+        return ENVIRONMENT_STATUS if _is_passing(error) else 2
     except KeyboardInterrupt:
         sys.stderr.write(f"{interrupted}\n")
         return 130
     return 0
+
+
+def _is_passing(error: BaseException | None) -> bool:
+    """Return whether another service is away or a disk is full, in the error or in its causes."""
+    while error is not None:
+        if isinstance(error, Unavailable) or (isinstance(error, OSError) and error.errno in PASSING):
+            return True
+        error = error.__cause__
+    return False
 
 
 def require(module: str, advice: str) -> Any:

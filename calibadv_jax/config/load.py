@@ -27,6 +27,7 @@ from calibadv_jax.config.kept import follow_run, rebase_paths, run_of
 from calibadv_jax.config.keys import drop_removed, marked, refuse_unknown, type_of
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.section import Mark
+from calibadv_jax.config.shipped import find_config
 from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.core.secrets import redact, remember
 
@@ -55,7 +56,8 @@ def load_config(
 ) -> Config:
     """Read YAML files, each over the file before it, and apply ``key.path=value`` overrides.
 
-    A file may build upon another: its key ``base`` names that file, relative to its own folder. Sections
+    A name without a file is that of a shipped config: ``paper/qwen2.5-3b``. A file may build upon another:
+    its key ``base`` names that file, relative to its own folder, or a shipped config. Sections
     merge key by key; a list replaces a list. An interpolation sees the final values. In a config that a run
     kept, paths inside the run's folder are taken in its present place. Where run.dir is overridden, the
     paths of a file that lie inside its run.dir follow; see `follow_run`.
@@ -70,7 +72,8 @@ def load_config(
         UserError: missing file, bad YAML, unknown key (with the key that was probably meant), bad value.
     """
     given = [paths] if isinstance(paths, str | Path) else paths
-    return _merged([file for path in given for file in _read(Path(path), ())], overrides, with_inputs)
+    files = [file for path in given for file in _read(find_config(Path(path)), ())]
+    return _merged(files, overrides, with_inputs)
 
 
 def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
@@ -181,7 +184,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig
     """Yield the files that a file builds upon, then the file; `above`: the files that build upon it."""
     if not path.is_file():
         by = f" ({BASE} of {above[-1]})" if above else ""
-        raise UserError(f"{path}: no such config file{by}; the shipped configs are in configs/")
+        raise UserError(f"{path}: no such config file{by}; calibadv configs lists the shipped ones")
     if path.resolve() in [file.resolve() for file in above]:
         raise UserError(f"{path}: builds upon itself ({BASE} of {above[-1]}); correct one of the two")
     with _errors_of(str(path)):
@@ -194,7 +197,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig
             values: Any = OmegaConf.to_container(checked)
             checked = OmegaConf.create(rebase_paths(values, run))
     if base:
-        yield from _read(path.parent / base, (*above, path))
+        beside, shipped = path.parent / base, find_config(Path(base))
+        yield from _read(shipped if shipped.is_file() and not beside.is_file() else beside, (*above, path))
     yield str(path), checked
 
 

@@ -1,5 +1,6 @@
 """The shipped configs: each is what its header says, and can be checked on a machine that has nothing."""
 
+import argparse
 import dataclasses
 import re
 import shlex
@@ -11,8 +12,10 @@ import pytest
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.commands import doctor
+from calibadv_jax.config.shipped import headline, shipped_names
+from calibadv_jax.contrib.commands import configs, doctor
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, peak_memory
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.run.folder import differences
 from calibadv_jax.sampler import vllm_worker
@@ -258,3 +261,46 @@ def test_existing_files_are_checked_offline(tmp_path, capsys):
     with pytest.raises(SystemExit):
         doctor.run(paper("qwen2.5-3b", overrides=[f"data.train={tmp_path}/bad.jsonl"]), offline=True)
     assert f"FAIL questions: {tmp_path}/bad.jsonl:1" in capsys.readouterr().out
+
+
+def test_shipped_names_load_without_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in shipped_names():
+        assert headline(name) and load_config(name)
+    assert "retriever" not in shipped_names() and "paper/qwen2.5-3b" in shipped_names()
+
+
+def test_file_wins_over_the_shipped_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart").write_text("run: {seed: 7}")
+    assert load_config("quickstart").run.seed == 7
+
+
+def test_copied_config_builds_upon_the_shipped(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    copy_config(["copy", "paper/qwen2.5-7b-grpo"])
+    copied = load_config("qwen2.5-7b-grpo.yaml")
+    assert (
+        copied == load_config("paper/qwen2.5-7b-grpo")
+        and "--config qwen2.5-7b-grpo.yaml" in capsys.readouterr().out
+    )
+    with pytest.raises(UserError, match="qwen2.5-7b-grpo.yaml: exists"):
+        copy_config(["copy", "paper/qwen2.5-7b-grpo"])
+    copy_config(["copy", "quickstart", "mine.yaml"])
+    assert load_config("mine.yaml") == load_config("quickstart")
+
+
+@pytest.mark.parametrize("words", [["copy"], ["copy", "nothing"], ["copy", "cpu", "a", "b"], ["show", "cpu"]])
+def test_unknown_action_on_configs_is_refused(words):
+    with pytest.raises(UserError, match="give copy NAME"):
+        copy_config(words)
+
+
+def test_configs_are_listed_with_a_sentence(capsys):
+    copy_config([])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == shipped_names() and all(len(line) < 130 for line in lines)
+
+
+def copy_config(words):
+    configs.run(argparse.Namespace(words=words))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from retriever.errors import RetrieverError, Unavailable, status_of
 from retriever.files import replacing, replacing_folder
 
 PACKAGE = Path(__file__).parents[2] / "retriever"
@@ -53,3 +54,20 @@ def test_files_are_renamed_in_one_module():
         if isinstance(node, ast.Attribute) and (node.attr == "rename" or ast.unparse(node) == "os.replace")
     }
     assert results == {"files.py"}
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "status"),
+    [
+        (RetrieverError("a/b: cannot be written"), OSError(errno.ENOSPC, "full"), 75),
+        (RetrieverError("a/b: cannot be written"), PermissionError(errno.EACCES, "no"), 2),
+        (RetrieverError("--topk 0: at least 1"), None, 2),
+        (Unavailable("Qdrant is away"), None, 75),
+    ],
+    ids=str,
+)
+def test_exit_status_tells_input_from_environment(error, cause, status, capsys):
+    def work():
+        raise error from cause
+
+    assert status_of(work) == status and capsys.readouterr().err == f"error: {error}\n"

@@ -1,0 +1,38 @@
+"""Configs that come with the package, by name: ``--config quickstart``, ``--config paper/qwen2.5-3b``."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+SUFFIX = ".yaml"
+NO_RUN = "retriever"  # options of the retrieval service
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the shipped configs: inside an installed package, else in the repository."""
+    inside = PACKAGE / "configs"
+    return inside if inside.is_dir() else PACKAGE.parent / "configs"
+
+
+def shipped_names() -> list[str]:
+    """Return the names of all shipped configs of runs, sorted."""
+    folder = shipped_folder()
+    paths = (path.relative_to(folder).with_suffix("") for path in folder.rglob(f"*{SUFFIX}"))
+    return sorted(path.as_posix() for path in paths if path.as_posix() != NO_RUN)
+
+
+def find_config(path: Path) -> Path:
+    """Return `path` if it is a file, else the shipped config of that name, else `path`."""
+    if path.is_file() or path.as_posix() not in shipped_names():
+        return path
+    return shipped_folder() / f"{path.as_posix()}{SUFFIX}"
+
+
+def headline(name: str) -> str:
+    """Return the first sentence of the comment at the head of a shipped config."""
+    lines = (shipped_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8").splitlines()
+    comment = itertools.takewhile(lambda line: len(line) > 1 and line[0] == "#", lines)
+    return re.split(r"(?<=\.) ", " ".join(line[1:].strip() for line in comment))[0].rstrip(":")
