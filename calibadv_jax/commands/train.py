@@ -216,7 +216,7 @@ class Step:
             rng = random_state(self.state.seed, self._begun, "reward")
             groups = score_groups(groups, self.config.reward, rng)
             advantages = compute_advantages(groups, self.config.advantage)
-        metrics = trajectory_metrics(groups) | guard_metrics(groups) | advantages.metrics
+        metrics = trajectory_metrics(groups, self._begun) | guard_metrics(groups) | advantages.metrics
         self.row = metrics | self.row | self.state.sampler_metrics()
         self.row["rollout/overlong_prompts"] = float(overlong)
         return groups, advantages

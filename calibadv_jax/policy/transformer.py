@@ -64,8 +64,9 @@ class Numerics:
 
     @classmethod
     def from_config(cls, config: PolicyConfig) -> Numerics:
-        own = KERNELS.get(jax.default_backend(), "xla")
-        kernel = own if config.attention == "auto" else config.attention
+        kernel = config.attention
+        if kernel == "auto":  # only then: to ask for the backend loads it, and `plan` compiles for another
+            kernel = KERNELS.get(jax.default_backend(), "xla")
         dtypes = jnp.dtype(config.compute_dtype), jnp.dtype(config.param_dtype)
         return cls(*dtypes, config.remat, kernel, config.attention_chunk)
 

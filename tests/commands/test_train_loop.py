@@ -76,6 +76,22 @@ def failing_learn(at):
     return fail
 
 
+class Versioned(ScriptedRollouts):
+    """Marks each turn with the newest version of the policy."""
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        for trajectory in future.result().trajectories:
+            for turn in trajectory.turns:
+                turn.policy_versions = (self.loaded[-1][0],)
+        return future
+
+
+def test_rows_count_staleness_from_their_step(tmp_path):
+    run(make_config(tmp_path), tmp_path, Versioned())
+    assert [row["rollout/staleness/max"] for row in rows(tmp_path)] == [0.0] * 4
+
+
 def test_failed_update_saves_the_step_before(tmp_path, monkeypatch):
     config = make_config(tmp_path, checkpoint={"every": 0})
     with monkeypatch.context() as patch:

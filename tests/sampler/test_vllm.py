@@ -100,9 +100,9 @@ def test_seeds_stops_and_reasons(pair):
         words = pair_tokenizer(pair).convert_ids_to_tokens(first.token_ids)
         stop = words[3]
         cut = await sampler.generate(prompt, SamplingParams(max_tokens=40, seed=5, stop=(stop,)), "d")
-        first = words.index(stop)
+        place = words.index(stop)
         assert cut.stop_reason == "stop"
-        assert cut.token_ids == first.token_ids[: first + 1]  # the stop string's own token is kept
+        assert cut.token_ids == first.token_ids[: place + 1]  # the stop string's own token is kept
         with pytest.raises(UserError, match="refuses /inference/v1/generate: .*maximum model length"):
             await sampler.generate(prompts(1, MAX_LENGTH + 100)[0], free, "e")
 

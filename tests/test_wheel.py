@@ -1,0 +1,69 @@
+"""The package without the repository: wheel, configs, quickstart, retriever and export in an empty folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = [
+    *("world.people=20", "world.cities=8", "world.companies=8", "world.works=8"),
+    *("world.train_questions=40", "world.eval_questions=6", "data.eval_limit=4"),
+    *("policy.init.hidden_size=32", "policy.init.intermediate_size=64", "policy.init.num_hidden_layers=1"),
+    *(
+        "sft.phases=[{kind: imperfect, steps: 2, loss_on: sampled}]",
+        "learner.steps=1",
+        "evaluate.temperatures=[1.0]",
+    ),
+    *("rollout.questions_per_step=2", "rollout.group_size=2", "learner.minibatch_size=2"),
+]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Environment in which the wheel comes before the repository, and an empty folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT], check=True, timeout=200)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True, timeout=200
+    )
+    (folder / "empty").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    return environment | {"PYTHONPATH": str(folder / "site")}, folder / "empty"
+
+
+def run(installed, *arguments):
+    environment, folder = installed
+    command = [sys.executable, "-m", "calibadv_jax", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_wheel_has_everything_in_an_empty_folder(installed):
+    _, folder = installed
+    assert "paper/qwen2.5-3b" in run(installed, "configs")
+    run(installed, "configs", "copy", "quickstart_grpo", "mine.yaml")
+    assert "name: grpo" in run(installed, "train", "--config", "mine.yaml", "--dry-run")
+    assert "--corpus_path" in run(installed, "retriever", "--help")
+    run(installed, "quickstart", *SMALL)
+    (output,) = folder.glob("runs/*/*/hf/model.safetensors")
+    corpus = next(folder.glob("runs/*/*/world/corpus.jsonl"))
+    run(
+        installed,
+        "build-index",
+        "--corpus_path",
+        str(corpus),
+        "--index_path",
+        "index",
+        "--retriever_name",
+        "bm25",
+    )
+    output.unlink()
+    run(installed, "export", "--config", "quickstart", *SMALL)
+    assert output.stat().st_size > 1000 and any((folder / "index").iterdir())
