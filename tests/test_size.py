@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
     "core lines": 23_300,
     "retriever lines": 4_300,
-    "optional lines": 8_850,
-    "test lines": 47_000,
+    "optional lines": 8_900,
+    "test lines": 47_250,
     "modules loaded by train": 118,
     "lines loaded by train": 21_700,
     "words in README and docs": 38_000,
