@@ -158,7 +158,7 @@ def test_silent_program_is_waited_for_once(tmp_path, caplog):
     config = Config(
         run=RunConfig(dir=str(tmp_path)),
         log=LogConfig(progress=False),
-        tools=[ToolConfig(mcp=McpConfig(command=command, timeout=0.3, patience=0.001))],
+        tools=[ToolConfig(mcp=McpConfig(command=command, timeout=0.3, patience=0.1))],
     )
     for _ in range(3):
         with pytest.raises(UserError, match="no session within 0.3 s"):
