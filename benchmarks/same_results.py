@@ -1,0 +1,104 @@
+"""Whether two checkouts train the same: a short quickstart in each, then every result compared.
+
+    git worktree add ../before COMMIT
+    python -m benchmarks.same_results ../before . --output /tmp/same
+
+Both run with this Python and the same settings: cold start, index, six steps with a KL term and checkpoints,
+export, evaluation before and after. Compared bit for bit: every metric but times, every column of the
+trajectories but seconds, the exported weights, the world and both evaluations. Each replays its last step.
+Status 1 if anything differs. One to three minutes on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+SETTINGS = (
+    *("world.train_questions=400", "world.eval_questions=60", "learner.steps=6", "checkpoint.every=3"),
+    *("rollout.questions_per_step=8", "learner.minibatch_size=4", "loss.kl_coef=0.01"),
+    "sft.phases=[{kind: lookups, steps: 12, loss_on: sampled}, {kind: imperfect, steps: 12, loss_on: sampled}]",
+)
+TIMES = ("timing_s/", "perf/")  # metrics that differ from run to run
+FILES = ("hf/model.safetensors", "world/corpus.jsonl", "world/train.jsonl", "world/eval.jsonl")
+
+
+def run(checkout: Path, output: Path) -> Path:
+    """Run the short quickstart of a checkout and replay its last step; returns the run's folder."""
+    environment = os.environ | {"PYTHONPATH": str(checkout), "JAX_NUM_CPU_DEVICES": "2"}
+    folder = output / "run"
+    train = ["quickstart", "--config", "configs/quickstart.yaml", f"run.dir={folder}", *SETTINGS]
+    for arguments in (train, ["replay", str(folder)]):
+        command = [sys.executable, "-m", "calibadv_jax", *arguments]
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(
+                f"{checkout}: calibadv {arguments[0]} ended with {done.returncode}: {done.stderr[-2000:]}"
+            )
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of each step, without times."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(TIMES)}
+        for line in lines
+    ]
+
+
+def trajectories(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the columns of each step's trajectories, without durations."""
+    tables = {path.name: pq.read_table(path) for path in sorted((folder / "rollouts").glob("*.parquet"))}
+    return {name: table.drop_columns(["seconds"]).to_pydict() for name, table in tables.items()}
+
+
+def scores(folder: Path) -> list[Any]:
+    """Return the scores before and after the training."""
+    return [
+        json.loads((folder / f"evaluation_{when}.json").read_text())["scores"] for when in ("before", "after")
+    ]
+
+
+def differences(before: Path, after: Path) -> list[str]:
+    """Name everything that differs between two runs."""
+    results: list[str] = []
+    for step, (old, new) in enumerate(zip(rows(before), rows(after), strict=True), 1):
+        names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        results += [f"step {step}: {name}" for name in names if name != "time"]
+    old_columns, new_columns = trajectories(before), trajectories(after)
+    results += [
+        f"{file}: {column}"
+        for file in sorted(old_columns.keys() | new_columns.keys())
+        for column in sorted(old_columns.get(file, {}).keys() | new_columns.get(file, {}).keys())
+        if old_columns.get(file, {}).get(column) != new_columns.get(file, {}).get(column)
+    ]
+    results += [name for name in FILES if (before / name).read_bytes() != (after / name).read_bytes()]
+    return results + ([] if scores(before) == scores(after) else ["evaluations"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path, help="a checkout")
+    parser.add_argument("after", type=Path, help="another one")
+    parser.add_argument("--output", type=Path, required=True, help="folder of both runs; must not exist")
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True)
+    names = {"before": arguments.before.resolve(), "after": arguments.after.resolve()}
+    folders = [run(checkout, arguments.output.resolve() / name) for name, checkout in names.items()]
+    lines = differences(*folders)
+    sys.stdout.write("\n".join(lines or ["equal bit for bit"]) + "\n")
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
