@@ -72,7 +72,7 @@ def compute_calibadv_advantage(token_level_rewards, response_mask, index, **_):
 class CalibAdvTrainer(PPOTrainerSync):
     def _compute_advantage(self, batch, metrics):
         fields = tq.kv_batch_get(batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-        TURNS[:] = [extra["turns"] for extra in fields["extra_fields"].tolist()]
+        TURNS[:] = [extra["turns"] for extra in fields.pop("extra_fields").tolist()]
         return super()._compute_advantage(batch, metrics)
 
 

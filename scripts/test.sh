@@ -103,16 +103,16 @@ ensure_trl() {
     pytz tzdata six
 }
 
-# Tunix and verl, which examples extend, with what they need beside the environment.
+# Tunix and verl, which examples extend, each with what it needs beside the environment.
 ensure_tunix() {
-  ensure_folder "$1" "$2" "google-tunix==$tunix_version" google-metrax immutabledict jaxtyping perfetto pylatexenc \
-    qwix wadler-lindig pandas python-dateutil pytz tzdata six
+  ensure_folder "$1" "$2" "google-tunix==$tunix_version" google-metrax clu jaxtyping wadler-lindig perfetto wrapt \
+    pandas python-dateutil pytz tzdata six
 }
 
 ensure_verl() {
-  ensure_folder "$1" "$2" "verl==$verl_version" "TransferQueue==0.1.8" "tensordict==0.10.0" ray torchdata \
-    hydra-core "antlr4-python3-runtime==4.9.*" codetiming cloudpickle datasets multiprocess dill xxhash orjson \
-    pandas python-dateutil pytz tzdata six pyvers
+  ensure_folder "$1" "$2" "verl==$verl_version" TransferQueue==0.1.8 tensordict==0.10.0 ray torchdata hydra-core \
+    'antlr4-python3-runtime==4.9.*' pyvers cloudpickle codetiming orjson datasets multiprocess dill xxhash pandas \
+    python-dateutil pytz tzdata six
 }
 
 # TPU's compiler, which needs no TPU: the trainer's programs are compiled for one. In a folder of

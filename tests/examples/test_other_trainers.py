@@ -25,6 +25,7 @@ def test_trainer_gets_equal_advantages(tmp_path, trainer):
     if not packages.is_dir():
         pytest.skip(f"no {trainer}; scripts/test.sh installs it")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}
+    environment["VERL_USE_EXTERNAL_MODULES"] = "examples.verl_calibadv"
     command = [sys.executable, ROOT / f"tests/examples/{trainer}_steps.py", tmp_path]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

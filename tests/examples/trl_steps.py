@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
-from scripted import GROUP_SIZE, HITS, STEPS, TEXTS, check_advantages, make_tokenizer
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from scripted import GROUP_SIZE, HITS, STEPS, TEXTS, check_advantages, make_model, make_tokenizer
 from trl import GRPOConfig
 
 from examples.trl_calibadv import CalibAdvTrainer, search_rollout
@@ -32,17 +31,7 @@ class Recorder(CalibAdvTrainer):
 def main(folder: Path) -> None:
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    model = Qwen2ForCausalLM(config)
+    model = make_model(len(tokenizer))
     before = model.model.embed_tokens.weight.detach().clone()
     texts = iter(TEXTS * STEPS)
     arguments = GRPOConfig(
