@@ -9,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINERS = ("trl", "tunix", "verl")
-FOLDER = Path(sys.prefix)  # where scripts/test.sh puts them
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -21,7 +20,7 @@ def test_example_has_at_most_eighty_lines(trainer):
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_trainer_gets_equal_advantages(tmp_path, trainer):
-    packages = FOLDER / trainer
+    packages = Path(sys.prefix) / trainer  # where scripts/test.sh puts them
     if not packages.is_dir():
         pytest.skip(f"no {trainer}; scripts/test.sh installs it")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}

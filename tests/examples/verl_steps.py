@@ -1,7 +1,7 @@
-"""Two steps with CalibAdv in verl; run by test_other_trainers.py with verl on the path.
+"""Two steps of verl with CalibAdv; run by test_other_trainers.py with verl on the path.
 
-verl's agent loop, registry of estimators, trainer's advantages and policy loss are real. A dictionary stands
-in for TransferQueue; Ray's workers, FSDP and vLLM do not run.
+Real: agent loop, estimator, the trainer's advantages, policy loss. Not run: Ray's workers, FSDP, vLLM. A
+dictionary stands in for TransferQueue (by hand, the script ran with 0.1.8 and Ray 2.60 too).
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import asyncio
 import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
-from scripted import GROUP_SIZE, HITS, STEPS, TEXTS, check_advantages, make_model, make_tokenizer
+from scripted import GROUP_SIZE, HITS, STEPS, TEXT, check_advantages, make_model, make_tokenizer, score
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -21,13 +21,8 @@ from verl.workers.rollout.replica import TokenOutput
 from calibadv_jax.advantages.external import TrajectoryRecord, TurnRecord
 from examples.verl_calibadv import SearchAgentLoop
 
-TEXT = iter(TEXTS * STEPS)
-MESSAGES = [{"role": "user", "content": "Who wrote it?"}]
-
 
 class ScriptedLoop(SearchAgentLoop):
-    """A loop whose server, itself, returns the scripted turns one after the other."""
-
     search = staticmethod(HITS.__getitem__)
 
     def __init__(self, config, tokenizer):
@@ -38,9 +33,7 @@ class ScriptedLoop(SearchAgentLoop):
         return TokenOutput(token_ids=self.tokenizer.encode(next(TEXT)))
 
 
-class Queue(dict):
-    """Rows by key, with TransferQueue's functions."""
-
+class Queue(dict):  # rows by key
     def kv_batch_get(self, keys, partition_id, select_fields):
         rows = [{name: self[key][name] for name in select_fields if name in self[key]} for key in keys]
         return list_of_dict_to_tensordict(rows)
@@ -53,20 +46,25 @@ class Queue(dict):
 async def roll_out(loop: ScriptedLoop, step: int) -> Queue:
     queue = Queue()
     for session in range(GROUP_SIZE):
-        output = await loop.run({}, raw_prompt=MESSAGES)
-        output.reward_score = float(
-            loop.tokenizer.decode(output.response_ids).endswith("<answer>ada</answer>")
-        )
+        output = await loop.run({}, raw_prompt=[{"role": "user", "content": "Who wrote it?"}])
+        output.reward_score = score(loop.tokenizer.decode(output.response_ids))
         queue[f"q{step}_{session}_0"] = output.as_dict() | {"uid": f"q{step}"}
     return queue
 
 
+def check_row_advantages(rows: list[dict]) -> None:
+    records = []
+    for row in rows:
+        turns = [TurnRecord(**turn) for turn in row["extra_fields"]["turns"]]
+        records.append(TrajectoryRecord(row["rm_scores"].sum().item(), turns[-1].kind == "answer", turns))
+    masks = [row["response_mask"].bool().numpy() for row in rows]
+    check_advantages([row["advantages"].numpy() for row in rows], masks, records)
+
+
 def policy_loss(model, row: dict) -> torch.Tensor:
-    """Return verl's loss of a trajectory."""
-    logits = model(torch.cat([row["prompts"], row["responses"]])[None]).logits[
-        :, len(row["prompts"]) - 1 : -1
-    ]
-    new = torch.log_softmax(logits, -1).gather(-1, row["responses"][None, :, None])[..., 0]  # [1, T]
+    prompt, response = row["prompts"], row["responses"]
+    logits = model(torch.cat([prompt, response])[None]).logits[:, len(prompt) - 1 : -1]
+    new = torch.log_softmax(logits, -1).gather(-1, response[None, :, None])[..., 0]  # [1, T]
     config = ActorConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1, rollout_n=GROUP_SIZE)
     advantages, mask = row["advantages"][None], row["response_mask"][None]
     return get_policy_loss_fn("vanilla")(new.detach(), new, advantages, mask, "token-mean", config)[0]
@@ -87,19 +85,12 @@ async def main() -> None:
         queue = await roll_out(loop, step)
         tq.kv_batch_get, tq.kv_batch_put = queue.kv_batch_get, queue.kv_batch_put
         trainer._compute_advantage(tq.KVBatchMeta(list(queue), [{} for _ in queue], "train"), {})
-        rows, records = list(queue.values()), []
-        for row in rows:
-            turns = [TurnRecord(**turn) for turn in row["extra_fields"]["turns"]]
-            score = row["rm_scores"].sum().item()
-            records.append(TrajectoryRecord(score, turns[-1].kind == "answer", turns))
-        masks = [row["response_mask"].bool().numpy() for row in rows]
-        check_advantages([row["advantages"].numpy() for row in rows], masks, records)
-        optimizer.zero_grad()
-        loss = torch.stack([policy_loss(model, row) for row in rows]).mean()
-        loss.backward()
+        check_row_advantages(list(queue.values()))
+        model.zero_grad()
+        sum(policy_loss(model, row) for row in queue.values()).backward()
         optimizer.step()
-        assert loss.isfinite()
-    assert not torch.equal(before, model.model.embed_tokens.weight)
+    after = model.model.embed_tokens.weight
+    assert after.isfinite().all() and not torch.equal(before, after)
 
 
 if __name__ == "__main__":
