@@ -12,6 +12,8 @@ qdrant_version=0.9.0
 peft_version=0.21.2
 minilm_version=0.1.0
 trl_version=1.16.0
+tunix_version=0.1.7
+verl_version=0.9.0
 # Slow ones that begin first, so that no worker is left alone with one at the end.
 longest=(tests/sampler/test_vllm.py tests/scripts/test_real_policy.py tests/benchmarks/test_kill.py
   tests/test_paper_run.py tests/commands/test_train.py)
@@ -101,6 +103,18 @@ ensure_trl() {
     pytz tzdata six
 }
 
+# Tunix and verl, which examples extend, each with what it needs beside the environment.
+ensure_tunix() {
+  ensure_folder "$1" "$2" "google-tunix==$tunix_version" google-metrax clu jaxtyping wadler-lindig perfetto wrapt \
+    pandas python-dateutil pytz tzdata six
+}
+
+ensure_verl() {
+  ensure_folder "$1" "$2" "verl==$verl_version" TransferQueue==0.1.8 tensordict==0.10.0 ray torchdata hydra-core \
+    'antlr4-python3-runtime==4.9.*' pyvers cloudpickle codetiming orjson datasets multiprocess dill xxhash pandas \
+    python-dateutil pytz tzdata six
+}
+
 # TPU's compiler, which needs no TPU: the trainer's programs are compiled for one. In a folder of
 # its own: where vLLM can import libtpu, it takes the machine for one with a TPU.
 ensure_tpu_compiler() {
@@ -180,6 +194,8 @@ if [[ "$fast" == false ]]; then # beside the others: they stand in folders of th
   ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu" &
   ensure_cuda_compiler "$venv/bin/python" "$venv/cuda_compiler" &
   ensure_trl "$venv/bin/python" "$venv/trl" &
+  ensure_tunix "$venv/bin/python" "$venv/tunix" &
+  ensure_verl "$venv/bin/python" "$venv/verl" &
   ensure_browser &
 fi
 [[ "$fast" == true ]] || ensure_all_at_once "$venv/bin/python"

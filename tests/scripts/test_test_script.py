@@ -22,7 +22,7 @@ esac
 def run(tmp_path):
     """Arguments and two statuses -> the script as it ended, and the markers of its calls of pytest."""
     venv = tmp_path / "venv"
-    for folder in ("bin", "libtpu", "cuda_compiler", "trl"):  # nothing is to be installed
+    for folder in ("bin", "libtpu", "cuda_compiler", "trl", "tunix", "verl"):  # nothing is to be installed
         (venv / folder).mkdir(parents=True)
     mypy = "#!/usr/bin/env bash\nexit ${MYPY:-0}\n"
     for name, text in {"python": PYTHON, "ruff": "", "mypy": mypy, "chromium": ""}.items():
