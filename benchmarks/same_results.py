@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 SETTINGS = (
     *("world.train_questions=400", "world.eval_questions=60", "learner.steps=6", "checkpoint.every=3"),
     *("rollout.questions_per_step=8", "learner.minibatch_size=4", "loss.kl_coef=0.01"),
-    "sft.phases=[{kind: lookups, steps: 12, loss_on: sampled},{kind: imperfect, steps: 12, loss_on: sampled}]",
+    "sft.phases=[{kind: lookups, steps: 9, loss_on: sampled},{kind: imperfect, steps: 9, loss_on: sampled}]",
 )
 TIMES = ("timing_s/", "perf/")  # metrics that differ from run to run
 FILES = ("hf/model.safetensors", "world/corpus.jsonl", "world/train.jsonl", "world/eval.jsonl")
