@@ -6,7 +6,6 @@ import os
 import platform
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 CPU_DEVICES = 2  # small matrix products fill no more than a core
 TUNABLES = "GLIBC_TUNABLES"  # read when a process begins
@@ -33,8 +32,8 @@ def tune_for_cpu(can_use_two_devices: bool) -> None:
         return
     if can_use_two_devices and (os.cpu_count() or 1) >= CPU_DEVICES:
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CPU_DEVICES))
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(home / "calibadv/jax")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and os.path.isabs(caches):  # else there is no home
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(caches, "calibadv", "jax")
         os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(CACHE_BYTES))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -28,6 +28,12 @@ def test_cpu_runs_have_two_devices_and_a_cache(monkeypatch, tmp_path):
     assert [os.environ[name] for name in VARIABLES] == ["2", str(tmp_path / "calibadv/jax"), str(2**31)]
 
 
+def test_process_without_a_home_has_no_cache(monkeypatch):
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    cpu.tune_for_cpu(True)
+    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+
+
 @pytest.mark.parametrize("why", ["one core", "indivisible", "accelerator", "JAX is loaded"])
 def test_number_of_devices_stays(monkeypatch, why):
     monkeypatch.setattr(os, "cpu_count", lambda: 1 if why == "one core" else 4)

@@ -187,13 +187,15 @@ def test_small_disk_is_refused_before_writing(tmp_path, long_corpus, monkeypatch
 
 @contextmanager
 def largest_file(size):
-    """Writing beyond this size fails as on a full disk."""
+    """Writing beyond this size fails as on a full disk; Python would cut the bytecode of an import."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = writes_none
 
 
 @pytest.mark.parametrize(
