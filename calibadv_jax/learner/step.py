@@ -181,7 +181,7 @@ def mini_batches(
     shuffled = list(trained[:, None])
     if config.shuffle == "groups":  # in the order in which their prompts are first met
         groups: dict[bytes, list[int]] = {}
-        for number in trained:
+        for number in trained.tolist():
             groups.setdefault(samples[number].prompt_ids.tobytes(), []).append(number)
         shuffled = [np.array(group) for group in groups.values()]
     size = config.minibatch_size or len(trained)
