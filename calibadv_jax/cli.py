@@ -240,7 +240,8 @@ def _divides_by(devices: int, config: Config) -> bool:
     shards = sizes["data"] * sizes["fsdp"]
     is_alone = not (config.distributed.coordinator_address or config.distributed.num_processes)
     divides = not (config.learner.microbatch_rows % shards or config.sft.rows % shards)
-    is_small = config.policy.init.get("hidden_size", SMALL + 1) <= SMALL
+    width = config.policy.init.get("hidden_size")  # a wrong type is reported later
+    is_small = isinstance(width, int) and width <= SMALL
     return is_alone and divides and is_small and shards * sizes["tensor"] == devices
 
 

@@ -72,6 +72,7 @@ def test_process_begins_again_with_large_pages_once(monkeypatch):
         (["sft.rows=3"], False),
         (["mesh.data=1"], False),
         (["policy.init.hidden_size=2048"], False),
+        (["policy.init.hidden_size=wide"], False),
         (["distributed.num_processes=2"], False),
     ],
     ids=str,
