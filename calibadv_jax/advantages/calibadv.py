@@ -10,20 +10,14 @@ Variants of the authors' code: `calibadv_variants`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 
-from calibadv_jax.advantages.calibadv_variants import (
-    is_rebalance_variant,
-    rebalance_variant,
-    side_factors,
-    soften_variant,
-)
-from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn
+from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn, side_factors
 from calibadv_jax.core.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
@@ -36,6 +30,13 @@ _CORRECTNESS: dict[str, Callable[[Sequence[float], int], float]] = {
     "mean": lambda weights, num_documents: sum(weights) / num_documents,
 }
 _MAX_SHARED_DOCUMENTS = 1
+_PAPER = {
+    "softening": "plain",
+    "rebalance_over": "answer",
+    "rebalance_within": "group",
+    "rebalance_by": "advantage",
+    "rebalance_excess": False,
+}
 
 
 # --- The rule ---
@@ -46,8 +47,12 @@ def calibrate(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[G
     if config.soft_penalty:
         credits = [_soften(credit) for credit in credits]
         if config.softening != "plain":
+            from calibadv_jax.advantages.calibadv_variants import soften_variant
+
             credits = [soften_variant(credit, config.softening) for credit in credits]
-    if config.rebalance and is_rebalance_variant(config):
+    if config.rebalance and any(key != "softening" for key in variant_keys(vars(config))):
+        from calibadv_jax.advantages.calibadv_variants import rebalance_variant
+
         return rebalance_variant(credits, config)
     return [_rebalance(credit, config) if config.rebalance else credit for credit in credits]
 
@@ -168,3 +173,64 @@ def is_repetition(words: Sequence[str], earlier: Sequence[str]) -> bool:
     """Return whether 1 - edit distance / longer length > 0.5, in words; two empty texts are no repetition."""
     limit = (max(len(words), len(earlier)) - 1) // 2  # the largest distance below half of the longer length
     return limit >= 0 and Levenshtein.distance(words, earlier, score_cutoff=limit) <= limit
+
+
+# --- Description ---
+
+_CORRECTNESS_WORDS = {
+    "fraction": "number of its newly found silver documents / number of its documents",
+    "max": "largest weight among its newly found silver documents",
+    "mean": "sum of the weights of its newly found silver documents / number of its documents",
+}
+_SOFTENING_WORDS = {
+    "plain": "a negative advantage of a search turn is scaled by 1 - correctness",
+    "aggressive": "a negative advantage of a search turn is scaled by 1 - correctness, and 0 from 1/3",
+    "upper_limit": "a negative advantage of a search turn moves towards the group's largest by correctness",
+    "reset": "a negative advantage of a search turn is scaled by 1 - correctness, and a positive one is 0"
+    " where all search turns of its number are correct",
+}
+_BALANCED_WORDS = {
+    "answer": ("the answer turns", "answer turns of one-sided groups"),
+    "turn": ("the answer turns, of the first search turns, of the second ones …", "one-sided ones"),
+    "all": ("all turns", "those that are one-sided"),
+}
+
+
+def variant_keys(settings: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a section `advantage` whose value is not the paper's; missing keys are."""
+    keys = [key for key, value in _PAPER.items() if settings.get(key, value) != value]
+    return keys + (["adjust"] if settings.get("adjust") == "clip" else [])
+
+
+def describe_calibration(config: AdvantageConfig) -> list[str]:
+    """Describe the calibration of this configuration, a line a switch."""
+    lines = []
+    if config.soft_penalty:
+        lines += [
+            f"soft penalty ON: {_SOFTENING_WORDS[config.softening]};"
+            " a turn's correctness is 0 if it repeats an earlier one",
+            f"  correctness {config.correctness}: {_CORRECTNESS_WORDS[config.correctness]}",
+            "  silver documents: those seen by the group's best format-valid trajectories, if their score"
+            f" is at least {config.silver_threshold:g} of the largest reward",
+        ]
+    else:
+        lines.append("soft penalty OFF: search turns keep their trajectory's whole advantage")
+    if config.rebalance and config.adjust == "clip":
+        lines.append(
+            f"rebalance ON: within each {config.rebalance_within}, negative advantages are cut at"
+            f" {config.target_ratio:g} (lambda) × the mean positive one over the tokens of"
+            f" {_BALANCED_WORDS[config.rebalance_over][0]}"
+        )
+    elif config.rebalance:
+        within = f"each {config.rebalance_within}" if config.rebalance_within == "group" else "the whole step"
+        turns, alone = _BALANCED_WORDS[config.rebalance_over]
+        measure = "sum" if config.rebalance_by == "advantage" else "number"
+        only = ", where it is above that" if config.rebalance_excess else ""
+        lines.append(
+            f"rebalance ON: within {within} the {config.adjust} side is rescaled until |negative {measure}| /"
+            f" positive {measure} = {config.target_ratio:g} (lambda) over the tokens of {turns}{only};"
+            f" {alone} become 0"
+        )
+    else:
+        lines.append("rebalance OFF: answer turns keep their trajectory's whole advantage")
+    return lines

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from calibadv_jax.core.trajectory import Group, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from calibadv_jax.config import AdvantageConfig
 
 
 @dataclass(frozen=True)
@@ -258,3 +262,15 @@ def _tokens(credits: Sequence[GroupCredit]) -> dict[str, float]:
         mean = float(np.average(values, weights=lengths))
         counts |= {"mean": mean, "max": max(sampled), "min": min(sampled)}
     return counts
+
+
+def side_factors(positive: float, negative: float, config: AdvantageConfig) -> tuple[float, float]:
+    """Return the factors of positive and negative advantages that bring two masses to the target ratio.
+
+    Nothing can balance an empty side: both are 0. The factor is unbounded, as upstream.
+    """
+    if positive == 0 or negative == 0:
+        return 0.0, 0.0
+    if config.adjust == "positive":
+        return negative / (positive * config.target_ratio), 1.0
+    return 1.0, config.target_ratio * positive / negative

@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from calibadv_jax.advantages.calibadv import calibrate, judge, judge_turns, silver_documents
-from calibadv_jax.advantages.calibadv_variants import describe_calibration
+from calibadv_jax.advantages.calibadv import (
+    calibrate,
+    describe_calibration,
+    judge,
+    judge_turns,
+    silver_documents,
+)
 from calibadv_jax.advantages.credit import (
     ByToken,
     GroupCredit,

@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages
-from calibadv_jax.commands.evaluate import validate, validation_questions
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.locking import locked_run
@@ -22,7 +21,6 @@ from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.hosts.joining import joined
-from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Verdict, guard_metrics
 from calibadv_jax.metrics.shown_steps import ShownSteps
@@ -42,7 +40,10 @@ from calibadv_jax.run.state import RunState
 from calibadv_jax.run.trainer import Updated
 from calibadv_jax.run.wiring import check_inputs, open_rollouts
 from calibadv_jax.snapshots.checkpoint import newest_step
-from calibadv_jax.snapshots.mirror import Mirror, open_mirror
+
+if TYPE_CHECKING:
+    from calibadv_jax.metrics.backends import Backend
+    from calibadv_jax.snapshots.mirror import Mirror
 
 
 def run(config: Config, kept: Config | None = None) -> None:
@@ -59,7 +60,11 @@ def run(config: Config, kept: Config | None = None) -> None:
 
 def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
     hosts.share("run.dir", Path(config.run.dir))
-    mirror = open_mirror(config, console) if hosts.is_first else None
+    mirror = None
+    if config.run.mirror and hosts.is_first:
+        from calibadv_jax.snapshots.mirror import open_mirror
+
+        mirror = open_mirror(config, console)
     inputs = (config.policy.path, config.policy.tokenizer, config.policy.lora.init_from)
     with ExitStack() as fetched:
         hosts.first("run.mirror", lambda: fetched.enter_context(mirror.inputs(*inputs)) if mirror else 0)
@@ -120,7 +125,11 @@ def fitting_questions(
     longest = config.rollout.max_prompt_length
     lengths = prompt_lengths(questions, tokenizer, config.prompt, longest, make_actions(config))
     kept, overlong = drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.train")
-    held_out = validation_questions(config, tokenizer)[1] if config.evaluate.every else ""
+    held_out = ""
+    if config.evaluate.every:
+        from calibadv_jax.commands.evaluate import validation_questions
+
+        held_out = validation_questions(config, tokenizer)[1]
     for warning in filter(None, (overlong, held_out)):
         console.warn(warning)
     return kept, len(lengths)
@@ -250,6 +259,8 @@ class Step:
         """Score the held-out questions after every `evaluate.every` steps."""
         every = self.config.evaluate.every
         if every and self.state.step % every == 0:
+            from calibadv_jax.commands.evaluate import validate
+
             with self._phase("evaluate", "evaluation"):
                 self.row |= self.hosts.first(
                     "evaluation", lambda: report_metrics(validate(self.config, self.state.rollouts))
@@ -283,5 +294,9 @@ def open_writers(state: RunState) -> Iterator[tuple[RolloutWriter, MetricsWriter
             log = dataclasses.replace(config.log, backends=[], rollouts="none")
             config = dataclasses.replace(config, log=log)
         record = RolloutWriter(folder, config, first)
-        backends = open_backends(config.log, folder, first, state.console.warn)
+        backends: list[Backend] = []
+        if config.log.backends:
+            from calibadv_jax.metrics.backends import open_backends
+
+            backends = open_backends(config.log, folder, first, state.console.warn)
         yield record, stack.enter_context(MetricsWriter(folder, backends, first))

@@ -21,9 +21,7 @@ from jax.sharding import PartitionSpec as P
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy.adapters import Adapters, Linear, merged, split
 from calibadv_jax.policy.architecture import Architecture, RopeScaling
-from calibadv_jax.policy.kernels.blockwise import MASKED, blockwise_attention
-from calibadv_jax.policy.kernels.custom_gradients import RMSNorm, gated, rows_product
-from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
+from calibadv_jax.policy.kernels.custom_gradients import MASKED, RMSNorm, gated, rows_product
 from calibadv_jax.policy.sharding import RULES, Layout, axis_size, constrain, layout_of, pin_rows
 
 Params = dict[str, Any]
@@ -168,11 +166,15 @@ def packed_attention(
     """
     if kernel not in SHARING:
         assert ends is None, kernel
+        from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
+
         flash = splash_attention if kernel == "splash" else triton_attention
         return _on_every_device(flash, q, k, v, segment_ids)
     columns = jnp.arange(q.shape[1])
     ends = _segment_ends(segment_ids) if ends is None else jnp.maximum(ends, columns + 1)
     if kernel == "xla" and q.shape[1] > chunk:
+        from calibadv_jax.policy.kernels.blockwise import blockwise_attention
+
         return _on_every_device(lambda *rows: blockwise_attention(*rows, chunk), q, k, v, ends)
     mask = ((columns[:, None] >= columns) & (columns[:, None] < ends[:, None, :]))[:, None]  # [B, 1, T, T]
     if kernel == "cudnn":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
@@ -13,7 +13,6 @@ from calibadv_jax.core.files import content_hash
 from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.data.demonstrations import Demonstration
 from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import Base, Model, PolicySource, find_folder
@@ -21,7 +20,9 @@ from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_replies import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import newest_step
 from calibadv_jax.snapshots.huggingface import weights_hash
-from calibadv_jax.snapshots.peft import adapters_hash
+
+if TYPE_CHECKING:
+    from calibadv_jax.data.demonstrations import Demonstration
 
 REFERENCE = "policy.weights"  # only of a run that keeps the policy it began with, or the base of its adapters
 ADAPTERS = "policy.adapters"  # of policy.lora.init_from, only of a run that keeps the policy it began with
@@ -55,6 +56,12 @@ def initial_hash(config: Config, model: Model) -> str:
     return weights_hash(weights)
 
 
+def _adapters_hash(config: Config) -> str:
+    from calibadv_jax.snapshots.peft import adapters_hash
+
+    return adapters_hash(Path(config.policy.lora.init_from))
+
+
 def run_identity(config: Config, model: Model, questions: Sequence[Question]) -> dict[str, str]:
     """Return the hashes of the contents that a run's config only names, by the names in `IDENTITY`."""
     policy = config.policy
@@ -68,7 +75,7 @@ def run_identity(config: Config, model: Model, questions: Sequence[Question]) ->
     if policy.path and (config.keeps_initial_policy or policy.lora.rank):
         hashes[REFERENCE] = initial_hash(config, model)
     if config.keeps_initial_policy and policy.lora.init_from:
-        hashes[ADAPTERS] = adapters_hash(Path(policy.lora.init_from))
+        hashes[ADAPTERS] = _adapters_hash(config)
     return {name: value for name, value in hashes.items() if value}
 
 
@@ -99,7 +106,7 @@ def check_same(config: Config, model: Model, questions: Sequence[Question], host
     if config.policy.path and (newest is None or config.keeps_initial_policy or lora.rank):
         hosts.same("set of weights in policy.path", lambda: initial_hash(config, model))
     if lora.init_from and (newest is None or config.keeps_initial_policy):
-        hosts.same("set of adapters in policy.lora.init_from", lambda: adapters_hash(Path(lora.init_from)))
+        hosts.same("set of adapters in policy.lora.init_from", lambda: _adapters_hash(config))
 
 
 def describe_policy(source: PolicySource) -> dict[str, Any]:

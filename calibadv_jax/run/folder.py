@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from calibadv_jax.config import Config, SftPhase, ToolConfig, dump_config, known_keys
 from calibadv_jax.config.kept import Start, add_start, newest_start, read_config, rebase_paths
@@ -28,7 +28,9 @@ from calibadv_jax.services.retriever_replies import difference
 from calibadv_jax.services.retriever_replies import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
 from calibadv_jax.snapshots.huggingface import copy_tokenizer
-from calibadv_jax.snapshots.mirror import Mirror
+
+if TYPE_CHECKING:
+    from calibadv_jax.snapshots.mirror import Mirror
 
 UNLEARNED, LEARNED, TUNED = marked(Mark.UNLEARNED), marked(Mark.LEARNED), marked(Mark.TUNED)
 COLD_START_KEYS = marked(Mark.COLD_START)

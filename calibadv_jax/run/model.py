@@ -26,8 +26,6 @@ from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.sampler.stopping import end_of_text_ids
 from calibadv_jax.snapshots.checkpoint import newest_step, restore_params
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, weights_hash
-from calibadv_jax.snapshots.peft import load_adapters
-from calibadv_jax.snapshots.publish import load_snapshot
 
 BACKEND = transformers.TokenizersBackend  # reads tokenizer.json as it is
 # Words apart by white space, so that a tokenizer of whole words may put spaces around punctuation.
@@ -220,6 +218,8 @@ def initial_params(config: Config, model: Model, path: str) -> Params:
         if policy.adapters and not init_from:
             params = joined(params, init_params(policy, mesh, config.run.seed, only_trained=True))
     if policy.adapters and init_from:
+        from calibadv_jax.snapshots.peft import load_adapters
+
         params = joined(params, load_adapters(Path(init_from), policy, mesh))
     return params
 
@@ -342,6 +342,8 @@ class PolicySource:
         if self.kind == "huggingface":
             return load_params(self.path, policy, mesh)
         if self.kind == "snapshot":
+            from calibadv_jax.snapshots.publish import load_snapshot
+
             return load_snapshot(self.path, policy, mesh, verify=True)
         targets = placed_params(policy.abstract_trained, mesh)
         trained = restore_params(self.path, targets, self.step)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -25,7 +26,9 @@ from calibadv_jax.rollout.stream import RolloutStream, any_done
 from calibadv_jax.run.model import Model, base_of
 from calibadv_jax.run.trainer import Trainer, Updated
 from calibadv_jax.snapshots.checkpoint import EXTRA, ROLLBACK, CheckpointStore, read_rollback
-from calibadv_jax.snapshots.mirror import Mirror
+
+if TYPE_CHECKING:
+    from calibadv_jax.snapshots.mirror import Mirror
 
 CRITIC = "critic"  # its part of a checkpoint's state
 

@@ -25,12 +25,8 @@ from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.model import Base, Model, read_base
-from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
-from calibadv_jax.sampler.vllm_sampler import VllmSampler
-from calibadv_jax.sampler.vllm_worker import find_workers, open_workers
 from calibadv_jax.services.retriever_client import RetrieverClient, check_running, open_retriever
-from calibadv_jax.snapshots.publish import SnapshotStore
 
 
 def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None) -> None:
@@ -43,6 +39,8 @@ def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None)
     if config.retriever.url:
         check_running(config.retriever, warn)
     if config.sampler.name == "vllm" and config.sampler.urls:
+        from calibadv_jax.sampler.vllm_worker import find_workers
+
         find_workers(config.sampler, warn)
 
 
@@ -63,6 +61,8 @@ def open_services(
         retriever = hosts.first("retriever", lambda: stack.enter_context(opened))
         workers: list[str] = []
         if config.sampler.name == "vllm":
+            from calibadv_jax.sampler.vllm_worker import open_workers
+
             share, first = own_workers(config.sampler, hosts.index, hosts.count)
             dtype, length = config.sampler_dtype, config.rollout.max_length
             started = open_workers(share, model_folder, folder, dtype, length, warn, first=first)
@@ -116,6 +116,8 @@ def _make_sampler(
     """Return the sampler, and the function that converts a version's parameters for it."""
     stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
     if config.sampler.name == "jax":
+        from calibadv_jax.sampler.jax_sampler import JaxSampler
+
         share, length = config.sampler, config.rollout.max_length
         if hosts.count == 1:
             sampler = JaxSampler(model.policy, stops, share, model.mesh, length)
@@ -124,6 +126,9 @@ def _make_sampler(
         copied = LocalCopy(model.mesh, model.policy.numerics.compute_dtype, model.policy.split)
         sampler = JaxSampler(model.policy, stops, share, copied.mesh, length)
         return sampler, lambda _, params: copied(params)
+    from calibadv_jax.sampler.vllm_sampler import VllmSampler
+    from calibadv_jax.snapshots.publish import SnapshotStore
+
     dtype = config.checkpoint.snapshot_dtype or config.sampler_dtype
     store = SnapshotStore(snapshots, config.checkpoint.snapshots_kept, jnp.dtype(dtype))
     shared = base.shared() if base and config.policy.lora.snapshots == "adapters" else None

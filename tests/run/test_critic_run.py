@@ -30,7 +30,7 @@ from calibadv_jax.learner import critic as critic_learning
 from calibadv_jax.learner import optimizer
 from calibadv_jax.metrics.catalogue import find
 from calibadv_jax.record.reader import find_step, read_step
-from calibadv_jax.run import trainer as critic
+from calibadv_jax.run import critic
 from calibadv_jax.snapshots.checkpoint import restore_params
 
 pytestmark = pytest.mark.medium

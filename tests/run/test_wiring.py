@@ -50,7 +50,9 @@ def opened(monkeypatch):
 
         return open_service
 
-    monkeypatch.setattr(wiring, "open_workers", service("workers", ["http://127.0.0.1:8"]))
+    monkeypatch.setattr(
+        "calibadv_jax.sampler.vllm_worker.open_workers", service("workers", ["http://127.0.0.1:8"])
+    )
     with serving(Ready) as url:
         monkeypatch.setattr(wiring, "open_retriever", service("retriever", url))
         yield events
@@ -78,7 +80,7 @@ def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypa
             stored.append((version, params, about))
             return tmp_path / "v000007"
 
-    monkeypatch.setattr(wiring, "SnapshotStore", Store)
+    monkeypatch.setattr("calibadv_jax.snapshots.publish.SnapshotStore", Store)
     made = {}
 
     class Sampler(VllmSampler):
@@ -88,7 +90,7 @@ def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypa
         async def close(self):
             opened.append("sampler closed")
 
-    monkeypatch.setattr(wiring, "VllmSampler", Sampler)
+    monkeypatch.setattr("calibadv_jax.sampler.vllm_sampler.VllmSampler", Sampler)
     policy = {"compute_dtype": "float32"}  # so the snapshots are in it, too
     config = make_config(tmp_path, sampler={"name": "vllm"}, checkpoint={"snapshots_kept": 5}, policy=policy)
     with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots") as rollouts:

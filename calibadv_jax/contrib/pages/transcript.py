@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from calibadv_jax.advantages.calibadv_variants import variant_keys
+from calibadv_jax.advantages.calibadv import variant_keys
 from calibadv_jax.advantages.credit import last_filled, two_sides
 from calibadv_jax.advantages.estimators import ESTIMATORS, mean_and_std
 from calibadv_jax.config import AdvantageConfig

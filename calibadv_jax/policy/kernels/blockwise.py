@@ -15,9 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from calibadv_jax.policy.kernels.custom_gradients import inner_product
-
-MASKED = -1e30  # finite, so that a row without any visible key gives no NaN
+from calibadv_jax.policy.kernels.custom_gradients import MASKED, inner_product
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

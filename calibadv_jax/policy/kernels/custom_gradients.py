@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 Saved = tuple[Any, ...]
+MASKED = -1e30  # finite, so that a row without any visible key gives no NaN
 FIRST_WITH_FIRST = (((0,), (0,)), ((), ()))
 LAST_WITH_LAST = (((1,), (1,)), ((), ()))
 
