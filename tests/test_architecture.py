@@ -36,7 +36,7 @@ TRAIN_MODULES, TRAIN_LINES = 118, 21_700
 OPTIONAL = {
     # tensorboardX is always there, but imports torch; httpx2 and mcp_types come with mcp.
     "calibadv_jax": {"matplotlib", "mcp", "mlflow", "prometheus_client", "tensorboardX", "vllm", "wandb"}
-    | {"httpx2", "mcp_types"},
+    | {"httpx2", "mcp_types", "IPython"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
 }
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads
