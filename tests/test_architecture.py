@@ -36,7 +36,7 @@ TRAIN_MODULES, TRAIN_LINES = 100, 17_000
 OPTIONAL = {
     # tensorboardX is always there, but imports torch; httpx2 and mcp_types come with mcp.
     "calibadv_jax": {"matplotlib", "mcp", "mlflow", "prometheus_client", "tensorboardX", "vllm", "wandb"}
-    | {"httpx2", "mcp_types"},
+    | {"httpx2", "mcp_types", "IPython"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
 }
 # Parts that a config key chooses: the function that reads the key imports them.

@@ -7,11 +7,12 @@ from http.server import SimpleHTTPRequestHandler
 
 import numpy as np
 import pytest
-from http_rig import serving
+from http_rig import Handler, serving
 
 from benchmarks.generated_run import answer_turn, make_run, make_turn, search_turn, write_run
 from benchmarks.inspect_page import measure
 from calibadv_jax.config import Config
+from calibadv_jax.contrib.pages import notebook
 from calibadv_jax.contrib.pages.site import RunFiles, Site, write_site
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
 
@@ -295,6 +296,33 @@ def test_action_is_shown_with_name_and_reply(served, page, tokenizer, tmp_path):
         assert shown == ["correctness 1", "correctness 1", "correctness 0"]
         assert turns.nth(1).locator(".document .title").all_inner_texts() == ["title b"]
         assert "1879 - 1848" in turns.nth(2).inner_text() and "31" in turns.nth(2).inner_text()
+
+
+def test_pages_of_this_machine_alone_may_frame_it(small_run, browser, served, monkeypatch):
+    frames = []
+    pytest.importorskip("IPython")
+    monkeypatch.setattr("IPython.display.display", frames.append)
+
+    class Notebook(Handler):
+        def do_GET(self):
+            self.reply(
+                200, f'<iframe src="{self.path[1:]}"></iframe>'.encode(), {"Content-Type": "text/html"}
+            )
+
+    context = browser.new_context()
+    with served(small_run) as alone, serving(Notebook) as address:
+        notebook.show(small_run)
+        inline = frames[0].src
+        for origin, framed, is_shown in (
+            (address, inline, True),
+            (address.replace("127.0.0.1", "localhost"), inline, True),
+            (address.replace("127.0.0.1", "elsewhere.localhost"), inline, False),
+            (address, f"{alone}/", False),
+        ):
+            page = context.new_page()
+            page.goto(f"{origin}/{framed}", wait_until="networkidle")
+            assert (page.frames[1].locator("#list[data-ready]").count() == 1) == is_shown, origin
+    context.close()
 
 
 def test_text_of_documents_questions_and_answers_stays_text(small):

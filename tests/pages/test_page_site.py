@@ -7,6 +7,9 @@ import json
 import re
 import shutil
 import socket
+import sys
+from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.generated_run import make_turn, write_run
 from calibadv_jax.config import AdvantageConfig, Config, PromptConfig
+from calibadv_jax.contrib.pages import notebook
 from calibadv_jax.contrib.pages import site as index
 from calibadv_jax.contrib.pages.site import POLICY, RunFiles, Site, make_server, write_site
 from calibadv_jax.contrib.pages.transcript import Pieces, observation_parts
@@ -281,6 +285,25 @@ def test_every_answer_forbids_foreign_scripts(ask):
         rules = headers["Content-Security-Policy"]
         assert "default-src 'none'" in rules and "script-src 'self';" in rules and "unsafe" not in rules
         assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch):
+    pytest.importorskip("IPython")
+    shown = []
+
+    def ask(port, host):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("GET", "/", headers={"Host": host})
+        response = connection.getresponse()
+        return response.status, response.headers["Content-Security-Policy"].partition("frame-ancestors ")[2]
+
+    monkeypatch.setattr("IPython.display.display", lambda frame: shown.append(urlsplit(frame.src).port))
+    notebook.show(small_run)
+    assert ask(shown[0], "localhost:1") == (200, notebook.JUPYTER) and ask(shown[0], "evil.example")[0] == 403
+    colab = SimpleNamespace(serve_kernel_port_as_iframe=lambda port, height: shown.append(port))
+    monkeypatch.setitem(sys.modules, "google.colab.output", colab)
+    notebook.show(small_run)
+    assert ask(shown[1], "8000-m-s.us-central1-0.prod.colab.dev") == (200, notebook.COLAB)
 
 
 def test_page_names_its_policy_itself_for_other_servers(ask):

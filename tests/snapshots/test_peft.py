@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -24,42 +25,7 @@ from calibadv_jax.snapshots.peft import load_adapters, save_adapters
 ADAPTERS = Adapters(2, 4.0, ("q", "v"), "bfloat16")
 POLICY = Policy(architecture_from_hf(HF_CONFIG), Numerics(), ADAPTERS)
 # As PEFT 0.21.2 writes it.
-CONFIG = {
-    "alora_invocation_tokens": None,
-    "alpha_pattern": {},
-    "auto_mapping": {"base_model_class": "Qwen2ForCausalLM", "parent_library": "transformers"},
-    "base_model_name_or_path": "base",
-    "bias": "none",
-    "corda_config": None,
-    "ensure_weight_tying": False,
-    "exclude_modules": ["lm_head"],
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-    "init_lora_weights": True,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "layers_to_transform": None,
-    "loftq_config": {},
-    "lora_alpha": 4,
-    "lora_bias": False,
-    "lora_dropout": 0.05,
-    "megatron_config": None,
-    "megatron_core": "megatron.core",
-    "modules_to_save": None,
-    "peft_type": "LORA",
-    "peft_version": "0.21.2",
-    "qalora_group_size": 16,
-    "r": 2,
-    "rank_pattern": {},
-    "revision": None,
-    "target_modules": "all-linear",
-    "target_parameters": None,
-    "task_type": "CAUSAL_LM",
-    "trainable_token_indices": None,
-    "use_dora": False,
-    "use_qalora": False,
-    "use_rslora": False,
-}
+CONFIG = json.loads(Path(__file__).with_name("adapter_config.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
