@@ -15,9 +15,9 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock, Thread
@@ -34,9 +34,10 @@ from calibadv_jax.core import hub
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, storage_errno
 from calibadv_jax.core.files import replacing, replacing_folder
 from calibadv_jax.core.locking import locked_run
+from calibadv_jax.core.stopping import in_daemon_thread
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.weights import summary
-from calibadv_jax.snapshots.checkpoint import newest_step, read_rollback
+from calibadv_jax.snapshots.checkpoint import ROLLBACK, newest_step, read_rollback
 
 MARKER, OBJECTS, OLD_MARKER = "marker", "objects", "mirror.json"  # in the store; the last of an older format
 PINS, CHECKPOINTS = ".mirror", "checkpoints"  # in the run's folder
@@ -55,7 +56,6 @@ FILE = re.compile(
     re.ASCII,
 )
 Entry = tuple[str, int, int]  # object, size in bytes, time of change in ns
-Pin = tuple[int, Path]  # a step, and hard links to its checkpoint and the files beside it
 T = TypeVar("T")
 
 
@@ -87,11 +87,11 @@ class _Version(BaseModel, frozen=True):
     steps: tuple[int, ...] = ()  # of complete checkpoints, ascending
     files: dict[str, Entry] = {}  # by path in the run's folder
 
-    def after(self, last: int) -> _Version:
-        """Return the next version, without the checkpoints of steps after `last`."""
+    def up_to(self, last: int) -> _Version:
+        """Return a copy without the checkpoints of steps after `last`."""
         steps = tuple(step for step in self.steps if step <= last)
         files = {path: entry for path, entry in self.files.items() if _step_of(path) in (None, *steps)}
-        return self.model_copy(update={"number": self.number + 1, "steps": steps, "files": files})
+        return self.model_copy(update={"steps": steps, "files": files})
 
 
 class Mirror:
@@ -122,11 +122,13 @@ class Mirror:
         self._store = DirFileSystem(root.rstrip("/"), files)
         self._owner = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
         self._version = _Version()  # that was read or written last
-        self._pins: list[Pin] = []  # that is being uploaded, and the newest
+        self._pins: dict[
+            Path, int
+        ] = {}  # hard links to the files of a step: of the upload, and of the newest
         self._failure = ""  # of the last try
         self._taken: _Taken | None = None
-        self._thread = Thread()  # that uploads
-        self._pinning, self._committing = Lock(), Lock()
+        self._thread: Thread | None = None  # that uploads the newest pin
+        self._committing = Lock()
 
     def has_newer(self) -> bool:
         """Return whether the store's newest checkpoint is newer; a rollback makes all that follows newer.
@@ -139,9 +141,10 @@ class Mirror:
             raise UserError(
                 f"{self._key} holds another run than run.dir={self.folder}; change one of the two"
             )
-        if not version.steps or here is None:
-            return bool(version.steps)
-        return (version.rollbacks, version.steps[-1]) > (self._rollbacks(), here)
+        rollbacks = read_rollback(self.folder).get("rollbacks", 0)
+        return bool(version.steps) and (
+            here is None or (version.rollbacks, version.steps[-1]) > (rollbacks, here)
+        )
 
     @contextmanager
     def inputs(self, *paths: str) -> Iterator[int]:
@@ -170,9 +173,10 @@ class Mirror:
         is_newer = self.has_newer()
         try:
             if claim:
-                last = self._version.steps[-1] if is_newer else newest_step(self.folder / CHECKPOINTS) or 0
-                commit = partial(self._commit, self._version.after(last), owner=self._owner)
-                self._call("taking it over", commit)
+                version = self._rolled_back(self._version)
+                if not is_newer:
+                    version = version.up_to(newest_step(self.folder / CHECKPOINTS) or 0)
+                self._call("taking it over", partial(self._commit, version, owner=self._owner))
             if is_newer:
                 self._bring()
         except UserError as error:
@@ -183,14 +187,17 @@ class Mirror:
         return is_newer
 
     def _bring(self) -> None:
-        """Fetch what differs, the newest checkpoint last; then delete checkpoints that the store lacks."""
+        """Fetch what differs, and delete checkpoints that the store lacks.
+
+        The newest checkpoint and the note of the last rollback, by which `has_newer` decides, come last.
+        """
         files, steps, here = self._version.files, self._version.steps, _states(self.folder)
         new = [path for path, entry in files.items() if here.get(path) != entry[1:]]
         gib = sum(files[path][1] for path in new) / 2**30
         self._console.note(f"fetching step {steps[-1]} from {self._key} ({gib:.2f} GiB)")
-        with ExitStack() as stack:
-            places = {path: self.folder / path for path in new if _step_of(path) is None}
-            self._get({path: stack.enter_context(replacing(place)) for path, place in places.items()})
+        places = {path: self.folder / path for path in new if _step_of(path) is None}
+        rollback = {path: places.pop(path) for path in new if path == ROLLBACK}
+        self._get(places)
         for step in [step for step in steps if step in map(_step_of, new)]:
             with replacing_folder(self.folder / CHECKPOINTS / str(step)) as place:
                 paths = [path for path in files if _step_of(path) == step]
@@ -198,18 +205,24 @@ class Mirror:
         for path in (self.folder / CHECKPOINTS).iterdir():
             if path.name.isdecimal() and int(path.name) not in steps:
                 shutil.rmtree(path)
+        self._get(rollback)  # until then the store is newer
 
     def _get(self, places: Mapping[str, Path]) -> None:
-        """Fetch files of the run, by their paths, to these places."""
-        files, paths = self._version.files, [str(place) for place in places.values()]
-        get = partial(self._store.get, [f"{OBJECTS}/{files[path][0]}" for path in places], paths)
-        self._call(
-            "fetching", get, lambda: [os.path.exists(path) and os.path.getsize(path) for path in paths]
-        )
-        if cut := [path for path, place in places.items() if place.stat().st_size != files[path][1]]:
-            raise UserError(f"{self._key}: {summary(cut)} not as long as its marker says; remove the copy")
-        for path, place in places.items():
-            os.utime(place, ns=(files[path][2],) * 2)
+        """Fetch files of the run, by their paths, to these places; each appears when all are whole."""
+        files = self._version.files
+        with ExitStack() as stack:
+            parts = {path: stack.enter_context(replacing(place)) for path, place in places.items()}
+            names = [str(part) for part in parts.values()]
+            get = partial(self._store.get, [f"{OBJECTS}/{files[path][0]}" for path in parts], names)
+            self._call(
+                "fetching", get, lambda: [os.path.exists(name) and os.path.getsize(name) for name in names]
+            )
+            if cut := [path for path, part in parts.items() if part.stat().st_size != files[path][1]]:
+                raise UserError(
+                    f"{self._key}: {summary(cut)} not as long as its marker says; remove the copy"
+                )
+            for path, part in parts.items():
+                os.utime(part, ns=(files[path][2],) * 2)
 
     def put(self, step: int) -> None:
         """Begin to copy the run with this complete checkpoint, in place of those that wait for an upload."""
@@ -217,29 +230,26 @@ class Mirror:
         for path, state in _states(self.folder).items():
             if _step_of(path) == step or (_step_of(path) is None and state != files.get(path, ("",))[1:]):
                 _link(self.folder / path, links / path)
-        with self._pinning:
-            is_first, late, self._pins[1:] = not self._pins, self._pins[1:], [(step, links)]
-            if is_first:
-                self._thread = Thread(target=self._work, args=(self._pins[0], self._thread), daemon=True)
-                self._thread.start()
-        for _, links in late:
-            shutil.rmtree(links, ignore_errors=True)
+        self._pins[links] = step
+        for late in list(self._pins)[1:-1]:
+            self._unpin(late)
+        self._thread = Thread(target=self._work, args=(links, self._thread), daemon=True)
+        self._thread.start()
 
     def drop_after(self, step: int) -> None:
         """Delete the copies of later checkpoints, before a rollback deletes the checkpoints themselves."""
 
         def drop() -> None:
             with self._committing:
-                self._commit(self._owned().after(step), rollbacks=self._rollbacks())
+                self._commit(self._owned())
 
-        with self._pinning:
-            self._pins = [pin for pin in self._pins if pin[0] <= step]
+        for links in [links for links, pinned in list(self._pins.items()) if pinned > step]:
+            self._pins.pop(links, None)
         try:
             self._call("deleting checkpoints", drop)
-        except _Taken as error:
-            self._taken = error
-        except EnvironmentFailure as error:
-            self._console.warn(f"{error}; the next copy deletes the checkpoints after step {step}")
+        except UserError as error:
+            if not self._taken:
+                self._console.warn(f"{error}; the next copy deletes the checkpoints after step {step}")
 
     def check(self) -> None:
         """Raise UserError if another start of this run writes to the store."""
@@ -255,49 +265,45 @@ class Mirror:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until the last checkpoint is copied, but not for ever."""
-        seconds = PATIENCE if kind is None else HURRY
+        seconds, steps = PATIENCE if kind is None else HURRY, list(self._pins.values())
         try:
-            if self._pins:
-                last = f"step {self._pins[-1][0]}"
-                self._console.note(f"copying {last} to {self._key}, for at most {seconds:g} s")
+            if self._thread and steps:
+                self._console.note(f"copying step {steps[-1]} to {self._key}, for at most {seconds:g} s")
                 self._thread.join(seconds)
         finally:  # a signal may end the wait
-            with self._pinning:
-                late, self._pins = self._pins, []
-            if late and not self._taken:
+            if self._pins and not self._taken:
+                lacks = f"{self._key} lacks the checkpoint of step {steps[-1]}"
                 why = self._failure or "copying takes too long"
-                lacks = f"{self._key} lacks the checkpoint of {last} ({why})"
-                self._console.warn(f"{lacks}; the next start with run.dir={self.folder} copies it")
+                self._console.warn(f"{lacks} ({why}); the next start with run.dir={self.folder} copies it")
+            self._pins.clear()
             shutil.rmtree(self.folder / PINS, ignore_errors=True)
         if kind is None:
             self.check()
 
-    def _work(self, pin: Pin | None, before: Thread) -> None:
-        if before.ident:
-            before.join()  # it may still upload a checkpoint that a rollback has dropped
-        while pin:
+    def _work(self, links: Path, before: Thread | None) -> None:
+        """Upload a pin after the one before, unless a newer one or a rollback takes its place."""
+        if before:
+            before.join()
+        while links in list(self._pins)[-1:] and not self._taken:
             failure = ""
             try:
-                self._upload(*pin)
-            except _Taken as error:
-                self._taken = error
-                return
+                self._upload(self._pins[links], links)
             except Exception as error:  # every store has errors of its own; none of them ends a run
-                failure = cause_text(error) or repr(error)
-            if pin in self._pins:
+                failure = cause_text(error)
+            if links in self._pins and not self._taken:
                 if failure and not self._failure:
                     self._console.warn(f"{self._key} cannot be written ({failure}); the copy is tried again")
                 if self._failure and not failure:
                     self._console.note(f"{self._key} can be written again")
                 self._failure = failure
-                time.sleep(PAUSE if failure else 0)
-            with self._pinning:
-                if pin not in self._pins:  # dropped by a rollback, or the run is over
-                    return
-                if not failure or self._pins[-1] != pin:  # a newer one takes the place of one that failed
-                    self._pins.remove(pin)
-                    shutil.rmtree(pin[1], ignore_errors=True)
-                pin = self._pins[0] if self._pins else None
+            if not failure:
+                break
+            time.sleep(PAUSE)
+        self._unpin(links)
+
+    def _unpin(self, links: Path) -> None:
+        self._pins.pop(links, None)
+        shutil.rmtree(links, ignore_errors=True)
 
     def _upload(self, step: int, links: Path) -> None:
         """Upload what changed, then name it in the marker."""
@@ -307,9 +313,9 @@ class Mirror:
         objects = [f"{OBJECTS}/{name}" for name in names.values()]
         self._store.put([str(links / path) for path in new], objects, batch_size=4)
         with self._committing:
-            if (step, links) not in self._pins:  # dropped by a rollback
+            if links not in self._pins:  # dropped by a rollback
                 return
-            version, sizes = self._owned().after(step), self._list(OBJECTS)
+            version, sizes = self._owned().up_to(step), self._list(OBJECTS)
             entries = {path: (name, sizes.get(name), states[path][1]) for path, name in names.items()}
             # Files that are appended to may have grown meanwhile, those of a checkpoint have not.
             if cut := [path for path in new if _step_of(path) == step and entries[path][1:] != states[path]]:
@@ -318,16 +324,25 @@ class Mirror:
             here = states.keys() | {path for path in _states(self.folder) if _step_of(path) is None}
             stay = [path for path in version.files if path in here or _step_of(path) in steps[:-1]]
             files = {path: version.files[path] for path in stay} | entries
-            state = {"run": run_hash(self.folder), "rollbacks": self._rollbacks()}
-            self._commit(version, steps=steps, files=files, **state)
+            self._commit(version, steps=steps, files=files, run=run_hash(self.folder))
 
     def _owned(self) -> _Version:
-        """Return the newest version; raise _Taken if it is of another start."""
+        """Return the newest version, rolled back; raise `_taken` if it is of another start."""
         version = self._newest()
         if version.owner.get("token") != self._owner["token"]:
             other = f"process {version.owner.get('process')} on {version.owner.get('host')}"
-            raise _Taken(f"{self._key} was taken over by another start of this run ({other}); this one ends")
-        return version
+            self._taken = _Taken(
+                f"{self._key} was taken over by another start of this run ({other}); this one ends"
+            )
+            raise self._taken
+        return self._rolled_back(version)
+
+    def _rolled_back(self, version: _Version) -> _Version:
+        """Return a version without the checkpoints that this run's last rollback deleted."""
+        last = read_rollback(self.folder)
+        if last.get("rollbacks", 0) <= version.rollbacks:
+            return version
+        return version.up_to(last["step"]).model_copy(update={"rollbacks": last["rollbacks"]})
 
     def _newest(self) -> _Version:
         names = list(self._list(MARKER))
@@ -351,8 +366,8 @@ class Mirror:
         return version.model_copy(update={"number": int(names[-1])})
 
     def _commit(self, version: _Version, **changes: Any) -> None:
-        """Create a version unless another start has; then delete the objects that it does not name."""
-        version = version.model_copy(update=changes)
+        """Create the next version unless another start has; then delete the objects that it does not name."""
+        version = version.model_copy(update=changes | {"number": version.number + 1})
         objects = self._list(OBJECTS)  # before, so that no upload of a newer start is among them
         name, text = f"{version.number:08}", version.model_dump_json(indent=1).encode()
         is_created = self._create(f"{MARKER}/{name}", text)
@@ -364,9 +379,9 @@ class Mirror:
         # A number whose object was deleted can be created again.
         if (not is_created or newest != name) and self._owned() != version:
             raise OSError("the answer to an earlier write was lost")  # the next try knows of it
-        self._version = version
+        self._version, self._taken = version, None
         used = {name for name, _, _ in version.files.values()}
-        busy = {links.name for _, links in self._pins}
+        busy = {links.name for links in list(self._pins)}
         gone = [f"{OBJECTS}/{name}" for name in objects if name not in used and name[:32] not in busy]
         if gone or older:
             self._store.rm(gone + [f"{MARKER}/{name}" for name in older])
@@ -398,31 +413,22 @@ class Mirror:
 
     def _call(self, what: str, work: Callable[[], T], progress: Callable[[], Any] = int) -> T:
         """Return the result of `work` or raise UserError, also after STALLED seconds without `progress`."""
-        pool = ThreadPool(1)  # whose thread holds up no end of the process
-        result = pool.apply_async(work)
-        pool.close()
-        idle, before = 0, progress()
-        result.wait(NOTED)
-        while not result.ready():
-            idle, before = 0 if progress() != before else idle + NOTED, progress()
+        future, idle, before = in_daemon_thread(work), 0, progress()
+        while not wait([future], NOTED).done:
+            last, before = before, progress()
+            idle = idle + NOTED if before == last else 0
             if idle >= STALLED:
-                raise EnvironmentFailure(
-                    f"{self._key} has not answered for {idle} s ({what}); try again later"
-                )
+                why = f"has not answered for {idle} s ({what}); try again later"
+                raise EnvironmentFailure(f"{self._key} {why}")
             self._console.note(f"waiting for {self._key} ({what})")
-            result.wait(NOTED)
         try:
-            return result.get()
+            return future.result()
         except UserError:
             raise
         except Exception as error:  # every store has errors of its own
             kind = UserError if isinstance(error, FileNotFoundError | PermissionError) else EnvironmentFailure
             way_out = "make room" if storage_errno(error) in FULL else "check the address and the credentials"
-            text = cause_text(error) or repr(error)
-            raise kind(f"{self._key} cannot be used ({what}: {text}); {way_out}") from error
-
-    def _rollbacks(self) -> int:
-        return int(read_rollback(self.folder).get("rollbacks", 0))
+            raise kind(f"{self._key} cannot be used ({what}: {cause_text(error)}); {way_out}") from error
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int]]:
