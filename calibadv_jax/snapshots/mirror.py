@@ -7,47 +7,38 @@ So the older of two starts can neither name its objects nor delete any.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import Any
 
-import fsspec
-from fsspec.implementations.dirfs import DirFileSystem
 from pydantic import BaseModel
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.kept import FOLDER as CONFIGS
 from calibadv_jax.config.kept import run_hash
 from calibadv_jax.core import hub
-from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, storage_errno
+from calibadv_jax.core.errors import UserError, cause_text
 from calibadv_jax.core.files import replacing, replacing_folder
 from calibadv_jax.core.locking import locked_run
-from calibadv_jax.core.stopping import in_daemon_thread
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.weights import summary
+from calibadv_jax.services.object_store import ObjectStore
 from calibadv_jax.snapshots.checkpoint import ROLLBACK, newest_step, read_rollback
 
 MARKER, OBJECTS, OLD_MARKER = "marker", "objects", "mirror.json"  # in the store; the last of an older format
 PINS, CHECKPOINTS = ".mirror", "checkpoints"  # in the run's folder
-STALLED, NOTED = 60, 15  # seconds without progress until a store is given up; between lines about a wait
 PAUSE = 10.0  # seconds between two tries to upload
 PATIENCE, HURRY = 600.0, 120.0  # seconds for which an orderly end, and any other, waits for the last copy
 TRIES = 5  # to start while other starts write
-# At most 64 MiB are on their way before they are written: progress within STALLED seconds at 1 MiB/s.
-SMALL = {"default_block_size": 4 * 2**20, "max_concurrency": 4}
-FULL = (errno.ENOSPC, errno.EDQUOT)
 OBJECT = re.compile("[0-9a-f]{32}[.][0-9]+")  # pin and number
 # A path in a run's folder: relative, without "..", no lock or other hidden file. The first group is its step.
 FILE = re.compile(
@@ -56,7 +47,6 @@ FILE = re.compile(
     re.ASCII,
 )
 Entry = tuple[str, int, int]  # object, size in bytes, time of change in ns
-T = TypeVar("T")
 
 
 def open_mirror(config: Config, console: Console) -> Mirror | None:
@@ -103,28 +93,13 @@ class Mirror:
 
     def __init__(self, url: str, folder: Path, keep: int, console: Console):
         self._key, self.folder, self._keep, self._console = f"run.mirror={url}", folder, keep, console
-        kind = url.partition("://")[0] if "://" in url else "file"
-        try:
-            if kind not in ("s3", "s3a", "gs", "gcs", "file", "local"):
-                raise ValueError(f"no conditional put is known for {kind}://")
-            options = {"use_listings_cache": False} | (SMALL if kind.startswith("s3") else {})
-            files, root = fsspec.core.url_to_fs(url, **options)
-        except (ImportError, ValueError) as error:
-            packages = "pip install 'calibadv-jax[s3]' or 'calibadv-jax[gcs]'"
-            raise UserError(f"{self._key}: {error}; use a folder, s3:// or gs:// ({packages})") from error
-        self._place = Path(root).resolve() if kind in ("file", "local") else None  # a folder as store
-        if self._place:
-            files.auto_mkdir, here = True, folder.resolve()
-            if self._place.is_relative_to(here) or here.is_relative_to(self._place):
-                raise UserError(
-                    f"{self._key} and run.dir={folder} lie in one another; choose a folder elsewhere"
-                )
-        self._store = DirFileSystem(root.rstrip("/"), files)
+        self._store = ObjectStore(url, self._key, console.note)
+        here, there = folder.resolve(), self._store.folder
+        if there and (there.is_relative_to(here) or here.is_relative_to(there)):
+            raise UserError(f"{self._key} and run.dir={folder} lie in one another; choose a folder elsewhere")
         self._owner = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
         self._version = _Version()  # that was read or written last
-        self._pins: dict[
-            Path, int
-        ] = {}  # hard links to the files of a step: of the upload, and of the newest
+        self._pins: dict[Path, int] = {}  # hard links to a step's files: of the upload, and of the newest
         self._failure = ""  # of the last try
         self._taken: _Taken | None = None
         self._thread: Thread | None = None  # that uploads the newest pin
@@ -135,7 +110,7 @@ class Mirror:
 
         Raises UserError if the store cannot be read, or holds another run.
         """
-        version = self._version = self._call("reading its marker", self._newest)
+        version = self._version = self._store.call("reading its marker", self._newest)
         run, here = run_hash(self.folder), newest_step(self.folder / CHECKPOINTS)
         if version.steps and (run or here is not None) and run != version.run:
             raise UserError(
@@ -176,7 +151,7 @@ class Mirror:
                 version = self._rolled_back(self._version)
                 if not is_newer:
                     version = version.up_to(newest_step(self.folder / CHECKPOINTS) or 0)
-                self._call("taking it over", partial(self._commit, version, owner=self._owner))
+                self._store.call("taking it over", partial(self._commit, version, owner=self._owner))
             if is_newer:
                 self._bring()
         except UserError as error:
@@ -213,8 +188,8 @@ class Mirror:
         with ExitStack() as stack:
             parts = {path: stack.enter_context(replacing(place)) for path, place in places.items()}
             names = [str(part) for part in parts.values()]
-            get = partial(self._store.get, [f"{OBJECTS}/{files[path][0]}" for path in parts], names)
-            self._call(
+            get = partial(self._store.files.get, [f"{OBJECTS}/{files[path][0]}" for path in parts], names)
+            self._store.call(
                 "fetching", get, lambda: [os.path.exists(name) and os.path.getsize(name) for name in names]
             )
             if cut := [path for path, part in parts.items() if part.stat().st_size != files[path][1]]:
@@ -246,7 +221,7 @@ class Mirror:
         for links in [links for links, pinned in list(self._pins.items()) if pinned > step]:
             self._pins.pop(links, None)
         try:
-            self._call("deleting checkpoints", drop)
+            self._store.call("deleting checkpoints", drop)
         except UserError as error:
             if not self._taken:
                 self._console.warn(f"{error}; the next copy deletes the checkpoints after step {step}")
@@ -311,11 +286,11 @@ class Mirror:
         new = [path for path, state in states.items() if before.get(path, ("",))[1:] != state]
         names = {path: f"{links.name}.{number}" for number, path in enumerate(new)}
         objects = [f"{OBJECTS}/{name}" for name in names.values()]
-        self._store.put([str(links / path) for path in new], objects, batch_size=4)
+        self._store.files.put([str(links / path) for path in new], objects, batch_size=4)
         with self._committing:
             if links not in self._pins:  # dropped by a rollback
                 return
-            version, sizes = self._owned().up_to(step), self._list(OBJECTS)
+            version, sizes = self._owned().up_to(step), self._store.sizes(OBJECTS)
             entries = {path: (name, sizes.get(name), states[path][1]) for path, name in names.items()}
             # Files that are appended to may have grown meanwhile, those of a checkpoint have not.
             if cut := [path for path in new if _step_of(path) == step and entries[path][1:] != states[path]]:
@@ -345,17 +320,17 @@ class Mirror:
         return version.up_to(last["step"]).model_copy(update={"rollbacks": last["rollbacks"]})
 
     def _newest(self) -> _Version:
-        names = list(self._list(MARKER))
-        if not names and OLD_MARKER in self._list(""):
+        names = list(self._store.sizes(MARKER))
+        if not names and OLD_MARKER in self._store.sizes(""):
             raise UserError(
                 f"{self._key} holds a copy in an older format ({OLD_MARKER}); choose another place"
             )
         if not names:
             return _Version()
         try:
-            version = _Version.model_validate_json(self._store.cat_file(f"{MARKER}/{names[-1]}"))
+            version = _Version.model_validate_json(self._store.files.cat_file(f"{MARKER}/{names[-1]}"))
         except FileNotFoundError:
-            if list(self._list(MARKER)) == names:
+            if list(self._store.sizes(MARKER)) == names:
                 raise
             return self._newest()  # a newer one has replaced it
         except ValueError as error:
@@ -368,14 +343,14 @@ class Mirror:
     def _commit(self, version: _Version, **changes: Any) -> None:
         """Create the next version unless another start has; then delete the objects that it does not name."""
         version = version.model_copy(update=changes | {"number": version.number + 1})
-        objects = self._list(OBJECTS)  # before, so that no upload of a newer start is among them
+        objects = self._store.sizes(OBJECTS)  # before, so that no upload of a newer start is among them
         name, text = f"{version.number:08}", version.model_dump_json(indent=1).encode()
-        is_created = self._create(f"{MARKER}/{name}", text)
-        if is_created and "owner" in changes and self._create(f"{MARKER}/{name}", text):
+        is_created = self._store.create(f"{MARKER}/{name}", text)
+        if is_created and "owner" in changes and self._store.create(f"{MARKER}/{name}", text):
             raise UserError(
                 f"{self._key}: the store ignores conditional puts (If-None-Match); use another one"
             )
-        *older, newest = self._list(MARKER)
+        *older, newest = self._store.sizes(MARKER)
         # A number whose object was deleted can be created again.
         if (not is_created or newest != name) and self._owned() != version:
             raise OSError("the answer to an earlier write was lost")  # the next try knows of it
@@ -384,51 +359,7 @@ class Mirror:
         busy = {links.name for links in list(self._pins)}
         gone = [f"{OBJECTS}/{name}" for name in objects if name not in used and name[:32] not in busy]
         if gone or older:
-            self._store.rm(gone + [f"{MARKER}/{name}" for name in older])
-
-    def _create(self, name: str, data: bytes) -> bool:
-        """Create an object as a whole; return False, and change nothing, where it exists."""
-        try:
-            if self._place is None:
-                self._store.pipe_file(name, data, mode="create")
-                return True
-            self._store.mkdirs(MARKER, exist_ok=True)
-            with TemporaryDirectory(dir=self._place, prefix=".") as folder:
-                with replacing(Path(folder, "object")) as file:
-                    file.write_bytes(data)
-                os.link(Path(folder, "object"), self._place / name)
-            return True
-        except OSError as error:
-            code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
-            if isinstance(error, FileExistsError) or code == "PreconditionFailed":
-                return False
-            raise
-
-    def _list(self, folder: str) -> dict[str, int]:
-        """Return the sizes of the objects in a folder of the store, by name and sorted by it."""
-        with suppress(FileNotFoundError):
-            entries = self._store.ls(folder)
-            return dict(sorted((entry["name"].rpartition("/")[2], entry["size"]) for entry in entries))
-        return {}
-
-    def _call(self, what: str, work: Callable[[], T], progress: Callable[[], Any] = int) -> T:
-        """Return the result of `work` or raise UserError, also after STALLED seconds without `progress`."""
-        future, idle, before = in_daemon_thread(work), 0, progress()
-        while not wait([future], NOTED).done:
-            last, before = before, progress()
-            idle = idle + NOTED if before == last else 0
-            if idle >= STALLED:
-                why = f"has not answered for {idle} s ({what}); try again later"
-                raise EnvironmentFailure(f"{self._key} {why}")
-            self._console.note(f"waiting for {self._key} ({what})")
-        try:
-            return future.result()
-        except UserError:
-            raise
-        except Exception as error:  # every store has errors of its own
-            kind = UserError if isinstance(error, FileNotFoundError | PermissionError) else EnvironmentFailure
-            way_out = "make room" if storage_errno(error) in FULL else "check the address and the credentials"
-            raise kind(f"{self._key} cannot be used ({what}: {cause_text(error)}); {way_out}") from error
+            self._store.files.rm(gone + [f"{MARKER}/{name}" for name in older])
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int]]:
