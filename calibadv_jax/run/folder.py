@@ -26,7 +26,7 @@ from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
 from calibadv_jax.run.model import Base, Model, base_of
 from calibadv_jax.services.retriever_replies import difference
 from calibadv_jax.services.retriever_replies import identity as index_identity
-from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
+from calibadv_jax.snapshots.checkpoint import finish_rollback, has_checkpoint, newest_step
 from calibadv_jax.snapshots.huggingface import copy_tokenizer
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def enter_run_folder(
     is_newer = bool(mirror and mirror.has_newer())
     if is_newer or holds_training(folder):
         _check_resume(config, identity, say, is_newer)
+    finish_rollback(folder)
     if mirror:
         mirror.fetch(claim=True)
     if holds_training(folder):

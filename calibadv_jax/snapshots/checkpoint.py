@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -167,6 +168,17 @@ def read_rollback(run: Path) -> dict[str, Any]:
     """Return the last rollback of a run: its step, and the number of rollbacks; empty if there is none."""
     path = run / ROLLBACK
     return read_json(path, "remove it") if path.is_file() else {}
+
+
+def finish_rollback(run: Path) -> None:
+    """Delete the checkpoints that a killed start had rolled back, and those that it had half deleted."""
+    last = read_rollback(run)
+    for path in (run / "checkpoints").iterdir() if last and (run / "checkpoints").is_dir() else ():
+        if path.name.isdigit() and int(path.name) > last["step"]:
+            extra = path / EXTRA / "metadata"
+            guards = read_json(extra, f"delete {path}")["guards"] if extra.is_file() else {}
+            if guards.get("rollbacks", 0) < last["rollbacks"]:
+                shutil.rmtree(path)
 
 
 def restore_params(folder: Path, abstract_params: Any, step: int | None = None) -> tuple[Any, int]:

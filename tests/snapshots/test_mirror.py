@@ -30,11 +30,13 @@ from trainer_rig import (
 from calibadv_jax.commands.train import train
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
+from calibadv_jax.core.files import write_json
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.services import object_store
 from calibadv_jax.services.object_store import ObjectStore
 from calibadv_jax.snapshots import mirror as mirror_module
+from calibadv_jax.snapshots.checkpoint import ROLLBACK, CheckpointStore, finish_rollback
 from calibadv_jax.snapshots.mirror import MARKER, OBJECTS, bring_newest, open_mirror
 
 pytestmark = pytest.mark.medium
@@ -79,6 +81,13 @@ def marker(url):
             store.invalidate_cache()
             return json.loads(store.cat_file(max(store.ls(f"{root}/{MARKER}", detail=False))))
     return {"steps": [], "files": {}}
+
+
+def fail_with(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
 
 
 def until(condition):
@@ -367,8 +376,9 @@ def rollback_config(folder, store):
     return config_at(folder, store, learner={"steps": 6}, checkpoint=checkpoint, guards=guards)
 
 
-def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch):
-    """The store is away at the rollback, and the run is killed after it; an older machine comes back too."""
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch, is_deleted):
+    """The store is away at the rollback, and the run is killed then; an older machine comes back too."""
     store, folder = tmp_path / "store", tmp_path / "a"
     create = ObjectStore.create
 
@@ -386,10 +396,14 @@ def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(mirror_module, "HURRY", 0.0)
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(RuntimeError, match="killed"), monkeypatch.context() as patch:
+        if not is_deleted:
+            patch.setattr(CheckpointStore, "delete_after", fail_with(RuntimeError("killed")))
         start(rollback_config(folder, store), Killed())
     monkeypatch.setattr(ObjectStore, "create", create)
-    assert steps_at(store)[-1] == 4 and checkpoints(folder) == [1, 2, 3]
+    assert steps_at(store)[-1] == 4 and checkpoints(folder) == [1, 2, 3] + [4] * (not is_deleted)
+    finish_rollback(folder)
+    assert checkpoints(folder) == [1, 2, 3]
     mirror = open_mirror(rollback_config(folder, store), Console(progress=False))
     assert not mirror.fetch(claim=True)
     assert checkpoints(folder) == steps_at(store) == [1, 2, 3]
@@ -398,6 +412,83 @@ def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch):
     older = open_mirror(rollback_config(tmp_path / "older", store), Console(progress=False))
     assert checkpoints(tmp_path / "older")[-1] == 4
     assert older.fetch() and checkpoints(tmp_path / "older") == [1, 2, 3]
+
+
+def test_kill_between_any_operations_leaves_a_whole_copy(tmp_path, monkeypatch):
+    """Of a start that takes the copy over, rolls back and copies its next checkpoint."""
+    left = [0]
+
+    def mortal(method):
+        def call(*arguments, **options):
+            left[0] -= 1
+            if left[0] < 0:
+                raise ConnectionError("killed")
+            return method(*arguments, **options)
+
+        return call
+
+    for name in ("ls", "cat_file", "put", "get", "rm"):
+        monkeypatch.setattr(DirFileSystem, name, mortal(getattr(DirFileSystem, name)))
+    monkeypatch.setattr(ObjectStore, "create", mortal(ObjectStore.create))
+    monkeypatch.setattr(mirror_module, "PATIENCE", 0.3)
+
+    def machine(number, name):
+        folder = tmp_path / f"{name}-{number}"
+        mirror = open_mirror(config_at(folder, tmp_path / f"store-{number}"), Console(progress=False))
+        return folder, mirror, mirror.fetch(claim=True)
+
+    def train_to(folder, mirror, step):
+        for path in (f"checkpoints/{step}/state", f"rollouts/step_{step}.parquet"):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(f"{path} {folder}")
+        mirror.put(step)
+
+    seen = []
+    for number in range(1, 99):
+        left[0] = 999
+        folder, mirror, _ = machine(number, "first")
+        add_start(folder, "run: {seed: 0}\n", {})
+        with mirror:
+            for step in (1, 2):
+                train_to(folder, mirror, step)
+                mirror._thread.join()
+        left[0] = number
+        with suppress(EnvironmentFailure):
+            folder, mirror, _ = machine(number, "second")
+            write_json(folder / ROLLBACK, {"step": 1, "rollbacks": 1})
+            with mirror:
+                mirror.drop_after(1)
+                shutil.rmtree(folder / "checkpoints/2")
+                train_to(folder, mirror, 3)
+        is_killed, left[0] = left[0] < 0, 999
+        folder, mirror, is_newer = machine(number, "third")
+        seen.append(steps_at(tmp_path / f"store-{number}"))
+        assert is_newer and checkpoints(folder) == seen[-1] and is_whole(tmp_path / f"store-{number}")
+        for step in seen[-1]:
+            text = (folder / f"checkpoints/{step}/state").read_text()
+            assert (
+                text == f"checkpoints/{step}/state {tmp_path}/{'second' if step == 3 else 'first'}-{number}"
+            )
+            assert (folder / f"rollouts/step_{step}.parquet").is_file()
+        if not is_killed:
+            break
+    assert seen == sorted(seen, key=[[1, 2], [1], [1, 3]].index) and seen[-1] == [1, 3]
+
+
+def test_kill_during_a_fetch_does_not_bring_dropped_checkpoints_back(tmp_path, monkeypatch):
+    """The note of the rollback comes last: until then the store is newer than the dropped checkpoints."""
+    store = tmp_path / "store"
+    start(rollback_config(tmp_path / "a", store), Collapsing())
+    older = tmp_path / "older"
+    shutil.copytree(tmp_path / "a", older)
+    (older / ROLLBACK).unlink()
+    save_step(config_at(older, ""), 9)
+    mirror = open_mirror(rollback_config(older, store), Console(progress=False))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
+        patch.setattr(mirror_module.shutil, "rmtree", fail_with(OSError("killed")))
+        mirror.fetch()
+    assert checkpoints(older)[-1] == 9 and mirror.fetch()
+    assert checkpoints(older) == steps_at(store)
 
 
 def test_full_disk_leaves_the_copy_whole(tmp_path, small_disk):
