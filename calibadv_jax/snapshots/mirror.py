@@ -32,7 +32,7 @@ from calibadv_jax.core.locking import locked_run
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.weights import summary
 from calibadv_jax.services.object_store import ObjectStore
-from calibadv_jax.snapshots.checkpoint import ROLLBACK, newest_step, read_rollback
+from calibadv_jax.snapshots.checkpoint import ROLLBACK, newest_step, read_rollback, saved_steps
 
 MARKER, OBJECTS, OLD_MARKER = "marker", "objects", "mirror.json"  # in the store; the last of an older format
 PINS, CHECKPOINTS = ".mirror", "checkpoints"  # in the run's folder
@@ -116,10 +116,9 @@ class Mirror:
             raise UserError(
                 f"{self._key} holds another run than run.dir={self.folder}; change one of the two"
             )
-        rollbacks = read_rollback(self.folder).get("rollbacks", 0)
-        return bool(version.steps) and (
-            here is None or (version.rollbacks, version.steps[-1]) > (rollbacks, here)
-        )
+        if not version.steps or here is None:
+            return bool(version.steps)
+        return (version.rollbacks, version.steps[-1]) > (read_rollback(self.folder).get("rollbacks", 0), here)
 
     @contextmanager
     def inputs(self, *paths: str) -> Iterator[int]:
@@ -177,9 +176,8 @@ class Mirror:
             with replacing_folder(self.folder / CHECKPOINTS / str(step)) as place:
                 paths = [path for path in files if _step_of(path) == step]
                 self._get({path: place.joinpath(*path.split("/")[2:]) for path in paths})
-        for path in (self.folder / CHECKPOINTS).iterdir():
-            if path.name.isdecimal() and int(path.name) not in steps:
-                shutil.rmtree(path)
+        for step in set(saved_steps(self.folder / CHECKPOINTS)).difference(steps):
+            shutil.rmtree(self.folder / CHECKPOINTS / str(step))
         self._get(rollback)  # until then the store is newer
 
     def _get(self, places: Mapping[str, Path]) -> None:
@@ -365,11 +363,12 @@ class Mirror:
 def _states(folder: Path) -> dict[str, tuple[int, int]]:
     """Return size and time of change in ns, which change with a file, of the run's files by path."""
     states = {}
-    for place in sorted(folder.rglob("*")):
-        path = place.relative_to(folder).as_posix()
-        with suppress(FileNotFoundError):  # removed meanwhile
-            if FILE.fullmatch(path) and place.is_file():
-                states[path] = place.stat().st_size, place.stat().st_mtime_ns
+    for parent, _, names in os.walk(folder):  # folders and files may be removed meanwhile
+        for place in [Path(parent, name) for name in names]:
+            path = place.relative_to(folder).as_posix()
+            with suppress(FileNotFoundError):
+                if FILE.fullmatch(path) and place.is_file():
+                    states[path] = place.stat().st_size, place.stat().st_mtime_ns
     return states
 
 
