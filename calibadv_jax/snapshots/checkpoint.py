@@ -158,10 +158,6 @@ def saved_steps(folder: Path) -> list[int]:
     return [int(path.name) for path in paths if path.name.isdecimal()]
 
 
-def has_checkpoint(folder: Path) -> bool:
-    return bool(saved_steps(folder))
-
-
 def newest_step(folder: Path) -> int | None:
     return max(saved_steps(folder), default=None)
 
