@@ -470,7 +470,7 @@ def test_kill_between_any_operations_leaves_a_whole_copy(tmp_path, monkeypatch):
     assert {tuple(steps) for steps in seen} == {(1, 2), (1,), (1, 3)} and seen[-1] == [1, 3]
 
 
-def test_kill_during_a_fetch_does_not_bring_dropped_checkpoints_back(tmp_path, monkeypatch):
+def test_killed_fetch_brings_no_dropped_checkpoint_back(tmp_path, monkeypatch):
     """The note of the rollback comes last: until then the store is newer than the dropped checkpoints."""
     store = tmp_path / "store"
     start(rollback_config(tmp_path / "a", store), Collapsing())
