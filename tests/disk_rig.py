@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from contextlib import suppress
 
 import pytest
+
+from calibadv_jax import cli
 
 
 @pytest.fixture
@@ -18,3 +21,19 @@ def small_disk(tmp_path):
         pytest.skip("a tmpfs cannot be mounted here")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def refuses_full_disk(disk, path, command, capsys):
+    """Whether `command`, for which `disk` has no room, ends with status 75, and a line that names `path`."""
+    ballast = disk / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    before = sorted(place for place in disk.rglob("*") if place.is_file())
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.end(command)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert str(path) in line and "No space left on device" in line
+    assert sorted(place for place in disk.rglob("*") if place.is_file()) == before
+    return ended.value.code == 75

@@ -43,7 +43,7 @@ from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.fingerprints import describe_policy, describe_retriever, prompt_hashes
 from calibadv_jax.run.model import Model, PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.run.wiring import open_rollouts
-from calibadv_jax.snapshots.checkpoint import has_checkpoint
+from calibadv_jax.snapshots.checkpoint import saved_steps
 from calibadv_jax.snapshots.mirror import bring_newest
 
 PASSAGE_QUERIES = 64  # queries per request in one-shot RAG
@@ -67,7 +67,7 @@ def run(config: Config) -> None:
 def choose_policy(config: Config) -> PolicySource:
     """Return evaluate.policy, or run.dir's newest checkpoint, or policy.path; UserError if none is set."""
     checkpoints = Path(config.run.dir) / "checkpoints"
-    trained = str(checkpoints) if has_checkpoint(checkpoints) else ""
+    trained = str(checkpoints) if saved_steps(checkpoints) else ""
     chosen = config.evaluate.policy or trained or config.policy.path
     if not chosen:
         raise UserError(f"no policy: {checkpoints} has no checkpoint; set evaluate.policy or policy.path")

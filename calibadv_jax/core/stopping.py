@@ -11,9 +11,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 CALLED = 143  # status of a process that stops because another one does: as after SIGTERM
 GRACE = 5.0  # seconds for which the end of the process waits for unwaited work
@@ -148,30 +149,28 @@ class _Unwaited(threading.Thread):
     """A thread that the end of the process does not wait for."""
 
 
+def in_daemon_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Run work in a thread of its own; `leave` ends the process before it is done."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # it cannot be cancelled from here on
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            future.set_result(context.run(work, *args, **kwargs))
+        except BaseException as error:  # any error is passed to the caller
+            future.set_exception(error)
+
+    _Unwaited(target=run, name="unwaited", daemon=True).start()
+    return future
+
+
 async def unwaited(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run work as `asyncio.to_thread`, but let `leave` end the process before it is done.
+    """Run work as `asyncio.to_thread`, but `in_daemon_thread`.
 
     A program of the device cannot be interrupted, and the threads of `to_thread` are joined at exit.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def settle(done: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            done(value)
-
-    def run() -> None:
-        done: Callable[[Any], None] = future.set_result
-        try:
-            value: Any = context.run(work, *args, **kwargs)
-        except BaseException as error:  # any error is passed to the caller
-            done, value = future.set_exception, error
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, done, value)
-
-    _Unwaited(target=run, name="unwaited", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(in_daemon_thread(work, *args, **kwargs))
 
 
 def leave(status: str | int | None) -> NoReturn:

@@ -26,7 +26,7 @@ from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
 from calibadv_jax.run.model import Base, Model, base_of
 from calibadv_jax.services.retriever_replies import difference
 from calibadv_jax.services.retriever_replies import identity as index_identity
-from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
+from calibadv_jax.snapshots.checkpoint import finish_rollback, newest_step, saved_steps
 from calibadv_jax.snapshots.huggingface import copy_tokenizer
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def enter_run_folder(
     is_newer = bool(mirror and mirror.has_newer())
     if is_newer or holds_training(folder):
         _check_resume(config, identity, say, is_newer)
+    finish_rollback(folder)
     if mirror:
         mirror.fetch(claim=True)
     if holds_training(folder):
@@ -80,7 +81,7 @@ def enter_run_folder(
 
 def holds_training(folder: Path) -> bool:
     """Whether a run's folder holds trained steps, with or without a checkpoint of them."""
-    return bool(has_checkpoint(folder / "checkpoints") or _logged_steps(folder) or kept_steps(folder))
+    return bool(saved_steps(folder / "checkpoints") or _logged_steps(folder) or kept_steps(folder))
 
 
 def _logged_steps(folder: Path) -> set[int]:
@@ -176,7 +177,7 @@ def _check_resume(
         raise UserError(
             f"checkpoint.allow_change names {unknown[0]!r}, which is no key; see docs/configuration.md"
         )
-    if (is_newer or has_checkpoint(folder / "checkpoints")) and not config.checkpoint.resume:
+    if (is_newer or saved_steps(folder / "checkpoints")) and not config.checkpoint.resume:
         place = f"run.mirror={config.run.mirror}" if is_newer else f"run.dir={folder}"
         raise UserError(
             f"{place} holds checkpoints, and checkpoint.resume is false; choose another place, or remove it"

@@ -161,6 +161,7 @@ class RunState:
                 f" {last_good}; raise checkpoint.keep or lower checkpoint.every"
             )
         self.stream.close()
+        self._drop_state()  # the end of the run does not save it, even if the next lines fail
         self.guards.rolled_back(good[-1])
         if self.hosts.is_first:  # before anything is deleted: a kill brings no deleted checkpoint back
             write_json(self.folder / ROLLBACK, {"step": good[-1], "rollbacks": self.guards.rollbacks})
@@ -174,13 +175,17 @@ class RunState:
             self.mirror.put(self.step)
         self.console.note(f"rolled back from step {collapsed} to step {self.step}")
 
+    def _drop_state(self) -> None:
+        self.state = {}
+        if self.trainer.critic is not None:
+            self.trainer.critic.state = {}
+
     def _restore(self, step: int, with_guards: bool = False) -> None:
         critic, path = self.trainer.critic, self.checkpoints.folder / str(step)
         target = self.trainer.learner.abstract_state()
-        self.state = {}  # there is room for one state
         if critic is not None:
-            critic.state = {}
             target |= {CRITIC: critic.learner.abstract_state()}
+        self._drop_state()  # there is room for one state
         state, extra = self.checkpoints.restore(step, target)
         try:
             saved, own = extra.get("base"), self.base.checkpoint_metadata() if self.base else None

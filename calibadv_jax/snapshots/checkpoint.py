@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,22 +152,30 @@ class CheckpointStore:
                 raise
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Return whether a complete checkpoint lies under `folder`."""
-    return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints under `folder`."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return [int(path.name) for path in paths if path.name.isdecimal()]
 
 
 def newest_step(folder: Path) -> int | None:
-    """Return the step of the newest complete checkpoint under `folder`; None if there is none."""
-    if not folder.is_dir():
-        return None
-    return max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=None)
+    return max(saved_steps(folder), default=None)
 
 
 def read_rollback(run: Path) -> dict[str, Any]:
     """Return the last rollback of a run: its step, and the number of rollbacks; empty if there is none."""
     path = run / ROLLBACK
     return read_json(path, "remove it") if path.is_file() else {}
+
+
+def finish_rollback(run: Path) -> None:
+    """Delete the checkpoints that a killed start had rolled back, and those that it had half deleted."""
+    last, folder = read_rollback(run), run / "checkpoints"
+    for path in [folder / str(step) for step in saved_steps(folder) if last and step > last["step"]]:
+        extra = path / EXTRA / "metadata"
+        guards = read_json(extra, f"delete {path}")["guards"] if extra.is_file() else {}
+        if guards.get("rollbacks", 0) < last["rollbacks"]:
+            shutil.rmtree(path)
 
 
 def restore_params(folder: Path, abstract_params: Any, step: int | None = None) -> tuple[Any, int]:

@@ -7,46 +7,38 @@ So the older of two starts can neither name its objects nor delete any.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import Any
 
-import fsspec
-from fsspec.implementations.dirfs import DirFileSystem
 from pydantic import BaseModel
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.kept import FOLDER as CONFIGS
 from calibadv_jax.config.kept import run_hash
 from calibadv_jax.core import hub
-from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, storage_errno
+from calibadv_jax.core.errors import UserError, cause_text
 from calibadv_jax.core.files import replacing, replacing_folder
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.weights import summary
-from calibadv_jax.snapshots.checkpoint import newest_step, read_rollback
+from calibadv_jax.services.object_store import ObjectStore
+from calibadv_jax.snapshots.checkpoint import ROLLBACK, newest_step, read_rollback, saved_steps
 
 MARKER, OBJECTS, OLD_MARKER = "marker", "objects", "mirror.json"  # in the store; the last of an older format
 PINS, CHECKPOINTS = ".mirror", "checkpoints"  # in the run's folder
-STALLED, NOTED = 60, 15  # seconds without progress until a store is given up; between lines about a wait
 PAUSE = 10.0  # seconds between two tries to upload
 PATIENCE, HURRY = 600.0, 120.0  # seconds for which an orderly end, and any other, waits for the last copy
 TRIES = 5  # to start while other starts write
-# At most 64 MiB are on their way before they are written: progress within STALLED seconds at 1 MiB/s.
-SMALL = {"default_block_size": 4 * 2**20, "max_concurrency": 4}
-FULL = (errno.ENOSPC, errno.EDQUOT)
 OBJECT = re.compile("[0-9a-f]{32}[.][0-9]+")  # pin and number
 # A path in a run's folder: relative, without "..", no lock or other hidden file. The first group is its step.
 FILE = re.compile(
@@ -55,8 +47,6 @@ FILE = re.compile(
     re.ASCII,
 )
 Entry = tuple[str, int, int]  # object, size in bytes, time of change in ns
-Pin = tuple[int, Path]  # a step, and hard links to its checkpoint and the files beside it
-T = TypeVar("T")
 
 
 def open_mirror(config: Config, console: Console) -> Mirror | None:
@@ -87,11 +77,11 @@ class _Version(BaseModel, frozen=True):
     steps: tuple[int, ...] = ()  # of complete checkpoints, ascending
     files: dict[str, Entry] = {}  # by path in the run's folder
 
-    def after(self, last: int) -> _Version:
-        """Return the next version, without the checkpoints of steps after `last`."""
+    def up_to(self, last: int) -> _Version:
+        """Return a copy without the checkpoints of steps after `last`."""
         steps = tuple(step for step in self.steps if step <= last)
         files = {path: entry for path, entry in self.files.items() if _step_of(path) in (None, *steps)}
-        return self.model_copy(update={"number": self.number + 1, "steps": steps, "files": files})
+        return self.model_copy(update={"steps": steps, "files": files})
 
 
 class Mirror:
@@ -103,37 +93,24 @@ class Mirror:
 
     def __init__(self, url: str, folder: Path, keep: int, console: Console):
         self._key, self.folder, self._keep, self._console = f"run.mirror={url}", folder, keep, console
-        kind = url.partition("://")[0] if "://" in url else "file"
-        try:
-            if kind not in ("s3", "s3a", "gs", "gcs", "file", "local"):
-                raise ValueError(f"no conditional put is known for {kind}://")
-            options = {"use_listings_cache": False} | (SMALL if kind.startswith("s3") else {})
-            files, root = fsspec.core.url_to_fs(url, **options)
-        except (ImportError, ValueError) as error:
-            packages = "pip install 'calibadv-jax[s3]' or 'calibadv-jax[gcs]'"
-            raise UserError(f"{self._key}: {error}; use a folder, s3:// or gs:// ({packages})") from error
-        self._place = Path(root).resolve() if kind in ("file", "local") else None  # a folder as store
-        if self._place:
-            files.auto_mkdir, here = True, folder.resolve()
-            if self._place.is_relative_to(here) or here.is_relative_to(self._place):
-                raise UserError(
-                    f"{self._key} and run.dir={folder} lie in one another; choose a folder elsewhere"
-                )
-        self._store = DirFileSystem(root.rstrip("/"), files)
+        self._store = ObjectStore(url, self._key, console.note)
+        here, there = folder.resolve(), self._store.folder
+        if there and (there.is_relative_to(here) or here.is_relative_to(there)):
+            raise UserError(f"{self._key} and run.dir={folder} lie in one another; choose a folder elsewhere")
         self._owner = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
         self._version = _Version()  # that was read or written last
-        self._pins: list[Pin] = []  # that is being uploaded, and the newest
+        self._pins: dict[Path, int] = {}  # hard links to a step's files: of the upload, and of the newest
         self._failure = ""  # of the last try
         self._taken: _Taken | None = None
-        self._thread = Thread()  # that uploads
-        self._pinning, self._committing = Lock(), Lock()
+        self._thread: Thread | None = None  # that uploads the newest pin
+        self._committing = Lock()
 
     def has_newer(self) -> bool:
         """Return whether the store's newest checkpoint is newer; a rollback makes all that follows newer.
 
         Raises UserError if the store cannot be read, or holds another run.
         """
-        version = self._version = self._call("reading its marker", self._newest)
+        version = self._version = self._store.call("reading its marker", self._newest)
         run, here = run_hash(self.folder), newest_step(self.folder / CHECKPOINTS)
         if version.steps and (run or here is not None) and run != version.run:
             raise UserError(
@@ -141,7 +118,7 @@ class Mirror:
             )
         if not version.steps or here is None:
             return bool(version.steps)
-        return (version.rollbacks, version.steps[-1]) > (self._rollbacks(), here)
+        return (version.rollbacks, version.steps[-1]) > (read_rollback(self.folder).get("rollbacks", 0), here)
 
     @contextmanager
     def inputs(self, *paths: str) -> Iterator[int]:
@@ -170,9 +147,10 @@ class Mirror:
         is_newer = self.has_newer()
         try:
             if claim:
-                last = self._version.steps[-1] if is_newer else newest_step(self.folder / CHECKPOINTS) or 0
-                commit = partial(self._commit, self._version.after(last), owner=self._owner)
-                self._call("taking it over", commit)
+                version = self._rolled_back(self._version)
+                if not is_newer:
+                    version = version.up_to(newest_step(self.folder / CHECKPOINTS) or 0)
+                self._store.call("taking it over", partial(self._commit, version, owner=self._owner))
             if is_newer:
                 self._bring()
         except UserError as error:
@@ -183,33 +161,41 @@ class Mirror:
         return is_newer
 
     def _bring(self) -> None:
-        """Fetch what differs, the newest checkpoint last; then delete checkpoints that the store lacks."""
+        """Fetch what differs, and delete checkpoints that the store lacks.
+
+        The newest checkpoint and the note of the last rollback, by which `has_newer` decides, come last.
+        """
         files, steps, here = self._version.files, self._version.steps, _states(self.folder)
         new = [path for path, entry in files.items() if here.get(path) != entry[1:]]
         gib = sum(files[path][1] for path in new) / 2**30
         self._console.note(f"fetching step {steps[-1]} from {self._key} ({gib:.2f} GiB)")
-        with ExitStack() as stack:
-            places = {path: self.folder / path for path in new if _step_of(path) is None}
-            self._get({path: stack.enter_context(replacing(place)) for path, place in places.items()})
+        places = {path: self.folder / path for path in new if _step_of(path) is None}
+        rollback = {path: places.pop(path) for path in new if path == ROLLBACK}
+        self._get(places)
         for step in [step for step in steps if step in map(_step_of, new)]:
             with replacing_folder(self.folder / CHECKPOINTS / str(step)) as place:
                 paths = [path for path in files if _step_of(path) == step]
                 self._get({path: place.joinpath(*path.split("/")[2:]) for path in paths})
-        for path in (self.folder / CHECKPOINTS).iterdir():
-            if path.name.isdecimal() and int(path.name) not in steps:
-                shutil.rmtree(path)
+        for step in set(saved_steps(self.folder / CHECKPOINTS)).difference(steps):
+            shutil.rmtree(self.folder / CHECKPOINTS / str(step))
+        self._get(rollback)  # until then the store is newer
 
     def _get(self, places: Mapping[str, Path]) -> None:
-        """Fetch files of the run, by their paths, to these places."""
-        files, paths = self._version.files, [str(place) for place in places.values()]
-        get = partial(self._store.get, [f"{OBJECTS}/{files[path][0]}" for path in places], paths)
-        self._call(
-            "fetching", get, lambda: [os.path.exists(path) and os.path.getsize(path) for path in paths]
-        )
-        if cut := [path for path, place in places.items() if place.stat().st_size != files[path][1]]:
-            raise UserError(f"{self._key}: {summary(cut)} not as long as its marker says; remove the copy")
-        for path, place in places.items():
-            os.utime(place, ns=(files[path][2],) * 2)
+        """Fetch files of the run, by their paths, to these places; each appears when all are whole."""
+        files = self._version.files
+        with ExitStack() as stack:
+            parts = {path: stack.enter_context(replacing(place)) for path, place in places.items()}
+            names = [str(part) for part in parts.values()]
+            get = partial(self._store.files.get, [f"{OBJECTS}/{files[path][0]}" for path in parts], names)
+            self._store.call(
+                "fetching", get, lambda: [os.path.exists(name) and os.path.getsize(name) for name in names]
+            )
+            if cut := [path for path, part in parts.items() if part.stat().st_size != files[path][1]]:
+                raise UserError(
+                    f"{self._key}: {summary(cut)} not as long as its marker says; remove the copy"
+                )
+            for path, part in parts.items():
+                os.utime(part, ns=(files[path][2],) * 2)
 
     def put(self, step: int) -> None:
         """Begin to copy the run with this complete checkpoint, in place of those that wait for an upload."""
@@ -217,29 +203,26 @@ class Mirror:
         for path, state in _states(self.folder).items():
             if _step_of(path) == step or (_step_of(path) is None and state != files.get(path, ("",))[1:]):
                 _link(self.folder / path, links / path)
-        with self._pinning:
-            is_first, late, self._pins[1:] = not self._pins, self._pins[1:], [(step, links)]
-            if is_first:
-                self._thread = Thread(target=self._work, args=(self._pins[0], self._thread), daemon=True)
-                self._thread.start()
-        for _, links in late:
-            shutil.rmtree(links, ignore_errors=True)
+        self._pins[links] = step
+        for late in list(self._pins)[1:-1]:
+            self._unpin(late)
+        self._thread = Thread(target=self._work, args=(links, self._thread), daemon=True)
+        self._thread.start()
 
     def drop_after(self, step: int) -> None:
         """Delete the copies of later checkpoints, before a rollback deletes the checkpoints themselves."""
 
         def drop() -> None:
             with self._committing:
-                self._commit(self._owned().after(step), rollbacks=self._rollbacks())
+                self._commit(self._owned())
 
-        with self._pinning:
-            self._pins = [pin for pin in self._pins if pin[0] <= step]
+        for links in [links for links, pinned in list(self._pins.items()) if pinned > step]:
+            self._pins.pop(links, None)
         try:
-            self._call("deleting checkpoints", drop)
-        except _Taken as error:
-            self._taken = error
-        except EnvironmentFailure as error:
-            self._console.warn(f"{error}; the next copy deletes the checkpoints after step {step}")
+            self._store.call("deleting checkpoints", drop)
+        except UserError as error:
+            if not self._taken:
+                self._console.warn(f"{error}; the next copy deletes the checkpoints after step {step}")
 
     def check(self) -> None:
         """Raise UserError if another start of this run writes to the store."""
@@ -255,49 +238,45 @@ class Mirror:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until the last checkpoint is copied, but not for ever."""
-        seconds = PATIENCE if kind is None else HURRY
+        seconds, steps = PATIENCE if kind is None else HURRY, list(self._pins.values())
         try:
-            if self._pins:
-                last = f"step {self._pins[-1][0]}"
-                self._console.note(f"copying {last} to {self._key}, for at most {seconds:g} s")
+            if self._thread and steps:
+                self._console.note(f"copying step {steps[-1]} to {self._key}, for at most {seconds:g} s")
                 self._thread.join(seconds)
         finally:  # a signal may end the wait
-            with self._pinning:
-                late, self._pins = self._pins, []
-            if late and not self._taken:
+            if self._pins and not self._taken:
+                lacks = f"{self._key} lacks the checkpoint of step {steps[-1]}"
                 why = self._failure or "copying takes too long"
-                lacks = f"{self._key} lacks the checkpoint of {last} ({why})"
-                self._console.warn(f"{lacks}; the next start with run.dir={self.folder} copies it")
+                self._console.warn(f"{lacks} ({why}); the next start with run.dir={self.folder} copies it")
+            self._pins.clear()
             shutil.rmtree(self.folder / PINS, ignore_errors=True)
         if kind is None:
             self.check()
 
-    def _work(self, pin: Pin | None, before: Thread) -> None:
-        if before.ident:
-            before.join()  # it may still upload a checkpoint that a rollback has dropped
-        while pin:
+    def _work(self, links: Path, before: Thread | None) -> None:
+        """Upload a pin after the one before, unless a newer one or a rollback takes its place."""
+        if before:
+            before.join()
+        while links in list(self._pins)[-1:] and not self._taken:
             failure = ""
             try:
-                self._upload(*pin)
-            except _Taken as error:
-                self._taken = error
-                return
+                self._upload(self._pins[links], links)
             except Exception as error:  # every store has errors of its own; none of them ends a run
-                failure = cause_text(error) or repr(error)
-            if pin in self._pins:
+                failure = cause_text(error)
+            if links in self._pins and not self._taken:
                 if failure and not self._failure:
                     self._console.warn(f"{self._key} cannot be written ({failure}); the copy is tried again")
                 if self._failure and not failure:
                     self._console.note(f"{self._key} can be written again")
                 self._failure = failure
-                time.sleep(PAUSE if failure else 0)
-            with self._pinning:
-                if pin not in self._pins:  # dropped by a rollback, or the run is over
-                    return
-                if not failure or self._pins[-1] != pin:  # a newer one takes the place of one that failed
-                    self._pins.remove(pin)
-                    shutil.rmtree(pin[1], ignore_errors=True)
-                pin = self._pins[0] if self._pins else None
+            if not failure:
+                break
+            time.sleep(PAUSE)
+        self._unpin(links)
+
+    def _unpin(self, links: Path) -> None:
+        self._pins.pop(links, None)
+        shutil.rmtree(links, ignore_errors=True)
 
     def _upload(self, step: int, links: Path) -> None:
         """Upload what changed, then name it in the marker."""
@@ -305,11 +284,11 @@ class Mirror:
         new = [path for path, state in states.items() if before.get(path, ("",))[1:] != state]
         names = {path: f"{links.name}.{number}" for number, path in enumerate(new)}
         objects = [f"{OBJECTS}/{name}" for name in names.values()]
-        self._store.put([str(links / path) for path in new], objects, batch_size=4)
+        self._store.files.put([str(links / path) for path in new], objects, batch_size=4)
         with self._committing:
-            if (step, links) not in self._pins:  # dropped by a rollback
+            if links not in self._pins:  # dropped by a rollback
                 return
-            version, sizes = self._owned().after(step), self._list(OBJECTS)
+            version, sizes = self._owned().up_to(step), self._store.sizes(OBJECTS)
             entries = {path: (name, sizes.get(name), states[path][1]) for path, name in names.items()}
             # Files that are appended to may have grown meanwhile, those of a checkpoint have not.
             if cut := [path for path in new if _step_of(path) == step and entries[path][1:] != states[path]]:
@@ -318,29 +297,38 @@ class Mirror:
             here = states.keys() | {path for path in _states(self.folder) if _step_of(path) is None}
             stay = [path for path in version.files if path in here or _step_of(path) in steps[:-1]]
             files = {path: version.files[path] for path in stay} | entries
-            state = {"run": run_hash(self.folder), "rollbacks": self._rollbacks()}
-            self._commit(version, steps=steps, files=files, **state)
+            self._commit(version, steps=steps, files=files, run=run_hash(self.folder))
 
     def _owned(self) -> _Version:
-        """Return the newest version; raise _Taken if it is of another start."""
+        """Return the newest version, rolled back; raise `_taken` if it is of another start."""
         version = self._newest()
         if version.owner.get("token") != self._owner["token"]:
             other = f"process {version.owner.get('process')} on {version.owner.get('host')}"
-            raise _Taken(f"{self._key} was taken over by another start of this run ({other}); this one ends")
-        return version
+            self._taken = _Taken(
+                f"{self._key} was taken over by another start of this run ({other}); this one ends"
+            )
+            raise self._taken
+        return self._rolled_back(version)
+
+    def _rolled_back(self, version: _Version) -> _Version:
+        """Return a version without the checkpoints that this run's last rollback deleted."""
+        last = read_rollback(self.folder)
+        if last.get("rollbacks", 0) <= version.rollbacks:
+            return version
+        return version.up_to(last["step"]).model_copy(update={"rollbacks": last["rollbacks"]})
 
     def _newest(self) -> _Version:
-        names = list(self._list(MARKER))
-        if not names and OLD_MARKER in self._list(""):
+        names = list(self._store.sizes(MARKER))
+        if not names and OLD_MARKER in self._store.sizes(""):
             raise UserError(
                 f"{self._key} holds a copy in an older format ({OLD_MARKER}); choose another place"
             )
         if not names:
             return _Version()
         try:
-            version = _Version.model_validate_json(self._store.cat_file(f"{MARKER}/{names[-1]}"))
+            version = _Version.model_validate_json(self._store.files.cat_file(f"{MARKER}/{names[-1]}"))
         except FileNotFoundError:
-            if list(self._list(MARKER)) == names:
+            if list(self._store.sizes(MARKER)) == names:
                 raise
             return self._newest()  # a newer one has replaced it
         except ValueError as error:
@@ -351,88 +339,36 @@ class Mirror:
         return version.model_copy(update={"number": int(names[-1])})
 
     def _commit(self, version: _Version, **changes: Any) -> None:
-        """Create a version unless another start has; then delete the objects that it does not name."""
-        version = version.model_copy(update=changes)
-        objects = self._list(OBJECTS)  # before, so that no upload of a newer start is among them
+        """Create the next version unless another start has; then delete the objects that it does not name."""
+        version = version.model_copy(update=changes | {"number": version.number + 1})
+        objects = self._store.sizes(OBJECTS)  # before, so that no upload of a newer start is among them
         name, text = f"{version.number:08}", version.model_dump_json(indent=1).encode()
-        is_created = self._create(f"{MARKER}/{name}", text)
-        if is_created and "owner" in changes and self._create(f"{MARKER}/{name}", text):
+        is_created = self._store.create(f"{MARKER}/{name}", text)
+        if is_created and "owner" in changes and self._store.create(f"{MARKER}/{name}", text):
             raise UserError(
                 f"{self._key}: the store ignores conditional puts (If-None-Match); use another one"
             )
-        *older, newest = self._list(MARKER)
+        *older, newest = self._store.sizes(MARKER)
         # A number whose object was deleted can be created again.
         if (not is_created or newest != name) and self._owned() != version:
             raise OSError("the answer to an earlier write was lost")  # the next try knows of it
-        self._version = version
+        self._version, self._taken = version, None
         used = {name for name, _, _ in version.files.values()}
-        busy = {links.name for _, links in self._pins}
+        busy = {links.name for links in list(self._pins)}
         gone = [f"{OBJECTS}/{name}" for name in objects if name not in used and name[:32] not in busy]
         if gone or older:
-            self._store.rm(gone + [f"{MARKER}/{name}" for name in older])
-
-    def _create(self, name: str, data: bytes) -> bool:
-        """Create an object as a whole; return False, and change nothing, where it exists."""
-        try:
-            if self._place is None:
-                self._store.pipe_file(name, data, mode="create")
-                return True
-            self._store.mkdirs(MARKER, exist_ok=True)
-            with TemporaryDirectory(dir=self._place, prefix=".") as folder:
-                with replacing(Path(folder, "object")) as file:
-                    file.write_bytes(data)
-                os.link(Path(folder, "object"), self._place / name)
-            return True
-        except OSError as error:
-            code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
-            if isinstance(error, FileExistsError) or code == "PreconditionFailed":
-                return False
-            raise
-
-    def _list(self, folder: str) -> dict[str, int]:
-        """Return the sizes of the objects in a folder of the store, by name and sorted by it."""
-        with suppress(FileNotFoundError):
-            entries = self._store.ls(folder)
-            return dict(sorted((entry["name"].rpartition("/")[2], entry["size"]) for entry in entries))
-        return {}
-
-    def _call(self, what: str, work: Callable[[], T], progress: Callable[[], Any] = int) -> T:
-        """Return the result of `work` or raise UserError, also after STALLED seconds without `progress`."""
-        pool = ThreadPool(1)  # whose thread holds up no end of the process
-        result = pool.apply_async(work)
-        pool.close()
-        idle, before = 0, progress()
-        result.wait(NOTED)
-        while not result.ready():
-            idle, before = 0 if progress() != before else idle + NOTED, progress()
-            if idle >= STALLED:
-                raise EnvironmentFailure(
-                    f"{self._key} has not answered for {idle} s ({what}); try again later"
-                )
-            self._console.note(f"waiting for {self._key} ({what})")
-            result.wait(NOTED)
-        try:
-            return result.get()
-        except UserError:
-            raise
-        except Exception as error:  # every store has errors of its own
-            kind = UserError if isinstance(error, FileNotFoundError | PermissionError) else EnvironmentFailure
-            way_out = "make room" if storage_errno(error) in FULL else "check the address and the credentials"
-            text = cause_text(error) or repr(error)
-            raise kind(f"{self._key} cannot be used ({what}: {text}); {way_out}") from error
-
-    def _rollbacks(self) -> int:
-        return int(read_rollback(self.folder).get("rollbacks", 0))
+            self._store.files.rm(gone + [f"{MARKER}/{name}" for name in older])
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int]]:
     """Return size and time of change in ns, which change with a file, of the run's files by path."""
     states = {}
-    for place in sorted(folder.rglob("*")):
-        path = place.relative_to(folder).as_posix()
-        with suppress(FileNotFoundError):  # removed meanwhile
-            if FILE.fullmatch(path) and place.is_file():
-                states[path] = place.stat().st_size, place.stat().st_mtime_ns
+    for parent, _, names in os.walk(folder):  # folders and files may be removed meanwhile
+        for place in [Path(parent, name) for name in names]:
+            path = place.relative_to(folder).as_posix()
+            with suppress(FileNotFoundError):
+                if FILE.fullmatch(path) and place.is_file():
+                    states[path] = place.stat().st_size, place.stat().st_mtime_ns
     return states
 
 

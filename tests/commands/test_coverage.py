@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from disk_rig import refuses_full_disk
 from shelf_rig import BY_ID, row, shelf_service, write_corpus, write_rows
 
 from calibadv_jax.config import Config, RetrieverConfig
@@ -39,6 +40,11 @@ def run(config):
     with shelf_service() as url:
         coverage.run(replace(config, retriever=replace(config.retriever, url=url)))
     return json.loads((Path(config.run.dir) / "coverage" / "coverage.json").read_text())
+
+
+def test_full_disk_is_refused(config, small_disk, capsys):
+    config = replace(config, run=replace(config.run, dir=str(small_disk)))
+    assert refuses_full_disk(small_disk, "coverage/train.jsonl", lambda: run(config), capsys)
 
 
 def test_shares_by_data_source(config, capsys):

@@ -26,8 +26,8 @@ APPENDED = {
     "contrib/pages/site.py",
     "record/writer.py",
     "services/child_process.py",
+    "services/object_store.py",
     "snapshots/huggingface.py",
-    "snapshots/mirror.py",
     "snapshots/peft.py",
     "contrib/commands/select_rollouts.py",
 }

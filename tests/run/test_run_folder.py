@@ -212,6 +212,19 @@ def test_other_experiment_in_the_mirror_is_not_fetched(run, tmp_path, overrides,
     assert (elsewhere / "hub.json").read_text() == "[]"
 
 
+def test_killed_rollback_is_finished_by_the_next_start(run):
+    """Checkpoint 3 is of the time before the rollback, 4 is half deleted, and 5 was trained after it."""
+    with_checkpoint(run)
+    for step, rollbacks in ((2, 0), (3, 0), (4, None), (5, 1)):
+        extra = run.folder / f"checkpoints/{step}/extra"
+        extra.mkdir(parents=True, exist_ok=True)
+        if rollbacks is not None:
+            (extra / "metadata").write_text(json.dumps({"guards": {"rollbacks": rollbacks}}))
+    (run.folder / "rollback.json").write_text('{"step": 2, "rollbacks": 1}')
+    run()
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["2", "5"]
+
+
 def test_policy_inside_run_is_fetched_first(run, tmp_path):
     with_checkpoint(run)
     (run.folder / "checkpoints/3/state").write_text("weights")

@@ -42,6 +42,14 @@ def scored(config, numbers):
     return groups, compute_advantages(groups, config.advantage)
 
 
+def test_start_from_a_checkpoint_loads_no_weights(tmp_path):
+    run(make_config(tmp_path, learner={"steps": 2}), ScriptedRollouts(), tmp_path)
+    config = make_config(tmp_path, policy={"path": str(tmp_path / "lost")})
+    assert make_state(config, tmp_path).step == 2
+    with pytest.raises(UserError, match="lost"):
+        make_state(config, tmp_path / "new")
+
+
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
     """Stopped while step 4 of 6 is drawn; without the checkpoint of the stop, as if it had been killed."""
     optimizer = make_config(tmp_path / "x").learner.optimizer

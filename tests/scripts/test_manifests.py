@@ -4,6 +4,7 @@ Kubernetes' own kinds: the schemas of the package kubernetes-validate, with no u
 models of the package kubeflow-trainer-api, made from JobSet's own OpenAPI description; its jobs as a Job.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands.plan import memory_of
 from calibadv_jax.contrib.planning.hardware import find_target, placed_on
 from calibadv_jax.contrib.planning.memory import peak_memory
+from calibadv_jax.core.errors import INPUT_STATUS
 from calibadv_jax.policy.architecture import architecture_from_hf
 
 validator = pytest.importorskip("kubernetes_validate")
@@ -132,7 +134,11 @@ def test_processes_of_the_job_share_a_coordinator():
     head = f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
     assert values["JAX_COORDINATOR_ADDRESS"].partition(":")[0] == head
     assert int(values["JAX_NUM_PROCESSES"]) == spec["completions"] == spec["parallelism"]
-    assert container["name"] == spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"]
+    ending = spec["podFailurePolicy"]["rules"][0]["onExitCodes"]
+    assert (ending["containerName"], ending["values"]) == (container["name"], [INPUT_STATUS])
+    page = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
+    restarted = set(re.search("--restart-on-exit-codes ([0-9,]+)", page)[1].split(","))
+    assert restarted == {"1"} | set(re.findall("status ([0-9]+)", page)) - {str(INPUT_STATUS)}
 
 
 @pytest.fixture(params=["run.yaml", "run_workers.yaml"])

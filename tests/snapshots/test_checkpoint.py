@@ -16,7 +16,7 @@ from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError, exit_status
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.snapshots.checkpoint import CheckpointStore, restore_params
+from calibadv_jax.snapshots.checkpoint import CheckpointStore, restore_params, saved_steps
 
 EXTRA = {"step": 3, "questions": {"epoch": 1, "seen": [4, 2]}, "seed": 2**40, "ratio": 0.1}
 OPTIMIZER = optax.chain(
@@ -63,6 +63,13 @@ def abstract(policy, mesh=None):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), shapes
     )
     return whole | {"params": params}
+
+
+def test_only_a_complete_step_is_a_checkpoint(tmp_path):
+    (tmp_path / "3.orbax-checkpoint-tmp-0").mkdir()
+    assert saved_steps(tmp_path / "absent") == saved_steps(tmp_path) == []
+    (tmp_path / "3").mkdir()
+    assert saved_steps(tmp_path) == [3]
 
 
 def test_state_and_extra_come_back_exactly(tiny, store, state):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -31,10 +30,14 @@ from trainer_rig import (
 from calibadv_jax.commands.train import train
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
+from calibadv_jax.core.files import write_json
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.services import object_store
+from calibadv_jax.services.object_store import ObjectStore
 from calibadv_jax.snapshots import mirror as mirror_module
-from calibadv_jax.snapshots.mirror import MARKER, OBJECTS, Mirror, bring_newest, open_mirror
+from calibadv_jax.snapshots.checkpoint import ROLLBACK, CheckpointStore, finish_rollback
+from calibadv_jax.snapshots.mirror import MARKER, OBJECTS, bring_newest, open_mirror
 
 pytestmark = pytest.mark.medium
 HOLD = """
@@ -45,6 +48,11 @@ with locked_run(Path(sys.argv[1]), print):
     print("held", flush=True)
     sys.stdin.read()
 """
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(mirror_module, "PAUSE", 0.1)
 
 
 def config_at(folder, url, **sections):
@@ -73,6 +81,13 @@ def marker(url):
             store.invalidate_cache()
             return json.loads(store.cat_file(max(store.ls(f"{root}/{MARKER}", detail=False))))
     return {"steps": [], "files": {}}
+
+
+def fail_with(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
 
 
 def until(condition):
@@ -155,7 +170,7 @@ def test_interrupted_upload_leaves_the_older_checkpoint(tmp_path, monkeypatch):
 def test_store_that_is_away_stops_nothing(tmp_path, monkeypatch, capsys):
     """Reported once when it goes and once when it is back; what was missed is copied then."""
     store, away = tmp_path / "store", threading.Event()
-    create = Mirror._create
+    create = ObjectStore.create
 
     def create_or_fail(self, name, data):
         if away.is_set():
@@ -173,8 +188,7 @@ def test_store_that_is_away_stops_nothing(tmp_path, monkeypatch, capsys):
                 away.clear()
                 until(lambda: not copier._failure)
 
-    monkeypatch.setattr(Mirror, "_create", create_or_fail)
-    monkeypatch.setattr(mirror_module, "PAUSE", 0.1)
+    monkeypatch.setattr(ObjectStore, "create", create_or_fail)
     config = config_at(tmp_path / "a", store, learner={"steps": 8}, checkpoint={"every": 1})
     copier = open_mirror(config, Console())
     monkeypatch.setattr(mirror_module, "Mirror", lambda *_: copier)
@@ -207,7 +221,7 @@ def test_older_start_ends_after_a_takeover(tmp_path):
 def test_lost_answer_is_no_takeover(tmp_path, monkeypatch):
     """The store has created the marker's version, but the connection broke before it said so."""
     store, lost = tmp_path / "store", []
-    create = Mirror._create
+    create = ObjectStore.create
 
     def create_and_fail(self, name, data):
         is_created = create(self, name, data)
@@ -216,7 +230,7 @@ def test_lost_answer_is_no_takeover(tmp_path, monkeypatch):
             raise ConnectionError("broken pipe")
         return is_created
 
-    monkeypatch.setattr(Mirror, "_create", create_and_fail)
+    monkeypatch.setattr(ObjectStore, "create", create_and_fail)
     start(config_at(tmp_path / "a", store, learner={"steps": 4}))
     assert len(lost) == 2 and steps_at(store) == [2, 4] and is_whole(store)
 
@@ -226,7 +240,7 @@ def test_store_without_conditional_puts_is_refused(tmp_path, monkeypatch):
         (tmp_path / "store" / name).parent.mkdir(parents=True, exist_ok=True)
         return bool((tmp_path / "store" / name).write_bytes(data))
 
-    monkeypatch.setattr(Mirror, "_create", replace_object)
+    monkeypatch.setattr(ObjectStore, "create", replace_object)
     mirror = open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False))
     with pytest.raises(UserError, match="the store ignores conditional puts"):
         mirror.fetch(claim=True)
@@ -247,15 +261,15 @@ def test_older_start_cannot_write_its_marker(tmp_path, monkeypatch, s3, kind):
     """It is taken over between its check and its write: the store stays with the newer start."""
     url = tmp_path / "store" if kind == "folder" else f"{s3}/run"
     older = config_at(tmp_path / "a", url, learner={"steps": 4})
-    create, mirrors = Mirror._create, []
+    create, mirrors = ObjectStore.create, []
 
     def create_late(self, name, data):
-        if mirrors and self is mirrors[0] and json.loads(data)["steps"] == [2, 4]:
+        if mirrors and self is mirrors[0]._store and json.loads(data)["steps"] == [2, 4]:
             start(config_at(tmp_path / "b", url, learner={"steps": 3}, checkpoint={"every": 3}))
         return create(self, name, data)
 
     with pytest.raises(UserError, match="was taken over"), monkeypatch.context() as patch:
-        patch.setattr(Mirror, "_create", create_late)
+        patch.setattr(ObjectStore, "create", create_late)
         mirror_of = mirror_module.Mirror
         patch.setattr(mirror_module, "Mirror", lambda *rest: mirrors.append(mirror_of(*rest)) or mirrors[-1])
         start(older)
@@ -362,10 +376,11 @@ def rollback_config(folder, store):
     return config_at(folder, store, learner={"steps": 6}, checkpoint=checkpoint, guards=guards)
 
 
-def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch):
-    """The store is away at the rollback, and the run is killed after it; an older machine comes back too."""
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch, is_deleted):
+    """The store is away at the rollback, and the run is killed then; an older machine comes back too."""
     store, folder = tmp_path / "store", tmp_path / "a"
-    create = Mirror._create
+    create = ObjectStore.create
 
     class Killed(Collapsing):
         def load(self, version, params):
@@ -373,7 +388,7 @@ def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch):
             if version == 5:
                 until(lambda: steps_at(store)[-1] == 4)
                 shutil.copytree(folder, tmp_path / "older", ignore=shutil.ignore_patterns(".*"))
-                monkeypatch.setattr(Mirror, "_create", fail)
+                monkeypatch.setattr(ObjectStore, "create", fail)
             if version == 3 and self.seed:
                 raise RuntimeError("killed")
 
@@ -381,10 +396,14 @@ def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(mirror_module, "HURRY", 0.0)
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(RuntimeError, match="killed"), monkeypatch.context() as patch:
+        if not is_deleted:
+            patch.setattr(CheckpointStore, "delete_after", fail_with(RuntimeError("killed")))
         start(rollback_config(folder, store), Killed())
-    monkeypatch.setattr(Mirror, "_create", create)
-    assert steps_at(store)[-1] == 4 and checkpoints(folder) == [1, 2, 3]
+    monkeypatch.setattr(ObjectStore, "create", create)
+    assert steps_at(store)[-1] == 4 and checkpoints(folder) == [1, 2, 3] + [4] * (not is_deleted)
+    finish_rollback(folder)
+    assert checkpoints(folder) == [1, 2, 3]
     mirror = open_mirror(rollback_config(folder, store), Console(progress=False))
     assert not mirror.fetch(claim=True)
     assert checkpoints(folder) == steps_at(store) == [1, 2, 3]
@@ -393,6 +412,78 @@ def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch):
     older = open_mirror(rollback_config(tmp_path / "older", store), Console(progress=False))
     assert checkpoints(tmp_path / "older")[-1] == 4
     assert older.fetch() and checkpoints(tmp_path / "older") == [1, 2, 3]
+
+
+def test_kill_between_any_operations_leaves_a_whole_copy(tmp_path, monkeypatch):
+    """Of a start that takes the copy over, rolls back and copies its next checkpoint."""
+    left = [0]
+
+    def mortal(method):
+        def call(*arguments, **options):
+            left[0] -= 1
+            if left[0] < 0:
+                raise ConnectionError("killed")
+            return method(*arguments, **options)
+
+        return call
+
+    for name in ("ls", "cat_file", "put", "get", "rm"):
+        monkeypatch.setattr(DirFileSystem, name, mortal(getattr(DirFileSystem, name)))
+    monkeypatch.setattr(ObjectStore, "create", mortal(ObjectStore.create))
+    monkeypatch.setattr(mirror_module, "PATIENCE", 0.0)
+
+    def machine(number, name):
+        folder = tmp_path / f"{name}-{number}"
+        mirror = open_mirror(config_at(folder, tmp_path / f"store-{number}"), Console(progress=False))
+        return folder, mirror, mirror.fetch(claim=True)
+
+    def train_to(folder, mirror, step):
+        (folder / f"checkpoints/{step}").mkdir(parents=True)
+        (folder / f"checkpoints/{step}/state").write_text(f"step {step}")
+        mirror.put(step)
+        until(lambda: not mirror._pins or mirror._failure)
+
+    seen = []
+    for number in range(1, 99):
+        left[0] = 999
+        folder, mirror, _ = machine(number, "first")
+        add_start(folder, "run: {seed: 0}\n", {})
+        with mirror:
+            for step in (1, 2):
+                train_to(folder, mirror, step)
+        left[0] = number
+        with suppress(EnvironmentFailure):
+            folder, mirror, _ = machine(number, "second")
+            write_json(folder / ROLLBACK, {"step": 1, "rollbacks": 1})
+            with mirror:
+                mirror.drop_after(1)
+                shutil.rmtree(folder / "checkpoints/2")
+                train_to(folder, mirror, 3)
+        is_killed, left[0] = left[0] < 0, 999
+        folder, mirror, is_newer = machine(number, "third")
+        seen.append(steps_at(tmp_path / f"store-{number}"))
+        assert is_newer and checkpoints(folder) == seen[-1] and is_whole(tmp_path / f"store-{number}")
+        for step in seen[-1]:
+            assert (folder / f"checkpoints/{step}/state").read_text() == f"step {step}"
+        if not is_killed:
+            break
+    assert {tuple(steps) for steps in seen} == {(1, 2), (1,), (1, 3)} and seen[-1] == [1, 3]
+
+
+def test_killed_fetch_brings_no_dropped_checkpoint_back(tmp_path, monkeypatch):
+    """The note of the rollback comes last: until then the store is newer than the dropped checkpoints."""
+    store = tmp_path / "store"
+    start(rollback_config(tmp_path / "a", store), Collapsing())
+    older = tmp_path / "older"
+    shutil.copytree(tmp_path / "a", older)
+    (older / ROLLBACK).unlink()
+    save_step(config_at(older, ""), 9)
+    mirror = open_mirror(rollback_config(older, store), Console(progress=False))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
+        patch.setattr(mirror_module.shutil, "rmtree", fail_with(OSError("killed")))
+        mirror.fetch()
+    assert checkpoints(older)[-1] == 9 and mirror.fetch()
+    assert checkpoints(older) == steps_at(store)
 
 
 def test_full_disk_leaves_the_copy_whole(tmp_path, small_disk):
@@ -570,49 +661,12 @@ def test_store_as_run_dir_is_refused(tmp_path):
         make_config(tmp_path, run={"dir": "s3://a/b"})
 
 
-def open_store(url, console=None):
-    return Mirror(str(url), Path("/tmp/run"), 1, console or Console(progress=False))
-
-
-@pytest.mark.parametrize("kind", ["folder", "s3"])
-def test_object_is_created_once(tmp_path, s3, kind):
-    url = tmp_path / "store" if kind == "folder" else f"{s3}/a"
-    results, threads = [], []
-    for number in range(8):
-        data = bytes([number]) * 1000
-        create = lambda data=data: results.append((open_store(url)._create("marker/1", data), data))  # noqa: E731
-        threads.append(threading.Thread(target=create))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    [winner] = [data for is_created, data in results if is_created]
-    store = open_store(url)
-    assert len(results) == 8 and store._store.cat_file("marker/1") == winner
-    assert store._list("marker") == {"1": 1000} and store._list("") == {"marker": store._list("")["marker"]}
-
-
-def test_hanging_store_is_an_environment_failure(tmp_path, monkeypatch, capsys):
-    """A service that takes connections and never answers."""
-    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.getsockname()))
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "testing")
-        monkeypatch.setattr(mirror_module, "STALLED", 2)
-        monkeypatch.setattr(mirror_module, "NOTED", 1)
-        with pytest.raises(EnvironmentFailure, match="has not answered for 2 s") as ended:
-            Mirror("s3://runs/a", tmp_path, 1, Console()).has_newer()
-    assert exit_status(ended.value) == 75
-    assert "waiting for run.mirror=s3://runs/a (reading its marker)" in capsys.readouterr().err
-
-
 def test_stalled_fetch_ends_and_slow_one_goes_on(tmp_path, monkeypatch):
     """A transfer may take longer than STALLED seconds if files grow meanwhile."""
     store, hanging = tmp_path / "store", threading.Event()
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    monkeypatch.setattr(mirror_module, "STALLED", 0.6)
-    monkeypatch.setattr(mirror_module, "NOTED", 0.2)
+    monkeypatch.setattr(object_store, "STALLED", 0.6)
+    monkeypatch.setattr(object_store, "NOTED", 0.2)
     get = DirFileSystem.get
 
     def get_slowly(self, objects, files):
@@ -632,41 +686,3 @@ def test_stalled_fetch_ends_and_slow_one_goes_on(tmp_path, monkeypatch):
     mirror = open_mirror(config_at(tmp_path / "c", store), Console(progress=False))
     with mirror.inputs() as count:
         assert count == 2
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("gs://bucket/run", r"gcsfs.*pip install .*'calibadv-jax\[gcs\]'"),
-        ("floppy://a/run", "no conditional put is known for floppy://; use a folder, s3://"),
-        ("memory://a/run", "no conditional put is known for memory://; use a folder, s3://"),
-    ],
-)
-def test_unusable_kind_of_store_is_refused(url, message):
-    with pytest.raises(UserError, match=message):
-        open_store(url)
-
-
-@pytest.mark.parametrize(("error", "status"), [(PermissionError, 2), (FileNotFoundError, 2), (OSError, 75)])
-def test_refusal_by_the_store_is_an_input_error(error, status):
-    def work():
-        raise error("refused")
-
-    with pytest.raises(UserError, match="check the address and the credentials") as ended:
-        open_store("/tmp/none")._call("fetching", work)
-    assert exit_status(ended.value) == status
-
-
-def test_precondition_without_its_name_is_understood(s3, monkeypatch):
-    """As of services that do not say which condition failed."""
-    store = open_store(f"{s3}/a")
-
-    def refuse(*_, **__):
-        error = OSError("At least one of the pre-conditions you specified did not hold")
-        error.__cause__ = type(
-            "ClientError", (Exception,), {"response": {"Error": {"Code": "PreconditionFailed"}}}
-        )()
-        raise error
-
-    monkeypatch.setattr(DirFileSystem, "pipe_file", refuse)
-    assert store._create("marker/1", b"x") is False

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from disk_rig import refuses_full_disk
 from evaluation_rig import QUESTIONS, Rig, Scripted
 
 from calibadv_jax import cli
@@ -56,6 +57,12 @@ def test_table_and_the_numbers(pair, capsys, tmp_path):
     assert result["all"]["difference"] == result["average"]["difference"] == 0.25
     low, high = result["b"]["interval"]
     assert 0 <= low < 0.5 < high <= 1
+
+
+def test_full_disk_is_refused(pair, small_disk, capsys):
+    output = small_disk / "c.json"
+    command = ["compare", *map(str, pair[:2]), "--output", str(output)]
+    assert refuses_full_disk(small_disk, output, lambda: cli.calibadv(command), capsys)
 
 
 def test_metrics_and_confidence_are_chosen(pair, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from disk_rig import refuses_full_disk
 
 from calibadv_jax import cli
 from calibadv_jax.core.trajectory import Document
@@ -65,6 +66,12 @@ def answers(path):
     return [
         each.turns[-1].text.partition("<answer> ")[2].partition(" <")[0] for each in load_demonstrations(path)
     ]
+
+
+def test_full_disk_is_refused(tmp_path, small_disk, capsys):
+    write(tmp_path, 1, [trajectory("a", "Ann")])
+    command = ["select-rollouts", str(tmp_path), "--output", str(small_disk / "d.jsonl")]
+    assert refuses_full_disk(small_disk, small_disk / "d.jsonl", lambda: cli.calibadv(command), capsys)
 
 
 def test_good_ones_become_demonstrations(tmp_path, capsys):
