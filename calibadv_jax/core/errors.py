@@ -13,6 +13,10 @@ ENVIRONMENT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command may succe
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
 LONGEST_LINE = 300  # characters
 UNWRITABLE = (*PASSING, errno.EROFS, errno.EACCES, errno.EPERM)
+# JAX's errors about a program of several processes of which one is gone; the type may be ValueError.
+_LOST_PROCESS = re.compile(
+    r"[A-Z_]+: .*(?i:gloo|nccl|(closed|reset) by peer|heartbeat|coordination service)", re.DOTALL
+)
 REFUSAL = "refused by calibadv_jax: "  # start of every refusal by our engine inside a vLLM worker
 
 
@@ -55,6 +59,11 @@ def storage_path(error: BaseException) -> str | None:
         if quoted := re.search(r"""["'](/[^"']+)["']""", str(cause)):
             return quoted[1]
     return None
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether an error or a cause of it is that JAX lost the connection to another process of the run."""
+    return any(_LOST_PROCESS.match(str(cause)) for cause in _causes(error))
 
 
 def one_line(error: BaseException) -> str:

@@ -20,7 +20,13 @@ from jax._src import distributed  # the only place where JAX gives its client of
 from jax._src.clusters import ClusterEnv
 
 from calibadv_jax.config import Config, DistributedConfig, SamplerConfig
-from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status, storage_errno
+from calibadv_jax.core.errors import (
+    EnvironmentFailure,
+    UserError,
+    exit_status,
+    is_lost_process,
+    storage_errno,
+)
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.hosts.exchange import Hosts, Joined
 from calibadv_jax.metrics.console import Console
@@ -190,9 +196,9 @@ def _end(hosts: Joined) -> None:
 
 def _end_alone(hosts: Joined, error: BaseException, timeout: float) -> None:
     """The others are elsewhere: says why this process ends, and lets it end without waiting for them."""
-    if not isinstance(error, UserError | SystemExit):
+    if isinstance(error, jax.errors.JaxRuntimeError) or is_lost_process(error):
         # A program that another process has left fails here too: `Watch` knows why, and ends this one.
-        time.sleep(timeout + MARGIN if isinstance(error, jax.errors.JaxRuntimeError) else 0.0)
+        time.sleep(timeout + MARGIN)
     status = error.code if isinstance(error, SystemExit) else 1
     if isinstance(error, UserError) or storage_errno(error) is not None:
         status = exit_status(error)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jax
 import orbax.checkpoint as ocp
 
-from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, storage_errno
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, is_lost_process, storage_errno
 from calibadv_jax.core.files import check_literal, read_json
 from calibadv_jax.policy.weights import shape_problems, summary
 
@@ -257,7 +257,7 @@ def damage_as_user_error(advice: str, kind: type[UserError] = UserError) -> Iter
     except Exception as error:
         # What TensorStore finds wrong with the data comes as a bare Exception around the cause.
         is_damage = type(error) is Exception or isinstance(error, ValueError | KeyError | OSError)
-        if not is_damage and storage_errno(error) is None:
+        if is_lost_process(error) or (not is_damage and storage_errno(error) is None):
             raise
         logging.getLogger("asyncio").addFilter(_is_retrieved)
         raise kind(f"{advice} ({cause_text(error)})") from error

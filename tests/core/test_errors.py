@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from calibadv_jax.core.errors import UserError, cause_text, one_line
+from calibadv_jax.core.errors import UserError, cause_text, is_lost_process, one_line
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,18 @@ def test_cause_text_names_the_cause():
     assert cause_text(error) == "bad header"
     error.__cause__ = RuntimeError("I/O error: No space left on device (os error 28)")
     assert cause_text(error) == "No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        ("UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:58091", True),
+        ("INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited", True),
+        ("DATA_LOSS: Error reading params/0.0: checksum mismatch", False),
+        ("[Errno 104] Connection reset by peer", False),
+    ],
+)
+def test_lost_process_is_no_damage(text, is_lost):
+    error = UserError("cannot be saved")
+    error.__cause__ = ValueError(text)
+    assert is_lost_process(error) == is_lost_process(error.__cause__) == is_lost
