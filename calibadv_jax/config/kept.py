@@ -40,10 +40,8 @@ def start_files(run: Path) -> list[Path]:
 def newest_start(run: Path) -> Start | None:
     """Return the newest start whose files are whole, with rebased paths; None if the folder has none.
 
-    If the hashes of every start are lost, the newest start with a config counts.
-
-    Raises:
-        UserError: every config is damaged.
+    If the hashes of every start are lost, the newest start with a config counts. Raises UserError if
+    every config is damaged.
     """
     damaged: list[Path] = []
     without_hashes = None
@@ -73,11 +71,7 @@ def run_hash(run: Path) -> str:
 
 
 def add_start(run: Path, config: str, identity: Mapping[str, str]) -> None:
-    """Keep one more start; its config appears last.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Keep one more start; its config appears last. Raises OSError if the folder cannot be written."""
     starts = start_files(run)
     path = run / FOLDER / f"{int(starts[-1].stem) + 1 if starts else 0}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,11 +136,7 @@ def follow_run(
 
 
 def refuse_other_run(path: Path, key: str, run: Path) -> None:
-    """Check that an output, which the config key names, does not lie in another run's folder than run.dir.
-
-    Raises:
-        UserError: the nearest folder of a run around `path` is not `run`.
-    """
+    """Refuse (UserError) an output, of a config key, inside a run's folder that is not `run`."""
     place, own = path.resolve(), run.resolve()
     owner = next((folder for folder in (place, *place.parents) if folder == own or _is_run(folder)), own)
     if owner != own:

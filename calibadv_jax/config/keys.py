@@ -102,11 +102,7 @@ def type_of(dotted: str) -> Any:
 
 
 def refuse_unknown(given: Any, source: str) -> None:
-    """Check the keys of a nested mapping.
-
-    Raises:
-        UserError: an unknown key, with `source` and the key that was probably meant.
-    """
+    """Refuse (UserError) an unknown key of a nested mapping, with `source` and the key probably meant."""
 
     def walk(node: Any, kind: Any, prefix: str) -> None:
         is_list = typing.get_origin(kind) is list

@@ -77,14 +77,7 @@ def load_config(
 
 
 def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the config in a text (YAML or JSON), with overrides as for `load_config`.
-
-    Args:
-        name: of the file that holds the text, for messages.
-
-    Raises:
-        UserError: as for `load_config`.
-    """
+    """Return the config in a text (YAML or JSON) of the file `name`; the rest as `load_config`."""
     with _errors_of(name):
         loaded = _checked(OmegaConf.create(text), name)
     return _merged([(name, loaded)], overrides)

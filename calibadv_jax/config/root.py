@@ -34,9 +34,8 @@ from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
 class Config:
     """A whole run. `python -m calibadv_jax.train --config FILE --dry-run` prints it resolved.
 
-    Raises:
-        pydantic.ValidationError (a ValueError): a value or a combination of values that cannot work; so
-            do the sections, and `dataclasses.replace` of any of them.
+    Raises pydantic.ValidationError (a ValueError) for a value or a combination of values that cannot
+    work; so do the sections, and `dataclasses.replace` of any of them.
     """
 
     run: Annotated[RunConfig, Mark.PER_RUN, Mark.PLACE] = Field(default_factory=RunConfig)

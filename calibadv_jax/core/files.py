@@ -47,11 +47,9 @@ def written(path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield another name beside `path` to write to, which becomes `path` if the block succeeds.
 
-    The data are on the disk before the name: after a power failure no file is empty. Two processes that write
-    one path at the same time replace each other's complete file.
-
-    Raises:
-        OSError: it cannot be written; an older file of this name is unchanged.
+    The data are on the disk before the name: after a power failure no file is empty. Two processes that
+    write one path at the same time replace each other's complete file. Raises OSError if it cannot be
+    written; an older file of this name is unchanged.
     """
     for leftover in _leftovers(path, PARTIAL):
         leftover.unlink(missing_ok=True)
@@ -71,9 +69,6 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
     The next process that writes `path` removes the leftovers of a killed process, and restores the older
     folder if it was killed during the exchange.
-
-    Raises:
-        OSError: it cannot be written; an older folder of this name is unchanged.
     """
     for previous in _leftovers(path, PREVIOUS):
         if not path.exists():
@@ -151,11 +146,7 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
 
 
 def read_json(path: Path, way_out: str = "copy the file again") -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        UserError: not a JSON object; the message ends with `way_out`.
-    """
+    """Return the JSON object in a file; raise UserError, which ends with `way_out`, if it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -88,8 +88,8 @@ def is_repository(name: str) -> bool:
 def resolve(repository: str, revision: str) -> Pin:
     """Return the commit that a branch or tag names now, or the cached commit if the hub cannot be reached.
 
-    Raises:
-        UserError: no such repository or revision, no permission, or no network and nothing in the cache.
+    Raises UserError without such a repository or revision, permission, or network if nothing is in the
+    cache.
     """
     revision = revision or "main"
     if _COMMIT.fullmatch(revision):
@@ -113,10 +113,8 @@ def fetch_model(pin: Pin, with_weights: bool) -> Path:
 def fetch_data(address: str) -> list[Path]:
     """Return the files of a dataset repository: ``hf://datasets/OWNER/NAME[@REVISION][/FILE]``.
 
-    FILE may be a pattern. Without it the repository must hold exactly one data file.
-
-    Raises:
-        UserError: as `resolve`; no such file; or several without FILE.
+    FILE may be a pattern. Without it the repository must hold exactly one data file. Raises UserError as
+    `resolve`; for no such file; or several without FILE.
     """
     parts = address.removeprefix(DATASETS).split("/", 2)
     if len(parts) < 2:

@@ -101,11 +101,7 @@ class Action(ABC):
     keeps_documents_whole: bool = False  # in the record, though less of them is shown
 
     def parse(self, body: str) -> Any:
-        """Return the argument of `call`.
-
-        Raises:
-            ValueError: the action refuses this body; the policy reads why, and goes on.
-        """
+        """Return the argument of `call`; a ValueError refuses this body, and the policy reads why."""
         return body
 
     @abstractmethod

@@ -74,19 +74,14 @@ class Hosts:
         return self.index == 0
 
     def exchange(self, what: str, value: T) -> list[T]:
-        """The values of all processes, by their numbers. All call this in the same order.
+        """Return the values of all processes, by their numbers; all call this in the same order.
 
-        Raises:
-            UserError, SystemExit: another process stops here.
+        Raises UserError or SystemExit if another process stops here.
         """
         return [value]
 
     def first(self, what: str, work: Callable[[], T]) -> T:
-        """What `work` returns in process 0, which alone does it.
-
-        Raises:
-            As `exchange`; in process 0 what `work` raises.
-        """
+        """Return what `work` returns in process 0, which alone does it; raise as it, or as `exchange`."""
         return work()
 
     def out_of_step(self) -> None:
@@ -112,21 +107,10 @@ class Hosts:
         yield
 
     def same(self, what: str, value: Callable[[], object]) -> None:
-        """Checks that this value is the same in all processes; alone, it is not computed.
-
-        Raises:
-            UserError: one has another.
-        """
+        """Refuse (UserError) a value that is not the same in all processes; alone, it is not computed."""
 
     def share(self, what: str, folder: Path) -> None:
-        """Checks that this folder, which is there, is one folder for all processes.
-
-        Args:
-            what: the key that names it.
-
-        Raises:
-            UserError: a process sees another one.
-        """
+        """Refuse (UserError) a folder, named by the key `what`, that is not one for all processes."""
 
 
 ALONE = Hosts()
@@ -247,11 +231,7 @@ class Joined(Hosts):
         self.watch.close()
 
     def _meet(self, what: str, length: int = 0, short: bytes = b"") -> list[_Head]:
-        """Waits until all processes are here.
-
-        Raises:
-            As `exchange`.
-        """
+        """Wait until all processes are here; raise as `exchange`."""
         # What comes after this process has told its part counts at the next meeting: all must see the same.
         heads = self._tell(_Head(what, length, short, status=self._own_status()))
         if any(head.stops for head in heads):
@@ -262,10 +242,9 @@ class Joined(Hosts):
         return heads
 
     def _leave(self, what: str, error: BaseException) -> None:
-        """Says, at the next meeting, that this process stops, and waits until all others are there.
+        """Say, at the next meeting, that this process stops, and wait until all others are there.
 
-        Raises:
-            UserError, SystemExit: it stops because another process does.
+        Raises UserError or SystemExit if it stops because another process does.
         """
         with suppress(jax.errors.JaxRuntimeError):
             self.watch.note(STOPPING, "")
@@ -307,11 +286,7 @@ class Joined(Hosts):
         return None if self._stop.was_called else self._stop.status
 
     def _tell(self, head: _Head, until: float = math.inf) -> list[_Head]:
-        """What every process says at this meeting.
-
-        Raises:
-            TimeoutError: another one is not there yet.
-        """
+        """Return what every process says at this meeting; raise TimeoutError if one is late."""
         number, self._number = self._number, self._number + 1
         self._client.key_value_set_bytes(f"{_ROOT}/{number}/{self.index}", to_bytes(astuple(head)))
         heads = [_Head(*self._wait(f"{_ROOT}/{number}/{index}", until)) for index in range(self.count)]
@@ -386,11 +361,7 @@ class SaveBarrier:
         return self._failure is not None
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Wait for the other processes.
-
-        Raises:
-            OSError: one of them could not write its part. What failed here is raised as it is.
-        """
+        """Wait for the other processes; raise OSError if one could not write, or the error of this one."""
         if self._failure is not None:
             raise self._failure
         failure = None
@@ -455,10 +426,9 @@ class SharedGroups:
         return asked
 
     def wait(self, _: list[Future[Group]]) -> None:
-        """Waits until all groups are there or, where some run ahead, until one is.
+        """Wait until all groups are there or, where some run ahead, until one is.
 
-        Raises:
-            The error of a rollout, or that of another process; see `Hosts.exchange`.
+        Raises the error of a rollout, or that of another process; see `Hosts.exchange`.
         """
         seconds, until = (LOOK, FIRST_COMPLETED) if self._run_ahead else (None, ALL_COMPLETED)
         while True:

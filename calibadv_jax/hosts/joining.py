@@ -46,11 +46,10 @@ MARGIN = 10.0  # seconds for which an error waits for the news that another proc
 
 @contextmanager
 def joined(config: Config) -> Iterator[Hosts]:
-    """This process among those of the run, as the section `distributed` says; alone by default.
+    """Yield this process among those of the run, by the section `distributed`; alone by default.
 
-    Raises:
-        UserError: the section is incomplete, the others do not come, or something that is asked for does not
-            work with several processes.
+    Raises UserError if the section is incomplete, the others do not come, or something that is asked for
+    does not work with several processes.
     """
     asked = _asked(config.distributed)
     if asked is None:
@@ -73,11 +72,7 @@ def joined(config: Config) -> Iterator[Hosts]:
 
 
 def alone(config: DistributedConfig, command: str) -> None:
-    """For a command that runs in one process.
-
-    Raises:
-        UserError: it is started in several.
-    """
+    """Refuse (UserError) several processes, for a command that runs in one."""
     asked = _asked(config)
     if asked is not None and (asked["num_processes"] or 1) > 1:
         raise UserError(
@@ -87,11 +82,7 @@ def alone(config: DistributedConfig, command: str) -> None:
 
 
 def describe_processes(config: Config) -> list[str]:
-    """How many processes train, for people; nothing for one.
-
-    Raises:
-        UserError: the section is incomplete, or something that is asked for does not work with several.
-    """
+    """Return a line on how many processes train; none for one. Raises UserError as `joined`."""
     asked = _asked(config.distributed)
     if asked is None:
         return []
@@ -356,13 +347,10 @@ def _names(indices: Iterable[int]) -> str:
 
 
 def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerConfig, int]:
-    """The section `sampler` with the workers of process `index` of `count` alone, and how many are before.
+    """Return the section `sampler` with the workers of process `index` alone, and how many are before.
 
-    The lists are shared out in their order, as evenly as can be.
-
-    Raises:
-        UserError: there are fewer workers than processes, or workers that are started here cannot be shared
-            out evenly.
+    The lists are shared out in their order, as evenly as can be. Raises UserError if there are fewer
+    workers than processes, or workers that are started here cannot be shared out evenly.
     """
     given = len(config.urls)
     if given and given < count:

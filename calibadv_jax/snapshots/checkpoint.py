@@ -81,15 +81,11 @@ class CheckpointStore:
             self._manager.delete(later)
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
-        """Writes a checkpoint, or begins to: on return `state` may be donated. See `wait`.
+        """Write a checkpoint, or begin to: on return `state` may be donated. See `wait`.
 
-        Args:
-            state: pytree of arrays; its "params" can be restored alone.
-            extra: plain JSON values.
-
-        Raises:
-            UserError: the folder holds this step or a later one, of another run; or it cannot be written, or
-                the one before could not be.
+        The `state` is a pytree of arrays, whose "params" can be restored alone; `extra` holds plain
+        JSON values. Raises UserError if the folder holds this step or a later one, of another run; or
+        it cannot be written, or the one before could not be.
         """
         self.wait()
         newest = self.latest_step()
@@ -114,9 +110,8 @@ class CheckpointStore:
     def wait(self) -> int | None:
         """Wait for the checkpoint that was begun last and verify it; return its step, once.
 
-        Raises:
-            UserError: it could not be written, or the header of a tensor cannot be read back; the older
-                checkpoints are whole.
+        Raises UserError if it could not be written, or the header of a tensor cannot be read back;
+        the older checkpoints are whole.
         """
         step, self._writing = self._writing, None
         if step is None:
@@ -136,10 +131,9 @@ class CheckpointStore:
         return f"{self.folder}: step {step} cannot be saved; the older checkpoints are whole"
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
-        """The state in the shardings of `abstract_state`, which may be of another mesh, and the extra.
+        """Return the state in the shardings of `abstract_state`, which may be of another mesh, and the extra.
 
-        Raises:
-            UserError: the checkpoint is damaged, or of another policy or optimizer (differences are listed).
+        Raises UserError if it is damaged, or of another policy or optimizer (differences are listed).
         """
         return _restore(self._manager, step, abstract_state)
 
@@ -179,13 +173,10 @@ def finish_rollback(run: Path) -> None:
 
 
 def restore_params(folder: Path, abstract_params: Any, step: int | None = None) -> tuple[Any, int]:
-    """Only the parameters of a checkpoint, and its step; `step` None takes the newest.
+    """Return the parameters alone of a checkpoint, and its step; `step` None takes the newest.
 
-    Args:
-        abstract_params: ShapeDtypeStructs with shardings; other dtypes than the saved ones are cast to.
-
-    Raises:
-        UserError: there is no such checkpoint, it is damaged, or it is of another policy.
+    They come as `abstract_params`, ShapeDtypeStructs with shardings; other dtypes are cast to theirs.
+    Raises UserError if there is no such checkpoint, it is damaged, or it is of another policy.
     """
     what = "checkpoint" if step is None else f"checkpoint of step {step}"
     missing = UserError(f"{folder}: no complete {what} there; train first, or set export.source")

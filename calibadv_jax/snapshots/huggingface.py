@@ -47,11 +47,7 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llam
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The fields of `folder`/config.json.
-
-    Raises:
-        UserError: no such folder or file, or not a JSON object.
-    """
+    """Return the fields of config.json; UserError if there is no such file, or it is no JSON object."""
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a HuggingFace folder with config.json and safetensors")
@@ -59,12 +55,10 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
-    """Parameters of a HuggingFace folder, in the policy's precision and shardings; no adapters.
+    """Return the parameters of a HuggingFace folder, in the policy's precision and shardings; no adapters.
 
-    Every device's part is read by itself; the host never holds more than one parameter.
-
-    Raises:
-        UserError: no safetensors, a damaged file, or tensors that do not fit the policy (all are listed).
+    Every device's part is read by itself; the host never holds more than one parameter. Raises UserError
+    without safetensors, for a damaged file, or tensors that do not fit the policy (all are listed).
     """
     with open_weights(_weight_files(folder)) as weights:
         _check(weights, policy, str(folder))
@@ -72,10 +66,9 @@ def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
 
 
 def check_weights(folder: Path, policy: Policy) -> str:
-    """Compares the headers of a folder's safetensors with the policy; returns what was compared, in words.
+    """Compare the headers of a folder's safetensors with the policy; return what was compared, in words.
 
-    Raises:
-        UserError: as `load_params`, apart from the values of tensors, which are not read.
+    Raises as `load_params`, apart from the values of tensors, which are not read.
     """
     files = _weight_files(folder)
     with open_weights(files) as weights:
@@ -97,13 +90,11 @@ def read_base_tensors(folder: Path, policy: Policy, dtype: Any) -> dict[str, Any
 
 
 def weights_hash(folder: Path) -> str:
-    """Tells one folder's weights from others, at a price that does not grow with their size.
+    """Return a hash of a folder's weights, at a price that does not grow with their size.
 
-    SHA-256 over every tensor's name, dtype and shape, and over 64 KiB at its beginning, middle and end. How
-    tensors are spread over files does not count.
-
-    Raises:
-        UserError: no safetensors, or a damaged file.
+    SHA-256 over every tensor's name, dtype and shape, and over 64 KiB at its beginning, middle and end.
+    How tensors are spread over files does not count. Raises UserError without safetensors, or for a
+    damaged file.
     """
     digests: dict[str, str] = {}
     for path in _weight_files(folder):
@@ -121,10 +112,9 @@ def weights_hash(folder: Path) -> str:
 
 
 def _tensor_places(file: BinaryIO) -> Iterator[tuple[str, dict[str, Any], range]]:
-    """(name, dtype and shape, place of the bytes) of the tensors of a safetensors file.
+    """Yield (name, dtype and shape, place of the bytes) of the tensors of a safetensors file.
 
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is not one, or was cut off.
+    Raises ValueError, KeyError, TypeError or AttributeError if it is not one, or was cut off.
     """
     size = file.seek(0, 2)
     file.seek(0)
@@ -226,11 +216,7 @@ class Weights:
 
 @contextmanager
 def open_weights(files: Sequence[Path]) -> Iterator[Weights]:
-    """Safetensors files, all of them open.
-
-    Raises:
-        UserError: one is damaged.
-    """
+    """Open safetensors files; raise UserError if one is damaged."""
     with ExitStack() as stack:
         weights = Weights({}, {})
         for path in files:

@@ -87,8 +87,7 @@ class _Version(BaseModel, frozen=True):
 class Mirror:
     """The copy of a run's folder, with its newest `keep` checkpoints, at ``s3://…``, ``gs://…`` or a folder.
 
-    Raises:
-        UserError: the store lacks conditional puts or its package; or one folder lies in the other.
+    Raises UserError if the store lacks conditional puts or its package; or one folder lies in the other.
     """
 
     def __init__(self, url: str, folder: Path, keep: int, console: Console):

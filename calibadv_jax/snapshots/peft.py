@@ -58,13 +58,10 @@ HARMLESS = (
 
 
 def load_adapters(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
-    """The adapters of a PEFT folder, in the precision and shardings of the policy's.
+    """Return the adapters of a PEFT folder, in the precision and shardings of the policy's.
 
-    Args:
-        policy: with adapters, of which rank, alpha and targets must be the folder's.
-
-    Raises:
-        UserError: a file is missing or damaged, or the adapters are of another kind than ours or do not fit.
+    Rank, alpha and targets of the policy's adapters must be the folder's. Raises UserError if a file is
+    missing or damaged, or the adapters are of another kind than ours or do not fit.
     """
     for name in (ADAPTER_CONFIG, ADAPTER):
         if not (folder / name).is_file():
@@ -140,11 +137,7 @@ def save_adapters(
 
 
 def adapters_hash(folder: Path) -> str:
-    """SHA-256 of a PEFT folder's adapters.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Return the SHA-256 of a PEFT folder's adapters; raise UserError if there are none."""
     path = folder / ADAPTER
     if not path.is_file():
         raise UserError(f"policy.lora.init_from: {path}: no such file; give a PEFT folder with {ADAPTER}")

@@ -110,10 +110,9 @@ class SnapshotStore:
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any]:
-    """What a snapshot holds: format, version, tokenizer (hash), config, tensors by dotted path.
+    """Return what a snapshot holds: format, version, tokenizer (hash), config, tensors by dotted path.
 
-    Raises:
-        UserError: the snapshot is incomplete, or of another format.
+    Raises UserError if the snapshot is incomplete, or of another format.
     """
     path = snapshot / MANIFEST
     if not path.is_file():
@@ -130,14 +129,11 @@ def read_manifest(snapshot: Path) -> dict[str, Any]:
 
 
 def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: bool = False) -> Params:
-    """Parameters of a snapshot in the policy's shardings and `compute_dtype`: samplers do not train.
+    """Return a snapshot's parameters in the policy's shardings and `compute_dtype`: samplers do not train.
 
-    Args:
-        mesh: None puts everything on the first device.
-        verify: compare every tensor with its hash in the manifest.
-
-    Raises:
-        UserError: incomplete, damaged, or of another policy (all differences are listed).
+    Without a mesh everything is on the first device; `verify` compares every tensor with its hash in the
+    manifest. Raises UserError if it is incomplete, damaged, or of another policy (all differences are
+    listed).
     """
     manifest = read_manifest(snapshot)
     tensors = _mapped(snapshot, manifest)
@@ -169,15 +165,11 @@ def _check_shapes(snapshot: Path, shapes: Mapping[str, tuple[int, ...]], policy:
 
 
 def read_tensors(snapshot: Path, share: slice = slice(None)) -> dict[str, np.ndarray]:
-    """Host arrays of a snapshot by dotted path, in the stored precision, compared with their hashes.
+    """Return a snapshot's host arrays by dotted path, in the stored precision, compared with their hashes.
 
     Of one that holds adapters alone, those of the whole policy. Others are views of the snapshot's files.
-
-    Args:
-        share: of the tensors, largest first, that are compared; others of this machine compare the rest.
-
-    Raises:
-        UserError: incomplete or damaged; or the base of the adapters is not there.
+    Of the tensors, largest first, `share` are compared; others of this machine compare the rest. Raises
+    UserError if it is incomplete or damaged; or the base of the adapters is not there.
     """
     manifest = read_manifest(snapshot)
     tensors = _mapped(snapshot, manifest)
@@ -186,10 +178,9 @@ def read_tensors(snapshot: Path, share: slice = slice(None)) -> dict[str, np.nda
 
 
 def _mapped(snapshot: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Every tensor in the policy's layout: a view of its file, which is not read yet.
+    """Return every tensor in the policy's layout: a view of its file, which is not read yet.
 
-    Raises:
-        UserError: a file is missing, or has another size than its tensor; or a tensor is not known.
+    Raises UserError if a file is missing, or has another size than its tensor; or a tensor is not known.
     """
     problems, tensors = [], {}
     for path, entry in manifest["tensors"].items():
@@ -210,13 +201,11 @@ def _mapped(snapshot: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndarray
 
 
 def _verify(snapshot: Path, manifest: Mapping[str, Any], share: slice = slice(None)) -> None:
-    """Compares the files of tensors with their hashes.
+    """Compare the files of tensors with their hashes; raise UserError if some differ or cannot be read.
 
-    They are read, not looked at through the mapping: what a disk or a network cannot give is then an error,
-    where the system would end the process. Whoever looks at the mapping next finds all in the system's cache.
-
-    Raises:
-        UserError: some differ, or cannot be read.
+    They are read, not looked at through the mapping: what a disk or a network cannot give is then an
+    error, where the system would end the process. Whoever looks at the mapping next finds all in the
+    system's cache.
     """
     entries = manifest["tensors"]
 
@@ -316,15 +305,11 @@ def _remove(folder: Path) -> None:
 
 
 def with_base(adapters: Mapping[str, np.ndarray], manifest: Mapping[str, Any], snapshot: Path) -> Any:
-    """Host arrays of all parameters by dotted path: base + adapters, in the precision of a merged snapshot.
+    """Return all parameters on the host by dotted path: base + adapters, as precise as a merged snapshot.
 
-    Args:
-        adapters: by dotted path, in float32.
-        manifest: of the snapshot. Its "base" says where the base lies, its hash and precision, what the
-            adapters are multiplied with, and the precision of the sum.
-
-    Raises:
-        UserError: the base is not there, or another model lies there.
+    The `adapters` are in float32. The "base" of the `manifest` says where the base lies, its hash and
+    precision, what the adapters are multiplied with, and the precision of the sum. Raises UserError if
+    the base is not there, or another model lies there.
     """
     base = manifest["base"]
     folder = Path(base["folder"])

@@ -69,10 +69,10 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         """Do nothing: `receive_weights` loads a snapshot in one go."""
 
     def receive_weights(self, update_info: OrbaxUpdateInfo) -> None:
-        """Loads a snapshot into the model.
+        """Load a snapshot into the model.
 
-        Raises:
-            UserError: old, damaged or incomplete snapshot, or another model's; the old weights stay in use.
+        Raises UserError for an old, damaged or incomplete snapshot, or another model's; the old
+        weights stay in use.
         """
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
