@@ -56,11 +56,8 @@ class GroupCredit:
 def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | np.ndarray) -> GroupCredit:
     """Make uncalibrated credit of an estimate.
 
-    Args:
-        estimate: for each trajectory its advantage, or float64 [K] with one a turn, or one a token.
-
-    Raises:
-        ValueError: there is not one for each trajectory or each turn, or one is not finite.
+    The estimate has for each trajectory its advantage, or float64 [K] with one a turn, or one a token.
+    Raises ValueError if there is not one for each trajectory or each turn, or one is not finite.
     """
     if len(estimate) != len(group.trajectories):
         raise ValueError(f"{len(estimate)} advantages for {len(group.trajectories)} trajectories")

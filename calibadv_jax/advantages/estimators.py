@@ -559,8 +559,7 @@ ESTIMATORS = {estimator.name: estimator for estimator in _ENTRIES}
 def find_estimator(config: AdvantageConfig) -> Estimator:
     """Return the estimator of a config, a registered one or a user's own.
 
-    Raises:
-        UserError: a function of the user's cannot be loaded, or takes other parameters.
+    Raises UserError if a function of the user's cannot be loaded, or takes other parameters.
     """
     if config.estimator in ESTIMATORS:
         return ESTIMATORS[config.estimator]
@@ -650,8 +649,7 @@ def judges(config: AdvantageConfig) -> bool:
 def describe(config: AdvantageConfig) -> list[str]:
     """Describe the estimator, the calibration switches that are active, and their effect.
 
-    Raises:
-        UserError: a function of the user's cannot be loaded, or takes other parameters.
+    Raises UserError as `find_estimator`.
     """
     estimator = find_estimator(config)
     formula = f"advantage = {estimator.formula(config)}"

@@ -53,8 +53,7 @@ def own_function(address: str, key: str, parameters: tuple[str, ...], expected: 
         parameters: its arguments, by position.
         expected: its whole signature, for messages.
 
-    Raises:
-        UserError: the module cannot be imported, has no such function, or it takes other parameters.
+    Raises UserError if the module cannot be imported, has no such function, or it takes other parameters.
     """
     module_name, _, name = address.partition(":")
     try:

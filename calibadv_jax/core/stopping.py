@@ -189,7 +189,12 @@ def leave(status: str | int | None) -> NoReturn:
     if isinstance(status, str):
         sys.stderr.write(f"{status}\n")
         status = 1
+    leave_now(status or 0)
+
+
+def leave_now(status: int) -> NoReturn:
+    """End the process without exit handlers."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or its reader is gone
             stream.flush()
-    os._exit(status or 0)
+    os._exit(status)

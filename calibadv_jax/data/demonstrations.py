@@ -21,15 +21,9 @@ from calibadv_jax.data.questions import parse_question
 CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 ROLES = {
     "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "ipython": "tool",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response", "ipython"), "tool"),
 }
 _INFORMATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
 _DOCUMENT = re.compile(r'Doc \d+ ?\(Title: "?(.*?)"?\) ?')

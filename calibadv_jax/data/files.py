@@ -35,16 +35,8 @@ HEAD = 4096  # bytes that decide the format
 BATCH = 1024  # rows of a parquet file in memory at once
 # Columns of published parquet files that no layout reads, up to a megabyte a row: they come as None.
 UNREAD = (
-    "context",
-    "document",
-    "entity_pages",
-    "evidences",
-    "long_answer_candidates",
-    "metadata",
-    "paragraphs",
-    "question_decomposition",
-    "search_results",
-    "supporting_facts",
+    *("context", "document", "entity_pages", "evidences", "long_answer_candidates", "metadata"),
+    *("paragraphs", "question_decomposition", "search_results", "supporting_facts"),
 )
 OPEN_LIST = re.compile(r"""\s*[\[{]\s*["'{]""")  # of texts, or of objects
 _ARRAY = re.compile(r"array\((\[.*\])(?:,\s*dtype=\w+)?\)", re.DOTALL)  # a NumPy array as text

@@ -10,6 +10,7 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,8 @@ def interval(strata: Strata, confidence: float, resamples: int) -> tuple[float, 
     """
     if not resamples or min(map(len, strata)) < 2:
         return None
-    rng = random_state(0, 0, "bootstrap")
-    batch = max(1, ELEMENTS // max(map(len, strata)))
-    means = np.concatenate(
-        [_resampled(strata, min(batch, resamples - done), rng) for done in range(0, resamples, batch)]
-    )
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
+    size = max(map(len, strata))
+    low, high = _bounds(partial(_resampled, strata), size, confidence, resamples)
     return float(low), float(high)
 
 
@@ -68,16 +64,23 @@ def intervals_of_sums(
     The `sums` are float64 [N, K], a row for each question or group; `statistics` turns the sums of R
     resamples, float64 [R, K], into float64 [R, M], NaN where undefined.
     """
-    rng = random_state(0, 0, "bootstrap")
-    batch = max(1, ELEMENTS // len(sums))
     even = np.full(len(sums), 1 / len(sums))
-    drawn = [
-        statistics(rng.multinomial(len(sums), even, min(batch, resamples - done)) @ sums)
-        for done in range(0, resamples, batch)
-    ]
+
+    def draw(count: int, rng: np.random.Generator) -> np.ndarray:
+        return statistics(rng.multinomial(len(sums), even, count) @ sums)
+
+    return _bounds(draw, len(sums), confidence, resamples).T
+
+
+def _bounds(
+    draw: Callable[[int, np.random.Generator], np.ndarray], size: int, confidence: float, resamples: int
+) -> np.ndarray:
+    """Return the percentile bounds of what `draw` returns for a number of resamples of `size` values each."""
+    rng, batch = random_state(0, 0, "bootstrap"), max(1, ELEMENTS // size)
+    drawn = [draw(min(batch, resamples - done), rng) for done in range(0, resamples, batch)]
     tail = (1 - confidence) / 2
-    intervals: np.ndarray = np.nanquantile(np.concatenate(drawn), [tail, 1 - tail], axis=0).T
-    return intervals
+    bounds: np.ndarray = np.nanquantile(np.concatenate(drawn), [tail, 1 - tail], axis=0)
+    return bounds
 
 
 def _resampled(strata: Strata, count: int, rng: np.random.Generator) -> np.ndarray:

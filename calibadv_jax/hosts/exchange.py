@@ -128,22 +128,18 @@ class Joined(Hosts):
         self.index, self.count, self.in_step = index, count, False
         self._client, self._timeout = client, timeout
         self._number = 0  # of the next meeting
-        self._machines = [""] * count
+        self.machines = [""] * count
         self._stop = Stop()  # which no signal reaches, until there are steps
         self._starting = ExitStack()
         self._starting.enter_context(self._stop.held())
         self._agreed: BaseException | None = None  # the error with which all have stopped
         self.watch = Watch(client, index, count, self.named, timeout, self._called)
         self.watch.start()
-        self._machines = self.exchange("names", socket.gethostname())
-
-    @property
-    def machines(self) -> list[str]:
-        return self._machines
+        self.machines = self.exchange("names", socket.gethostname())
 
     def named(self, index: int) -> str:
         """Return the name of a process for messages."""
-        return f"process {index}" + (f" ({self._machines[index]})" if self._machines[index] else "")
+        return f"process {index}" + (f" ({self.machines[index]})" if self.machines[index] else "")
 
     def exchange(self, what: str, value: T) -> list[T]:
         sent = to_bytes(value)
@@ -250,7 +246,8 @@ class Joined(Hosts):
             self.watch.note(STOPPING, "")
         code = error.code if isinstance(error, SystemExit) else None
         status = code if isinstance(code, int) else None
-        message = "" if status is not None else f"{_kind(error)}{' '.join(str(error).split())}"
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        message = "" if status is not None else f"{kind}{' '.join(str(error).split())}"
         called = self._stop.was_called and status is not None
         failure = exit_status(error) if isinstance(error, UserError) else ENVIRONMENT_STATUS
         head = _Head(what, error=message, status=None if called else status, failure=failure)
@@ -316,15 +313,10 @@ class _Head:
     error: str = ""  # why it stops here
     failure: int = 0  # exit status of that error
     status: int | None = None  # with which it stops here
-    called: bool = False  # it stops here since another one does
 
     @property
     def stops(self) -> bool:
-        return bool(self.error) or self.called or self.status is not None
-
-
-def _kind(error: BaseException) -> str:
-    return "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        return bool(self.error) or self.status is not None
 
 
 class _Reader(pickle.Unpickler):

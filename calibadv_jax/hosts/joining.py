@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,7 +26,7 @@ from calibadv_jax.core.errors import (
     is_lost_process,
     storage_errno,
 )
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.stopping import Stop, leave_now
 from calibadv_jax.hosts.exchange import Hosts, Joined
 from calibadv_jax.metrics.console import Console
 
@@ -52,10 +51,8 @@ def joined(config: Config) -> Iterator[Hosts]:
     does not work with several processes.
     """
     asked = _asked(config.distributed)
-    if asked is None:
-        yield Hosts()
-        return
-    hosts = _join(asked, config.distributed.timeout, Console(config.log.progress).warn)
+    warn = Console(config.log.progress).warn
+    hosts = None if asked is None else _join(asked, config.distributed.timeout, warn)
     if hosts is None:
         yield Hosts()
         return
@@ -63,10 +60,10 @@ def joined(config: Config) -> Iterator[Hosts]:
         _check(config, hosts)
         yield hosts
     except BaseException as error:
-        if not hosts.in_step:
+        if hosts.in_step:
+            _end(hosts)
+        else:
             _end_alone(hosts, error, config.distributed.timeout)
-            raise
-        _end(hosts)
         raise
     _end(hosts)
 
@@ -194,14 +191,8 @@ def _end_alone(hosts: Joined, error: BaseException, timeout: float) -> None:
     if isinstance(error, UserError) or storage_errno(error) is not None:
         status = exit_status(error)
     hosts.watch.last_words(" ".join(f"{type(error).__name__} {error}".split()))
-    atexit.register(_leave_now, status)  # runs before JAX' own end, which waits for the others
-
-
-def _leave_now(status: Any) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status if isinstance(status, int) else 1)
+    # This runs before JAX' own end, which waits for the others.
+    atexit.register(leave_now, status if isinstance(status, int) else 1)
 
 
 def meet(address: str, count: int, index: int, timeout: float, warn: Callable[[str], object]) -> None:

@@ -116,10 +116,8 @@ def sample_logprobs(
 ) -> list[np.ndarray]:
     """Return a policy's log-probability of every token, float32 [T] of each sample, 0 at its first.
 
-    With `config.share_prefixes` tokens outside the mask have 0.
-
-    Raises:
-        ValueError: a sample is longer than `config.row_length`.
+    With `config.share_prefixes` tokens outside the mask have 0. Raises ValueError if a sample is longer
+    than `config.row_length`.
     """
     return _logprobs(learner, params, packed(learner, samples, config))
 

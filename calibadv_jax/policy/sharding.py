@@ -41,11 +41,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
-    """Make a mesh of all devices; one axis may be -1 and takes the rest.
-
-    Raises:
-        UserError: the sizes do not multiply to the number of devices.
-    """
+    """Make a mesh of all devices; one axis may be -1 and takes the rest. UserError if sizes do not fit."""
     devices = jax.devices() if devices is None else devices
     sizes = tuple(config.sizes_on(len(devices)).values())
     if math.prod(sizes) != len(devices):
@@ -69,9 +65,7 @@ def local_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
     """Return the mesh sizes of a process' embedded sampler on its devices, given those of the whole mesh.
 
     `tensor` is that of the whole mesh, `fsdp` as long as the devices allow, up to that of the whole.
-
-    Raises:
-        UserError: a process has no whole `tensor` axis.
+    Raises UserError if a process has no whole `tensor` axis.
     """
     tensor = sizes["tensor"]
     if devices % tensor:

@@ -120,8 +120,7 @@ def hf_shapes(abstract: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def check_hf(shapes: Mapping[str, tuple[int, ...]], abstract: Mapping[str, Any], source: str) -> None:
     """Compare a checkpoint's HuggingFace names and shapes with the policy's.
 
-    Raises:
-        UserError: one line with the first missing, extra and misshapen tensors and the count of the rest.
+    Raises UserError with the first missing, extra and misshapen tensors and the count of the rest.
     """
     problems = shape_problems(shapes, hf_shapes(abstract))
     if problems:

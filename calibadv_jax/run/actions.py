@@ -46,13 +46,10 @@ def _made(tools: str, log: Path, progress: bool) -> tuple[Action, ...] | UserErr
         for values in json.loads(tools):
             mcp = values.pop("mcp")
             tool = ToolConfig(**values, mcp=mcp and McpConfig(**mcp))
-            made = (
-                [_of_name(tool)]
-                if not tool.mcp
-                else load_optional("mcp_tools").mcp_actions(
-                    tool.mcp, tool.max_length, log, Console(progress).warn
-                )
-            )
+            made = [] if tool.mcp else [_of_name(tool)]
+            if tool.mcp:
+                mcp_actions, warn = load_optional("mcp_tools").mcp_actions, Console(progress).warn
+                made += mcp_actions(tool.mcp, tool.max_length, log, warn)
             for action in made:
                 _check(action, tool, actions)
                 actions.append(action)

@@ -87,11 +87,7 @@ class JaxSampler:
         self._pause_table: dict[tuple[str, ...], _Pauses] = {}
 
     async def load(self, version: int, published: Params) -> None:
-        """Takes a copy of the parameters in the policy's `compute_dtype`. No completion may be in progress.
-
-        Raises:
-            RuntimeError: completions are in progress.
-        """
+        """Take a copy of the parameters in `compute_dtype`; RuntimeError while completions are running."""
         if self._active or self._waiting:
             raise RuntimeError("weights cannot be swapped while completions are in progress")
         self._version = version

@@ -72,15 +72,10 @@ def _endings(stop: str) -> tuple[str, ...]:
 
 
 def end_of_text_ids(folder: str | Path, hf_config: dict[str, Any], tokenizer: Any) -> int | list[int]:
-    """Every end-of-text token of a policy: of its config, its generation config and its tokenizer.
+    """Return every end-of-text token of a policy: of its config, its generation config and its tokenizer.
 
-    As a HuggingFace config has it: one token, or several, ascending.
-
-    Args:
-        folder: the policy's HuggingFace folder, whose generation_config.json may be missing; "" for none.
-
-    Raises:
-        UserError: generation_config.json is no JSON object.
+    As a HuggingFace config has it: one token, or several, ascending. The policy's HuggingFace `folder`
+    may lack generation_config.json; "" for none. Raises UserError if that file is no JSON object.
     """
     path = Path(folder) / "generation_config.json"
     generation = read_json(path, "fix or remove it") if folder and path.is_file() else {}

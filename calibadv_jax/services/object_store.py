@@ -33,8 +33,7 @@ class ObjectStore:
         key: names the store in messages, as ``key=value``.
         note: takes a line about each wait.
 
-    Raises:
-        UserError: the kind of store lacks conditional puts, or its package is missing.
+    Raises UserError if the kind of store lacks conditional puts, or its package is missing.
     """
 
     def __init__(self, url: str, key: str, note: Callable[[str], None]):

@@ -26,9 +26,7 @@ class SaveBarrier(Protocol):
     """Where the saving threads of several processes wait for each other."""
 
     @property
-    def is_broken(self) -> bool:
-        """Whether one of them could not write its part, so that this save has failed in all."""
-        ...
+    def is_broken(self) -> bool: ...
 
     def __call__(self, *, key: str, timeout_ms: int) -> None: ...
 
@@ -43,8 +41,7 @@ class CheckpointStore:
         asynchronous: a checkpoint is written while the caller goes on; `wait` ends when it is complete.
         barrier: where the threads of several processes wait for each other; None for one process.
 
-    Raises:
-        ValueError: the path has a character that Orbax reads as a pattern.
+    Raises ValueError if the path has a character that Orbax reads as a pattern.
     """
 
     def __init__(

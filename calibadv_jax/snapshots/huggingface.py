@@ -147,11 +147,7 @@ def save_folder(
         max_shard_bytes: bytes of one safetensors file, a larger single tensor apart.
         texts: further files, generation_config.json or README.md, by their names; they win over copied ones.
 
-    Returns:
-        The absolute path of `output`.
-
-    Raises:
-        UserError: `output` exists and is not a folder that this function wrote.
+    Returns the absolute path of `output`. Raises UserError if that exists and is not an export.
     """
     output = output.absolute()
     refuse_foreign(output)
@@ -161,8 +157,7 @@ def save_folder(
             copy_tokenizer(tokenizer_source, partial)
         for name, text in (texts or {}).items():
             (partial / name).write_text(text, encoding="utf-8")
-        config = _complete(hf_config, jnp.dtype(dtype).name)
-        write_json(partial / CONFIG, config)
+        write_json(partial / CONFIG, _complete(hf_config, jnp.dtype(dtype).name))
     return output
 
 
@@ -341,12 +336,8 @@ def refuse_foreign(output: Path) -> None:
     if not output.is_dir():
         raise UserError(f"{output}: is a file; choose another output folder")
     for file in sorted(output.iterdir()):
-        is_export = (
-            file.name in (CONFIG, INDEX, "adapter_config.json")
-            or _is_tokenizer_file(file.name)
-            or _is_ours(file)
-        )
-        if not is_export:
+        is_config = file.name in (CONFIG, INDEX, "adapter_config.json")
+        if not (is_config or _is_tokenizer_file(file.name) or _is_ours(file)):
             raise UserError(
                 f"{output}: holds {file.name}, which is not an export's; choose another output folder"
             )

@@ -43,16 +43,15 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 # Options that change nothing in a file that has all matrices of policy.lora.targets. The configs of
 # initialisations stay where PEFT has converted an adapter, and count only with their initialisation.
 HARMLESS = (
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern"),
     *(
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "target_modules",
-        "exclude_modules",
-        "layers_pattern",
         "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "peft_version",
+        "inference_mode",
+        "ensure_weight_tying",
     ),
-    *("base_model_name_or_path", "revision", "peft_version", "inference_mode", "ensure_weight_tying"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
 )
 
@@ -101,11 +100,7 @@ def save_adapters(
         tokenizer_source: folder whose tokenizer files are copied.
         card: text of README.md.
 
-    Returns:
-        The absolute path of `output`.
-
-    Raises:
-        UserError: `output` exists and is not a folder of ours.
+    Returns the absolute path of `output`. Raises UserError if that exists and is not an export.
     """
     output = output.absolute()
     refuse_foreign(output)
@@ -162,12 +157,8 @@ def _check_config(config: Mapping[str, Any], adapters: Adapters, path: Path) -> 
         )
     for name, key, ours in (("r", "rank", adapters.rank), ("lora_alpha", "alpha", adapters.alpha)):
         value = config.get(name)
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not 0 < value < math.inf
-            or (name == "r" and value % 1)
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        if not is_number or (name == "r" and value % 1):
             raise UserError(
                 f"{path}: {name} is {value!r:.80}, but must be a number above 0: write the value of the"
                 f" adapter's training there, and set policy.lora.{key} to it (verl's model merger always"
@@ -192,17 +183,13 @@ def _check_targets(shapes: Mapping[str, Any], adapters: Adapters, path: Path) ->
             f" save_embedding_layers=False; else {MERGE}"
         )
     modules = sorted({match[1] for match in matches.values() if match})
-    targets = [module.removesuffix("_proj") for module in modules]
-    unknown = [
-        module
-        for module, target in zip(modules, targets, strict=True)
-        if target not in LORA_TARGETS or not module.endswith("_proj")
-    ]
-    if unknown:
+    known = [f"{target}_proj" for target in LORA_TARGETS]
+    if unknown := [module for module in modules if module not in known]:
         raise UserError(
             f"{path}: has adapters on {', '.join(unknown)}, which is not supported; an adapter may be on"
-            f" {', '.join(f'{target}_proj' for target in LORA_TARGETS)}: {MERGE}"
+            f" {', '.join(known)}: {MERGE}"
         )
+    targets = [module.removesuffix("_proj") for module in modules]
     if tuple(targets) != adapters.targets:
         raise UserError(
             f"{path}: has adapters on {', '.join(targets)}, but policy.lora.targets is"
