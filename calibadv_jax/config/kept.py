@@ -158,15 +158,20 @@ def _rebased(values: Mapping[str, Any], folder: str, moves: Callable[[str, str],
         return dict(values)
     before = before.rstrip("/")
 
-    def move(value: Any, key: str) -> Any:
-        if isinstance(value, Mapping):
-            return {name: move(inner, f"{key}.{name}" if key else str(name)) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [move(element, key) for element in value]
-        if isinstance(value, str) and (value.rstrip("/") == before or value.startswith(f"{before}/")):
-            place = folder + value[len(before) :]
-            return place if moves(key, place) else value
-        return value
+    def move(key: str, text: str) -> str:
+        if text.rstrip("/") != before and not text.startswith(f"{before}/"):
+            return text
+        place = folder + text[len(before) :]
+        return place if moves(key, place) else text
 
-    moved: dict[str, Any] = move(values, "")
+    moved: dict[str, Any] = map_texts(values, move)
     return moved
+
+
+def map_texts(value: Any, change: Callable[[str, str], str], key: str = "") -> Any:
+    """Return nested values with `change(dotted key, text)` in place of every text."""
+    if isinstance(value, Mapping):
+        return {name: map_texts(inner, change, f"{key}.{name}".lstrip(".")) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [map_texts(element, change, f"{key}.{index}") for index, element in enumerate(value)]
+    return change(key, value) if isinstance(value, str) else value

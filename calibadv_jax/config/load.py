@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from calibadv_jax.config.kept import follow_run, rebase_paths, run_of
+from calibadv_jax.config.kept import follow_run, map_texts, rebase_paths, run_of
 from calibadv_jax.config.keys import drop_removed, marked, refuse_unknown, type_of
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.section import Mark
@@ -107,13 +107,9 @@ def kept_values(config: Config) -> dict[str, Any]:
     return kept
 
 
-def with_references(values: Any, key: str = "") -> Any:
+def with_references(values: Any) -> Any:
     """Return nested values of a config with references in place of what comes from the environment."""
-    if isinstance(values, dict):
-        return {name: with_references(value, f"{key}.{name}".lstrip(".")) for name, value in values.items()}
-    if isinstance(values, list):
-        return [with_references(value, f"{key}.{index}") for index, value in enumerate(values)]
-    return _references.get((key, values), values) if isinstance(values, str) else values
+    return map_texts(values, lambda key, text: _references.get((key, text), text))
 
 
 def _merged(
@@ -256,7 +252,7 @@ def _note_references(config: DictConfig, resolved: Any) -> None:
     raw = OmegaConf.to_container(config)
     if "oc.env" not in str(raw):
         return
-    named = OmegaConf.create(_escaped(raw))  # resolves to the references themselves
+    named = OmegaConf.create(map_texts(raw, _escaped))  # resolves to the references themselves
 
     def walk(node: Any, value: Any, key: str) -> None:
         if isinstance(node, dict) and isinstance(value, dict):
@@ -284,18 +280,12 @@ def _reference(named: Any, key: str, node: str, value: str) -> str:
         return node
 
 
-def _escaped(raw: Any) -> Any:
-    """Escape the references of nested values, and remember the secrets that they refer to."""
-    if isinstance(raw, dict):
-        return {name: _escaped(value) for name, value in raw.items()}
-    if isinstance(raw, list):
-        return [_escaped(value) for value in raw]
-    if not isinstance(raw, str):
-        return raw
-    for name in REFERENCE.findall(raw):
+def _escaped(_: str, text: str) -> str:
+    """Escape the references of a text, and remember the secrets that they refer to."""
+    for name in REFERENCE.findall(text):
         if value := os.environ.get(name):
             remember(name, value)
-    return REFERENCE.sub(r"\\\g<0>", raw)
+    return REFERENCE.sub(r"\\\g<0>", text)
 
 
 def _validate(merged: Any, sources: Sequence[Source]) -> Config:

@@ -177,7 +177,6 @@ def _check(config: Config, hosts: Joined) -> None:
 
 
 def _end(hosts: Joined) -> None:
-    """Leave together with all processes."""
     hosts.final_barrier()
     jax.distributed.shutdown()
 

@@ -113,7 +113,6 @@ def to_rows(
 
 
 def _row(trajectory: Trajectory) -> RecordRow:
-    """Return the row of a trajectory without credit."""
     question = trajectory.question
     return {name: getattr(trajectory, name) for name in _COLUMNS} | {
         "question_id": question.id,
@@ -127,7 +126,6 @@ def _row(trajectory: Trajectory) -> RecordRow:
 
 
 def _turn_row(turn: Turn) -> RecordRow:
-    """Return the row of a turn without credit."""
     documents = [
         {"id": each.id, "title": each.title, "text": each.text, "score": each.score}
         for each in turn.documents

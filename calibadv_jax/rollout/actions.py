@@ -133,7 +133,6 @@ class OwnAction(Action):
 
 
 def _is_valid(document: Any) -> bool:
-    """Whether the document's fields can be shown and kept."""
     if not isinstance(document, Document):
         return False
     score, texts = document.score, (document.id, document.title, document.text)

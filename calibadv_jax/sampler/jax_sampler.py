@@ -170,7 +170,6 @@ class JaxSampler:
                 return
 
     def _hand_back(self, paused: dict[int, _Request]) -> None:
-        """Resolve the completions that have ended."""
         for slot, request in paused.items():
             if self._active.get(slot) is not request:  # released meanwhile
                 continue

@@ -274,7 +274,6 @@ class VllmSampler:
             self._drop_requests(worker)
 
     def _drop_requests(self, worker: Worker) -> None:
-        """Cancel the completions that wait for a server that is gone."""
         for request in worker.requests:
             request.cancel()
 

@@ -117,7 +117,6 @@ def _protocol(tools: Sequence[str]) -> list[str]:
 
 
 def _file_names(value: Any) -> str:
-    """Return file names without their folders."""
     if isinstance(value, str):
         return Path(value).name
     return ", ".join(map(_file_names, value))

@@ -44,15 +44,9 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 # initialisations stay where PEFT has converted an adapter, and count only with their initialisation.
 HARMLESS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern"),
-    *(
-        "auto_mapping",
-        "base_model_name_or_path",
-        "revision",
-        "peft_version",
-        "inference_mode",
-        "ensure_weight_tying",
-    ),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
+    *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
+    *("ensure_weight_tying", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("megatron_core", "qalora_group_size"),
 )
 
 
