@@ -60,16 +60,13 @@ def load_config(
     its key ``base`` names that file, relative to its own folder, or a shipped config. Sections
     merge key by key; a list replaces a list. An interpolation sees the final values. In a config that a run
     kept, paths inside the run's folder are taken in its present place. Where run.dir is overridden, the
-    paths of a file that lie inside its run.dir follow; see `follow_run`.
+    paths of a file that lie inside its run.dir follow; `with_inputs`: see `follow_run`.
 
     The type of an override's key decides how its value is read: text is taken literally (but for quotes
     around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
 
-    Args:
-        with_inputs: see `follow_run`.
-
-    Raises:
-        UserError: missing file, bad YAML, unknown key (with the key that was probably meant), bad value.
+    Raises UserError for a missing file, bad YAML, an unknown key (with the key that was probably meant), or
+    a bad value.
     """
     given = [paths] if isinstance(paths, str | Path) else paths
     files = [file for path in given for file in _read(find_config(Path(path)), ())]

@@ -105,11 +105,8 @@ def _parse_turn(turn: object, where: str, grammar: Grammar) -> DemoTurn:
     observation = turn.get("observation", "")
     if not isinstance(observation, str):
         raise UserError(f"{where}: 'observation' must be a text, got {observation!r}")
-    return DemoTurn(
-        well_formed(turn["text"]),
-        tuple(Document(str(d.get("id", d["title"])), d["title"], d["text"]) for d in documents),
-        observation=observation,
-    )
+    shown = tuple(Document(str(d.get("id", d["title"])), d["title"], d["text"]) for d in documents)
+    return DemoTurn(well_formed(turn["text"]), shown, observation=observation)
 
 
 def _check_action(text: str, where: str, grammar: Grammar) -> None:

@@ -44,19 +44,11 @@ _WHOLE_FLOAT = re.compile(r"-?\d+\.0")
 _TRIVIA = re.compile(rb'\s*\{\s*"Data"\s*:\s*\[')
 SPLITS = ("train", "training", "dev", "validation", "valid", "val", "test", "eval")
 # Word in a file's name -> data_source of Search-R1, FlashRAG and the paper.
+_NAMES = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 DATA_SOURCES = {
-    "nq": "nq",
-    "natural": "nq",
-    "triviaqa": "triviaqa",
-    "trivia": "triviaqa",
-    "popqa": "popqa",
-    "hotpotqa": "hotpotqa",
-    "hotpot": "hotpotqa",
-    "2wiki": "2wikimultihopqa",
-    "2wikimultihop": "2wikimultihopqa",
-    "2wikimultihopqa": "2wikimultihopqa",
-    "musique": "musique",
-    "bamboogle": "bamboogle",
+    **{name: name for name in _NAMES},
+    **{"natural": "nq", "trivia": "triviaqa", "hotpot": "hotpotqa"},
+    **dict.fromkeys(("2wiki", "2wikimultihop"), "2wikimultihopqa"),
 }
 _SUFFIXES = re.compile(r"(\.(jsonl?|parquet|tsv|csv|gz))+$", re.IGNORECASE)
 
@@ -260,8 +252,8 @@ def _cell(text: str) -> str | bool | int:
 def parse_list(text: str) -> list[Any] | None:
     """Return the list of texts and numbers in a text of JSON, Python or NumPy; None if it is no such list."""
     text = text.strip()
-    array = _ARRAY.fullmatch(text)
-    text = array.group(1) if array else text
+    if array := _ARRAY.fullmatch(text):
+        text = array.group(1)
     if text[:1] + text[-1:] in ("[]", "()", "{}"):
         for read in (json.loads, ast.literal_eval):
             try:

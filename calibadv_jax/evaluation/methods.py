@@ -54,13 +54,9 @@ def method_config(config: Config) -> Config:
     longest = rollout.max_prompt_length
     if method.asks_retriever:  # the passages stand in the prompt
         longest = min(longest + rollout.max_observation_length, rollout.max_length - 1)
-    return replace(
-        config,
-        prompt=replace(
-            config.prompt, template=config.evaluate.template or method.template, prepend_think=False
-        ),
-        rollout=replace(rollout, max_searches=0, max_prompt_length=longest),
-    )
+    template = config.evaluate.template or method.template
+    prompt = replace(config.prompt, template=template, prepend_think=False)
+    return replace(config, prompt=prompt, rollout=replace(rollout, max_searches=0, max_prompt_length=longest))
 
 
 def method_retriever(name: str, retriever: Retriever, questions: Sequence[Question], seed: int) -> Retriever:

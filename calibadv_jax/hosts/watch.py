@@ -86,7 +86,8 @@ class Watch:
                 self.note(ALIVE, str(number))
                 notes = self._notes()
             except jax.errors.JaxRuntimeError as error:
-                self._end(f"{self._named(0)} is gone, or cannot be reached ({_first_line(error)})")
+                why = str(error).partition("\n")[0][:200]
+                self._end(f"{self._named(0)} is gone, or cannot be reached ({why})")
                 return
             now = time.monotonic()
             stood_still, looked = now - looked > self._timeout / 2, now
@@ -123,7 +124,3 @@ class Watch:
         if self._index == 0:
             time.sleep(LAST_WORDS)
         os._exit(ENVIRONMENT_STATUS)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]

@@ -182,8 +182,7 @@ def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
     Args:
         shapes: widest first. Each is compiled once.
 
-    Raises:
-        ValueError: a sample is longer than a row.
+    Raises ValueError if a sample is longer than a row.
     """
     longest = max(lengths, default=0)
     if longest > shapes[0].length:
@@ -280,8 +279,7 @@ class Rows:
         shapes: of the rows that may be used, widest first.
         weights: float32 [T] of each sample; default: 0, for a pass that computes no loss.
 
-    Raises:
-        ValueError: a sample is longer than a row.
+    Raises ValueError if a sample is longer than a row.
     """
 
     def __init__(

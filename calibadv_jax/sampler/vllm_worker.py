@@ -100,11 +100,8 @@ def serve(arguments: argparse.Namespace) -> int:
     for left in range(arguments.restarts, -1, -1):
         # vLLM leaves its sockets behind.
         with tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True) as scratch:
-            server = subprocess.Popen(
-                command,
-                env=os.environ | environment | {"VLLM_RPC_BASE_PATH": scratch},
-                start_new_session=True,
-            )
+            variables = os.environ | environment | {"VLLM_RPC_BASE_PATH": scratch}
+            server = subprocess.Popen(command, env=variables, start_new_session=True)
             try:
                 with _guarded(server):
                     if not _watch(server, arguments, port):
@@ -244,8 +241,8 @@ def open_workers(
         yield config.urls
         return
     require_vllm()
-    options = {"flavour": config.flavour, "dtype": dtype}
-    options |= {"max_model_len": max_length, "max_num_seqs": config.slots}
+    sizes = {"max_model_len": max_length, "max_num_seqs": config.slots}
+    options = {"flavour": config.flavour, "dtype": dtype} | sizes
     with ExitStack() as stack:
         workers = [
             VllmWorkerProcess(

@@ -66,11 +66,9 @@ class ChildService:
         set_aside(self.log_path)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
+            variables = os.environ | UNBUFFERED | dict(self.environment)
             self.process = subprocess.Popen(
-                self.command + arguments,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | UNBUFFERED | dict(self.environment),
+                self.command + arguments, stdout=log, stderr=subprocess.STDOUT, env=variables
             )
 
     def wait(self) -> None:

@@ -215,11 +215,8 @@ def _restore(
             f"{source}: does not fit this policy and optimizer; use its own config, or another run.dir:"
             f" {summary(problems)}"
         )
-    arguments = ocp.args.PyTreeRestore(
-        item=abstract,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-        partial_restore=partial,
-    )
+    shardings = ocp.checkpoint_utils.construct_restore_args(abstract)
+    arguments = ocp.args.PyTreeRestore(abstract, shardings, partial_restore=partial)
     items = ocp.args.Composite(**{STATE: arguments, EXTRA: ocp.args.JsonRestore()})
     with damage_as_user_error(damaged):
         restored = manager.restore(step, args=items)

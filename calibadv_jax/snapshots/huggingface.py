@@ -81,12 +81,11 @@ def read_base_tensors(folder: Path, policy: Policy, dtype: Any) -> dict[str, Any
     with open_weights(_weight_files(folder)) as weights:
         _check(weights, policy, str(folder))
         layers = policy.architecture.num_layers
-        return unflatten(
-            {
-                path: from_hf(path, weights.read, layers, (slice(None),) * len(leaf.shape), dtype)
-                for path, leaf in flatten(policy.abstract_base).items()
-            }
-        )
+        arrays = {
+            path: from_hf(path, weights.read, layers, (slice(None),) * len(leaf.shape), dtype)
+            for path, leaf in flatten(policy.abstract_base).items()
+        }
+        return unflatten(arrays)
 
 
 def weights_hash(folder: Path) -> str:

@@ -150,18 +150,17 @@ def _check_config(config: Mapping[str, Any], adapters: Adapters, path: Path) -> 
             f" {way_out}"
         )
     for name, key, ours in (("r", "rank", adapters.rank), ("lora_alpha", "alpha", adapters.alpha)):
-        value = config.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-        if not is_number or (name == "r" and value % 1):
+        size: Any = config.get(name)
+        is_number = isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < math.inf
+        if not is_number or (name == "r" and size % 1):
             raise UserError(
-                f"{path}: {name} is {value!r:.80}, but must be a number above 0: write the value of the"
+                f"{path}: {name} is {size!r:.80}, but must be a number above 0: write the value of the"
                 f" adapter's training there, and set policy.lora.{key} to it (verl's model merger always"
                 " writes lora_alpha 0; the value is verl's actor_rollout_ref.model.lora_alpha)"
             )
-        if value != ours:
+        if size != ours:
             raise UserError(
-                f"{path}: {name} is {value!r}, but policy.lora.{key} is {ours:g}: set"
-                f" policy.lora.{key}={value}"
+                f"{path}: {name} is {size!r}, but policy.lora.{key} is {ours:g}: set policy.lora.{key}={size}"
             )
 
 
