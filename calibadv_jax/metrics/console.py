@@ -16,7 +16,7 @@ from rich.console import Console as RichConsole
 
 from calibadv_jax.core.secrets import redact
 
-QUIET_SECONDS, REWRITTEN_SECONDS = 60.0, 0.5  # between lines of progress in a file; of a line's versions
+QUIET_SECONDS, REWRITTEN_SECONDS = 60.0, 1.0  # between lines of progress in a file; of a line's versions
 STEPS_FOR_ETA = 20  # their median leaves out steps that evaluate
 
 Progress = Callable[[], tuple[int, int, str]]  # done, of how many (0: not counted), and a detail

@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.generated_run import make_turn, write_run
-from calibadv_jax.config import AdvantageConfig, Config, PromptConfig
+from calibadv_jax.config import AdvantageConfig, Config, PromptConfig, dump_config
+from calibadv_jax.config.kept import add_start
 from calibadv_jax.contrib.pages import site as index
 from calibadv_jax.contrib.pages.site import POLICY, RunFiles, Site, make_server, write_site
 from calibadv_jax.contrib.pages.transcript import Pieces, observation_parts
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.record.schema import kept_steps
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +163,25 @@ def test_addresses_that_do_not_exist(site):
         assert site.get(address) is None
 
 
-def test_step_that_appears_later_is_found(tmp_path, small_run):
+def test_index_is_sent_once_for_each_new_step(tmp_path, small_run, served, asker):
+    """From before the first step on; the answer without a body has the headers that guard the page."""
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
-    later = (folder / "rollouts/step_2.parquet").rename(tmp_path / "later.parquet")
-    site = Site(RunFiles(folder))
-    assert [step["step"] for step in site.steps()] == [1]
-    later.rename(folder / "rollouts/step_2.parquet")
-    assert [step["step"] for step in site.steps()] == [1, 2]
+    add_start(folder, dump_config(Config()), {})
+    later = [path.rename(tmp_path / path.name) for path in kept_steps(folder).values()]
+    with served(folder) as address:
+        ask, kept, tags = asker(address), [], [""]
+        for path in (None, *later):
+            if path:
+                path.rename(folder / "rollouts" / path.name)
+            status, headers, body = ask("/data/index.json", **{"If-None-Match": tags[-1]})
+            assert status == 200
+            kept.append([step["step"] for step in json.loads(body)["steps"]])
+            tags.append(headers["ETag"])
+            status, headers, body = ask("/data/index.json", **{"If-None-Match": tags[-1]})
+            assert (status, body) == (304, b"") and headers["Content-Security-Policy"]
+            assert ask("/data/index.json", Host="evil.example", **{"If-None-Match": tags[-1]})[0] == 403
+        assert kept == [[], [1], [1, 2]] and ask("/data/group_1_0.json")[0] == 200
 
 
 def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer, small_group):
@@ -193,8 +206,10 @@ def test_only_the_steps_asked_for(small_run):
 def test_folder_without_rollouts_is_named(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         RunFiles(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
-        RunFiles(tmp_path)
+    for _ in range(2):
+        with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
+            RunFiles(tmp_path)
+        add_start(tmp_path, "log: {rollouts: none}\n", {})
 
 
 def test_damaged_step_is_named(tmp_path, small_run):
@@ -258,21 +273,28 @@ def test_missing_or_damaged_tokenizer_is_named(tmp_path):
         Pieces(tmp_path)
 
 
-@pytest.fixture
-def ask(served, small_run):
-    """Answer of the server to a request: status, headers, body."""
-    with served(small_run) as address:
-        host = address.removeprefix("http://")
+@pytest.fixture(scope="module")
+def asker():
+    """Of an address: a function that returns status, headers and body of its server's answer."""
 
+    def at(address):
         def ask(path, method="GET", **headers):
-            connection = http.client.HTTPConnection(host, timeout=20)
+            connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
             connection.request(method, path, headers=headers)
             answer = connection.getresponse()
             body = answer.read()
             connection.close()
             return answer.status, answer.headers, body
 
-        yield ask
+        return ask
+
+    return at
+
+
+@pytest.fixture
+def ask(served, small_run, asker):
+    with served(small_run) as address:
+        yield asker(address)
 
 
 def test_every_answer_forbids_foreign_scripts(ask):
@@ -296,12 +318,9 @@ def test_types_and_bodies(ask):
     assert ask("/data/group_9_9.json")[0] == 404 and ask("/../../etc/passwd")[0] == 404
 
 
-def test_head_has_no_body(ask):
+def test_head_has_no_body_and_other_methods_are_refused(ask):
     status, headers, body = ask("/", method="HEAD")
     assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
-
-
-def test_other_methods_are_refused(ask):
     assert ask("/", method="POST")[0] == 501
 
 
@@ -324,16 +343,13 @@ def test_port_that_is_taken_is_named(small_run):
             make_server(Site(RunFiles(small_run)), port)
 
 
-def test_step_that_is_damaged_meanwhile_is_said(served, small_run, tmp_path):
+def test_step_that_is_damaged_meanwhile_is_said(served, small_run, tmp_path, asker):
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
     with served(folder) as address:
         (folder / "rollouts/step_1.parquet").write_bytes(b"PAR1")
-        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
-        connection.request("GET", "/data/group_1_0.json")
-        answer = connection.getresponse()
-        assert answer.status == 500 and b"step_1.parquet: cannot be read" in answer.read()
-        connection.close()
+        status, _, body = asker(address)("/data/group_1_0.json")
+        assert status == 500 and b"step_1.parquet: cannot be read" in body
 
 
 def test_folder_has_all_that_the_server_has(small_run, tmp_path):
