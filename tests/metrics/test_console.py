@@ -7,21 +7,18 @@ import queue
 import threading
 from contextlib import suppress
 
-import jax
 import numpy as np
 import optax
 import pytest
+from tiny_policy import NARROW, single_device, tiny
 
-from calibadv_jax.config import LossConfig, MeshConfig, RewardConfig
+from calibadv_jax.config import LossConfig, RewardConfig
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.metrics import console as console_module
 from calibadv_jax.metrics.console import STEP_METRICS, Console, duration, number, table
 from calibadv_jax.metrics.summary import trajectory_metrics
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rewards.score import score_groups
 
 
@@ -119,19 +116,7 @@ def test_duration(seconds, shown):
 
 def update_metrics() -> set[str]:
     """Names of what one update reports; traced, not compiled."""
-    model = {
-        "model_type": "qwen2",
-        "vocab_size": 16,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-    }
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-    learner = Learner(
-        Policy(architecture_from_hf(model), Numerics()), optax.sgd(1.0), mesh, LearnerOptions(1)
-    )
+    learner = Learner(tiny(NARROW), optax.sgd(1.0), single_device(), LearnerOptions(1))
     lowered = learner.lower_update(8, policy_gradient(LossConfig(), on_policy=True)), learner.lower_apply()
     return {name for program in lowered for name in program.out_info[1]}
 

@@ -118,9 +118,11 @@ def test_new_address_draws_its_group_once(small):
     assert page.evaluate("window.drawn") == ["1/0", "1/1"]
 
 
-def test_tokens_show_sign_and_size_of_advantage(small):
+def test_tokens_and_legend_show_the_chosen_shade(small):
     page, address = small
     open_group(page, address, 1, 0)
+    legend = page.locator("#detail .scales")
+    assert "wavy line: negative" in legend.inner_text() and legend.locator(".token").count() == 8
 
     def style(selector):
         token = page.locator(selector).first
@@ -140,11 +142,15 @@ def test_tokens_show_sign_and_size_of_advantage(small):
     assert "advantage −0.167" in page.inner_text("#tip") and "id " in page.inner_text("#tip")
     before = style(bad)
     page.select_option("#shade", "surprise")
+    assert "−log probability" in legend.inner_text() and legend.locator(".token").count() == 5
     assert style(bad)[0] == "wavy" and style(bad)[1] != before[1]  # the sign stays
     page.select_option("#shade", "mismatch")
+    assert "learner and sampler" in legend.inner_text()
     assert "shade3" in page.locator(bad).first.get_attribute("class")
     page.locator(good).first.hover()
     assert "ratio 1.07" in page.inner_text("#tip")
+    page.select_option("#shade", "advantage")
+    assert "wavy line: negative" in legend.inner_text()
 
 
 def test_link_leads_back_to_the_same_view(small):
@@ -215,19 +221,6 @@ def test_keys_stay_with_trajectories_that_pass_filters(small):
     assert chosen.get_attribute("data-index") == "0"
     page.keyboard.press("l")
     assert chosen.get_attribute("data-index") == "1"
-
-
-def test_legend_of_group_is_that_of_its_shades(small):
-    page, address = small
-    open_group(page, address, 1, 0)
-    legend = page.locator("#detail .scales")
-    assert "wavy line: negative" in legend.inner_text() and legend.locator(".token").count() == 8
-    page.select_option("#shade", "surprise")
-    assert "−log probability" in legend.inner_text() and legend.locator(".token").count() == 5
-    page.select_option("#shade", "mismatch")
-    assert "learner and sampler" in legend.inner_text()
-    page.select_option("#shade", "advantage")
-    assert "wavy line: negative" in legend.inner_text()
 
 
 def test_fully_spared_turn_does_not_look_untrained(served, page, tokenizer, tmp_path):
@@ -304,7 +297,7 @@ def test_text_of_documents_questions_and_answers_stays_text(small):
     assert page.evaluate("window.hacked") is None
 
 
-def test_narrow_screens_show_the_list_the_group_or_help(small):
+def test_narrow_screens_show_list_group_or_help(small):
     page, _ = small
     page.set_viewport_size({"width": 390, "height": 844})
     assert not page.locator("#detail").is_visible()

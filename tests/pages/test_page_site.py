@@ -229,7 +229,7 @@ def pieces(tmp_path_factory, tokenizer):
 
 def test_words_and_tags_keep_their_own_text(pieces, tokenizer):
     ids = tokenizer.encode("<think> basin cedar</think>").ids
-    assert pieces.pieces(ids) == ["<think>", " basin", " cedar", "</think>"]
+    assert pieces.pieces(ids) == ["<think>", " basin", " cedar", "</think>"] and pieces.pieces([]) == []
 
 
 def test_character_of_several_tokens_belongs_to_the_last(pieces, tokenizer):
@@ -259,10 +259,6 @@ def test_tokenizer_that_puts_spaces_between_words(tmp_path):
     words.save_pretrained(tmp_path)
     ids = words.encode("<think> find maple optics </think>", add_special_tokens=False)
     assert Pieces(tmp_path).pieces(ids) == ["<think>", " find", " maple", " optics", " </think>"]
-
-
-def test_no_tokens(pieces):
-    assert pieces.pieces([]) == []
 
 
 def test_missing_or_damaged_tokenizer_is_named(tmp_path):
@@ -303,10 +299,7 @@ def test_every_answer_forbids_foreign_scripts(ask):
         rules = headers["Content-Security-Policy"]
         assert "default-src 'none'" in rules and "script-src 'self';" in rules and "unsafe" not in rules
         assert headers["X-Content-Type-Options"] == "nosniff"
-
-
-def test_page_names_its_policy_itself_for_other_servers(ask):
-    assert f'content="{POLICY}"' in ask("/")[2].decode()
+    assert f'content="{POLICY}"' in ask("/")[2].decode()  # the page itself, for other servers
 
 
 def test_types_and_bodies(ask):
@@ -318,7 +311,7 @@ def test_types_and_bodies(ask):
     assert ask("/data/group_9_9.json")[0] == 404 and ask("/../../etc/passwd")[0] == 404
 
 
-def test_head_has_no_body_and_other_methods_are_refused(ask):
+def test_head_has_no_body_others_are_refused(ask):
     status, headers, body = ask("/", method="HEAD")
     assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
     assert ask("/", method="POST")[0] == 501
