@@ -46,13 +46,9 @@ class Console:
 
     def __init__(self, progress: bool = True, stream: TextIO | None = None, silent: bool = False) -> None:
         self._stream = sys.stderr if stream is None else stream
-        is_terminal, is_notebook = (
-            self._stream.isatty(),
-            type(self._stream).__module__.startswith("ipykernel"),
-        )
-        self._rewrites = (
-            is_terminal or is_notebook
-        )  # by \r alone: a notebook shows what moves a cursor as text
+        is_terminal = self._stream.isatty()
+        # By \r alone: a notebook, in its kernel or behind `!`, shows what moves a cursor as text.
+        self._rewrites = is_terminal or type(self._stream).__module__.startswith("ipykernel")
         self._rich = RichConsole(file=self._stream, force_terminal=is_terminal, force_jupyter=False)
         self._progress, self._silent = progress and not silent, silent
         self._lock = threading.RLock()  # of the stream
@@ -60,13 +56,12 @@ class Console:
         self._open: list[tuple[str, str, Progress, float]] = []  # blocks, with their beginning
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
         self._typical: float | None = None  # seconds of a step; 0: only the first, which compiles, has ended
-        self._parts: dict[str, float] = {}  # seconds of the parts of the step
-        self._step, self._begun = (0, 0), 0.0  # its number, of how many, and its beginning
+        self.begin_step(0, 0)
 
     def begin_step(self, step: int, total: int) -> None:
         """Name the step in the lines of the work in progress, and begin to time its parts."""
         self._step, self._begun = (step, total), time.monotonic()
-        self._parts.clear()
+        self._parts: dict[str, float] = {}  # their seconds
 
     def end_step(self, counts: Mapping[str, tuple[int, str]]) -> dict[str, float]:
         """Return ``timing_s/step`` and that of its parts, ``perf/<count>_per_second``, and the seconds left.
@@ -173,8 +168,6 @@ class Console:
 
     def _line(self) -> str:
         """Describe the innermost block."""
-        if not self._open:
-            return ""
         label, unit, progress, begun = self._open[-1]
         (step, steps), now = self._step, time.monotonic()
         done, total, detail = progress()
