@@ -121,7 +121,7 @@ class Rollouts:
         self._slots = asyncio.Semaphore(context.rollout.max_concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
-        self.collected: Counter[str] = Counter()  # the work of `collect`; `context.work` is that of `begin`
+        self.collected: Counter[str] = Counter()  # the work of `collect`; the context has that of `begin`
 
     def __enter__(self) -> Rollouts:
         self._thread.start()
