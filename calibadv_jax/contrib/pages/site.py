@@ -298,7 +298,7 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
             try:
                 tag = site.index_tag() if address == INDEX else ""
                 if tag and self.headers.get("If-None-Match") == tag:
-                    self._answer(HTTPStatus.NOT_MODIFIED)
+                    self._answer(HTTPStatus.NOT_MODIFIED, tag=tag)
                     return
                 content = site.get(address)
             except UserError as error:
