@@ -172,8 +172,8 @@ class Console:
         (step, steps), now = self._step, time.monotonic()
         done, total, detail = progress()
         count, ends, left = f" {done}/{total} {unit}" if total else "", "", ""
-        if steps and self._typical:
-            of_step = self._typical - (now - self._begun)
+        of_step = (self._typical or 0.0) - (now - self._begun)
+        if self._typical and (of_step > 0 or step < steps):
             ends = f"run {duration(max(of_step, 0) + (steps - step) * self._typical)}"
             ends = f" ({duration(of_step)} left, {ends})" if of_step > 0 else f" ({ends})"
         elif done and not steps:

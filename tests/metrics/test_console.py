@@ -87,7 +87,7 @@ def test_line_shows_progress_and_ends(clock):
     with console.live("loading", "parts", lambda: (1, 4, "")):
         clock[0] += 10
         lines.append(console._line())
-    for step in (1, 2, 3):
+    for step in (1, 2, 8, 9):
         console.begin_step(step, 9)
         with console.live("rollouts", "trajectories", lambda: (34, 80, "3.2 searches/s")):
             for seconds in (40, 60):
@@ -101,8 +101,10 @@ def test_line_shows_progress_and_ends(clock):
         f"step 1/9: {work} 2 min",
         f"step 2/9: {work} 40 s",
         f"step 2/9: {work} 2 min",
-        f"step 3/9 (60 s left, run 11 min): {work} 40 s",
-        f"step 3/9 (run 10 min): {work} 2 min",
+        f"step 8/9 (60 s left, run 3 min): {work} 40 s",
+        f"step 8/9 (run 2 min): {work} 2 min",
+        f"step 9/9 (60 s left, run 60 s): {work} 40 s",
+        f"step 9/9: {work} 2 min",
     ]
 
 
