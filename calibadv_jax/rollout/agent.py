@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -50,6 +51,8 @@ class RolloutContext:
     prompt: PromptConfig
     actions: tuple[Action, ...] = ()
     judge: Judge | None = None
+    # Trajectories "begun" and "ended", "searches" and sampled "tokens" so far; other threads read it.
+    work: Counter[str] = field(default_factory=Counter)
 
     @cached_property
     def by_name(self) -> dict[str, Action]:
@@ -130,6 +133,7 @@ async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, ses
         completion = await context.sampler.generate(tokens, sampling, session)
         turn = _read(completion, context, trajectory.opening_of(number))
         trajectory.turns.append(turn)
+        context.work["tokens"] += len(turn.token_ids)
         tokens += completion.token_ids
         goes_on = turn.is_action or (turn.kind == "invalid" and rollout.on_invalid == "retry")
         if number == rollout.max_searches or not goes_on:
@@ -171,6 +175,7 @@ async def _observe(turn: Turn, context: RolloutContext, room: int) -> bool:
     observations, reply = context.observations, Reply()
     if turn.is_action:
         action = context.by_name[turn.kind]
+        context.work["searches"] += turn.kind == "search"
         observations = observations.of(action)
         try:
             reply = await action.call(_argument(action, turn.query))

@@ -400,6 +400,8 @@ def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
         "timing_s/publish",
         "timing_s/step",
         "perf/tokens_per_second",
+        "perf/searches_per_second",
+        "perf/sampled_tokens_per_second",
     }
     assert not expected - first.keys()
     assert [row["rollout/workers_lost"] for row in (first, second)] == [2.0, 4.0]
@@ -407,3 +409,21 @@ def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
     assert evaluated == [2]
     assert "eval/all/f1/greedy" not in first and second["eval/all/f1/greedy"] == 0.25
     assert "timing_s/evaluate" in second
+    assert "perf/remaining_seconds" not in first and second["perf/remaining_seconds"] == 0
+    ratio = first["perf/sampled_tokens_per_second"] / first["perf/searches_per_second"]
+    assert ratio == pytest.approx(6)  # a search and two turns of three tokens
+
+
+def test_update_names_its_mini_batches(tmp_path, monkeypatch):
+    learner = {"steps": 1, "minibatch_size": 4, "epochs": 2, "row_length": 16, "microbatch_rows": 8}
+    with Stop() as stop, make_state(make_config(tmp_path, learner=learner), tmp_path) as state:
+        names, update = [], state.trainer.learner.update
+
+        def named(*arguments):
+            names.append(state.trainer.progress()[2])
+            return update(*arguments)
+
+        monkeypatch.setattr(state.trainer.learner, "update", named)
+        train.train(state, stop)
+        assert names == [f"mini-batch {number}/4" for number in (1, 2, 3, 4)]
+        assert state.trainer.progress() == (0, 0, "")

@@ -128,6 +128,26 @@ def test_recomputed_logprobs_match_the_loss(policy, one_device):
     assert metrics["actor/loss"] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.timeout(300)
+def test_computed_microbatches_are_counted(policy, one_device):
+    batch = pack(samples(), 24)
+    learner, counts = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(2)), []
+    put, number = learner._put, -(-len(batch.tokens) // 2)
+
+    def put_when_computed(microbatch):
+        while learner.microbatches()[0] < len(counts) % number:
+            pass
+        counts.append(learner.microbatches())
+        return put(microbatch)
+
+    learner._put = put_when_computed
+    params = init_params(policy, one_device, 0)
+    learner.logprobs(params, batch)
+    learner.update(learner.init(params), [batch], LOSS)
+    assert counts == [(done, number) for done in range(number)] * 2
+    assert learner.microbatches() == (0, 0) and learner.updates == 1
+
+
 def test_non_finite_gradient_is_skipped(policy, one_device):
     batch = pack(samples(), 32)
     batch.advantages[0, 3] = np.nan

@@ -69,6 +69,7 @@ def test_group_number_and_run_seed_decide_draws(open_rollouts):
 
 def test_evaluation_changes_the_settings_of_its_own_rollouts_only(open_rollouts):
     rollouts = open_rollouts()
+    progress, of_collect = rollouts.progress(), rollouts.progress(of_collect=True)
     with rollouts:
         groups = rollouts.collect([QUESTION] * 3, "eval", 0, temperature=0.25, group_size=1)
         rollouts.begin(0, QUESTION).result(30)
@@ -76,6 +77,9 @@ def test_evaluation_changes_the_settings_of_its_own_rollouts_only(open_rollouts)
     temperatures = [sampling.temperature for *_, sampling in rollouts.context.sampler.calls]
     assert temperatures == [0.25] * 3 + [1.0] * 2
     assert rollouts.context.sampler.calls[0][0] == "eval/0/0"
+    assert progress()[:2] == (2, 2) and of_collect()[:2] == (3, 3)
+    assert of_collect()[2].startswith("0.0 searches/s, ") and " 0 sampled" not in of_collect()[2]
+    assert rollouts.progress()()[:2] == (0, 0)
 
 
 def test_sampler_gets_weights_and_services_close_once(open_rollouts):

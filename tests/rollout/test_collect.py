@@ -2,6 +2,8 @@
 
 import asyncio
 import traceback
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,10 +33,10 @@ def context_of(sampler, tokenizer, documents=None, **limits):
     )
 
 
-def collect(sampler, tokenizer, questions=QUESTIONS, seed=0, **limits):
+def collect(sampler, tokenizer, questions=QUESTIONS, seed=0, work=None, **limits):
     async def run():
         try:
-            context = context_of(sampler, tokenizer, **limits)
+            context = replace(context_of(sampler, tokenizer, **limits), work=work or Counter())
             return await collect_groups(context, questions, seed, "step4")
         finally:
             left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -47,7 +49,9 @@ def test_groups_come_in_order_of_questions(byte_tokenizer):
     slow_first = ScriptedSampler(
         byte_tokenizer, script, delay=lambda session, _: 0.02 if session.startswith("step4/0") else 0.0
     )
-    groups = collect(slow_first, byte_tokenizer)
+    groups = collect(slow_first, byte_tokenizer, work=(work := Counter(begun=1)))
+    tokens = sum(member.mask.sum() for group in groups for member in group.trajectories)
+    assert work == {"begun": 7, "ended": 6, "searches": 6, "tokens": tokens}
     assert [group.question for group in groups] == QUESTIONS
     for number, group in enumerate(groups):
         assert [member.index for member in group.trajectories] == [0, 1]

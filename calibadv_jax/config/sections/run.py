@@ -62,7 +62,7 @@ class LogConfig:
     transcripts: NonNegativeInt = 0
     """Trajectories of each training step that the console shows, each of another question."""
     progress: bool = True
-    """Show a line for each step, and a bar if standard error is a terminal."""
+    """Show a line for each step, and the work in progress."""
 
 
 @dataclass(frozen=True, config=SECTION)
