@@ -19,27 +19,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.planning.compiled import (
-    OF_CRITIC,
-    SAMPLED,
-    TRAINED,
-    compiled_figures,
-    lowered_programs,
-    programs_of,
-    topology_mesh,
-)
+from calibadv_jax.contrib.planning import compiled, memory
 from calibadv_jax.contrib.planning.hardware import Target, find_target, placed_on, sampler_of
-from calibadv_jax.contrib.planning.memory import (
-    GAPS,
-    GIB,
-    estimate_memory,
-    find_architecture,
-    heads_warnings,
-    held_beside,
-    memory_line,
-    peak_memory,
-    shares_base,
-)
+from calibadv_jax.contrib.planning.memory import GAPS, GIB, estimate_memory, find_architecture, peak_memory
 from calibadv_jax.contrib.planning.work import ExpectedRollouts, Step, expected_rollouts, step_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
@@ -72,14 +54,11 @@ class RunPlan:
         return self.step.seconds(self.target, self.efficiency)
 
     @property
-    def devices(self) -> int:
-        """Those of the trainer, and those of workers that run elsewhere."""
-        sampling = max((part.devices for part in self.step.parts if part.name == "decode"), default=0)
-        return self.target.devices + (sampling if self.config.sampler.urls else 0)
-
-    @property
     def device_hours(self) -> float:
-        return self.config.learner.steps * self.seconds * self.devices / 3600
+        """Of the trainer's devices, and of those of workers that run elsewhere."""
+        sampling = max((part.devices for part in self.step.parts if part.name == "decode"), default=0)
+        devices = self.target.devices + (sampling if self.config.sampler.urls else 0)
+        return self.config.learner.steps * self.seconds * devices / 3600
 
 
 def run(
@@ -93,14 +72,7 @@ def run(
     estimate: bool = False,
     json: str = "",
 ) -> None:
-    """Print the plan. Without a compiler memory is counted by the formula.
-
-    Args:
-        efficiency: share of the devices' highest speed that every part of a step reaches.
-        tokens: of a trajectory on average; 0: the longest that the config allows.
-        sampled: of these, those that the policy writes; 0: the most.
-        estimate: no compiler.
-        json: a file for the figures; empty: none.
+    """Print the plan; OPTIONS of cli.py describes the arguments.
 
     Raises:
         UserError: devices, mesh or shape do not go together, or the compiler is missing.
@@ -110,7 +82,7 @@ def run(
     mesh, a = plan.config.mesh.sizes, plan.architecture
     shape = " x ".join(f"{name} {size}" for name, size in mesh.items())
     console.say(f"{plan.target}, mesh {shape}: {a.model_type}, {a.num_parameters / 1e6:.2f}M parameters")
-    for line in (memory_line(plan.estimate), *heads_warnings(a, mesh)):
+    for line in (memory.memory_line(plan.estimate), *memory.heads_warnings(a, mesh)):
         console.say(line)
     programs: dict[str, dict[str, Any]] = {}
     failure = None
@@ -133,11 +105,7 @@ def run(
 def make_plan(
     config: Config, target: Target, efficiency: float, tokens: int = 0, sampled: int = 0
 ) -> RunPlan:
-    """Compute everything that needs no compiler.
-
-    Raises:
-        UserError: as `run`.
-    """
+    """Compute everything that needs no compiler; raises as `run`."""
     if not 0 < efficiency <= 1:
         raise UserError(f"--efficiency {efficiency:g}: must be above 0, and at most 1")
     config = placed_on(config, target)
@@ -162,18 +130,23 @@ def compile_programs(plan: RunPlan, console: Console) -> dict[str, dict[str, Any
         UserError: the compiler is missing.
     """
     sampler = sampler_of(plan.config, plan.target)  # on the devices of one host
-    parts = ((plan.config, plan.target, TRAINED + OF_CRITIC), (sampler, plan.target.host, SAMPLED))
+    trained = compiled.TRAINED + compiled.OF_CRITIC
     results = {}
-    for config, target, group in parts:
-        names = [name for name in programs_of(config) if name in group]
+    for config, target, group in (
+        (plan.config, plan.target, trained),
+        (sampler, plan.target.host, compiled.SAMPLED),
+    ):
+        names = [name for name in compiled.programs_of(config) if name in group]
         if not names:
             continue
-        mesh = topology_mesh(config, target)
+        mesh = compiled.topology_mesh(config, target)
         for name in names:
             with console.phase(f"compiling for {target}: {name}", announce=True):
-                program = lowered_programs(config, plan.architecture, mesh, [name])[name]
-                shares = shares_base(config) and plan.target.hosts == 1
-                results[name] = compiled_figures(program, held_beside(plan.estimate, name, shares))
+                program = compiled.lowered_programs(config, plan.architecture, mesh, [name])[name]
+                beside = memory.held_beside(
+                    plan.estimate, name, memory.shares_base(config) and plan.target.hosts == 1
+                )
+                results[name] = compiled.compiled_figures(program, beside)
     return results
 
 
@@ -211,26 +184,23 @@ def work_lines(plan: RunPlan) -> list[str]:
         (
             part.name,
             f"{part.flops:.2e}",
-            f"{part.moved:.2e}",
+            f"{part.memory * part.devices:.2e}",
             f"{part.received * part.devices:.2e}",
             number(part.seconds(plan.target, plan.efficiency)),
         )
         for part in step.parts
     ]
-    lines = [
+    emptiness = (
+        f"warning: only {step.fill:.0%} of the update's rows hold tokens: a microbatch has"
+        f" {learner.microbatch_rows * learner.row_length} of them; set a larger mesh.tensor and a smaller"
+        " mesh.fsdp with fewer learner.microbatch_rows, or a larger learner.minibatch_size"
+    )
+    overlap = ", rollouts and update at the same time" if step.overlap else ""
+    return [
         f"a step: {rollouts.trajectories} trajectories of {rollouts.tokens} tokens, {rollouts.sampled} of"
         " them sampled (--tokens, --sampled)",
         table(rows, ("part", "operations", "bytes of memory", "bytes between devices", "seconds")),
-    ]
-    if step.fill < FULL:
-        lines.append(
-            f"warning: only {step.fill:.0%} of the update's rows hold tokens: a microbatch has"
-            f" {learner.microbatch_rows * learner.row_length} of them; set a larger mesh.tensor and a smaller"
-            " mesh.fsdp with fewer learner.microbatch_rows, or a larger learner.minibatch_size"
-        )
-    overlap = ", rollouts and update at the same time" if step.overlap else ""
-    return [
-        *lines,
+        *([emptiness] if step.fill < FULL else []),
         f"at efficiency {plan.efficiency:g}: {number(plan.seconds)} s a step{overlap},"
         f" {step.trained / plan.seconds:.0f} tokens/s",
         f"{learner.steps} steps: {duration(learner.steps * plan.seconds)}, {number(plan.device_hours)} device"
@@ -240,11 +210,8 @@ def work_lines(plan: RunPlan) -> list[str]:
 
 
 def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        "devices": plan.target.devices,
-        "kind": plan.target.kind,
-        "topology": plan.target.topology,
-        "limit": plan.target.limit,
+    target = plan.target
+    return {name: getattr(target, name) for name in ("devices", "kind", "topology", "limit")} | {
         "memory": plan.estimate,
         "peak": peak_memory(plan.estimate),
         "programs": programs,
@@ -259,10 +226,7 @@ def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[st
 
 
 def memory_of(config: Config, architecture: Architecture, target: Target) -> dict[str, float]:
-    """Return bytes on one device by purpose; each of several hosts has its own sampler.
-
-    Args:
-        config: `placed_on` the target.
+    """Return bytes on one device of a placed config by purpose; each of several hosts has its own sampler.
 
     Raises:
         UserError: the sampler's part of the mesh does not fit a host.
@@ -272,11 +236,7 @@ def memory_of(config: Config, architecture: Architecture, target: Target) -> dic
 
 
 def changed(section: Any, changes: Changes) -> Any:
-    """Return a config, or a section of it, with other values.
-
-    Raises:
-        ValidationError: a value is invalid.
-    """
+    """Return a config, or a section of it, with other values; ValidationError if one is invalid."""
     parts: dict[str, Changes] = {}
     for key, value in changes.items():
         name, _, rest = key.partition(".")
@@ -293,10 +253,8 @@ def ways_out(
 ) -> list[str]:
     """Return a line for each combination of LEVERS that fits, the cheapest first; one line if none does.
 
-    Args:
-        config: placed on the devices.
-        limit: bytes of a device.
-        scale: bytes that the verdict counts, over those of the formula.
+    `config` is placed on the devices; `limit`: bytes of a device; `scale`: bytes that the verdict
+    counts, over those of the formula.
     """
     search = LeverSearch(architecture, target, limit, scale)
     lines = [f"would fit: {line}" for line in islice(search.fitting(config), MOST_LINES)]
@@ -393,13 +351,9 @@ def _fsdp(config: Config, _: LeverSearch) -> list[Changes]:
 
 
 def _offload(config: Config, _: LeverSearch) -> list[Changes]:
-    parts = ["learner", *(["critic"] if config.advantage.has_critic else [])]
-    changes: Changes = {
-        f"{name}.optimizer.offload": "host"
-        for name in parts
-        if getattr(config, name).optimizer.offload == "none"
-    }
-    return [changes] if changes else []
+    parts = {"learner": config.learner} | ({"critic": config.critic} if config.advantage.has_critic else {})
+    resident = [name for name, section in parts.items() if section.optimizer.offload == "none"]
+    return [{f"{name}.optimizer.offload": "host" for name in resident}] if resident else []
 
 
 def _tensor(size: int) -> Lever:

@@ -46,16 +46,14 @@ CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # of JAX's version, be
 
 def programs_of(config: Config) -> tuple[str, ...]:
     sampled = ("prefill", "decode") if config.sampler.name == "jax" else ()
-    return (*TRAINED, *(OF_CRITIC if config.advantage.has_critic else ()), *sampled)
+    return TRAINED + (OF_CRITIC if config.advantage.has_critic else ()) + sampled
 
 
 def topology_mesh(config: Config, target: Target) -> Mesh:
     """Return the config's mesh, of devices that need not be attached.
 
-    Call it before anything asks JAX for devices: the environment is read only once.
-
-    Raises:
-        UserError: the compiler is not installed, or does not support the topology.
+    Call it before anything asks JAX for devices: the environment is read only once. Raises UserError if the
+    compiler is not installed, or does not support the topology.
     """
     for name, value in COMPILER.items():
         os.environ.setdefault(name, value)
@@ -95,11 +93,7 @@ def missing_compiler(target: Target) -> str:
 def lowered_programs(
     config: Config, architecture: Architecture, mesh: Mesh, names: Collection[str]
 ) -> dict[str, jax.stages.Lowered]:
-    """Return these programs of a run, for the mesh's devices, ready to be compiled.
-
-    Args:
-        config: `placed_on` the devices.
-    """
+    """Return these programs of a run `placed_on` the mesh's devices, ready to be compiled."""
     policy = Policy(
         architecture, Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
     )
@@ -130,10 +124,8 @@ def lowered_programs(
 def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[str, Any]:
     """Return seconds of compiling, and GiB on a device by the compiler's plan; or the compiler's refusal.
 
-    *peak* is the memory in use at once; *needed* is the program's memory: its temporary block has gaps.
-
-    Args:
-        beside: bytes that lie on the device meanwhile and do not belong to the program.
+    *peak* is the memory in use at once; *needed* is the program's memory: its temporary block has gaps. Both
+    include `beside`, the bytes that lie on the device meanwhile.
     """
     begun = time.perf_counter()
     try:

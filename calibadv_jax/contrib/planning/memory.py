@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ GAPS = {"tpu": 1.6}  # largest ratio of a program's memory to that in use at onc
 UPDATE = ("gradients", "activations", "workspace")  # live while gradients are computed only
 STEP = ("moments",)  # with optimizer.offload: in use, live beside the sum of the gradients
 SAMPLING = ("prefill", "decode")  # live while the embedded sampler works only; one of them at a time
+_critic_of = lru_cache(maxsize=8)(critic_of)
 
 
 def estimate_memory(
@@ -44,9 +45,7 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Return bytes on one device by purpose; `peak_memory` gives the bytes at once.
 
-    Args:
-        mesh: sizes of the axes data, fsdp and tensor.
-        sampling: of several processes, the config of one's embedded sampler, with its mesh and slots.
+    `sampling`: of several processes, the config of one's embedded sampler, with its mesh and slots.
     """
     stored = jnp.dtype(config.policy.param_dtype).itemsize
     computed = jnp.dtype(config.policy.compute_dtype).itemsize
@@ -86,15 +85,10 @@ def _shapes(architecture: Architecture, adapters: Adapters | None) -> Policy:
     return Policy(architecture, Numerics(), adapters)
 
 
-@lru_cache(maxsize=8)
-def _critic_shapes(policy: Policy) -> Params:
-    return critic_of(policy).abstract_trained
-
-
 def _add_critic(estimate: dict[str, float], config: Config, policy: Policy, mesh: Mapping[str, int]) -> None:
     """Add parameters and moments. A critic is trained after the policy, and its update needs no more."""
     stored, rule = jnp.dtype(config.policy.param_dtype).itemsize, config.critic.optimizer
-    counts = _held_elements(_critic_shapes(policy), mesh)
+    counts = _held_elements(_critic_of(policy).abstract_trained, mesh)
     moments = _moments(rule, counts)
     estimate["critic"] = sum(counts.values()) * stored
     if rule.offload == "host":
@@ -121,11 +115,7 @@ def _permanent(estimate: Mapping[str, float]) -> dict[str, float]:
 
 
 def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> dict[str, float]:
-    """Return bytes on a device of the trainer's programs by themselves, to compare with a compiler's plan.
-
-    Args:
-        shares_base: see the function of this name.
-    """
+    """Return bytes on a device of the trainer's programs by themselves, to compare with a compiler's plan."""
     base, update = estimate.get("base", 0), sum(estimate[name] for name in UPDATE)
     held = estimate["parameters"] + base + estimate["optimizer"]
     programs = {"update": held + update, "apply": held + _step(estimate)}
@@ -141,9 +131,7 @@ def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> 
 def held_beside(estimate: Mapping[str, float], program: str, shares_base: bool = False) -> float:
     """Return bytes that lie on a device while a program works, and that are no arguments of it.
 
-    Args:
-        program: a name of `program_memory`, or log-probabilities.
-        shares_base: see the function of this name.
+    `program`: a name of `program_memory`, or log-probabilities.
     """
     arguments = {
         "update": ("parameters", "base", "optimizer"),
@@ -162,8 +150,8 @@ def _step(estimate: Mapping[str, float]) -> float:
 
 def memory_line(estimate: Mapping[str, float]) -> str:
     """Format as ``estimated memory a device: 12.87 GiB (parameters 1.44, …; update: gradients 2.87, …)``."""
-    parts: dict[str, Iterable[str]] = {
-        "": _permanent(estimate),
+    parts = {
+        "": [*_permanent(estimate)],
         "update: ": UPDATE,
         "optimizer's step: ": STEP,
         "sampling: ": SAMPLING,
@@ -192,23 +180,20 @@ def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[
     """Return one line for each kind of heads that ``mesh.tensor`` does not divide, with the remedy."""
     tensor = mesh["tensor"]
     heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
-
-    def warning(number: int, problem: str, cost: str) -> str:
+    too_few = "more than" if tensor > kv_heads else "which does not divide"
+    gathers = "all of them, and sampler.name=jax gathers the weights of the whole axis"
+    warnings = []
+    for number, problem, cost in (
+        (heads, f"which does not divide the policy's {heads} heads", "the attention of all of them"),
+        (kv_heads, f"{too_few} the policy's {kv_heads} key-value heads", gathers),
+    ):
         sizes = [str(size) for size in range(1, min(number, tensor) + 1) if number % size == 0]
         choice = f"{', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else sizes[0]
-        return (
-            f"warning: mesh.tensor is {tensor}, {problem}: each device of the axis computes {cost}; set"
-            f" mesh.tensor to {choice} and mesh.fsdp to the rest"
-        )
-
-    warnings = []
-    if heads % tensor:
-        problem = f"which does not divide the policy's {heads} heads"
-        warnings.append(warning(heads, problem, "the attention of all of them"))
-    if kv_heads % tensor:
-        problem = "more than" if tensor > kv_heads else "which does not divide"
-        cost = "all of them, and sampler.name=jax gathers the weights of the whole axis"
-        warnings.append(warning(kv_heads, f"{problem} the policy's {kv_heads} key-value heads", cost))
+        if number % tensor:
+            warnings.append(
+                f"warning: mesh.tensor is {tensor}, {problem}: each device of the axis computes {cost}; set"
+                f" mesh.tensor to {choice} and mesh.fsdp to the rest"
+            )
     return warnings
 
 
@@ -321,9 +306,7 @@ def device_lines(config: Config, architecture: Architecture, mesh: Mapping[str, 
 def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
     """Return the estimate, and if the device of this machine has less, the keys to change.
 
-    Args:
-        estimate: bytes on one device, see `estimate_memory`.
-        devices: of the mesh. Those of a CPU share the host's memory.
+    `devices` is the mesh's number; those of a CPU share the host's memory.
     """
     lines, device, here = [memory_line(estimate)], jax.local_devices()[0], jax.device_count()
     if devices > here:
@@ -385,8 +368,7 @@ def cpu_lines(config: Config) -> list[str]:
 def find_architecture(config: Config) -> Architecture | None:
     """Return the architecture of policy.path if it exists, else of policy.init; None if incomplete.
 
-    Raises:
-        UserError: it cannot be used.
+    Raises UserError if it cannot be used.
     """
     folder, source = Path(config.policy.path), "policy.init"
     hf_config: dict[str, Any] = dict(config.policy.init)

@@ -45,11 +45,6 @@ class Part:
         transfer = max(self.memory / target.chip.bandwidth, self.received / target.links)
         return max(computing, transfer) / efficiency
 
-    @property
-    def moved(self) -> float:
-        """Bytes between devices and their memory, on all devices."""
-        return self.memory * self.devices
-
 
 @dataclass(frozen=True)
 class Step:
@@ -67,14 +62,9 @@ class Step:
 
 
 def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> ExpectedRollouts:
-    """Return a step's trajectories, by default the longest that the config allows.
+    """Return a step's trajectories, by default (0) the longest that the config allows.
 
-    Args:
-        tokens: of a trajectory on average; 0: not given.
-        sampled: of these, those that the policy writes; 0: not given.
-
-    Raises:
-        UserError: more than a trajectory can have.
+    Raises UserError for more tokens of a trajectory, or sampled ones, than it can have.
     """
     rollout = config.rollout
     most = rollout.max_length
@@ -90,11 +80,7 @@ def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> Expe
 
 
 def step_of(config: Config, architecture: Architecture, rollouts: ExpectedRollouts, target: Target) -> Step:
-    """Count the parts of a step.
-
-    Args:
-        config: `placed_on` the target.
-    """
+    """Count the parts of a step; the config is `placed_on` the target."""
     costs = Costs(config, architecture, rollouts.tokens)
     trajectories = rollouts.trajectories
     size = config.learner.minibatch_size or trajectories
@@ -117,11 +103,7 @@ def step_of(config: Config, architecture: Architecture, rollouts: ExpectedRollou
 
 
 class Costs:
-    """Counts of a run's programs on its mesh.
-
-    Args:
-        tokens: of a trajectory.
-    """
+    """Counts of a run's programs on its mesh, for trajectories of `tokens`."""
 
     def __init__(self, config: Config, architecture: Architecture, tokens: int):
         self.config, self.architecture, self.tokens = config, architecture, tokens
@@ -200,11 +182,7 @@ class Costs:
         return Part("optimizer's step", flops, updates * held * (6 * self.stored + 8), 0.0, self.devices)
 
     def sampling(self, rollouts: ExpectedRollouts, own: Config) -> list[Part]:
-        """Count prefill, where every token is computed once, and decoding of all slots together.
-
-        Args:
-            own: see `sampler_of`.
-        """
+        """Count prefill, where every token is computed once, and decoding of all slots of `sampler_of`."""
         config, a = self.config, self.architecture
         sampler, count = config.sampler, rollouts.trajectories
         context = rollouts.tokens / 2
