@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from calibadv_jax.advantages.estimators import judges
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.credit import CALIBRATED
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
-from calibadv_jax.contrib.truth import MEASURES, VERDICTS, Evidence, gather, join, measure, verdicts
+from calibadv_jax.contrib.truth import BLAME, MEASURES, VERDICTS, Evidence, gather, join, measure, verdicts
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
@@ -42,7 +43,6 @@ OVER_TRAINING = (  # columns of the second table
 )
 CONFIDENCE, RESAMPLES = 0.95, 2000  # of the intervals of the verdict
 EXPLAINED = 2  # columns beside which there is room for the meaning of a measure
-BLAME = ("good_blame", "good_spared", "useless_blame", "useless_spared")
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("inputs", nargs="+", metavar="RUN|key.path=value", help=inputs)
     sweep = "add a column for each of these values; may be given several times"
     add("--sweep", action="append", default=[], metavar="key.path=V,V,…", help=sweep)
-    add(
-        "--estimators",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="NAME,NAME,…",
-        help="a table of whom each of these values of advantage.name praises and blames; calibadv+NAME:"
-        " calibrated",
+    rivals = (
+        "a table of whom each of these values of advantage.name praises and blames; calibadv+NAME: calibrated"
     )
+    add("--estimators", type=lambda text: text.split(","), default=[], metavar="NAME,NAME,…", help=rivals)
     window = "number of steps of a row in the table over training (default: %(default)s)"
     add("--window", type=int, default=10, metavar="STEPS", help=window)
     add("--seed", type=int, default=0, help="seed of the control's permutations (default: %(default)s)")
@@ -86,9 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the tables of each run, and of several runs their mean.
 
-    Raises:
-        UserError: a run keeps no trajectories or its questions name no supporting passages; a kept step
-            cannot be read; a setting is wrong.
+    Raises UserError if a run keeps no trajectories, its questions name no supporting passages, a kept step
+    cannot be read, or a setting is wrong.
     """
     folders, overrides = split(arguments.inputs)
     if arguments.window < 1:
@@ -127,17 +122,13 @@ def run(arguments: argparse.Namespace) -> None:
             title = f"all {len(by_run)} runs together, settings {runs[0].settings.name}:"
             say("\n".join([title, *verdict(runs)]))
     if arguments.output is not None:
-        about = {"seed": arguments.seed, "window": arguments.window}
         results = [as_json(folder, measured, arguments.window) for folder, measured in audited.items()]
-        write_json(arguments.output, about | {"runs": results}, indent=1)
+        about = {"seed": arguments.seed, "window": arguments.window, "runs": results}
+        write_json(arguments.output, about, indent=1)
 
 
 def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Separate folders and settings; a name with "=" is a folder if there is one of that name.
-
-    Raises:
-        UserError: no folder is among them, or one does not exist, or one is named twice.
-    """
+    """Separate folders and settings; a name with "=" is a folder if there is one of that name."""
     folders, overrides = [], []
     for text in inputs:
         path = Path(text)
@@ -154,11 +145,7 @@ def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Settings]:
-    """Return the run's own settings, these with all overrides, and on top of them each value swept.
-
-    Raises:
-        UserError: a key is of a section that changes no credit, or a sweep has no values.
-    """
+    """Return the run's own settings, these with all overrides, and on top of them each value swept."""
     columns = [Settings("run")]
     if overrides:
         columns.append(Settings(" ".join(map(_short, overrides)), tuple(overrides)))
@@ -193,14 +180,9 @@ def _short(override: str) -> str:
 
 
 def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console) -> list[Measured]:
-    """Read every kept step of a run and gather its evidence under each of the settings.
+    """Read every kept step of a run and gather its evidence under each of the settings; raises as `run`.
 
-    Args:
-        columns: the first column has no overrides.
-        seed: of the control.
-
-    Raises:
-        UserError: see `run`.
+    The first column has no overrides; `seed` is that of the control.
     """
     paths = kept_steps(folder) or {1: find_step(folder, 1)}  # raises where there are none
     measured = [Measured(settings, {}, {}) for settings in columns]
@@ -244,22 +226,18 @@ def _check_passages(folder: Path, measured: Measured, num_groups: int, console: 
             f"{folder}: none of its questions names supporting passages (supporting_ids); audit a run on a"
             " generated world, or on data that names them"
         )
-    if len(groups) < num_groups:
-        console.warn(
-            f"{folder}: {num_groups - len(groups)} of {num_groups} groups name no supporting passages and are"
-            " left out"
-        )
+    if missing := num_groups - len(groups):
+        lack = f"{missing} of {num_groups} groups name no supporting passages and are left out"
+        console.warn(f"{folder}: {lack}")
     if not groups["seen_hits"].any():
-        console.warn(
-            f"{folder}: no search ever showed a supporting passage; are supporting_ids ids of the corpus?"
-        )
+        unseen = "no search ever showed a supporting passage; are supporting_ids ids of the corpus?"
+        console.warn(f"{folder}: {unseen}")
 
 
 def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> list[GroupCredit]:
     """Return the credit of every group of a kept step under a config; the step itself stays unchanged.
 
-    Args:
-        control: seed with which rewards are permuted over the step's trajectories, as reward.shuffle does.
+    `control` is a seed with which rewards are permuted over the step's trajectories, as reward.shuffle does.
     """
     rng = random_state(int(kept.metadata["seed"]), kept.step - 1, "reward")
     if control is not None:
@@ -270,10 +248,8 @@ def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> 
 
 def windows(evidence: Mapping[int, Evidence], size: int) -> Iterator[tuple[int, int, Evidence]]:
     """Yield (first kept step, last kept step, evidence) of steps 1 … size, size + 1 … 2 size, and so on."""
-    members: dict[int, list[int]] = {}
-    for step in sorted(evidence):
-        members.setdefault((step - 1) // size, []).append(step)
-    for steps in members.values():
+    for _, members in groupby(sorted(evidence), lambda step: (step - 1) // size):
+        steps = list(members)
         yield steps[0], steps[-1], join([evidence[step] for step in steps])
 
 
@@ -291,15 +267,14 @@ def totals_table(runs: Sequence[Sequence[Measured]]) -> str:
     columns = []
     for same in zip(*runs, strict=True):
         true, control = (
-            [measure(join(evidence.values())) for evidence in sides]
-            for sides in ([run.true for run in same], [run.control for run in same])
+            [measure(join(getattr(run, side).values())) for run in same] for side in ("true", "control")
         )
         columns.append([cell(name, true, control) for name in MEASURES])
-    names = [column.settings.name for column in runs[0]]
-    rows = [[name, *cells] for name, *cells in zip(MEASURES, *columns, strict=True)]
+    headers = ["measure", *(column.settings.name for column in runs[0])]
     if len(columns) <= EXPLAINED:
-        return table([[*row, MEASURES[row[0]]] for row in rows], ["measure", *names, "what"])
-    return table(rows, ["measure", *names])
+        headers.append("what")
+        columns.append(list(MEASURES.values()))
+    return table(list(zip(MEASURES, *columns, strict=True)), headers)
 
 
 def cell(name: str, true: Sequence[Mapping[str, float]], control: Sequence[Mapping[str, float]]) -> str:
@@ -322,17 +297,13 @@ def verdicts_table(rivals: Sequence[Measured]) -> str:
 
 
 def verdict(runs: Sequence[Measured]) -> list[str]:
-    """Return the conclusions of the measures as sentences with numbers.
+    """Return the conclusions of the measures as sentences with numbers; the groups of all runs are pooled.
 
     The credit is right if the calibration takes a larger share of the blame from truly good searches than
     from useless ones, and better than chance if its lead is larger than in the control.
-
-    Args:
-        runs: the same settings in one or more runs, whose groups are pooled.
     """
     true, control = (
-        np.concatenate([_blame_of(side) for side in sides])
-        for sides in ([run.true for run in runs], [run.control for run in runs])
+        np.concatenate([_blame_of(getattr(run, side)) for run in runs]) for side in ("true", "control")
     )
     num_good, num_useless = (int((true[:, column] > 0).sum()) for column in (0, 2))
     if min(num_good, num_useless) < FEW:
@@ -367,15 +338,13 @@ def _blame_of(evidence: Mapping[int, Evidence]) -> np.ndarray:
 def _shares(sums: np.ndarray) -> np.ndarray:
     """Return share of the blame on good searches, shares spared of good and useless, true and control lead.
 
-    Args:
-        sums: float64 [R, 8], BLAME of the true credit and of the control.
+    `sums`: float64 [R, 8], BLAME of the true credit and of the control.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
-        good, useless, good_by_chance, useless_by_chance = (
-            sums[:, at + 1] / sums[:, at] for at in (0, 2, 4, 6)
-        )
+        spared = sums[:, 1::2] / sums[:, ::2]
         on_good = sums[:, 0] / (sums[:, 0] + sums[:, 2])
-    return np.stack([on_good, good, useless, good - useless, good_by_chance - useless_by_chance], axis=1)
+    leads = spared[:, ::2] - spared[:, 1::2]
+    return np.column_stack([on_good, spared[:, :2], leads])
 
 
 def _decide(first: np.ndarray, second: np.ndarray, above: str, below: str) -> str:
@@ -399,23 +368,17 @@ def as_json(folder: Path, measured: Sequence[Measured], window: int) -> dict[str
     """Return everything of a run: by settings, true and control, in total, by window and by step."""
 
     def every(evidence: Mapping[int, Evidence]) -> dict[str, Any]:
+        parts = windows(evidence, window)
         return {
             "total": measure(join(evidence.values())),
-            "windows": [
-                {"first": first, "last": last} | measure(part)
-                for first, last, part in windows(evidence, window)
-            ],
+            "windows": [{"first": first, "last": last} | measure(part) for first, last, part in parts],
             "steps": [{"step": step} | measure(part) for step, part in evidence.items()],
         }
 
     settings = [
-        {
-            "name": column.settings.name,
-            "overrides": list(column.settings.overrides),
-            "true": every(column.true),
-            "control": every(column.control),
-            "verdict": [line.strip() for line in verdict([column])],
-        }
+        {"name": column.settings.name, "overrides": list(column.settings.overrides)}
+        | {"true": every(column.true), "control": every(column.control)}
+        | {"verdict": [line.strip() for line in verdict([column])]}
         for column in measured
     ]
     return {"run": str(folder), "settings": settings}

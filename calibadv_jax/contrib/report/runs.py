@@ -175,7 +175,7 @@ def _evaluation_table(title: str, report: Any) -> EvaluationTable | None:
 def one_metric(
     tables: Sequence[tuple[str, EvaluationTable]], metric: str
 ) -> tuple[list[tuple[str, str]], list[tuple[str, list[str]]]]:
-    """Return a metric of all (run, table): (run, title) of the columns, and (questions, cells) of the rows."""
+    """Return a metric of all (run, table): (run, title) of columns, and (questions, cells) of rows."""
     columns = [(run, table) for run, table in tables if metric in table.metrics]
     names = dict.fromkeys(name for _, table in columns for name in table.rows)
     rows = [
