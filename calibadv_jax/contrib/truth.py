@@ -21,8 +21,8 @@ from calibadv_jax.core.trajectory import Trajectory
 _COUNTS = ("trajectories", "supporting", "silver", "silver_hits", "seen", "seen_hits")
 _MASSES = ("positive_before", "negative_before", "positive_after", "negative_after")  # credit.answer_mass
 BLAME = ("good_blame", "good_spared", "useless_blame", "useless_spared")
-# Of a group: finished trajectories; supporting passages of its question; silver documents, and distinct documents
-# seen, with the supporting ones among each; answer mass before and after the calibration; blame on truly good
+# Of a group: finished trajectories; supporting passages of its question; silver documents and the documents
+# seen, with the supporting ones of each; answer mass before and after the calibration; blame on truly good
 # and on useless searches before any calibration, with the part of it that the calibration took away.
 GROUP = np.dtype([(name, np.int64) for name in _COUNTS] + [(name, np.float64) for name in (*_MASSES, *BLAME)])
 SEARCH = np.dtype(

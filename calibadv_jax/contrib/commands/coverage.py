@@ -53,11 +53,7 @@ SAMPLED = ("answer", "passage", "all_passages")  # of the doctor
 
 
 def run(config: Config) -> None:
-    """Measure, write and print.
-
-    Raises:
-        UserError: bad input, or the retriever cannot be used.
-    """
+    """Measure, write and print."""
     console = Console(config.log.progress)
     folder = Path(config.run.dir) / FOLDER
     files = {key: sources for key in ("train", "eval") if (sources := getattr(config.data, key))}
@@ -97,11 +93,7 @@ def measure(
     passages: Mapping[str, Document],
     show: Callable[[int], object] = lambda done: None,
 ) -> list[QuestionCoverage]:
-    """Measure the coverage of each question.
-
-    Args:
-        passages: supporting passages by id; their titles are queries too. Empty: only the question is.
-    """
+    """Measure the coverage of each question; the titles of its supporting `passages` are queries too."""
 
     async def look(question: Question, search: Search) -> QuestionCoverage:
         titles = [passages[name].title for name in question.supporting_ids if name in passages]
@@ -112,11 +104,7 @@ def measure(
 
 
 def _coverage(question: Question, first: Sequence[Document], every: Sequence[Document]) -> QuestionCoverage:
-    """
-    Args:
-        first: documents of the question as query.
-        every: of all queries.
-    """
+    """Judge the documents of the question as query, and of every query."""
 
     def has_answer(documents: Sequence[Document]) -> bool | None:
         if all(answer.lower() in YES_NO for answer in question.golden_answers):
@@ -128,9 +116,8 @@ def _coverage(question: Question, first: Sequence[Document], every: Sequence[Doc
         supporting = question.supporting_ids
         return enough([name in ids for name in supporting]) if supporting else None
 
-    return QuestionCoverage(
-        has_answer(first), has(first, any), has(first, all), has_answer(every), has(every, all)
-    )
+    answers = has_answer(first), has_answer(every)
+    return QuestionCoverage(answers[0], has(first, any), has(first, all), answers[1], has(every, all))
 
 
 def summary(

@@ -57,11 +57,7 @@ SEARCH = SearchAction.name
 
 
 def run(config: Config) -> None:
-    """Write the demonstrations, and print the outcomes of the questions of each data source.
-
-    Raises:
-        UserError: bad input, or no question gives a demonstration.
-    """
+    """Write the demonstrations, and print the outcomes of the questions of each data source."""
     console = Console(config.log.progress)
     output, corpus = config.sft.demonstrations, config.retriever.corpus
     if not output or output == "world":
@@ -105,12 +101,10 @@ def run(config: Config) -> None:
         result: Demonstration | str = "not found"
         if is_complete(question, passages, lookups):
             result = demonstrate(question, lookups, shown, grammar)
-        if isinstance(result, Demonstration):
-            result = _too_long(result, config, tokenizer) or result
-        if isinstance(result, Demonstration):
+        if isinstance(result, Demonstration) and not (cause := _too_long(result, config, tokenizer)):
             kept.append(result)
-        outcome = f"{WRITTEN}, {len(lookups)} search" if isinstance(result, Demonstration) else result
-        counts[question.data_source, outcome] += 1
+            cause = f"{WRITTEN}, {len(lookups)} search"
+        counts[question.data_source, cause if isinstance(result, Demonstration) else result] += 1
     if not kept:
         causes = Counter(cause for _, cause in counts.elements()).most_common()
         reasons = "; ".join(f"{number} {cause} ({CAUSES[cause]})" for cause, number in causes)
@@ -150,11 +144,10 @@ def _row(demonstration: Demonstration) -> dict[str, Any]:
 
 
 def _count_table(counts: Counter[tuple[str, str]]) -> str:
+    outcomes = sorted({outcome for _, outcome in counts})
     sources = sorted({source for source, _ in counts})
-    outcomes = sorted({outcome for (_, outcome), number in counts.items() if number})
     rows = [[source, *(counts[source, outcome] for outcome in outcomes)] for source in sources]
-    rows.append(["all", *(sum(counts[source, outcome] for source in sources) for outcome in outcomes)])
-    return table(rows, ["data source", *outcomes])
+    return table([*rows, ["all", *map(sum, list(zip(*rows, strict=True))[1:])]], ["data source", *outcomes])
 
 
 MAX_QUOTE = 40  # words of a passage that a thought quotes
@@ -176,11 +169,7 @@ _IDS = ("id", "_id", "docid", "doc_id", "pid", "passage_id")  # names that the r
 
 
 def read_passages(corpus: str | Path, ids: Collection[str]) -> dict[str, Document]:
-    """Return the passages of these ids, from a corpus of rows with an id and contents, or title and text.
-
-    Raises:
-        UserError: no such file, or a malformed row.
-    """
+    """Return the passages of these ids, from a corpus of rows with an id and contents, or title and text."""
     passages: dict[str, Document] = {}
     for where, row in read_rows(corpus, "passages"):
         name = next((str(row[key]) for key in _IDS if row.get(key) not in (None, "")), "")
@@ -208,9 +197,9 @@ def answer_in(text: str, question: Question) -> str | None:
 
 def queries_for(question: Question, titles: Sequence[str], titles_first: bool = False) -> list[str]:
     """Return the queries to try: the question, the titles (or these before it), both together."""
-    plain = [_plain(title) for title in titles]
-    alone = [*plain, question.text] if titles_first else [question.text, *plain]
-    return list(dict.fromkeys([*alone, *(f"{question.text} {title}" for title in plain)]))
+    plain, text = [_plain(title) for title in titles], question.text
+    alone = [*plain, text] if titles_first else [text, *plain]
+    return list(dict.fromkeys([*alone, *(f"{text} {title}" for title in plain)]))
 
 
 def _plain(title: str) -> str:
@@ -228,14 +217,9 @@ async def find_support(
 
     Each is the query that finds most of the missing passages, the one that ranks them best if several do.
     Of equal ones the first search is the question, and a later one a title. Where each of several
-    supporting passages holds an answer one of them is enough.
-
-    Args:
-        passages: the supporting ones of the corpus, by id.
-        first_query: of the first search; None: the best query.
+    supporting passages holds an answer one of them is enough. `first_query`: without it the best one.
     """
-    missing = list(question.supporting_ids)
-    read = question.text
+    missing, read = list(question.supporting_ids), question.text
     lookups: list[Lookup] = []
     while missing and len(lookups) < max_searches:
         used = {lookup.query for lookup in lookups}
@@ -261,8 +245,7 @@ async def find_varied_support(
 ) -> list[Lookup]:
     """Do as `find_support`, with a first query drawn among those that lead to all supporting passages.
 
-    These are the question and each title that it mentions. The draw depends on the question's id alone. If
-    none of them leads to all, the searches are those of `find_support`.
+    These are the question and each title that it mentions. The draw depends on the question's id alone.
     """
     titles = _mentioned(passages, question.supporting_ids, question.text)
     ways = []
@@ -306,10 +289,8 @@ def demonstrate(
 ) -> Demonstration | str:
     """Return searches with their documents, thoughts that quote them, and the answer; or a key of CAUSES.
 
-    Args:
-        lookups: complete for the question.
-        shown: formats documents as the policy sees them, which may cut off the end.
-        grammar: of the actions that are on.
+    The `lookups` are complete for the question; `shown` formats documents as the policy sees them, which may
+    cut off the end.
     """
     clean = partial(neutralise, grammar=grammar)
     turns = []
@@ -340,12 +321,9 @@ def demonstrate(
 
 def _quote(document: Document, question: Question) -> str:
     """Return the sentence with an answer, or with most words of the question; of a long one a part."""
-    pieces = list(_pieces(document.text))
-    with_answer = next((piece for piece in pieces if answer_in(piece, question)), None)
-    if with_answer is not None:
-        return with_answer
-    asked = set(question_key(question.text).split())
-    return max(pieces, key=lambda piece: len(asked & set(question_key(piece).split())), default="")
+    pieces, asked = list(_pieces(document.text)), set(question_key(question.text).split())
+    best = max(pieces, key=lambda piece: len(asked & set(question_key(piece).split())), default="")
+    return next((piece for piece in pieces if answer_in(piece, question)), best)
 
 
 def _naming(query: str, documents: Sequence[Document], seen: str, clean: Callable[[str], str]) -> str:

@@ -46,7 +46,8 @@ from calibadv_jax.snapshots.huggingface import check_weights
 
 NO_ANSWER = "I do not know"
 STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}  # how a line begins; else ok
-Item, Reply = TypeVar("Item"), TypeVar("Reply")
+Item = TypeVar("Item")
+Reply = TypeVar("Reply")
 
 
 def run(config: Config, offline: bool = False) -> None:
@@ -155,7 +156,7 @@ def weight_lines(config: Config, model: Model) -> list[str]:
 
 
 def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
-    """Return the longest prompt that fits, and the number of longer ones, which data.overlong_prompts may refuse."""
+    """Return the longest prompt that fits, and the number of longer ones, unless they are to be refused."""
     actions = make_actions(config)
     check_tags(actions, tokenizer)
     limit, warnings, example = config.rollout.max_prompt_length, [], (np.zeros(0, np.int32), "")
@@ -177,13 +178,10 @@ def opening_lines(config: Config, opening: str) -> list[str]:
     if opening == config.prompt.opening:
         return []
     if not leaves_thought_open(opening):
-        return [
-            f"the prompt ends in {opening!r}: the first turn counts with it, or with a thought of its own;"
-            " later turns need one"
-        ]
-    later = "is off: the policy opens later turns itself"
-    if config.prompt.prepend_think:
-        later = "opens later turns too"
+        own = "the first turn counts with it, or with a thought of its own; later turns need one"
+        return [f"the prompt ends in {opening!r}: {own}"]
+    opens, off = "opens later turns too", "is off: the policy opens later turns itself"
+    later = opens if config.prompt.prepend_think else off
     return [f"the prompt opens the first turn with {opening!r}; prompt.prepend_think {later}"]
 
 
