@@ -87,10 +87,9 @@ class Budget:
         """Use up one request, first on disk; raises SearchFailed (402) when none is left."""
         with self._lock:
             if self.spent >= self.limit:
+                advice = f"raise --web_budget, or delete {self.path} to count again"
                 raise SearchFailed(
-                    402,
-                    f"the web search budget of {self.limit} requests is used up; raise --web_budget, or"
-                    f" delete {self.path} to count again",
+                    402, f"the web search budget of {self.limit} requests is used up; {advice}"
                 )
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path) as partial:
@@ -105,13 +104,9 @@ def open_web_search(options: argparse.Namespace) -> WebSearch:
 
 
 class WebSearch:
-    """Searches the web.
+    """Searches the web by a provider of PROVIDERS; raises RetrieverError if a key is not set.
 
-    Raises RetrieverError: a key is not set.
-
-    Args:
-        provider: google (GOOGLE_API_KEY, GOOGLE_CSE_ID) or serpapi (SERPAPI_API_KEY).
-        endpoint: another address of the same API, such as a proxy's.
+    `endpoint` is another address of the same API, such as a proxy's.
     """
 
     def __init__(self, provider: str, budget: Budget, endpoint: str = ""):
@@ -188,7 +183,6 @@ def _brief(text: object) -> str:
 
 
 def _secret(name: str) -> str:
-    value = os.environ.get(name, "")
-    if not value:
-        raise RetrieverError(f"{name} is not set; web search needs it in the environment")
-    return value
+    if value := os.environ.get(name, ""):
+        return value
+    raise RetrieverError(f"{name} is not set; web search needs it in the environment")

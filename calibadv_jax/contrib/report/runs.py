@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from calibadv_jax.config.kept import newest_start, start_files
+from calibadv_jax.config.kept import newest_start, rebase_paths, start_files
 from calibadv_jax.config.keys import among, marked
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
@@ -268,17 +268,8 @@ def _experiment(run: Run) -> tuple[tuple[str, str], ...]:
 
 def _relative(run: Run) -> dict[str, Any]:
     """Return the flat config, paths in the run's folder written relative to it."""
-    folder, flat = run.setting("run.dir"), flatten(run.config)
-    inside = f"{str(folder).rstrip('/')}/"
-
-    def shorten(value: Any) -> Any:
-        if isinstance(value, list):
-            return [shorten(item) for item in value]
-        if isinstance(value, str) and value.startswith(inside):
-            return "${run.dir}/" + value.removeprefix(inside)
-        return value
-
-    return {key: shorten(value) for key, value in flat.items()} if folder else flat
+    folder = run.setting("run.dir")
+    return flatten(rebase_paths(run.config, Path("${run.dir}"))) | ({"run.dir": folder} if folder else {})
 
 
 def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
