@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from calibadv_jax.advantages.credit import sampled_turns
 from calibadv_jax.advantages import estimators
+from calibadv_jax.advantages.credit import sampled_turns
 from calibadv_jax.advantages.estimators import ByTurn, Estimate, beside_grpo, by_number, to_go
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -34,6 +34,8 @@ NOT_COUNTED = "not counted: retrieval, publishing weights, checkpoints, evaluati
 Changes = dict[str, Any]  # dotted key -> value
 MOST_LINES = 4
 ADAPTERS: Changes = {"policy.lora.rank": 16}
+TENSOR = (2, 4, 8)  # sizes of mesh.tensor that are tried
+NUM_LEVERS = 7 + len(TENSOR)
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ def changed(section: Any, changes: Changes) -> Any:
 def ways_out(
     config: Config, architecture: Architecture, target: Target, limit: float, scale: float = 1.0
 ) -> list[str]:
-    """Return a line for each combination of LEVERS that fits, the cheapest first; one line if none does.
+    """Return a line for each combination of `levers` that fits, the cheapest first; one line if none does.
 
     `config` is placed on the devices; `limit`: bytes of a device; `scale`: bytes that the verdict
     counts, over those of the formula.
@@ -282,15 +284,14 @@ class LeverSearch:
     def fitting(self, config: Config, before: Changes | None = None) -> Iterator[str]:
         """Yield overrides and bytes of each minimal set of levers that fits, all at their mildest.
 
-        Args:
-            before: changes that `config` has already.
+        `before`: changes that `config` has already.
         """
         smaller: list[int] = []
-        for levers in range(0 if before else 1, 2 ** len(LEVERS)):  # bit n: the n-th cheapest
-            chosen = {n: -1 for n in range(len(LEVERS)) if levers >> n & 1}  # lever -> option, first the last
-            if any(levers & part == part for part in smaller) or not self._fits(config, chosen):
+        for subset in range(0 if before else 1, 2**NUM_LEVERS):  # bit n: the n-th cheapest
+            chosen = {n: -1 for n in range(NUM_LEVERS) if subset >> n & 1}  # lever -> option, first the last
+            if any(subset & part == part for part in smaller) or not self._fits(config, chosen):
                 continue
-            smaller.append(levers)
+            smaller.append(subset)
             for n in sorted(chosen, reverse=True):  # the dearest lever is relaxed first
                 chosen[n] = self._mildest(config, chosen, n)
             changes, fitting = self._with(config, chosen)
@@ -299,7 +300,7 @@ class LeverSearch:
     def _mildest(self, config: Config, chosen: Mapping[int, int], n: int) -> int:
         """Return the first option of a lever with which it fits."""
         _, partly = self._with(config, {lever: chosen[lever] for lever in chosen if lever < n})
-        strongest = len(LEVERS[n](partly, self)) - 1
+        strongest = len(levers(partly, self)[n]) - 1
         return bisect_left(
             range(strongest), True, key=lambda option: self._fits(config, {**chosen, n: option})
         )
@@ -323,7 +324,7 @@ class LeverSearch:
     def _with(self, config: Config, chosen: Mapping[int, int]) -> tuple[Changes, Config]:
         changes: Changes = {}
         for n, option in sorted(chosen.items()):
-            changes |= (step := LEVERS[n](config, self)[option])
+            changes |= (step := levers(config, self)[n][option])
             config = changed(config, step)
         return changes, config
 
@@ -331,57 +332,32 @@ class LeverSearch:
         return peak_memory(memory_of(config, self.architecture, self.target)) * self.scale
 
 
-def _row_length(config: Config, _: LeverSearch) -> list[Changes]:
-    longest = config.rollout.max_length
-    return [{"learner.row_length": longest}] if config.learner.row_length > longest else []
+def levers(config: Config, search: LeverSearch) -> list[list[Changes]]:
+    """Return the options of every lever, from the mildest to the strongest; none if it is at its end.
 
-
-def _microbatch_rows(config: Config, _: LeverSearch) -> list[Changes]:
-    shards, rows = config.mesh.data * config.mesh.fsdp, config.learner.microbatch_rows
-    return [{"learner.microbatch_rows": size} for size in range(rows - shards, 0, -shards)]
-
-
-def _remat(config: Config, _: LeverSearch) -> list[Changes]:
-    return [{"policy.remat": "full"}] if config.policy.remat != "full" else []
-
-
-def _fsdp(config: Config, _: LeverSearch) -> list[Changes]:
-    mesh = config.mesh
-    return [{"mesh.data": 1, "mesh.fsdp": mesh.data * mesh.fsdp}] if mesh.data > 1 else []
-
-
-def _offload(config: Config, _: LeverSearch) -> list[Changes]:
-    parts = {"learner": config.learner} | ({"critic": config.critic} if config.advantage.has_critic else {})
+    The cheapest lever comes first; none changes what is learned. The dearest lever of a combination decides
+    its cost.
+    """
+    mesh, sampler, learner, longest = config.mesh, config.sampler, config.learner, config.rollout.max_length
+    shards, rows, hosts = mesh.data * mesh.fsdp, learner.microbatch_rows, search.target.hosts
+    parts = {"learner": learner} | ({"critic": config.critic} if config.advantage.has_critic else {})
     resident = [name for name, section in parts.items() if section.optimizer.offload == "none"]
-    return [{f"{name}.optimizer.offload": "host" for name in resident}] if resident else []
-
-
-def _tensor(size: int) -> Lever:
-    def lever(config: Config, search: LeverSearch) -> list[Changes]:
-        mesh, rows = config.mesh, config.learner.microbatch_rows // size
-        if mesh.tensor > 1 or mesh.fsdp % size or search.architecture.num_kv_heads % size or not rows:
-            return []
-        return [{"mesh.fsdp": mesh.fsdp // size, "mesh.tensor": size, "learner.microbatch_rows": rows}]
-
-    return lever
-
-
-def _slots(config: Config, _: LeverSearch) -> list[Changes]:
-    shards, slots = config.mesh.data * config.mesh.fsdp, config.sampler.slots
-    most = (slots - 1) // shards * shards if config.sampler.name == "jax" else 0
-    return [{"sampler.slots": count} for count in range(most, 0, -shards)]
-
-
-def _workers(config: Config, search: LeverSearch) -> list[Changes]:
-    hosts = search.target.hosts
-    changes: Changes = {"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {})
-    return [changes] if config.sampler.name == "jax" else []
-
-
-# Options of a lever, from the mildest to the strongest; none if it is at its end.
-Lever = Callable[[Config, LeverSearch], list[Changes]]
-# The cheapest first; none changes what is learned. The dearest lever of a combination decides its cost.
-LEVERS: tuple[Lever, ...] = (
-    _row_length, _microbatch_rows, _remat, _fsdp, _offload, _tensor(2), _tensor(4), _tensor(8), _slots,
-    _workers,
-)  # fmt: skip
+    is_embedded, heads = sampler.name == "jax", search.architecture.num_kv_heads
+    splits = [  # a tensor axis must divide the shards and the heads, and leave rows for the rest
+        {"mesh.fsdp": mesh.fsdp // size, "mesh.tensor": size, "learner.microbatch_rows": rows // size}
+        if mesh.tensor <= 1 and mesh.fsdp % size == 0 and heads % size == 0 and rows >= size
+        else {}
+        for size in TENSOR
+    ]
+    slots = (sampler.slots - 1) // shards * shards if is_embedded else 0
+    workers: Changes = {"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {})
+    return [
+        [{"learner.row_length": longest}] if learner.row_length > longest else [],
+        [{"learner.microbatch_rows": size} for size in range(rows - shards, 0, -shards)],
+        [{"policy.remat": "full"}] if config.policy.remat != "full" else [],
+        [{"mesh.data": 1, "mesh.fsdp": shards}] if mesh.data > 1 else [],
+        [{f"{name}.optimizer.offload": "host" for name in resident}] if resident else [],
+        *([split] if split else [] for split in splits),
+        [{"sampler.slots": count} for count in range(slots, 0, -shards)],
+        [workers] if is_embedded else [],
+    ]
