@@ -61,12 +61,11 @@ def mcp_actions(
     tools = {tool.name: tool for tool in http_client.run_to_its_end(server.tools)}
     for name in config.tools:
         if name not in tools:
-            raise UserError(
-                f"tools: {server.where} has no tool {name!r}; it has {printable(', '.join(tools)) or 'none'}"
-            )
-    names = config.tools or list(tools)
-    server.agreed = {name: tools[name].input_schema for name in names}
-    return [McpAction(server, tools[name], max_length) for name in names]
+            names = printable(", ".join(tools)) or "none"
+            raise UserError(f"tools: {server.where} has no tool {name!r}; it has {names}")
+    chosen = [tools[name] for name in config.tools or tools]
+    server.agreed = {tool.name: tool.input_schema for tool in chosen}
+    return [McpAction(server, tool, max_length) for tool in chosen]
 
 
 @dataclass

@@ -166,6 +166,9 @@ def _silver(groups: np.ndarray) -> dict[str, float]:
 def _judgements(searches: np.ndarray) -> dict[str, float]:
     judged = searches[searches["judged"]]
     good, called = judged["good"], judged["correctness"] > 0
+    num_good = int(good.sum())
+    ranks = rankdata(judged["correctness"])[good]
+    u = float(ranks.sum()) - num_good * (num_good + 1) / 2  # Mann-Whitney's, of the good searches
     return (
         _share("search/good_share", searches["good"])
         | _share("search/judged_share", searches["judged"])
@@ -173,15 +176,8 @@ def _judgements(searches: np.ndarray) -> dict[str, float]:
         | _share("search/precision", good[called])
         | _share("search/recall", called[good])
         | _share("search/agreement", good == called)
-        | _auc("search/auc", good, judged["correctness"])
+        | _ratio("search/auc", u, num_good * (len(good) - num_good))
     )
-
-
-def _auc(name: str, good: np.ndarray, scores: np.ndarray) -> dict[str, float]:
-    """Return Mann-Whitney U of the good searches over the number of pairs."""
-    num_good = int(good.sum())
-    u = float(rankdata(scores)[good].sum()) - num_good * (num_good + 1) / 2
-    return _ratio(name, u, num_good * (len(good) - num_good))
 
 
 def _blame(searches: np.ndarray) -> dict[str, float]:

@@ -87,10 +87,9 @@ class Budget:
         """Use up one request, first on disk; raises SearchFailed (402) when none is left."""
         with self._lock:
             if self.spent >= self.limit:
+                spent = f"the web search budget of {self.limit} requests is used up"
                 advice = f"raise --web_budget, or delete {self.path} to count again"
-                raise SearchFailed(
-                    402, f"the web search budget of {self.limit} requests is used up; {advice}"
-                )
+                raise SearchFailed(402, f"{spent}; {advice}")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path) as partial:
                 partial.write_text(json.dumps({"requests": self.spent + 1}), encoding="utf-8")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.recfunctions import structured_to_unstructured
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.estimators import judges
@@ -158,7 +159,7 @@ def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Settin
     for override in (override for column in columns for override in column.overrides):
         if not override.startswith(SECTIONS):
             raise UserError(
-                f"{override}: changes no credit of a kept step; the audit takes keys of reward and advantage"
+                f"{override}: changes no credit of a kept step; give keys of reward and advantage"
             )
     return columns
 
@@ -303,7 +304,10 @@ def verdict(runs: Sequence[Measured]) -> list[str]:
     from useless ones, and better than chance if its lead is larger than in the control.
     """
     true, control = (
-        np.concatenate([_blame_of(getattr(run, side)) for run in runs]) for side in ("true", "control")
+        structured_to_unstructured(join(parts).groups[list(BLAME)])  # float64 [groups, 4]
+        for parts in (
+            [part for run in runs for part in getattr(run, side).values()] for side in ("true", "control")
+        )
     )
     num_good, num_useless = (int((true[:, column] > 0).sum()) for column in (0, 2))
     if min(num_good, num_useless) < FEW:
@@ -327,12 +331,6 @@ def verdict(runs: Sequence[Measured]) -> list[str]:
         f"  {right}: truly good searches are spared {good} of their blame, useless ones {useless}",
         f"  {adds}: the lead is {lead}, with shuffled rewards (control) {chance}",
     ]
-
-
-def _blame_of(evidence: Mapping[int, Evidence]) -> np.ndarray:
-    """Return BLAME of every group, float64 [groups, 4]."""
-    groups = join(evidence.values()).groups
-    return np.stack([groups[name] for name in BLAME], axis=1)
 
 
 def _shares(sums: np.ndarray) -> np.ndarray:

@@ -63,9 +63,7 @@ def run(config: Config) -> None:
     if not output or output == "world":
         raise UserError(f"sft.demonstrations is {output!r}: set it to the file to write, such as demos.jsonl")
     if not corpus:
-        raise UserError(
-            "retriever.corpus is empty: set it to the file of the passages, which names their titles"
-        )
+        raise UserError("retriever.corpus is empty: set it to the file of the passages with their titles")
     refuse_other_run(Path(output), "sft.demonstrations", Path(config.run.dir))
     grammar = grammar_of(make_actions(config))
     if SEARCH not in grammar.actions:
@@ -108,9 +106,8 @@ def run(config: Config) -> None:
     if not kept:
         causes = Counter(cause for _, cause in counts.elements()).most_common()
         reasons = "; ".join(f"{number} {cause} ({CAUSES[cause]})" for cause, number in causes)
-        raise UserError(
-            f"{config.data.train}: none of {len(questions)} questions gives a demonstration: {reasons}"
-        )
+        none = f"none of {len(questions)} questions gives a demonstration"
+        raise UserError(f"{config.data.train}: {none}: {reasons}")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(Path(output), map(_row, kept))
     console.say(_count_table(counts))

@@ -64,29 +64,18 @@ def run(config: Config, offline: bool = False) -> None:
                 lines = check(config)
         except UserError as error:
             lines = [f"failed: {error}"]
-        findings = [with_status(_once(line, name, failures)) for line in lines]
-        for status, line in findings:
-            console.say(f"{status:4} {name}: {line}")
-        statuses = [status for status, _ in findings]
+        statuses = []
+        for line in lines:
+            if line.startswith("failed: ") and (first := failures.setdefault(line, name)) != name:
+                line = f"not checked: what failed under {first!r} is needed here too"
+            prefix = next(filter(line.startswith, STATUS), "")
+            statuses.append(STATUS.get(prefix, "ok"))
+            console.say(f"{statuses[-1]:4} {name}: {line.removeprefix(prefix)}")
         counts.update(statuses)
         failed += "FAIL" in statuses
     console.say(summary(failed, len(checks), "offline check" if offline else "check", counts))
     if failed:
         raise SystemExit(1)
-
-
-def _once(line: str, name: str, failures: dict[str, str]) -> str:
-    """Return the line; a failure that another check has named becomes "not checked"."""
-    first = failures.setdefault(line, name) if line.startswith("failed: ") else name
-    return line if first == name else f"not checked: what failed under {first!r} is needed here too"
-
-
-def with_status(line: str) -> tuple[str, str]:
-    """Split a check's line into its status and the rest."""
-    for prefix, status in STATUS.items():
-        if line.startswith(prefix):
-            return status, line.removeprefix(prefix)
-    return "ok", line
 
 
 def summary(failed: int, total: int, kind: str, counts: Counter[str]) -> str:

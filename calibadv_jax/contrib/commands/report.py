@@ -35,11 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page and the PNG files, and print their paths.
-
-    Raises:
-        UserError: a folder is no run or has no metrics yet, runs do not go together, or a package is missing.
-    """
+    """Write the page and the PNG files, and print their paths."""
     if arguments.smooth is not None and arguments.smooth < 1:
         raise UserError(f"--smooth {arguments.smooth}: must be at least 1, which smooths nothing")
     if importlib.util.find_spec("matplotlib") is None:

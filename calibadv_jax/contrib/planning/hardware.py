@@ -21,32 +21,6 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.sharding import local_sizes
 from calibadv_jax.policy.transformer import KERNELS
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """Figures in which Hopper GPUs differ; `gpu_target.textproto` holds what they share."""
-
-    name: str
-    multiprocessors: int
-    memory: int  # bytes
-    bandwidth: int  # bytes a second
-    l2_cache: int  # bytes
-    flops: float  # a second, bfloat16, at most
-
-
-GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 132, 84_942_979_072, 3_352_320_000_000, 52_428_800, 989e12),
-    "h200": Gpu("NVIDIA H200 141GB HBM3e", 132, 151_397_597_184, 4_800_000_000_000, 52_428_800, 989e12),
-    "h20": Gpu("NVIDIA H20", 78, 102_625_181_696, 4_022_784_000_000, 62_914_560, 148e12),
-}
-
-
-def target_config(kind: str) -> str:
-    """Return a GpuTargetConfigProto as text, with which XLA compiles for a GPU that is not attached."""
-    text = Path(__file__).with_name("gpu_target.textproto").read_text(encoding="utf-8")
-    return Template(text).substitute(vars(GPUS[kind]))
-
-
 Platform = Literal["tpu", "cuda"]
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # in the environment: share of a GPU's memory that JAX takes
 GPU_SHARE = 0.75  # its default
@@ -61,6 +35,26 @@ class Chip:
     network: float  # the same from others of another host; within a TPU slice hosts make no difference
 
 
+@dataclass(frozen=True)
+class Gpu(Chip):
+    """A Hopper GPU, by the figures in which these differ; `gpu_target.textproto` holds what they share."""
+
+    name: str
+    multiprocessors: int
+    l2_cache: int  # bytes
+
+
+# NVLink; 400 Gbit/s for each GPU, as hosts of eight usually have.
+_HOPPER = 450e9, 50e9
+GPUS = {
+    "h100": Gpu(
+        84_942_979_072, 989e12, 3_352_320_000_000, *_HOPPER, "NVIDIA H100 80GB HBM3", 132, 52_428_800
+    ),
+    "h200": Gpu(
+        151_397_597_184, 989e12, 4_800_000_000_000, *_HOPPER, "NVIDIA H200 141GB HBM3e", 132, 52_428_800
+    ),
+    "h20": Gpu(102_625_181_696, 148e12, 4_022_784_000_000, *_HOPPER, "NVIDIA H20", 78, 62_914_560),
+}
 TPUS = {
     "v5e": Chip(16e9, 197e12, 819e9, 200e9, 200e9),
     "v5p": Chip(95e9, 459e12, 2765e9, 600e9, 600e9),
@@ -72,7 +66,12 @@ HOSTS = {"v4": ("2x2x1", 4), "v5e": ("2x2", 8), "v5p": ("2x2x1", 4), "v6e": ("2x
 # Names of Cloud TPU: v5e-16 has 16 chips, and v5p-16 has 16 cores, which are 8 chips.
 CORES = {"v4": 2, "v5p": 2}
 LITE = {"v5litepod": "v5e"}
-_HOPPER_LINKS, _NETWORK = 450e9, 50e9  # NVLink; 400 Gbit/s for each GPU, as hosts of eight usually have
+
+
+def target_config(kind: str) -> str:
+    """Return a GpuTargetConfigProto as text, with which XLA compiles for a GPU that is not attached."""
+    text = Path(__file__).with_name("gpu_target.textproto").read_text(encoding="utf-8")
+    return Template(text).substitute(vars(GPUS[kind]))
 
 
 @dataclass(frozen=True)
@@ -118,22 +117,15 @@ class Target:
 def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
     """Return the devices that the command line names.
 
-    Args:
-        tpu: kind and shape of the slice, such as v5e:4x4, or its name in Cloud TPU, such as v5e-16.
-        gpu: kind, such as h100.
-        topology: of GPUs: slices x hosts x GPUs of a host, such as 1x2x8.
-
-    Raises:
-        UserError: neither or both are named, or a kind or shape is unknown.
+    `tpu` is kind and shape of a slice, such as v5e:4x4, or its name in Cloud TPU, such as v5e-16; `topology`
+    belongs to `gpu`: slices x hosts x GPUs of a host, such as 1x2x8.
     """
     if bool(tpu) == bool(gpu):
         raise UserError("name the devices: --tpu v5e:4x4, or --gpu h100 --topology 1x2x8")
     if tpu:
         kind, _, shape = _slice(tpu).partition(":")
         if topology:
-            raise UserError(
-                f"--topology {topology} is for --gpu; a TPU's shape follows its kind: --tpu {kind}:4x4"
-            )
+            raise UserError(f"--topology {topology} is for --gpu; give a TPU's shape as --tpu {kind}:4x4")
         if kind not in TPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
             raise UserError(
                 f"--tpu {tpu}: must be one of {', '.join(TPUS)} with the slice's shape, such as v5e:4x4, or a"
@@ -145,12 +137,10 @@ def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
     if gpu not in GPUS:
         raise UserError(f"--gpu {gpu}: must be one of {', '.join(GPUS)}")
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
-        raise UserError(
-            f"--topology {topology or 'is missing'}: must be slices x hosts x GPUs of a host, such as 1x2x8"
-        )
-    figures = GPUS[gpu]
-    chip = Chip(figures.memory, figures.flops, figures.bandwidth, _HOPPER_LINKS, _NETWORK)
-    return Target("cuda", gpu, topology, chip, _product(topology), _product(topology.rpartition("x")[0]))
+        shape = "must be slices x hosts x GPUs of a host, such as 1x2x8"
+        raise UserError(f"--topology {topology or 'is missing'}: {shape}")
+    hosts = _product(topology.rpartition("x")[0])
+    return Target("cuda", gpu, topology, GPUS[gpu], _product(topology), hosts)
 
 
 def _slice(name: str) -> str:

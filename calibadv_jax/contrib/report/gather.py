@@ -165,7 +165,10 @@ class _Gatherer:
             for title, row in zip(titles, rows, strict=True)
             if (curves := [curve for curve in row if not curve.is_empty])
         ]
-        return Chart(figure, tuple(panels), self._limit(figure), is_by_series) if panels else None
+        limits = {run.setting(figure.limit) for each in self.series for run in each.runs}
+        (limit,) = limits if len(limits) == 1 and figure.limit else (None,)
+        limit = float(limit) if isinstance(limit, int | float) else None
+        return Chart(figure, tuple(panels), limit, is_by_series) if panels else None
 
     def _lines(self, figure: Figure) -> dict[str, str]:
         """Return metric -> name of its line, of the logged metrics."""
@@ -183,11 +186,6 @@ class _Gatherer:
         by_step = [values.get(metric, {}) for values in runs]
         is_sparse = max(map(len, by_step)) <= MAX_MARKS  # every point of it is marked and stands for itself
         return thin(over_seeds(label, by_step, 1 if is_sparse else self.smooth), self.max_points)
-
-    def _limit(self, figure: Figure) -> float | None:
-        limits = {run.setting(figure.limit) for each in self.series for run in each.runs}
-        (limit,) = limits if len(limits) == 1 else (None,)
-        return float(limit) if figure.limit and isinstance(limit, int | float) else None
 
 
 def _values(run: Run) -> Values:

@@ -13,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from calibadv_jax.contrib.report.draw import DASHES, Place, draw, themed_svg
-from calibadv_jax.contrib.report.gather import Chart, Curve, Gathered, Panel, mean_of_last, state
+from calibadv_jax.contrib.report.gather import Chart, Gathered, Panel, mean_of_last, state
 from calibadv_jax.contrib.report.runs import Run, Series, compare, one_metric, score_cell
 from calibadv_jax.metrics.console import duration, number
 from calibadv_jax.record.schema import short_name
@@ -102,7 +102,8 @@ def _chart(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
     for panel in chart.panels:
         for curve in panel.curves:
             name = ", ".join(part for part in (panel.title, curve.name) if part)
-            ends = _ends(curve)
+            finite = curve.mean[np.isfinite(curve.mean)]
+            ends = [number(float(value)) for value in (finite[0], finite[-1], finite.min(), finite.max())]
             label += f" {name + ': ' if name else ''}from {ends[0]} to {ends[1]}."
             numbers.append([name or figure.title, *ends])
     data = [_panel_data(place, panel) for place, panel in zip(places, chart.panels, strict=True)]
@@ -133,11 +134,6 @@ def _panel_data(place: Place, panel: Panel) -> dict[str, Any]:
         for curve in panel.curves
     ]
     return {"title": panel.title, **vars(place), "curves": curves}
-
-
-def _ends(curve: Curve) -> list[str]:
-    finite = curve.mean[np.isfinite(curve.mean)]
-    return [number(float(value)) for value in (finite[0], finite[-1], finite.min(), finite.max())]
 
 
 def _short(value: float) -> float | int | None:

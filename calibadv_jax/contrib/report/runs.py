@@ -90,9 +90,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     runs = [_read(folder, _shortest_name(folder, resolved)) for folder in resolved]
     for run in runs:
         if run.kind != runs[0].kind:
-            raise UserError(
-                f"{run.folder} is a {run.kind} and {runs[0].folder} a {runs[0].kind}; make a report of each"
-            )
+            kinds = f"{run.folder} is a {run.kind} and {runs[0].folder} a {runs[0].kind}"
+            raise UserError(f"{kinds}; make a report of each")
     return runs
 
 
