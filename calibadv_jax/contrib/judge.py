@@ -1,8 +1,8 @@
 """A language model as the judge of answers, behind any OpenAI-compatible endpoint.
 
-The policy, which is paid for the verdict, wrote the answer. So the answer reaches the judge as data only: as
-JSON whose text has no bracket, quote or line of its own, and the verdict counts only behind a key that the
-policy cannot know.
+The policy, which is paid for the verdict, wrote the answer. So it reaches the judge as data only: as JSON
+whose text has no bracket, quote or line of its own. The verdict counts only behind a key that the policy
+cannot know.
 """
 
 from __future__ import annotations

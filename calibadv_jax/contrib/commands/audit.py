@@ -1,9 +1,7 @@
 """The credit of a run against the truth: ``calibadv audit RUN [RUN …] [key.path=value …]``.
 
-Questions that name their supporting passages, as those of a generated world do, tell good searches from
-useless ones. The audit computes rewards and advantages of kept trajectories again, with the run's own and
-with other settings, and measures both by `contrib.truth`. The control is the same with the rewards permuted
-among the trajectories of a step: the level of chance.
+Rewards and advantages of kept trajectories are computed again, with the run's own and with other settings,
+and measured by `contrib.truth`. The control permutes the rewards of a step: the level of chance.
 """
 
 from __future__ import annotations

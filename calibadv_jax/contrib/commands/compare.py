@@ -1,8 +1,7 @@
 """Compares two policies on the same questions: ``calibadv compare A B``.
 
-A and B are the per-question files of two evaluations (or the .json beside them), or several of each, joined
-by commas: one method trained with several seeds. The scores of a question are averaged over the seeds, and
-questions stay the unit. Where the retrievers differ, a warning says so: they may be what is compared.
+A and B are per-question files of evaluations (or the .json beside them); several joined by commas are seeds
+of one method, whose scores are averaged by question.
 """
 
 from __future__ import annotations

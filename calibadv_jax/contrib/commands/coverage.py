@@ -1,8 +1,7 @@
 """Measures what the index returns for questions: ``calibadv coverage --config FILE [key.path=value …]``.
 
-For data.train and data.eval, by data source: the share of questions whose answer, and whose supporting
-passages, are among the documents of one search. Written to the folder ``coverage`` of run.dir, beside the
-questions that the index can answer, which may be given as data.train and data.eval.
+Writes shares by data source, and the questions that the index can answer, to the folder ``coverage`` of
+run.dir.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Demonstrations from annotated questions: ``calibadv demonstrate --config FILE [key.path=value …]``.
 
 For each question of data.train that names its supporting passages: searches of the configured retriever that
-find them, thoughts that quote them, the answer. Written to sft.demonstrations, which `calibadv sft` reads.
-
-A query is chosen by trying: the question, the title of a passage that is still missing, both together. A
-title counts only where the question or a passage shown before mentions it, so that no demonstration knows
-what it could not know. With `sft.first_query=varied` the first query is drawn instead, among those that lead
-to all supporting passages.
+find them, thoughts that quote them, the answer. A title is tried as a query only where the question or a
+passage shown before mentions it, so that no demonstration knows what it could not know.
 """
 
 from __future__ import annotations
@@ -65,7 +61,8 @@ def run(config: Config) -> None:
     if not corpus:
         raise UserError("retriever.corpus is empty: set it to the file of the passages with their titles")
     refuse_other_run(Path(output), "sft.demonstrations", Path(config.run.dir))
-    grammar = grammar_of(make_actions(config))
+    actions = make_actions(config)
+    grammar = grammar_of(actions)
     if SEARCH not in grammar.actions:
         raise UserError(f"tools has no {SEARCH}, and it is searches that are demonstrated: put it into tools")
     tokenizer = build_model(config, config.sft.init_from or config.policy.path).tokenizer
@@ -77,12 +74,12 @@ def run(config: Config) -> None:
     async def find(question: Question, search: Search) -> list[Lookup]:
         return await searches(question, passages, search, config.rollout.max_searches)
 
+    search = next((action for action in actions if action.name == SEARCH), SearchAction())
+    observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
+
     def shown(documents: Sequence[Document]) -> str:  # to the policy
-        actions = make_actions(config)
-        search = next((action for action in actions if action.name == SEARCH), SearchAction())
-        length = config.rollout.max_observation_length
-        observation = Observations(tokenizer, length, config.prompt.opening).of(search)
-        return observation.of_documents(neutralise_documents(documents, tokenizer, grammar_of(actions)))[1]
+        clean = neutralise_documents(documents, tokenizer, grammar)
+        return observations.of(search).of_documents(clean)[1]
 
     with (
         open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,

@@ -1,8 +1,6 @@
 """Checks a config end to end before a run: ``calibadv doctor --config FILE [--offline]``.
 
-Every finding has a status: ok, warn (a run would work, but not well), skip (not checked) or FAIL, and its
-remedy. Exit status 1 if something would stop the run. With --offline only checks that need no network, no
-services and no model or data files: a file that is absent is named as not checked, which is no failure.
+A finding is ok, warn (a run would work, but not well), skip (not checked) or FAIL, which is exit status 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The cost of a run on devices that you do not have yet: ``calibadv plan --config FILE --tpu v5e:4x4``.
 
-Memory of a device by purpose (the doctor's arithmetic) and by the compiler's plan of each program; operations
-and transfers of a step, and its seconds at a given efficiency; the device hours of the run; and where it does
-not fit, the keys to change. Exit status 1 if it does not fit.
+Exit status 1 if it does not fit; the keys to change are named.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Converts question files of any layout: ``calibadv prepare-data INPUT … --output FILE``.
-
-Drops rows without an answer, repeated questions and, if asked, long questions and questions of a test set;
-reports what was dropped and why.
-"""
+"""Converts and filters question files of any layout: ``calibadv prepare-data INPUT … --output FILE``."""
 
 from __future__ import annotations
 

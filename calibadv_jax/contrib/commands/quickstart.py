@@ -1,8 +1,4 @@
-"""From nothing to a better search agent: ``calibadv quickstart --config FILE``.
-
-Generates the world, builds the index, starts the retriever, makes the cold start, evaluates it, trains,
-evaluates again and exports, with the other entry points.
-"""
+"""From nothing to a better search agent: ``calibadv quickstart --config FILE``."""
 
 from __future__ import annotations
 

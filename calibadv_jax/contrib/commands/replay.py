@@ -1,11 +1,8 @@
 """Replays a kept step: ``calibadv replay RUN [--step N] [key.path=value …]``.
 
-The kept trajectories go through reward, advantages and loss again. With the settings of the run the scores
-and advantages must equal the kept ones, on the machine of the run bit for bit, on other machines but for
-rounding. With other settings, such as advantage.target_ratio=2, a table compares the results.
-
-The policy is not run: log-probabilities are those of the record, the learner's if the update computed
-them apart and else the sampler's. So the loss is that of the policy before the step's first update.
+With the settings of the run the scores and advantages must equal the kept ones, on the machine of the run bit
+for bit. With others a table compares the results. The policy is not run: log-probabilities are those of the
+record, so the loss is that of the policy before the step's first update.
 """
 
 from __future__ import annotations

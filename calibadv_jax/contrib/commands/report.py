@@ -1,8 +1,4 @@
-"""The report of one or more runs: ``calibadv report RUN [RUN …] [--output FILE] [--png FOLDER]``.
-
-One HTML page that needs no network, and on request a PNG file of every figure. Runs whose configs differ in
-their seed only become one curve with a band.
-"""
+"""The report of one or more runs: ``calibadv report RUN [RUN …] [--output FILE] [--png FOLDER]``."""
 
 from __future__ import annotations
 

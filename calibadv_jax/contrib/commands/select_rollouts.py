@@ -1,7 +1,4 @@
-"""Rejection sampling: ``calibadv select-rollouts RUN … --output FILE``.
-
-The best kept rollouts of runs become demonstrations for `calibadv sft`.
-"""
+"""The best kept rollouts as demonstrations for sft: ``calibadv select-rollouts RUN … --output FILE``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Memory of one device: shards of the parameters, what an update and the sampler add, and whether it fits.
+"""Memory of one device, counted from shapes and shardings, and whether it fits.
 
-Parameters, optimizer state and KV cache are counted from their shapes and shardings. What programs need
-besides is a formula; benchmarks/scale.md sets it beside the plans of TPU's compiler and of XLA:GPU.
+What programs need besides is a formula; benchmarks/scale.md sets it beside the compilers' plans.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Operations and bytes of a step, and its seconds at a given efficiency.
+"""Operations and bytes of a step, counted from shapes, and its seconds at a given efficiency.
 
-Everything is counted from shapes; `tests/planning` and benchmarks/scale.md set it beside the compilers'
-counts. A part takes as long as the slowest of three: computing, memory, links. Each of them reaches
-`efficiency` of the device's maximum.
+A part takes as long as the slowest of three: computing, memory, links.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Demonstrations for the cold start: deliberately imperfect ones from fresh worlds.
 
-No generated demonstration shows a complete two-hop solution. Such a question is answered too early,
-with the bridge; or the demonstration is cut after the second search; or it begins there, and only the
-answer is learned. RL has to put the halves together, and to unlearn answering early. Rumours alone are
-shown whole: some are believed at once, and whoever looks further may misread the passages.
+No generated demonstration shows a complete two-hop solution: RL has to put the halves together, and to
+unlearn answering early. Rumours alone are shown whole: some are believed, and whoever looks further may
+misread.
 """
 
 from __future__ import annotations
