@@ -38,6 +38,7 @@ SEARCH = np.dtype(
 _NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 MEASURES: dict[str, str] = _NAMES["measures"]
 VERDICTS: dict[str, str] = _NAMES["verdicts"]
+OVER_TRAINING: list[str] = _NAMES["over_training"]
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.estimators import judges
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.credit import CALIBRATED
+from calibadv_jax.contrib import truth
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
-from calibadv_jax.contrib.truth import BLAME, MEASURES, VERDICTS, Evidence, gather, join, measure, verdicts
+from calibadv_jax.contrib.truth import MEASURES, Evidence, gather, join, measure
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
@@ -32,14 +33,6 @@ from calibadv_jax.record.reader import KeptStep, find_step, read_step
 from calibadv_jax.record.schema import kept_steps
 
 SECTIONS = ("reward.", "advantage.")  # of the config: the rest changes no credit of a kept step
-OVER_TRAINING = (  # columns of the second table
-    "silver/group_share",
-    "silver/precision",
-    "search/precision",
-    "blame/good_blamed",
-    "blame/good_spared",
-    "blame/useless_spared",
-)
 CONFIDENCE, RESAMPLES = 0.95, 2000  # of the intervals of the verdict
 EXPLAINED = 2  # columns beside which there is room for the meaning of a measure
 
@@ -67,9 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("inputs", nargs="+", metavar="RUN|key.path=value", help=inputs)
     sweep = "add a column for each of these values; may be given several times"
     add("--sweep", action="append", default=[], metavar="key.path=V,V,…", help=sweep)
-    rivals = (
-        "a table of whom each of these values of advantage.name praises and blames; calibadv+NAME: calibrated"
-    )
+    rivals = "table of whom these values of advantage.name praise and blame; calibadv+NAME: calibrated"
     add("--estimators", type=lambda text: text.split(","), default=[], metavar="NAME,NAME,…", help=rivals)
     window = "number of steps of a row in the table over training (default: %(default)s)"
     add("--window", type=int, default=10, metavar="STEPS", help=window)
@@ -79,11 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the tables of each run, and of several runs their mean.
-
-    Raises UserError if a run keeps no trajectories, its questions name no supporting passages, a kept step
-    cannot be read, or a setting is wrong.
-    """
+    """Print the tables of each run, and of several runs their mean."""
     folders, overrides = split(arguments.inputs)
     if arguments.window < 1:
         raise UserError(f"--window must be at least 1, got {arguments.window}")
@@ -109,17 +96,14 @@ def run(arguments: argparse.Namespace) -> None:
     if len(by_run) > 1:
         say(f"\nmean of {len(by_run)} runs [lowest, highest] (mean of the controls)")
         say(totals_table(list(by_run.values())))
-    say(
-        f"\nverdict ({100 * CONFIDENCE:g} % intervals over groups; “cannot say”: intervals overlap, or there"
-        f" are fewer than {FEW} groups)"
-    )
-    for folder, measured in by_run.items():
-        for column in measured:
-            say("\n".join([f"{folder}, settings {column.settings.name}:", *verdict([column])]))
+    unsure = f"“cannot say”: intervals overlap, or there are fewer than {FEW} groups"
+    say(f"\nverdict ({100 * CONFIDENCE:g} % intervals over groups; {unsure})")
+    verdicts_of = [(str(folder), [column]) for folder, measured in by_run.items() for column in measured]
     if len(by_run) > 1:
-        for runs in zip(*by_run.values(), strict=True):
-            title = f"all {len(by_run)} runs together, settings {runs[0].settings.name}:"
-            say("\n".join([title, *verdict(runs)]))
+        together = f"all {len(by_run)} runs together"
+        verdicts_of += [(together, list(runs)) for runs in zip(*by_run.values(), strict=True)]
+    for title, runs in verdicts_of:
+        say("\n".join([f"{title}, settings {runs[0].settings.name}:", *verdict(runs)]))
     if arguments.output is not None:
         results = [as_json(folder, measured, arguments.window) for folder, measured in audited.items()]
         about = {"seed": arguments.seed, "window": arguments.window, "runs": results}
@@ -289,10 +273,10 @@ def verdicts_table(rivals: Sequence[Measured]) -> str:
     """Return one row an estimator, one column a verdict: ``value (control)``; CalibAdv is the first one."""
     rows = []
     for rival in rivals:
-        true = verdicts(join(rival.true.values()), join(rivals[0].true.values()))
-        control = verdicts(join(rival.control.values()), join(rivals[0].control.values()))
-        rows.append([rival.settings.name, *(cell(name, [true], [control]) for name in VERDICTS)])
-    return table(rows, ["estimator", *VERDICTS])
+        true = truth.verdicts(join(rival.true.values()), join(rivals[0].true.values()))
+        control = truth.verdicts(join(rival.control.values()), join(rivals[0].control.values()))
+        rows.append([rival.settings.name, *(cell(name, [true], [control]) for name in truth.VERDICTS)])
+    return table(rows, ["estimator", *truth.VERDICTS])
 
 
 def verdict(runs: Sequence[Measured]) -> list[str]:
@@ -302,7 +286,7 @@ def verdict(runs: Sequence[Measured]) -> list[str]:
     from useless ones, and better than chance if its lead is larger than in the control.
     """
     true, control = (
-        structured_to_unstructured(join(parts).groups[list(BLAME)])  # float64 [groups, 4]
+        structured_to_unstructured(join(parts).groups[list(truth.BLAME)])  # float64 [groups, 4]
         for parts in (
             [part for run in runs for part in getattr(run, side).values()] for side in ("true", "control")
         )
@@ -334,7 +318,7 @@ def verdict(runs: Sequence[Measured]) -> list[str]:
 def _shares(sums: np.ndarray) -> np.ndarray:
     """Return share of the blame on good searches, shares spared of good and useless, true and control lead.
 
-    `sums`: float64 [R, 8], BLAME of the true credit and of the control.
+    `sums`: float64 [R, 8], truth.BLAME of the true credit and of the control.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         spared = sums[:, 1::2] / sums[:, ::2]
@@ -356,8 +340,8 @@ def windows_table(measured: Measured, window: int) -> str:
     pairs = zip(windows(measured.true, window), windows(measured.control, window), strict=True)
     for (first, last, true), (_, _, control) in pairs:
         sides = [measure(true)], [measure(control)]
-        rows.append([f"{first}-{last}", *(cell(name, *sides) for name in OVER_TRAINING)])
-    return table(rows, ["steps", *(name.removeprefix("blame/") for name in OVER_TRAINING)])
+        rows.append([f"{first}-{last}", *(cell(name, *sides) for name in truth.OVER_TRAINING)])
+    return table(rows, ["steps", *(name.removeprefix("blame/") for name in truth.OVER_TRAINING)])
 
 
 def as_json(folder: Path, measured: Sequence[Measured], window: int) -> dict[str, Any]:

@@ -260,13 +260,9 @@ def _age(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     return WorldQuestion("age", text, str(died - born), (name,), years, facts.state_life(name))
 
 
-ASKERS: dict[str, Callable[[Facts, np.random.Generator], WorldQuestion]] = {
-    "one_hop": _one_hop,
-    "two_hop": _two_hop,
-    "comparison": _comparison,
-    "rumour": _rumour,
-    "age": _age,
-}
+Asker = Callable[[Facts, np.random.Generator], WorldQuestion]
+ASKERS: dict[str, Asker] = {"one_hop": _one_hop, "two_hop": _two_hop, "comparison": _comparison}
+ASKERS |= {"rumour": _rumour, "age": _age}
 
 
 @dataclass(frozen=True)
