@@ -81,10 +81,7 @@ class JudgeClient:
         return _Connections(http_client.open_session(self.config.timeout, TOKEN_VARIABLE), slots)
 
     async def score(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the verdict in [0, 1], and whether it agrees with exact match.
-
-        Raises RequestFailed if the endpoint is away or gives no verdict, UserError if it refuses requests.
-        """
+        """Return the verdict in [0, 1], and whether it agrees with exact match."""
         question, answer = trajectory.question, trajectory.answer or ""
         verdict = await self.verdict(question, answer)
         golden_answers = {normalise_answer(golden) for golden in question.golden_answers}

@@ -68,10 +68,7 @@ PROVIDERS = {
 
 
 class Budget:
-    """Counts requests in a file that is kept from run to run, and refuses those beyond a limit.
-
-    Raises RetrieverError: the file exists but does not hold a count.
-    """
+    """Counts requests in a file that is kept from run to run, and refuses those beyond a limit."""
 
     def __init__(self, path: Path, limit: int):
         self.path, self.limit = path, limit
@@ -103,10 +100,7 @@ def open_web_search(options: argparse.Namespace) -> WebSearch:
 
 
 class WebSearch:
-    """Searches the web by a provider of PROVIDERS; raises RetrieverError if a key is not set.
-
-    `endpoint` is another address of the same API, such as a proxy's.
-    """
+    """Searches the web by a provider of PROVIDERS, at its own endpoint or another address of the same API."""
 
     def __init__(self, provider: str, budget: Budget, endpoint: str = ""):
         self.name, self._provider, self.budget = provider, PROVIDERS[provider], budget
@@ -118,10 +112,7 @@ class WebSearch:
         self.manifest = {"kind": "web", "encoder": provider, **public}
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits | Exception]:
-        """Return at most PAGE_SIZE results of each query, in the web's order, or the error of the query.
-
-        Scores are 1 / rank: the web gives none. Equal queries are sent once.
-        """
+        """Return each query's results, at most PAGE_SIZE, with scores 1 / rank, or its error."""
         distinct = list(dict.fromkeys(queries))
         outcomes = self._pool.map(lambda query: self._outcome(query, min(k, PAGE_SIZE)), distinct)
         by_query = dict(zip(distinct, outcomes, strict=True))

@@ -163,10 +163,7 @@ def _short(override: str) -> str:
 
 
 def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console) -> list[Measured]:
-    """Read every kept step of a run and gather its evidence under each of the settings; raises as `run`.
-
-    The first column has no overrides; `seed` is that of the control.
-    """
+    """Gather the evidence of a run's kept steps under each of the settings, the first without overrides."""
     paths = kept_steps(folder) or {1: find_step(folder, 1)}  # raises where there are none
     measured = [Measured(settings, {}, {}) for settings in columns]
     configs: dict[tuple[str, Settings], Config] = {}
@@ -218,10 +215,7 @@ def _check_passages(folder: Path, measured: Measured, num_groups: int, console: 
 
 
 def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> list[GroupCredit]:
-    """Return the credit of every group of a kept step under a config; the step itself stays unchanged.
-
-    `control` is a seed with which rewards are permuted over the step's trajectories, as reward.shuffle does.
-    """
+    """Return the credit of a kept step under a config, with rewards permuted by the seed `control`, if any."""
     rng = random_state(int(kept.metadata["seed"]), kept.step - 1, "reward")
     if control is not None:
         rng = random_state(control, kept.step - 1, "audit")
@@ -243,10 +237,7 @@ def counts(measured: Measured) -> str:
 
 
 def totals_table(runs: Sequence[Sequence[Measured]]) -> str:
-    """Return one row a measure, one column a setting.
-
-    A cell is ``value (control)``; of several runs ``mean [smallest, largest] (mean of the controls)``.
-    """
+    """Return one row a measure, one column a setting: ``value (control)``; of several runs see `cell`."""
     columns = []
     for same in zip(*runs, strict=True):
         true, control = (
@@ -316,10 +307,7 @@ def verdict(runs: Sequence[Measured]) -> list[str]:
 
 
 def _shares(sums: np.ndarray) -> np.ndarray:
-    """Return share of the blame on good searches, shares spared of good and useless, true and control lead.
-
-    `sums`: float64 [R, 8], truth.BLAME of the true credit and of the control.
-    """
+    """Return share of blame on good searches, shares spared of good and useless, true and control lead."""
     with np.errstate(invalid="ignore", divide="ignore"):
         spared = sums[:, 1::2] / sums[:, ::2]
         on_good = sums[:, 0] / (sums[:, 0] + sums[:, 2])

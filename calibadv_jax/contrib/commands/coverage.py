@@ -1,8 +1,4 @@
-"""Measures what the index returns for questions: ``calibadv coverage --config FILE [key.path=value …]``.
-
-Writes shares by data source, and the questions that the index can answer, to the folder ``coverage`` of
-run.dir.
-"""
+"""Measures what the index returns for questions: ``calibadv coverage --config FILE [key.path=value …]``."""
 
 from __future__ import annotations
 

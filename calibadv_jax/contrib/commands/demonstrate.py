@@ -281,11 +281,7 @@ def demonstrate(
     shown: Callable[[Sequence[Document]], str],
     grammar: Grammar = SEARCH_GRAMMAR,
 ) -> Demonstration | str:
-    """Return searches with their documents, thoughts that quote them, and the answer; or a key of CAUSES.
-
-    The `lookups` are complete for the question; `shown` formats documents as the policy sees them, which may
-    cut off the end.
-    """
+    """Return searches, thoughts that quote the documents as `shown`, and the answer; or a key of CAUSES."""
     clean = partial(neutralise, grammar=grammar)
     turns = []
     first = lookups[0].query if lookups else question.text

@@ -72,11 +72,7 @@ def run(
     estimate: bool = False,
     json: str = "",
 ) -> None:
-    """Print the plan; OPTIONS of cli.py describes the arguments.
-
-    Raises:
-        UserError: devices, mesh or shape do not go together, or the compiler is missing.
-    """
+    """Print the plan; OPTIONS of cli.py describes the arguments."""
     console = Console(config.log.progress)
     plan = make_plan(config, find_target(tpu, gpu, topology), efficiency, tokens, sampled)
     mesh, a = plan.config.mesh.sizes, plan.architecture
@@ -124,11 +120,7 @@ def make_plan(
 
 
 def compile_programs(plan: RunPlan, console: Console) -> dict[str, dict[str, Any]]:
-    """Return `compiled_figures` of each program, with the memory that lies beside it on a device.
-
-    Raises:
-        UserError: the compiler is missing.
-    """
+    """Return `compiled_figures` of each program, with the memory that lies beside it on a device."""
     sampler = sampler_of(plan.config, plan.target)  # on the devices of one host
     trained = compiled.TRAINED + compiled.OF_CRITIC
     results = {}
@@ -226,11 +218,7 @@ def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[st
 
 
 def memory_of(config: Config, architecture: Architecture, target: Target) -> dict[str, float]:
-    """Return bytes on one device of a placed config by purpose; each of several hosts has its own sampler.
-
-    Raises:
-        UserError: the sampler's part of the mesh does not fit a host.
-    """
+    """Return bytes on one device of a placed config by purpose; each of several hosts has its own sampler."""
     sampler = sampler_of(config, target) if target.hosts > 1 and config.sampler.name == "jax" else None
     return estimate_memory(config, architecture, config.mesh.sizes, sampler)
 
@@ -280,10 +268,7 @@ class LeverSearch:
         self.least = math.inf
 
     def fitting(self, config: Config, before: Changes | None = None) -> Iterator[str]:
-        """Yield overrides and bytes of each minimal set of levers that fits, all at their mildest.
-
-        `before`: changes that `config` has already.
-        """
+        """Yield overrides and bytes of each minimal set of levers that fits, after the changes `before`."""
         smaller: list[int] = []
         for subset in range(0 if before else 1, 2**NUM_LEVERS):  # bit n: the n-th cheapest
             chosen = {n: -1 for n in range(NUM_LEVERS) if subset >> n & 1}  # lever -> option, first the last

@@ -165,11 +165,7 @@ def question_key(text: str) -> str:
 
 
 def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> PreparationReport:
-    """Write the questions that are kept, row by row, to a ``.jsonl`` or ``.parquet`` file of our layout.
-
-    The output and ``OUTPUT.report.json`` appear when they are complete. Raises UserError if a file is
-    missing, a row malformed, the output cannot be written, or nothing is left.
-    """
+    """Write the questions that are kept, and ``OUTPUT.report.json``; both appear when they are complete."""
     if output.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"{output}: the output must end in .jsonl or .parquet")
     report = PreparationReport()

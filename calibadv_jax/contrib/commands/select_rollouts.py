@@ -39,10 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the demonstrations and print the counts of all trajectories.
-
-    Of a question's trajectories the highest score wins, then the fewest sampled tokens, then the earliest.
-    """
+    """Write the best by score, then fewest sampled tokens, then the earliest; print all counts."""
     if arguments.per_question < 1:
         raise UserError(f"--per-question is {arguments.per_question}: it must be at least 1")
     counts: Counter[str] = Counter()

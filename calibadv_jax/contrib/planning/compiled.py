@@ -1,7 +1,4 @@
-"""A run's programs for devices that are not attached, compiled by their own compilers.
-
-TPUs: libtpu. GPUs: XLA's compiler for CUDA. Neither needs a device or a driver.
-"""
+"""A run's programs, compiled by libtpu or XLA's compiler for CUDA for devices that are not attached."""
 
 from __future__ import annotations
 

@@ -173,10 +173,7 @@ def _product(shape: str) -> int:
 
 
 def placed_on(config: Config, target: Target) -> Config:
-    """Return the config with a mesh of the target's devices, and the attention kernel of its platform.
-
-    UserError: the mesh is of another number of devices, or they cannot share the rows.
-    """
+    """Return the config with a mesh of the target's devices, and the attention kernel of its platform."""
     mesh, rows = config.mesh, config.learner.microbatch_rows
     sizes = mesh.sizes_on(target.devices)
     shards = sizes["data"] * sizes["fsdp"]

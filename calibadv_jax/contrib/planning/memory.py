@@ -128,10 +128,7 @@ def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> 
 
 
 def held_beside(estimate: Mapping[str, float], program: str, shares_base: bool = False) -> float:
-    """Return bytes that lie on a device while a program works, and that are no arguments of it.
-
-    `program`: a name of `program_memory`, or log-probabilities.
-    """
+    """Return bytes on a device beside a program (of `program_memory` or log-probabilities) and its inputs."""
     arguments = {
         "update": ("parameters", "base", "optimizer"),
         "apply": ("parameters", "optimizer"),
@@ -303,10 +300,7 @@ def device_lines(config: Config, architecture: Architecture, mesh: Mapping[str, 
 
 
 def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
-    """Return the estimate, and if the device of this machine has less, the keys to change.
-
-    `devices` is the mesh's number; those of a CPU share the host's memory.
-    """
+    """Return the estimate, and if a device of this machine has less, the keys to change."""
     lines, device, here = [memory_line(estimate)], jax.local_devices()[0], jax.device_count()
     if devices > here:
         mesh = f"the mesh has {devices} devices, and this machine {here}"
@@ -365,10 +359,7 @@ def cpu_lines(config: Config) -> list[str]:
 
 
 def find_architecture(config: Config) -> Architecture | None:
-    """Return the architecture of policy.path if it exists, else of policy.init; None if incomplete.
-
-    Raises UserError if it cannot be used.
-    """
+    """Return the architecture of policy.path if it exists, else of policy.init; None if incomplete."""
     folder, source = Path(config.policy.path), "policy.init"
     hf_config: dict[str, Any] = dict(config.policy.init)
     if config.policy.path and (folder / "config.json").is_file():

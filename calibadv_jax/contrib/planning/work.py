@@ -60,10 +60,7 @@ class Step:
 
 
 def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> ExpectedRollouts:
-    """Return a step's trajectories, by default (0) the longest that the config allows.
-
-    Raises UserError for more tokens of a trajectory, or sampled ones, than it can have.
-    """
+    """Return a step's trajectories, by default (0) the longest that the config allows."""
     rollout = config.rollout
     most = rollout.max_length
     turns = (rollout.max_searches + 1) * rollout.max_turn_length

@@ -200,10 +200,7 @@ _REFERENCE = re.compile(r"#([^)\s\"]+)")
 
 
 def themed_svg(figure: Figure, key: str, label: str) -> str:
-    """Return the drawing as an <svg> element whose colours follow the page's theme.
-
-    `key` becomes part of every id, so that drawings in one page share none; `label` is for screen readers.
-    """
+    """Return an <svg> in the theme's colours, with `key` in its ids and a label for screen readers."""
     import matplotlib
 
     text = io.StringIO()

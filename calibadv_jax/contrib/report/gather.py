@@ -91,10 +91,7 @@ class Gathered:
 
 
 def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
-    """Return everything that the page draws. Figures without a value are left out.
-
-    `smooth`: points that the trends are means of; None: a tenth of the longest run's, at most MAX_SMOOTH.
-    """
+    """Return everything that the page draws; `smooth`: points that trends are means of, None: by length."""
     if smooth is None:
         longest = max(len(run.rows) for each in series for run in each.runs)
         smooth = min(MAX_SMOOTH, max(1, longest // SMOOTH_SHARE))
@@ -252,10 +249,7 @@ def mean_of_last(values: Mapping[int, float | None]) -> float | None:
 
 
 def over_seeds(name: str, runs: Sequence[Mapping[int, float | None]], smooth: int = 1) -> Curve:
-    """Return mean, smallest and largest over the runs, at every step that a run logged.
-
-    A run's value is None where it was not finite; the trend is a mean of `smooth` points.
-    """
+    """Return mean, smallest and largest over the runs at every logged step; None: was not finite."""
     steps = sorted({step for run in runs for step in run})
     values = np.array([[run.get(step) for step in steps] for run in runs], np.float64)  # None: NaN
     mean, low, high = _spread(values, values, values)

@@ -79,10 +79,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read the folders, in the order given.
-
-    Raises UserError if one is no run folder, has no metrics yet, is named twice, or is another kind of run.
-    """
+    """Read the folders, in the order given; each must be a run with metrics, all of one kind."""
     resolved = [folder.resolve() for folder in folders]
     for folder in resolved:
         if resolved.count(folder) > 1:
@@ -128,10 +125,7 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def read_evaluations(folder: Path, output: str | None) -> list[EvaluationTable]:
-    """Read the evaluations in a run's folder and those of the quickstart; half-written files are left out.
-
-    `output` is evaluate.output of the run, which may lie elsewhere or have another name.
-    """
+    """Read the evaluations of a run, `output` (evaluate.output) too; half-written files are left out."""
     first = ["evaluation_before", "evaluation_after"]  # the others follow alphabetically
     paths = sorted(folder.glob("evaluation*.json"))
     paths.sort(key=lambda path: [*first, path.stem].index(path.stem))
@@ -228,10 +222,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Series]:
-    """Put runs of the same config together, in the order of the first of each, named by what differs.
-
-    A run without a kept config stands alone. Raises UserError for more configs than curves can be told apart.
-    """
+    """Put runs of the same config together, in the order of the first of each, named by what differs."""
     members: dict[Any, list[Run]] = {}
     for run in runs:
         members.setdefault(_experiment(run) if run.config else run.folder, []).append(run)

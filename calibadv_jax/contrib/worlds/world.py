@@ -93,11 +93,7 @@ def split_of(name: str) -> Split:
 
 
 def make_facts(config: WorldConfig, rng: np.random.Generator, counts: dict[str, int], split: Split) -> Facts:
-    """Draw distinct entities of a split, and one object for every relation of each.
-
-    There are rumours, or lives, only if the config asks about them. Raises UserError if the split has too few
-    names of a kind.
-    """
+    """Draw distinct entities and an object for each relation; rumours and lives if they are asked for."""
     entities = {kind: _draw_names(rng, kind, count, split) for kind, count in counts.items()}
     facts = Facts(entities, {})
     for kind, names in entities.items():
