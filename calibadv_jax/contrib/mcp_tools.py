@@ -44,13 +44,11 @@ _ID = re.compile(r'"id"\s*:\s*(\d+)')
 _RESULT = re.compile(r'"(?:result|error)"\s*:')
 
 T = TypeVar("T")
+Warn = Callable[[str], object]
 
 
 def mcp_actions(
-    config: McpConfig,
-    max_length: int,
-    log: Path | None = None,
-    warn: Callable[[str], object] = lambda _: None,
+    config: McpConfig, max_length: int, log: Path | None = None, warn: Warn = lambda _: None
 ) -> list[Action]:
     """Return the tools of a server that are on; the server is started, or asked, and left again.
 
@@ -77,9 +75,7 @@ class _OfLoop:
 class McpServer:
     """A server and its connection in each event loop."""
 
-    def __init__(
-        self, config: McpConfig, log: Path | None = None, warn: Callable[[str], object] = lambda _: None
-    ):
+    def __init__(self, config: McpConfig, log: Path | None, warn: Warn):
         self.config, self._log, self._warn = config, log, warn
         self.where = f"MCP server {config.url or config.command}"
         self.agreed: dict[str, Any] = {}  # schemas by tool: each connection must have these
@@ -145,10 +141,8 @@ class McpServer:
         for name, schema in self.agreed.items():
             if name not in schemas or schemas[name] != schema:
                 change = "has another schema than at the start of this run" if name in schemas else "is gone"
-                raise EnvironmentFailure(
-                    f"{self.where}: its tool {name!r} {change}; serve the tools that the run began with, or"
-                    " begin another run"
-                )
+                advice = "serve the tools that the run began with, or begin another run"
+                raise EnvironmentFailure(f"{self.where}: its tool {name!r} {change}; {advice}")
 
     def _warn_once(self, line: str) -> None:
         if not self._has_warned:
@@ -177,7 +171,7 @@ async def _list_tools(client: Any) -> list[Any]:
 class _Connection:
     """A session with a server, in a task of its own: what opens it must also end it."""
 
-    def __init__(self, config: McpConfig, log: Path | None, warn: Callable[[str], object]):
+    def __init__(self, config: McpConfig, log: Path | None, warn: Warn):
         self.config, self.is_lost = config, False
         self.is_compared = False  # its tools with those of the start
         self._log, self._warn = log, warn
@@ -356,7 +350,7 @@ def excerpt(text: str) -> str:
 class ServerLog:
     """The standard error of a server's program, a pipe whose text is added to a file if there is a `path`."""
 
-    def __init__(self, path: Path | None, warn: Callable[[str], object]):
+    def __init__(self, path: Path | None, warn: Warn):
         self.warn, self._path, self._tail = warn, path, b""
         reading, writing = os.pipe()
         self._stream = os.fdopen(writing, "w", buffering=1, encoding="utf-8", errors="replace")

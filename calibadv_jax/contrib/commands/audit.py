@@ -215,7 +215,7 @@ def _check_passages(folder: Path, measured: Measured, num_groups: int, console: 
 
 
 def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> list[GroupCredit]:
-    """Return the credit of a kept step under a config, with rewards permuted by the seed `control`, if any."""
+    """Return the credit of a kept step under a config; a seed `control` permutes the rewards."""
     rng = random_state(int(kept.metadata["seed"]), kept.step - 1, "reward")
     if control is not None:
         rng = random_state(control, kept.step - 1, "audit")

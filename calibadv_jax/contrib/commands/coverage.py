@@ -19,6 +19,7 @@ from calibadv_jax.services.retriever_client import open_retriever
 
 ALL, SAMPLE = "all", 200
 FOLDER = "coverage"
+Shares = dict[str, dict[str, float | int | None]]  # data source -> "questions" and MEASURES
 
 
 @dataclass(frozen=True)
@@ -115,16 +116,14 @@ def _coverage(question: Question, first: Sequence[Document], every: Sequence[Doc
     return QuestionCoverage(answers[0], has(first, any), has(first, all), answers[1], has(every, all))
 
 
-def summary(
-    questions: Sequence[Question], coverages: Sequence[QuestionCoverage]
-) -> dict[str, dict[str, float | int | None]]:
+def summary(questions: Sequence[Question], coverages: Sequence[QuestionCoverage]) -> Shares:
     """Return data source -> questions, and each measure's share of the questions to which it applies."""
     by_source: dict[str, list[QuestionCoverage]] = {}
     for question, coverage in zip(questions, coverages, strict=True):
         by_source.setdefault(question.data_source, []).append(coverage)
     if len(by_source) > 1:
         by_source = dict(sorted(by_source.items())) | {ALL: list(coverages)}
-    shares: dict[str, dict[str, float | int | None]] = {}
+    shares: Shares = {}
     for source, members in by_source.items():
         shares[source] = {"questions": len(members)}
         for name in MEASURES:
@@ -133,7 +132,7 @@ def summary(
     return shares
 
 
-def coverage_table(shares: dict[str, dict[str, float | int | None]]) -> str:
+def coverage_table(shares: Shares) -> str:
     rows = [
         [source, row["questions"], *("-" if row[name] is None else row[name] for name in MEASURES)]
         for source, row in shares.items()

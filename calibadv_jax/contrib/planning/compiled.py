@@ -91,14 +91,12 @@ def lowered_programs(
     config: Config, architecture: Architecture, mesh: Mesh, names: Collection[str]
 ) -> dict[str, jax.stages.Lowered]:
     """Return these programs of a run `placed_on` the mesh's devices, ready to be compiled."""
-    policy = Policy(
-        architecture, Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
-    )
+    numerics, adapters = Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
+    policy, length = Policy(architecture, numerics, adapters), config.learner.row_length
     lowered: dict[str, jax.stages.Lowered] = {}
     if set(names) & set(TRAINED):
         schedule = make_schedule(config.learner.optimizer, UPDATES)
         learner, loss = policy_learner(config, policy, mesh, schedule), policy_loss(config)
-        length = config.learner.row_length
         makers = {
             "update": lambda: learner.lower_update(length, loss),
             "apply": learner.lower_apply,
@@ -107,13 +105,12 @@ def lowered_programs(
         lowered |= {name: make() for name, make in makers.items() if name in names}
     if set(names) & set(OF_CRITIC):
         critic = critic_learner(config, policy, mesh, make_schedule(config.critic.optimizer, UPDATES))
-        lowered["critic's update"] = critic.lower_update(
-            config.learner.row_length, ValueLoss(config.critic.clip)
-        )
+        lowered["critic's update"] = critic.lower_update(length, ValueLoss(config.critic.clip))
         lowered["critic's apply"] = critic.lower_apply()
     if set(names) & set(SAMPLED):
-        sampler, length = config.sampler, config.rollout.max_length
-        engine = CacheEngine(policy, mesh, sampler.slots, length, sampler.prefill_chunk, sampler.decode_chunk)
+        sampler, longest = config.sampler, config.rollout.max_length
+        chunks = sampler.prefill_chunk, sampler.decode_chunk
+        engine = CacheEngine(policy, mesh, sampler.slots, longest, *chunks)
         lowered |= {name: program for name, program in engine.lower().items() if name in names}
     return lowered
 
@@ -121,8 +118,7 @@ def lowered_programs(
 def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[str, Any]:
     """Return seconds of compiling, and GiB on a device by the compiler's plan; or the compiler's refusal.
 
-    *peak* is the memory in use at once; *needed* is the program's memory: its temporary block has gaps. Both
-    include `beside`, the bytes that lie on the device meanwhile.
+    *peak* is in use at once; *needed* is the program's memory, with gaps; both include the bytes `beside` it.
     """
     begun = time.perf_counter()
     try:
