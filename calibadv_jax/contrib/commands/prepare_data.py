@@ -76,10 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
     if report.empty_answers:
         console.say(f"{report.empty_answers} golden answers that normalise to nothing were left out")
     if report.joined_answers:
-        console.warn(
-            f"{report.joined_answers} rows have one golden answer with a separator in it (|, ; or a line"
-            " break): if these are several answers, give --separator"
-        )
+        joined = f"{report.joined_answers} rows have one golden answer with a separator in it (|, ; or a line"
+        console.warn(f"{joined} break): if these are several answers, give --separator")
     console.say(f"written to {arguments.output}; dropped rows in {arguments.output}.report.json")
 
 
@@ -141,12 +139,7 @@ class PreparationReport:
     def rows(self) -> list[list[Any]]:
         """Return for each data source, and in all: name, read, written, dropped for each reason."""
         rows = [
-            [
-                name,
-                self.read[name],
-                self.written[name],
-                *(self.dropped[name, reason] for reason in self.reasons),
-            ]
+            [name, self.read[name], self.written[name], *(self.dropped[name, why] for why in self.reasons)]
             for name in sorted(self.read)
         ]
         return [*rows, ["all", *map(sum, list(zip(*rows, strict=True))[1:])]]

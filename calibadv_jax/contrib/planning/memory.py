@@ -146,14 +146,9 @@ def _step(estimate: Mapping[str, float]) -> float:
 
 def memory_line(estimate: Mapping[str, float]) -> str:
     """Format as ``estimated memory a device: 12.87 GiB (parameters 1.44, …; update: gradients 2.87, …)``."""
-    parts = {
-        "": [*_permanent(estimate)],
-        "update: ": UPDATE,
-        "optimizer's step: ": STEP,
-        "sampling: ": SAMPLING,
-    }
+    phases = {"update: ": UPDATE, "optimizer's step: ": STEP, "sampling: ": SAMPLING}
     texts = []
-    for phase, names in parts.items():
+    for phase, names in ({"": tuple(_permanent(estimate))} | phases).items():
         sizes = [f"{name} {estimate[name] / GIB:.2f}" for name in names if name in estimate]
         texts += [phase + ", ".join(sizes)] if sizes else []
     return f"estimated memory a device: {peak_memory(estimate) / GIB:.2f} GiB ({'; '.join(texts)})"
@@ -235,8 +230,7 @@ def layer_width(architecture: Architecture, mesh: Mapping[str, int]) -> float:
     return 4 * a.hidden_size + 2 * heads * a.head_dim + 3 * _share(a.intermediate_size, mesh)
 
 
-def _kept_width(architecture: Architecture, mesh: Mapping[str, int], remat: str) -> float:
-    a = architecture
+def _kept_width(a: Architecture, mesh: Mapping[str, int], remat: str) -> float:
     heads, kv_heads, mlp = (_share(size, mesh) for size in (a.num_heads, a.num_kv_heads, a.intermediate_size))
     if remat == "full":  # the layer's input
         return a.hidden_size
@@ -245,8 +239,7 @@ def _kept_width(architecture: Architecture, mesh: Mapping[str, int], remat: str)
     return 13 * a.hidden_size + 6 * heads * a.head_dim + 5 * mlp  # fitted to one compiled update
 
 
-def _layer_parameters(architecture: Architecture) -> float:
-    a = architecture
+def _layer_parameters(a: Architecture) -> float:
     embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
     return (a.num_parameters - embeddings) / a.num_layers
 

@@ -20,11 +20,8 @@ from calibadv_jax.record.schema import kept_steps
 
 Kind = Literal["training run", "cold start"]
 COUNTS = ("questions", "trajectories", "failed")
-TITLES = {
-    "evaluation_before": "Before training",
-    "evaluation_after": "After training",
-    "evaluation": "Evaluation",
-}
+TITLES = {"evaluation_before": "Before training", "evaluation_after": "After training"}
+TITLES |= {"evaluation": "Evaluation"}
 MAX_SERIES = 8  # curves of one chart that can be told apart
 IGNORED = marked(Mark.PER_RUN)  # keys that two runs of one experiment may have different
 LONGEST_NAME = 22  # letters of a curve's name
