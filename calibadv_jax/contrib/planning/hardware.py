@@ -37,7 +37,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Gpu(Chip):
-    """A Hopper GPU, by the figures in which these differ; `gpu_target.textproto` holds what they share."""
+    """A Hopper GPU, by the figures in which these differ; the file gpu_target.textproto has the rest."""
 
     name: str
     multiprocessors: int
