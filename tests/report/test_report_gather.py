@@ -103,7 +103,6 @@ def test_seed_that_stopped_early_leaves_the_others(tmp_path):
     ]
     ((curve,),) = [panel.curves for panel in charts_of(gather_folders(*folders))["reward"].panels]
     assert curve.mean.tolist() == [3, 3, 4, 4]
-    assert curve.count.tolist() == [2, 2, 1, 1]
 
 
 def test_null_values_are_gaps_and_are_counted(tmp_path):
@@ -278,7 +277,6 @@ def test_band_is_that_of_a_loop(seed):
     assert curve.steps.tolist() == sorted(set().union(*runs))
     for index, step in enumerate(curve.steps.tolist()):
         there = [run[step] for run in runs if run.get(step) is not None]
-        assert curve.count[index] == len(there)
         if there:
             assert curve.mean[index] == pytest.approx(sum(there) / len(there), abs=1e-12)
             assert (curve.low[index], curve.high[index]) == (min(there), max(there))
@@ -331,7 +329,6 @@ def test_thinning_is_that_of_a_loop(seed):
             finite = [each for each in getattr(whole, name)[part].tolist() if not math.isnan(each)]
             expected = summary(finite) if finite else math.nan
             assert getattr(thinned, name)[index] == pytest.approx(expected, nan_ok=True)
-        assert thinned.count[index] == max(whole.count[part])
 
 
 def test_no_spike_is_lost_by_thinning():
