@@ -136,17 +136,13 @@ def test_a_run_that_kept_nothing_is_one_line(judge, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (["--model", "{folder}", "--window", "0"], "'0': must be a whole number above 0"),
-        (
-            ["--model", "{folder}/none"],
-            "none: no config.json there; give the HuggingFace folder of the judge",
-        ),
+        (["--model", ".", "--window", "0"], "'0': must be a whole number above 0"),
+        (["--model", "none"], "none: no config.json there; give the HuggingFace folder of the judge"),
     ],
 )
 def test_what_is_given_wrongly_is_said_before_the_judge_is_loaded(tmp_path, monkeypatch, capsys, given, line):
-    monkeypatch.setattr(
-        sys, "argv", ["language", str(tmp_path), *(argument.format(folder=tmp_path) for argument in given)]
-    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), *given])
     with pytest.raises(SystemExit):
         language.main()
     assert capsys.readouterr().err.rstrip().endswith(line)

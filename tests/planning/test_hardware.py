@@ -15,7 +15,7 @@ def test_devices_are_counted_from_the_topology(monkeypatch):
     assert tpu.limit == 95e9 and gpu.limit == 0.75 * 84_942_979_072
     assert gpu.links == gpu.chip.network < find_target(gpu="h100", topology="1x1x8").links  # of another host
     assert tpu.hosts == 32 and tpu.links == tpu.chip.links == tpu.chip.network
-    assert str(gpu.host) == "8 H100 (1x1x8)" and gpu.host.host is gpu.host
+    assert str(gpu.host) == "8 H100 (1x1x8)" and gpu.host.host == gpu.host
     monkeypatch.setenv(FRACTION, ".45")
     assert gpu.limit == 0.45 * 84_942_979_072 and tpu.limit == 95e9
     monkeypatch.setenv(FRACTION, "1.0")

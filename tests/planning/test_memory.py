@@ -12,7 +12,6 @@ from calibadv_jax.contrib.planning.memory import (
 )
 from calibadv_jax.policy.architecture import architecture_from_hf
 
-UNTIED = {"tie_word_embeddings": False}
 PHASES = ("activations", "workspace", "prefill", "decode")
 OFFLOADED = {"learner__optimizer__offload": "host", "critic__optimizer__offload": "host"}
 
@@ -22,37 +21,22 @@ def estimate(folder, mesh, shape=(), **changed):
     return estimate_memory(small(folder, **changed), architecture_from_hf(SHAPE | dict(shape)), sizes)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "changed", "shape", "expected"),
-    [
-        # 4 layers × 2048 tokens × 512; 3 × 512 × 16384 logits in float32 and the gathered head
-        ((1, 4, 1), {}, {}, (8388608, 117440512, 127409664, 17301504)),
-        ((2, 2, 2), {"policy__remat": "dots"}, {}, (54525952, 58720256, 65801984, 8912896)),
-        (
-            (1, 1, 2),
-            {"policy__remat": "none", "policy__compute_dtype": "float32"},
-            {},
-            (1557675008, 314572800, 279969792, 2097152),
-        ),
-        ((1, 2, 1), {"policy__remat": "none"}, UNTIED, (572013568, 218103808, 243539456, 17825792)),
-        # two key-value heads on four devices: slots of their own, 5 of 17
-        (
-            (1, 1, 4),
-            {"sampler__slots": 17, "rollout__max_length": 1000},
-            {},
-            (33554432, 118489088, 92052992, 17432576),
-        ),
-        ((1, 1, 1), {"sampler__slots": 2}, {}, (33554432, 402653184, 58064896, 262144)),
-        # few logits: the layer's own results and two gathered layers are the most at once
-        (
-            (1, 4, 1),
-            {"policy__logprob_chunk": 8, "learner__microbatch_rows": 8},
-            {},
-            (16777216, 135011840, 127409664, 17301504),
-        ),
-    ],
-    ids=["full", "dots", "float32", "untied", "slots", "whole", "layer"],
-)
+UNTIED, KEYS = {"tie_word_embeddings": False}, {"sampler__slots": 17, "rollout__max_length": 1000}
+FLOAT32 = {"policy__remat": "none", "policy__compute_dtype": "float32"}
+FEW_LOGITS = {"policy__logprob_chunk": 8, "learner__microbatch_rows": 8}
+EXPECTED = [
+    # 4 layers × 2048 tokens × 512; 3 × 512 × 16384 logits in float32 and the gathered head
+    ((1, 4, 1), {}, {}, (8388608, 117440512, 127409664, 17301504)),
+    ((2, 2, 2), {"policy__remat": "dots"}, {}, (54525952, 58720256, 65801984, 8912896)),
+    ((1, 1, 2), FLOAT32, {}, (1557675008, 314572800, 279969792, 2097152)),
+    ((1, 2, 1), {"policy__remat": "none"}, UNTIED, (572013568, 218103808, 243539456, 17825792)),
+    ((1, 1, 4), KEYS, {}, (33554432, 118489088, 92052992, 17432576)),  # two key-value heads: 5 of 17 slots
+    ((1, 1, 1), {"sampler__slots": 2}, {}, (33554432, 402653184, 58064896, 262144)),
+    ((1, 4, 1), FEW_LOGITS, {}, (16777216, 135011840, 127409664, 17301504)),  # most are a layer's results
+]
+
+
+@pytest.mark.parametrize(("mesh", "changed", "shape", "expected"), EXPECTED, ids=range(len(EXPECTED)))
 def test_bytes_of_each_phase(tmp_path, mesh, changed, shape, expected):
     counted = estimate(tmp_path, mesh, shape, **changed)
     assert tuple(counted[name] for name in PHASES) == expected

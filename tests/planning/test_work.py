@@ -8,8 +8,8 @@ import jax
 import pytest
 from plan_rig import SHAPE, small
 
-from calibadv_jax.contrib.commands.plan import changed, memory_of, ways_out
-from calibadv_jax.contrib.planning.compiled import lowered_programs
+from calibadv_jax.contrib.commands.plan import LeverSearch, changed, memory_of, ways_out
+from calibadv_jax.contrib.planning.compiled import OF_CRITIC, TRAINED, lowered_programs, programs_of
 from calibadv_jax.contrib.planning.hardware import find_target, placed_on, sampler_of
 from calibadv_jax.contrib.planning.memory import GIB, peak_memory
 from calibadv_jax.contrib.planning.work import Costs, Part, expected_rollouts, step_of
@@ -43,6 +43,16 @@ def test_operations_are_those_that_xla_counts(tmp_path, remat):
     for name, part in expected.items():
         counted = lowered[name].cost_analysis()["flops"]
         assert 1 / 1.15 < part.flops / counted < 1.15, (name, part.flops, counted)
+
+
+def test_every_program_of_a_run_is_lowered(tmp_path):
+    """A critic's and the sampler's too."""
+    rows = {"learner__row_length": 256, "rollout__max_length": 256, "rollout__max_prompt_length": 128}
+    config = small(tmp_path, mesh__fsdp=1, advantage__name="gae", **rows)
+    mesh, architecture = make_mesh(config.mesh, jax.devices()[:1]), architecture_from_hf(SHAPE | FEW)
+    names = programs_of(config)
+    assert lowered_programs(config, architecture, mesh, names).keys() == set(names)
+    assert set(names) == {*TRAINED, *OF_CRITIC, "prefill", "decode"}
 
 
 def test_step_computes_full_rows_and_reports_fill(tmp_path):
@@ -91,69 +101,40 @@ def test_expected_trajectories_are_the_longest_by_default(tmp_path):
             expected_rollouts(config, tokens, sampled)
 
 
-@pytest.mark.parametrize(
-    ("target", "changed", "expected"),
-    [
-        (
-            "1x1x4",
-            {"mesh__data": 2, "mesh__fsdp": 2, "policy__remat": "none"},
-            {
-                "update": (5.3773e12, 6.97753e9, 3.9337e8),
-                "optimizer's step": (7.86739e8, 3.14696e8, 0),
-                "prefill": (1.25043e12, 1.81371e9, 0),
-                "decode": (1.38936e11, 4.7529e9, 0),
-            },
-        ),
-        (  # of two hosts: each has a sampler; a reference policy needs a pass of its own
-            "1x2x2",
-            {"mesh__fsdp": 2, "mesh__tensor": 2, "policy__remat": "dots", "loss__kl_coef": 0.1},
-            {
-                "log-probabilities": (1.56337e12, 2.41071e9, 1.73555e8),
-                "update": (5.65218e12, 7.38947e9, 3.86446e8),
-                "optimizer's step": (3.9337e8, 1.57348e8, 0),
-                "prefill": (1.25043e12, 1.02482e9, 0),
-                "decode": (1.38936e11, 4.7529e9, 0),
-            },
-        ),
-        (  # no gradients of the base's weights; the head's logits are computed once
-            "1x1x4",
-            {"policy__lora__rank": 4, "policy__logprob_chunk": 2048},
-            {
-                "update": (4.55267e12, 8.72818e9, 2.36894e8),
-                "optimizer's step": (2.90816e6, 1.16326e6, 0),
-                "decode": (1.38936e11, 2.78605e9, 0),
-            },
-        ),
-        (
-            "1x1x4",
-            {"advantage__name": "gae", "learner__epochs": 2, "learner__minibatch_size": 12},
-            {
-                "log-probabilities": (1.56337e12, 2.22095e9, 1.18011e8),
-                "update": (1.43796e13, 2.01655e10, 7.96573e8),
-                "critic's values": (1.56337e12, 2.22095e9, 1.18011e8),
-                "critic's update": (1.43796e13, 2.01655e10, 7.96573e8),
-                "optimizer's step": (4.72044e9, 1.88817e9, 0),
-            },
-        ),
-        (  # two workers of a device each, with three slots each
-            "1x1x4",
-            {"sampler__name": "vllm", "sampler__urls": "[http://a:1,http://b:1]", "sampler__slots": 3},
-            {"prefill": (1.25043e12, 3.62742e9, 0), "decode": (1.38936e11, 2.26181e10, 0)},
-        ),
-        (  # two of two devices each, which fewer trajectories share
-            "1x1x4",
-            {"sampler__name": "vllm", "sampler__workers": 2, "rollout__max_concurrency": 10}
-            | {"sampler__worker_devices": "['0,1','2,3']"},
-            {"prefill": (1.25043e12, 1.81371e9, 0), "decode": (1.38936e11, 7.11311e9, 0)},
-        ),
-        (  # fewer trajectories than slots
-            "1x1x4",
-            {"sampler__slots": 64, "sampler__name": "vllm", "sampler__workers": 1},
-            {"decode": (1.38936e11, 7.2105e9, 0)},
-        ),
-    ],
-    ids=["data", "tensor", "adapters", "critic", "workers", "large workers", "few"],
-)
+TWO = {"sampler__name": "vllm", "sampler__workers": 2, "sampler__worker_devices": "['0,1','2,3']"}
+PARTS = [  # GPUs, changes, and of some parts operations, bytes of memory and bytes received
+    ("1x1x4", {"mesh__data": 2, "mesh__fsdp": 2, "policy__remat": "none"}, {
+        "update": (5.3773e12, 6.97753e9, 3.9337e8), "optimizer's step": (7.86739e8, 3.14696e8, 0),
+        "prefill": (1.25043e12, 1.81371e9, 0), "decode": (1.38936e11, 4.7529e9, 0),
+    }),
+    # Two hosts: each has a sampler. A reference policy needs a pass of its own.
+    ("1x2x2", {"mesh__fsdp": 2, "mesh__tensor": 2, "policy__remat": "dots", "loss__kl_coef": 0.1}, {
+        "log-probabilities": (1.56337e12, 2.41071e9, 1.73555e8), "update": (5.65218e12, 7.38947e9, 3.86446e8),
+        "optimizer's step": (3.9337e8, 1.57348e8, 0), "prefill": (1.25043e12, 1.02482e9, 0),
+        "decode": (1.38936e11, 4.7529e9, 0),
+    }),
+    # No gradients of the base's weights; the logits are computed once.
+    ("1x1x4", {"policy__lora__rank": 4, "policy__logprob_chunk": 2048}, {
+        "update": (4.55267e12, 8.72818e9, 2.36894e8), "optimizer's step": (2.90816e6, 1.16326e6, 0),
+        "decode": (1.38936e11, 2.78605e9, 0),
+    }),
+    ("1x1x4", {"advantage__name": "gae", "learner__epochs": 2, "learner__minibatch_size": 12}, {
+        **dict.fromkeys(["log-probabilities", "critic's values"], (1.56337e12, 2.22095e9, 1.18011e8)),
+        **dict.fromkeys(["update", "critic's update"], (1.43796e13, 2.01655e10, 7.96573e8)),
+        "optimizer's step": (4.72044e9, 1.88817e9, 0),
+    }),
+    # vLLM's workers: two of one device with three slots each, two of two devices, and more slots than work.
+    ("1x1x4", {"sampler__name": "vllm", "sampler__urls": "[http://a:1,http://b:1]", "sampler__slots": 3}, {
+        "prefill": (1.25043e12, 3.62742e9, 0), "decode": (1.38936e11, 2.26181e10, 0),
+    }),
+    ("1x1x4", TWO | {"rollout__max_concurrency": 10}, {
+        "prefill": (1.25043e12, 1.81371e9, 0), "decode": (1.38936e11, 7.11311e9, 0),
+    }),
+    ("1x1x4", {"sampler__slots": 64, "sampler__name": "vllm"}, {"decode": (1.38936e11, 7.2105e9, 0)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "changed", "expected"), PARTS, ids=range(len(PARTS)))
 def test_operations_and_bytes_of_each_part(tmp_path, target, changed, expected):
     """Of 32 trajectories of 1,000 tokens, 100 sampled."""
     target = find_target(gpu="h100", topology=target)
@@ -246,5 +227,8 @@ def test_each_host_has_a_sampler_of_its_own(tmp_path):
     assert apart["sampler weights"] == pytest.approx(2 * together["sampler weights"], rel=0.01)  # but norms
     assert apart["kv cache"] == together["kv cache"]
     assert apart["parameters"] == together["parameters"]
+    vllm = needed(changed(placed_on(config, two), {"sampler.name": "vllm"}), two)
+    lines = LeverSearch(ARCHITECTURE, two, vllm, 1.0).fitting(placed_on(config, two))
+    assert {"sampler.name": "vllm", "sampler.workers": 2} in map(changes_of, lines)
     odd = placed_on(small(tmp_path, learner__microbatch_rows=8, sampler__slots=9), two)
     assert sampler_of(odd, two).sampler.slots == 5

@@ -95,14 +95,8 @@ def test_page_asks_for_nothing_and_is_whole(of_two_configs):
     assert len(set(ids)) == len(ids)
     links = {each["href"].removeprefix("#") for each in page.all("a")}
     assert {"runs", "outcome", "credit", "settings"} <= links <= set(ids)
-    assert {each["id"] for each in page.all("figure")} >= {
-        "reward",
-        "f1",
-        "f1_by_source",
-        "format",
-        "entropy",
-        "phases",
-    }
+    figures = {each["id"] for each in page.all("figure")}
+    assert figures >= {"reward", "f1", "f1_by_source", "format", "entropy", "phases"}
     assert all(attributes["aria-label"] for attributes in page.all("svg") if attributes.get("role") == "img")
 
 
@@ -129,19 +123,14 @@ def test_page_says_what_the_runs_are(of_two_configs):
     assert "Left out, because the kept trajectories do not hold what they show: Advantage by turn" in text
 
 
-def test_left_out_figures_are_named_without_trajectories(tmp_path):
-    report(make_run(tmp_path / "run", learning_curve(4, 0)))
-    text = (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    titles = "F1 by data source, Advantage by turn, Importance weights"
-    assert f"Left out, because no trajectories were kept: {titles}." in text
-
-
 def test_trends_are_explained_where_there_are_any(tmp_path):
     folder = make_run(tmp_path / "run", learning_curve(30, 0))
+    left_out = "no trajectories were kept: F1 by data source, Advantage by turn, Importance weights."
     for option, words in (("3", "Strong lines are means of 3 steps"), ("1", None)):
         report(folder, "--smooth", option)
         text = (folder / "report.html").read_text(encoding="utf-8")
         assert ("Strong lines" in text) == (words is not None) and (words or "") in text
+        assert f"Left out, because {left_out}" in text
 
 
 def test_seed_that_ended_early_is_named(tmp_path):
@@ -195,6 +184,5 @@ def test_mistakes_are_one_line(tmp_path, capsys, arguments, words):
 def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert report(make_run(tmp_path, learning_curve(2, 0))) == 2
-    assert (
-        capsys.readouterr().err == "error: matplotlib is not installed; pip install 'calibadv-jax[report]'\n"
-    )
+    output = capsys.readouterr().err
+    assert output == "error: matplotlib is not installed; pip install 'calibadv-jax[report]'\n"

@@ -31,9 +31,6 @@ def gather_folders(*folders, smooth=1) -> Gathered:
     return gather(group_runs(read_runs(list(folders))), smooth)
 
 
-BLAME = {"before": [4.0, 5.0], "after": [1.0, 2.0]}
-
-
 def charts_of(gathered: Gathered) -> dict[str, Chart]:
     return {chart.figure.key: chart for each in gathered.sections for chart in each.charts}
 
@@ -111,6 +108,8 @@ def test_null_values_are_gaps_and_are_counted(tmp_path):
     charts = charts_of(gather_folders(make_run(tmp_path, metrics)))
     assert np.isnan(charts["reward"].panels[0].curves[0].mean).tolist() == [False, True, False]
     assert charts["nonfinite"].panels[0].curves[0].mean.tolist() == [0, 2, 0]
+    constant = make_run(tmp_path / "constant", {"reward/mean": [0.5, None, 0.5]})
+    assert "reward" in charts_of(gather_folders(constant))  # a gap is no constant
 
 
 def test_constant_metrics_are_described(tmp_path):
@@ -121,11 +120,6 @@ def test_constant_metrics_are_described(tmp_path):
         "Values that were not finite": 0.0,
         "some/new_metric": 7.0,
     }
-
-
-def test_constant_with_a_gap_is_drawn(tmp_path):
-    gathered = gather_folders(make_run(tmp_path, {"reward/mean": [0.5, None, 0.5]}))
-    assert "reward" in charts_of(gathered)
 
 
 def test_metrics_without_figure_are_shown_at_end(tmp_path):
@@ -199,12 +193,6 @@ def test_equal_metrics_are_one_curve(tmp_path, first, second, key):
     assert len(charts_of(gather_folders(make_run(tmp_path / "b", {second: values})))) == 1
 
 
-def test_penalty_of_searches_is_drawn_before_and_after(tmp_path):
-    metrics = {f"advantage/search/negative_{when}": values for when, values in BLAME.items()}
-    (panel,) = charts_of(gather_folders(make_run(tmp_path, metrics)))["search_mass"].panels
-    assert {curve.name: curve.mean.tolist() for curve in panel.curves} == BLAME
-
-
 def test_guards_threshold_is_that_of_the_config(tmp_path):
     config = quickstart_config(tmp_path, "guards.min_entropy=0.125")
     folder = make_run(tmp_path, learning_curve(4, 0), config)
@@ -215,41 +203,14 @@ def test_guards_threshold_is_that_of_the_config(tmp_path):
     assert charts_of(gather_folders(folder))["entropy"].limit is None
 
 
-def test_figures_without_trajectories_are_named(tmp_path):
-    left_out = gather_folders(make_run(tmp_path, learning_curve(4, 0))).left_out
-    assert [figure.key for figure in left_out] == ["f1_by_source", "advantage_by_turn", "importance"]
-
-
 def test_cold_start_has_its_own_figures(tmp_path):
-    gathered = gather_folders(
-        make_run(
-            tmp_path,
-            {"sft/loss": [3.0, 2.0, 1.0], "sft/lr": [0.1, 0.2, 0.1], "timing_s/step": [2.0, 1.0, 1.0]},
-        )
-    )
+    values = {"sft/loss": [3.0, 2.0, 1.0], "sft/lr": [0.1, 0.2, 0.1], "timing_s/step": [2.0, 1.0, 1.0]}
+    gathered = gather_folders(make_run(tmp_path / "sft", values))
     assert set(charts_of(gathered)) == {"sft_loss", "sft_rate", "phases"}
     assert charts_of(gathered)["phases"].figure.title == "Time by phase: step"
     assert gathered.left_out == []
-
-
-def test_long_runs_have_fewer_points_than_steps(tmp_path):
-    folder = make_run(tmp_path, learning_curve(2000, 0))
-    gathered = gather_folders(folder)
-    assert gathered.steps_per_point == 6
-    assert all(
-        len(curve.steps) <= 360
-        for chart in charts_of(gathered).values()
-        for panel in chart.panels
-        for curve in panel.curves
-    )
-
-
-def test_default_trend_is_over_tenth_of_run(tmp_path):
-    series = group_runs(read_runs([make_run(tmp_path, learning_curve(40, 0))]))
-    assert gather(series).smooth == 4
-    assert gather(series, 3).smooth == 3
-    long = group_runs(read_runs([make_run(tmp_path / "long", {"reward/mean": [0.5, 0.25] * 200})]))
-    assert gather(long).smooth == 20
+    left_out = gather_folders(make_run(tmp_path / "run", learning_curve(4, 0))).left_out
+    assert [figure.key for figure in left_out] == ["f1_by_source", "advantage_by_turn", "importance"]
 
 
 def test_mean_of_last_skips_what_is_not_finite():
@@ -286,18 +247,6 @@ def test_band_is_that_of_a_loop(seed):
             assert np.isnan([curve.mean[index], curve.low[index], curve.high[index]]).all()
 
 
-def test_band_needs_two_differing_seeds():
-    assert not over_seeds("x", [{1: 0.5, 2: None}]).has_band
-    assert not over_seeds("x", [{1: 0.5}, {1: 0.5}]).has_band
-    assert over_seeds("x", [{1: 0.5}, {1: 0.75}]).has_band
-
-
-def test_curve_without_a_finite_value_is_empty():
-    assert over_seeds("x", [{}, {}]).is_empty
-    assert over_seeds("x", [{1: None}]).is_empty
-    assert not over_seeds("x", [{1: None, 2: 0.0}]).is_empty
-
-
 @pytest.mark.parametrize("width", [1, 2, 3, 6, 50])
 def test_trend_is_that_of_a_loop(width):
     draw = random.Random(width)
@@ -309,12 +258,6 @@ def test_trend_is_that_of_a_loop(width):
         finite = [each for each in around if not math.isnan(each)]
         expected = math.nan if math.isnan(value) else sum(finite) / len(finite)
         assert result[index] == pytest.approx(expected, nan_ok=True)
-
-
-def test_trend_is_smoothed_and_mean_is_not():
-    curve = over_seeds("x", [{1: 0.0, 2: 3.0, 3: 0.0}], smooth=3)
-    assert curve.mean.tolist() == [0, 3, 0]
-    assert curve.trend.tolist() == [1.5, 1, 1.5]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -332,16 +275,32 @@ def test_thinning_is_that_of_a_loop(seed):
             expected = summary(finite) if finite else math.nan
             assert getattr(thinned, name)[index] == pytest.approx(expected, nan_ok=True)
         assert thinned.count[index] == max(whole.count[part])
+    assert thin(thinned, 7) is thinned
 
 
-def test_no_spike_is_lost_by_thinning():
-    values = dict.fromkeys(range(1, 1001), 0.0) | {617: 9.0}
-    assert thin(over_seeds("x", [values]), 60).high.max() == 9.0
+@pytest.mark.parametrize(
+    ("runs", "has_band", "is_empty"),
+    [
+        ([{1: 0.5, 2: None}], False, False),
+        ([{1: 0.5}, {1: 0.5}], False, False),
+        ([{1: 0.5}, {1: 0.75}], True, False),
+        ([{}, {}], False, True),
+        ([{1: None}], False, True),
+    ],
+)
+def test_band_needs_seeds_that_differ(runs, has_band, is_empty):
+    curve = over_seeds("x", runs)
+    assert (curve.has_band, curve.is_empty) == (has_band, is_empty)
 
 
-def test_short_curve_is_left_as_it_is():
-    curve = over_seeds("x", [{1: 0.5, 2: 0.25}])
-    assert thin(curve, 2) is curve
+@pytest.mark.parametrize(("steps", "smooth", "points"), [(40, 4, 1), (400, 20, 2), (2000, 20, 6)])
+def test_longer_runs_have_wider_trends_and_points(tmp_path, steps, smooth, points):
+    series = group_runs(read_runs([make_run(tmp_path, {"reward/mean": [0.5, 0.25] * (steps // 2)})]))
+    gathered = gather(series)
+    assert (gathered.smooth, gathered.steps_per_point) == (smooth, points)
+    assert gather(series, 3).smooth == 3
+    curves = [curve for chart in charts_of(gathered).values() for curve in chart.panels[0].curves]
+    assert curves and all(len(curve.steps) <= 360 for curve in curves)
 
 
 def row(source, f1, **more):

@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -36,17 +37,9 @@ def applies(requirement, python):
 
 
 def environment(python):
-    return {
-        "python_version": python,
-        "python_full_version": f"{python}.5",
-        "sys_platform": "linux",
-        "platform_system": "Linux",
-        "platform_machine": "x86_64",
-        "platform_python_implementation": "CPython",
-        "implementation_name": "cpython",
-        "os_name": "posix",
-        "extra": "",
-    }
+    linux = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "extra": ""}
+    versions = {"python_version": python, "python_full_version": f"{python}.5"}
+    return default_environment() | linux | versions
 
 
 @pytest.mark.parametrize("name", EXTRAS)
@@ -70,13 +63,8 @@ def test_lock_satisfies_the_project(name):
 
 def test_every_lock_is_one_that_the_script_writes():
     text = (ROOT / "scripts/lock.sh").read_text(encoding="utf-8")
-    assert (
-        dict(
-            (requirement[0], tuple(requirement[1:]))
-            for requirement in map(str.split, re.findall(r"(?m)^lock (.*)$", text))
-        )
-        == EXTRAS
-    )
+    calls = [line.split() for line in re.findall(r"(?m)^lock (.*)$", text)]
+    assert {name: tuple(extras) for name, *extras in calls} == EXTRAS
     assert sorted(file.stem for file in (ROOT / "requirements").iterdir()) == sorted(EXTRAS)
 
 

@@ -20,15 +20,10 @@ HNSW = {"m": 4, "ef_construct": 16, "full_scan_threshold": 10}
 
 
 def make_shard(folder: Path, settings: dict[str, Any]) -> edge.EdgeShard:
-    """A collection by the body of the request that makes it."""
-    vectors, quantized = settings["vectors"], settings.get("quantization_config") or {}
-    codes = None
-    if "scalar" in quantized:
-        assert quantized["scalar"]["type"] == "int8"
-        codes = edge.ScalarQuantizationConfig(type=edge.ScalarType.Int8, always_ram=True)
-    elif "binary" in quantized:
-        codes = edge.BinaryQuantizationConfig(always_ram=True)
-    assert vectors["distance"] == "Dot"
+    """A collection by the body of the request that makes it, with int8 codes."""
+    vectors = settings["vectors"]
+    assert (vectors["distance"], settings["quantization_config"]["scalar"]["type"]) == ("Dot", "int8")
+    codes = edge.ScalarQuantizationConfig(type=edge.ScalarType.Int8, always_ram=True)
     config = edge.EdgeConfig(
         vectors=edge.EdgeVectorParams(size=vectors["size"], distance=edge.Distance.Dot),
         quantization_config=codes,

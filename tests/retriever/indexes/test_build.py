@@ -213,6 +213,7 @@ def test_full_disk_names_the_folder(tmp_path, long_corpus, options, size, where)
     with largest_file(size), pytest.raises(RetrieverError, match="cannot be written") as caught:
         build(long_corpus, tmp_path / "i", **options)
     assert str(tmp_path / where) in str(caught.value) and "\n" not in str(caught.value)
+    assert "factory" in options or "cannot be written (File too large); make room" in str(caught.value)
     assert not (tmp_path / "i").exists()
     build(long_corpus, tmp_path / "i", **options)
     assert first_id(long_corpus, tmp_path / "i") == "17"
@@ -271,16 +272,6 @@ def test_random_bytes_are_noticed(built, long_corpus, tmp_path, kind, mmap):
     with pytest.raises(RetrieverError, match="index.faiss: damaged .its checksum.*build it again"):
         first_id(long_corpus, copy, mmap=mmap)
     assert first_id(long_corpus, copy, mmap=mmap, skip_checksum=True)
-
-
-def test_random_bytes_of_bm25_are_noticed(built, long_corpus, tmp_path):
-    copy = Path(shutil.copytree(built / "bm25", tmp_path / "copy"))
-    path = copy / "bm25" / "data.csc.index.npy"
-    data = bytearray(path.read_bytes())
-    data[-8:-4] = np.float32(7).tobytes()
-    path.write_bytes(data)
-    with pytest.raises(RetrieverError, match="data.csc.index.npy: damaged .its checksum"):
-        open_index(copy, long_corpus)
 
 
 def test_every_file_has_a_checksum(built, long_corpus, tmp_path):

@@ -50,22 +50,6 @@ def item(name):
     return [({"id": name, "contents": f"text of {name}"}, 1.0)]
 
 
-def test_failed_insert_loses_nothing(tmp_path):
-    """A full disk: SQLite's own error, here by a limit of its own."""
-    store = ResultCache(tmp_path / "s", {}, "use")
-    store.store(["a"], 1, [item("a")])
-    (pages,) = store._store.execute("PRAGMA page_count").fetchone()
-    store._store.execute(f"PRAGMA max_page_count = {pages}")
-    large = [({"id": "b", "contents": "x" * 100_000}, 1.0)]
-    for _ in range(2):
-        with pytest.raises(RetrieverError, match="results cannot be stored .*full.*--cache_path"):
-            store.store(["b"], 1, [large])
-    assert store.look_up(["a", "b"], 1) == [item("a"), None]
-    store._store.execute("PRAGMA max_page_count = 1000000")
-    store.store(["b"], 1, [large])
-    assert store.look_up(["b"], 1) == [large]
-
-
 def test_half_failed_insert_is_rolled_back(tmp_path):
     """Unlike a full disk, most errors leave SQLite's transaction open: here one of the second row."""
     store = ResultCache(tmp_path / "s", {}, "use")
@@ -148,12 +132,6 @@ def test_first_stored_result_stays(store):
     assert store.look_up(["c"], 3) == [FIRST]
 
 
-def test_later_process_finds_stored_results(store, tmp_path):
-    store.store(["a"], 3, [FIRST])
-    again = ResultCache(tmp_path / "store.sqlite", {"encoder": "x"}, "replay")
-    assert again.look_up(["a"], 3) == [FIRST]
-
-
 def test_equal_queries_at_once_are_all_answered(index, store):
     counting = Counting(index, seconds=0.05)
     engine = Engine(counting, Depths(3), Limits(max_batch=1, max_wait=0.0), Metrics(), None, store)
@@ -188,7 +166,8 @@ def test_full_disk_costs_no_client_its_answer(index, store, capsys):
         ask(*long)
         ask(*long)
         output = capsys.readouterr().err
-        assert output.count("warning: ") == 1 and "results cannot be stored" in output and "full" in output
+        assert output.count("warning: ") == 1
+        assert "results cannot be stored (database or disk is full); set --cache_path" in output
         assert unstored() == 80 * outage
         ask("ada almson")  # what was stored before is still found
         assert unstored() == 80 * outage
