@@ -71,7 +71,7 @@ def test_more_documents_or_queries_cover_more(config):
     assert two(topk=3)["all_passages"] == 1.0
     blind = two(corpus="")
     assert (blind["passage"], blind["all_by_any"]) == (1.0, 0.0)
-    reranked = replace(config.retriever, rerank_topk=7, retrieval_topk=9)
+    reranked = replace(config.retriever, url="http://h", rerank_topk=7, retrieval_topk=9)
     assert coverage.depth(replace(config, retriever=reranked)) == 7
 
 

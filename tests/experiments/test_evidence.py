@@ -28,6 +28,7 @@ EVALUATE = """
 report = {"policy": {"step": 60}, "scores": {"1": {"all": {"f1": 0.5}}}}
 (folder / "evaluation.json").write_text(json.dumps(report))
 """
+SCORES = '"scores": {"%s": {"all": {"f1": 0.5}}}}'
 
 
 @pytest.fixture
@@ -84,9 +85,6 @@ def test_what_is_finished_is_not_run_again(tmp_path, programs, capsys):
     assert "calibadv-lr1.9e-3/seed-3: held-out F1 0.500" in output and "2 of 2 runs done" in output
     run_all(tmp_path, jobs)
     assert len(calls(tmp_path)) == 5
-
-
-SCORES = '"scores": {"%s": {"all": {"f1": 0.5}}}}'
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,6 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 
 PHASES = ("activations", "workspace", "prefill", "decode")
 OFFLOADED = {"learner__optimizer__offload": "host", "critic__optimizer__offload": "host"}
-
-
-def estimate(folder, mesh, shape=(), **changed):
-    sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
-    return estimate_memory(small(folder, **changed), architecture_from_hf(SHAPE | dict(shape)), sizes)
-
-
 UNTIED, KEYS = {"tie_word_embeddings": False}, {"sampler__slots": 17, "rollout__max_length": 1000}
 FLOAT32 = {"policy__remat": "none", "policy__compute_dtype": "float32"}
 FEW_LOGITS = {"policy__logprob_chunk": 8, "learner__microbatch_rows": 8}
@@ -36,6 +29,11 @@ EXPECTED = [
 ]
 
 
+def estimate(folder, mesh, shape=(), **changed):
+    sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
+    return estimate_memory(small(folder, **changed), architecture_from_hf(SHAPE | dict(shape)), sizes)
+
+
 @pytest.mark.parametrize(("mesh", "changed", "shape", "expected"), EXPECTED, ids=range(len(EXPECTED)))
 def test_bytes_of_each_phase(tmp_path, mesh, changed, shape, expected):
     counted = estimate(tmp_path, mesh, shape, **changed)
@@ -48,7 +46,7 @@ def test_moments_from_the_host_are_the_larger(tmp_path):
     for learner, critic, moments in (("adamw", "muon", 2), ("muon", "adamw", 2), ("muon", "muon", 1)):
         rules = {"learner__optimizer__name": learner, "critic__optimizer__name": critic}
         both = estimate(tmp_path, (1, 2, 1), {"vocab_size": 512}, advantage__name="gae", **OFFLOADED, **rules)
-        assert both["moments"] == pytest.approx(moments * stack, rel=0.01), rules
+        assert both["moments"] == pytest.approx(moments * stack, rel=0.05), rules
         assert both["optimizer"] == 0 and "critic's optimizer" not in both
 
 

@@ -22,6 +22,37 @@ pytestmark = pytest.mark.medium
 FEW = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 512}
 ARCHITECTURE = architecture_from_hf(SHAPE)
 TARGET = find_target(gpu="h100", topology="1x1x4")
+TWO = {"sampler__name": "vllm", "sampler__workers": 2, "sampler__worker_devices": "['0,1','2,3']"}
+PARTS = [  # GPUs, changes, and of some parts operations, bytes of memory and bytes received
+    ("1x1x4", {"mesh__data": 2, "mesh__fsdp": 2, "policy__remat": "none"}, {
+        "update": (5.3773e12, 6.97753e9, 3.9337e8), "optimizer's step": (7.86739e8, 3.14696e8, 0),
+        "prefill": (1.25043e12, 1.81371e9, 0), "decode": (1.38936e11, 4.7529e9, 0),
+    }),
+    # Two hosts: each has a sampler. A reference policy needs a pass of its own.
+    ("1x2x2", {"mesh__fsdp": 2, "mesh__tensor": 2, "policy__remat": "dots", "loss__kl_coef": 0.1}, {
+        "log-probabilities": (1.56337e12, 2.41071e9, 1.73555e8), "update": (5.65218e12, 7.38947e9, 3.86446e8),
+        "optimizer's step": (3.9337e8, 1.57348e8, 0), "prefill": (1.25043e12, 1.02482e9, 0),
+        "decode": (1.38936e11, 4.7529e9, 0),
+    }),
+    # No gradients of the base's weights; the logits are computed once.
+    ("1x1x4", {"policy__lora__rank": 4, "policy__logprob_chunk": 2048}, {
+        "update": (4.55267e12, 8.72818e9, 2.36894e8), "optimizer's step": (2.90816e6, 1.16326e6, 0),
+        "decode": (1.38936e11, 2.78605e9, 0),
+    }),
+    ("1x1x4", {"advantage__name": "gae", "learner__epochs": 2, "learner__minibatch_size": 12}, {
+        **dict.fromkeys(["log-probabilities", "critic's values"], (1.56337e12, 2.22095e9, 1.18011e8)),
+        **dict.fromkeys(["update", "critic's update"], (1.43796e13, 2.01655e10, 7.96573e8)),
+        "optimizer's step": (4.72044e9, 1.88817e9, 0),
+    }),
+    # vLLM's workers: two of one device with three slots each, two of two devices, and more slots than work.
+    ("1x1x4", {"sampler__name": "vllm", "sampler__urls": "[http://a:1,http://b:1]", "sampler__slots": 3}, {
+        "prefill": (1.25043e12, 3.62742e9, 0), "decode": (1.38936e11, 2.26181e10, 0),
+    }),
+    ("1x1x4", TWO | {"rollout__max_concurrency": 10}, {
+        "prefill": (1.25043e12, 1.81371e9, 0), "decode": (1.38936e11, 7.11311e9, 0),
+    }),
+    ("1x1x4", {"sampler__slots": 64, "sampler__name": "vllm"}, {"decode": (1.38936e11, 7.2105e9, 0)}),
+]  # fmt: skip
 
 
 def step(folder, rollouts=(), **changed):
@@ -99,39 +130,6 @@ def test_expected_trajectories_are_the_longest_by_default(tmp_path):
     for tokens, sampled in ((2049, 0), (100, 100)):
         with pytest.raises(UserError, match="--tokens 2049|--sampled 100"):
             expected_rollouts(config, tokens, sampled)
-
-
-TWO = {"sampler__name": "vllm", "sampler__workers": 2, "sampler__worker_devices": "['0,1','2,3']"}
-PARTS = [  # GPUs, changes, and of some parts operations, bytes of memory and bytes received
-    ("1x1x4", {"mesh__data": 2, "mesh__fsdp": 2, "policy__remat": "none"}, {
-        "update": (5.3773e12, 6.97753e9, 3.9337e8), "optimizer's step": (7.86739e8, 3.14696e8, 0),
-        "prefill": (1.25043e12, 1.81371e9, 0), "decode": (1.38936e11, 4.7529e9, 0),
-    }),
-    # Two hosts: each has a sampler. A reference policy needs a pass of its own.
-    ("1x2x2", {"mesh__fsdp": 2, "mesh__tensor": 2, "policy__remat": "dots", "loss__kl_coef": 0.1}, {
-        "log-probabilities": (1.56337e12, 2.41071e9, 1.73555e8), "update": (5.65218e12, 7.38947e9, 3.86446e8),
-        "optimizer's step": (3.9337e8, 1.57348e8, 0), "prefill": (1.25043e12, 1.02482e9, 0),
-        "decode": (1.38936e11, 4.7529e9, 0),
-    }),
-    # No gradients of the base's weights; the logits are computed once.
-    ("1x1x4", {"policy__lora__rank": 4, "policy__logprob_chunk": 2048}, {
-        "update": (4.55267e12, 8.72818e9, 2.36894e8), "optimizer's step": (2.90816e6, 1.16326e6, 0),
-        "decode": (1.38936e11, 2.78605e9, 0),
-    }),
-    ("1x1x4", {"advantage__name": "gae", "learner__epochs": 2, "learner__minibatch_size": 12}, {
-        **dict.fromkeys(["log-probabilities", "critic's values"], (1.56337e12, 2.22095e9, 1.18011e8)),
-        **dict.fromkeys(["update", "critic's update"], (1.43796e13, 2.01655e10, 7.96573e8)),
-        "optimizer's step": (4.72044e9, 1.88817e9, 0),
-    }),
-    # vLLM's workers: two of one device with three slots each, two of two devices, and more slots than work.
-    ("1x1x4", {"sampler__name": "vllm", "sampler__urls": "[http://a:1,http://b:1]", "sampler__slots": 3}, {
-        "prefill": (1.25043e12, 3.62742e9, 0), "decode": (1.38936e11, 2.26181e10, 0),
-    }),
-    ("1x1x4", TWO | {"rollout__max_concurrency": 10}, {
-        "prefill": (1.25043e12, 1.81371e9, 0), "decode": (1.38936e11, 7.11311e9, 0),
-    }),
-    ("1x1x4", {"sampler__slots": 64, "sampler__name": "vllm"}, {"decode": (1.38936e11, 7.2105e9, 0)}),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("target", "changed", "expected"), PARTS, ids=range(len(PARTS)))

@@ -74,3 +74,13 @@ def learning_curve(
         "timing_s/step": [3.5 + each for each in wave],
         **more,
     }
+
+
+def two_configs(folder: Path, steps: int) -> list[Path]:
+    """Folders of three runs of so many steps: CalibAdv with two seeds, and GRPO."""
+    runs = (["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])
+    return [
+        make_run(at, learning_curve(steps, index), quickstart_config(at, *overrides))
+        for index, overrides in enumerate(runs)
+        for at in [folder / f"run-{index}"]
+    ]

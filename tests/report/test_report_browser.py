@@ -1,11 +1,12 @@
 """The page in a browser: figures are there, values can be read, nothing leaves the page."""
 
+import itertools
 import shlex
 import threading
 
 import numpy as np
 import pytest
-from report_rig import keep_step, learning_curve, make_run, quickstart_config
+from report_rig import keep_step, learning_curve, make_run, two_configs
 
 from benchmarks.generated_run import make_group, make_tokenizer, write_run
 from calibadv_jax import cli
@@ -23,16 +24,13 @@ pytestmark = pytest.mark.slow
 def report(tmp_path_factory):
     """The page of two configs, one with two seeds, with kept trajectories."""
     folder = tmp_path_factory.mktemp("report")
-    runs = []
-    for index, overrides in enumerate((["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])):
-        run = folder / f"run-{index}"
-        make_run(run, learning_curve(40, index), quickstart_config(run, *overrides))
-        for step in range(1, 41):
-            sources = [("nq", 0.01 * step), ("a <b>&", 0.5 + 0.002 * step * index)]
-            keep_step(run, step, [{"data_source": name, "metrics": {"f1": f1}} for name, f1 in sources])
-        runs.append(str(run))
+    runs = two_configs(folder, 40)
+    for index, step in itertools.product(range(3), range(1, 41)):
+        sources = [("nq", 0.01 * step), ("a <b>&", 0.5 + 0.002 * step * index)]
+        rows = [{"data_source": name, "metrics": {"f1": f1}} for name, f1 in sources]
+        keep_step(runs[index], step, rows)
     with pytest.raises(SystemExit) as end:
-        cli.calibadv(["report", *runs, "--output", str(folder / "report.html"), "--smooth", "1"])
+        cli.calibadv(["report", *map(str, runs), "--output", str(folder / "report.html"), "--smooth", "1"])
     assert end.value.code == 0
     return folder / "report.html"
 

@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from report_rig import keep_step, learning_curve, make_run, quickstart_config
+from report_rig import keep_step, learning_curve, make_run, quickstart_config, two_configs
 
 from calibadv_jax import cli
 
@@ -45,22 +45,15 @@ def report(*arguments):
     return end.value.code
 
 
-def two_configs(tmp_path):
-    folders = []
-    for index, overrides in enumerate((["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])):
-        folder = tmp_path / f"run-{index}"
-        make_run(folder, learning_curve(12, index), quickstart_config(folder, *overrides))
-        keep_step(folder, 12, [{"data_source": "nq </script><b>", "metrics": {"f1": 0.5 + index / 8}}])
-        folders.append(folder)
-    return folders
-
-
 @pytest.fixture(scope="module")
 def of_two_configs(tmp_path_factory):
     """The text of their page."""
     folder = tmp_path_factory.mktemp("two")
     output = folder / "new" / "page.html"
-    assert report(*two_configs(folder), "--output", output) == 0
+    runs = two_configs(folder, 12)
+    for index, run in enumerate(runs):
+        keep_step(run, 12, [{"data_source": "nq </script><b>", "metrics": {"f1": 0.5 + index / 8}}])
+    assert report(*runs, "--output", output) == 0
     return output.read_text(encoding="utf-8")
 
 

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from report_rig import keep_step, learning_curve, make_run, quickstart_config
+from report_rig import keep_step, learning_curve, make_run, quickstart_config, two_configs
 
 from calibadv_jax.contrib.report.figures import SECTIONS
 from calibadv_jax.contrib.report.gather import (
@@ -59,12 +59,7 @@ def test_chart_holds_the_values_of_the_run(tmp_path):
 
 
 def test_seeds_are_one_curve_and_configs_are_several(tmp_path):
-    folders = []
-    for index, overrides in enumerate((["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])):
-        folder = tmp_path / str(index)
-        config = quickstart_config(folder, *overrides)
-        folders.append(make_run(folder, learning_curve(5, index), config))
-    charts = charts_of(gather_folders(*folders))
+    charts = charts_of(gather_folders(*two_configs(tmp_path, 5)))
     (panel,) = charts["reward"].panels
     assert [curve.name for curve in panel.curves] == ["calibadv", "grpo"]
     seeds = np.array([learning_curve(5, seed)["reward/mean"] for seed in (0, 1)])
@@ -313,13 +308,14 @@ def values_of(folder, steps=2):
 
 
 def test_f1_by_source_is_mean_of_finished_trajectories(tmp_path):
-    keep_step(
-        tmp_path,
-        1,
-        [row("nq", 1.0), row("nq", 0.5), row("hotpot", 0.25), row("nq", 0.0, error="sampler: gone")],
-    )
-    keep_step(tmp_path, 2, [row("nq", 0.125)])
-    assert values_of(tmp_path) == {"f1/nq": {1: 0.75, 2: 0.125}, "f1/hotpot": {1: 0.25}}
+    """Steps without any, and files that were cut off, give nothing; so do turns without the learner's."""
+    failed = row("nq", 0.0, error="sampler: gone")
+    keep_step(tmp_path, 1, [row("nq", 1.0), row("nq", 0.5), row("hotpot", 0.25), failed])
+    keep_step(tmp_path, 2, [row("nq", 0.125, turns=[{"kind": "answer", "logprobs": [-1.0]}])])
+    keep_step(tmp_path, 3, [])
+    path = keep_step(tmp_path, 4, [row("nq", 1.0)])
+    path.write_bytes(path.read_bytes()[:-20])
+    assert values_of(tmp_path, 4) == {"f1/nq": {1: 0.75, 2: 0.125}, "f1/hotpot": {1: 0.25}}
 
 
 def test_advantages_are_split_by_the_kind_of_turn(tmp_path):
@@ -331,12 +327,8 @@ def test_advantages_are_split_by_the_kind_of_turn(tmp_path):
     ]
     keep_step(tmp_path, 1, [row("nq", 1.0, turns=turns)])
     values = values_of(tmp_path)
-    assert {name: by_step[1] for name, by_step in values.items() if name.startswith("turn_advantage")} == {
-        "turn_advantage/search before": -1.0,
-        "turn_advantage/search after": -0.625,
-        "turn_advantage/answer before": -1.0,
-        "turn_advantage/answer after": -2.0,
-    }
+    expected = {"search before": -1.0, "search after": -0.625, "answer before": -1.0, "answer after": -2.0}
+    assert {name: values[f"turn_advantage/{name}"][1] for name in expected} == expected
 
 
 def test_importance_weights_are_percentiles_over_all_tokens(tmp_path):
@@ -352,23 +344,6 @@ def test_importance_weights_are_percentiles_over_all_tokens(tmp_path):
     for percent in (1, 50, 99):
         expected = np.percentile(weights, percent)
         assert values[f"importance/p{percent}"][1] == pytest.approx(expected, rel=1e-5)
-
-
-def test_without_the_learners_logprobs_there_are_no_weights(tmp_path):
-    keep_step(tmp_path, 1, [row("nq", 1.0, turns=[{"kind": "answer", "logprobs": [-1.0]}])])
-    assert set(values_of(tmp_path)) == {"f1/nq"}
-
-
-def test_file_that_was_cut_off_is_left_out(tmp_path):
-    keep_step(tmp_path, 1, [row("nq", 1.0)])
-    path = keep_step(tmp_path, 2, [row("nq", 1.0)])
-    path.write_bytes(path.read_bytes()[:-20])
-    assert values_of(tmp_path) == {"f1/nq": {1: 1.0}}
-
-
-def test_empty_step_gives_nothing(tmp_path):
-    keep_step(tmp_path, 1, [])
-    assert values_of(tmp_path) == {}
 
 
 @pytest.mark.parametrize("number", [0, 1, MAX_STEPS, MAX_STEPS + 1, 410])

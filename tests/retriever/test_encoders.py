@@ -13,6 +13,20 @@ from retriever.encoders import HashedEncoder, cosine, words
 from retriever.errors import RetrieverError
 from retriever.indexes.index import Index, build_index, embed, open_index
 
+PASSAGES = {  # id -> contents, a query that its passage alone matches
+    "zh": ("北京大学\n北京大学位于北京市海淀区，创办于1898年。", "北京大学在哪个区？"),
+    "ja": ("富士山\n富士山は静岡県と山梨県にまたがる活火山である。", "静岡にある火山は？"),
+    "kana": ("ラーメン\nおいしいラーメンのつくりかた", "ﾗｰﾒﾝ"),
+    "ko": ("서울특별시\n서울은 한강에 있는 도시이다.", "서울의 도시"),
+    "th": ("กรุงเทพมหานคร\nกรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย", "เมืองหลวงของไทย"),
+    "lo": ("ວຽງຈັນ\nວຽງຈັນເປັນນະຄອນຫຼວງຂອງລາວ", "ນະຄອນຫຼວງ"),
+    "km": ("ភ្នំពេញ\nភ្នំពេញជារាជធានីនៃកម្ពុជា", "រាជធានី"),
+    "my": ("ရန်ကုန်\nရန်ကုန်မြို့သည်မြန်မာနိုင်ငံတွင်ရှိသည်", "မြန်မာနိုင်ငံ"),
+    "bo": ("ལྷ་ས\nལྷ་ས་ནི་བོད་ཀྱི་རྒྱལ་ས་ཡིན།", "བོད་ཀྱི་རྒྱལ་ས"),
+    "mixed": ("iPhone手机\n苹果公司的iPhone手机售价ＡＢＣ９９", "abc99"),
+    "en": ("Zürich\nZürich is a city on the Limmat.", "LIMMAT"),
+}
+
 
 def test_scores_are_bm25_up_to_the_projection():
     """Of titles that count twice; in so many dimensions the projection adds no noise to speak of."""
@@ -69,21 +83,6 @@ def test_hashed_state_is_kept(tmp_path, towns):
     again = HashedEncoder.load(tmp_path)
     np.testing.assert_array_equal(again.encode_queries(["limmat"]), encoder.encode_queries(["limmat"]))
     assert cosine(encoder.encode_queries(["limmat"])[0], encoder.encode_passages(towns.corpus[3:4])[0]) > 0.1
-
-
-PASSAGES = {  # id -> contents, a query that its passage alone matches
-    "zh": ("北京大学\n北京大学位于北京市海淀区，创办于1898年。", "北京大学在哪个区？"),
-    "ja": ("富士山\n富士山は静岡県と山梨県にまたがる活火山である。", "静岡にある火山は？"),
-    "kana": ("ラーメン\nおいしいラーメンのつくりかた", "ﾗｰﾒﾝ"),
-    "ko": ("서울특별시\n서울은 한강에 있는 도시이다.", "서울의 도시"),
-    "th": ("กรุงเทพมหานคร\nกรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย", "เมืองหลวงของไทย"),
-    "lo": ("ວຽງຈັນ\nວຽງຈັນເປັນນະຄອນຫຼວງຂອງລາວ", "ນະຄອນຫຼວງ"),
-    "km": ("ភ្នំពេញ\nភ្នំពេញជារាជធានីនៃកម្ពុជា", "រាជធានី"),
-    "my": ("ရန်ကုန်\nရန်ကုန်မြို့သည်မြန်မာနိုင်ငံတွင်ရှိသည်", "မြန်မာနိုင်ငံ"),
-    "bo": ("ལྷ་ས\nལྷ་ས་ནི་བོད་ཀྱི་རྒྱལ་ས་ཡིན།", "བོད་ཀྱི་རྒྱལ་ས"),
-    "mixed": ("iPhone手机\n苹果公司的iPhone手机售价ＡＢＣ９９", "abc99"),
-    "en": ("Zürich\nZürich is a city on the Limmat.", "LIMMAT"),
-}
 
 
 @pytest.mark.parametrize("name", ["hashed", "bm25"])

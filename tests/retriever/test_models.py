@@ -46,6 +46,7 @@ QUESTIONS = [  # few words in common with the passage they ask for
     "what do fiddlers hold in their hands",
     "why does everything get more expensive",
 ]
+BODY = {"queries": ["ada almson"], "topk_retrieval": 6, "topk_rerank": 3, "return_scores": True}
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +237,6 @@ def test_missing_devices_are_named(tmp_path, corpus, name, devices, message):
     with pytest.raises(RetrieverError, match=message):
         build_index(corpus, tmp_path / "i", options, progress=False)
     assert not (tmp_path / "i").exists()
-
-
-BODY = {"queries": ["ada almson"], "topk_retrieval": 6, "topk_rerank": 3, "return_scores": True}
 
 
 @pytest.fixture(scope="module")

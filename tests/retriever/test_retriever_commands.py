@@ -18,6 +18,8 @@ from retriever.errors import RetrieverError
 from retriever.indexes.index import open_index
 from retriever.options import WEB_SEARCHES, parse, read_token
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_build_command_follows_its_options(tmp_path, files, capsys):
     arguments = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "i"), "--kind", "jax"]
@@ -85,9 +87,6 @@ def test_ctrl_c_reaches_processes(tmp_path, files):
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         assert process.communicate()[1].startswith("interrupted") and process.returncode == 130
-
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(

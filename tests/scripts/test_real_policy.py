@@ -35,6 +35,36 @@ TEST = [
     row("6", "What is Cy Emm?", ["a painter"], ["p4"], "one"),
 ]
 NAMES = ["direct", "chain_of_thought", "rag", "cold_start", "calibadv-2-seed-3"]
+# Pretends to train and to evaluate: a run keeps one checkpoint, as configs/real.yaml does.
+STUB = """
+import json, runpy, sys
+from pathlib import Path
+
+keys = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+command = sys.argv[3] if sys.argv[1] == "-m" else sys.argv[1]
+if command == "-c":
+    exec(sys.argv[2])
+elif command.endswith(".py"):
+    sys.argv = sys.argv[1:]
+    runpy.run_path(command, run_name="__main__")
+elif "--dry-run" in sys.argv:
+    print("learner: {steps: " + keys["learner.steps"] + "}")
+elif command == "train":
+    folder = Path(keys["run.dir"], "checkpoints")
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        old.rmdir()
+    (folder / keys["learner.steps"]).mkdir()
+elif command == "evaluate":
+    policy = Path(keys["evaluate.policy"])
+    step = int(policy.name) if policy.parent.name == "checkpoints" else None
+    scores = {"0": {"all": {"f1": 0.5}}}
+    report = {"policy": {"step": step}, "scores": scores, "intervals": {}}
+    Path(keys["evaluate.output"]).write_text(json.dumps(report))
+elif command == "compare":
+    f1 = {"difference": 0.25, "interval": None, "p_value": 1.0}
+    Path(sys.argv[-1]).write_text(json.dumps({"differences": {"0": {"f1": {"all": f1}}}}))
+"""
 
 
 def script(*arguments):
@@ -109,38 +139,6 @@ def test_later_keys_keep_earlier_stages(tmp_path, now):
     done = script(*options, now)
     assert "made with other settings" not in done.stderr
     assert "== coverage" in done.stdout
-
-
-# Pretends to train and to evaluate: a run keeps one checkpoint, as configs/real.yaml does.
-STUB = """
-import json, runpy, sys
-from pathlib import Path
-
-keys = dict(word.split("=", 1) for word in sys.argv if "=" in word)
-command = sys.argv[3] if sys.argv[1] == "-m" else sys.argv[1]
-if command == "-c":
-    exec(sys.argv[2])
-elif command.endswith(".py"):
-    sys.argv = sys.argv[1:]
-    runpy.run_path(command, run_name="__main__")
-elif "--dry-run" in sys.argv:
-    print("learner: {steps: " + keys["learner.steps"] + "}")
-elif command == "train":
-    folder = Path(keys["run.dir"], "checkpoints")
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        old.rmdir()
-    (folder / keys["learner.steps"]).mkdir()
-elif command == "evaluate":
-    policy = Path(keys["evaluate.policy"])
-    step = int(policy.name) if policy.parent.name == "checkpoints" else None
-    scores = {"0": {"all": {"f1": 0.5}}}
-    report = {"policy": {"step": step}, "scores": scores, "intervals": {}}
-    Path(keys["evaluate.output"]).write_text(json.dumps(report))
-elif command == "compare":
-    f1 = {"difference": 0.25, "interval": None, "p_value": 1.0}
-    Path(sys.argv[-1]).write_text(json.dumps({"differences": {"0": {"f1": {"all": f1}}}}))
-"""
 
 
 @pytest.fixture

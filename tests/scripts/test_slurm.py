@@ -46,6 +46,15 @@ SCONTROL = """#!/usr/bin/env bash
 echo "scontrol $*" >>"$CALLS"
 if [[ "$1 $2" == "show hostnames" ]]; then tr , '\\n' <<<"$3"; fi
 """
+TINY = [
+    *("world.people=20", "world.cities=8", "world.companies=8", "world.train_questions=40"),
+    *("world.eval_questions=6", "policy.init.hidden_size=32", "policy.init.intermediate_size=32"),
+    *("policy.init.num_hidden_layers=1", "policy.init.head_dim=16", "rollout.questions_per_step=2"),
+    *("rollout.group_size=2", "rollout.max_turn_length=8", "rollout.max_length=64", "sampler.slots=4"),
+    *("sampler.decode_chunk=8", "learner.row_length=64", "learner.microbatch_rows=4", "learner.row_widths=1"),
+    *("policy.path=", "evaluate.every=0", "log.backends=[]", "checkpoint.every=1000", "mesh.data=1"),
+    "mesh.fsdp=-1",
+]
 
 
 @pytest.fixture
@@ -125,17 +134,6 @@ def test_bad_job_is_refused_before_the_start(cluster, nodes, more, arguments, me
     assert done.returncode == 2 and message in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert "nodes=" not in calls.read_text()
-
-
-TINY = [
-    *("world.people=20", "world.cities=8", "world.companies=8", "world.train_questions=40"),
-    *("world.eval_questions=6", "policy.init.hidden_size=32", "policy.init.intermediate_size=32"),
-    *("policy.init.num_hidden_layers=1", "policy.init.head_dim=16", "rollout.questions_per_step=2"),
-    *("rollout.group_size=2", "rollout.max_turn_length=8", "rollout.max_length=64", "sampler.slots=4"),
-    *("sampler.decode_chunk=8", "learner.row_length=64", "learner.microbatch_rows=4", "learner.row_widths=1"),
-    *("policy.path=", "evaluate.every=0", "log.backends=[]", "checkpoint.every=1000", "mesh.data=1"),
-    "mesh.fsdp=-1",
-]
 
 
 def free_port():

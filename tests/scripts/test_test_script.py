@@ -16,6 +16,7 @@ case "$*" in
   *"-m pytest"*) echo "pytest: $*" >>"$CALLS"; exit "$SLOW" ;;
 esac
 """
+BOTH, NO_TESTS = ["not slow", "slow"], 5
 
 
 @pytest.fixture
@@ -48,9 +49,6 @@ def run(tmp_path):
         return answer, markers
 
     return call
-
-
-BOTH, NO_TESTS = ["not slow", "slow"], 5
 
 
 @pytest.mark.medium

@@ -28,6 +28,7 @@ from mcp_server import server as served
 
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 COMMAND = shlex.join([sys.executable, SERVER])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("pipes", "http")]
 
 
 def free_port():
@@ -45,9 +46,6 @@ def over_http():
     finally:
         process.kill()
         process.wait()
-
-
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("pipes", "http")]
 
 
 @pytest.fixture(scope="module", params=["in process", *SLOW])

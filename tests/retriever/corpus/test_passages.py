@@ -22,6 +22,15 @@ from retriever.errors import RetrieverError
 from retriever.service.app import make_app
 from retriever.service.engine import Depths
 
+TABLES = {
+    "psgs_w100.tsv": b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n2\t"Two.\nLines"\t"B ""b"""\n',
+    "beir.jsonl": b'{"_id": 1, "title": "A", "text": "It \\"is\\" so."}\n'
+    b'{"_id": 2, "title": "B \\"b\\"", "text": "Two.\\nLines"}\n',
+    "c.csv": b'id,title,text\n1,A,"It ""is"" so."\n2,"B ""b""","Two.\nLines"\n',
+    "ours.csv": b'id,contents\n1,"""A""\nIt ""is"" so."\n2,"""B ""b""""\nTwo.\nLines"\n',
+}
+ROWS = [{"url": f"u{number}", "contents": "é" * number} for number in range(5)]
+
 
 def row(i, text="text"):
     return {"id": str(i), "contents": f'"Title {i}"\n{text} é{i}', "url": f"u{i}"}
@@ -155,15 +164,6 @@ def test_gzip_and_plain_corpora_are_the_same(tmp_path):
     packed.write_bytes(packed.read_bytes()[:-20])
     with pytest.raises(RetrieverError, match="broken file"):
         load_corpus(packed)
-
-
-TABLES = {
-    "psgs_w100.tsv": b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n2\t"Two.\nLines"\t"B ""b"""\n',
-    "beir.jsonl": b'{"_id": 1, "title": "A", "text": "It \\"is\\" so."}\n'
-    b'{"_id": 2, "title": "B \\"b\\"", "text": "Two.\\nLines"}\n',
-    "c.csv": b'id,title,text\n1,A,"It ""is"" so."\n2,"B ""b""","Two.\nLines"\n',
-    "ours.csv": b'id,contents\n1,"""A""\nIt ""is"" so."\n2,"""B ""b""""\nTwo.\nLines"\n',
-}
 
 
 def table_of(folder, name, content, packed):
@@ -322,9 +322,6 @@ def test_each_part_of_the_identity_counts(corpus, name):
     state[name] = "another" if name == "fingerprint" else state[name] + 1
     path.write_bytes(json.dumps(state).encode().ljust(HEADER) + whole[HEADER:])
     assert load_offsets(corpus) is None
-
-
-ROWS = [{"url": f"u{number}", "contents": "é" * number} for number in range(5)]
 
 
 @pytest.mark.parametrize("between", ["", "\n", "  \n\n"])

@@ -26,6 +26,14 @@ from retriever.indexes.index import build_index, embed, open_index
 
 QUERIES = ["person 3 lives in town 3", "person 16", "town 5", "person 22 lives"]
 LINE = r"encode: (\d+) of 30 \((\d+\.\d) %\), +([\d.]+) passages/s, (\d\d:\d\d) left"
+HOLD = """
+import sys
+from pathlib import Path
+from retriever.indexes.backend import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -217,16 +225,6 @@ def test_full_disk_names_the_folder(tmp_path, long_corpus, options, size, where)
     assert not (tmp_path / "i").exists()
     build(long_corpus, tmp_path / "i", **options)
     assert first_id(long_corpus, tmp_path / "i") == "17"
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from retriever.indexes.backend import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.readline()
-"""
 
 
 def test_second_build_of_a_folder_is_refused(tmp_path, corpus):

@@ -29,6 +29,8 @@ from retriever.indexes.faiss import (
 from retriever.indexes.jax import JaxVectors
 
 DIMENSION = 24
+GIB = 2**30
+WIKI, WIDTH = 21_015_324, 768  # passages of wiki-18, and E5's dimension
 
 
 def whole(rng, *shape):
@@ -297,10 +299,6 @@ def test_places_without_a_document_come_last():
     results = np.array([[0.5, 0.5, 0.0]], np.float32), np.array([[4, 2, -1]])
     scores, ids = search_in_corpus_order(lambda count: results, 3, 9)
     assert ids.tolist() == [[2, 4, -1]] and scores[0, 2] == -np.inf
-
-
-GIB = 2**30
-WIKI, WIDTH = 21_015_324, 768  # passages of wiki-18, and E5's dimension
 
 
 def test_each_device_gets_an_even_part_in_order():

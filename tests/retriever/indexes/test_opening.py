@@ -19,6 +19,7 @@ from retriever.indexes.backend import MANIFEST
 from retriever.indexes.index import Index, build_index, open_index
 
 PEOPLE = ["adara almson", "brulen falkski", "cirel domson", "elgar berkson"]
+ROWS = [{"id": str(number)} for number in range(4)]
 
 
 def write_corpus(path, count=40):
@@ -203,9 +204,6 @@ def test_missing_index_or_encoder_is_named(hashed, tmp_path, corpus):
     for name in ("", "hashed", "bm25"):
         with pytest.raises(RetrieverError, match="set --retriever_name to e5"):
             open_index(hashed / "index.faiss", corpus, IndexOptions(name))
-
-
-ROWS = [{"id": str(number)} for number in range(4)]
 
 
 class Sparse:

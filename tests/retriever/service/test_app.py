@@ -27,6 +27,15 @@ from retriever.service.engine import MAX_QUERY_LENGTH, Depths, Limits, index_ide
 
 ROWS = town_rows()
 TOKEN = {"Authorization": "Bearer secret"}
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=8,
+)
+fields = ["queries", "topk", "return_scores", "topk_retrieval", "topk_rerank", "not_sort", "urls", "more"]
+bodies = st.fixed_dictionaries(
+    {}, optional={name: json_values | st.lists(st.text(max_size=20), max_size=3) for name in fields}
+)
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +180,6 @@ def test_docs_page_without_its_package_is_404(towns, monkeypatch):
         assert client.get("/openapi.json").status_code == 200
 
 
-# ---- limits of requests and queries ----
-
-
 def test_overload_is_503_with_retry_after(index):
     slow = Counting(index, seconds=0.3)
     app = make_app(slow, Depths(1), limits=Limits(max_batch=1, max_queue=1))
@@ -220,9 +226,6 @@ def test_too_many_queries_are_refused(index, limits):
         reply = client.post("/retrieve", json={"queries": NAMES[:4]})
         assert reply.status_code == 422
         assert "4 in one request, and 3 are taken" in reply.json()["error"]
-
-
-# ---- token and body limit ----
 
 
 @pytest.mark.parametrize(
@@ -337,19 +340,6 @@ def test_body_in_parts_arrives_whole():
     assert sent[0]["status"] == 413 and len(seen) == 1
 
 
-# ---- any request ----
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
-    max_leaves=8,
-)
-fields = ["queries", "topk", "return_scores", "topk_retrieval", "topk_rerank", "not_sort", "urls", "more"]
-bodies = st.fixed_dictionaries(
-    {}, optional={name: json_values | st.lists(st.text(max_size=20), max_size=3) for name in fields}
-)
-
-
 @pytest.mark.medium
 def test_no_request_makes_the_service_fail(index, all_cases):
     """Some hundred; ten thousand with --all-cases."""
@@ -373,9 +363,6 @@ def test_no_request_makes_the_service_fail(index, all_cases):
         assert lone.status_code == 422, lone.text
         ask()
         ask_bytes()
-
-
-# ---- identity of the index ----
 
 
 def identity(index, **more):

@@ -15,6 +15,21 @@ from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
 from retriever.service.engine import Depths, Engine, Limits, Metrics, RetrieveRequest
 
+WRITER = """
+import sys
+from pathlib import Path
+from retriever.service.cache import ResultCache
+store = ResultCache(Path(sys.argv[1]), {}, "use")
+print("open", flush=True)
+sys.stdin.readline()
+for n in range(300):
+    name = f"{sys.argv[2]} {n}"
+    store.store([name, "shared"], 1, [[({"id": name}, 1.0)], [({"id": "shared"}, 1.0)]])
+    assert store.look_up([name], 1) == [[({"id": name}, 1.0)]]
+"""
+FIRST = [({"id": "1", "contents": "é"}, 0.5)]
+SECOND = [({"id": "2", "contents": "b"}, 0.25)]
+
 
 def test_store_repeats_a_run_and_names_a_miss(index, tmp_path):
     counting = Counting(index)
@@ -83,20 +98,6 @@ def test_opening_waits_for_another_process(tmp_path):
     assert store.look_up(["q"], 1) == [item("a")]
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from retriever.service.cache import ResultCache
-store = ResultCache(Path(sys.argv[1]), {}, "use")
-print("open", flush=True)
-sys.stdin.readline()
-for n in range(300):
-    name = f"{sys.argv[2]} {n}"
-    store.store([name, "shared"], 1, [[({"id": name}, 1.0)], [({"id": "shared"}, 1.0)]])
-    assert store.look_up([name], 1) == [[({"id": name}, 1.0)]]
-"""
-
-
 def test_two_processes_share_a_store(tmp_path):
     """Both write at the same time: none is told that the store is locked, and nothing is lost."""
     path = tmp_path / "s"
@@ -113,10 +114,6 @@ def test_two_processes_share_a_store(tmp_path):
         assert writer.returncode == 0, output
     kept = ResultCache(path, {}, "replay").look_up([f"{name} {n}" for name in "ab" for n in range(300)], 1)
     assert [results[0][0]["id"] for results in kept] == [f"{name} {n}" for name in "ab" for n in range(300)]
-
-
-FIRST = [({"id": "1", "contents": "é"}, 0.5)]
-SECOND = [({"id": "2", "contents": "b"}, 0.25)]
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ HEAD = b"POST /retrieve HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\
 
 
 LENGTH = len(BODY)
+MB = 2**20
 
 
 def request(length=LENGTH):
@@ -280,9 +281,6 @@ def test_trailers_and_a_waiting_head_are_bounded(index):
                 while replies.count(b"HTTP/1.1 ") < len(statuses):
                     replies += read(connection)
             assert [part[:3] for part in replies.split(b"HTTP/1.1 ")[1:]] == statuses
-
-
-MB = 2**20
 
 
 @pytest.fixture(scope="module")
