@@ -175,16 +175,18 @@ def test_learners_base_lies_beside_sampler_that_has_copy(monkeypatch, hosts, is_
     assert programs["decode"]["beside"] == sum(each.estimate[name] for name in held)
 
 
-@pytest.mark.parametrize("efficiency", ["0", "1.5", "much"])
-def test_efficiency_is_a_share(capsys, efficiency):
-    status, _, errors = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", "--efficiency", efficiency)
-    assert status == 2 and "efficiency" in errors
-
-
-def test_without_a_shape_nothing_is_counted(capsys, tmp_path):
-    (tmp_path / "run.yaml").write_text("policy: {path: some/where}\nlearner: {microbatch_rows: 8}\n")
-    status, _, errors = planned(capsys, "--config", str(tmp_path / "run.yaml"), *EIGHT, "--estimate")
-    assert status == 2 and "policy.path is some/where, where no config.json is" in errors
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        *[(PAPER, ["--efficiency", value], "efficiency") for value in ("0", "1.5", "much")],
+        ("run.yaml", [], "policy.path is some/where, where no config.json is"),
+    ],
+)
+def test_bad_argument_or_shape_is_named(capsys, tmp_path, monkeypatch, config, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("policy: {path: some/where}\nlearner: {microbatch_rows: 8}\n")
+    status, _, errors = planned(capsys, "--config", config, *EIGHT, "--estimate", *arguments)
+    assert status == 2 and message in errors
 
 
 @pytest.mark.slow

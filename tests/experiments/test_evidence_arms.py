@@ -1,6 +1,7 @@
 """The experiments of experiments/evidence.md: what each arm changes, what is run and in which order."""
 
 import dataclasses
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -140,6 +141,10 @@ def test_each_version_has_its_seeds_and_cold_starts(capsys):
         with pytest.raises(SystemExit):
             evidence.parse(["out", f"--seeds={wrong}"])
         assert f"--seeds {wrong!r}: must be numbers with spaces between them" in capsys.readouterr().err
+    for option, wrong in itertools.product(("--steps", "--workers"), ("0", "-1", "two")):
+        with pytest.raises(SystemExit):
+            evidence.parse(["out", f"{option}={wrong}"])
+        assert f"{wrong!r}: must be a whole number above 0" in capsys.readouterr().err
     arguments = evidence.parse(["out", "--part", "short"])
     assert (arguments.seeds, arguments.steps, arguments.workers) == ([9, 10], 20, 2)
     assert Path(arguments.config) == ROOT / "configs/rumours.yaml"
@@ -152,14 +157,6 @@ def test_each_version_has_its_seeds_and_cold_starts(capsys):
     assert len(jobs) == 45 and {job.cold_seed for job in jobs} == {9}
     names = ["a2tgpo-lr1e-3/seed-9", "tips-lr1e-3/seed-9", "grpo-lr1e-3/seed-10-from-9"]
     assert [job.name for job in jobs[7:10]] == names
-
-
-@pytest.mark.parametrize("option", ["--steps", "--workers"])
-@pytest.mark.parametrize("value", ["0", "-1", "two"])
-def test_numbers_are_above_0(option, value, capsys):
-    with pytest.raises(SystemExit):
-        evidence.parse(["out", f"{option}={value}"])
-    assert f"{value!r}: must be a whole number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -51,30 +51,24 @@ def test_query_without_a_known_word_finds_nothing(towns):
     assert towns.search(["", "🎈", "\0", "!!!", "zzzz", "adar"], 2) == [[]] * 6
 
 
+class Ranked:
+    """Gives these scores to the passages in their order."""
+
+    def __init__(self, scores):
+        self.scores, self.documents = np.array([scores]), len(scores)
+
+    def rank(self, queries, k):
+        return self.scores[:, :k], np.arange(k)[None]
+
+
 def test_passages_beyond_the_noise_are_found():
-    """The projection ranks passages without a word of the query before one that has it."""
-
-    class Ranked:
-        documents = 20
-
-        def rank(self, queries, k):
-            return np.linspace(2, 0.1, k)[None], np.arange(k)[None]
-
+    """The projection ranks passages without a word of the query before one that has it, and below zero."""
     rows = [{"id": str(n), "contents": f'"t{n}"\nword{n}'} for n in range(20)]
-    index = Index(rows, Ranked(), {"encoder": "hashed"})
+    index = Index(rows, Ranked(np.linspace(2, 0.1, 20)), {"encoder": "hashed"})
     assert [row["id"] for row, _ in index.search(["word15 word16 WORD18"], 2)[0]] == ["15", "16"]
-
-
-def test_hit_of_the_hashed_encoder_scores_above_zero():
-    class Ranked:
-        documents = 2
-
-        def rank(self, queries, k):
-            return np.array([[0.0, -0.5]]), np.array([[0, 1]])
-
-    rows = [{"id": str(n), "contents": f'"t{n}"\nword'} for n in range(2)]
-    assert Index(rows, Ranked(), {"encoder": "hashed"}).search(["word"], 2) == [[]]
-    assert len(Index(rows, Ranked(), {"encoder": "e5"}).search(["zzzz"], 2)[0]) == 2  # cosines
+    noise = Ranked([0.0, -0.5])
+    assert Index(rows[:2], noise, {"encoder": "hashed"}).search(["word0 word1"], 2) == [[]]
+    assert len(Index(rows[:2], noise, {"encoder": "e5"}).search(["zzzz"], 2)[0]) == 2  # cosines
 
 
 def test_hashed_state_is_kept(tmp_path, towns):

@@ -96,24 +96,20 @@ def test_bare_faiss_file_is_opened(tmp_path, corpus, encoder, options):
     assert opened.manifest["corpus_sha256"] == corpus.sha256
 
 
-def test_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
-    path = tmp_path / "bare.index"
-    options = IndexOptions("dense", MODEL)
-
-    def write(count, dimension):
-        index = faiss.IndexFlatIP(dimension)
-        index.add(np.random.default_rng(0).standard_normal((count, dimension), dtype=np.float32))
-        faiss.write_index(index, str(path))
-
-    write(6, 384)
-    with pytest.raises(RetrieverError, match="first passage: its vector is not what"):
-        open_index(path, corpus, options)
-    write(6, 768)
-    with pytest.raises(RetrieverError, match="bare.index: holds vectors of dimension 768, and .* 384"):
-        open_index(path, corpus, options)
-    write(7, 384)
-    with pytest.raises(RetrieverError, match="holds 7 vectors and the corpus .* 6 passages"):
-        open_index(path, corpus, options)
+@pytest.mark.parametrize(
+    ("count", "dimension", "message"),
+    [
+        (6, 384, "first passage: its vector is not what"),
+        (6, 768, "bare.index: holds vectors of dimension 768, and .* 384"),
+        (7, 384, "holds 7 vectors and the corpus .* 6 passages"),
+    ],
+)
+def test_bare_file_of_another_encoder_is_refused(tmp_path, corpus, count, dimension, message):
+    index = faiss.IndexFlatIP(dimension)
+    index.add(np.random.default_rng(0).standard_normal((count, dimension), dtype=np.float32))
+    faiss.write_index(index, str(tmp_path / "bare.index"))
+    with pytest.raises(RetrieverError, match=message):
+        open_index(tmp_path / "bare.index", corpus, IndexOptions("dense", MODEL))
 
 
 def test_vectors_are_normalised_and_independent_of_batch(corpus, encoder):

@@ -34,6 +34,7 @@ TEST = [
     row("5", "From which city is Cy Emm?", ["Quito"], ["p4"], "one"),
     row("6", "What is Cy Emm?", ["a painter"], ["p4"], "one"),
 ]
+LATER = ("learner.optimizer.lr=1", "sft.rows=9", "policy.remat=none", "log.progress=off")
 NAMES = ["direct", "chain_of_thought", "rag", "cold_start", "calibadv-2-seed-3"]
 # Pretends to train and to evaluate: a run keeps one checkpoint, as configs/real.yaml does.
 STUB = """
@@ -121,24 +122,19 @@ def used_folder(tmp_path, keys):
         (" sft.first_query=varied", []),
         (" retriever.topk=2", ["retriever.topk=2", "retriever.topk=3"]),
         ("", ["--encoder", "hashed"]),
+        *[("", [key]) for key in LATER],
     ],
 )
 def test_results_of_other_keys_are_not_reused(tmp_path, then, now):
+    """But keys of later stages keep those of earlier ones."""
     options, message = used_folder(tmp_path, then)
     done = script(*options, *now)
+    if now and now[0] in LATER:
+        assert "made with other settings" not in done.stderr and "== coverage" in done.stdout
+        return
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
     assert f"remove {tmp_path}/output/asked to take all that is there" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "now", ["learner.optimizer.lr=1", "sft.rows=9", "policy.remat=none", "log.progress=off"]
-)
-def test_later_keys_keep_earlier_stages(tmp_path, now):
-    options, _ = used_folder(tmp_path, "")
-    done = script(*options, now)
-    assert "made with other settings" not in done.stderr
-    assert "== coverage" in done.stdout
 
 
 @pytest.fixture

@@ -205,11 +205,6 @@ def failing(trajectory):
     raise RuntimeError("half\nwritten")
 
 
-def test_error_in_own_reward_names_file_and_line():
-    with pytest.raises(UserError, match=r"'q': RuntimeError: half written \(/.*test_judge.py:\d+\); it must"):
-        score_trajectory(answered("Paris"), RewardConfig(answer="test_judge:failing"))
-
-
 def test_prompt_is_a_file(endpoint, tmp_path):
     handler, config = endpoint
     (tmp_path / "prompt.txt").write_text("Be strict.", encoding="utf-8")
@@ -251,6 +246,7 @@ short_way = mean
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
+        ("test_judge:failing", r"'q': RuntimeError: half written \(/.*test_judge.py:\d+\); it must"),
         ("test_judge:wordy", "gave nan for an answer to question 'q'"),
         ("examples.own_tool:Calculator", "cannot be called with"),
         ("examples.own_reward:none", "has no function none"),

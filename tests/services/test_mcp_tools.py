@@ -1,6 +1,7 @@
 """Tools of a real MCP server as actions: on its pipes and over HTTP, and what a bad server cannot do."""
 
 import asyncio
+import contextlib
 import inspect
 import json
 import re
@@ -51,24 +52,19 @@ def over_http():
 @pytest.fixture(scope="module", params=["in process", *SLOW])
 def server(request):
     """A config of the server, and its actions by name."""
-    if request.param == "in process":
-        config, client = McpConfig(command=request.param, timeout=20), mcp_tools._client
-        with pytest.MonkeyPatch.context() as patch:
+    here, client = McpConfig(command="in process", timeout=20), mcp_tools._client
 
-            def opened(asked_for, log):
-                is_here = asked_for.command == config.command
-                return mcp.Client(served, cache=None) if is_here else client(asked_for, log)
+    def opened(config, log):
+        is_here = config.command == "in process"
+        return mcp.Client(served, cache=None) if is_here else client(config, log)
 
-            patch.setattr(mcp_tools, "_client", opened)
-            yield config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
-        return
-    if request.param == "pipes":
-        config = McpConfig(command=COMMAND, timeout=20)
-        yield config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
-        return
-    with over_http() as url:
-        config = McpConfig(url=url, timeout=20)
-        yield config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(mcp_tools, "_client", opened)
+        if request.param == "pipes":
+            here = McpConfig(command=COMMAND, timeout=20)
+        elif request.param == "http":
+            here = McpConfig(url=stack.enter_context(over_http()), timeout=20)
+        yield here, {action.name: action for action in mcp_tools.mcp_actions(here, 0)}
 
 
 def asked(config, action, *bodies):

@@ -15,7 +15,6 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retriever.corpus import passages as corpus_module
 from retriever.corpus import passages as offsets
 from retriever.corpus.passages import HEADER, Pages, cache_file, load_corpus, load_offsets, save_offsets, scan
 from retriever.errors import RetrieverError
@@ -209,7 +208,7 @@ def test_large_table_or_gz_is_refused(tmp_path, monkeypatch):
     table = table_of(tmp_path, "c.tsv", TABLES["psgs_w100.tsv"], False)
     packed = table_of(tmp_path, "c.jsonl", (json.dumps(row(1)) + "\n").encode(), True)
     assert (len(load_corpus(table)), len(load_corpus(packed))) == (2, 1)
-    monkeypatch.setattr(corpus_module, "GZIP_LIMIT", 30)
+    monkeypatch.setattr(offsets, "GZIP_LIMIT", 30)
     with pytest.raises(RetrieverError, match=r"more than 30 bytes.*prepare_corpus .*c.tsv --output"):
         load_corpus(table)
     with pytest.raises(RetrieverError, match=r"more than 30 bytes; unpack it \(gunzip -k .*c.jsonl.gz\)"):

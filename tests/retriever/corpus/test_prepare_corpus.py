@@ -93,11 +93,6 @@ def test_rows_of_our_layout_need_no_conversion(tmp_path, row, expected):
     assert layouts.is_convertible(tmp_path / "c.jsonl") is expected
 
 
-def test_url_is_kept(tmp_path):
-    (row,) = converted(tmp_path, lines({"id": 1, "title": "A", "text": "x", "url": "http://a"}))
-    assert row["url"] == "http://a"
-
-
 def test_several_files_and_patterns_in_order(tmp_path):
     for name in ("b", "a"):
         (tmp_path / f"part-{name}.jsonl").write_bytes(lines({"id": name, "title": "A", "text": "x"}))
@@ -169,9 +164,9 @@ def test_bad_file_is_named_and_leaves_nothing(tmp_path, content, message):
     assert (tmp_path / "out.jsonl").read_text() == "mine"
 
 
-def test_half_a_surrogate_pair_is_replaced(tmp_path):
-    (row,) = converted(tmp_path, b'{"id": 1, "text": "a\\ud800b"}\n')
-    assert row["contents"] == "\na\ufffdb"
+def test_half_a_surrogate_pair_is_replaced_and_url_kept(tmp_path):
+    (row,) = converted(tmp_path, b'{"id": 1, "text": "a\\ud800b", "url": "http://a"}\n')
+    assert row == {"id": "1", "contents": "\na\ufffdb", "url": "http://a"}
 
 
 def test_command_reports_counts_and_errors(tmp_path, capsys):

@@ -221,7 +221,7 @@ def test_full_disk_names_the_folder(tmp_path, long_corpus, options, size, where)
     with largest_file(size), pytest.raises(RetrieverError, match="cannot be written") as caught:
         build(long_corpus, tmp_path / "i", **options)
     assert str(tmp_path / where) in str(caught.value) and "\n" not in str(caught.value)
-    assert "factory" in options or "cannot be written (File too large); make room" in str(caught.value)
+    assert "shard_rows" in options or "cannot be written (File too large); make room" in str(caught.value)
     assert not (tmp_path / "i").exists()
     build(long_corpus, tmp_path / "i", **options)
     assert first_id(long_corpus, tmp_path / "i") == "17"

@@ -12,7 +12,6 @@ from hypothesis.extra import numpy as st_numpy
 
 from retriever.errors import RetrieverError
 from retriever.indexes import backend as plan
-from retriever.indexes import faiss as faiss_module
 from retriever.indexes import faiss as gpu
 from retriever.indexes.backend import Embeddings
 from retriever.indexes.bm25 import top_k
@@ -103,7 +102,7 @@ def test_scores_do_not_depend_on_the_batch(tmp_path):
 def test_four_queries_share_one_matrix_product(version, limit):
     """Until 1.14 the limit was a number of queries, from 1.15 on of their elements."""
     stand_in = SimpleNamespace(__version__=version, cvar=SimpleNamespace())
-    faiss_module.multiply_sooner(stand_in, DIMENSION)
+    gpu.multiply_sooner(stand_in, DIMENSION)
     assert stand_in.cvar.distance_compute_blas_threshold == limit
 
 
@@ -246,7 +245,7 @@ def test_large_exhaustive_index_has_several_threads(
     path = built(tmp_path, embeddings, factory, "nprobe=16" if "IVF" in factory else "")
     small = FaissVectors(path, threads=2)
     assert small._searcher is None
-    monkeypatch.setattr(faiss_module, "LARGE", path.stat().st_size)
+    monkeypatch.setattr(gpu, "LARGE", path.stat().st_size)
     large = FaissVectors(path, threads=2)
     assert (large._searcher is not None) == is_exhaustive
     with ThreadPoolExecutor(4) as pool:

@@ -117,15 +117,11 @@ def test_endless_head_is_cut_off(index):
                 if first:
                     connection.sendall(first)
                     assert b" 200 OK" in read(connection)
-                begun = time.monotonic()
                 connection.sendall(b"POST /retr")
-                for _ in range(100):  # a byte now and then must not keep it open
-                    time.sleep(0.05)
-                    try:
+                with pytest.raises(OSError):
+                    for _ in range(60):  # a byte now and then must not keep it open
+                        time.sleep(0.05)
                         connection.sendall(b"i")
-                    except OSError:
-                        break
-                assert 0.4 < time.monotonic() - begun < 3
 
 
 def test_long_search_is_not_cut_off(index):
@@ -146,13 +142,11 @@ def test_slow_body_is_408(index):
     with served(make_app(index, Depths(1), limits=limits), seconds=0.5) as address:
         with socket.create_connection(address) as slow:
             slow.sendall(request())
-            begun = time.monotonic()
             for byte in BODY[:5]:
                 slow.sendall(bytes([byte]))
                 time.sleep(0.05)
             reply = read(slow)
             assert b" 408 " in reply and b"--request_seconds" in reply and b"connection: close" in reply
-            assert time.monotonic() - begun < 3
         assert b" 200 OK" in ask(address)
 
 

@@ -5,6 +5,7 @@ import ctypes
 import os
 import threading
 import time
+from functools import partial
 
 import pytest
 from retriever_rig import NAMES, Counting
@@ -155,13 +156,10 @@ def test_request_above_the_queue_is_refused_whole():
     assert asyncio.run(work()) == ["a", "b", "c", "d", "e"]
 
 
-def own_bytes():
-    return process_bytes(os.getpid(), "RssAnon")
-
-
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
 def test_freed_memory_is_returned():
     blocks = [b"x" * size for size in range(20_000, 24_000)]  # 88 MB, each too small for a mapping of its own
+    own_bytes = partial(process_bytes, os.getpid(), "RssAnon")
     full = own_bytes()
     pins = blocks[::50]
     del blocks
