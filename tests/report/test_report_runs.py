@@ -40,7 +40,7 @@ def test_rows_are_read_by_step(tmp_path):
     assert run.values("b") == {}
 
 
-def test_later_row_of_a_step_counts_and_cut_one_does_not(tmp_path):
+def test_later_row_counts_and_cut_one_does_not(tmp_path):
     make_run(tmp_path, {"a": [1.0, 2.0]})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "a": 7.0}\n{"step": 3, "a"')

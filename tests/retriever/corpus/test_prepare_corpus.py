@@ -164,7 +164,7 @@ def test_bad_file_is_named_and_leaves_nothing(tmp_path, content, message):
     assert (tmp_path / "out.jsonl").read_text() == "mine"
 
 
-def test_half_a_surrogate_pair_is_replaced_and_url_kept(tmp_path):
+def test_half_surrogate_is_replaced_and_url_kept(tmp_path):
     (row,) = converted(tmp_path, b'{"id": 1, "text": "a\\ud800b", "url": "http://a"}\n')
     assert row == {"id": "1", "contents": "\na\ufffdb", "url": "http://a"}
 
