@@ -34,6 +34,7 @@ def test_devices_are_counted_from_the_topology(monkeypatch):
         ({"tpu": "v5e-12"}, "a name of Cloud TPU, such as v5e-16 (chips) and v5p-16 (cores, 8 chips)"),
         ({"tpu": "v5p-4"}, "--tpu v5p-4: must be"),
         ({"tpu": "v5p-2"}, "--tpu v5p-2: must be"),
+        ({"tpu": "v5p-9"}, "--tpu v5p-9: must be"),
         ({"tpu": "v3-8"}, "--tpu v3-8: must be"),
         ({"tpu": "v5e:4x0"}, "with the slice's shape, such as v5e:4x4"),
         ({"tpu": "v5e:4x4", "topology": "4x4"}, "--topology 4x4 is for --gpu"),
