@@ -201,6 +201,11 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
     assert written == [("Rome",), ("May|June",)]
     kept = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert (kept["empty_answers"], kept["joined_answers"]) == (1, 1)
+    more = write_rows(tmp_path / "more.jsonl", row(2, "Who else?"))
+    with pytest.raises(SystemExit):
+        cli.calibadv(["prepare-data", str(train), str(more), "--output", str(tmp_path / "out.jsonl")])
+    output = capsys.readouterr().out
+    assert "1 ids were taken" in output and "1 golden answers that normalise to nothing" in output
 
 
 def test_named_columns_and_separator_are_read(tmp_path, capsys):

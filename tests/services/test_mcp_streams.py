@@ -168,12 +168,12 @@ def test_silent_program_is_waited_for_once(tmp_path, caplog):
 
 
 class OverHttp(Handler):
-    """Answers a call with `body`, compressed if that is asked for."""
+    """Answers a call with `content`, compressed if that is asked for."""
 
-    body, zipped = b"", False
+    content, zipped = b"", False
 
     def do_POST(self):
-        request = json.loads(self.body_of_request())
+        request = json.loads(self.body())
         answers = {
             "initialize": {
                 "protocolVersion": "2025-06-18",
@@ -183,7 +183,7 @@ class OverHttp(Handler):
             "tools/list": {"tools": [{"name": "say", "inputSchema": SCHEMA}]},
         }
         if request["method"] == "tools/call":
-            text = self.body.replace(b"$ID", str(request["id"]).encode())
+            text = self.content.replace(b"$ID", str(request["id"]).encode())
             encoding = {"Content-Encoding": "gzip"} if self.zipped else {}
             sent = gzip.compress(text, 1) if self.zipped else text
             self.reply(200, sent, {"Content-Type": "application/json"} | encoding)
@@ -192,9 +192,6 @@ class OverHttp(Handler):
             self.reply(200, {"jsonrpc": "2.0", "id": request["id"], "result": result})
         else:
             self.reply(404 if "id" in request else 202, b"")
-
-    def body_of_request(self):
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def do_GET(self):
         self.reply(405, b"")
@@ -205,14 +202,14 @@ def test_reply_over_http_is_bounded(monkeypatch, zipped):
     monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
 
     class Server(OverHttp):
-        body = (RESULT % "a \\ud83d").encode()
+        content = (RESULT % "a \\ud83d").encode()
 
     Server.zipped = zipped
     with serving(Server) as url:
         config = McpConfig(url=f"{url}/mcp", timeout=20, patience=0.1)
         (action,) = mcp_tools.mcp_actions(config, 0)
         assert results(action, "x") == ["a \ufffd"]
-        Server.body = b" " * (2**26 + 1)
+        Server.content = b" " * (2**26 + 1)
         (failed,) = results(action, "x")
     assert type(failed) is RequestFailed and "the reply is longer than 64 MiB" in str(failed)
 
@@ -235,8 +232,7 @@ def test_unreadable_event_fails_its_call_alone(monkeypatch, bad):
 
         async def ask():
             outcomes = []
-            for body in (bad, (RESULT % "fine").encode()):
-                Events.body = body
+            for Events.content in (bad, (RESULT % "fine").encode()):
                 outcomes += await asyncio.gather(action.call({"text": "x"}), return_exceptions=True)
             await action.close()
             return outcomes

@@ -145,7 +145,8 @@ def test_question_without_score_is_left_out_for_both(pair):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = argparse.Namespace(first=str(first), second=str(second), resamples=100, confidence=0.95)
     a, b = (compare._load(each)["0"] for each in (first, second))
-    assert dict(compare._compare(arguments, "em", a, b))["a"].questions == 3
+    for sides in ((a, b), (b, a)):
+        assert dict(compare._compare(arguments, "em", *sides))["a"].questions == 3
 
 
 def test_seeds_are_averaged_a_question_at_a_time(pair, capsys, tmp_path):
