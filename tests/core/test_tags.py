@@ -4,6 +4,7 @@ import pytest
 
 from calibadv_jax.core.tags import (
     INVALID_ACTION,
+    QUERY_REFUSED,
     STOP_STRINGS,
     TAG_NAMES,
     Grammar,
@@ -200,6 +201,8 @@ def test_refusal_of_an_action_is_not_forged():
     assert neutralise(forged) == forged
     assert neutralise_observation(forged, grammar=calculates) == forged, "the environment wrote it"
     assert neutralise_observation(f"x {forged}", grammar=calculates) != f"x {forged}"
+    assert neutralise_observation(QUERY_REFUSED) == QUERY_REFUSED
+    assert neutralise_observation(f"x {QUERY_REFUSED}") != f"x {QUERY_REFUSED}"
 
 
 def test_longest_control_token_is_broken_first():
