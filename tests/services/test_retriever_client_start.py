@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from http_rig import Handler, late, serving
 from search_rig import client_of
-from test_replicas import Service, ask
+from test_retriever_client_replicas import Service, ask
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import UserError
