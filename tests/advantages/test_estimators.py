@@ -78,28 +78,21 @@ def test_scores_must_be_finite(build, score):
 
 
 @pytest.mark.parametrize("num_empty", [0, 1, 2])
-@pytest.mark.parametrize("rebalance", [False, True])
-def test_search_before_empty_turns_is_not_softened(build, num_empty, rebalance):
+@pytest.mark.parametrize("is_last", [True, False])
+def test_empty_last_turns_do_not_count(build, num_empty, is_last):
+    """The last sampled turn is the answer turn: a search there is balanced and not softened."""
+    later = [] if is_last else [build.turn("answer", num_tokens=2)]
     empty = [build.turn("unfinished", num_tokens=0)] * num_empty
-    lost = [build.turn(documents=["a"], num_tokens=4), *empty]
+    lost = [build.turn(documents=["a"], num_tokens=4), *later, *empty]
     group = build.group(build.member(1.0, "a", answer=2, observed=1), (0.0, True, lost))
-    config = AdvantageConfig(rebalance=rebalance)
-    result = compute_advantages([group], config)
+    result = compute_advantages([group], AdvantageConfig())
     assert result.credits[0].correctness[1][0] == 1.0  # it found the silver document
+    assert result.credits[0].raw.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
     right, wrong = result.advantages[0]
-    assert (wrong < 0).all()  # the whole negative advantage stays
-    assert wrong[0] == pytest.approx(-np.sqrt(0.5), abs=1e-5)
-    assert right[-1] == pytest.approx(np.sqrt(0.5) * (2 if rebalance else 1), abs=1e-5)
-
-
-@pytest.mark.parametrize("num_empty", [0, 1])
-def test_search_before_last_sampled_turn_is_softened(build, num_empty):
-    empty = [build.turn("unfinished", num_tokens=0)] * num_empty
-    lost = [build.turn(documents=["a"], num_tokens=4), build.turn("answer", num_tokens=2), *empty]
-    group = build.group(build.member(1.0, "a", answer=2, observed=1), (0.0, True, lost))
-    wrong = compute_advantages([group], AdvantageConfig(rebalance=False)).advantages[0][1]
-    np.testing.assert_allclose(wrong[:4], 0.0, atol=1e-12)
-    assert (wrong[4:] < 0).all()
+    assert wrong[0] == pytest.approx(-(0.5**0.5) if is_last else 0, abs=1e-5) and wrong[-1] < 0
+    assert right[-1] == pytest.approx(0.5**0.5 * (2 if is_last else 1), abs=1e-5)
+    (of_turns,) = compute_advantages([group], AdvantageConfig(name="gigpo")).credits
+    assert of_turns.raw[1] == of_turns.before[1][len(lost) - num_empty - 1]
 
 
 CONFIGS = [
@@ -131,7 +124,7 @@ def broken_off(build):
 def test_failed_trajectory_changes_no_other(build, config, place):
     whole = build.group(*members(build))
     rows = members(build)
-    rows.insert(place, broken_off(build))
+    rows.insert(place, broken_off(build) if place < 3 else (float("nan"), False, []))
     (expected,) = compute_advantages([whole], config).advantages
     result = compute_advantages([fail(build.group(*rows), place)], config)
     (got,) = result.advantages
@@ -157,11 +150,6 @@ def test_group_of_failed_trajectories_is_empty(build, config):
     assert result.advantages[0] == []
     assert any(values.any() for values in result.advantages[1])
     assert all(np.isfinite(value) for value in result.metrics.values())
-
-
-def test_failed_trajectory_may_have_any_score(build):
-    rows = [*members(build), (float("nan"), False, [])]
-    assert len(compute_advantages([fail(build.group(*rows), 3)], AdvantageConfig()).advantages[0]) == 3
 
 
 def test_metrics(build):

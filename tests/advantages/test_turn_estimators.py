@@ -235,13 +235,6 @@ def test_by_hand(build):
     np.testing.assert_allclose(tokens, [*white[:2], 0, 0, 0, *white[2:]], rtol=1e-6)
 
 
-def test_lambda_1_is_the_score_less_the_value(build):
-    group = build.group((0.7, True, [turn(build, "answer", [0.25, 0.5, 2.0])]))
-    advantages, returns = gae_and_returns(group.trajectories[0], PLAIN)
-    np.testing.assert_allclose(advantages, 0.7 - np.array([0.25, 0.5, 2.0]))
-    np.testing.assert_allclose(returns, 0.7)
-
-
 def test_calibration_moves_tokens_of_a_turn_alike(build):
     """A search of silver documents in a losing trajectory: its mean becomes 0, its tokens stay apart."""
     right = [

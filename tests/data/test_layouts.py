@@ -369,19 +369,6 @@ def test_browsecomp_is_decrypted_with_its_canary(tmp_path):
         assert (question.golden_answers, question.supporting_ids) == (("Ada",), ("1",))
 
 
-def test_ours_is_read_equally_without_data_source(tmp_path):
-    rows = [
-        {"id": "0", "question": "How many strings?", "golden_answers": [5]},
-        {"id": "1", "question": "Who sang it?", "golden_answers": ["Ada", ""]},
-        {"id": "2", "question": "Capital of Italy?", "golden_answers": "Rome"},
-    ]
-    bare = load_questions(write_rows(tmp_path / "mine.jsonl", *rows))
-    named = load_questions(write_rows(tmp_path / "x.jsonl", *(row | {"data_source": "mine"} for row in rows)))
-    assert [item.golden_answers for item in bare] == [("5",), ("Ada",), ("Rome",)]
-    assert [item.golden_answers for item in named] == [item.golden_answers for item in bare]
-    assert [(item.id, item.data_source) for item in named] == [(str(n), "mine") for n in range(3)]
-
-
 def test_columns_of_an_unknown_layout_are_named(tmp_path):
     row = {"request": [{"role": "user", "content": "who?"}], "gold": {"text": "Ada|Bo"}, "qid": 3}
     path = write_rows(tmp_path / "mine.jsonl", row)

@@ -13,6 +13,7 @@ from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rewards.score import format_flaw
 
 SEARCH = "<think> t </think>\n<search> q </search>"
+ACCESS = "<think>t</think><access>a</access>"
 ANSWER = "<think>u</think> <answer>Rome</answer>"
 INFORMATION = "\n\n<information>Doc 1</information>\n\n"
 
@@ -98,6 +99,8 @@ def test_opening_of_prompt_counts_in_first_turn(opening, text, expected):
         ([turn("answer", ANSWER)], "an answer without any action before it"),
         ([turn("search", SEARCH, 4)], "the last turn is not an answer"),
         ([turn("search", SEARCH), turn("answer", ANSWER)], "turn 1: the action was not executed"),
+        ([turn("access", ACCESS), turn("answer", ANSWER)], "turn 1: the action was not executed"),
+        ([turn("access", ACCESS, 4), turn("answer", ANSWER)], ""),
         ([turn("answer", ANSWER, 4), turn("answer", ANSWER)], "turn 1: an answer before the last turn"),
         ([turn("search", SEARCH, 4), turn("answer", ANSWER + " done")], "turn 2: text after </answer>"),
         ([turn("search", SEARCH, 4), turn("answer", ANSWER)], ""),
@@ -106,7 +109,8 @@ def test_opening_of_prompt_counts_in_first_turn(opening, text, expected):
 )
 def test_flaw_of_a_trajectory_names_its_turn(turns, flaw):
     question = Question("q", "?", ("Rome",), "test")
-    assert format_flaw(Trajectory(question, np.zeros(1, np.int32), turns)) == flaw
+    trajectory = Trajectory(question, np.zeros(1, np.int32), turns, actions=("search", "access"))
+    assert format_flaw(trajectory) == flaw
 
 
 @pytest.mark.parametrize(

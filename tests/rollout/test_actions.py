@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler
+from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler, context_of
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import (
@@ -13,7 +13,6 @@ from calibadv_jax.config import (
     Config,
     PromptConfig,
     RewardConfig,
-    RolloutConfig,
     ToolConfig,
 )
 from calibadv_jax.core.errors import RequestFailed, UserError
@@ -22,7 +21,7 @@ from calibadv_jax.core.tags import INVALID_ACTION, Grammar, parse_turn
 from calibadv_jax.core.trajectory import Document, Group
 from calibadv_jax.rewards.score import score_groups, score_trajectory
 from calibadv_jax.rollout.actions import OwnAction, SearchAction, grammar_of, invalid_notice
-from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
+from calibadv_jax.rollout.agent import run_trajectory
 from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt
 from calibadv_jax.run.actions import check_tags, describe_actions, make_actions
@@ -59,14 +58,9 @@ def call(name, body, think="t"):
 
 
 def written(tokenizer, actions, *turns, template="short", retriever=None, **limits):
-    context = RolloutContext(
-        ScriptedSampler(tokenizer, lambda _, turn: turns[turn]),
-        retriever or Pages({"ann": [DOCUMENT]}),
-        tokenizer,
-        RolloutConfig(**limits),
-        PromptConfig(template=template),
-        tuple(actions),
-    )
+    sampler = ScriptedSampler(tokenizer, lambda _, turn: turns[turn])
+    pages = retriever or Pages({"ann": [DOCUMENT]})
+    context = context_of(sampler, tokenizer, pages, actions, template=template, **limits)
     return asyncio.run(run_trajectory(context, QUESTION, 0, 0, "s"))
 
 
@@ -175,6 +169,28 @@ def test_what_is_shown_of_a_reply_is_a_text(byte_tokenizer):
 
     with pytest.raises(UserError, match="action tool: render returned int; it must return a text"):
         written(byte_tokenizer, [OwnAction(Bare("x"), 9)], call("tool", "x"), call("answer", "Ann"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ValueError("no"), ValueError), (UserError("key"), UserError), (OSError("x"), None)]
+)
+def test_errors_of_own_parse_and_render(error, kind):
+    class Raising(Tool):
+        max_length = 50
+
+        def parse(self, body):
+            raise error
+
+        render = parse
+
+    action = OwnAction(Raising(""), 9)
+    with pytest.raises(kind or RequestFailed) as caught:
+        action.parse("x")
+    assert type(caught.value) is (kind or RequestFailed)
+    with pytest.raises(RequestFailed, match="action tool: ") as caught:
+        action.render(Reply())
+    assert caught.value.service == "tool"
+    assert [OwnAction(Raising(""), 9, limit).max_length for limit in (0, 20)] == [50, 20]
 
 
 def test_reply_of_ten_megabytes_is_cut_at_once(byte_tokenizer):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizers import normalizers
+from tokenizers import normalizers, processors
 
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
@@ -307,6 +307,13 @@ class Counting:
 
 
 def test_they_are_those_that_the_loop_would_refuse(byte_tokenizer):
+    """Also where a tokenizer begins every text with a token: no prompt has it."""
+    plain, byte_tokenizer = byte_tokenizer, deepcopy(byte_tokenizer)
+    byte_tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", plain.eos_token_id)]
+    )
+    assert byte_tokenizer.encode("a") == [plain.eos_token_id, *plain.encode("a")]
+    assert prompt(byte_tokenizer) == prompt(plain)
     letters = ("a", "é", "字", "<think>", LIGATURE)
     questions = questions_of(*(letters[n % 5] * (n % 97) for n in range(2 * BATCH)))
     lengths = prompt_lengths(questions, byte_tokenizer, SHORT, 100)

@@ -95,17 +95,6 @@ def scores(config, *answers):
     return judged_with(config, score_all)
 
 
-def test_lone_surrogate_of_a_verdict_is_replaced(endpoint):
-    handler, config = endpoint
-
-    class Emotional(handler):
-        def judge(self, system, user):
-            return f"hm \ud83d\n{KEY.search(system)[1]} 0.25"
-
-    with serving(Emotional) as url:
-        assert scores(replace(config, url=f"{url}/v1"), "Paris")[0]["judge"] == 0.25
-
-
 def test_long_reply_of_the_judge_is_no_verdict(endpoint):
     handler, config = endpoint
 
@@ -343,13 +332,6 @@ def test_verdict_is_the_whole_last_line(line, verdict):
         return
     with pytest.raises(http_client.BadReply):
         judge.read_verdict(line, "k")
-
-
-@pytest.mark.parametrize("status", [429, 500, 502])
-def test_judge_that_is_away_is_waited_for(endpoint, status):
-    handler, config = endpoint
-    handler.replies += [(status, b"")] * (http_client.BAD_REPLIES + 2)
-    assert scores(replace(config, patience=20), "Paris")[0]["judge"] == 1.0
 
 
 def test_judge_remembers_the_newest_verdicts(endpoint, monkeypatch):

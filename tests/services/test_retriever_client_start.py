@@ -8,7 +8,7 @@ from search_rig import client_of
 from test_retriever_client_replicas import Service, ask
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.services import retriever_client
 from calibadv_jax.services.retriever_client import check_running, open_retriever
 
@@ -53,7 +53,7 @@ def test_service_that_is_loading_is_waited_for(tmp_path):
 def test_service_that_never_comes_ends_the_start():
     config = RetrieverConfig(url=["http://127.0.0.1:9", "http://127.0.0.1:10"], patience=0.3)
     with pytest.raises(
-        UserError,
+        EnvironmentFailure,
         match=r"retriever http://127.0.0.1:9, http://127.0.0.1:10: cannot be reached \(.*\); start it with",
     ):
         check_running(config, print)

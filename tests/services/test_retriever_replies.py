@@ -8,7 +8,7 @@ from http_rig import Handler, serving
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.services.http_client import BadReply, HttpReply
 from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_replies import read_documents, read_page
+from calibadv_jax.services.retriever_replies import difference, read_documents, read_page
 
 
 def read(*items, is_reranked):
@@ -67,3 +67,18 @@ def test_foreign_passages_are_identified_by_text():
     ]
     with pytest.raises(BadReply):
         read_documents("http://a", reply, 1, is_reranked=False)
+
+
+@pytest.mark.parametrize(
+    ("agreed", "state", "words"),
+    [
+        ({"encoder": "e5"}, {"encoder": "e5", "documents": 9, "identity": "a"}, ""),
+        ({"encoder": "e5", "identity": "a"}, {"encoder": "e5"}, ""),  # one of them has no such string
+        ({"model": "m", "identity": "a"}, {"model": "m", "identity": "b"}, "identity 'b' instead of 'a'"),
+        ({"encoder": "e5"}, {}, "encoder None instead of 'e5'"),
+        ({}, {"pages_sha256": "p"}, "pages_sha256 'p' instead of None"),
+        ({"model": "m"}, {"model": "n", "reranker": "r"}, "model 'n' instead of 'm'"),
+    ],
+)
+def test_services_differ_by_what_decides_their_documents(agreed, state, words):
+    assert difference(agreed, state) == words
