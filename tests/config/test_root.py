@@ -24,56 +24,28 @@ def check(message, **sections):
         build()
 
 
-CORRECTIONS = list(itertools.product((0.0, 2.0), ("recompute", "sampler")))  # importance_cap, old_logprobs
-
-
 @pytest.mark.parametrize(
     "sampling", [{}, {"top_p": 0.9}, {"top_k": 20}, {"top_p": 0.9, "top_k": 20}], ids=str
 )
-@pytest.mark.parametrize("sampler", ["jax", "vllm"])
-def test_truncated_vllm_logprobs_are_not_compared(sampling, sampler):
-    for cap, old in CORRECTIONS:
-        is_refused = sampling and sampler == "vllm" and (cap > 0 or old == "sampler")
-        check(
-            "vLLM reports log-probabilities after top_p and top_k" if is_refused else None,
-            rollout=sampling,
-            sampler={"name": sampler},
-            loss={"importance_cap": cap, "old_logprobs": old},
-        )
-
-
+@pytest.mark.parametrize("name", ["jax", "vllm"])
 @pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("sampler", ["jax", "vllm"])
-def test_staleness_needs_vllm_and_a_correction(staleness, sampler):
-    for cap, old in CORRECTIONS:
-        message = None
-        if staleness and sampler == "jax":
-            message = "samples on the learner's own devices"
-        elif staleness and not cap and old == "recompute":
-            message = "set loss.importance_cap=2, or rollout.max_staleness=0"
+def test_sampler_and_loss_fit_together(name, staleness, sampling):
+    dtypes, precisions = ("", "bfloat16", "float32"), ("bfloat16", "float32")
+    for dtype, compute, cap, old in itertools.product(dtypes, precisions, (0, 2), ("recompute", "sampler")):
+        is_vllm, is_corrected = name == "vllm", cap > 0 or old == "sampler"
+        refusals = {
+            "samples on the learner's own devices": staleness and not is_vllm,
+            "set loss.importance_cap=2, or rollout.max_staleness=0": staleness and not is_corrected,
+            "leave sampler.dtype out, or set sampler.name=vllm": dtype and not is_vllm,
+            "importance_cap=2, or leave sampler.dtype": dtype not in ("", compute) and not is_corrected,
+            "vLLM reports log-probabilities after top_p and top_k": sampling and is_vllm and is_corrected,
+        }
         check(
-            message,
-            rollout={"max_staleness": staleness},
-            sampler={"name": sampler},
-            loss={"importance_cap": cap, "old_logprobs": old},
-        )
-
-
-@pytest.mark.parametrize("dtype", ["", "bfloat16", "float32"])
-@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
-@pytest.mark.parametrize("sampler", ["jax", "vllm"])
-def test_sampler_of_another_precision_needs_a_correction(dtype, compute, sampler):
-    for cap, old in CORRECTIONS:
-        message = None
-        if dtype and sampler == "jax":
-            message = "leave sampler.dtype out, or set sampler.name=vllm"
-        elif dtype not in ("", compute) and not cap and old == "recompute":
-            message = "set loss.importance_cap=2, or leave sampler.dtype out"
-        check(
-            message,
+            next((message for message, is_refused in refusals.items() if is_refused), None),
+            rollout=sampling | {"max_staleness": staleness},
+            sampler={"name": name, "dtype": dtype},
             policy={"compute_dtype": compute},
-            sampler={"name": sampler, "dtype": dtype},
-            loss={"importance_cap": cap, "old_logprobs": old},
+            loss={"importance_cap": float(cap), "old_logprobs": old},
         )
 
 

@@ -78,6 +78,7 @@ DISTRACTOR = {"id": "5a7a", "supporting_facts": {"title": ["a"], "sent_id": [0]}
 WHICH = {"index": 3, "question": "which?"}
 TARGET = {"ground_truth": {"target": ["me"], "answers": ["you"]}}
 ANSWERS = {"ground_truth": {"answers": ["me"], "answer": "you"}}
+RLINF = "<|im_start|>user\nReason in <think>. Question: where?<|im_end|>\n<|im_start|>assistant\n<think>"
 HUB_TRIVIA = {
     "question": "Which lake?",
     "question_id": "tc_1",
@@ -121,6 +122,7 @@ MAGAZINE = f"5a7a {HOTPOT['question']} Arthur's Magazine"
         ),
         ("NQ-open.dev.jsonl", {"question": "when?", "answer": ["1999"]}, "nq_NQ-open_0 when? 1999 nq"),
         ("bamboogle.parquet", {"Question": "Who?", "Answer": "Ann"}, "bamboogle_0 Who? Ann bamboogle"),
+        ("q.jsonl", {"prompt": RLINF, "solutions": ["Rome", "Roma"]}, "q_q_0 where? Rome/Roma q"),
         ("mine.jsonl", {"qid": 3, "question": "Who?", "answers": ["Ann"]}, "mine_3 Who? Ann mine"),
         (
             "biencoder-nq-dev.json",
@@ -216,6 +218,7 @@ TOOL, ASSISTANT = ([{"role": role, "content": "x"}] for role in ("tool", "assist
         (verl(0), {"reward_model": {"ground_truth": {"target": []}}}, "key .*ground_truth.target' holds no"),
         (verl(0), {"reward_model": 3}, "'reward_model' and 'extra_info' must be objects"),
         (verl(0), {"prompt": "Who?"}, "key 'question' is missing.*exactly once; add the key"),
+        ({"prompt": RLINF, "solutions": "x"}, {"prompt": "who?"}, "key 'question' is missing.*exactly once"),
         (verl(0), verl(1, "Question: x?"), "key 'question' is missing.*exactly once; add the key"),
         (verl(0), {"question": "x", "prompt": TOOL}, "field 'prompt' must be text or.*'role' .system, user"),
         (verl(0), {"question": "x", "prompt": ASSISTANT}, "the last message of 'prompt' .* 'assistant'"),
@@ -297,23 +300,6 @@ def test_broken_file_is_refused(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as caught:
         load_questions(tmp_path / "q")
     assert "\n" not in str(caught.value)
-
-
-def test_rlinfs_rows(tmp_path):
-    chat = "<|im_start|>user\nReason in <think>. Question: who?<|im_end|>\n<|im_start|>assistant\n<think>"
-    rows = [
-        {"prompt": "Reason. Question: where?\nAssistant: <think>", "solutions": ["Rome", "Roma"]},
-        {"prompt": chat, "solutions": "Ann"},
-    ]
-    (tmp_path / "rlinf.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, second = load_questions(tmp_path / "rlinf.jsonl")
-    assert (first.text, first.golden_answers) == ("where?", ("Rome", "Roma"))
-    assert (second.text, second.golden_answers) == ("who?", ("Ann",))
-    prompts = [question.text.join(question.prompt[0].parts) for question in (first, second)]
-    assert prompts == [row["prompt"] for row in rows]
-    (tmp_path / "rlinf.jsonl").write_text(json.dumps({"prompt": "who?", "solutions": ["Ann"]}))
-    with pytest.raises(UserError, match="the prompt does not hold 'Question:' exactly once"):
-        load_questions(tmp_path / "rlinf.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -211,17 +211,6 @@ def test_more_words_move_no_token():
     assert kept == {word: ages[word] for word in kept}
 
 
-def test_tokenizer_survives_saving(tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = build_word_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    text = "<think> find adara almson </think>\n<search> adara almson </search>"
-    assert loaded.encode(text) == tokenizer.encode(text)
-    assert loaded.eos_token_id == tokenizer.eos_token_id
-
-
 @pytest.mark.medium
 def test_no_demonstration_shows_a_whole_two_hop_solution():
     counts = Counter()

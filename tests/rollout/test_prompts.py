@@ -11,7 +11,7 @@ from tokenizers import normalizers, processors
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
-from calibadv_jax.rollout.observation import decode, encode
+from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import (
     BATCH,
     TEMPLATES,
@@ -58,14 +58,6 @@ def test_template_that_shows_a_date_is_given_the_runs_own(byte_tokenizer):
     assert prompt(tokenizer, date_string="1 May 2026").startswith("Today Date: 1 May 2026\n")
 
 
-def test_paper_template_names_the_protocol_in_its_order():
-    text = TEMPLATES["paper"]
-    places = [text.index(f"<{name}>") for name in ("think", "search", "information", "answer")]
-    assert places == sorted(places)
-    assert text.count("<answer>") == text.count("</answer>") == 2  # the authors' scorer expects two
-    assert text.endswith("Question: {question}\n")
-
-
 def test_paper_template_is_that_of_the_published_policies():
     """Word for word: a policy knows the prompt that it was trained under. The hash is of their text."""
     text = TEMPLATES["paper"].format(question="Q?")
@@ -77,11 +69,6 @@ def test_paper_template_is_that_of_the_published_policies():
 def test_question_mark_is_added_where_there_is_none(byte_tokenizer, asked):
     assert prompt(byte_tokenizer, asked, question_mark=True) == "Question: who wrote it?\n"
     assert prompt(byte_tokenizer, asked) == f"Question: {asked}\n"
-
-
-def test_short_template_adds_few_tokens(word_tokenizer):
-    with_question = build_prompt(ask("Who ?"), word_tokenizer, PromptConfig(template="short"), 99)
-    assert len(with_question) - len(encode(word_tokenizer, "Who ?")) <= 6
 
 
 def test_templates_are_filled(byte_tokenizer):

@@ -57,39 +57,30 @@ def test_child_that_does_not_get_ready_in_time(tmp_path):
 def test_long_log_is_set_aside_at_a_start(tmp_path, monkeypatch):
     monkeypatch.setattr(child_process, "LONGEST_LOG", 100)
     log = tmp_path / "child.log"
-    for number in range(20):
+    for number in range(30):
         ended = [sys.executable, "-c", f"raise SystemExit('gone {number}')"]
         with pytest.raises(UserError, match=f": gone {number}; see"):
             ChildService("the child", ended, log, 20.0, "key").__enter__()
     kept = [(tmp_path / name).read_text().splitlines() for name in ("child.log.old", "child.log")]
-    assert [*kept[0], *kept[1]][-10:] == [f"gone {number}" for number in range(10, 20)]
-    assert sum(map(len, kept)) < 20 and len(list(tmp_path.iterdir())) == 2
+    assert [*kept[0], *kept[1]][-10:] == [f"gone {number}" for number in range(20, 30)]
+    assert sum(map(len, kept)) < 30 and len(list(tmp_path.iterdir())) == 2
 
 
 def test_log_that_another_child_writes_is_not_cut(tmp_path):
     """Two commands may work in the folder of a run; the cause is looked for in the child's own lines."""
-    log = tmp_path / "child.log"
-    running = [
-        sys.executable,
-        "-c",
-        "import sys; print('ValueError: theirs'); sys.stdin.read(); print('end')",
-    ]
-    first = ChildService("the first", [*running], log, 20.0, "key")
-    reading, writing = os.pipe()
-    saved = os.dup(0)
-    os.dup2(reading, 0)
-    try:
-        first.start()
-    finally:
-        os.dup2(saved, 0)
-        for descriptor in (saved, reading):
-            os.close(descriptor)
+    log, go_on = tmp_path / "child.log", tmp_path / "go on"
+    code = (
+        "import pathlib, sys, time; print('ValueError: theirs')\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\nprint('end')"
+    )
+    first = ChildService("the first", [sys.executable, "-c", code, str(go_on)], log, 20.0, "key")
+    first.start()
     while "theirs" not in log.read_text():
         time.sleep(0.02)
     failing = [sys.executable, "-c", "raise SystemExit('gone')"]
     with pytest.raises(UserError, match="the second ended with status 1: gone; see"):
         ChildService("the second", failing, log, 20.0, "key").__enter__()
-    os.close(writing)
+    go_on.touch()
     assert first.process.wait(20) is not None
     first.stop()
     assert log.read_text().splitlines() == ["ValueError: theirs", "gone", "end"]

@@ -141,21 +141,6 @@ def search_all(url, *queries):
     return [result if isinstance(result, Exception) else result[0] for result in results]
 
 
-def test_who_waits_can_be_cancelled(server):
-    url, replies, _ = server
-    replies.append(lambda body: (503, {}))
-
-    async def ask(client):
-        task = asyncio.create_task(client.search(["a"]))
-        await asyncio.sleep(0.2)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    with client_of(url, patience=600.0) as (client, run):
-        run(ask(client))
-
-
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_refused_query_fails_no_other(server, status):
     url, replies, requests = server

@@ -119,11 +119,6 @@ def test_search_without_documents_is_printed(retriever, line):
     assert f"        {line}" in output and trajectory.answer == "Ann"
 
 
-def test_service_that_is_gone_is_error_not_answer():
-    _, trajectory = talk(Script(SEARCH), Shelf(RequestFailed("retriever", "gone")))
-    assert trajectory.error == "retriever: gone"
-
-
 @pytest.fixture
 def answer(monkeypatch):
     """What is said to questions by a policy that is there, while its retriever is not."""
