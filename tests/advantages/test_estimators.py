@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.trajectory import Group
-
-
-def test_import_needs_neither_jax_nor_pydantic():
-    code = "import sys; import calibadv_jax.advantages.estimators; print(*sys.modules)"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    loaded = {module.partition(".")[0] for module in output.split()}
-    assert "numpy" in loaded and not loaded & {"jax", "flax", "vllm", "pydantic", "omegaconf"}
 
 
 def test_groups_may_not_mix_questions(build):
@@ -42,16 +32,6 @@ def test_inputs_are_left_alone(build):
     assert [trajectory.answer_score for trajectory in group.trajectories] == [0.0, 1.0]
     for trajectory, ids in zip(group.trajectories, before, strict=True):
         np.testing.assert_array_equal(trajectory.response_ids, ids)
-
-
-def raw(build, *scores, **settings):
-    group = build.group(*(build.member(score) for score in scores))
-    return compute_advantages([group], AdvantageConfig(name="grpo", **settings)).credits[0].raw.tolist()
-
-
-def test_group_of_one_keeps_its_score(build):
-    assert raw(build, 0.6) == [0.6 / (1 + 1e-6)]
-    assert raw(build) == []
 
 
 def test_sampled_tokens_carry_the_trajectorys_advantage(build):
@@ -135,15 +115,6 @@ def test_failed_trajectory_changes_no_other(build, config, place):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_only_survivor_of_a_group_gets_zero(build, config):
-    result = compute_advantages([fail(build.group(*members(build)), 1, 2)], config)
-    assert [len(values) for values in result.advantages[0]] == [5]
-    assert not result.advantages[0][0].any()
-    alone = compute_advantages([build.group(members(build)[0])], AdvantageConfig(name="grpo"))
-    assert alone.advantages[0][0].any()  # a group that was asked for one has its score, as upstream
-
-
-@pytest.mark.parametrize("config", CONFIGS)
 def test_group_of_failed_trajectories_is_empty(build, config):
     gone, whole = fail(build.group(*members(build)), 0, 1, 2), build.group(*members(build))
     result = compute_advantages([gone, whole], config)
@@ -211,7 +182,8 @@ def test_metrics(build):
     assert metrics == pytest.approx({f"advantage/{name}": value for name, value in expected.items()})
 
 
-def test_nothing_to_measure():
+def test_nothing_to_measure(build):
+    assert compute_advantages([build.group()], AdvantageConfig()).credits[0].raw.tolist() == []
     metrics = compute_advantages([], AdvantageConfig()).metrics
     assert metrics["advantage/answer/positive_before"] == 0
     assert "advantage/answer/ratio_before" not in metrics

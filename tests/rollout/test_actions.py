@@ -152,9 +152,7 @@ def test_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
     ids=str,
 )
 def test_invalid_reply_is_refused(byte_tokenizer, brings):
-    words = (
-        "a Reply whose .* make texts of them" if brings != 5 else "int; it must return a text, a list of Doc"
-    )
+    words = "int; it must return a text" if brings == 5 else "a Reply whose .* make texts of them"
     with pytest.raises(UserError, match=f"action tool: call returned {words}"):
         written(byte_tokenizer, [OwnAction(Tool(brings), 9)], call("tool", "x"), call("answer", "Ann"))
 
