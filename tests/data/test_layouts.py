@@ -122,7 +122,7 @@ MAGAZINE = f"5a7a {HOTPOT['question']} Arthur's Magazine"
         ),
         ("NQ-open.dev.jsonl", {"question": "when?", "answer": ["1999"]}, "nq_NQ-open_0 when? 1999 nq"),
         ("bamboogle.parquet", {"Question": "Who?", "Answer": "Ann"}, "bamboogle_0 Who? Ann bamboogle"),
-        ("q.jsonl", {"prompt": RLINF, "solutions": ["Rome", "Roma"]}, "q_q_0 where? Rome/Roma q"),
+        ("q.jsonl", {"prompt": RLINF, "solutions": ["Rome", "Roma"]}, "q_0 where? Rome/Roma q"),
         ("mine.jsonl", {"qid": 3, "question": "Who?", "answers": ["Ann"]}, "mine_3 Who? Ann mine"),
         (
             "biencoder-nq-dev.json",

@@ -47,7 +47,7 @@ def test_block_and_its_tokens(byte_tokenizer, prepend_think):
 
 
 def test_smaller_limit_of_an_action_counts(byte_tokenizer):
-    observations = Observations(byte_tokenizer, 100)
+    observations = Observations(byte_tokenizer, 100, "")
     limits = {limit: SearchAction(max_length=limit) for limit in (0, 50, 150)}
     assert [observations.of(action).max_length for action in limits.values()] == [100, 50, 100]
 
