@@ -267,17 +267,11 @@ def test_judgement_names_repetition_and_silver(build):
     ]
     (trajectory,) = build.group((0.0, True, turns)).trajectories
     judged = judge_turns(trajectory, dict.fromkeys("abc", 1.0), "fraction")
-    assert [judgement.repeated for judgement in judged] == [
-        None,
-        "think of turn 1",
-        "documents of turn 2",
-        None,
-        None,
-    ]
+    repeated = [None, "think of turn 1", "documents of turn 2", None, None]
+    assert [judgement.repeated for judgement in judged] == repeated
     assert [judgement.found_silver for judgement in judged] == [(), ("a", "b"), ("c",), (), ()]
     assert [judgement.correctness for judgement in judged] == [0] * 5
     judged = judge_turns(trajectory, {"d": 0.5}, "max")
     assert judged[3].found_silver == ("d",) and judged[3].correctness == 0.5
-    assert {judgement.repeated for judgement in judge_turns(trajectory, {}, "max")} == {
-        None
-    }  # nothing is judged
+    unjudged = judge_turns(trajectory, {}, "max")
+    assert {judgement.repeated for judgement in unjudged} == {None}

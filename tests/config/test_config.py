@@ -357,7 +357,3 @@ def test_replaced_values_are_checked_and_sections_frozen():
         dataclasses.replace(config, learner=dataclasses.replace(config.learner, row_length=100))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.learner.steps = 3
-
-
-def test_keys_are_dotted():
-    assert {"learner", "learner.steps", "learner.optimizer.lr", "policy.init"} <= known_keys().keys()

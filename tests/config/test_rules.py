@@ -49,42 +49,25 @@ def test_sampler_and_loss_fit_together(name, staleness, sampling):
         )
 
 
+LIMITS = {"max_length": 100, "max_prompt_length": 50}
+
+
+def critic(warmup, base):
+    return {"learner": {"steps": 4}, "critic": {"warmup_steps": warmup}, "advantage": {"base": base}}
+
+
 @pytest.mark.parametrize(
     ("message", "sections"),
     [
-        (
-            f"learner.row_length is {row}, .* rollout.max_length = 100" if row < 100 else None,
-            {"rollout": {"max_length": 100, "max_prompt_length": 50}, "learner": {"row_length": row}},
-        )
-        for row in (99, 100, 101)
-    ]
-    + [
-        (
-            f"max_prompt_length is {prompt}, .*below max_length" if prompt > 99 else None,
-            {"rollout": {"max_prompt_length": prompt, "max_length": 100}},
-        )
-        for prompt in (99, 100, 101)
-    ]
-    + [
-        (
-            "worker_devices names 1 workers, but workers is 2" if len(devices) == 1 else None,
-            {"sampler": {"workers": 2, "worker_devices": devices}},
-        )
-        for devices in ([], ["0"], ["0", "1"])
-    ]
-    + [
-        (
-            "critic.warmup_steps is 4, but the run has" if (base, warmup) == ("gae", 4) else None,
-            {"learner": {"steps": 4}, "critic": {"warmup_steps": warmup}, "advantage": {"base": base}},
-        )
-        for base in ("gae", "grpo")
-        for warmup in (0, 3, 4)
-    ]
-    + [
-        (
-            "action is rollback, but checkpoint.every is 0",
-            {"checkpoint": {"every": 0}, "guards": {"action": "rollback"}},
-        )
+        ("row_length is 99, .*max_length = 100", {"rollout": LIMITS, "learner": {"row_length": 99}}),
+        *((None, {"rollout": LIMITS, "learner": {"row_length": row}}) for row in (100, 101)),
+        ("max_prompt_length is 100, .*below max_le", {"rollout": LIMITS | {"max_prompt_length": 100}}),
+        (None, {"rollout": LIMITS | {"max_prompt_length": 99}}),
+        ("worker_devices names 1 workers, but", {"sampler": {"workers": 2, "worker_devices": ["0"]}}),
+        *((None, {"sampler": {"workers": 2, "worker_devices": names}}) for names in ([], ["0", "1"])),
+        ("critic.warmup_steps is 4, but the run has", critic(4, "gae")),
+        *((None, critic(*case)) for case in ((0, "gae"), (3, "gae"), (4, "grpo"))),
+        ("but checkpoint.every is 0", {"checkpoint": {"every": 0}, "guards": {"action": "rollback"}}),
     ],
     ids=str,
 )

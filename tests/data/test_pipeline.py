@@ -99,6 +99,8 @@ WEIGHTS = {"nq": 3.0, "hotpotqa": 1.0}
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_mixture_has_its_shares_everywhere(shuffle):
     drawn = list(islice(QuestionIterator(MIXED, 0, shuffle, WEIGHTS), 400))
+    reordered = dict(reversed(WEIGHTS.items()))
+    assert list(islice(QuestionIterator(MIXED, 0, shuffle, reordered), 400)) == drawn
     for start in range(0, 400, 40):
         assert Counter(sources_of(drawn[start : start + 40])) == {"nq": 30, "hotpotqa": 10}
     nq = [item.id for item in drawn if item.data_source == "nq"]

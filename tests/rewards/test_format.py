@@ -18,14 +18,9 @@ INFORMATION = "\n\n<information>Doc 1</information>\n\n"
 
 
 def turn(kind, text, num_observed=0, **fields):
-    return Turn(
-        kind,
-        np.arange(3, dtype=np.int32),
-        np.zeros(3, np.float32),
-        text=text,
-        observation_ids=np.zeros(num_observed, np.int32),
-        **fields,
-    )
+    ids, logprobs = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
+    observed = np.zeros(num_observed, np.int32)
+    return Turn(kind, ids, logprobs, text=text, observation_ids=observed, **fields)
 
 
 def is_valid(*turns, opening="", first_opening=None):

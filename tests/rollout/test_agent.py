@@ -77,12 +77,7 @@ def test_what_is_asked_of_the_sampler(loop):
 
 def test_seeds_are_stable_and_depend_on_everything():
     assert turn_seed(1, "q", 2, 3) == turn_seed(1, "q", 2, 3) == 3529055998
-    others = [
-        turn_seed(0, "q", 2, 3),
-        turn_seed(1, "p", 2, 3),
-        turn_seed(1, "q", 0, 3),
-        turn_seed(1, "q", 2, 0),
-    ]
+    others = [turn_seed(*case) for case in ((0, "q", 2, 3), (1, "p", 2, 3), (1, "q", 0, 3), (1, "q", 2, 0))]
     assert len({turn_seed(1, "q", 2, 3), *others}) == 5
     assert all(0 <= seed < 2**32 for seed in others)
 
@@ -193,12 +188,8 @@ def test_observation_leaves_room_for_a_token_or_ends_the_trajectory(loop):
     before = num_tokens(loop, "Question: Who?\n", SEARCH, SHOWN)
     assert len(loop(SEARCH, "xx", max_length=before + 1, max_prompt_length=20).turns) == 2
     (turn,) = loop(SEARCH, max_length=before, max_prompt_length=20).turns
-    assert (turn.kind, turn.documents, turn.observation_text, len(turn.observation_ids)) == (
-        "search",
-        (),
-        "",
-        0,
-    )
+    assert turn.kind == "search" and not turn.observation_text
+    assert len(turn.documents) == len(turn.observation_ids) == 0
 
 
 def test_nothing_is_retrieved_where_nothing_can_be_shown(loop):

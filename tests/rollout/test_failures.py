@@ -48,11 +48,8 @@ def test_search_that_fails_ends_its_trajectory_only(byte_tokenizer):
     sampler = ScriptedSampler(byte_tokenizer, script)
     groups = collect(byte_tokenizer, sampler, FailingRetriever(GONE, {"bob"}))
     errors = [[trajectory.error for trajectory in group.attempts] for group in groups]
-    assert errors == [
-        [None] * 3,
-        ["retriever: retriever http://x: no answer for 600 s", None, None],
-        [None] * 3,
-    ]
+    reason = "retriever: retriever http://x: no answer for 600 s"
+    assert errors == [[None] * 3, [reason, None, None], [None] * 3]
     (failed,) = groups[1].failed
     assert [turn.kind for turn in failed.turns] == ["search"] and failed.answer is None
     assert failed.turns[0].observation_text == "" and failed.seconds > 0

@@ -67,15 +67,6 @@ def ids(groups):
     return [group.question.id for group in groups]
 
 
-def test_on_policy_waits_for_the_whole_step():
-    background = Background()
-    rollouts = stream(background)
-    assert ids(rollouts.take(0)) == ["q0", "q1", "q2"]
-    assert sorted(background.futures) == [0, 1, 2]
-    rollouts.commit()
-    assert ids(rollouts.take(1)) == ["q3", "q4", "q5"]
-
-
 def test_ahead_by_one_takes_complete_groups_first():
     background, rollouts = ahead_by_one(4, 1, 5)
     assert sorted(background.futures) == list(range(2 * PER_STEP))
