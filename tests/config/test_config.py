@@ -185,7 +185,7 @@ OPTIMIZERS = "did you mean 'learner.optimizer{0}' or 'critic.optimizer{0}' or 's
         ("rollout: {grop_size: 5}", "did you mean 'rollout.group_size'?"),
         ("run: {grop_size: 5}", "did you mean 'rollout.group_size'?"),
         ("run: {microbatch_row: 5}", "did you mean 'learner.microbatch_rows'?"),
-        ("sft: {phases: {first: {steps: 5}}}", "unknown key 'sft.phases.first'"),
+        ("sft: {phases: {first: {steps: 5}}}", "unknown key 'sft.phases.first.steps'"),
         ("optimizer: {lr: 1}", OPTIMIZERS.format("")),
         ("reward: {model: judge}", "did you mean 'reward.judge.model'?"),
         ("lerner: {steps: 1}", "unknown key 'lerner'; did you mean 'learner'?"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from calibadv_jax.config import Config, known_keys
+from calibadv_jax.config import Config, MeshConfig, ToolConfig, known_keys
 from calibadv_jax.config.keys import among, marked
 from calibadv_jax.config.sections.section import Mark
 
@@ -133,6 +133,18 @@ def test_keys_have_their_marks(mark):
     assert {key for key in keys if among(marked(mark), key)} == {
         key for key in keys if among(EXPECTED[mark], key)
     }
+
+
+def test_some_action_of_the_retriever_needs_it():
+    own = ToolConfig("examples.own_tool:Calculator")
+    for tools, is_needed in (([own], False), ([own, ToolConfig("access")], True)):
+        config = Config(tools=tools)
+        assert config.asks_retriever == config.has_retriever == is_needed
+
+
+def test_rest_of_the_mesh_is_what_others_leave():
+    assert MeshConfig(data=2, tensor=2).sizes_on(8) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert MeshConfig(data=2).sizes_on(1) == {"data": 2, "fsdp": 1, "tensor": 1}
 
 
 def test_mark_of_section_holds_for_its_keys():
