@@ -1,4 +1,4 @@
-"""Hostile steps through agent loop and reward: what holds whatever anybody writes."""
+"""Hostile steps through agent loop, reward, advantages and packing: what holds whatever anybody writes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from loop_fakes import CONTROL, EOS, DictRetriever, ScriptedSampler
 
-from calibadv_jax.config import PromptConfig, RewardConfig, RolloutConfig
+from calibadv_jax.advantages.estimators import compute_advantages
+from calibadv_jax.config import AdvantageConfig, PromptConfig, RewardConfig, RolloutConfig
 from calibadv_jax.core.tags import TAGS, neutralise
 from calibadv_jax.core.trajectory import Document, Question
+from calibadv_jax.learner.batching import pack, place
+from calibadv_jax.learner.step import make_sample
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.observation import added_token_strings
@@ -66,6 +69,12 @@ class Step:
             on_invalid=rng.choice(["end", "retry"]),
         )
         self.reward = RewardConfig(answer=rng.choice(["f1", "em", "cover_em"]), format=rng.random() < 0.5)
+        self.advantage = AdvantageConfig(
+            target_ratio=rng.choice([0.3, 1.0, 2.5]),
+            adjust=rng.choice(["positive", "negative"]),
+            correctness=rng.choice(["fraction", "max", "mean"]),
+            normalize_std=rng.random() < 0.7,
+        )
         self.questions = [
             Question(f"q{n}", hostile(rng, 6) or "?", (GOLDEN, "Bo"), "test") for n in range(GROUPS)
         ]
@@ -155,6 +164,52 @@ def tags_of(text):
     return re.findall("|".join(map(re.escape, TAGS)), text)
 
 
+def check_balance(group, advantages, config):
+    """Lambda: |negative| / positive over the tokens of the last sampled turns, where both signs exist."""
+    scores = [trajectory.answer_score for trajectory in group.trajectories]
+    mean = np.mean(scores)
+    last, sides = [], set()
+    for trajectory, values, score in zip(group.trajectories, advantages, scores, strict=True):
+        start, span = 0, None
+        for turn in trajectory.turns:
+            if len(turn.token_ids):
+                span = slice(start, start + len(turn.token_ids))
+            start += len(turn.token_ids) + len(turn.observation_ids)
+        if span is not None:
+            last.append(values[span].astype(np.float64))
+            if max(scores) > min(scores):
+                sides.add(np.sign(score - mean))
+    tokens = np.concatenate([*last, np.zeros(1)])
+    positive, negative = tokens[tokens > 0].sum(), -tokens[tokens < 0].sum()
+    if {-1.0, 1.0} <= sides:
+        assert negative / positive == pytest.approx(config.target_ratio, rel=1e-4)
+        return True
+    assert positive == negative == 0
+    return False
+
+
+def check_batch(trajectories, advantages, row_length):
+    """A column has weight exactly where its target was sampled, and then that token's advantage."""
+    pairs = zip(trajectories, advantages, strict=True)
+    trained = [(trajectory, values) for trajectory, values in pairs if trajectory.mask.any()]
+    samples = [make_sample(trajectory, values) for trajectory, values in trained]
+    if not samples:
+        return
+    batch = pack(samples, row_length)
+    places, _ = place([len(sample.tokens) for sample in samples], row_length)
+    weight = np.float32(1 / sum(int(trajectory.mask.sum()) for trajectory, _ in trained))
+    total = 0
+    for (trajectory, values), at in zip(trained, places, strict=True):
+        prompt, mask = len(trajectory.prompt_ids), trajectory.mask
+        here = slice(at.start + prompt - 1, at.start + prompt - 1 + len(mask))  # columns that predict it
+        np.testing.assert_array_equal(batch.targets[at.row, here], trajectory.response_ids)
+        np.testing.assert_array_equal(batch.weights[at.row, here], weight * mask)
+        np.testing.assert_array_equal(batch.advantages[at.row, here], values)
+        np.testing.assert_array_equal(batch.sampler_logprobs[at.row, here], trajectory.logprobs)
+        total += int(mask.sum())
+    assert np.count_nonzero(batch.weights) == total  # no column of a prompt, of padding or at an end
+
+
 def harmless(document, tokenizer):
     """A document of as many tokens that says nothing."""
     extra = added_token_strings(tokenizer)
@@ -170,30 +225,53 @@ def run_step(seed, tokenizer):
     """Everything that must hold of one step; what it met, counted."""
     step = Step(seed)
     groups, sampler = written(step, tokenizer)
-    blank, _ = written(step, tokenizer, lambda document: harmless(document, tokenizer))
+    result = compute_advantages(groups, step.advantage)
     met = Counter()
-    for number, group in enumerate(groups):
-        for trajectory, other in zip(group.trajectories, blank[number].trajectories, strict=True):
-            completions = sampler.written[f"s/{number}/{trajectory.index}"]
+    for number, (group, advantages) in enumerate(zip(groups, result.advantages, strict=True)):
+        for index, (trajectory, values) in enumerate(zip(group.trajectories, advantages, strict=True)):
+            completions = sampler.written[f"s/{number}/{index}"]
             check_trajectory(trajectory, completions, tokenizer, step.prompt.prepend_think)
-            for name in ("answer_score", "format_valid"):
-                assert getattr(trajectory, name) == getattr(other, name)
-            assert [turn.kind for turn in trajectory.turns] == [turn.kind for turn in other.turns]
+            assert np.isfinite(values).all() and not values[~trajectory.mask].any()
             met.update(turn.kind for turn in trajectory.turns)
             met.update(["paid"] * (trajectory.answer_score > 0) + ["valid"] * trajectory.format_valid)
-            met["trajectories"] += 1
+        met["two-sided"] += check_balance(group, advantages, step.advantage)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    met["trajectories"] = len(trajectories)
+    check_batch(
+        trajectories,
+        [values for turn_values in result.advantages for values in turn_values],
+        step.rollout.max_length,
+    )
+    blank, _ = written(step, tokenizer, lambda document: harmless(document, tokenizer))
+    for trajectory, other in zip(
+        trajectories, (t for group in blank for t in group.trajectories), strict=True
+    ):
+        assert (trajectory.answer_score, trajectory.format_valid) == (other.answer_score, other.format_valid)
+        assert [turn.kind for turn in trajectory.turns] == [turn.kind for turn in other.turns]
+    return met
+
+
+def run_steps(seeds, tokenizer):
+    met = Counter()
+    for seed in seeds:
+        try:
+            met += run_step(seed, tokenizer)
+        except Exception as error:
+            error.add_note(f"step of seed {seed}")
+            raise
     return met
 
 
 @pytest.mark.medium
 def test_thousand_hostile_trajectories(byte_tokenizer):
-    met = sum((run_step(seed, byte_tokenizer) for seed in range(10)), Counter())
+    met = run_steps(range(10), byte_tokenizer)
     assert met["trajectories"] == 1000
     assert min(met[kind] for kind in ("search", "answer", "invalid", "unfinished", "paid", "valid")) > 100
+    assert met["two-sided"] > 50
 
 
 @pytest.mark.slow
 def test_more_hostile_trajectories(byte_tokenizer, all_cases):
     """2,000 more; 9,000 more with --all-cases."""
-    for seed in range(10, 100 if all_cases else 30):
-        run_step(seed, byte_tokenizer)
+    steps = 90 if all_cases else 20
+    assert run_steps(range(10, 10 + steps), byte_tokenizer)["trajectories"] == 100 * steps
