@@ -123,7 +123,3 @@ def test_cancelling_the_collection_cancels_every_trajectory(byte_tokenizer):
 
     assert not asyncio.run(run())
     assert len(sampler.released) == 6
-
-
-def test_no_questions_is_no_groups(byte_tokenizer):
-    assert collect(ScriptedSampler(byte_tokenizer, script), byte_tokenizer, []) == []

@@ -91,7 +91,7 @@ def test_queries_are_shared_out_one_request_at_each(services):
         assert service.most == 1
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, 3])
 def test_sequential_searches_use_all_replicas_alike(count):
     made = [Service(str(number)) for number in range(count)]
 
