@@ -186,6 +186,9 @@ def test_starts_are_numbered_and_kept_with_their_hashes(run):
     start = newest_start(run)
     assert (start.path.name, start.config["run"]["seed"], start.identity) == ("1.yaml", 2, IDENTITY)
     assert start.damaged == () and newest_start(run / "elsewhere") is None
+    for name in ("10.yaml", "2.yaml"):
+        (run / "configs" / name).touch()
+    assert [path.stem for path in start_files(run)] == ["0", "1", "2", "10"]
 
 
 def test_start_without_its_hashes_is_none(tmp_path, monkeypatch):

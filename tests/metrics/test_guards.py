@@ -242,3 +242,20 @@ def test_nonfinite_parameters_end_the_run():
     verdict = guards.check(1, numbers(0.0, finite=0.0))
     assert verdict.action == "stop" and guards.is_broken
     assert verdict.findings[0].startswith("step 1: the parameters are not finite")
+
+
+@pytest.mark.parametrize(
+    ("action", "step", "keep", "expected"),
+    [
+        ("rollback", 5, 2, False),  # 3, the newest good one, would go
+        ("rollback", 5, 3, True),
+        ("rollback", 4, 1, True),  # the newest good one itself
+        ("stop", 5, 2, True),
+    ],
+)
+def test_checkpoint_before_bad_steps_stays(action, step, keep, expected):
+    watch = guards(action=action, patience=9)
+    watch.last_good_step = 4 if step == 4 else 3
+    assert watch.may_save(step, [1, 3, 4][: step - 2], keep) == expected
+    watch.is_broken = True
+    assert not watch.may_save(step, [1, 3, 4], 9)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from calibadv_jax.core.trajectory import Group, Question, StopReason, Trajectory, Turn, TurnKind
-from calibadv_jax.metrics.summary import ALIASES, trajectory_metrics
+from calibadv_jax.metrics.catalogue import authors_names, find
+from calibadv_jax.metrics.summary import ALIASES, report_metrics, trajectory_metrics
 
 QUESTION = Question("q", "Who?", ("Ada",), "toy")
 
@@ -84,6 +85,23 @@ def test_metric_averages_over_trajectories_with_it():
     first, other = trajectory([], 1.0, True), trajectory([], 0.0, True)
     first.metrics = {"recall": 0.5}
     assert trajectory_metrics([Group(QUESTION, [first, other])])["reward/recall"] == 0.5
+
+
+def test_catalogue_knows_whole_names_and_aliases():
+    names = ("reward/mean", "critic/score/min", "response_length/mean", "env/finish_ratio")
+    assert all(map(find, names))
+    assert not any(map(find, ("reward/meanest", "critic/score/median", "xreward/mean", "critic/score")))
+    assert authors_names("reward/max") == ["critic/score/max"]
+
+
+def test_names_of_an_evaluation_hold_source_and_temperature():
+    means = {"0": {"nq": {"em": 0.5}}, "0.7": {"all": {"f1": 1.0}}}
+    assert report_metrics(means) == {"eval/nq/em/greedy": 0.5, "eval/all/f1/temperature_0.7": 1.0}
+
+
+def test_no_trajectories_is_an_error():
+    with pytest.raises(ValueError, match="no trajectories"):
+        trajectory_metrics([Group(QUESTION, [])])
 
 
 def test_failed_trajectories_are_only_counted(metrics):

@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler
+from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler, context_of
 
-from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.rollout.actions import OwnAction
-from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
 
 ANSWER = "<think>t</think><answer>Ann</answer>"
@@ -30,12 +28,20 @@ class Sampler(ScriptedSampler):
     async def prompt_logprobs(self, token_ids):
         return {"worker": np.float32(token_ids)}
 
+    def metrics(self):
+        return {"sampler/tokens": 3.0}
+
     async def close(self):
         self.closed += 1
 
 
 class Library(DictRetriever):
+    """Also a judge, of whom nobody's answer is asked here."""
+
     closed = 0
+
+    async def score(self, trajectory):
+        return {}
 
     async def close(self):
         self.closed += 1
@@ -44,10 +50,9 @@ class Library(DictRetriever):
 @pytest.fixture
 def open_rollouts(byte_tokenizer):
     def open_rollouts(seed=0, delay=None):
-        config = RolloutConfig(group_size=2, max_prompt_length=100, max_length=300)
         sampler, library = Sampler(byte_tokenizer, delay), Library({"ann": [DOCUMENT]})
-        context = RolloutContext(sampler, library, byte_tokenizer, config, PromptConfig(template="short"))
-        return Rollouts(context, seed)
+        limits = {"group_size": 2, "max_prompt_length": 100, "max_length": 300}
+        return Rollouts(context_of(sampler, byte_tokenizer, library, judge=Library({}), **limits), seed)
 
     return open_rollouts
 
@@ -87,9 +92,10 @@ def test_sampler_gets_weights_and_services_close_once(open_rollouts):
     with rollouts:
         rollouts.load(7, {"w": 1})
         assert rollouts.prompt_logprobs([1, 2])["worker"].tolist() == [1, 2]
+        assert rollouts.metrics() == {"sampler/tokens": 3.0}
     sampler = rollouts.context.sampler
     assert sampler.loaded == [(7, {"w": 1})]
-    assert sampler.closed == rollouts.context.retriever.closed == 1
+    assert sampler.closed == rollouts.context.retriever.closed == rollouts.context.judge.closed == 1
 
 
 class Stuck(Action):

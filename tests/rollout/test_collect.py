@@ -5,14 +5,11 @@ import traceback
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from loop_fakes import DOCUMENT, DictRetriever, ScriptedSampler
+from loop_fakes import ScriptedSampler, context_of
 
-from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import collect_groups
 
 QUESTIONS = [Question(f"q{number}", f"Who is {number}?", ("x",), "test") for number in range(3)]
@@ -23,20 +20,11 @@ def script(session, turn):
     return SEARCH if turn == 0 else ANSWER.format(session)
 
 
-def context_of(sampler, tokenizer, documents=None, **limits):
-    return RolloutContext(
-        sampler,
-        DictRetriever({"ann": [DOCUMENT]} if documents is None else documents),
-        tokenizer,
-        RolloutConfig(**{"group_size": 2} | limits),
-        PromptConfig(template="short"),
-    )
-
-
 def collect(sampler, tokenizer, questions=QUESTIONS, seed=0, work=None, **limits):
     async def run():
         try:
-            context = replace(context_of(sampler, tokenizer, **limits), work=work or Counter())
+            context = context_of(sampler, tokenizer, **{"group_size": 2} | limits)
+            context = replace(context, work=work or Counter())
             return await collect_groups(context, questions, seed, "step4")
         finally:
             left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -90,18 +78,6 @@ def test_members_of_a_group_and_steps_draw_different_tokens(byte_tokenizer):
     assert not set(seeds(1).values()) & set(first.values())
 
 
-def test_concurrency_does_not_change_what_is_written(byte_tokenizer):
-    def write(**limits):
-        sampler = ScriptedSampler(byte_tokenizer, script)
-        groups = collect(sampler, byte_tokenizer, **limits)
-        ids = [member.response_ids for group in groups for member in group.trajectories]
-        return np.concatenate(ids), sorted((call[0], call[2].seed) for call in sampler.calls)
-
-    alone, together = write(max_concurrency=1), write(max_concurrency=64)
-    np.testing.assert_array_equal(alone[0], together[0])
-    assert alone[1] == together[1]
-
-
 def failing(tokenizer, error):
     """The second trajectory fails in its second turn; the others would wait for an hour."""
 
@@ -142,7 +118,7 @@ def test_cancelling_the_collection_cancels_every_trajectory(byte_tokenizer):
 
     async def run():
         task = asyncio.create_task(
-            collect_groups(context_of(sampler, byte_tokenizer, documents={}), QUESTIONS, 0, "step4")
+            collect_groups(context_of(sampler, byte_tokenizer, group_size=2), QUESTIONS, 0, "step4")
         )
         await asyncio.sleep(0.01)
         task.cancel()
@@ -152,7 +128,3 @@ def test_cancelling_the_collection_cancels_every_trajectory(byte_tokenizer):
 
     assert not asyncio.run(run())
     assert len(sampler.released) == 6
-
-
-def test_no_questions_is_no_groups(byte_tokenizer):
-    assert collect(ScriptedSampler(byte_tokenizer, script), byte_tokenizer, []) == []

@@ -118,23 +118,6 @@ def test_slow_tool_fails_its_trajectory_only(server, monkeypatch):
     assert quick.text == "late"
 
 
-@pytest.mark.slow
-def test_server_that_dies_is_started_again():
-    config = McpConfig(command=COMMAND, timeout=20, patience=0.1)
-    die, process = mcp_tools.mcp_actions(replace(config, tools=["die", "process"]), 0)
-
-    async def ask():
-        before = await process.call({})
-        with pytest.raises(RequestFailed) as failure:
-            await die.call({})
-        after = await process.call({})
-        await process.close()
-        return before.text, after.text, failure.value
-
-    before, after, failure = asyncio.run(ask())
-    assert before != after and failure.service == "die"
-
-
 def test_what_cannot_be_started_is_said():
     def made(**mcp):
         return make_actions(Config(tools=[ToolConfig(mcp=McpConfig(**mcp))]))

@@ -82,11 +82,6 @@ def test_turns_and_folded_documents_are_said_in_order(monkeypatch):
     assert sampler.released == "ask/0/0"
 
 
-def test_thought_that_the_prompt_opened_is_shown():
-    output, _ = talk(Script(SEARCH.removeprefix("<think>"), ANSWER.removeprefix("<think>")), Shelf())
-    assert [line for line in output if line.startswith("think")] == ["think   look", "think   so"]
-
-
 def test_temperature_is_the_one_asked_for():
     sampler = Script(ANSWER)
     talk(sampler, Shelf(), temperature=0.7)
@@ -117,11 +112,6 @@ def test_missing_answer_says_why(texts, reason):
 def test_search_without_documents_is_printed(retriever, line):
     output, trajectory = talk(Script(SEARCH, ANSWER), retriever)
     assert f"        {line}" in output and trajectory.answer == "Ann"
-
-
-def test_service_that_is_gone_is_error_not_answer():
-    _, trajectory = talk(Script(SEARCH), Shelf(RequestFailed("retriever", "gone")))
-    assert trajectory.error == "retriever: gone"
 
 
 @pytest.fixture

@@ -119,8 +119,10 @@ def test_swap_changes_the_sign_only(pair):
 )
 def test_other_questions_or_temperatures_are_refused(pair, capsys, changes, words):
     first, _, evaluate = pair
-    status, _, error = call(first, evaluate("C", None, **changes), capsys=capsys)
+    other = evaluate("C", None, **changes)
+    status, _, error = call(first, other, capsys=capsys)
     assert status == 2 and error.count("\n") == 1 and re.search(words, error)
+    assert call(other, first, capsys=capsys)[0] == call(first, f"{other},{first}", capsys=capsys)[0] == 2
 
 
 def test_bad_arguments_are_one_line(pair, capsys, tmp_path):
@@ -217,16 +219,3 @@ def test_other_retrievers_are_told(pair, capsys, tmp_path, first, second, words)
     shown = " ".join(error.split())
     assert ("other retrievers searched for" in shown) == bool(words) and words in shown
     assert json.loads((tmp_path / "c.json").read_text())["other_retrievers"] == bool(words)
-
-
-def test_extra_questions_of_either_side_are_refused(pair, capsys):
-    first, second, evaluate = pair
-    fewer = evaluate("C", None, questions=QUESTIONS[:-1])
-    for sides in (
-        (first, fewer),
-        (fewer, second),
-        (f"{first},{fewer}", second),
-        (first, f"{fewer},{second}"),
-    ):
-        status, _, error = call(*sides, capsys=capsys)
-        assert status == 2 and "1 differ, such as 'b3' of 'b'" in error
