@@ -85,7 +85,8 @@ def test_no_entity_is_in_two_splits(world):
     assert not answers[0] & answers[1]
 
 
-def test_words_are_in_every_split_and_entities_once(facts):
+def test_words_are_in_every_split_and_entities_once():
+    facts = make_facts(WorldConfig(), np.random.default_rng(0), COUNTS, "train")
     assert {kind: len(set(names)) for kind, names in facts.entities.items()} == COUNTS
     for kind, (first, second) in POOLS.items():
         for split in ("train", "eval", "cold_start"):
