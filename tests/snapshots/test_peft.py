@@ -19,47 +19,23 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten, hf_shapes
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
-from calibadv_jax.snapshots.peft import load_adapters, save_adapters
+from calibadv_jax.snapshots.peft import adapters_hash, load_adapters, save_adapters
 
 ADAPTERS = Adapters(2, 4.0, ("q", "v"), "bfloat16")
 POLICY = Policy(architecture_from_hf(HF_CONFIG), Numerics(), ADAPTERS)
 # As PEFT 0.21.2 writes it.
-CONFIG = {
-    "alora_invocation_tokens": None,
-    "alpha_pattern": {},
-    "auto_mapping": {"base_model_class": "Qwen2ForCausalLM", "parent_library": "transformers"},
-    "base_model_name_or_path": "base",
-    "bias": "none",
-    "corda_config": None,
-    "ensure_weight_tying": False,
-    "exclude_modules": ["lm_head"],
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-    "init_lora_weights": True,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "layers_to_transform": None,
-    "loftq_config": {},
-    "lora_alpha": 4,
-    "lora_bias": False,
-    "lora_dropout": 0.05,
-    "megatron_config": None,
-    "megatron_core": "megatron.core",
-    "modules_to_save": None,
-    "peft_type": "LORA",
-    "peft_version": "0.21.2",
-    "qalora_group_size": 16,
-    "r": 2,
-    "rank_pattern": {},
-    "revision": None,
-    "target_modules": "all-linear",
-    "target_parameters": None,
-    "task_type": "CAUSAL_LM",
-    "trainable_token_indices": None,
-    "use_dora": False,
-    "use_qalora": False,
-    "use_rslora": False,
-}
+CONFIG = json.loads(
+    """{"alora_invocation_tokens": null, "alpha_pattern": {}, "auto_mapping": {"base_model_class":
+    "Qwen2ForCausalLM", "parent_library": "transformers"}, "base_model_name_or_path": "base", "bias":
+    "none", "corda_config": null, "ensure_weight_tying": false, "exclude_modules": ["lm_head"],
+    "fan_in_fan_out": false, "inference_mode": true, "init_lora_weights": true, "layer_replication":
+    null, "layers_pattern": null, "layers_to_transform": null, "loftq_config": {}, "lora_alpha": 4,
+    "lora_bias": false, "lora_dropout": 0.05, "megatron_config": null, "megatron_core": "megatron.core",
+    "modules_to_save": null, "peft_type": "LORA", "peft_version": "0.21.2", "qalora_group_size": 16,
+    "r": 2, "rank_pattern": {}, "revision": null, "target_modules": "all-linear", "target_parameters":
+    null, "task_type": "CAUSAL_LM", "trainable_token_indices": null, "use_dora": false, "use_qalora":
+    false, "use_rslora": false}"""
+)
 
 
 @pytest.fixture
@@ -182,6 +158,14 @@ def test_tensor_outside_the_adapters_is_named(folder, name, words):
     save_file(load_file(path) | {name: np.ones((2, 2), np.float32)}, path)
     message = refusal(folder)
     assert (name in message or "lora_A" in name) and words in message
+
+
+def test_adapters_of_another_policy_are_refused(folder):
+    wide = Policy(architecture_from_hf(HF_CONFIG | {"hidden_size": 32}), Numerics(), ADAPTERS)
+    with pytest.raises(UserError, match=r"adapter_model.safetensors: 4 tensor\(s\) do not fit this policy"):
+        load_adapters(folder, wide, None)
+    with pytest.raises(UserError, match="init_from: .*none/adapter_model.safetensors: no such file"):
+        adapters_hash(folder / "none")
 
 
 def test_file_without_tensors_is_refused(folder):
