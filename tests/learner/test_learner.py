@@ -11,7 +11,7 @@ from tiny_policy import GROUPED, NARROW, mesh_of, single_device, tiny
 
 from calibadv_jax.config import LossConfig, OptimizerConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.batching import Sample, pack, token_weights
+from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
@@ -92,40 +92,6 @@ def test_eight_devices_equal_one(policy, one_device, sizes):
     assert metrics.keys() == sharded_metrics.keys()
     for name, value in metrics.items():
         assert sharded_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-
-
-@pytest.mark.medium
-def test_untrained_tokens_have_no_influence(policy, one_device):
-    """Advantages, log-probabilities and targets under a False mask change nothing at all.
-
-    Not a bit: one program, whose inputs differ only where they are multiplied by 0.
-    """
-    chosen = samples()
-    rng = np.random.default_rng(1)
-    noisy = [
-        Sample(
-            s.tokens,
-            s.mask,
-            np.where(s.mask, s.advantages, rng.normal(size=len(s.mask))).astype(np.float32),
-            np.where(s.mask, s.logprobs, rng.normal(size=len(s.mask))).astype(np.float32),
-        )
-        for s in chosen
-    ]
-    clean, _ = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
-    same, _ = sgd_step(policy, one_device, pack(noisy, 32), 4, LOSS)
-    jax.tree.map(np.testing.assert_array_equal, clean, same)
-
-
-def test_recomputed_logprobs_match_the_loss(policy, one_device):
-    chosen = samples()
-    batch = pack(chosen, 32)
-    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(4))
-    params = init_params(policy, one_device, 0)
-    logprobs = learner.logprobs(params, batch)
-    assert logprobs.shape == batch.tokens.shape
-    expected = -float(np.sum(batch.weights * logprobs))
-    _, metrics = learner.update(learner.init(params), [batch], negative_log_likelihood)
-    assert metrics["actor/loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_non_finite_gradient_is_skipped(policy, one_device):
@@ -211,31 +177,6 @@ def test_number_of_microbatches_needs_no_compilation(policy, one_device):
         state, _ = learner.update(state, [pack(samples(count), 32)], LOSS)
     assert learner._accumulate[LOSS]._cache_size() == learner._apply._cache_size() == 1
     assert int(state["updates"]) == 3
-
-
-@pytest.mark.medium
-def test_rows_of_two_widths_in_one_update(policy, one_device):
-    """The microbatch of narrow rows has more of them; the step is that of one batch."""
-    chosen = samples(12)
-    weights = token_weights(chosen, "token_mean")
-    expected, expected_metrics = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
-    parts = [pack(chosen[:5], 32, weights=weights[:5]), pack(chosen[5:], 16 + 4, weights=weights[5:])]
-    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(2, row_length=40, logprob_chunk=8))
-    shapes = []
-    values = learner._values
-
-    def seen(base, params, microbatch, used):
-        shapes.append(microbatch.tokens.shape)
-        return values(base, params, microbatch, used)
-
-    learner._values = seen
-    state = learner.init(init_params(policy, one_device, 0))
-    before = jax.device_get(state["params"])
-    state, metrics = learner.update(state, parts, LOSS)
-    assert shapes == [(2, 32), (4, 20)]
-    close_in_norm(jax.tree.map(lambda a, b: b - a, jax.device_get(state["params"]), before), expected)
-    for name, value in expected_metrics.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 TIED_CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": True}
