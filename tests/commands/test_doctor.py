@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from http_rig import Handler, serving
+from tiny_policy import WIDER
 
 from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig, load_config
 from calibadv_jax.config.sections.credit import JudgeConfig
@@ -23,17 +24,7 @@ from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.run.wiring import check_inputs
 from calibadv_jax.snapshots.huggingface import save_folder
 
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 400,
-    "tie_word_embeddings": True,
-}
+SHAPE = WIDER | {"intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 16, "vocab_size": 400}
 
 
 def replying(routes):
@@ -95,10 +86,10 @@ def with_retriever(config, url):
 def test_every_check_passes_and_describes(config, capsys):
     with replying(working_retriever()) as url:
         doctor.run(with_retriever(config, url))
-    out, errors = capsys.readouterr()
-    named = [line for line in errors.splitlines() if line.startswith("checking: ")]
-    assert named == [f"checking: {name}" for name, _ in doctor.CHECKS]  # while each runs
+    out, err = capsys.readouterr()
     lines = out.splitlines()
+    named = [line for line in err.splitlines() if line.startswith("checking: ")]
+    assert named == [f"checking: {name}" for name, _ in doctor.CHECKS]
     assert lines[-1] == "ready: every check passed"
     assert all(line.startswith("ok   ") for line in lines[:-1])
     assert f"data.train: 2 questions (other, test) in {config.data.train}, with 2 golden" in out
@@ -191,7 +182,7 @@ def test_start_checks_the_services_that_are_named(config):
     sampler = replace(config.sampler, name="vllm", urls=["http://127.0.0.1:9"], patience=0.3)
     with pytest.raises(UserError, match="vLLM worker http://127.0.0.1:9: cannot be reached"):
         check_inputs(replace(config, sampler=sampler))
-    check_inputs(replace(config, sampler=replace(sampler, name="jax")))  # for now
+    check_inputs(replace(config, sampler=replace(sampler, name="jax")))  # which uses none of them
 
 
 def test_every_worker_is_asked_what_it_serves(config):

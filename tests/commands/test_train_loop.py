@@ -29,6 +29,7 @@ from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.data.questions import write_questions
+from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run import trainer as trainer_module
@@ -196,6 +197,16 @@ def test_donated_state_is_not_saved(tmp_path):
         jax.tree.leaves(state.state)[0].delete()
         raise Broken
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]")) == ["0"]
+
+
+def test_process_out_of_step_saves_nothing(tmp_path):
+    """The others are elsewhere, and a checkpoint is written by all."""
+    state = make_state(make_config(tmp_path), tmp_path)
+    state.hosts = Hosts()
+    state.hosts.in_step = False
+    with pytest.raises(Broken), state:
+        raise Broken
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.parametrize("stopped_by", [Broken, None])

@@ -233,31 +233,6 @@ def test_number_of_microbatches_needs_no_compilation(policy, one_device):
     assert int(state["updates"]) == 3
 
 
-@pytest.mark.medium
-def test_rows_of_two_widths_in_one_update(policy, one_device):
-    """The microbatch of narrow rows has more of them; the step is that of one batch."""
-    chosen = samples(12)
-    weights = token_weights(chosen, "token_mean")
-    expected, expected_metrics = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
-    parts = [pack(chosen[:5], 32, weights=weights[:5]), pack(chosen[5:], 16 + 4, weights=weights[5:])]
-    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(2, row_length=40, logprob_chunk=8))
-    shapes = []
-    values = learner._values
-
-    def seen(base, params, microbatch, used):
-        shapes.append(microbatch.tokens.shape)
-        return values(base, params, microbatch, used)
-
-    learner._values = seen
-    state = learner.init(init_params(policy, one_device, 0))
-    before = jax.device_get(state["params"])
-    state, metrics = learner.update(state, parts, LOSS)
-    assert shapes == [(2, 32), (4, 20)]
-    close_in_norm(jax.tree.map(lambda a, b: b - a, jax.device_get(state["params"]), before), expected)
-    for name, value in expected_metrics.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-
-
 TIED_CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": True}
 SPECS = {  # of the leaves that are split, by the end of their path
     "mlp/gate/kernel": P(None, "fsdp", "tensor"),
@@ -343,3 +318,28 @@ def test_temporary_memory_is_linear_in_the_row_length():
     )
     assert long - middle == pytest.approx(4 * (middle - short), rel=0.1)
     assert long < 32768 * 32768  # one byte for each pair of tokens would be more
+
+
+@pytest.mark.medium
+def test_rows_of_two_widths_in_one_update(policy, one_device):
+    """The microbatch of narrow rows has more of them; the step is that of one batch."""
+    chosen = samples(12)
+    weights = token_weights(chosen, "token_mean")
+    expected, expected_metrics = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
+    parts = [pack(chosen[:5], 32, weights=weights[:5]), pack(chosen[5:], 16 + 4, weights=weights[5:])]
+    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(2, row_length=40, logprob_chunk=8))
+    shapes = []
+    values = learner._values
+
+    def seen(base, params, microbatch, used):
+        shapes.append(microbatch.tokens.shape)
+        return values(base, params, microbatch, used)
+
+    learner._values = seen
+    state = learner.init(init_params(policy, one_device, 0))
+    before = jax.device_get(state["params"])
+    state, metrics = learner.update(state, parts, LOSS)
+    assert shapes == [(2, 32), (4, 20)]
+    close_in_norm(jax.tree.map(lambda a, b: b - a, jax.device_get(state["params"]), before), expected)
+    for name, value in expected_metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
