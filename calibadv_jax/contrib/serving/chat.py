@@ -160,19 +160,19 @@ class Reply:
 
     def turn(self, turn: Turn, is_observed: bool) -> dict[str, Any]:
         """Note a turn, or its observation, and return the chunk that shows it."""
-        if not is_observed:
+        about: dict[str, Any]
+        if is_observed:
+            about = {"turn": len(self._turns), "refused": turn.is_refused}
+            about["words"] = self._shown(observed_words(turn))
+            about["documents"] = [self._read(document) for document in turn.documents]
+            self._turns[-1] = self._turns[-1] | about  # a new one: the chunk of the other is not sent yet
+        else:
             about = {"turn": len(self._turns) + 1, "kind": turn.kind, "thought": self._shown(turn.think)}
-            self._turns.append(about)
             if turn.kind not in NO_ACTIONS:
                 about["query"] = self._shown(turn.query)
             elif turn.kind != "answer":
                 about["text"] = self._shown(turn.text)
-        else:
-            documents = [self._read(document) for document in turn.documents]
-            words = self._shown(observed_words(turn))
-            about = {"refused": turn.is_refused, "words": words, "documents": documents}
-            self._turns[-1] |= about
-            about = {"turn": len(self._turns), **about}
+            self._turns.append(about)
         return self.chunk(_reasoning("\n\n".join(_lines(about)) + "\n\n"), calibadv={"turn": about})
 
     def _read(self, document: Document) -> dict[str, Any]:

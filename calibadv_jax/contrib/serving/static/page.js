@@ -18,8 +18,8 @@ async function loadModel() {
   byId("model").textContent = model;
 }
 
-function documentElement(number, document) {
-  const title = make("span", "title", `[${number}] ${document.title}`);
+function documentElement(document, number = "") {
+  const title = make("span", "title", number + document.title);
   const summary = make("summary", "", title, make("span", "excerpt", document.text));
   return make("details", "document", summary, make("p", "", document.text));
 }
@@ -29,7 +29,7 @@ function showTurn(attempt, turn) {
   if (turn.query !== undefined) attempt.append(make("p", "query", make("span", "muted", `${turn.kind}: `), turn.query));
   if (turn.text) attempt.append(make("p", "problem", `${turn.kind} turn: ${turn.text}`));
   if (turn.words) attempt.append(make("p", turn.refused ? "problem" : "muted", turn.words));
-  (turn.documents || []).forEach((document, place) => attempt.append(documentElement(place + 1, document)));
+  (turn.documents || []).forEach((document, place) => attempt.append(documentElement(document, `[${place + 1}] `)));
 }
 
 function showEnd(attempt, content, refusal, { documents, seconds }) {
@@ -39,11 +39,12 @@ function showEnd(attempt, content, refusal, { documents, seconds }) {
   const label = holding.length ? "Documents that hold the answer" : "Documents that it read; none holds the answer in these words";
   if (content && sources.length) {
     result.append(make("p", "muted", label));
-    sources.forEach((document, place) => result.append(documentElement(place + 1, document)));
+    result.append(...sources.map((document) => documentElement(document)));
   } else if (content) {
     result.append(make("p", "muted", "No document: answered from memory"));
   }
   attempt.append(result, make("p", "muted", `${seconds.toFixed(1)} s`));
+  result.scrollIntoView({ block: "nearest" });
 }
 
 /** Yield the events of a stream of server-sent events. */
