@@ -16,7 +16,7 @@ from small_run import SMALL
 need("openai", "starlette", "uvicorn")
 
 import openai  # noqa: E402
-from serving_rig import FORGED, MODEL, served  # noqa: E402
+from serving_rig import FORGED, MODEL, SCRIPTS, SEARCH, served  # noqa: E402
 
 from calibadv_jax import cli  # noqa: E402
 from calibadv_jax.commands import train  # noqa: E402
@@ -38,8 +38,8 @@ def client_of(agent, key="none"):
 
 
 def ask(agent, question="who wrote it?", key="none", **more):
-    messages = [{"role": "user", "content": question}]
-    return client_of(agent, key).chat.completions.create(**{"model": MODEL, "messages": messages} | more)
+    fields = {"model": MODEL, "messages": [{"role": "user", "content": question}]} | more
+    return client_of(agent, key).chat.completions.create(**fields)
 
 
 def post(agent, **fields):
@@ -60,16 +60,12 @@ def test_answer_comes_with_thoughts_documents_and_usage(agent):
     assert (message.content, message.refusal, reply.choices[0].finish_reason) == ("Ann", None, "stop")
     assert message.reasoning == message.reasoning_content
     assert message.reasoning.startswith("look for Ann\n\nsearch: who\n\n[1] Ann: Ann wrote it.")
-    assert [(text["id"], text["holds_answer"]) for text in reply.calibadv["documents"]] == [
-        ("1", True),
-        ("2", False),
-    ]
+    assert [text["holds_answer"] for text in reply.calibadv["documents"]] == [True, False]
     assert [turn["kind"] for turn in reply.calibadv["turns"]] == ["search", "answer"]
     (first, _), (second, _) = agent.sampler.sampled
-    last = "<think>so</think><answer>Ann</answer>"
-    written = len("<think>look for Ann</think><search>who</search>") + len(last)
-    usage = reply.usage
-    assert (usage.completion_tokens, usage.total_tokens) == (written, len(second) + len(last))
+    answer = SCRIPTS[""][-1]
+    written, usage = len(SEARCH + answer), reply.usage
+    assert (usage.completion_tokens, usage.total_tokens) == (written, len(second + answer))
     assert usage.prompt_tokens == usage.total_tokens - written > len(first)
     assert [model.id for model in client_of(agent).models.list()] == [MODEL] == [reply.model]
 
@@ -116,35 +112,34 @@ def test_sampling_parameters_reach_the_sampler(agent):
     assert (other.max_tokens, plain.max_tokens, plain.temperature) == (500, 500, 0.0)
 
 
-USER, SYSTEM = {"role": "user", "content": "who?"}, {"role": "system", "content": "Be brief."}
+def said(content, role="user"):
+    return {"role": role, "content": content}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"messages": [USER, USER]}, "messages", "one question gives one trajectory"),
-        ({"messages": [USER, {"role": "assistant", "content": "Ann"}, USER]}, "messages", "no history"),
-        ({"messages": [USER, {"role": "tool", "content": "Ann"}]}, "messages", "tool message"),
-        ({"messages": [SYSTEM]}, "messages", "one user message"),
-        ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "user", "content": " \x1b "}]}, "messages", "empty"),
-        ({"messages": [{"role": "user", "content": "who " * 99}]}, "messages", "max_prompt_length"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content",
-            "only text",
-        ),
-        ({"n": 2}, "n", "one question"),
-        ({"tools": [{"type": "function"}]}, "tools", "own actions"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "plain text"),
-        ({"stop": ["x"]}, "stop", "leave it out"),
-        ({"temperature": "hot"}, "temperature", "number"),
-        ({"max_tokens": 0}, "max_tokens", "greater"),
-        ({"stream": "yes"}, "stream", "boolean"),
-        ({"surprise": 1}, "surprise", "not known"),
-    ],
-    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
-)
+USER = said("who?")
+PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
+REFUSED = [  # fields of the request, the field that the error names, words of its message
+    ({"messages": [USER, USER]}, "messages", "one question gives one trajectory"),
+    ({"messages": [USER, said("Ann", "assistant"), USER]}, "messages", "no history"),
+    ({"messages": [USER, said("Ann", "tool")]}, "messages", "leave out the tool message"),
+    ({"messages": [said("Be brief.", "system")]}, "messages", "one user message"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": [said(" \x1b ")]}, "messages", "empty"),
+    ({"messages": [said("who " * 99)]}, "messages", "max_prompt_length"),
+    ({"messages": [said([PICTURE])]}, "messages.0.content", "only text"),
+    ({"messages": [said([{"type": "text"}])]}, "messages.0.content", "only text"),
+    ({"n": 2}, "n", "one question"),
+    ({"tools": [{"type": "function"}]}, "tools", "own actions"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "plain text"),
+    ({"stop": ["x"]}, "stop", "leave it out"),
+    ({"temperature": "hot"}, "temperature", "number"),
+    ({"max_tokens": 0}, "max_tokens", "greater"),
+    ({"stream": "yes"}, "stream", "boolean"),
+    ({"surprise": 1}, "surprise", "not known"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), REFUSED, ids=[str(row[0])[:60] for row in REFUSED])
 def test_request_that_is_no_single_question_is_refused(agent, fields, param, words):
     reply = post(agent, **fields)
     error = reply.json()["error"]
@@ -152,29 +147,26 @@ def test_request_that_is_no_single_question_is_refused(agent, fields, param, wor
     assert words in error["message"] and "\n" not in error["message"] and not agent.sampler.sampled
 
 
-JSON = {"Content-Type": "application/json"}
+CHAT, JSON = "/v1/chat/completions", {"Content-Type": "application/json"}
+RUBBISH = [  # status, method, path, headers, body
+    (400, "POST", CHAT, JSON, b"{"),
+    (400, "POST", CHAT, JSON, b"[" * 100_000),
+    (400, "POST", CHAT, JSON, b'{"model":"\xff"}'),
+    (404, "POST", CHAT, JSON, b'{"model": "gpt", "messages": [{"role": "user", "content": "who?"}]}'),
+    (413, "POST", CHAT, JSON, b"x" * 2**18 + b"x"),
+    (415, "POST", CHAT, {"Content-Type": "text/plain"}, b"{}"),  # a page elsewhere can send it
+    (405, "GET", CHAT, {}, b""),
+    (404, "GET", "/v1/embeddings", {}, b""),
+    (403, "GET", "/", {"Host": "evil.example"}, b""),
+    (403, "GET", "/v1/models", {"Host": "localhost.evil.example:80"}, b""),
+    (403, "GET", "/v1/models", {"Origin": "http://evil.example"}, b""),
+    (403, "POST", CHAT, JSON | {"Origin": "null"}, b"{}"),
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "options", "status"),
-    [
-        ("POST", "/v1/chat/completions", {"content": b"{", "headers": JSON}, 400),
-        ("POST", "/v1/chat/completions", {"content": b"[" * 100_000, "headers": JSON}, 400),
-        ("POST", "/v1/chat/completions", {"content": b'{"model":"\xff"}', "headers": JSON}, 400),
-        ("POST", "/v1/chat/completions", {"content": b"x" * 2**18 + b"x", "headers": JSON}, 413),
-        ("POST", "/v1/chat/completions", {"content": b"{}", "headers": {"Content-Type": "text/plain"}}, 415),
-        ("POST", "/v1/chat/completions", {"json": {"model": "gpt", "messages": [USER]}}, 404),
-        ("GET", "/v1/chat/completions", {}, 405),
-        ("GET", "/v1/embeddings", {}, 404),
-        ("GET", "/", {"headers": {"Host": "evil.example"}}, 403),
-        ("GET", "/v1/models", {"headers": {"Host": "localhost.evil.example:80"}}, 403),
-        ("GET", "/v1/models", {"headers": {"Origin": "http://evil.example"}}, 403),
-        ("POST", "/v1/chat/completions", {"json": {}, "headers": {"Origin": "null"}}, 403),
-    ],
-    ids=lambda value: str(value)[:30].replace("\\", "") if isinstance(value, dict) else "",
-)
-def test_rubbish_is_refused_in_openais_form(agent, method, path, options, status):
-    reply = httpx.request(method, agent.url + path, **options)
+@pytest.mark.parametrize(("status", "method", "path", "headers", "body"), RUBBISH, ids=range(len(RUBBISH)))
+def test_rubbish_is_refused_in_openais_form(agent, status, method, path, headers, body):
+    reply = httpx.request(method, agent.url + path, headers=headers, content=body)
     assert reply.status_code == status and reply.json()["error"].keys() == {
         "message",
         "type",
@@ -289,7 +281,7 @@ def test_forged_texts_lose_tags_and_escapes(agent):
     ("options", "line"),
     [
         (["--host", "0.0.0.0"], "error: --host 0.0.0.0 is open to the network: protect it with --token-file"),
-        (["--token-file", "none"], "error: --token-file none: cannot be read"),
+        (["--token-file", "none"], "error: --token-file none: no such file, or an empty one"),
         (["--slots", "0"], "error: --slots 0: give 1 or more"),
         (["--time-limit", "nan"], "error: --time-limit nan: give 1 or more"),
         (["who?"], "error: 'who?' is no key.path=value"),
@@ -311,18 +303,10 @@ def test_command_serves_until_a_signal(tmp_path):
     write_world(config.world)
     train.run(config)
     environment = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    serve = [
-        sys.executable,
-        "-m",
-        "calibadv_jax",
-        "serve",
-        "--policy",
-        str(tmp_path),
-        "mesh.fsdp=1",
-        "--port",
-    ]
+    serve = [sys.executable, "-m", "calibadv_jax", "serve", "mesh.fsdp=1", "--policy", str(tmp_path)]
     with subprocess.Popen([*serve, "--port", "0"], **environment) as process:
         url = process.stdout.readline().strip().removesuffix("/")
+        assert url, process.stderr.read()
         reply = httpx.post(f"{url}/v1/chat/completions", json={}, timeout=30)
         assert reply.status_code == 400
         model = httpx.get(f"{url}/health").json()["model"]

@@ -18,7 +18,6 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.tags import printable
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.schema import short_name
-from calibadv_jax.rollout.runner import Rollouts
 
 PORT = 8421
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -66,7 +65,9 @@ def run(arguments: argparse.Namespace) -> None:
         console.note(f"opening {source}, the sampler and the retriever")
         with asking.open_policy(config, source, arguments.slots) as rollouts:
             app = load_optional("serving.app")
-            warm_up(rollouts)
+            warm_up = asking.answer(rollouts, "warm-up", "who?", rollouts.context.watch)
+            if error := rollouts.submit(warm_up).result().error:  # else the first client waits for compilers
+                raise EnvironmentFailure(error)
             limits = (arguments.slots, arguments.queue, arguments.time_limit, arguments.temperature)
             service = app.Service(rollouts, printable(short_name(arguments.policy)), *limits)
             with app.serving(service, listener, token) as ended:
@@ -76,23 +77,13 @@ def run(arguments: argparse.Namespace) -> None:
                 ended.result()
 
 
-def warm_up(rollouts: Rollouts) -> None:
-    """Ask a question that compiles the sampler's programs; raise EnvironmentFailure if it fails."""
-    trajectory = rollouts.submit(asking.answer(rollouts, "warm-up", "who?", rollouts.context.watch)).result()
-    if trajectory.error is not None:
-        raise EnvironmentFailure(trajectory.error)
-
-
 def read_token(path: Path | None) -> str:
     """Return the token that clients must send, or ""; raise UserError for a missing or empty file."""
     if path is None:
         return os.environ.get("CALIBADV_TOKEN", "").strip()
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--token-file {path}: cannot be read ({error})") from error
+    token = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
     if not token:
-        raise UserError(f"--token-file {path}: is empty; write a token into it")
+        raise UserError(f"--token-file {path}: no such file, or an empty one; write a token into it")
     return token
 
 

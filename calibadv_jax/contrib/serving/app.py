@@ -139,13 +139,6 @@ class Attempt:
             raise ApiError(504, message, headers=NEVER)
         raise ApiError(503, trajectory.error, headers=LATER)
 
-    async def first_chunk(self) -> dict[str, Any] | None:
-        """Wait for the first turn; raise ApiError if there is none: the reply's status can still say so."""
-        chunk = await self.chunks.get()
-        if chunk is None:
-            await self.trajectory()
-        return chunk
-
     async def stream(self, chunk: dict[str, Any] | None) -> AsyncIterator[bytes]:
         """Yield events from the first `chunk` on."""
         try:
@@ -261,16 +254,18 @@ def make_app(service: Service, token: str) -> Starlette:
         try:
             if not request.stream:
                 return JSONResponse(attempt.reply.whole(await _while_connected(http, attempt.trajectory())))
-            chunks = attempt.stream(await _while_connected(http, attempt.first_chunk()))
+            first = await _while_connected(http, attempt.chunks.get())
+            if first is None:  # it failed before a turn: the reply's status can still say so
+                await attempt.trajectory()
         except BaseException:
             attempt.cancel()
             raise
-        headers = {"X-Accel-Buffering": "no"}
-        return StreamingResponse(chunks, 200, headers, "text/event-stream", BackgroundTask(cancel))
+        return StreamingResponse(
+            attempt.stream(first), media_type="text/event-stream", background=BackgroundTask(cancel)
+        )
 
     async def health(_: Request) -> Response:
-        state = {"status": "ready", "model": service.model, "questions": len(service.attempts)}
-        return JSONResponse(state)
+        return JSONResponse({"status": "ready", "model": service.model, "questions": len(service.attempts)})
 
     async def models(_: Request) -> Response:
         entry = {"id": service.model, "object": "model", "created": 0, "owned_by": "calibadv"}

@@ -54,12 +54,11 @@ class _Strict(BaseModel):
 
 
 def _text(content: Any) -> Any:
-    """Join the parts of a message's content."""
+    """Join the texts of a message's parts."""
     if isinstance(content, list):
-        texts = [
-            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
-        ]
-        content = "\n".join(map(str, texts)) if len(texts) == len(content) else None
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        content = "\n".join(texts) if len(texts) == len(content) else None
     if not isinstance(content, str):
         raise ValueError("only text can be asked")
     return content
@@ -71,17 +70,13 @@ class Message(_Strict):
     name: str | None = None
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
 class ChatRequest(_Strict):
     """The fields of a request that have an effect."""
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1)]
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -196,7 +191,7 @@ class Reply:
         """Yield the answer, the end, and the usage if it was asked for."""
         yield self.chunk(self._content(trajectory))
         yield self.chunk({}, _reason(trajectory), calibadv=self._own(trajectory))
-        if self._request.stream_options and self._request.stream_options.include_usage:
+        if (self._request.stream_options or {}).get("include_usage"):
             yield self.chunk({}) | {"choices": [], "usage": _usage(trajectory)}
 
     def _content(self, trajectory: Trajectory) -> dict[str, Any]:
