@@ -13,11 +13,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
     "core lines": 23_300,
     "retriever lines": 4_300,
-    "optional lines": 8_900,
-    "test lines": 47_250,
+    "optional lines": 9_600,
+    "test lines": 47_760,
     "modules loaded by train": 118,
     "lines loaded by train": 21_700,
-    "words in README and docs": 38_000,
+    "words in README and docs": 38_350,
 }
 # Everyday words that hide what a name holds (docs/glossary.md has the terms).
 VAGUE = {"one", "found", "said", "told", "theirs", "wanted"}
