@@ -102,7 +102,10 @@ byId("form").addEventListener("submit", async (submitted) => {
     if (!model) await loadModel();
     await ask(question, attempt, running.signal);
     byId("state").textContent = "";
-    byId("question").select();
+    if ([document.body, byId("question")].includes(document.activeElement)) {
+      byId("question").focus({ preventScroll: true });
+      byId("question").select();
+    }
   } catch (error) {
     const isStopped = error.name === "AbortError";
     const text = error.name === "TypeError" ? "The service cannot be reached." : error.message;
