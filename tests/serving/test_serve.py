@@ -107,27 +107,27 @@ def test_sampling_parameters_reach_the_sampler(agent):
     ask(agent, temperature=1, top_p=0.5, seed=3, max_tokens=60)
     ask(agent, temperature=1, seed=4, max_completion_tokens=9999)
     ask(agent)
-    one, other, plain = (sampled[1] for sampled in agent.sampler.sampled[::2])
-    assert (one.temperature, one.top_p, one.max_tokens) == (1.0, 0.5, 60) and one.seed != other.seed
+    first, other, plain = (sampled[1] for sampled in agent.sampler.sampled[::2])
+    assert (first.temperature, first.top_p, first.max_tokens) == (1.0, 0.5, 60) and first.seed != other.seed
     assert (other.max_tokens, plain.max_tokens, plain.temperature) == (500, 500, 0.0)
 
 
-def said(content, role="user"):
+def as_role(content, role="user"):
     return {"role": role, "content": content}
 
 
-USER = said("who?")
+USER = as_role("who?")
 PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
 REFUSED = [  # fields of the request, the field that the error names, words of its message
     ({"messages": [USER, USER]}, "messages", "one question gives one trajectory"),
-    ({"messages": [USER, said("Ann", "assistant"), USER]}, "messages", "no history"),
-    ({"messages": [USER, said("Ann", "tool")]}, "messages", "leave out the tool message"),
-    ({"messages": [said("Be brief.", "system")]}, "messages", "one user message"),
+    ({"messages": [USER, as_role("Ann", "assistant"), USER]}, "messages", "no history"),
+    ({"messages": [USER, as_role("Ann", "tool")]}, "messages", "leave out the tool message"),
+    ({"messages": [as_role("Be brief.", "system")]}, "messages", "one user message"),
     ({"messages": []}, "messages", "at least 1"),
-    ({"messages": [said(" \x1b ")]}, "messages", "empty"),
-    ({"messages": [said("who " * 99)]}, "messages", "max_prompt_length"),
-    ({"messages": [said([PICTURE])]}, "messages.0.content", "only text"),
-    ({"messages": [said([{"type": "text"}])]}, "messages.0.content", "only text"),
+    ({"messages": [as_role(" \x1b ")]}, "messages", "empty"),
+    ({"messages": [as_role("who " * 99)]}, "messages", "max_prompt_length"),
+    ({"messages": [as_role([PICTURE])]}, "messages.0.content", "only text"),
+    ({"messages": [as_role([{"type": "text"}])]}, "messages.0.content", "only text"),
     ({"n": 2}, "n", "one question"),
     ({"tools": [{"type": "function"}]}, "tools", "own actions"),
     ({"response_format": {"type": "json_object"}}, "response_format", "plain text"),

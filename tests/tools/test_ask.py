@@ -59,14 +59,14 @@ SEARCH, ANSWER = "<think>look</think><search>who</search>", "<think>so</think><a
 CONFIG = Config(prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(max_searches=1))
 
 
-def rollouts_of(sampler, retriever):
-    return Rollouts(RolloutContext(sampler, retriever, Letters(), CONFIG.rollout, CONFIG.prompt), 0)
+def rollouts_of(sampler, retriever, prompt=CONFIG.prompt):
+    return Rollouts(RolloutContext(sampler, retriever, Letters(), CONFIG.rollout, prompt), 0)
 
 
-def talk(sampler, retriever, temperature=0.0):
+def talk(sampler, retriever, temperature=0.0, prompt=CONFIG.prompt):
     """The printed lines, and the trajectory."""
     output = []
-    with rollouts_of(sampler, retriever) as rollouts:
+    with rollouts_of(sampler, retriever, prompt) as rollouts:
         trajectory = ask.answer(rollouts, "ask0", "who?", temperature, output.append)
     return output, trajectory
 
@@ -84,7 +84,8 @@ def test_turns_and_folded_documents_are_said_in_order(monkeypatch):
 
 
 def test_thought_that_the_prompt_opened_is_shown():
-    output, _ = talk(Script(SEARCH.removeprefix("<think>"), ANSWER.removeprefix("<think>")), Shelf())
+    sampler = Script(SEARCH.removeprefix("<think>"), ANSWER.removeprefix("<think>"))
+    output, _ = talk(sampler, Shelf(), prompt=replace(CONFIG.prompt, prepend_think=True))
     assert [line for line in output if line.startswith("think")] == ["think   look", "think   so"]
 
 

@@ -314,7 +314,7 @@ def serving(service: Service, listener: socket.socket, token: str) -> Iterator[F
         http=Bounded,
         ws="none",
         lifespan="off",
-        log_level="warning",
+        log_config=None,  # warnings go to standard error
         access_log=False,
         limit_concurrency=MAX_CONNECTIONS,
         h11_max_incomplete_event_size=MAX_HEAD,
