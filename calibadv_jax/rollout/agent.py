@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -53,6 +54,8 @@ class RolloutContext:
     judge: Judge | None = None
     # Trajectories "begun" and "ended", "searches" and sampled "tokens" so far; other threads read it.
     work: Counter[str] = field(default_factory=Counter)
+    # Gets each sampled turn with False, and with True when it has its observation.
+    watch: Callable[[Turn, bool], object] = lambda turn, is_observed: None
 
     @cached_property
     def by_name(self) -> dict[str, Action]:
@@ -134,12 +137,14 @@ async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, ses
         turn = _read(completion, context, trajectory.opening_of(number))
         trajectory.turns.append(turn)
         context.work["tokens"] += len(turn.token_ids)
+        context.watch(turn, False)
         tokens += completion.token_ids
         goes_on = turn.is_action or (turn.kind == "invalid" and rollout.on_invalid == "retry")
         if number == rollout.max_searches or not goes_on:
             return
         if not await _observe(turn, context, room=rollout.max_length - len(tokens) - 1):
             return
+        context.watch(turn, True)
         tokens += turn.observation_ids.tolist()
 
 

@@ -149,6 +149,10 @@ class Rollouts:
         """
         seed = int(random_state(self.seed, number, "group").integers(2**31))
         coroutine = collect_group(self.context, question, self._slots, seed, f"group{number}")
+        return self.submit(coroutine)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the event loop in the background; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def collect(
@@ -190,7 +194,7 @@ class Rollouts:
         return self._run(self.context.sampler.prompt_logprobs(token_ids))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.submit(coroutine)
         try:
             return future.result()
         except BaseException:

@@ -54,7 +54,7 @@ _COLUMNS = (
     _TURN + "documents.list.element.id",
 )
 _GROUP = re.compile(r"data/group_(\d{1,9})_(\d{1,9})\.json")
-_HEADERS = {
+HEADERS = {
     "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -291,7 +291,7 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if not _is_this_machine(self.headers.get("Host", "")):
+            if not is_this_machine(self.headers.get("Host", "")):
                 self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"open this page as localhost\n")
                 return
             address = urlsplit(self.path).path.removeprefix("/") or "index.html"
@@ -316,7 +316,7 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
         def _answer(self, status: HTTPStatus, kind: str = "", content: bytes = b"", tag: str = "") -> None:
             self.send_response(status)
             about = {"Content-Type": kind, "Content-Length": str(len(content))} if kind else {}
-            for name, value in (_HEADERS | about | ({"ETag": tag} if tag else {})).items():
+            for name, value in (HEADERS | about | ({"ETag": tag} if tag else {})).items():
                 self.send_header(name, value)
             with suppress(ConnectionError):  # a browser that has turned to another group
                 self.end_headers()
@@ -334,7 +334,7 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
         raise UserError(f"port {port}: {error.strerror}; choose another one with --port") from error
 
 
-def _is_this_machine(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
     try:
         return urlsplit(f"//{host}").hostname in _NAMES
     except ValueError:
