@@ -45,6 +45,7 @@ COMMANDS = {  # with a config
 TOOLS = {  # without a config
     "inspect": "Page of a run's trajectories: tokens by advantage, and the reason of each turn's advantage.",
     "ask": "Ask a policy a question, and show its searches and documents.",
+    "serve": "A web page and an OpenAI-compatible API that answer questions with a policy.",
     "replay": "Reward, advantages and loss of a kept step again, or with other settings.",
     "audit": "Credit of a run against the supporting passages of its questions.",
     "report": "Curves of one or more runs, as one HTML page and as PNG files.",

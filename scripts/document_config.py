@@ -9,6 +9,7 @@ python -m scripts.document_config --check    exit 1 where the page is out of dat
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -105,17 +106,20 @@ def kind_of(field: dict[str, Any]) -> str:
 
 
 def page() -> str:
-    """Return the whole page."""
+    """Return the whole page; a section with the keys and texts of an earlier one only names its defaults."""
     parts = [HEADER]
-    section = None
-    for key in keys():
-        if key.section != section:
-            section = key.section
-            parts.append(f"\n## {section or 'no section'}\n")
-            parts.append("| key=default | value | meaning |\n|---|---|---|\n")
-        name = f"{section}.{key.name}".lstrip(".")
-        cells = (f"`{name}={key.default}`", key.kind, key.meaning)
-        parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    described: dict[tuple[tuple[str, str, str], ...], str] = {}  # keys of a section -> its name
+    for section, members in itertools.groupby(keys(), lambda key: key.section):
+        rows = [(f"`{section}.{key.name}={key.default}`".replace("`.", "`"), key) for key in members]
+        texts = tuple((key.name, key.kind, key.meaning) for _, key in rows)
+        parts.append(f"\n## {section or 'no section'}\n")
+        if (other := described.setdefault(texts, section)) != section:
+            parts.append(f"As [{other}](#{other.replace('.', '')}): {', '.join(name for name, _ in rows)}.\n")
+            continue
+        parts.append("| key=default | value | meaning |\n|---|---|---|\n")
+        for name, key in rows:
+            cells = (name, key.kind, key.meaning)
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
 
 

@@ -20,6 +20,7 @@ class Hub:
     url: str = ""
     repositories: dict[str, list[dict[str, bytes]]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
+    broken: set[str] = field(default_factory=set)
     downloads: list[str] = field(default_factory=list)  # path of every file that was sent
 
     def add(self, name: str, folder: Path | None = None, **files: bytes) -> str:
@@ -58,6 +59,8 @@ class _Handler(Handler):
         name = f"datasets/{name}" if kind == "datasets" else name
         if name not in self.hub.repositories:
             return self.reply(404, {}, {"X-Error-Code": "RepoNotFound"})
+        if name in self.hub.broken:
+            return self.reply(500, {})
         if name in self.hub.gated:
             return self.reply(403, {}, {"X-Error-Code": "GatedRepo"})
         repository = self.hub.find(name, revision)

@@ -43,7 +43,9 @@ def run(installed, *arguments):
 
 @pytest.mark.slow
 def test_wheel_has_everything_in_an_empty_folder(installed):
-    _, folder = installed
+    environment, folder = installed
+    pages = Path(environment["PYTHONPATH"], "calibadv_jax/contrib")
+    assert (pages / "serving/static/page.js").is_file() and (pages / "pages/static/style.css").is_file()
     assert "paper/qwen2.5-3b" in run(installed, "configs")
     run(installed, "configs", "copy", "quickstart_grpo", "mine.yaml")
     assert "name: grpo" in run(installed, "train", "--config", "mine.yaml", "--dry-run")

@@ -166,17 +166,17 @@ def _answer_missing(
             opened = open_rollouts(asked, model, source.model_folder, Path(snapshots))
             rollouts = stack.enter_context(opened)
             rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
-        show = stack.enter_context(console.bar("evaluate", len(missing), "questions"))
+        done, progress = 0, rollouts.progress(of_collect=True)
+        live = console.live("evaluate", "questions", lambda: (done, len(missing), progress()[2]))
+        stack.enter_context(live)
         file.start()  # only now, when the policy has been loaded
         retriever = method_retriever(name, rollouts.context.retriever, questions, config.run.seed)
         rollouts.context = replace(rollouts.context, retriever=retriever)
-        done = 0
 
         def keep(row: ScoredRow) -> None:
             nonlocal done
             file.add(row | {"retriever": service})
             done += 1
-            show(done)
 
         for temperature in dict.fromkeys(temperature for temperature, _ in missing):
             some = [question for at, question in missing if at == temperature]

@@ -158,24 +158,18 @@ def _train(
     backends = open_backends(config.log, folder, cold_start.step + 1, console.warn)
     with (
         MetricsWriter(folder, backends, start_step=cold_start.step + 1) as writer,
-        console.bar("cold start", total, "steps") as show,
+        console.live("cold start"),
     ):
         for batch in batches:
             if line := phase_line(config, updates, cold_start.step):
                 console.note(line)
-            begun = time.monotonic()
+            console.begin_step(cold_start.step + 1, total)
             rate = float(schedule(cold_start.step))
             tokens = int((batch.segment_ids > 0).sum())
             with stop.held():
                 state, metrics = learner.update(cold_start.state, [batch], negative_log_likelihood)
-                seconds = time.monotonic() - begun
-                metrics = {
-                    "sft/loss": metrics.pop("actor/loss"),
-                    "sft/lr": rate,
-                    "sft/tokens": float(tokens),
-                    "perf/tokens_per_second": tokens / seconds,
-                    "timing_s/step": seconds,
-                } | metrics
+                loss = {"sft/loss": metrics.pop("actor/loss"), "sft/lr": rate, "sft/tokens": float(tokens)}
+                metrics = loss | console.end_step({"tokens": (tokens, "step")}) | metrics
                 step = cold_start.step + 1
                 if held_out is not None and (step % every == 0 or step == total):
                     metrics["sft/held_out_loss"] = held_out_loss(learner, state["params"], held_out)
@@ -185,7 +179,6 @@ def _train(
                 if guards.is_broken:  # neither the policy nor a state to go on from is written
                     raise UserError(verdict.findings[0])
                 cold_start.updated(state)
-            show(step)
             if step % 10 == 0 or step == total:
                 console.step(step, total, metrics)
 

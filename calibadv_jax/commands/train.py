@@ -25,7 +25,6 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Verdict, guard_metrics
 from calibadv_jax.metrics.shown_steps import ShownSteps
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
-from calibadv_jax.metrics.timing import Phases
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.record.writer import RolloutWriter
@@ -159,7 +158,7 @@ def train(state: RunState, stop: Stop, overlong: int = 0) -> None:
                 groups = step.probe(groups)
                 groups = step.estimate_values(groups)
                 groups, advantages = step.assign_credit(groups, overlong)
-                with step.held():  # a trained step is also recorded and judged
+                with stop.held():  # a trained step is also recorded and judged
                     updated = step.update(groups, advantages)
                     verdict = step.record(record, groups, advantages, updated)
                 if not state.guards.is_broken:  # a policy that is not finite cannot be sampled from
@@ -182,33 +181,37 @@ class Step:
         self.state, self.config, self.hosts = state, state.config, state.hosts
         self.row: dict[str, float] = {}
         self._writer, self._begun, self._compiles = writer, state.step, state.step + 1 == first
-        self._phase = Phases(state.console, stop)
+        self._live, self._stop = state.console.live, stop
+        self._counts: dict[str, tuple[int, str]] = {}  # for `Console.end_step`
+        state.console.begin_step(state.step + 1, state.config.learner.steps)
 
     def __enter__(self) -> Step:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.state.step > self._begun:
-            self.row |= self._phase.metrics()
-            with self.held():
+            self.row |= self.state.console.end_step(self._counts)
+            with self._stop.held():
                 self._writer.write(self.state.step, self.row)
 
-    def held(self) -> AbstractContextManager[None]:
-        """Return a block that no signal breaks off."""
-        return self._phase.held()
+    def _learn(self, label: str, part: str) -> AbstractContextManager[None]:
+        return self._live(label, "microbatches", self.state.trainer.progress, part)
 
     def roll_out(self) -> list[Group]:
         """Return the oldest complete groups of the stream."""
-        rollout = self.config.rollout
-        count, size = rollout.questions_per_step * rollout.group_size, rollout.group_size
-        bar = self.state.console.bar("rollouts", count, "trajectories")
-        with self._phase("rollout"), self.hosts.local_work("rollout"), bar as show:
-            return self.state.stream.take(self._begun, lambda groups: show(groups * size))
+        stream, progress = self.state.stream, self.state.rollouts.progress()
+        with self._live("rollouts", "trajectories", progress, "rollout"), self.hosts.local_work("rollout"):
+            groups = stream.take(self._begun)
+        attempts = [each for group in [*groups, *stream.replaced] for each in group.attempts]
+        part = "step" if stream.max_staleness else "rollout"
+        self._counts["searches"] = sum(each.num_searches for each in attempts), part
+        self._counts["sampled_tokens"] = int(sum(each.mask.sum() for each in attempts)), part
+        return groups
 
     def probe(self, groups: list[Group]) -> list[Group]:
         """Add the golden answers' log-probabilities, if the estimator needs them."""
         if self.config.advantage.probed:
-            with self._phase("probe", "golden answers"):
+            with self._learn("golden answers", "probe"):
                 groups, self.row = self.state.trainer.probe(self.state.state, groups)
         return groups
 
@@ -216,12 +219,12 @@ class Step:
         """Add the critic's values, with PPO."""
         if self.state.trainer.critic is None:
             return groups
-        with self._phase("values", "the critic's values"):
+        with self._learn("the critic's values", "values"):
             return self.state.trainer.critic.with_values(groups)
 
     def assign_credit(self, groups: list[Group], overlong: int) -> tuple[list[Group], AdvantageResult]:
         """Return the scored groups and their advantages."""
-        with self._phase("advantage", "rewards and advantages"):
+        with self._live("rewards and advantages", part="advantage"):
             rng = random_state(self.state.seed, self._begun, "reward")
             groups = score_groups(groups, self.config.reward, rng)
             advantages = compute_advantages(groups, self.config.advantage)
@@ -232,10 +235,10 @@ class Step:
 
     def update(self, groups: list[Group], advantages: AdvantageResult) -> Updated:
         """Train the policy, and the critic with PPO. From here on the step counts."""
-        with self._phase("update", "update, compiling" if self._compiles else "update"):
+        with self._learn("update, compiling" if self._compiles else "update", "update"):
             updated = self.state.update(groups, advantages)
         self.row |= updated.metrics
-        self._phase.tokens = updated.tokens
+        self._counts["tokens"] = updated.tokens, "step"
         return updated
 
     def record(
@@ -244,7 +247,7 @@ class Step:
         """Keep the trajectories, and return the verdict of the guards."""
         state, credits = self.state, advantages.credits
         with self.hosts.barrier("record"):
-            with self._phase("record", "keeping the trajectories"):
+            with self._live("keeping the trajectories", part="record"):
                 self.row |= record.write(state.step, groups, credits, updated.logprobs, state.seed)
             verdict = state.guards.check(state.step, self.row)
             self.row |= verdict.metrics
@@ -252,18 +255,18 @@ class Step:
 
     def publish(self) -> None:
         """Hand the new policy to the samplers."""
-        with self._phase("publish", "publishing the policy"):
+        with self._live("publishing the policy", part="publish"):
             self.row |= self.state.publish()
 
     def evaluate(self) -> None:
         """Score the held-out questions after every `evaluate.every` steps."""
-        every = self.config.evaluate.every
+        every, rollouts = self.config.evaluate.every, self.state.rollouts
         if every and self.state.step % every == 0:
             from calibadv_jax.commands.evaluate import validate
 
-            with self._phase("evaluate", "evaluation"):
+            with self._live("evaluation", "trajectories", rollouts.progress(of_collect=True), "evaluate"):
                 self.row |= self.hosts.first(
-                    "evaluation", lambda: report_metrics(validate(self.config, self.state.rollouts))
+                    "evaluation", lambda: report_metrics(validate(self.config, rollouts))
                 )
 
 

@@ -1,8 +1,8 @@
 """A language model as the judge of answers, behind any OpenAI-compatible endpoint.
 
-The policy, which is paid for the verdict, wrote the answer. So the answer reaches the judge as data only: as
-JSON whose text has no bracket, quote or line of its own, and the verdict counts only behind a key that the
-policy cannot know.
+The policy, which is paid for the verdict, wrote the answer. So it reaches the judge as data only: as JSON
+whose text has no bracket, quote or line of its own. The verdict counts only behind a key that the policy
+cannot know.
 """
 
 from __future__ import annotations
@@ -23,18 +23,8 @@ from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Question, Trajectory
-from calibadv_jax.services.http_client import (
-    BAD_REPLIES,
-    BadReply,
-    HttpReply,
-    PerLoop,
-    Unreachable,
-    excerpt,
-    no_answer,
-    open_session,
-    request,
-    retry,
-)
+from calibadv_jax.services import http_client
+from calibadv_jax.services.http_client import BadReply, HttpReply, PerLoop, Unreachable
 
 TOKEN_VARIABLE = "JUDGE_TOKEN"
 REMEMBERED = 100_000  # verdicts
@@ -88,14 +78,10 @@ class JudgeClient:
 
     def _connect(self) -> _Connections:
         slots = asyncio.Semaphore(self.config.max_concurrency)
-        return _Connections(open_session(self.config.timeout, TOKEN_VARIABLE), slots)
+        return _Connections(http_client.open_session(self.config.timeout, TOKEN_VARIABLE), slots)
 
     async def score(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the verdict in [0, 1], and whether it agrees with exact match.
-
-        Raises RequestFailed if the endpoint was away or gave no verdict, and UserError if it has no such
-        route or model, or asks for a token.
-        """
+        """Return the verdict in [0, 1], and whether it agrees with exact match."""
         question, answer = trajectory.question, trajectory.answer or ""
         verdict = await self.verdict(question, answer)
         golden_answers = {normalise_answer(golden) for golden in question.golden_answers}
@@ -131,14 +117,15 @@ class JudgeClient:
             async with connections.slots:
                 return await self._request(connections.http, data)
 
-        patience = self.config.patience
+        patience, where = self.config.patience, f"judge {self.url}"
         try:
-            return await retry(attempt, patience)
+            return await http_client.retry(attempt, patience)
         except Unreachable as error:
-            advice = "start the endpoint, or correct reward.judge.url"
-            raise self._failed(f"{no_answer(patience)} ({error}); {advice}") from error
+            problem = f"{http_client.no_answer(patience)} ({error}); start the endpoint, or correct"
+            raise RequestFailed(JUDGE, f"{where}: {problem} reward.judge.url") from error
         except BadReply as error:
-            raise self._failed(f"no verdict in {BAD_REPLIES} attempts: {error}") from error
+            problem = f"no verdict in {http_client.BAD_REPLIES} attempts: {error}"
+            raise RequestFailed(JUDGE, f"{where}: {problem}") from error
 
     async def _request(self, http: aiohttp.ClientSession, data: str) -> float:
         key = secrets.token_hex(8)
@@ -151,52 +138,38 @@ class JudgeClient:
             "temperature": 0,
             "max_tokens": self.config.max_tokens,
         }
-        reply = await request(http, "POST", f"{self.url}/chat/completions", LONGEST_REPLY, json=body)
+        address = f"{self.url}/chat/completions"
+        reply = await http_client.request(http, "POST", address, LONGEST_REPLY, json=body)
         self._check_status(reply)
         try:
             choice = reply.parse(_Completion).choices[0]
         except ValidationError as error:
-            raise BadReply(
-                f"the reply is no chat completion ({excerpt(reply.body)}); correct reward.judge.url"
-            ) from error
+            problem = f"the reply is no chat completion ({http_client.excerpt(reply.body)})"
+            raise BadReply(f"{problem}; correct reward.judge.url") from error
         try:
             return read_verdict(choice.message.content or "", key)
         except BadReply as error:
-            if choice.finish_reason == "length":
-                raise BadReply(
-                    f"the reply was cut after reward.judge.max_tokens={self.config.max_tokens}; raise it"
-                ) from error
-            raise
+            if choice.finish_reason != "length":
+                raise
+            limit = f"reward.judge.max_tokens={self.config.max_tokens}"
+            raise BadReply(f"the reply was cut after {limit}; raise it") from error
 
     def _check_status(self, reply: HttpReply) -> None:
         if reply.is_away:
             raise Unreachable(reply.excerpt, reply.retry_after)
-        if reply.status in (401, 403):
-            raise UserError(
-                f"judge {self.url}: {reply.excerpt}; set the environment variable {TOKEN_VARIABLE} to its"
-                " token"
-            )
-        if reply.status in (404, 405):
-            raise UserError(
-                f"judge {self.url}: {reply.excerpt}; correct reward.judge.url (it ends with /v1 at most"
-                " servers) and reward.judge.model"
-            )
+        token = f"set the environment variable {TOKEN_VARIABLE} to its token"
+        address = "correct reward.judge.url (it ends with /v1 at most servers) and reward.judge.model"
+        advice = {401: token, 403: token, 404: address, 405: address}.get(reply.status)
+        if advice:
+            raise UserError(f"judge {self.url}: {reply.excerpt}; {advice}")
         if reply.status != 200:
             raise BadReply(reply.excerpt)
-
-    def _failed(self, reason: str) -> RequestFailed:
-        return RequestFailed(JUDGE, f"judge {self.url}: {reason}")
 
 
 def data_of(question: str, golden_answers: tuple[str, ...], answer: str) -> str:
     """Write one line of JSON for the judge: no text in it can end its field, its line or its message."""
-    golden = f"[{', '.join(map(_quoted, golden_answers))}]"
-    fields = {
-        "question": _quoted(question),
-        "golden_answers": golden,
-        "answer": _quoted(answer[:LONGEST_ANSWER]),
-    }
-    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+    golden, given = ", ".join(map(_quoted, golden_answers)), _quoted(answer[:LONGEST_ANSWER])
+    return f'{{"question": {_quoted(question)}, "golden_answers": [{golden}], "answer": {given}}}'
 
 
 def _quoted(text: str) -> str:

@@ -25,11 +25,7 @@ def look_up_each(
     work: Callable[[Item, Search], Awaitable[Result]],
     show: Callable[[int], object] = lambda done: None,
 ) -> list[Result]:
-    """Return what `work` makes of each item and a search, in their order.
-
-    The search finds nothing for a query that the service refuses; other errors are those of
-    `RetrieverClient.search`. `show` is called with the number of items that are done.
-    """
+    """Return what `work` makes of each item and a search, which finds nothing for a refused query."""
 
     async def all_of_them() -> list[Result]:
         client = RetrieverClient(config, url)

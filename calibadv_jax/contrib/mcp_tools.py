@@ -25,16 +25,9 @@ from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.own_function import failure
 from calibadv_jax.core.tags import printable, well_formed, well_formed_json
 from calibadv_jax.core.trajectory import Document
+from calibadv_jax.services import http_client
 from calibadv_jax.services.child_process import set_aside
-from calibadv_jax.services.http_client import (
-    LONGEST_REPLY,
-    BadReply,
-    PerLoop,
-    Unreachable,
-    read_all,
-    retry,
-    run_to_its_end,
-)
+from calibadv_jax.services.http_client import LONGEST_REPLY, BadReply, PerLoop, Unreachable, retry
 
 TOKEN_VARIABLE = "MCP_TOKEN"
 START_PATIENCE = 30.0  # seconds for which the start of a program waits for a server, at most
@@ -51,46 +44,38 @@ _ID = re.compile(r'"id"\s*:\s*(\d+)')
 _RESULT = re.compile(r'"(?:result|error)"\s*:')
 
 T = TypeVar("T")
+Warn = Callable[[str], object]
 
 
 def mcp_actions(
-    config: McpConfig,
-    max_length: int,
-    log: Path | None = None,
-    warn: Callable[[str], object] = lambda _: None,
+    config: McpConfig, max_length: int, log: Path | None = None, warn: Warn = lambda _: None
 ) -> list[Action]:
     """Return the tools of a server that are on; the server is started, or asked, and left again.
 
     The standard error of its program is added to `log`; `warn` is called once if it writes to its standard
-    output what is no message. Raises UserError if the package is missing, the server cannot be started or
-    reached, or has no such tool.
+    output what is no message. Raises UserError without the package, the server, or such a tool.
     """
     server = McpServer(config, log, warn)
-    tools = {tool.name: tool for tool in run_to_its_end(server.tools)}
+    tools = {tool.name: tool for tool in http_client.run_to_its_end(server.tools)}
     for name in config.tools:
         if name not in tools:
-            raise UserError(
-                f"tools: {server.where} has no tool {name!r}; it has {printable(', '.join(tools)) or 'none'}"
-            )
-    names = config.tools or list(tools)
-    server.agreed = {name: tools[name].input_schema for name in names}
-    return [McpAction(server, tools[name], max_length) for name in names]
+            names = printable(", ".join(tools)) or "none"
+            raise UserError(f"tools: {server.where} has no tool {name!r}; it has {names}")
+    chosen = [tools[name] for name in config.tools or tools]
+    server.agreed = {tool.name: tool.input_schema for tool in chosen}
+    return [McpAction(server, tool, max_length) for tool in chosen]
 
 
 @dataclass
 class _OfLoop:
-    """A server's connection in an event loop."""
-
     connection: _Connection | None = None
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class McpServer:
-    """A server and its connection."""
+    """A server and its connection in each event loop."""
 
-    def __init__(
-        self, config: McpConfig, log: Path | None = None, warn: Callable[[str], object] = lambda _: None
-    ):
+    def __init__(self, config: McpConfig, log: Path | None, warn: Warn):
         self.config, self._log, self._warn = config, log, warn
         self.where = f"MCP server {config.url or config.command}"
         self.agreed: dict[str, Any] = {}  # schemas by tool: each connection must have these
@@ -104,10 +89,8 @@ class McpServer:
             patience = 0.0 if self.config.command else min(self.config.patience, START_PATIENCE)
             return await self._ask("", _list_tools, patience)
         except RequestFailed as error:
-            advice = (
-                "start it, or correct tools[].mcp.url" if self.config.url else "correct tools[].mcp.command"
-            )
-            raise UserError(f"{error}; {advice}") from error
+            start, key = ("start it, or ", "url") if self.config.url else ("", "command")
+            raise UserError(f"{error}; {start}correct tools[].mcp.{key}") from error
         finally:
             await self.close()
 
@@ -141,15 +124,16 @@ class McpServer:
     async def _connected(self) -> _Connection:
         mine = self._connections.get()
         async with mine.opening:
-            if mine.connection is None or mine.connection.is_lost:
-                if mine.connection is not None:
-                    await mine.connection.close()
-                mine.connection = _Connection(self.config, self._log, self._warn_once)
-                await mine.connection.open()
-            if self.agreed and not mine.connection.is_compared:
-                self._compare(await mine.connection.ask(_list_tools))
-                mine.connection.is_compared = True
-            return mine.connection
+            connection = mine.connection
+            if connection is None or connection.is_lost:
+                if connection is not None:
+                    await connection.close()
+                connection = mine.connection = _Connection(self.config, self._log, self._warn_once)
+                await connection.open()
+            if self.agreed and not connection.is_compared:
+                self._compare(await connection.ask(_list_tools))
+                connection.is_compared = True
+            return connection
 
     def _compare(self, tools: list[Any]) -> None:
         """Raise EnvironmentFailure if a tool that is on is gone, or has another schema."""
@@ -157,10 +141,8 @@ class McpServer:
         for name, schema in self.agreed.items():
             if name not in schemas or schemas[name] != schema:
                 change = "has another schema than at the start of this run" if name in schemas else "is gone"
-                raise EnvironmentFailure(
-                    f"{self.where}: its tool {name!r} {change}; serve the tools that the run began with, or"
-                    " begin another run"
-                )
+                advice = "serve the tools that the run began with, or begin another run"
+                raise EnvironmentFailure(f"{self.where}: its tool {name!r} {change}; {advice}")
 
     def _warn_once(self, line: str) -> None:
         if not self._has_warned:
@@ -178,19 +160,18 @@ class McpServer:
 
 
 async def _list_tools(client: Any) -> list[Any]:
-    tools, cursor = [], None
-    while True:
-        page = await client.list_tools(cursor=cursor)
+    page = await client.list_tools(cursor=None)
+    tools = list(page.tools)
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
         tools += page.tools
-        cursor = page.next_cursor
-        if not cursor:
-            return tools
+    return tools
 
 
 class _Connection:
     """A session with a server, in a task of its own: what opens it must also end it."""
 
-    def __init__(self, config: McpConfig, log: Path | None, warn: Callable[[str], object]):
+    def __init__(self, config: McpConfig, log: Path | None, warn: Warn):
         self.config, self.is_lost = config, False
         self.is_compared = False  # its tools with those of the start
         self._log, self._warn = log, warn
@@ -208,11 +189,7 @@ class _Connection:
         self._client.result()
 
     async def ask(self, ask: Callable[[Any], Awaitable[T]]) -> T:
-        """Raises:
-        ActionRefused: the server does not take the arguments.
-        BadReply: another error of the server, an unreadable reply, or none in time.
-        Unreachable: the connection has ended.
-        """
+        """Raise ActionRefused for refused arguments, Unreachable for a lost connection, else BadReply."""
         errors, client = _package().MCPError, self._client.result()
         limit = asyncio.timeout(self.config.timeout)
         try:
@@ -263,12 +240,10 @@ class _Connection:
         if isinstance(error, UserError):
             return error
         if isinstance(error, FileNotFoundError | PermissionError) and self.config.command:
-            return UserError(
-                f"tools: {self.config.command!r} cannot be started ({error.strerror}); correct"
-                " tools[].mcp.command"
-            )
+            problem = f"cannot be started ({error.strerror}); correct tools[].mcp.command"
+            return UserError(f"tools: {self.config.command!r} {problem}")
         line = log.last_line()
-        return Unreachable(f"{_reason(error)}{f' ({line})' if line else ''}")
+        return Unreachable(_reason(error) + (f" ({line})" if line else ""))
 
 
 def _reason(error: BaseException) -> str:
@@ -281,9 +256,8 @@ def _package() -> Any:
     try:
         import mcp
     except ImportError as error:
-        raise UserError(
-            "tools: mcp needs the package mcp, which is not installed: pip install 'calibadv-jax[mcp]'"
-        ) from error
+        advice = "pip install 'calibadv-jax[mcp]'"
+        raise UserError(f"tools: mcp needs the package mcp, which is not installed: {advice}") from error
     for logger in LOGGERS:  # they write tracebacks with what a server sends
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     return mcp
@@ -305,8 +279,8 @@ def _client(config: McpConfig, log: ServerLog) -> Any:
     http = create_mcp_http_client(headers={"Authorization": f"Bearer {token}"} if token else None)
     http.event_hooks = {"response": [bound_reply]}
     limit = "max_sse_event_size"  # older versions of the package have none
-    parameters = inspect.signature(streamable_http_client).parameters
-    bounds = {limit: LONGEST_REPLY} if limit in parameters else {}
+    bounded = limit in inspect.signature(streamable_http_client).parameters
+    bounds = {limit: LONGEST_REPLY} if bounded else {}
     return mcp.Client(streamable_http_client(config.url, http_client=http, **bounds), cache=None)
 
 
@@ -332,14 +306,12 @@ class McpAction(Action):
             return {}
         if body.count("{") + body.count("[") > MOST_BRACKETS:
             raise ValueError("too many brackets")
-        try:
-            value = json.loads(body)
-        except ValueError:
-            value = None
-        if isinstance(value, dict):
-            return _well_formed(value)
+        body = well_formed(body)
+        with suppress(ValueError):
+            if isinstance(value := json.loads(well_formed_json(body.encode()).decode()), dict):
+                return value
         if self._only:
-            return {self._only: well_formed(body)}
+            return {self._only: body}
         raise ValueError(f"write a JSON object: {self.argument}")
 
     async def call(self, argument: dict[str, Any]) -> Reply:
@@ -370,15 +342,6 @@ def _type(schema: Any) -> str:
     return kind if isinstance(kind, str) else "value"
 
 
-def _well_formed(value: Any) -> Any:
-    """JSON without lone surrogates, which a connection cannot send."""
-    if isinstance(value, str):
-        return well_formed(value)
-    if isinstance(value, dict):
-        return {well_formed(name): _well_formed(item) for name, item in value.items()}
-    return [_well_formed(item) for item in value] if isinstance(value, list) else value
-
-
 def excerpt(text: str) -> str:
     """Return the beginning of a server's text, on one line without control characters."""
     return printable(text[: 2 * LONGEST_EXCERPT])[:LONGEST_EXCERPT]
@@ -387,7 +350,7 @@ def excerpt(text: str) -> str:
 class ServerLog:
     """The standard error of a server's program, a pipe whose text is added to a file if there is a `path`."""
 
-    def __init__(self, path: Path | None, warn: Callable[[str], object]):
+    def __init__(self, path: Path | None, warn: Warn):
         self.warn, self._path, self._tail = warn, path, b""
         reading, writing = os.pipe()
         self._stream = os.fdopen(writing, "w", buffering=1, encoding="utf-8", errors="replace")
@@ -501,7 +464,7 @@ async def bound_reply(response: Any) -> None:
 
     async def read_whole(chunk_size: int | None = None) -> AsyncIterator[bytes]:
         try:
-            yield well_formed_json(await read_all(read(chunk_size)))
+            yield well_formed_json(await http_client.read_all(read(chunk_size)))
         except BadReply as error:
             raise StreamError(str(error)) from error
 

@@ -34,11 +34,7 @@ def with_golden_logprobs(
     config: LearnerConfig,
     tokenizer: Any,
 ) -> tuple[list[Group], dict[str, float]]:
-    """Return copies of the groups whose turns have `golden_logprobs` under each policy, and metrics.
-
-    Raises:
-        UserError: the tokenizer makes nothing of a question's golden answers.
-    """
+    """Return copies of the groups whose turns have `golden_logprobs` under each policy, and metrics."""
     probes: dict[bytes, int] = {}  # tokens of a sample -> its place
     samples: list[Sample] = []
     places: list[list[list[int]]] = []  # by group, trajectory and turn
@@ -66,16 +62,12 @@ def with_golden_logprobs(
         ]
         for policy, params in policies.items()
     }
-    probed_groups = [
-        replace(
-            group,
-            trajectories=[
-                _with(trajectory, [{policy: values[at] for policy, values in means.items()} for at in chosen])
-                for trajectory, chosen in zip(group.trajectories, of_group, strict=True)
-            ],
-        )
-        for group, of_group in zip(groups, places, strict=True)
-    ]
+    by_sample = [dict(zip(means, values, strict=True)) for values in zip(*means.values(), strict=True)]
+    probed_groups = []
+    for group, of_group in zip(groups, places, strict=True):
+        members = zip(group.trajectories, of_group, strict=True)
+        trajectories = [_with(member, [by_sample[at] for at in chosen]) for member, chosen in members]
+        probed_groups.append(replace(group, trajectories=trajectories))
     num_tokens = sum(len(sample.tokens) for sample in samples)
     return probed_groups, _metrics(places, means) | {"advantage/golden/tokens": float(num_tokens)}
 

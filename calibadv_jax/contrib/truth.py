@@ -9,31 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import yaml
 from scipy.stats import rankdata
 
 from calibadv_jax.advantages.credit import GroupCredit, answer_mass, search_turns
 from calibadv_jax.core.trajectory import Trajectory
 
-GROUP = np.dtype(
-    [
-        ("trajectories", np.int64),  # that were finished
-        ("supporting", np.int64),  # passages of the question
-        ("silver", np.int64),  # documents
-        ("silver_hits", np.int64),  # of these, supporting ones
-        ("seen", np.int64),  # distinct documents that the group's trajectories saw
-        ("seen_hits", np.int64),
-        ("positive_before", np.float64),  # answer mass, see credit.answer_mass
-        ("negative_before", np.float64),
-        ("positive_after", np.float64),
-        ("negative_after", np.float64),
-        ("good_blame", np.float64),  # on its truly good searches, before any calibration
-        ("good_spared", np.float64),  # what the calibration took away of that
-        ("useless_blame", np.float64),
-        ("useless_spared", np.float64),
-    ]
-)
+_COUNTS = ("trajectories", "supporting", "silver", "silver_hits", "seen", "seen_hits")
+_MASSES = ("positive_before", "negative_before", "positive_after", "negative_after")  # credit.answer_mass
+BLAME = ("good_blame", "good_spared", "useless_blame", "useless_spared")
+# Of a group: finished trajectories; supporting passages of its question; silver documents and the documents
+# seen, with the supporting ones of each; answer mass before and after the calibration; blame on truly good
+# and on useless searches before any calibration, with the part of it that the calibration took away.
+GROUP = np.dtype([(name, np.int64) for name in _COUNTS] + [(name, np.float64) for name in (*_MASSES, *BLAME)])
 SEARCH = np.dtype(
     [
         ("good", np.bool_),
@@ -44,39 +35,10 @@ SEARCH = np.dtype(
         ("tokens", np.int64),  # sampled ones
     ]
 )
-
-MEASURES = {
-    "silver/group_share": "groups that have a silver set",
-    "silver/size": "documents of a silver set",
-    "silver/precision": "silver documents that are supporting",
-    "silver/recall": "supporting passages that are silver",
-    "silver/seen_precision": "the same groups: documents seen that are supporting",
-    "silver/seen_recall": "the same groups: supporting passages that were seen",
-    "search/good_share": "searches that are truly good",
-    "search/judged_share": "searches that are judged",
-    "search/judged_good_share": "judged searches that are truly good",
-    "search/precision": "judged, correctness > 0: truly good",
-    "search/recall": "judged, truly good: correctness > 0",
-    "search/agreement": "judged: correctness > 0 agrees with the truth",
-    "search/auc": "judged: area under the ROC curve of correctness",
-    "blame/good_blamed": "truly good searches that are blamed, uncalibrated",
-    "blame/good_share": "blamed searches that are truly good",
-    "blame/good_softened": "truly good ones blamed: made smaller",
-    "blame/useless_softened": "useless ones blamed: made smaller",
-    "blame/good_spared": "blame on truly good ones that is taken away",
-    "blame/useless_spared": "blame on useless ones that is taken away",
-    "blame/spared_good_share": "blame taken away that lay on truly good ones",
-    "answer/ratio_before": "answer turns: blame / praise, uncalibrated",
-    "answer/ratio_after": "answer turns: blame / praise as calibrated",
-}
-
-VERDICTS = {
-    "good blamed": "truly good searches with a negative advantage",
-    "useless praised": "useless searches with a positive advantage",
-    "blame on good": "of the negative advantage × tokens of searches, that on truly good ones",
-    "praise on useless": "of the positive one, that on useless ones",
-    "agreement": "searches whose advantage has the sign that CalibAdv gives it",
-}
+_NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+MEASURES: dict[str, str] = _NAMES["measures"]
+VERDICTS: dict[str, str] = _NAMES["verdicts"]
+OVER_TRAINING: list[str] = _NAMES["over_training"]
 
 
 @dataclass(frozen=True)
@@ -101,9 +63,9 @@ def truly_good(trajectory: Trajectory) -> list[bool]:
 def gather(credits: Sequence[GroupCredit]) -> Evidence:
     """Collect the evidence of a step, in the order of its groups that have supporting passages."""
     measurable = [credit for credit in credits if credit.group.question.supporting_ids]
-    groups = np.array([_group(credit) for credit in measurable], GROUP)
-    searches = np.array([search for credit in measurable for search in _searches(credit)], SEARCH)
-    return Evidence(groups, searches)
+    searches = [np.array(_searches(credit), SEARCH) for credit in measurable]
+    groups = [_group(credit, own) for credit, own in zip(measurable, searches, strict=True)]
+    return Evidence(np.array(groups, GROUP), np.concatenate([np.zeros(0, SEARCH), *searches]))
 
 
 def join(parts: Iterable[Evidence]) -> Evidence:
@@ -115,9 +77,8 @@ def join(parts: Iterable[Evidence]) -> Evidence:
 def measure(evidence: Evidence) -> dict[str, float]:
     """Compute MEASURES, after the numbers of groups, trajectories, searches and blamed searches.
 
-    Silver documents: means over the groups with some. Searches: shares of searches; auc is the chance that a
-    truly good search has the larger correctness, ties counting half. Blame: of the searches with negative raw
-    advantage. Means, shares and ratios of nothing are omitted.
+    Those of silver documents are means over the groups with some; auc is the chance that a truly good search
+    has the larger correctness, ties counting half. Means, shares and ratios of nothing are omitted.
     """
     searches = evidence.searches
     counts = {
@@ -126,8 +87,8 @@ def measure(evidence: Evidence) -> dict[str, float]:
         "searches": len(searches),
         "blamed": int((searches["raw"] < 0).sum()),
     }
-    parts = _silver(evidence.groups), _judgements(searches), _blame(searches), _answers(evidence.groups)
-    return counts | {name: value for part in parts for name, value in part.items()}
+    groups = evidence.groups
+    return counts | _silver(groups) | _judgements(searches) | _blame(searches) | _answers(groups)
 
 
 def verdicts(evidence: Evidence, calibadv: Evidence) -> dict[str, float]:
@@ -145,7 +106,7 @@ def verdicts(evidence: Evidence, calibadv: Evidence) -> dict[str, float]:
     )
 
 
-def _group(credit: GroupCredit) -> tuple[float, ...]:
+def _group(credit: GroupCredit, searches: np.ndarray) -> tuple[float, ...]:
     members = credit.group.trajectories
     supporting = set(credit.group.question.supporting_ids)
     seen = {document.id for member in members for turn in member.turns for document in turn.documents}
@@ -158,7 +119,7 @@ def _group(credit: GroupCredit) -> tuple[float, ...]:
         len(supporting & seen),
         *answer_mass(credit.group, credit.raw.tolist()),
         *answer_mass(credit.group, credit.answer_advantages()),
-        *_blame_sums(np.array(_searches(credit), SEARCH)),
+        *_blame_sums(searches),
     )
 
 
@@ -206,6 +167,9 @@ def _silver(groups: np.ndarray) -> dict[str, float]:
 def _judgements(searches: np.ndarray) -> dict[str, float]:
     judged = searches[searches["judged"]]
     good, called = judged["good"], judged["correctness"] > 0
+    num_good = int(good.sum())
+    ranks = rankdata(judged["correctness"])[good]
+    u = float(ranks.sum()) - num_good * (num_good + 1) / 2  # Mann-Whitney's, of the good searches
     return (
         _share("search/good_share", searches["good"])
         | _share("search/judged_share", searches["judged"])
@@ -213,16 +177,8 @@ def _judgements(searches: np.ndarray) -> dict[str, float]:
         | _share("search/precision", good[called])
         | _share("search/recall", called[good])
         | _share("search/agreement", good == called)
-        | _auc("search/auc", good, judged["correctness"])
+        | _ratio("search/auc", u, num_good * (len(good) - num_good))
     )
-
-
-def _auc(name: str, good: np.ndarray, scores: np.ndarray) -> dict[str, float]:
-    """Return Mann-Whitney U of the good searches over the number of pairs."""
-    num_good = int(good.sum())
-    num_pairs = num_good * (len(good) - num_good)
-    u = float(rankdata(scores)[good].sum()) - num_good * (num_good + 1) / 2
-    return _ratio(name, u, num_pairs)
 
 
 def _blame(searches: np.ndarray) -> dict[str, float]:
@@ -243,8 +199,6 @@ def _blame(searches: np.ndarray) -> dict[str, float]:
 
 
 def _answers(groups: np.ndarray) -> dict[str, float]:
-    ratios: dict[str, float] = {}
-    for when in ("before", "after"):
-        positive, negative = (float(groups[f"{sign}_{when}"].sum()) for sign in ("positive", "negative"))
-        ratios |= _ratio(f"answer/ratio_{when}", negative, positive)
-    return ratios
+    sums = {name: float(groups[name].sum()) for name in _MASSES}
+    before = _ratio("answer/ratio_before", sums["negative_before"], sums["positive_before"])
+    return before | _ratio("answer/ratio_after", sums["negative_after"], sums["positive_after"])

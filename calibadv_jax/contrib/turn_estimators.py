@@ -6,16 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from calibadv_jax.advantages import estimators
 from calibadv_jax.advantages.credit import sampled_turns
-from calibadv_jax.advantages.estimators import (
-    ByTurn,
-    Estimate,
-    beside_grpo,
-    by_number,
-    scored_group,
-    standardised,
-    to_go,
-)
+from calibadv_jax.advantages.estimators import ByTurn, Estimate, beside_grpo, by_number, to_go
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Trajectory
@@ -30,10 +23,10 @@ def igpo(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
 
 def _igpo(group: Group, config: AdvantageConfig) -> ByTurn:
     rewards = []
-    for trajectory, score in zip(group.trajectories, scored_group(group).scores, strict=True):
+    for trajectory, score in zip(group.trajectories, estimators.scored_group(group).scores, strict=True):
         logprobs = _golden_logprobs(trajectory, "current")
         rewards.append(np.append(np.diff(np.exp(logprobs)), score)[: len(logprobs)])
-    spread = standardised(rewards, [[0] * len(turns) for turns in rewards], config)
+    spread = estimators.standardised(rewards, [[0] * len(turns) for turns in rewards], config)
     advantages = [np.zeros(len(trajectory.turns)) for trajectory in group.trajectories]
     for values, own in zip(advantages, spread, strict=True):
         values[: len(own)] = to_go(own, config.discount)
@@ -56,11 +49,7 @@ def tips(group: Group, config: AdvantageConfig) -> ByTurn:
 
 
 def _golden_logprobs(trajectory: Trajectory, policy: str) -> np.ndarray:
-    """Return the golden answer's log-probability before each sampled turn, float64 [n]; up to 0.
-
-    Raises:
-        UserError: a log-probability was not kept.
-    """
+    """Return the golden answer's log-probability before each sampled turn, float64 [n]; up to 0."""
     logprobs = [turn.golden_logprobs.get(policy) for turn in sampled_turns(trajectory)]
     if None in logprobs:
         raise UserError(

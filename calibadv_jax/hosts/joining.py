@@ -278,7 +278,7 @@ def _admit(connection: socket.socket, count: int, present: dict[int, socket.sock
         if other != count or not 0 < index < count or index in present:
             raise UserError(
                 f"distributed: two processes are number {index}"
-                if index in present
+                if index in present or (other == count and not index)
                 else f"distributed.num_processes is {other} in process {index} and {count} in process 0"
             )
         present[index] = connection

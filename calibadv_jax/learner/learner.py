@@ -88,6 +88,8 @@ class Learner:
         read: dict[str, Any] = {"out_shardings": replicated(mesh)} if self._is_shared else {}
         self._logprobs = jax.jit(lambda base, params, batch: self._values(base, params, batch)[0], **read)
         self._norm = jax.jit(optax.tree.norm)
+        self._pass: tuple[list[Any], int] = [], 0  # in progress: results of microbatches, and their number
+        self.updates = 0  # of this object, for progress
 
     def abstract_state(self) -> State:
         """Return ShapeDtypeStructs with shardings, for restoring a checkpoint."""
@@ -119,16 +121,17 @@ class Learner:
         """
         if loss not in self._accumulate:
             self._accumulate[loss] = self._compile(loss)
-        parts = []
+        parts: list[Metrics] = []
         with jax.set_mesh(self.mesh):
             gradients = self._nothing()
-            for microbatch in self._placed(batches):
+            for microbatch in self._placed(batches, parts):
                 gradients, metrics = self._accumulate[loss](
                     self.base, state, gradients, microbatch, reference
                 )
                 parts.append(metrics)
             state, applied = self._apply(state, gradients)
         sums, applied = jax.device_get((parts, applied))
+        self._pass, self.updates = ([], 0), self.updates + 1
         totals = {name: float(sum(part[name] for part in sums)) for name in sums[0]}
         return state, totals | {name: float(value) for name, value in applied.items()}
 
@@ -139,10 +142,18 @@ class Learner:
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
         """Return the log-probabilities of the targets of packed rows: float32 [R, L]."""
+        parts: list[jax.Array] = []
         with jax.set_mesh(self.mesh):
-            placed = self._placed([batch])
-            parts = [self._logprobs(self.base, params, microbatch) for microbatch in placed]
-        return np.concatenate(jax.device_get(parts))[: batch.tokens.shape[0]]
+            for microbatch in self._placed([batch], parts):
+                parts.append(self._logprobs(self.base, params, microbatch))
+        values = np.concatenate(jax.device_get(parts))[: batch.tokens.shape[0]]
+        self._pass = [], 0
+        return values
+
+    def microbatches(self) -> tuple[int, int]:
+        """Return how many microbatches of the pass in progress are computed, and of how many; never wait."""
+        parts, total = self._pass
+        return sum(jax.tree.leaves(part)[0].is_ready() for part in parts), total
 
     def position_cost(self, length: int) -> float:
         """Return a forward pass' floating-point operations for a position of a row of `length` tokens."""
@@ -174,8 +185,9 @@ class Learner:
             params, microbatch = self.abstract_state()["params"], self._abstract_microbatch(length)
             return self._logprobs.lower(self._abstract_base(), params, microbatch)
 
-    def _placed(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield every microbatch, on the devices."""
+    def _placed(self, batches: Sequence[Batch], parts: list[Any]) -> Iterator[Batch]:
+        """Yield every microbatch, on the devices; `parts` takes their results."""
+        self._pass = parts, sum(-(-len(b.tokens) // self._rows_at(b.tokens.shape[1])) for b in batches)
         for batch in batches:
             for microbatch in microbatches(batch, self._rows_at(batch.tokens.shape[1])):
                 yield self._put(microbatch)

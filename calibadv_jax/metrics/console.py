@@ -7,55 +7,36 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from statistics import median
 from typing import TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from calibadv_jax.core.secrets import redact
 
-QUIET_SECONDS = 60.0  # between lines of progress of one phase, where no bar moves
-STEPS_FOR_ETA = 20  # their median leaves out steps that compile or evaluate
+QUIET_SECONDS, REWRITTEN_SECONDS = 60.0, 1.0  # between lines of progress in a file; of a line's versions
+STEPS_FOR_ETA = 20  # their median leaves out steps that evaluate
 
-
-@dataclass(frozen=True)
-class Shown:
-    """A metric in the line of a step."""
-
-    label: str
-    metric: str
-    format: str  # of fixed width, so that the columns of a run are aligned
-    unit: str = ""
-
-
-STEP_METRICS = (  # a metric that a step does not have is left out
-    Shown("loss", "sft/loss", "7.4f", " nats"),
-    Shown("reward", "reward/mean", "5.3f"),
-    Shown("f1", "reward/f1", "5.3f"),
-    Shown("format", "reward/format_valid", "5.3f"),
-    Shown("searches", "rollout/searches/mean", "4.2f"),
-    Shown("length", "rollout/sampled_tokens/mean", "6,.0f", " tok"),
-    Shown("entropy", "actor/entropy", "6.4f", " nats"),
-    Shown("grad", "actor/grad_norm", "7.3g"),
-    Shown("", "timing_s/step", "5.1f", " s/step"),
-    Shown("", "perf/tokens_per_second", "7,.0f", " tok/s"),
-)
+Progress = Callable[[], tuple[int, int, str]]  # done, of how many (0: not counted), and a detail
+# Metrics of a step's line, each with a label, a format of fixed width, which aligns the columns, and a unit.
+STEP_METRICS = {
+    "sft/loss": ("loss ", "7.4f", " nats"),
+    "reward/mean": ("reward ", "5.3f", ""),
+    "reward/f1": ("f1 ", "5.3f", ""),
+    "reward/format_valid": ("format ", "5.3f", ""),
+    "rollout/searches/mean": ("searches ", "4.2f", ""),
+    "rollout/sampled_tokens/mean": ("length ", "6,.0f", " tok"),
+    "actor/entropy": ("entropy ", "6.4f", " nats"),
+    "actor/grad_norm": ("grad ", "7.3g", ""),
+    "timing_s/step": ("", "5.1f", " s/step"),
+    "perf/tokens_per_second": ("", "7,.0f", " tok/s"),
+}
 
 
 class Console:
-    """Progress on `stream`: bars and timers if it is a terminal, otherwise plain lines.
+    """Progress on `stream`: a line that is rewritten on a terminal or in a notebook, otherwise plain lines.
 
     Args:
         progress: False shows no progress; `say`, `tell` and `warn` still print.
@@ -65,23 +46,48 @@ class Console:
 
     def __init__(self, progress: bool = True, stream: TextIO | None = None, silent: bool = False) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._rich = RichConsole(file=self._stream, force_terminal=self._stream.isatty(), highlight=False)
+        is_terminal = self._stream.isatty()
+        # By \r alone: a notebook, in its kernel or behind `!`, shows what moves a cursor as text.
+        self._rewrites = is_terminal or type(self._stream).__module__.startswith("ipykernel")
+        self._rich = RichConsole(file=self._stream, force_terminal=is_terminal, force_jupyter=False)
         self._progress, self._silent = progress and not silent, silent
-        self._moves = self._progress and self._stream.isatty()
+        self._lock = threading.RLock()  # of the stream
+        self._written, self._width = time.monotonic(), 0  # when a line was; how long the rewritten one is
+        self._open: list[tuple[str, str, Progress, float]] = []  # blocks, with their beginning
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
-        self._open: list[threading.Event] = []  # ends of the open blocks, the innermost last
+        self._typical: float | None = None  # seconds of a step; 0: only the first, which compiles, has ended
+        self.begin_step(0, 0)
+
+    def begin_step(self, step: int, total: int) -> None:
+        """Name the step in the lines of the work in progress, and begin to time its parts."""
+        self._step, self._begun = (step, total), time.monotonic()
+        self._parts: dict[str, float] = {}  # their seconds
+
+    def end_step(self, counts: Mapping[str, tuple[int, str]]) -> dict[str, float]:
+        """Return ``timing_s/step`` and that of its parts, ``perf/<count>_per_second``, and the seconds left.
+
+        The first step compiles, and tells nothing of the steps that are left.
+
+        Args:
+            counts: how many of a kind, and the part of the step in which they were.
+        """
+        seconds = self._parts | {"step": time.monotonic() - self._begun}
+        rates = {f"perf/{name}_per_second": count / seconds[part] for name, (count, part) in counts.items()}
+        if self._typical is not None:
+            self._seconds.append(seconds["step"])
+            self._typical = median(self._seconds)
+            rates["perf/remaining_seconds"] = (self._step[1] - self._step[0]) * self._typical
+        self._typical = self._typical or 0.0
+        return {f"timing_s/{part}": value for part, value in seconds.items()} | rates
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Write ``step 12/60  reward 0.523  …   4.3 s/step  2,900 tok/s  ETA 12 min``."""
         parts = [f"step {step:{len(str(total))}}/{total}"]
-        for shown in STEP_METRICS:
-            if shown.metric in metrics:
-                label = f"{shown.label} " if shown.label else ""
-                parts.append(f"{label}{metrics[shown.metric]:{shown.format}}{shown.unit}")
-        if "timing_s/step" in metrics:
-            self._seconds.append(metrics["timing_s/step"])
-            if step < total:
-                parts.append(f"ETA {duration((total - step) * median(self._seconds))}")
+        for name, (label, layout, unit) in STEP_METRICS.items():
+            if name in metrics:
+                parts.append(f"{label}{metrics[name]:{layout}}{unit}")
+        if remaining := metrics.get("perf/remaining_seconds"):
+            parts.append(f"ETA {duration(remaining)}")
         self.note("  ".join(parts))
 
     def note(self, text: str) -> None:
@@ -108,68 +114,90 @@ class Console:
         """Show a phase and its seconds until the block ends.
 
         Args:
-            announce: if the stream is no terminal, write a line at the beginning.
+            announce: where no line is rewritten, write a line at the beginning.
         """
-        if announce and not self._moves:
+        if announce and not self._rewrites:
             self.note(text)
-        with (
-            self._live(TextColumn("{task.description}"), TimeElapsedColumn()) as live,
-            self._repeated(lambda: text),
-        ):
-            live.add_task(text, total=None)
+        with self.live(text):
             yield
 
     @contextmanager
     def bar(self, label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        """Yield ``show(done)``, which moves a bar; without a terminal, write a line every minute."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
-        with self._live(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as live:
-            task = live.add_task(label, total=total)
-            completed = 0
-
-            def show(done: int) -> None:
-                nonlocal completed
-                completed = done
-                live.update(task, completed=done)
-
-            with self._repeated(lambda: f"{label} {completed}/{total} {unit}"):
-                yield show
+        """Yield ``show(done)``; see `live`."""
+        done = [0]
+        with self.live(label, unit, lambda: (done[0], total, "")):
+            yield partial(done.__setitem__, 0)
 
     @contextmanager
-    def _repeated(self, text: Callable[[], str]) -> Iterator[None]:
-        """Write ``TEXT, 2 min`` every minute until the block ends, where no bar moves.
+    def live(
+        self, label: str, unit: str = "", progress: Progress = lambda: (0, 0, ""), part: str = ""
+    ) -> Iterator[None]:
+        """Show work until the block ends, with the estimated ends of step and run.
 
-        Only the innermost block writes: it is a part of the others.
+        Only the innermost block is shown: it is a part of the others. Another thread calls `progress`. `part`
+        is the name for `end_step`.
         """
-        if self._moves or not self._progress:
-            yield
-            return
-        begun, over = time.monotonic(), threading.Event()
+        is_outermost, begun = not self._open, time.monotonic()
+        block = label, unit, progress, begun
+        self._open.append(block)
+        try:
+            with self._displayed() if is_outermost and self._progress else nullcontext():
+                yield
+        finally:
+            self._open.remove(block)
+            if part:
+                self._parts[part] = self._parts.get(part, 0.0) + time.monotonic() - begun
 
-        def repeat() -> None:
-            while not over.wait(QUIET_SECONDS):
-                if over in self._open[-1:]:
-                    self.note(f"{text()}, {duration(time.monotonic() - begun)}")
-
-        self._open.append(over)
-        thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    @contextmanager
+    def _displayed(self) -> Iterator[None]:
+        over = threading.Event()
+        thread = threading.Thread(target=self._repeat, args=(over,), name="progress", daemon=True)
         thread.start()
         try:
             yield
         finally:
             over.set()
-            self._open.remove(over)
             thread.join()
+            self._rewrite("")
 
-    def _live(self, *columns: ProgressColumn) -> Progress:
-        return Progress(
-            SpinnerColumn(), *columns, console=self._rich, transient=True, disable=not self._moves
-        )
+    def _repeat(self, over: threading.Event) -> None:
+        show, every = (self._rewrite, REWRITTEN_SECONDS) if self._rewrites else (self.note, QUIET_SECONDS)
+        while not over.wait(max(self._written + every - time.monotonic(), 0)):
+            if time.monotonic() >= self._written + every:
+                show(self._line())
+
+    def _line(self) -> str:
+        """Describe the innermost block."""
+        label, unit, progress, begun = self._open[-1]
+        (step, steps), now = self._step, time.monotonic()
+        done, total, detail = progress()
+        count, ends, left = f" {done}/{total} {unit}" if total else "", "", ""
+        of_step = (self._typical or 0.0) - (now - self._begun)
+        if self._typical and (of_step > 0 or step < steps):
+            ends = f"run {duration(max(of_step, 0) + (steps - step) * self._typical)}"
+            ends = f" ({duration(of_step)} left, {ends})" if of_step > 0 else f" ({ends})"
+        elif done and not steps:
+            left = f"{duration((total - done) * (now - begun) / done)} left"
+        start = f"step {step}/{steps}{ends}: " if steps else ""
+        parts = start + label + count, detail, duration(now - begun), left
+        return redact(", ".join(filter(None, parts)))
+
+    def _rewrite(self, text: str) -> None:
+        """Replace the line that is rewritten; "" removes it."""
+        with self._lock:
+            if text or self._width:
+                text = text[: self._rich.width - 1] if self._stream.isatty() else text
+                self._stream.write(f"\r{text:{self._width}}" + ("" if text else "\r"))
+                self._stream.flush()
+                self._written, self._width = time.monotonic(), len(text)
 
     def _print(self, text: str, style: str | None = None) -> None:
-        """Write one line of any length, above a bar."""
+        """Write one line of any length, above what is in progress."""
         if not self._silent:
-            self._rich.print(redact(text), style=style, markup=False, highlight=False, soft_wrap=True)
+            with self._lock:
+                self._rewrite("")
+                self._rich.print(redact(text), style=style, markup=False, highlight=False, soft_wrap=True)
+                self._written = time.monotonic()
 
 
 def duration(seconds: float) -> str:
@@ -187,15 +215,8 @@ def number(value: float) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
-    """Align columns under headers with a line; numbers to the right, floats with three places.
-
-    Raises:
-        ValueError: a row's length is not that of the headers.
-    """
+    """Align columns under headers with a line; numbers to the right, floats with three places."""
     body = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    for row in body:
-        if len(row) != len(headers):
-            raise ValueError(f"row {row} has {len(row)} cells, the table has {len(headers)} columns")
     columns = list(zip(headers, *body, strict=True))
     widths = [max(map(len, column)) for column in columns]
     numeric = [all(isinstance(cell, int | float) for cell in column) for column in zip(*rows, strict=True)]

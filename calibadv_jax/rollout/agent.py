@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -50,6 +52,10 @@ class RolloutContext:
     prompt: PromptConfig
     actions: tuple[Action, ...] = ()
     judge: Judge | None = None
+    # Trajectories "begun" and "ended", "searches" and sampled "tokens" so far; other threads read it.
+    work: Counter[str] = field(default_factory=Counter)
+    # Gets each sampled turn with False, and with True when it has its observation.
+    watch: Callable[[Turn, bool], object] = lambda turn, is_observed: None
 
     @cached_property
     def by_name(self) -> dict[str, Action]:
@@ -130,12 +136,15 @@ async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, ses
         completion = await context.sampler.generate(tokens, sampling, session)
         turn = _read(completion, context, trajectory.opening_of(number))
         trajectory.turns.append(turn)
+        context.work["tokens"] += len(turn.token_ids)
+        context.watch(turn, False)
         tokens += completion.token_ids
         goes_on = turn.is_action or (turn.kind == "invalid" and rollout.on_invalid == "retry")
         if number == rollout.max_searches or not goes_on:
             return
         if not await _observe(turn, context, room=rollout.max_length - len(tokens) - 1):
             return
+        context.watch(turn, True)
         tokens += turn.observation_ids.tolist()
 
 
@@ -171,6 +180,7 @@ async def _observe(turn: Turn, context: RolloutContext, room: int) -> bool:
     observations, reply = context.observations, Reply()
     if turn.is_action:
         action = context.by_name[turn.kind]
+        context.work["searches"] += turn.kind == "search"
         observations = observations.of(action)
         try:
             reply = await action.call(_argument(action, turn.query))

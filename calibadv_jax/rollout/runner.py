@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -51,9 +52,13 @@ async def collect_group(
     """
 
     async def write(index: int) -> Trajectory:
-        async with slots:
-            return await run_trajectory(context, question, index, seed, f"{name}/{index}")
+        try:
+            async with slots:
+                return await run_trajectory(context, question, index, seed, f"{name}/{index}")
+        finally:
+            context.work["ended"] += 1
 
+    context.work["begun"] += context.rollout.group_size
     return Group.of(question, await _gather([write(index) for index in range(context.rollout.group_size)]))
 
 
@@ -116,6 +121,7 @@ class Rollouts:
         self._slots = asyncio.Semaphore(context.rollout.max_concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self.collected: Counter[str] = Counter()  # the work of `collect`; the context has that of `begin`
 
     def __enter__(self) -> Rollouts:
         self._thread.start()
@@ -143,6 +149,10 @@ class Rollouts:
         """
         seed = int(random_state(self.seed, number, "group").integers(2**31))
         coroutine = collect_group(self.context, question, self._slots, seed, f"group{number}")
+        return self.submit(coroutine)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the event loop in the background; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def collect(
@@ -154,8 +164,22 @@ class Rollouts:
         **changes: Any,
     ) -> list[Group]:
         """Write groups as `collect_groups`, with `changes` of the context's RolloutConfig."""
-        context = replace(self.context, rollout=replace(self.context.rollout, **changes))
+        rollout = replace(self.context.rollout, **changes)
+        context = replace(self.context, rollout=rollout, work=self.collected)
         return self._run(collect_groups(context, questions, seed, name, complete))
+
+    def progress(self, of_collect: bool = False) -> Callable[[], tuple[int, int, str]]:
+        """Return a function for `Console.live`: how many trajectories end from now on, and the rates."""
+        work = self.collected if of_collect else self.context.work
+        before, begun = Counter(work), time.monotonic()
+
+        def progress() -> tuple[int, int, str]:
+            seconds, done = time.monotonic() - begun, work["ended"] - before["ended"]
+            searches, tokens = ((work[name] - before[name]) / seconds for name in ("searches", "tokens"))
+            rates = f"{searches:.1f} searches/s, {tokens:,.0f} sampled tok/s"
+            return done, work["begun"] - before["ended"], rates
+
+        return progress
 
     def search(self, queries: Sequence[str]) -> list[list[Document]]:
         """Return the documents of each query; see `Retriever.search`."""
@@ -170,7 +194,7 @@ class Rollouts:
         return self._run(self.context.sampler.prompt_logprobs(token_ids))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.submit(coroutine)
         try:
             return future.result()
         except BaseException:

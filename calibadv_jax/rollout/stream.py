@@ -88,25 +88,22 @@ class RolloutStream:
         self._pending = deque((number, questions[name]) for number, name in state["pending"])
         self._begun = self._trained = state["asked"] - len(self._pending)
 
-    def take(self, step: int, progress: Callable[[int], object] = lambda _: None) -> list[Group]:
+    def take(self, step: int) -> list[Group]:
         """Wait for the groups that step `step` trains, and begin as many others as may run meanwhile.
 
         The oldest complete groups are returned, as soon as no other one must be waited for. Groups that begin
         now replace tied ones among them, up to `max_replaced`: which ones does not depend on who is first.
-        The groups count as trained when `commit` is called. `progress` is called with the number of complete
-        groups. Raises the error of a rollout, or UserError where too many trajectories failed; all others are
-        cancelled.
+        The groups count as trained when `commit` is called. Raises the error of a rollout, or UserError where
+        too many trajectories failed; all others are cancelled.
         """
         self._begin_allowed(step)
         while True:
             ready = sorted(number for number, group in self._running.items() if group.future.done())
-            for number in ready:
-                future = self._running[number].future
-                if future.cancelled() or future.exception() is not None:
-                    self.close()
-                    future.result()
-            self._check_failures(ready[: self.per_step])
-            progress(min(len(ready), self.per_step))
+            try:
+                self._check_failures([self._running[number].future.result() for number in ready])
+            except BaseException:
+                self.close()
+                raise
             if len(ready) >= self.per_step and self._is_in_time(ready, step):
                 if not self._replace(ready[: self.per_step]):
                     break
@@ -156,13 +153,8 @@ class RolloutStream:
             self._pending.popleft()
             self._begun += 1
 
-    def _check_failures(self, numbers: Sequence[int]) -> None:
-        groups = [self._running[number].future.result() for number in numbers]
-        group_size = max((len(group.attempts) for group in groups), default=0)
+    def _check_failures(self, groups: Sequence[Group]) -> None:
+        group_size = max((len(group.attempts) for group in groups[: self.per_step]), default=0)
         failures = FailureCount(self.per_step * group_size, self.max_failed_share)
-        try:
-            for group in groups:
-                failures.add(group)
-        except UserError:
-            self.close()
-            raise
+        for group in groups[: self.per_step]:
+            failures.add(group)

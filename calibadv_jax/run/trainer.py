@@ -49,6 +49,7 @@ class Trainer:
         self.loss = policy_loss(config)
         self.reference: Params | None = None  # makes the learner's base the policy that the run begins with
         self.critic: Critic | None = None
+        self._mini_batches = 0, 0  # the learner's updates before the step; mini-batches of the step
 
     def begin(self, is_fresh: bool) -> State:
         """Load reference and critic, and return the state that the run begins with.
@@ -94,12 +95,13 @@ class Trainer:
         samples = [make_sample(*pair) for pair in zip(trajectories, per_token, strict=True)]
         self.hosts.same("batch to train on", lambda: content_of(samples))
         rate = float(self.schedule(int(state["updates"])))
-        learned = Learned(state, {}, samples)
+        learned, trained = Learned(state, {}, samples), [sample for sample in samples if sample.mask.any()]
         if self.critic is None or step >= self.config.critic.warmup_steps:
             rng = random_state(seed, step, "minibatches")
-            reference = self.reference if self.config.loss.kl_coef else None
-            learned = learn(self.learner, state, samples, self.config.learner, self.loss, rng, reference)
-        trained = [sample for sample in samples if sample.mask.any()]
+            reference, settings = self.reference if self.config.loss.kl_coef else None, self.config.learner
+            each = -(-len(trained) // (settings.minibatch_size or max(1, len(trained))))
+            self._mini_batches = self.learner.updates, settings.epochs * each
+            learned = learn(self.learner, state, samples, settings, self.loss, rng, reference)
         untrained = sum(len(group.attempts) for group in groups) - len(trained)
         metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)} | learned.metrics
         if trained:
@@ -112,3 +114,11 @@ class Trainer:
         )
         logprobs = [[next(old) for _ in group.trajectories] for group in groups]
         return Updated(learned.state, metrics, logprobs, sum(len(sample.tokens) for sample in trained))
+
+    def progress(self) -> tuple[int, int, str]:
+        """Return the computed microbatches, of how many, and the policy's mini-batch, for `Console.live`."""
+        (done, total), (before, number) = self.learner.microbatches(), self._mini_batches
+        if self.critic and not total:
+            done, total = self.critic.learner.microbatches()
+        mini_batch = self.learner.updates - before + 1
+        return done, total, f"mini-batch {mini_batch}/{number}" if mini_batch <= number else ""

@@ -50,15 +50,13 @@ class QdrantBackend(Backend):
         try:
             is_taken = client.collection_exists(collection)
         except errors as error:
-            raise RetrieverError(
-                f"--qdrant_url {url}: no answer ({reason(error)}); start the server"
-            ) from error
+            problem = f"no answer ({reason(error)}); start the server"
+            raise RetrieverError(f"--qdrant_url {url}: {problem}") from error
         finally:
             client.close()
         if is_taken and not _state_file(shards, options).is_file():
-            raise RetrieverError(
-                f"--qdrant_collection {collection}: exists in {url}; choose another, or serve it"
-            )
+            problem = f"exists in {url}; choose another, or serve it"
+            raise RetrieverError(f"--qdrant_collection {collection}: {problem}")
 
     def write(self, build: Build) -> dict[str, Any]:
         """Upload in parallel; a stopped upload continues with the shards that are missing."""
@@ -67,9 +65,7 @@ class QdrantBackend(Backend):
         url, collection = options["qdrant_url"], options["qdrant_collection"]
         client, errors = connect(build.folder, url)
         state = _state_file(embeddings.folder, options)
-        workers = (
-            options["qdrant_parallel"] if "://" in url else 1
-        )  # the embedded mode is not made for threads
+        workers = options["qdrant_parallel"] if "://" in url else 1  # no threads in the embedded mode
         try:
             done = _begin(client, embeddings, options, state)
             uploaded = min(len(done) * embeddings.shard_rows, embeddings.documents)
@@ -100,18 +96,15 @@ def collection_settings(dimension: int, options: BuildOptions) -> dict[str, Any]
     """Return the arguments of ``create_collection``."""
     from qdrant_client import models
 
+    scalar = models.ScalarQuantizationConfig(type=models.ScalarType.INT8, always_ram=True)
     quantization = {
         "": None,
-        "int8": models.ScalarQuantization(
-            scalar=models.ScalarQuantizationConfig(type=models.ScalarType.INT8, always_ram=True)
-        ),
+        "int8": models.ScalarQuantization(scalar=scalar),
         "binary": models.BinaryQuantization(binary=models.BinaryQuantizationConfig(always_ram=True)),
     }[options["qdrant_quantization"]]
-    vectors = models.VectorParams(
-        size=dimension, distance=models.Distance.DOT, on_disk=options["qdrant_on_disk"]
-    )
+    on_disk, distance = options["qdrant_on_disk"], models.Distance.DOT
     return {
-        "vectors_config": vectors,
+        "vectors_config": models.VectorParams(size=dimension, distance=distance, on_disk=on_disk),
         "on_disk_payload": True,
         "shard_number": options["qdrant_shards"],
         "replication_factor": options["qdrant_replicas"],
@@ -163,12 +156,8 @@ def _save_state(state: Path, done: list[int]) -> None:
 class QdrantVectors:
     """A collection with one vector a point; `nearest` takes point ids as row numbers.
 
-    Raises RetrieverError: no such server or collection, or one of another form.
-
-    Args:
-        folder: of the embedded mode, if `url` is empty.
-        url: of a server, or a folder of the embedded mode. A key is read from QDRANT_API_KEY.
-        search: as for `search_params`.
+    `folder` is that of the embedded mode, if `url` names neither a server nor another folder. A key is read
+    from QDRANT_API_KEY. Raises RetrieverError: no such server or collection, or one of another form.
     """
 
     def __init__(self, folder: Path, url: str, collection: str, search: str = ""):
@@ -246,15 +235,10 @@ class Collection:
         point = self._vectors.first()
         name, vector = f"{self._vectors.name}, point {point.id}", np.asarray(point.vector, np.float32)
         check_vector(name, vector, self._row(point), self._encoder)
-        self.manifest = {
-            "kind": "qdrant",
-            "documents": self._vectors.documents,
-            "encoder": self._encoder.name,
-            "model": self._encoder.model,
-            "dimension": self._vectors.dimension,
-            "url": url,
-            "collection": collection,
-        } | ({"search": search} if search else {})
+        vectors, encoder = self._vectors, self._encoder
+        self.manifest = {"kind": "qdrant", "documents": vectors.documents, "encoder": encoder.name}
+        self.manifest |= {"model": encoder.model, "dimension": vectors.dimension, "url": url}
+        self.manifest |= {"collection": collection} | ({"search": search} if search else {})
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """As `interfaces.Searcher`; raises RetrieverError for a row without text."""

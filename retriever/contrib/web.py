@@ -68,10 +68,7 @@ PROVIDERS = {
 
 
 class Budget:
-    """Counts requests in a file that is kept from run to run, and refuses those beyond a limit.
-
-    Raises RetrieverError: the file exists but does not hold a count.
-    """
+    """Counts requests in a file that is kept from run to run, and refuses those beyond a limit."""
 
     def __init__(self, path: Path, limit: int):
         self.path, self.limit = path, limit
@@ -87,11 +84,9 @@ class Budget:
         """Use up one request, first on disk; raises SearchFailed (402) when none is left."""
         with self._lock:
             if self.spent >= self.limit:
-                raise SearchFailed(
-                    402,
-                    f"the web search budget of {self.limit} requests is used up; raise --web_budget, or"
-                    f" delete {self.path} to count again",
-                )
+                spent = f"the web search budget of {self.limit} requests is used up"
+                advice = f"raise --web_budget, or delete {self.path} to count again"
+                raise SearchFailed(402, f"{spent}; {advice}")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path) as partial:
                 partial.write_text(json.dumps({"requests": self.spent + 1}), encoding="utf-8")
@@ -105,14 +100,7 @@ def open_web_search(options: argparse.Namespace) -> WebSearch:
 
 
 class WebSearch:
-    """Searches the web.
-
-    Raises RetrieverError: a key is not set.
-
-    Args:
-        provider: google (GOOGLE_API_KEY, GOOGLE_CSE_ID) or serpapi (SERPAPI_API_KEY).
-        endpoint: another address of the same API, such as a proxy's.
-    """
+    """Searches the web by a provider of PROVIDERS, at its own endpoint or another address of the same API."""
 
     def __init__(self, provider: str, budget: Budget, endpoint: str = ""):
         self.name, self._provider, self.budget = provider, PROVIDERS[provider], budget
@@ -124,10 +112,7 @@ class WebSearch:
         self.manifest = {"kind": "web", "encoder": provider, **public}
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits | Exception]:
-        """Return at most PAGE_SIZE results of each query, in the web's order, or the error of the query.
-
-        Scores are 1 / rank: the web gives none. Equal queries are sent once.
-        """
+        """Return each query's results, at most PAGE_SIZE, with scores 1 / rank, or its error."""
         distinct = list(dict.fromkeys(queries))
         outcomes = self._pool.map(lambda query: self._outcome(query, min(k, PAGE_SIZE)), distinct)
         by_query = dict(zip(distinct, outcomes, strict=True))
@@ -188,7 +173,6 @@ def _brief(text: object) -> str:
 
 
 def _secret(name: str) -> str:
-    value = os.environ.get(name, "")
-    if not value:
-        raise RetrieverError(f"{name} is not set; web search needs it in the environment")
-    return value
+    if value := os.environ.get(name, ""):
+        return value
+    raise RetrieverError(f"{name} is not set; web search needs it in the environment")

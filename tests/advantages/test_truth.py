@@ -115,37 +115,6 @@ def test_other_settings_of_the_calibration(first):
     assert "blame/spared_good_share" not in hard  # nothing is taken away
 
 
-def test_grpo_softens_nothing(first):
-    measures = measured(first, config=replace(CENTRED, name="grpo"))
-    assert (
-        measures["silver/group_share"]
-        == measures["search/judged_share"]
-        == measures["blame/good_spared"]
-        == 0
-    )
-    assert measures["blame/good_blamed"] == 2 / 4
-    missing = set(MEASURES) - measures.keys()
-    assert missing == {name for name in MEASURES if name.startswith(("silver/", "search/"))} - {
-        "silver/group_share", "search/good_share", "search/judged_share",
-    } | {"blame/spared_good_share"}  # fmt: skip
-
-
-def test_perfect_credit(build):
-    """All good ones are called good and spared whole, no useless one is."""
-    winner = [build.turn(think="a", documents=["p1"]), build.turn("answer")]
-    loser = [
-        build.turn(think="b", documents=["x1"]),
-        build.turn(think="c", documents=["p1"], num_tokens=5),
-        build.turn("answer"),
-    ]
-    measures = measured(about(build.group((1.0, True, winner), (0.0, True, loser)), "p1"))
-    ones = ("silver/precision", "silver/recall", "search/precision", "search/recall", "search/agreement")
-    ones += ("search/auc", "blame/good_spared", "blame/good_softened", "blame/spared_good_share")
-    assert {measures[name] for name in ones} == {1.0}
-    assert measures["blame/useless_spared"] == measures["blame/useless_softened"] == 0
-    assert measures["blame/good_blamed"] == 1 / 2  # by GRPO, although nothing is left of it
-
-
 def test_questions_without_supporting_passages_are_left_out(first, second, build):
     unknown = build.group(build.member(1.0, "x"), question_id="u")
     assert measured(unknown, first, second) == measured(first, second)

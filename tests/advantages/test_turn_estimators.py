@@ -134,14 +134,6 @@ def test_tips_sums_the_initial_policys_gains(searching):
     close(turns_of("tips", group, discount=0.5), compared(*rewards))
 
 
-@pytest.mark.parametrize("name", [name for name in BY_TURN if name != "igpo"])
-def test_without_weight_it_is_grpo(searching, name):
-    group = searching(
-        (1.0, [["a"], []]), (0.2, [["b"]]), (0.0, []), golden=[[0.1, 0.3, 0.2], [0.1, 0.4], [1]]
-    )
-    close(turns_of(name, group, turn_weight=0), turns_of("grpo", group))
-
-
 @pytest.mark.parametrize("name", BY_TURN)
 def test_equal_trajectories_get_exactly_nothing(searching, name):
     golden = [[0.3, 0.7, 0.7]] * 3 if name != "igpo" else [[0.3, 0.3, 0.3]] * 3
@@ -179,9 +171,6 @@ def test_discounted_sums_and_standardised_groups():
     config = AdvantageConfig(normalize_std=False)
     assert [turns.tolist() for turns in standardised(values, ["ab", "a"], config)] == [[-1, 0], [1]]
 
-
-hypothesis = pytest.importorskip("hypothesis")
-st = hypothesis.strategies
 
 PLAIN = AdvantageConfig(name="gae")
 
@@ -235,13 +224,6 @@ def test_by_hand(build):
     np.testing.assert_allclose(tokens, [*white[:2], 0, 0, 0, *white[2:]], rtol=1e-6)
 
 
-def test_lambda_1_is_the_score_less_the_value(build):
-    group = build.group((0.7, True, [turn(build, "answer", [0.25, 0.5, 2.0])]))
-    advantages, returns = gae_and_returns(group.trajectories[0], PLAIN)
-    np.testing.assert_allclose(advantages, 0.7 - np.array([0.25, 0.5, 2.0]))
-    np.testing.assert_allclose(returns, 0.7)
-
-
 def test_calibration_moves_tokens_of_a_turn_alike(build):
     """A search of silver documents in a losing trajectory: its mean becomes 0, its tokens stay apart."""
     right = [
@@ -269,46 +251,6 @@ def test_missing_critic_values_are_refused(build):
     ) as error:
         compute_advantages([group], PLAIN)
     assert "\n" not in str(error.value)
-
-
-VALUES = st.lists(st.floats(-2, 2, width=32), max_size=4)
-TURNS = st.lists(st.tuples(VALUES, st.integers(0, 3)), max_size=4)
-TRAJECTORIES = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), TURNS), min_size=1, max_size=5)
-
-
-@hypothesis.given(TRAJECTORIES, st.sampled_from([0.5, 1.0]), st.sampled_from([0.0, 0.9, 1.0]), st.randoms())
-@hypothesis.settings(max_examples=40)
-def test_properties(build, members, discount, decay, random):
-    """Neither observations nor order nor the cuts between turns change what a sampled token gets."""
-    config = replace(PLAIN, discount=discount, gae_lambda=decay)
-
-    def group_of(chosen, observed=lambda count: count):
-        return build.group(
-            *(
-                (score, True, [turn(build, "search", values, observed(count)) for values, count in turns])
-                for score, turns in chosen
-            )
-        )
-
-    def sampled(group):
-        advantages = compute_advantages([group], config).advantages[0]
-        for trajectory, values in zip(group.trajectories, advantages, strict=True):
-            assert not values[~trajectory.mask].any()
-        return [
-            values[trajectory.mask] for trajectory, values in zip(group.trajectories, advantages, strict=True)
-        ]
-
-    plain = sampled(group_of(members))
-    np.testing.assert_equal(sampled(group_of(members, lambda count: 0)), plain)
-    order = random.sample(range(len(members)), len(members))
-    moved = sampled(group_of([members[index] for index in order]))
-    np.testing.assert_equal(moved, [plain[index] for index in order])
-    joined = [(score, [(sum((values for values, _ in turns), []), 0)]) for score, turns in members]
-    for values, other in zip(sampled(group_of(joined)), plain, strict=True):
-        np.testing.assert_allclose(values, other, rtol=1e-5, atol=1e-6)
-    tokens = np.concatenate(plain)
-    if len(tokens) > 1 and np.ptp(tokens):
-        assert tokens.mean() == pytest.approx(0, abs=1e-5)
 
 
 def test_groups_of_a_step_are_whitened_together(build):

@@ -49,15 +49,9 @@ def test_full_disk_is_refused(config, small_disk, capsys):
 
 def test_shares_by_data_source(config, capsys):
     report = run(config)
-    assert report["train"]["two"] == {
-        "questions": 1,
-        "answer": 0.0,  # the question finds the first passage only, which does not name the city
-        "passage": 1.0,
-        "all_passages": 0.0,
-        "answer_by_any": 1.0,
-        "all_by_any": 1.0,
-        "answerable": 1.0,
-    }
+    # The question finds the first passage only, which does not name the city.
+    measures = {"answer": 0.0, "passage": 1.0, "all_passages": 0.0, "answer_by_any": 1.0, "all_by_any": 1.0}
+    assert report["train"]["two"] == {"questions": 1, **measures, "answerable": 1.0}
     each = report["train"]["one"]
     assert each["questions"] == 4
     assert each["answer"] == pytest.approx(2 / 3)  # yes occurs by chance, and does not count
@@ -74,16 +68,17 @@ def test_answerable_ones_are_a_question_file(config):
     assert kept[0].supporting_ids == ("p0", "p1")
 
 
-def test_more_documents_cover_more(config):
-    deeper = replace(config, retriever=replace(config.retriever, topk=3))
-    assert run(deeper)["train"]["two"]["all_passages"] == 1.0
+def test_more_documents_or_queries_cover_more(config):
+    """Without a corpus the question is the only query; reranked documents count."""
 
+    def two(**changes):
+        return run(replace(config, retriever=replace(config.retriever, **changes)))["train"]["two"]
 
-def test_without_corpus_question_is_only_query(config):
-    blind = replace(config, retriever=replace(config.retriever, corpus=""))
-    two = run(blind)["train"]["two"]
-    assert two["passage"] == 1.0
-    assert two["all_by_any"] == 0.0
+    assert two(topk=3)["all_passages"] == 1.0
+    blind = two(corpus="")
+    assert (blind["passage"], blind["all_by_any"]) == (1.0, 0.0)
+    reranked = replace(config.retriever, url="http://h", rerank_topk=7, retrieval_topk=9)
+    assert coverage.depth(replace(config, retriever=reranked)) == 7
 
 
 def test_no_file_is_said_in_one_line(config):

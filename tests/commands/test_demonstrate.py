@@ -144,16 +144,13 @@ def test_prompt_is_measured_with_actions_that_it_lists(config):
     assert [each.question.id for each in made][0] == "1"
 
 
-def test_tools_without_search_are_refused(config):
-    with pytest.raises(UserError, match="tools has no search.*put it into tools"):
-        run(replace(config, tools=[ToolConfig("examples.own_tool:Calculator")]))
-
-
 def test_what_is_missing_is_said_in_one_line(config):
     for section, changes, message in [
         ("sft", {"demonstrations": "world"}, "sft.demonstrations is 'world': set it to the file to write"),
         ("retriever", {"corpus": ""}, "retriever.corpus is empty: set it to the file of the passages"),
+        ("tools", [ToolConfig("examples.own_tool:Calculator")], "tools has no search.*put it into tools"),
     ]:
-        broken = replace(config, **{section: replace(getattr(config, section), **changes)})
+        if isinstance(changes, dict):
+            changes = replace(getattr(config, section), **changes)
         with pytest.raises(UserError, match=message):
-            run(broken)
+            run(replace(config, **{section: changes}))

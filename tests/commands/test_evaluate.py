@@ -367,18 +367,13 @@ def service(**health):
     "other", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"reranker": "m"}, {"identity": "i2"}], ids=str
 )
 def test_another_service_is_another_evaluation(run, other):
-    with service(**SERVICE) as first, service(**SERVICE | other) as second:
-        assert len(run(**first)[1].asked) == 16 and run(**first)[1].asked == []
+    moved = SERVICE | {"status": "loading"}
+    with service(**SERVICE) as first, service(**moved) as same, service(**SERVICE | other) as second:
+        assert len(run(**first)[1].asked) == 16 and run(**same)[1].asked == []
         assert len(run(**second)[1].asked) == 16
         assert {row["retriever"].get("corpus_sha256") for row in rows(run)} == {
             other.get("corpus_sha256", "c1")
         }
-
-
-def test_same_service_at_another_address_continues(run):
-    with service(**SERVICE) as first, service(**SERVICE | {"status": "loading"}) as second:
-        run(**first)
-        assert run(**second)[1].asked == []
 
 
 def test_service_without_description_is_its_address(run):
@@ -397,23 +392,14 @@ def test_method_without_search_asks_no_service(run, method):
     assert run(**keys, retriever={"url": "http://127.0.0.1:10"})[1].asked == []
 
 
-def test_rewritten_corpus_is_another_evaluation(run, tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("{}")
-    keys = {"retriever": {"corpus": str(corpus)}}
-    run(**keys)
-    assert run(**keys)[1].asked == []
-    os.utime(corpus, ns=(1, 1))
-    assert len(run(**keys)[1].asked) == 16
-
-
-def test_rewritten_pages_are_another_evaluation(run, tmp_path):
-    corpus, pages = tmp_path / "corpus.jsonl", tmp_path / "pages.jsonl"
-    corpus.write_text("one\n")
-    pages.write_text("one\n")
-    keys = {"retriever": {"corpus": str(corpus), "pages": str(pages)}}
-    assert len(run(**keys)[1].asked) == 16 and run(**keys)[1].asked == []
-    os.utime(pages, ns=(1, 1))
+def test_rewritten_corpus_or_pages_are_another_evaluation(run, tmp_path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("corpus", "pages")}
+    keys = {"retriever": {name: str(path) for name, path in files.items()}}
+    for path in files.values():
+        path.write_text("one\n")
+    for path in files.values():
+        assert len(run(**keys)[1].asked) == 16 and run(**keys)[1].asked == []
+        os.utime(path, ns=(1, 1))
     assert len(run(**keys)[1].asked) == 16
 
 

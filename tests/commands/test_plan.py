@@ -101,26 +101,19 @@ def test_proposed_overrides_fit(capsys, config, devices, overrides):
 
 
 def test_mesh_advice_leads_to_a_fit(capsys):
-    arguments = [
-        "--config",
-        str(ROOT / "configs/paper/qwen2.5-3b.yaml"),
-        "--gpu",
-        "h100",
-        "--topology",
-        "1x1x1",
-    ]
-    _, _, error = planned(capsys, *arguments, "--estimate")
+    config = ["--config", str(ROOT / "configs/paper/qwen2.5-3b.yaml")]
+    arguments = [*config, "--gpu", "h100", "--topology", "1x1x1", "--estimate"]
+    _, _, error = planned(capsys, *arguments)
     advice = error.partition(": set ")[2].split()
     assert "learner.microbatch_rows=1" in advice
-    _, printed, _ = planned(capsys, *arguments, "--estimate", *advice)
+    _, printed, _ = planned(capsys, *arguments, *advice)
     assert "would fit: learner.optimizer.offload=host (39.5 GiB by the formula)" in printed
 
 
 def test_config_for_several_hosts_is_checked(capsys):
     two = ["--gpu", "h100", "--topology", "1x2x8", "mesh.fsdp=16", "learner.microbatch_rows=16", "--estimate"]
-    status, _, errors = planned(
-        capsys, "--config", PAPER, *two, "sampler.workers=3", "sampler.worker_devices=[]"
-    )
+    three = ["sampler.workers=3", "sampler.worker_devices=[]"]
+    status, _, errors = planned(capsys, "--config", PAPER, *two, *three)
     assert status == 2 and "sampler.workers is 3, for 2 processes" in errors
     for more in ([], ["sampler.name=jax"]):
         assert planned(capsys, "--config", PAPER, *two, *more)[0] == 0
@@ -170,32 +163,30 @@ def test_compilers_refusal_is_no_fit(tmp_path):
 @pytest.mark.parametrize(("hosts", "is_beside"), [(1, False), (2, True)])
 def test_learners_base_lies_beside_sampler_that_has_copy(monkeypatch, hosts, is_beside):
     """One process' sampler computes with the base itself, each of several with a copy on its own devices."""
-    printed = [
-        "sampler.name=jax",
-        "policy.lora.rank=8",
-        "learner.microbatch_rows=16",
-        f"mesh.fsdp={8 * hosts}",
-    ]
+    printed = ["sampler.name=jax", "policy.lora.rank=8", "learner.microbatch_rows=16"]
+    printed.append(f"mesh.fsdp={8 * hosts}")
     target = find_target(gpu="h100", topology=f"1x{hosts}x8")
     each = plan.make_plan(load_config(PAPER, printed), target, 0.4)
-    monkeypatch.setattr(plan, "topology_mesh", lambda *_: None)
-    monkeypatch.setattr(plan, "lowered_programs", lambda *of: dict.fromkeys(of[-1]))
-    monkeypatch.setattr(plan, "compiled_figures", lambda _, beside: {"beside": beside})
+    monkeypatch.setattr(plan.compiled, "topology_mesh", lambda *_: None)
+    monkeypatch.setattr(plan.compiled, "lowered_programs", lambda *of: dict.fromkeys(of[-1]))
+    monkeypatch.setattr(plan.compiled, "compiled_figures", lambda _, beside: {"beside": beside})
     programs = plan.compile_programs(each, Console(progress=False))
     held = ("parameters", "optimizer", *(["base"] if is_beside else []))
     assert programs["decode"]["beside"] == sum(each.estimate[name] for name in held)
 
 
-@pytest.mark.parametrize("efficiency", ["0", "1.5", "much"])
-def test_efficiency_is_a_share(capsys, efficiency):
-    status, _, errors = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", "--efficiency", efficiency)
-    assert status == 2 and "efficiency" in errors
-
-
-def test_without_a_shape_nothing_is_counted(capsys, tmp_path):
-    (tmp_path / "run.yaml").write_text("policy: {path: some/where}\nlearner: {microbatch_rows: 8}\n")
-    status, _, errors = planned(capsys, "--config", str(tmp_path / "run.yaml"), *EIGHT, "--estimate")
-    assert status == 2 and "policy.path is some/where, where no config.json is" in errors
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        *[(PAPER, ["--efficiency", value], "efficiency") for value in ("0", "1.5", "much")],
+        ("run.yaml", [], "policy.path is some/where, where no config.json is"),
+    ],
+)
+def test_bad_argument_or_shape_is_named(capsys, tmp_path, monkeypatch, config, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("policy: {path: some/where}\nlearner: {microbatch_rows: 8}\n")
+    status, _, errors = planned(capsys, "--config", config, *EIGHT, "--estimate", *arguments)
+    assert status == 2 and message in errors
 
 
 @pytest.mark.slow

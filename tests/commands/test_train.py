@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -140,38 +139,6 @@ def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
     exported = run("evaluate", f"evaluate.policy={folder}/hf")
     assert f"policy: HuggingFace folder {folder}/hf" in exported and "cover_em" in exported
     assert trained.splitlines()[1:] == exported.splitlines()[1:]
-
-
-@pytest.mark.slow
-def test_sigterm_saves_the_last_step(tmp_path):
-    """As SLURM, Kubernetes and spot machines stop a run; the rows equal those of an undisturbed one."""
-    overrides = [*SMALL, "learner.steps=14", "checkpoint.every=100", "mesh.fsdp=1"]
-    whole = load_config(ROOT / "configs/quickstart.yaml", [*overrides, f"run.dir={tmp_path}/whole"])
-    write_world(whole.world)
-    command = [sys.executable, "-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml", *overrides]
-    world = f"world.dir={tmp_path}/whole/world"
-    data = [f"data.train={tmp_path}/whole/world/train.jsonl", f"data.eval={tmp_path}/whole/world/eval.jsonl"]
-    data += [f"policy.tokenizer={tmp_path}/whole/world/tokenizer", world]
-    data += [f"retriever.corpus={tmp_path}/whole/world/corpus.jsonl", f"retriever.index={tmp_path}/index"]
-    subprocess.run([*command, *data, f"run.dir={tmp_path}/whole"], cwd=ROOT, check=True, capture_output=True)
-    parts = [*command, *data, f"run.dir={tmp_path}/parts"]
-    with (tmp_path / "log").open("w") as log:
-        running = subprocess.Popen(parts, cwd=ROOT, stderr=log)
-        metrics = tmp_path / "parts/metrics.jsonl"
-        while running.poll() is None and (not metrics.is_file() or metrics.read_text().count("\n") < 3):
-            time.sleep(0.01)
-        running.terminate()
-        assert running.wait(120) == 143
-    stopped = len(rows(tmp_path / "parts"))
-    assert 3 <= stopped < 14
-    log = (tmp_path / "log").read_text()
-    *_, saved, end = log.splitlines()
-    assert saved == f"checkpoint saved at step {stopped}", log
-    assert end == "stopped; the same command goes on from the saved step"
-    again = subprocess.run(parts, cwd=ROOT, capture_output=True, text=True)
-    assert again.returncode == 0 and f"resuming from step {stopped}" in again.stderr
-    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-    assert len(list((tmp_path / "parts/rollouts").iterdir())) == 14
 
 
 def test_bad_start_is_one_line_with_its_status(tmp_path, monkeypatch, capsys):

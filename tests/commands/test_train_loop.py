@@ -29,6 +29,7 @@ from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.data.questions import write_questions
+from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run import trainer as trainer_module
@@ -196,6 +197,16 @@ def test_donated_state_is_not_saved(tmp_path):
         jax.tree.leaves(state.state)[0].delete()
         raise Broken
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]")) == ["0"]
+
+
+def test_process_out_of_step_saves_nothing(tmp_path):
+    """The others are elsewhere, and a checkpoint is written by all."""
+    state = make_state(make_config(tmp_path), tmp_path)
+    state.hosts = Hosts()
+    state.hosts.in_step = False
+    with pytest.raises(Broken), state:
+        raise Broken
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.parametrize("stopped_by", [Broken, None])
@@ -400,6 +411,8 @@ def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
         "timing_s/publish",
         "timing_s/step",
         "perf/tokens_per_second",
+        "perf/searches_per_second",
+        "perf/sampled_tokens_per_second",
     }
     assert not expected - first.keys()
     assert [row["rollout/workers_lost"] for row in (first, second)] == [2.0, 4.0]
@@ -407,3 +420,21 @@ def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
     assert evaluated == [2]
     assert "eval/all/f1/greedy" not in first and second["eval/all/f1/greedy"] == 0.25
     assert "timing_s/evaluate" in second
+    assert "perf/remaining_seconds" not in first and second["perf/remaining_seconds"] == 0
+    ratio = first["perf/sampled_tokens_per_second"] / first["perf/searches_per_second"]
+    assert ratio == pytest.approx(6)  # a search and two turns of three tokens
+
+
+def test_update_names_its_mini_batches(tmp_path, monkeypatch):
+    learner = {"steps": 1, "minibatch_size": 4, "epochs": 2, "row_length": 16, "microbatch_rows": 8}
+    with Stop() as stop, make_state(make_config(tmp_path, learner=learner), tmp_path) as state:
+        names, update = [], state.trainer.learner.update
+
+        def named(*arguments):
+            names.append(state.trainer.progress()[2])
+            return update(*arguments)
+
+        monkeypatch.setattr(state.trainer.learner, "update", named)
+        train.train(state, stop)
+        assert names == [f"mini-batch {number}/4" for number in (1, 2, 3, 4)]
+        assert state.trainer.progress() == (0, 0, "")

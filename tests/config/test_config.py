@@ -148,6 +148,8 @@ def test_bad_override_is_refused_with_its_key(write, override, part):
         ("policy.path=${run.dir}/x=y", "runs/default/x=y"),
         ("prompt.chat=off", "off"),
         ("sampler.urls=[1_0, 2026-11-21]", ["1_0", "2026-11-21"]),
+        ("retriever.url=[http://a:1,http://b:2]", ["http://a:1", "http://b:2"]),
+        ("retriever.url=http://c:3", "http://c:3"),
         ('sampler.worker_args=["a,b", --port=1]', ["a,b", "--port=1"]),
         ("learner.steps=1_000", 1000),
         ("learner.optimizer.lr=1e-3", 1e-3),
@@ -182,6 +184,8 @@ OPTIMIZERS = "did you mean 'learner.optimizer{0}' or 'critic.optimizer{0}' or 's
         ("rollout: {max_new_tokens: 5}", "did you mean 'rollout.max_turn_length'?"),
         ("rollout: {grop_size: 5}", "did you mean 'rollout.group_size'?"),
         ("run: {grop_size: 5}", "did you mean 'rollout.group_size'?"),
+        ("run: {microbatch_row: 5}", "did you mean 'learner.microbatch_rows'?"),
+        ("sft: {phases: {first: {steps: 5}}}", "unknown key 'sft.phases.first.steps'"),
         ("optimizer: {lr: 1}", OPTIMIZERS.format("")),
         ("reward: {model: judge}", "did you mean 'reward.judge.model'?"),
         ("lerner: {steps: 1}", "unknown key 'lerner'; did you mean 'learner'?"),
@@ -190,7 +194,6 @@ OPTIMIZERS = "did you mean 'learner.optimizer{0}' or 'critic.optimizer{0}' or 's
         ("rollout: {n: 5}", "did you mean 'rollout.group_size'?"),
         ("retriever: {topk_retrieval: 20}", "did you mean 'retriever.retrieval_topk'?"),
         ("xyzzy: {}", "unknown key 'xyzzy'; every key is in docs/configuration.md"),
-        ("xyzzy: 3", "unknown key 'xyzzy'; every key is in docs/configuration.md"),
         # of other trainers
         ("data: {max_obs_length: 500}", "max_obs_length'; did you mean 'rollout.max_observation_length'?"),
         ("actor_rollout_ref: {rollout: {n_agent: 5}}", "n_agent'; did you mean 'rollout.group_size'?"),
@@ -209,10 +212,8 @@ def test_unknown_key_of_file_gets_a_hint(write, text, part):
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("learner.step=3", "command line: unknown key 'learner.step'; did you mean 'learner.steps'?"),
         ("learner={step: 3}", "command line: unknown key 'learner.step'; did you mean 'learner.steps'?"),
         ("sft.phases.0.step=1", "sft.phases.0.step: unknown key"),
-        ("learner.lr=1", "did you mean 'learner.optimizer.lr'?"),
         ("lr=1", OPTIMIZERS.format(".lr")),
         ("seed=1", "did you mean 'run.seed' or 'world.seed'?"),
         ("temperature=1", "did you mean 'rollout.temperature'?"),
@@ -221,11 +222,9 @@ def test_unknown_key_of_file_gets_a_hint(write, text, part):
         # of other trainers: the end of the name is enough
         ("reranker.select_num=3", "did you mean 'retriever.rerank_topk'?"),
         ("data.max_obs_length=1", "did you mean 'rollout.max_observation_length'? (Search-R1: "),
-        ("max_obs_length=1", "did you mean 'rollout.max_observation_length'?"),
         ("max_completion_length=1", "did you mean 'rollout.max_turn_length'? (it limits one turn"),
         ("data.max_start_length=1", "did you mean 'rollout.max_prompt_length'?"),
         ("data.max_prompt_length=1", "did you mean 'rollout.max_prompt_length' or 'rollout.max_length'? (in"),
-        ("n_agent=1", "did you mean 'rollout.group_size'?"),
         ("train_files=1", "did you mean 'data.train'?"),
         ("total_training_steps=1", "did you mean 'learner.steps'?"),
         ("num_generation=1", "did you mean 'rollout.group_size'?"),
@@ -358,7 +357,3 @@ def test_replaced_values_are_checked_and_sections_frozen():
         dataclasses.replace(config, learner=dataclasses.replace(config.learner, row_length=100))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.learner.steps = 3
-
-
-def test_keys_are_dotted():
-    assert {"learner", "learner.steps", "learner.optimizer.lr", "policy.init"} <= known_keys().keys()

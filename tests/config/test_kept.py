@@ -10,7 +10,7 @@ from calibadv_jax import cli
 from calibadv_jax.commands.export import training_config
 from calibadv_jax.config import Config, dump_config, kept, load_config
 from calibadv_jax.config.kept import add_start, newest_start, refuse_other_run, start_files
-from calibadv_jax.contrib.commands import ask
+from calibadv_jax.contrib import asking
 from calibadv_jax.contrib.report.runs import read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.model import find_policy
@@ -186,6 +186,9 @@ def test_starts_are_numbered_and_kept_with_their_hashes(run):
     start = newest_start(run)
     assert (start.path.name, start.config["run"]["seed"], start.identity) == ("1.yaml", 2, IDENTITY)
     assert start.damaged == () and newest_start(run / "elsewhere") is None
+    for name in ("10.yaml", "2.yaml"):
+        (run / "configs" / name).touch()
+    assert [path.stem for path in start_files(run)] == ["0", "1", "2", "10"]
 
 
 def test_start_without_its_hashes_is_none(tmp_path, monkeypatch):
@@ -221,7 +224,7 @@ def test_older_start_replaces_a_damaged_one(run, name, left):
     assert reported.setting("run.seed") == 1 and reported.identity == IDENTITY
     (run / "checkpoints").mkdir()
     source = find_policy(run / "checkpoints")
-    assert ask.run_config(source) == start.path
+    assert asking.run_config(source) == start.path
     assert training_config(Config(), source)["run"]["seed"] == 1
 
 
@@ -232,7 +235,7 @@ def test_damaged_starts_are_refused(run):
     for read in (
         lambda: newest_start(run),
         lambda: read_runs([run]),
-        lambda: ask.run_config(source),
+        lambda: asking.run_config(source),
         lambda: training_config(Config(), source),
     ):
         with pytest.raises(UserError, match=r"1.yaml: empty or cut off .*--dry-run > .*1.yaml\)") as caught:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from calibadv_jax.config import Config, known_keys
+from calibadv_jax.config import Config, MeshConfig, ToolConfig, known_keys
 from calibadv_jax.config.keys import among, marked
 from calibadv_jax.config.sections.section import Mark
 
@@ -24,95 +24,50 @@ def check(message, **sections):
         build()
 
 
-CORRECTIONS = list(itertools.product((0.0, 2.0), ("recompute", "sampler")))  # importance_cap, old_logprobs
-
-
 @pytest.mark.parametrize(
     "sampling", [{}, {"top_p": 0.9}, {"top_k": 20}, {"top_p": 0.9, "top_k": 20}], ids=str
 )
-@pytest.mark.parametrize("sampler", ["jax", "vllm"])
-def test_truncated_vllm_logprobs_are_not_compared(sampling, sampler):
-    for cap, old in CORRECTIONS:
-        is_refused = sampling and sampler == "vllm" and (cap > 0 or old == "sampler")
-        check(
-            "vLLM reports log-probabilities after top_p and top_k" if is_refused else None,
-            rollout=sampling,
-            sampler={"name": sampler},
-            loss={"importance_cap": cap, "old_logprobs": old},
-        )
-
-
+@pytest.mark.parametrize("name", ["jax", "vllm"])
 @pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("sampler", ["jax", "vllm"])
-def test_staleness_needs_vllm_and_a_correction(staleness, sampler):
-    for cap, old in CORRECTIONS:
-        message = None
-        if staleness and sampler == "jax":
-            message = "samples on the learner's own devices"
-        elif staleness and not cap and old == "recompute":
-            message = "set loss.importance_cap=2, or rollout.max_staleness=0"
+def test_sampler_and_loss_fit_together(name, staleness, sampling):
+    dtypes, precisions = ("", "bfloat16", "float32"), ("bfloat16", "float32")
+    for dtype, compute, cap, old in itertools.product(dtypes, precisions, (0, 2), ("recompute", "sampler")):
+        is_vllm, is_corrected = name == "vllm", cap > 0 or old == "sampler"
+        refusals = {
+            "samples on the learner's own devices": staleness and not is_vllm,
+            "set loss.importance_cap=2, or rollout.max_staleness=0": staleness and not is_corrected,
+            "leave sampler.dtype out, or set sampler.name=vllm": dtype and not is_vllm,
+            "importance_cap=2, or leave sampler.dtype": dtype not in ("", compute) and not is_corrected,
+            "vLLM reports log-probabilities after top_p and top_k": sampling and is_vllm and is_corrected,
+        }
         check(
-            message,
-            rollout={"max_staleness": staleness},
-            sampler={"name": sampler},
-            loss={"importance_cap": cap, "old_logprobs": old},
-        )
-
-
-@pytest.mark.parametrize("dtype", ["", "bfloat16", "float32"])
-@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
-@pytest.mark.parametrize("sampler", ["jax", "vllm"])
-def test_sampler_of_another_precision_needs_a_correction(dtype, compute, sampler):
-    for cap, old in CORRECTIONS:
-        message = None
-        if dtype and sampler == "jax":
-            message = "leave sampler.dtype out, or set sampler.name=vllm"
-        elif dtype not in ("", compute) and not cap and old == "recompute":
-            message = "set loss.importance_cap=2, or leave sampler.dtype out"
-        check(
-            message,
+            next((message for message, is_refused in refusals.items() if is_refused), None),
+            rollout=sampling | {"max_staleness": staleness},
+            sampler={"name": name, "dtype": dtype},
             policy={"compute_dtype": compute},
-            sampler={"name": sampler, "dtype": dtype},
-            loss={"importance_cap": cap, "old_logprobs": old},
+            loss={"importance_cap": float(cap), "old_logprobs": old},
         )
+
+
+LIMITS = {"max_length": 100, "max_prompt_length": 50}
+
+
+def critic(warmup, base):
+    return {"learner": {"steps": 4}, "critic": {"warmup_steps": warmup}, "advantage": {"base": base}}
 
 
 @pytest.mark.parametrize(
     ("message", "sections"),
     [
-        (
-            f"learner.row_length is {row}, .* rollout.max_length = 100" if row < 100 else None,
-            {"rollout": {"max_length": 100, "max_prompt_length": 50}, "learner": {"row_length": row}},
-        )
-        for row in (99, 100, 101)
-    ]
-    + [
-        (
-            f"max_prompt_length is {prompt}, .*below max_length" if prompt > 99 else None,
-            {"rollout": {"max_prompt_length": prompt, "max_length": 100}},
-        )
-        for prompt in (99, 100, 101)
-    ]
-    + [
-        (
-            "worker_devices names 1 workers, but workers is 2" if len(devices) == 1 else None,
-            {"sampler": {"workers": 2, "worker_devices": devices}},
-        )
-        for devices in ([], ["0"], ["0", "1"])
-    ]
-    + [
-        (
-            "critic.warmup_steps is 4, but the run has" if (base, warmup) == ("gae", 4) else None,
-            {"learner": {"steps": 4}, "critic": {"warmup_steps": warmup}, "advantage": {"base": base}},
-        )
-        for base in ("gae", "grpo")
-        for warmup in (0, 3, 4)
-    ]
-    + [
-        (
-            "action is rollback, but checkpoint.every is 0",
-            {"checkpoint": {"every": 0}, "guards": {"action": "rollback"}},
-        )
+        ("row_length is 99, .*max_length = 100", {"rollout": LIMITS, "learner": {"row_length": 99}}),
+        *((None, {"rollout": LIMITS, "learner": {"row_length": row}}) for row in (100, 101)),
+        ("max_prompt_length is 100, .*below max_le", {"rollout": LIMITS | {"max_prompt_length": 100}}),
+        (None, {"rollout": LIMITS | {"max_prompt_length": 99}}),
+        ("worker_devices names 1 workers, but", {"sampler": {"workers": 2, "worker_devices": ["0"]}}),
+        *((None, {"sampler": {"workers": 2, "worker_devices": names}}) for names in ([], ["0", "1"])),
+        ("critic.warmup_steps is 4, but the run has", critic(4, "gae")),
+        *((None, critic(*case)) for case in ((0, "gae"), (3, "gae"), (4, "grpo"))),
+        ("but checkpoint.every is 0", {"checkpoint": {"every": 0}, "guards": {"action": "rollback"}}),
     ],
     ids=str,
 )
@@ -178,6 +133,18 @@ def test_keys_have_their_marks(mark):
     assert {key for key in keys if among(marked(mark), key)} == {
         key for key in keys if among(EXPECTED[mark], key)
     }
+
+
+def test_some_action_of_the_retriever_needs_it():
+    own = ToolConfig("examples.own_tool:Calculator")
+    for tools, is_needed in (([own], False), ([own, ToolConfig("access")], True)):
+        config = Config(tools=tools)
+        assert config.asks_retriever == config.has_retriever == is_needed
+
+
+def test_rest_of_the_mesh_is_what_others_leave():
+    assert MeshConfig(data=2, tensor=2).sizes_on(8) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert MeshConfig(data=2).sizes_on(1) == {"data": 2, "fsdp": 1, "tensor": 1}
 
 
 def test_mark_of_section_holds_for_its_keys():

@@ -4,7 +4,16 @@ import errno
 
 import pytest
 
-from calibadv_jax.core.errors import UserError, cause_text, is_lost_process, one_line
+from calibadv_jax.core.errors import (
+    EnvironmentFailure,
+    UserError,
+    cause_text,
+    exit_status,
+    is_lost_process,
+    one_line,
+    storage_errno,
+    storage_path,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +37,25 @@ def test_cause_text_names_the_cause():
     assert cause_text(error) == "bad header"
     error.__cause__ = RuntimeError("I/O error: No space left on device (os error 28)")
     assert cause_text(error) == "No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "path", "status"),
+    [
+        (OSError(errno.ENOSPC, "full", "/a/b"), errno.ENOSPC, "/a/b", 75),
+        (PermissionError(errno.EACCES, "denied", "/a"), errno.EACCES, "/a", 2),
+        (FileNotFoundError(errno.ENOENT, "none", "/a"), None, "/a", 2),
+        (RuntimeError('writing "/x/d 1": Read-only file system'), errno.EROFS, "/x/d 1", 2),
+        (ValueError("bad"), None, None, 2),
+        (EnvironmentFailure("away"), None, None, 75),
+    ],
+    ids=repr,
+)
+def test_error_or_its_cause_names_disk_and_status(error, number, path, status):
+    outer = UserError("cannot be saved")
+    outer.__cause__ = error
+    for caught in (error, outer):
+        assert (storage_errno(caught), storage_path(caught), exit_status(caught)) == (number, path, status)
 
 
 @pytest.mark.parametrize(

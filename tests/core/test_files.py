@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from calibadv_jax.core.errors import ENVIRONMENT_STATUS, UserError, exit_status
-from calibadv_jax.core.files import read_json, replacing, replacing_folder, write_json, write_text
+from calibadv_jax.core.files import (
+    content_hash,
+    read_json,
+    replacing,
+    replacing_folder,
+    write_json,
+    write_text,
+)
 
 PACKAGE = Path(__file__).resolve().parents[2] / "calibadv_jax"
 # Files of folders that appear as a whole, or that are written line by line; and the logs of child services.
@@ -40,16 +47,7 @@ def test_text_and_json_replace_the_file(tmp_path):
     write_json(path, {"a": 1})
     assert path.read_text() == '{\n  "a": 1\n}\n'
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
-def test_failed_write_leaves_the_old_file(tmp_path, error):
-    path = tmp_path / "a"
-    path.write_text("old")
-    with pytest.raises(type(error)), replacing(path) as partial:
-        partial.write_text("ne")
-        raise error
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    assert content_hash({"b": 1, "a": 2}) == content_hash({"a": 2, "b": 1}) != content_hash({"a": 1, "b": 2})
 
 
 def test_folder_replaces_the_older_one(tmp_path):
@@ -71,6 +69,25 @@ def of_killed_process(path, end):
     return path.with_name(f".{path.name}.{socket.gethostname()}.{ended.pid}{end}")
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("write", [replacing, replacing_folder])
+def test_failed_write_leaves_the_older_alone(tmp_path, write, error):
+    def content(place):
+        return place / "b" if write is replacing_folder else place
+
+    path = tmp_path / "a"
+    leftover = content(of_killed_process(path, ".partial"))
+    leftover.parent.mkdir(exist_ok=True)
+    leftover.touch()
+    with write(path) as partial:
+        assert not content(partial).exists()
+        content(partial).write_text("old")
+    with pytest.raises(type(error)), write(path) as partial:
+        content(partial).write_text("ne")
+        raise error
+    assert content(path).read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
 def test_two_writers_of_a_file_do_not_mix(tmp_path):
     """The second begins while the first writes, in another process."""
     path = tmp_path / "a"
@@ -82,21 +99,6 @@ def test_two_writers_of_a_file_do_not_mix(tmp_path):
         subprocess.run([sys.executable, "-c", code], check=True)
         assert path.read_text() == "second" and partial.read_text() == "first"
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
-def test_failed_write_leaves_the_old_folder(tmp_path, error):
-    path = tmp_path / "a"
-    leftover = of_killed_process(path, ".partial")
-    leftover.mkdir()
-    (leftover / "b").touch()
-    with replacing_folder(path) as partial:
-        assert list(partial.iterdir()) == []
-        (partial / "b").write_text("old")
-    with pytest.raises(type(error)), replacing_folder(path) as partial:
-        (partial / "b").write_text("ne")
-        raise error
-    assert (path / "b").read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_file_of_another_users_process_stays(tmp_path, monkeypatch):
@@ -125,15 +127,18 @@ def test_data_reach_the_disk_before_the_name(tmp_path, monkeypatch):
     assert done == ["data", "name"]
 
 
-def test_kill_during_the_exchange_loses_nothing(tmp_path):
-    """The older one has its other name, the new one not yet its own; then the next attempt fails."""
-    previous = of_killed_process(tmp_path / "a", ".previous")
-    previous.mkdir()
-    (previous / "old").touch()
-    of_killed_process(tmp_path / "a", ".partial").mkdir()
+@pytest.mark.parametrize("is_exchanged", [False, True])
+def test_kill_during_the_exchange_loses_nothing(tmp_path, is_exchanged):
+    """The older one has its other name, the new one its own or not yet; then the next attempt fails."""
+    previous, partial = (of_killed_process(tmp_path / "a", end) for end in (".previous", ".partial"))
+    for folder, name in ((previous, "old"), (partial, "new")):
+        folder.mkdir()
+        (folder / name).touch()
+    if is_exchanged:
+        partial.rename(tmp_path / "a")
     with pytest.raises(RuntimeError, match="no room"), replacing_folder(tmp_path / "a"):
         raise RuntimeError("no room")
-    assert [path.name for path in tmp_path.rglob("*")] == ["a", "old"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "new" if is_exchanged else "old"]
 
 
 def test_all_writers_use_core_files():
@@ -182,8 +187,16 @@ def test_full_disk_names_the_file(tmp_path, error):
     assert path.read_text() == "old"
 
 
-def test_error_that_names_another_file_is_kept(tmp_path):
-    error = PermissionError(errno.EACCES, "Permission denied", "/elsewhere/input")
-    with pytest.raises(PermissionError) as caught, replacing(tmp_path / "a.json"):
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "Permission denied", "/elsewhere/input"),
+        UserError("No space left on device; choose another folder"),
+        OSError("a library's words"),
+    ],
+    ids=str,
+)
+def test_other_errors_are_raised_unchanged(tmp_path, error):
+    with pytest.raises(type(error)) as caught, replacing(tmp_path / "a.json"):
         raise error
     assert caught.value is error

@@ -18,7 +18,7 @@ from calibadv_jax.config import Config, MeshConfig, SftPhase
 from calibadv_jax.contrib.commands.doctor import weight_lines
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core import hub as hub_client
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.run.folder import enter_run_folder
@@ -192,6 +192,7 @@ def rows(source, count=2):
 def test_data_sets_by_file_pattern_or_alone(hub):
     hub.add("datasets/owner/flash", **{"nq__test.jsonl": rows("nq"), "popqa__test.jsonl": rows("popqa")})
     hub.add("datasets/owner/one", **{"mine.jsonl": rows(""), "README.md": b"#"})
+    hub.add("datasets/owner/none", **{"README.md": b"#"})
     (first, *_) = load_questions("hf://datasets/owner/flash/nq/test.jsonl")
     assert (first.id, first.data_source) == ("nq_0", "nq")
     assert {item.data_source for item in load_questions("hf://datasets/owner/flash/*/test.jsonl")} == {
@@ -204,9 +205,23 @@ def test_data_sets_by_file_pattern_or_alone(hub):
         ("owner/flash", f"2 data files; name the files.*nq/test.jsonl .{files}"),
         ("hf://datasets/owner/flash/dev.jsonl", f"no file 'dev.jsonl'; {files}"),
         ("hf://datasets/owner", "expected hf://datasets/OWNER/NAME/FILE"),
+        ("owner/none", "0 data files; .* such as hf://datasets/owner/none/train.jsonl .its data files: none"),
+        ("hf://datasets/owner/a..b", "owner/a..b: no name of a repository"),
     ):
         with pytest.raises(UserError, match=message):
             load_questions(name)
+    hub.broken.add("datasets/owner/one")
+    with pytest.raises(EnvironmentFailure, match="owner/one .dataset on http.*cannot be downloaded: .*later"):
+        load_questions("owner/one")
+
+
+def test_pins_add_up_by_repository_and_revision(tmp_path):
+    first, other, newer = (hub_client.Pin("a/b", *pin) for pin in (("main", "1"), ("v1", "2"), ("main", "3")))
+    hub_client.write_pins(tmp_path, [])
+    assert not list(tmp_path.iterdir())
+    hub_client.write_pins(tmp_path, [first, other])
+    hub_client.write_pins(tmp_path, [newer])
+    assert hub_client.read_pins(tmp_path) == [newer, other]
 
 
 @pytest.mark.medium

@@ -13,7 +13,7 @@ import pytest
 
 from calibadv_jax.commands import sft, train
 from calibadv_jax.config import Config
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.locking import locked_output, locked_run
 
 HOLD = """
@@ -45,7 +45,7 @@ def holder(tmp_path):
 
 
 def refusal(folder):
-    with pytest.raises(UserError) as caught, locked_run(folder, silent):
+    with pytest.raises(EnvironmentFailure) as caught, locked_run(folder, silent):
         pass
     return str(caught.value)
 
@@ -137,6 +137,30 @@ def test_file_system_without_locks_warns(tmp_path, monkeypatch, number):
         entered.append(1)
     assert entered and len(output) == 1
     assert f"run.dir={tmp_path}: its file system has no locks" in output[0] and "\n" not in output[0]
+
+
+def test_other_error_of_a_lock_is_raised(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="broken"):
+        patch.setattr(fcntl, "flock", broken)
+        locked_run(tmp_path, silent).__enter__()
+    with locked_run(tmp_path, silent), pytest.raises(BlockingIOError), (tmp_path / ".lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_vanished_folder_is_made_again(tmp_path, monkeypatch):
+    folder, real = tmp_path / "run", os.open
+
+    def late(*arguments):
+        monkeypatch.setattr(os, "open", real)
+        folder.rmdir()  # by its owner, which had made it
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "open", late)
+    with locked_run(folder, silent):
+        assert (folder / ".lock").is_file()
 
 
 def test_replaced_lock_file_is_locked_again(tmp_path, monkeypatch):

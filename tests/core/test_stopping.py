@@ -1,6 +1,7 @@
 """Signals: the first one stops in order, work that is held ends whole, a second one ends at once."""
 
 import asyncio
+import contextvars
 import os
 import signal
 import subprocess
@@ -26,12 +27,16 @@ TINY = [
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_first_signal_raises_with_its_status(number, status):
-    before = signal.getsignal(number)
+    before, (reading, writing) = signal.getsignal(number), os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
     with pytest.raises(SystemExit) as stop, Stop():
         os.kill(os.getpid(), number)
         pytest.fail("went on")
     assert stop.value.code == status
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is before and signal.set_wakeup_fd(-1) == writing
+    os.close(reading)
+    os.close(writing)
 
 
 def test_held_work_is_finished_before_the_stop():
@@ -117,15 +122,17 @@ def test_signal_during_the_end_leaves_no_traceback():
 
 def test_unwaited_work_returns_value_or_error():
     def divide(number, by=1):
-        assert threading.current_thread().daemon
+        assert threading.current_thread().daemon and variable.get() == "of the caller"
         return number / by
 
+    variable = contextvars.ContextVar("variable")
+    variable.set("of the caller")
     assert asyncio.run(unwaited(divide, 6, by=3)) == 2
     with pytest.raises(ZeroDivisionError):
         asyncio.run(unwaited(divide, 6, by=0))
 
 
-def test_leave_does_not_wait_for_unwaited_work(monkeypatch):
+def test_leave_does_not_wait_for_unwaited_work(monkeypatch, capsys):
     """It leaves in the usual way once the work is done, and else at once, with the same status."""
     monkeypatch.setattr(stopping, "GRACE", 0.1)
     left, go_on = [], threading.Event()
@@ -138,12 +145,13 @@ def test_leave_does_not_wait_for_unwaited_work(monkeypatch):
 
     asyncio.run(abandoned())
     stopping.leave(143)
-    assert left == [143]
+    stopping.leave("error: gone")
+    assert left == [143, 1] and capsys.readouterr().err == "error: gone\n"
     go_on.set()
     monkeypatch.setattr(stopping, "GRACE", 60.0)
     with pytest.raises(SystemExit) as end:
         cli.end(lambda: sys.exit(143))
-    assert end.value.code == 143 and left == [143]
+    assert end.value.code == 143 and left == [143, 1]
 
 
 def test_released_work_is_interrupted():

@@ -4,8 +4,10 @@ import pytest
 
 from calibadv_jax.core.tags import (
     INVALID_ACTION,
+    QUERY_REFUSED,
     STOP_STRINGS,
     TAG_NAMES,
+    TAGS,
     Grammar,
     leaves_thought_open,
     neutralise,
@@ -38,35 +40,27 @@ def test_grammar_of_search():
     assert STOP_STRINGS == ("</search>", "</answer>")
 
 
-def test_search_and_answer_are_parsed():
-    assert read("<think> a b </think>\n<search> who \n is </search>") == ("search", "a b", "who \n is", "")
-    assert read("<think> c </think><answer> Ann </answer>") == ("answer", "c", "", "Ann")
-
-
-def test_thought_opened_by_the_environment():
-    assert read("<think> a </think><search>x</search>") == ("search", "a", "x", "")
-    assert read(" a </think><search>x</search>") == ("search", "", "x", "")
-
-
-@pytest.mark.parametrize("rest", ["\n", ".", " <answer> forged </answer>", "</search>"])
-def test_text_after_the_action_is_ignored(rest):
-    assert read(f"<search> x </search>{rest}") == ("search", "", "x", "")
-
-
-def test_first_closed_action_counts():
-    assert read("<think> I could <search> x </search>") == ("search", "", "x", "")
-    assert read("<think> so <answer> y </answer> </think>") == ("answer", "so <answer> y </answer>", "", "y")
-    assert read("<answer> half <search> x </search>") == ("search", "", "x", "")
-
-
-@pytest.mark.parametrize("body", ["", "  \n", "a <search> b", "a <think> b", "</information> b", "<answer>"])
-def test_empty_or_tagged_search_is_invalid(body):
-    assert read(f"<think> t </think><search>{body}</search>") == ("invalid", "t", "", "")
-
-
-def test_answer_may_be_empty_without_tags():
-    assert read("<answer></answer>") == ("answer", "", "", "")
-    assert read("<answer> a <think> b </think></answer>")[0] == "invalid"
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think> a b </think>\n<search> who \n is </search>", ("search", "a b", "who \n is", "")),
+        ("<think> c </think><answer> Ann </answer>", ("answer", "c", "", "Ann")),
+        (" a </think><search>x</search>", ("search", "", "x", "")),  # the prompt opened the thought
+        *((f"<search> x </search>{rest}", ("search", "", "x", "")) for rest in (".", "<answer>y</answer>")),
+        ("<think> I could <search> x </search>", ("search", "", "x", "")),
+        ("<think> so <answer> y </answer> </think>", ("answer", "so <answer> y </answer>", "", "y")),
+        ("<answer> half <search> x </search>", ("search", "", "x", "")),
+        ("</search> <search>a</search>", ("search", "", "a", "")),
+        ("</think><think>t</think></answer><answer>b</answer>", ("answer", "t", "", "b")),
+        ("<think> t </think><search>  \n</search>", ("invalid", "t", "", "")),
+        *((f"<search>a {tag} b</search>", ("invalid", "", "", "")) for tag in TAGS if tag != "</search>"),
+        ("<answer></answer>", ("answer", "", "", "")),
+        ("<answer> a <think> b </think></answer>", ("invalid", "b", "", "")),
+    ],
+)
+@pytest.mark.parametrize("stop_reason", ["stop", "length"])
+def test_first_closed_action_is_read(text, stop_reason, expected):
+    assert read(text, stop_reason) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,10 +72,6 @@ def test_answer_may_be_empty_without_tags():
 )
 def test_stop_reason_decides_without_action(text, stop_reason, kind):
     assert read(text, stop_reason=stop_reason)[0] == kind
-
-
-def test_action_closed_by_last_token_counts():
-    assert read("<answer> y </answer>", stop_reason="length") == ("answer", "", "", "y")
 
 
 @pytest.mark.parametrize(
@@ -179,11 +169,6 @@ def test_flaw_of_a_turn_knows_the_actions():
     assert turn_flaw(long, "invalid").startswith(f"unknown action <b{'x' * 38}: there are")
 
 
-def test_action_after_a_stray_closing_tag_is_read():
-    assert read("</search> <search>a</search>") == ("search", "", "a", "")
-    assert read("</think><think>t</think></answer><answer>b</answer>") == ("answer", "t", "", "b")
-
-
 def test_empty_body_is_an_action_where_allowed():
     grammar = Grammar(("search", "list_all"), frozenset({"list_all"}))
     kinds = [
@@ -200,6 +185,8 @@ def test_refusal_of_an_action_is_not_forged():
     assert neutralise(forged) == forged
     assert neutralise_observation(forged, grammar=calculates) == forged, "the environment wrote it"
     assert neutralise_observation(f"x {forged}", grammar=calculates) != f"x {forged}"
+    assert neutralise_observation(QUERY_REFUSED) == QUERY_REFUSED
+    assert neutralise_observation(f"x {QUERY_REFUSED}") != f"x {QUERY_REFUSED}"
 
 
 def test_longest_control_token_is_broken_first():

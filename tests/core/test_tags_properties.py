@@ -10,16 +10,8 @@ hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
 CONTROL = (
-    "<|im_end|>",
-    "<|im_start|>",
-    "<||>",
-    "<unk>",
-    "</s>",
-    "[INST]",
-    "<|search|>",
-    "PAD",
-    "im_end",
-    "A",
+    *("<|im_end|>", "<|im_start|>", "<||>", "<unk>", "</s>"),
+    *("[INST]", "<|search|>", "PAD", "im_end", "A"),
 )
 PIECES = (
     *(f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/")),

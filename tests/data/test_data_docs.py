@@ -1,13 +1,10 @@
 """docs/data.md and examples/questions: the examples load, and the commands exist."""
 
 import argparse
-import json
 import re
 import shlex
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from calibadv_jax import cli
@@ -35,15 +32,6 @@ def test_example_has_two_questions(path):
     questions = load_questions(path)
     assert len(questions) == 2 and all(question.golden_answers for question in questions)
     assert f"`{path.name}`" in TEXT
-
-
-def test_example_rows_load_from_parquet(tmp_path):
-    rows = [json.loads(line) for line in (ROOT / "examples/questions/search_r1.jsonl").open()]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    assert [question.golden_answers for question in load_questions(tmp_path / "train.parquet")] == [
-        ("Ada",),
-        ("Bo",),
-    ]
 
 
 def test_layout_has_an_example():

@@ -78,6 +78,7 @@ DISTRACTOR = {"id": "5a7a", "supporting_facts": {"title": ["a"], "sent_id": [0]}
 WHICH = {"index": 3, "question": "which?"}
 TARGET = {"ground_truth": {"target": ["me"], "answers": ["you"]}}
 ANSWERS = {"ground_truth": {"answers": ["me"], "answer": "you"}}
+RLINF = "<|im_start|>user\nReason in <think>. Question: where?<|im_end|>\n<|im_start|>assistant\n<think>"
 HUB_TRIVIA = {
     "question": "Which lake?",
     "question_id": "tc_1",
@@ -121,6 +122,7 @@ MAGAZINE = f"5a7a {HOTPOT['question']} Arthur's Magazine"
         ),
         ("NQ-open.dev.jsonl", {"question": "when?", "answer": ["1999"]}, "nq_NQ-open_0 when? 1999 nq"),
         ("bamboogle.parquet", {"Question": "Who?", "Answer": "Ann"}, "bamboogle_0 Who? Ann bamboogle"),
+        ("q.jsonl", {"prompt": RLINF, "solutions": ["Rome", "Roma"]}, "q_0 where? Rome/Roma q"),
         ("mine.jsonl", {"qid": 3, "question": "Who?", "answers": ["Ann"]}, "mine_3 Who? Ann mine"),
         (
             "biencoder-nq-dev.json",
@@ -216,6 +218,7 @@ TOOL, ASSISTANT = ([{"role": role, "content": "x"}] for role in ("tool", "assist
         (verl(0), {"reward_model": {"ground_truth": {"target": []}}}, "key .*ground_truth.target' holds no"),
         (verl(0), {"reward_model": 3}, "'reward_model' and 'extra_info' must be objects"),
         (verl(0), {"prompt": "Who?"}, "key 'question' is missing.*exactly once; add the key"),
+        ({"prompt": RLINF, "solutions": "x"}, {"prompt": "who?"}, "key 'question' is missing.*exactly once"),
         (verl(0), verl(1, "Question: x?"), "key 'question' is missing.*exactly once; add the key"),
         (verl(0), {"question": "x", "prompt": TOOL}, "field 'prompt' must be text or.*'role' .system, user"),
         (verl(0), {"question": "x", "prompt": ASSISTANT}, "the last message of 'prompt' .* 'assistant'"),
@@ -299,23 +302,6 @@ def test_broken_file_is_refused(tmp_path, content, message):
     assert "\n" not in str(caught.value)
 
 
-def test_rlinfs_rows(tmp_path):
-    chat = "<|im_start|>user\nReason in <think>. Question: who?<|im_end|>\n<|im_start|>assistant\n<think>"
-    rows = [
-        {"prompt": "Reason. Question: where?\nAssistant: <think>", "solutions": ["Rome", "Roma"]},
-        {"prompt": chat, "solutions": "Ann"},
-    ]
-    (tmp_path / "rlinf.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, second = load_questions(tmp_path / "rlinf.jsonl")
-    assert (first.text, first.golden_answers) == ("where?", ("Rome", "Roma"))
-    assert (second.text, second.golden_answers) == ("who?", ("Ann",))
-    prompts = [question.text.join(question.prompt[0].parts) for question in (first, second)]
-    assert prompts == [row["prompt"] for row in rows]
-    (tmp_path / "rlinf.jsonl").write_text(json.dumps({"prompt": "who?", "solutions": ["Ann"]}))
-    with pytest.raises(UserError, match="the prompt does not hold 'Question:' exactly once"):
-        load_questions(tmp_path / "rlinf.jsonl")
-
-
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
@@ -367,19 +353,6 @@ def test_browsecomp_is_decrypted_with_its_canary(tmp_path):
         (question,) = load_questions(write_rows(tmp_path / name, item))
         assert (question.id, question.text) == ("browsecomp_plus_7", "who?")
         assert (question.golden_answers, question.supporting_ids) == (("Ada",), ("1",))
-
-
-def test_ours_is_read_equally_without_data_source(tmp_path):
-    rows = [
-        {"id": "0", "question": "How many strings?", "golden_answers": [5]},
-        {"id": "1", "question": "Who sang it?", "golden_answers": ["Ada", ""]},
-        {"id": "2", "question": "Capital of Italy?", "golden_answers": "Rome"},
-    ]
-    bare = load_questions(write_rows(tmp_path / "mine.jsonl", *rows))
-    named = load_questions(write_rows(tmp_path / "x.jsonl", *(row | {"data_source": "mine"} for row in rows)))
-    assert [item.golden_answers for item in bare] == [("5",), ("Ada",), ("Rome",)]
-    assert [item.golden_answers for item in named] == [item.golden_answers for item in bare]
-    assert [(item.id, item.data_source) for item in named] == [(str(n), "mine") for n in range(3)]
 
 
 def test_columns_of_an_unknown_layout_are_named(tmp_path):

@@ -2,8 +2,6 @@
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from rows_rig import write_rows
 
@@ -104,26 +102,6 @@ def test_both_output_formats_hold_the_same(tmp_path, monkeypatch, suffix):
     assert [item.prompt for item in bare] == [()] * 6 and bare[0].supporting_ids == ("7",)
 
 
-def test_other_peoples_parquet_becomes_ours(tmp_path):
-    rows = [
-        {
-            "data_source": "nq",
-            "prompt": [{"role": "user", "content": f"Question: q{n}?\n"}],
-            "ability": "fact-reasoning",
-            "reward_model": {"style": "rule", "ground_truth": {"target": ["ada"]}},
-            "extra_info": {"split": "test", "index": 0},  # repeats, as in merged test files
-        }
-        for n in range(3)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
-    with pytest.raises(UserError, match="id 'nq_test_0' was used before"):
-        load_questions(tmp_path / "test.parquet")
-    report = prepare(str(tmp_path / "test.parquet"), tmp_path / "out.jsonl")
-    written = [question.id for question in load_questions(tmp_path / "out.jsonl")]
-    assert written == ["nq_test_0", "nq_test_0_2", "nq_test_0_3"]
-    assert report.renamed == 2
-
-
 def test_bad_row_keeps_the_former_output(files, tmp_path):
     train, _ = files
     (tmp_path / "out.jsonl").write_text("mine")
@@ -201,6 +179,11 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
     assert written == [("Rome",), ("May|June",)]
     kept = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert (kept["empty_answers"], kept["joined_answers"]) == (1, 1)
+    more = write_rows(tmp_path / "more.jsonl", row(2, "Who else?"))
+    with pytest.raises(SystemExit):
+        cli.calibadv(["prepare-data", str(train), str(more), "--output", str(tmp_path / "out.jsonl")])
+    output = capsys.readouterr().out
+    assert "1 ids were taken" in output and "1 golden answers that normalise to nothing" in output
 
 
 def test_named_columns_and_separator_are_read(tmp_path, capsys):

@@ -1,24 +1,14 @@
-"""Question files: rows, tables, several files, and the resumable order and mixture of questions."""
+"""Question files: rows, what they must hold, and which are chosen."""
 
-import csv
-import io
 import json
-from collections import Counter
-from dataclasses import replace
-from itertools import islice
-from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from rows_rig import write_rows
 
-from calibadv_jax.config import ColumnsConfig, DataConfig, load_config
+from calibadv_jax.config import ColumnsConfig, load_config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import Message, Question
-from calibadv_jax.data.files import source_of
+from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.layouts import without_nan
-from calibadv_jax.data.pipeline import QuestionIterator, check_questions
 from calibadv_jax.data.questions import load_questions, read_questions, select_evenly, write_questions
 
 GOOD = {"id": "1", "question": "who?", "golden_answers": ["me"], "data_source": "nq"}
@@ -55,15 +45,17 @@ def test_key_with_dot_and_separator_answer_stay(tmp_path):
 
 def test_row_without_answer_names_its_layouts_source(tmp_path):
     row = {"id": "1", "question": "who?", "paragraphs": [], "answerable": False}
-    ((_, reason),) = read_questions(write_rows(tmp_path / "q.jsonl", row), "q")
-    assert reason.source == "musique"
+    rows = row, row | {"data_source": "mine"}
+    reasons = [reason for _, reason in read_questions(write_rows(tmp_path / "q.jsonl", *rows), "q")]
+    assert [reason.source for reason in reasons] == ["musique", "mine"]
 
 
 def test_missing_and_empty_files(tmp_path):
     with pytest.raises(UserError, match="no such file of questions"):
         load_questions(tmp_path / "none.jsonl")
-    with pytest.raises(UserError, match="no questions in it"):
-        load_questions(write_rows(tmp_path / "q.jsonl", ""))
+    empty, good = write_rows(tmp_path / "q.jsonl", ""), write_rows(tmp_path / "good.jsonl", GOOD)
+    with pytest.raises(UserError, match="q.jsonl: no questions in it"):
+        load_questions([good, empty])
 
 
 def test_select_evenly_takes_from_every_source():
@@ -76,18 +68,6 @@ def test_select_evenly_takes_from_every_source():
     assert {question.data_source for question in few} == {"a", "b", "c"}
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_resumed_pipeline_goes_on_exactly(shuffle):
-    iterator = QuestionIterator(make(10), seed=3, shuffle=shuffle)
-    for _ in range(13):
-        next(iterator)
-    state = json.loads(json.dumps(iterator.get_state()))
-    expected = [next(iterator) for _ in range(25)]
-    resumed = QuestionIterator(make(10), seed=3, shuffle=shuffle)
-    resumed.set_state(state)
-    assert [next(resumed) for _ in range(25)] == expected
-
-
 def test_question_with_lone_surrogate_can_be_written(tmp_path):
     row = '{"id": 7, "question": "who\\ud800?", "golden_answers": ["a\\udc00"], "data_source": "t"}\n'
     (tmp_path / "q.jsonl").write_text(row)
@@ -95,122 +75,6 @@ def test_question_with_lone_surrogate_can_be_written(tmp_path):
     assert (question.id, question.text, question.golden_answers) == ("7", "who\ufffd?", ("a\ufffd",))
     write_questions(tmp_path / "again.jsonl", [question])
     assert load_questions(tmp_path / "again.jsonl") == [question]
-
-
-QUESTIONS = [Question(f"q{number}", "?", ("a",), "nq") for number in range(20)]
-
-
-def drawn(seed, shuffle, count=40):
-    iterator = QuestionIterator(QUESTIONS, seed, shuffle)
-    return [int(next(iterator).id[1:]) for _ in range(count)]
-
-
-def test_unshuffled_questions_repeat_the_file_order():
-    assert drawn(0, False) == list(range(20)) * 2 == drawn(1, False)
-
-
-def test_seed_decides_the_order():
-    assert drawn(0, True) == drawn(0, True)
-    assert len({tuple(drawn(seed, True, 20)) for seed in range(5)} | {tuple(range(20))}) == 6
-
-
-def test_no_epoch_repeats_the_order_of_another():
-    order = drawn(0, True, 6 * 20)
-    epochs = [order[start : start + 20] for start in range(0, 120, 20)]
-    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 6
-
-
-def test_too_easy_or_hard_question_is_skipped_once():
-    made = [QuestionIterator(QUESTIONS, 0, False, None, 0.25, 0.75) for _ in range(2)]
-    first, resumed = made
-    assert [next(first).id for _ in range(20)] == [question.id for question in QUESTIONS]
-    for name, scores in {
-        "q1": [1, 1, 0.5],  # too easy
-        "q2": [-1, 0.7, 0],  # too hard: a negative score counts as 0
-        "q3": [-1, 1, 0],
-        "q4": [0.75, 0.75],
-        "q5": [],  # all trajectories failed
-    }.items():
-        first.note(name, scores)
-    assert first.resting == 2
-    resumed.set_state(json.loads(json.dumps(first.get_state())))
-    for item in made:
-        expected = ["q0", *(f"q{number}" for number in range(3, 20)), *(f"q{number}" for number in range(5))]
-        assert [next(item).id for _ in expected] == expected
-        assert item.get_state() == {"drawn": 45} and item.resting == 0
-
-
-def test_by_default_no_question_rests():
-    iterator = QuestionIterator(QUESTIONS, 0, False)
-    for scores in ([1.0] * 3, [0.0] * 3, [-1.0], [2.0] * 3):
-        iterator.note("q0", scores)
-    assert iterator.get_state() == {"drawn": 0}
-    with pytest.raises(ValueError, match="rest_below is 0.5, but must be below rest_above"):
-        DataConfig(rest_below=0.5, rest_above=0.5)
-
-
-def test_blank_lines_end_nothing(tmp_path):
-    path = tmp_path / "q.jsonl"
-    write_questions(path, QUESTIONS[:2])
-    first, second = path.read_text().splitlines()
-    path.write_text(f"\n{first}\n  \n\n{second}\n\n")
-    assert load_questions(path) == QUESTIONS[:2]
-
-
-def write(path, count, **fields):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ({"id": n, "question": f"q{n}", "golden_answers": ["a"]} | fields for n in range(count))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def sources_of(questions):
-    return [question.data_source for question in questions]
-
-
-def test_several_files_are_read_in_the_order_given(tmp_path):
-    nq, popqa = write(tmp_path / "nq/train.jsonl", 2), write(tmp_path / "popqa/train.jsonl", 1)
-    assert sources_of(load_questions([popqa, nq])) == ["popqa", "nq", "nq"]
-    assert sources_of(load_questions(f"{tmp_path}/*/train.jsonl")) == ["nq", "nq", "popqa"]
-    assert [question.id for question in load_questions({"mine": nq})] == ["mine_0", "mine_1"]
-
-
-def test_data_source_of_the_row_wins(tmp_path):
-    path = write(tmp_path / "nq/train.jsonl", 1, data_source="theirs")
-    assert sources_of(load_questions({"mine": path})) == ["theirs"]
-
-
-def test_repeated_id_is_named_with_both_places(tmp_path):
-    first = write(tmp_path / "a.jsonl", 1, data_source="x")
-    second = write(tmp_path / "b.jsonl", 1, data_source="x")
-    with pytest.raises(UserError, match=f"{second}:1: id '0' was used before, at {first}:1"):
-        load_questions([first, second])
-
-
-def test_nothing_that_fits_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"\*.jsonl: no file matches"):
-        load_questions(f"{tmp_path}/*.jsonl")
-    for nothing in ([], {}, "", [""]):
-        with pytest.raises(UserError, match="no question file: set data.train and data.eval"):
-            load_questions(nothing)
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("nq/test.jsonl", "nq"),
-        ("hotpot_dev_fullwiki_v1.json", "hotpotqa"),
-        ("2wiki/dev.json", "2wikimultihopqa"),
-        ("NQ-open.train.jsonl", "nq"),
-        ("data/triviaqa-unfiltered.json.gz", "triviaqa"),
-        ("mine/train-00000.parquet", "mine"),
-        ("data/mine.jsonl", "mine"),
-        ("train.jsonl", "train"),
-    ],
-)
-def test_names_tell_the_data_source(path, expected):
-    assert source_of(Path(path)) == expected
 
 
 @pytest.mark.parametrize(
@@ -234,119 +98,6 @@ def test_weight_must_be_positive(tmp_path):
     (tmp_path / "c.yaml").write_text("data: {weights: {nq: 0}}\n")
     with pytest.raises(UserError, match="data.weights.nq: must be greater than 0"):
         load_config(tmp_path / "c.yaml")
-
-
-MIXED = [
-    Question(f"{source}{n}", "?", ("a",), source)
-    for source, size in (("nq", 6), ("hotpotqa", 90))
-    for n in range(size)
-]
-WEIGHTS = {"nq": 3.0, "hotpotqa": 1.0}
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_mixture_has_its_shares_everywhere(shuffle):
-    drawn = list(islice(QuestionIterator(MIXED, 0, shuffle, WEIGHTS), 400))
-    for start in range(0, 400, 40):
-        assert Counter(sources_of(drawn[start : start + 40])) == {"nq": 30, "hotpotqa": 10}
-    nq = [item.id for item in drawn if item.data_source == "nq"]
-    epochs = [nq[start : start + 6] for start in range(0, 300, 6)]
-    assert all(len(set(epoch)) == 6 for epoch in epochs), "a source has epochs of its own"
-    assert (len({tuple(epoch) for epoch in epochs}) > 10) == shuffle
-    hotpot = [item.id for item in drawn if item.data_source == "hotpotqa"]
-    assert len(set(hotpot[:90])) == 90
-
-
-def test_resumed_mixture_continues_exactly():
-    whole = list(islice(QuestionIterator(MIXED, 1, True, WEIGHTS), 100))
-    first = QuestionIterator(MIXED, 1, True, WEIGHTS)
-    for _ in range(37):
-        next(first)
-    resumed = QuestionIterator(MIXED, 1, True, WEIGHTS)
-    resumed.set_state(json.loads(json.dumps(first.get_state())))
-    assert list(islice(resumed, 63)) == whole[37:]
-    assert list(islice(QuestionIterator(MIXED, 2, True, WEIGHTS), 100)) != whole
-
-
-def test_sources_of_one_size_are_not_shuffled_alike():
-    questions = [Question(f"{source}{n}", "?", ("a",), source) for source in "ab" for n in range(20)]
-    drawn = list(islice(QuestionIterator(questions, 0, True, {"a": 1, "b": 1}), 40))
-    orders = [[item.id[1:] for item in drawn if item.data_source == source] for source in "ab"]
-    assert orders[0] != orders[1]
-
-
-def test_question_without_required_prompt_is_refused():
-    check_questions(MIXED, {}, "paper")
-    carried = [replace(question, prompt=(Message("user", ("x",)),)) for question in MIXED]
-    check_questions(carried, WEIGHTS, "from_data")
-    with pytest.raises(UserError, match="question 'hotpotqa3': prompt.template is 'from_data'"):
-        check_questions([*carried, MIXED[9]], WEIGHTS, "from_data")
-
-
-@pytest.mark.parametrize("weights", [{"nq": 1.0}, WEIGHTS | {"popqa": 1.0}])
-def test_weights_and_data_must_name_the_same_sources(weights):
-    with pytest.raises(UserError, match="data.weights names .*nq.*, but data.train holds hotpotqa, nq"):
-        QuestionIterator(MIXED, 0, True, weights)
-
-
-LISTED = {
-    '["Ada", "Bo"]': ("Ada", "Bo"),
-    "['Ada']": ("Ada",),
-    """['Ada', "Bo's"]""": ("Ada", "Bo's"),
-    "['Ada' 'Bo']": ("Ada", "Bo"),  # numpy, as pandas writes a parquet's lists
-    "['Ada'\n 'Bo']": ("Ada", "Bo"),
-    "[1999, 2000]": ("1999", "2000"),
-    "['minus', -1]": ("minus", "-1"),
-    "Ada": ("Ada",),
-    "[Fe(CN)6]": ("[Fe(CN)6]",),
-    "[a] and [b]": ("[a] and [b]",),
-    "[__import__('os').getcwd()]": ("[__import__('os').getcwd()]",),
-    "[[1], [2]]": ("[[1], [2]]",),
-}
-
-
-@pytest.mark.parametrize("separator", [",", "\t"])
-@pytest.mark.parametrize("column", ["answer", "answers", "golden_answers", "possible_answers", "Answer"])
-def test_list_in_a_table_cell_is_parsed(tmp_path, column, separator):
-    """JSON's, Python's or numpy's; what only looks like one is a text, and is never run."""
-    text = io.StringIO()
-    table = csv.writer(text, delimiter=separator)
-    table.writerow(["Question" if column == "Answer" else "question", column])
-    table.writerows([f"['who'] {n}", written] for n, written in enumerate(LISTED))
-    (tmp_path / "mine.csv").write_text(text.getvalue())
-    questions = load_questions(tmp_path / "mine.csv")
-    assert [question.golden_answers for question in questions] == list(LISTED.values())
-    assert [question.text for question in questions] == [f"['who'] {n}" for n in range(len(LISTED))]
-
-
-def test_our_own_layout_as_a_table(tmp_path):
-    (tmp_path / "mine.csv").write_text(
-        "id,question,golden_answers,data_source,supporting_ids\n"
-        "1,who?,\"['Ada', 'Bo']\",mine,\"['7', '8']\"\n2,where?,Rome,mine,\n"
-    )
-    first, second = load_questions(tmp_path / "mine.csv")
-    assert (first.golden_answers, first.supporting_ids) == (("Ada", "Bo"), ("7", "8"))
-    assert (second.golden_answers, second.supporting_ids) == (("Rome",), ())
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        "['Ada', Bo]",
-        '["Ada", "Bo"',
-        "[{'text': 'Ada'}]",
-        "{'text': 'Ada'}",
-        "['Ada', b'Bo']",
-        "[ 'Ada', ['Bo']]",
-    ],
-)
-def test_broken_list_in_a_table_is_refused(tmp_path, cell):
-    text = io.StringIO()
-    csv.writer(text).writerows([["question", "answer"], ["who?", "Ada"], ["what?", cell]])
-    (tmp_path / "mine.csv").write_text(text.getvalue())
-    with pytest.raises(UserError, match=r"mine.csv:3: key 'answer' begins as a list, but is none: .*write"):
-        load_questions(tmp_path / "mine.csv")
 
 
 @pytest.mark.parametrize(
@@ -379,31 +130,3 @@ def test_answers_are_read_equally_in_every_layout(tmp_path, key, data_source, an
     for name, content in (("q.jsonl", row), ("v.jsonl", verl)):
         (tmp_path / name).write_text(json.dumps(content) + "\n")
         assert load_questions(tmp_path / name)[0].golden_answers == expected
-
-
-def test_table_has_the_booleans_and_numbers_of_pandas(tmp_path):
-    (tmp_path / "mine.csv").write_text(
-        "id,question,golden_answers,data_source,supporting_ids\n"
-        "1.0,who?,5.0,mine,7.0\n\n2.0,is it?,True,mine,\n3.0,is it not?,FALSE,,8.0\n"
-    )
-    questions = load_questions(tmp_path / "mine.csv")
-    assert [question.golden_answers for question in questions] == [("5",), ("yes",), ("no",)]
-    assert [question.id for question in questions] == ["1", "2", "mine_3"]
-    assert [question.supporting_ids for question in questions] == [("7",), (), ("8",)]
-
-
-@pytest.mark.parametrize("name", ["q.json", "q.jsonl", "q.parquet"])
-def test_nan_is_missing_in_every_column(tmp_path, name):
-    nan = float("nan")
-    rows = [
-        {"id": 1.0, "question": "who?", "golden_answers": [5.0], "data_source": "mine"},
-        {"id": nan, "question": "where?", "golden_answers": [7.0, nan], "data_source": None},
-    ]
-    if name == "q.parquet":
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
-    else:
-        text = json.dumps(rows) if name == "q.json" else "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / name).write_text(text)
-    questions = load_questions(tmp_path / name)
-    assert [question.golden_answers for question in questions] == [("5",), ("7",)]
-    assert [(question.id, question.data_source) for question in questions] == [("1", "mine"), ("q_1", "q")]

@@ -50,11 +50,6 @@ def rumours():
     return generate_world(RUMOURS)
 
 
-@pytest.fixture(scope="module")
-def facts():
-    return make_facts(WorldConfig(), np.random.default_rng(0), COUNTS, "train")
-
-
 def rumour_of(text):
     """The one sentence of a passage that may be false."""
     (sentence,) = [part for part in text.removesuffix(".").split(". ") if part.startswith(STATED)]
@@ -79,11 +74,8 @@ def drawn(generator, seed, config, count, source=None):
     return [each for each in demonstrations if source in (None, each.question.data_source)]
 
 
-def test_same_config_same_world(world):
-    assert generate_world(SMALL) == world
-
-
 def test_no_entity_is_in_two_splits(world):
+    assert generate_world(SMALL) == world  # a function of its config
     assert {split_of(passage.title) for passage in world.passages} == {"train", "eval"}
     titles = {passage.id: passage.title for passage in world.passages}
     for questions, split in ((world.train, "train"), (world.eval, "eval")):
@@ -93,12 +85,9 @@ def test_no_entity_is_in_two_splits(world):
     assert not answers[0] & answers[1]
 
 
-def test_no_entity_occurs_twice(facts):
-    for kind, names in facts.entities.items():
-        assert len(names) == len(set(names)) == COUNTS[kind]
-
-
-def test_every_word_occurs_in_every_split():
+def test_words_are_in_every_split_and_entities_once():
+    facts = make_facts(WorldConfig(), np.random.default_rng(0), COUNTS, "train")
+    assert {kind: len(set(names)) for kind, names in facts.entities.items()} == COUNTS
     for kind, (first, second) in POOLS.items():
         for split in ("train", "eval", "cold_start"):
             names = [f"{a} {b}" for a in first for b in second if split_of(f"{a} {b}") == split]
@@ -109,40 +98,17 @@ def test_every_word_occurs_in_every_split():
 def test_answers_follow_from_supporting_passages(world):
     by_id = {passage.id: passage for passage in world.passages}
     for question in world.train:
-        passages = [by_id[name] for name in question.supporting_ids]
-        answer = question.golden_answers[0]
+        first, *others = passages = [by_id[name] for name in question.supporting_ids]
+        assert first.title in question.text
+        assert len(passages) == (1 if question.data_source == "one_hop" else 2)
         if question.data_source == "comparison":
             verb = "lives in" if "live in" in question.text else "works for"
-            values = [p.text.split(f"{p.title} {verb} ")[1].split(".")[0] for p in passages]
-            assert answer == ("yes" if values[0] == values[1] else "no")
+            values = {p.text.split(f"{p.title} {verb} ")[1].split(".")[0] for p in passages}
+            assert question.golden_answers == ("yes" if len(values) == 1 else "no",)
         else:
-            assert answer in passages[-1].text
-            assert len(passages) == {"one_hop": 1, "two_hop": 2}[question.data_source]
+            assert question.golden_answers[0] in passages[-1].text
         if question.data_source == "two_hop":
-            assert passages[1].title in passages[0].text
-            assert passages[1].title not in question.text
-
-
-@pytest.mark.parametrize(("kind", "hops"), [("one_hop", 1), ("two_hop", 2), ("comparison", 2)])
-def test_every_hop_is_a_sentence_of_its_passage(facts, kind, hops):
-    rng = np.random.default_rng(1)
-    passages = dict(write_passages(facts, rng))
-    for _ in range(300):
-        asked = ask(facts, kind, rng)
-        assert len(asked.searches) == len(asked.findings) == len(asked.statements) == hops
-        for title, finding, statement in zip(asked.searches, asked.findings, asked.statements, strict=True):
-            assert f"{statement}." in passages[title]
-            assert statement.startswith(title) and statement.endswith(finding)
-        if kind == "comparison":
-            assert asked.answer == ("yes" if asked.findings[0] == asked.findings[1] else "no")
-            assert asked.searches[0] != asked.searches[1]
-            assert all(name in asked.text for name in asked.searches)
-        else:
-            assert asked.answer == asked.findings[-1]
-            assert asked.searches[0] in asked.text
-            assert asked.answer not in asked.text  # nobody is the answer to a question about himself
-        if kind == "two_hop":
-            assert asked.searches[1] == asked.findings[0]
+            assert others[0].title in first.text and others[0].title not in question.text
 
 
 @pytest.mark.parametrize("pages", [True, False])
@@ -187,7 +153,7 @@ def test_share_of_true_rumours(truth):
             assert stated.startswith(bridge)
             right.append(stated == asked.statements[1])
             assert asked.answer not in asked.text and facts.rumours[name].object not in asked.text
-    assert np.mean(right) == pytest.approx(truth, abs=0.1)
+    assert np.mean(right) == pytest.approx(truth, abs=0.1 if 0 < truth < 1 else 0)
 
 
 def test_rumours_answer_only_their_questions(rumours):
@@ -210,9 +176,8 @@ def test_world_without_rumour_questions_holds_none(world):
 
 def test_smallest_world_has_rumours():
     """One true object and one other, which every false rumour names."""
-    config = WorldConfig(
-        people=2, cities=2, companies=2, works=1, one_hop=0, two_hop=0, comparison=0, rumour=1
-    )
+    sizes = {"people": 2, "cities": 2, "companies": 2, "works": 1}
+    config = WorldConfig(**sizes, one_hop=0, two_hop=0, comparison=0, rumour=1)
     assert len(generate_world(config).train) == config.train_questions
 
 
@@ -226,9 +191,7 @@ def test_tokenizer_has_every_word(config):
         for demonstration in drawn(make, 0, config, 100):
             texts += [turn.text for turn in demonstration.turns]
             texts += [turn.observation for turn in demonstration.turns if turn.observation]
-    texts += [
-        f'\n\n<information>Doc 1(Title: "{world.passages[0].title}") x</information>\n\n'.replace("x", "a")
-    ]
+    texts.append(f'\n\n<information>Doc 1(Title: "{world.passages[0].title}") a</information>\n\n')
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.unk_token_id not in ids, text
@@ -241,17 +204,6 @@ def test_more_words_move_no_token():
     assert plain == {word: pages[word] for word in plain}
     kept = {word: index for word, index in pages.items() if "access" not in word}
     assert kept == {word: ages[word] for word in kept}
-
-
-def test_tokenizer_survives_saving(tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = build_word_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    text = "<think> find adara almson </think>\n<search> adara almson </search>"
-    assert loaded.encode(text) == tokenizer.encode(text)
-    assert loaded.eos_token_id == tokenizer.eos_token_id
 
 
 @pytest.mark.medium

@@ -123,12 +123,17 @@ def elsewhere(tmp_path_factory):
     return folder, begun, printed
 
 
+async def ended(server, sockets):
+    """As a server that a signal ended at once."""
+
+
 @pytest.fixture
 def run(elsewhere, monkeypatch, capsys):
     """Runs the arguments of `calibadv` in the folder; what it printed."""
     folder, _, _ = elsewhere
     monkeypatch.chdir(folder)
     monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda self: None)  # inspect's, until Ctrl-C
+    monkeypatch.setattr("uvicorn.Server.serve", ended)  # serve's
     monkeypatch.setattr("sys.stdin", io.StringIO("who is it?\n"))
 
     def run(arguments):

@@ -106,7 +106,7 @@ def cold_start(tmp_path_factory):
     overrides = [f"world.{name}={value}" for name, value in small.items()]
     overrides += [f"policy.init.{name}={value}" for name, value in shape.items()]
     overrides += [f"run.dir={folder}", "log.backends=[]", "log.progress=false", "mesh.data=1", "mesh.fsdp=8"]
-    overrides += ["sft.phases=[{steps: 1}]", "sft.rows=8", "sft.held_out=0.5"]
+    overrides += ["sft.phases=[{steps: 2}]", "sft.rows=8", "sft.held_out=0.5"]
     demonstrations = folder / "demonstrations.jsonl"
     turns = [{"text": "<think> a </think> <answer> no </answer>"}]
     shared = {"golden_answers": ["no"], "data_source": "mine", "turns": turns}

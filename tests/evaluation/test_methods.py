@@ -12,6 +12,7 @@ from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf
 
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
+from calibadv_jax.evaluation import methods
 from calibadv_jax.evaluation.methods import MAX_DRAWS, NO_RETRIEVER, RandomDocuments, method_config
 
 
@@ -99,6 +100,18 @@ def test_passages_need_no_longer_prompt_limit(run):
     assert config.rollout.max_prompt_length == 299
 
 
+@pytest.mark.parametrize("room", [0, 5, 70, 130, 10_000])
+def test_passages_lose_their_end_to_fit(monkeypatch, room):
+    monkeypatch.setattr(methods, "FIRST_TRY", 16)
+    documents = [Document("1", "Ann", "paints " * 8), Document("2", "Bob", "bakes " * 8)]
+    whole = methods.with_passages(QUESTIONS[0], documents).text
+    least = len(methods.with_passages(QUESTIONS[0], []).text)
+    shown = methods.with_passages(QUESTIONS[0], documents, lambda asked: len(asked.text) <= least + room).text
+    passages, _, asked = shown.rpartition("Question: ")
+    assert whole.startswith(passages.removesuffix("\n")) and asked == QUESTIONS[0].text
+    assert len(shown) == min(len(whole), least + room) or room == 0
+
+
 def test_refused_question_has_no_passages_in_rag(run):
     run.shelf = Shelf({"b 2": QueryRefused("too long")})
     _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"})
@@ -125,6 +138,7 @@ def test_empty_retriever_finds_nothing(run):
     assert turns[0]["observation"] == "\n\n<information>No results found.</information>\n\n"
     assert turns[0]["document_ids"] == [] and len(sampler.asked) == 16
     assert report.means["0"]["all"]["searches"] == 1 and report.means["0"]["all"]["format"] == 1
+    assert asyncio.run(methods.EmptyRetriever(run.shelf).access(["a", "b"])) == [None, None]
 
 
 def test_random_documents_are_of_other_questions(run):

@@ -20,8 +20,15 @@ from calibadv_jax.config import (
     ToolConfig,
 )
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import Question
-from calibadv_jax.evaluation.records import RowFile, identity, key_of, question_scores, read_scores
+from calibadv_jax.core.trajectory import Group, Question, Trajectory
+from calibadv_jax.evaluation.records import (
+    RowFile,
+    identity,
+    key_of,
+    make_row,
+    question_scores,
+    read_scores,
+)
 from calibadv_jax.evaluation.report import interval, metric_names, summarise
 
 QUESTION = Question("1", "Who?", ("Ann",), "nq")
@@ -38,6 +45,20 @@ def test_scores_of_a_question_are_means_and_estimates():
     assert scores.pop("f1") == pytest.approx(1 / 6)
     assert scores == pytest.approx({"pass@2": 1 - 6 / 15, "pass@4": 1 - 1 / 15, "pass@6": 1.0})
     assert question_scores([]) == {}
+
+
+@pytest.mark.parametrize("method", ["agent", "direct"])
+def test_row_has_scores_of_finished_attempts_alone(method):
+    lost, right, wrong = (Trajectory(QUESTION, np.zeros(4, np.int32), [], index) for index in range(3))
+    lost.error, lost.metrics = "retriever: gone", {"em": 1.0}
+    right.metrics, wrong.metrics = {"em": 1.0, "format": 1.0}, {"em": 0.0, "format": 1.0}
+    asked = replace(QUESTION, text="with passages")
+    scored = make_row("e", 0.5, QUESTION, Group(asked, [right, wrong], [lost]), method)
+    assert [attempt["error"] for attempt in scored["trajectories"]] == ["retriever: gone", None, None]
+    assert [attempt["scores"].get("em") for attempt in scored["trajectories"]] == [None, 1.0, 0.0]
+    assert (scored["scores"]["em"], scored["scores"]["pass@2"]) == (0.5, 1.0)
+    assert ("format" in scored["scores"]) == (method == "agent")
+    assert (key_of(scored), scored["question"]) == (("0.5", "nq", "1"), "Who?")
 
 
 def test_almost_right_is_not_a_pass():

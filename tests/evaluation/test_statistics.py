@@ -11,7 +11,7 @@ from scipy.stats import bootstrap
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.evaluation import report
 from calibadv_jax.evaluation.records import pass_at_k
-from calibadv_jax.evaluation.report import interval, intervals_of_sums, stratified_mean
+from calibadv_jax.evaluation.report import interval, intervals_of_sums
 from calibadv_jax.evaluation.statistics import compare_paired
 
 FIRST = np.array([1.0, 0.0, 0.5, 0.2, 0.9, 0.4])
@@ -28,14 +28,6 @@ def test_interval_is_that_of_all_resamples(confidence):
     low, high = np.quantile(resampled(FIRST), [(1 - confidence) / 2, (1 + confidence) / 2])
     bounds = interval([FIRST], confidence, 40_000)
     assert bounds == pytest.approx((low, high), abs=0.01)
-
-
-@pytest.mark.medium
-def test_interval_of_an_average_resamples_within_each_data_source():
-    means = (resampled(FIRST)[:, None] + resampled(SECOND)[None]) / 2
-    low, high = np.quantile(means, [0.025, 0.975])
-    assert interval([FIRST, SECOND], 0.95, 40_000) == pytest.approx((low, high), abs=0.01)
-    assert stratified_mean([FIRST, SECOND]) == pytest.approx((FIRST.mean() + SECOND.mean()) / 2)
 
 
 @pytest.mark.parametrize("elements", [report.ELEMENTS, 70])  # 70: eleven resamples at a time

@@ -1,10 +1,7 @@
 """The experiments of experiments/evidence.md: what is run, skipped and begun again."""
 
-import dataclasses
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -13,7 +10,7 @@ from collections import Counter
 import pytest
 
 from experiments import runs as evidence
-from experiments.arms import LONG, ROOT, Arm, Job
+from experiments.arms import LONG, Arm, Job
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
@@ -31,6 +28,7 @@ EVALUATE = """
 report = {"policy": {"step": 60}, "scores": {"1": {"all": {"f1": 0.5}}}}
 (folder / "evaluation.json").write_text(json.dumps(report))
 """
+SCORES = '"scores": {"%s": {"all": {"f1": 0.5}}}}'
 
 
 @pytest.fixture
@@ -90,15 +88,22 @@ def test_what_is_finished_is_not_run_again(tmp_path, programs, capsys):
 
 
 @pytest.mark.parametrize(
-    "report", ['{"policy": {"step": 40}, "scores": {"1": {"all": {"f1": 0.5}}}}', '{"pol']
+    ("report", "is_done"),
+    [
+        ('{"policy": {"step": 60}, ' + SCORES % "1", True),
+        ('{"policy": {"step": 40}, ' + SCORES % "1", False),
+        ('{"policy": {"step": 60}, ' + SCORES % "0", False),  # another temperature
+        ('{"pol', False),
+    ],
 )
-def test_an_evaluation_of_an_earlier_step_does_not_count(tmp_path, programs, report):
+def test_only_an_evaluation_of_the_last_step_counts(tmp_path, programs, report, is_done):
     (job,) = jobs_of("grpo")
     folder = evidence.run_folder(tmp_path, job)
     folder.mkdir(parents=True)
     (folder / "evaluation.json").write_text(report)
+    assert evidence.is_done(tmp_path, job) == is_done
     assert run_all(tmp_path, [job]).num_done() == 1
-    assert "train runs/grpo-lr1.9e-3/seed-3" in calls(tmp_path)
+    assert ("train runs/grpo-lr1.9e-3/seed-3" in calls(tmp_path)) != is_done
 
 
 def test_a_run_that_fails_does_not_keep_the_others_from_running(tmp_path, programs, capsys):
@@ -112,14 +117,10 @@ def test_a_run_that_fails_does_not_keep_the_others_from_running(tmp_path, progra
     log = tmp_path / "runs/grpo-lr1.9e-3/seed-3/evidence.log"
     assert harness.failures == [f"grpo-lr1.9e-3/seed-3: ended with status 3; see {log}"]
     assert log.is_file() and harness.num_done() == 1
-
-
-def test_without_its_cold_start_nothing_is_run(tmp_path, programs, capsys):
-    programs["cold"] = "sys.exit('3' in sys.argv[2])"
-    programs["cold"] += COLD
-    harness = run_all(tmp_path, jobs_of("grpo", seeds=(3,)))
-    assert calls(tmp_path) == ["cold cold/seed-3"]
-    assert harness.failures[0].startswith("cold start of seed 3: ended with status 1")
+    programs["cold"] = f"sys.exit('5' in sys.argv[2]){COLD}"
+    harness = run_all(tmp_path, jobs_of("grpo", seeds=(5,)))
+    assert calls(tmp_path)[-1] == "cold cold/seed-5"  # without it nothing is run
+    assert harness.failures[0].startswith("cold start of seed 5: ended with status 1")
 
 
 def test_two_workers_do_every_run_once(tmp_path, programs):
@@ -173,20 +174,3 @@ def test_the_list_says_how_far_each_run_is(tmp_path, programs):
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     states = [line.split()[3:] for line in evidence.list_runs(tmp_path, jobs).splitlines()[2:]]
     assert states == [["done"], ["2", "steps"], ["-"]]
-
-
-def test_the_script_parses():
-    subprocess.run(["bash", "-n", str(ROOT / "experiments/evidence.sh")], check=True, timeout=10)
-
-
-def test_evaluations_are_json_as_the_harness_reads_them(tmp_path):
-    (job,) = jobs_of("grpo")
-    folder = evidence.run_folder(tmp_path, job)
-    folder.mkdir(parents=True)
-    report = {"policy": {"step": 60}, "scores": {"0": {"all": {"f1": 0.5}}}}
-    (folder / "evaluation.json").write_text(json.dumps(report))
-    assert not evidence.is_done(tmp_path, job)  # another temperature
-    report["scores"]["1"] = report["scores"]["0"]
-    (folder / "evaluation.json").write_text(json.dumps(report))
-    assert evidence.is_done(tmp_path, job)
-    assert not evidence.is_done(tmp_path, dataclasses.replace(job, steps=61))

@@ -26,6 +26,9 @@ from experiments.results import cold_starts, held_out_f1, read_results
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs/evidence.yaml")
+STEADY, FALLEN = [0.8] * 40, [0.8] * 20 + [0.32] * 20
+AT_1 = "eval__average__f1__temperature_1"
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def turn(tokens):
@@ -79,10 +82,6 @@ def write_evaluation(folder, f1, step):
     scores = {"1": {"all": {"f1": 0.99}, "average": {"f1": f1}, "one_hop": {"f1": f1}}}
     report = {"policy": {"step": step}, "scores": scores, "intervals": {}}
     (folder / "evaluation.json").write_text(json.dumps(report))
-
-
-STEADY, FALLEN = [0.8] * 40, [0.8] * 20 + [0.32] * 20
-AT_1 = "eval__average__f1__temperature_1"
 
 
 def entropy(from_step=41, value=0.0, steps=40):
@@ -142,20 +141,16 @@ def test_only_finished_runs_count(output):
         "soft-lr1.9e-3": [3],
         "calibadv-lambda0.5-lr1.9e-3": [3],
     }
+    scores = {"all": {"f1": 0.6}, "average": {"f1": 0.5}, "one_hop": {"f1": 0.4}}
+    assert held_out_f1({"scores": {"1": scores}}) == 0.5  # each kind of question counts the same
+    assert held_out_f1({"scores": {"1": {"all": {"f1": 0.6}, "one_hop": {"f1": 0.6}}}}) == 0.6
     assert list(seeds)[0] == "grpo-lr1.9e-3" and list(seeds)[-1] == "calibadv-lambda0.5-lr1.9e-3"
 
 
 def test_the_table_of_arms(output):
     rows = cells(evidence_tables.arms_table(read_results(output)))
-    assert rows["arm"] == [
-        "seeds",
-        "collapsed",
-        "final F1",
-        "best F1",
-        "tied",
-        "searches",
-        "final F1 - GRPO's",
-    ]
+    columns = "seeds, collapsed, final F1, best F1, tied, searches, final F1 - GRPO's"
+    assert rows["arm"] == columns.split(", ")
     assert rows["grpo-lr1.9e-3"] == [
         "3", "2 [0.09, 0.99]", "0.400 [-0.257, 1.057]", "0.583 [-0.029, 1.196]", "0.60", "1.50", "-"
     ]  # fmt: skip
@@ -166,12 +161,14 @@ def test_the_table_of_arms(output):
     seeds, collapsed, final, best, _, _, difference = rows["calibadv-lambda0.5-lr1.9e-3"]
     assert (seeds, final, best, difference) == ("1", "0.100", "0.100", "-0.100")
     assert collapsed.startswith("1 [")
-
-
-def test_the_mean_reward_is_first_of_each_seed(output):
-    rows = cells(evidence_tables.reward_table(read_results(output)))
-    assert rows["arm"] == ["1-10", "11-20", "21-30", "31-40"]
-    assert rows["grpo-lr1.9e-3"] == ["0.80", "0.80", "0.48", "0.48"]  # (0.32 + 0.32 + 0.8) / 3
+    rewards = cells(evidence_tables.reward_table(read_results(output)))
+    assert rewards["arm"] == ["1-10", "11-20", "21-30", "31-40"]
+    assert rewards["grpo-lr1.9e-3"] == [
+        "0.80",
+        "0.80",
+        "0.48",
+        "0.48",
+    ]  # (0.32 + 0.32 + 0.8) / 3
 
 
 def test_what_warns_first(output):
@@ -208,20 +205,18 @@ def test_the_page_says_how_many_runs_and_how_the_cold_starts_were(output):
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 110
 
 
-def test_held_out_f1_counts_every_kind_of_question_the_same():
-    scores = {"all": {"f1": 0.6}, "average": {"f1": 0.5}, "one_hop": {"f1": 0.4}}
-    assert held_out_f1({"scores": {"1": scores}}) == 0.5
-    assert held_out_f1({"scores": {"1": {"all": {"f1": 0.6}, "one_hop": {"f1": 0.6}}}}) == 0.6
-
-
 @pytest.mark.parametrize(
-    ("override", "key"),
-    [("advantage.name=calibadv", "advantage.name=grpo"), ("rollout.group_size=4", "rollout.group_size")],
+    ("overrides", "steps", "key"),
+    [
+        (["advantage.name=calibadv"], 40, "advantage.name=grpo"),
+        (["rollout.group_size=4"], 40, "rollout.group_size"),
+        ([], 20, "learner.steps"),
+    ],
 )
-def test_unlike_runs_do_not_stand_in_one_table(tmp_path, override, key):
+def test_unlike_runs_do_not_stand_in_one_table(tmp_path, overrides, steps, key):
     make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
-    make_run(tmp_path, "grpo-lr1.9e-3", 4, STEADY, 0.7, override)
-    with pytest.raises(UserError, match=rf"grpo-lr1.9e-3/seed-4: other settings .*\({key}\); move it"):
+    make_run(tmp_path, "grpo-lr1.9e-3", 4, STEADY[:steps], 0.7, *overrides)
+    with pytest.raises(UserError, match=rf"grpo-lr1.9e-3/seed-4: other settings .*{key}.*; move it"):
         read_results(tmp_path)
 
 
@@ -232,17 +227,8 @@ def test_what_only_makes_them_faster_may_differ(tmp_path):
     assert [len(runs) for runs in read_results(tmp_path).values()] == [3]
 
 
-def test_runs_of_another_length_do_not_either(tmp_path):
-    make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
-    make_run(tmp_path, "calibadv-lr1.9e-3", 3, STEADY[:20], 0.7)
-    with pytest.raises(UserError, match=r"learner\.steps"):
-        read_results(tmp_path)
-
-
-def test_a_folder_without_finished_runs_is_said(tmp_path, capsys):
-    with pytest.raises(
-        UserError, match="no finished run in .*/runs; bash experiments/evidence.sh makes them"
-    ):
+def test_a_folder_without_finished_runs_is_said(tmp_path):
+    with pytest.raises(UserError, match="no finished run in .*/runs; bash experiments/evidence.sh makes"):
         read_results(tmp_path)
 
 
@@ -260,9 +246,6 @@ def test_lengths_are_of_wrong_and_right_trajectories(tmp_path):
     keep(folder, 2, [(0.0, None, [4]), (0.0, None, [8])])
     (run,) = read_runs([folder])
     assert lengths(run) == {"length/wrong": {1: 6.0, 2: 6.0}, "length/right": {1: 6.0}}
-
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def words(path):
@@ -285,7 +268,8 @@ def test_the_report_writes_what_there_are_results_for(output, tmp_path, capsys):
     assert more == {name.replace("evidence", "rumours") for name in names}
 
 
-def test_the_frontier_shows_shares_and_means(output):
+def test_figures_show_shares_and_means(output, tmp_path):
+    """The frontier, and the sweep of lambda, which is 1 where CalibAdv is; drawn alike each time."""
     pytest.importorskip("matplotlib")
     results = read_results(output)
     shares, f1 = evidence_figures.figures(results)["frontier"].axes
@@ -295,27 +279,17 @@ def test_the_frontier_shows_shares_and_means(output):
     assert means["grpo"] == pytest.approx([0.4]) and means["calibadv"] == pytest.approx([0.7])
     bars = [sorted(line.get_ydata()) for line in f1.lines if len(line.get_ydata()) == 2]
     assert [pytest.approx([-0.257, 1.057], abs=1e-3), pytest.approx([0.452, 0.948], abs=1e-3)] == bars
-
-
-def test_the_same_figure_gives_the_same_file(output, tmp_path):
-    pytest.importorskip("matplotlib")
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        folder.mkdir()
-        evidence_figures.save(evidence_figures.figures(read_results(output))["lambda"], folder / "x.svg")
-    assert (tmp_path / "a/x.svg").read_bytes() == (tmp_path / "b/x.svg").read_bytes()
-
-
-def test_the_lambda_sweep_has_1_where_calibadv_is(output):
-    pytest.importorskip("matplotlib")
-    shares, f1 = evidence_figures.figures(read_results(output))["lambda"].axes
-    lines = {line.get_label(): line for line in f1.lines}
-    assert lines["calibadv"].get_ydata() == pytest.approx([0.1, 0.7])
-    assert [xticklabel.get_text() for xticklabel in f1.get_xticklabels()] == ["0.5", "1"]
-    assert lines["grpo"].get_ydata() == pytest.approx([0.4, 0.4])
-    assert next(line for line in shares.lines if line.get_label() == "calibadv").get_ydata().tolist() == [
-        1,
-        0,
-    ]
+    sweeps = [evidence_figures.figures(results)["lambda"] for _ in range(2)]
+    shares, f1 = sweeps[0].axes
+    swept = [{line.get_label(): list(line.get_ydata()) for line in axes.lines} for axes in (shares, f1)]
+    assert swept[1]["calibadv"] == pytest.approx([0.1, 0.7]) and swept[0]["calibadv"] == [1, 0]
+    assert swept[1]["grpo"] == pytest.approx([0.4, 0.4])
+    assert [label.get_text() for label in f1.get_xticklabels()] == ["0.5", "1"]
+    written = []
+    for figure in sweeps:
+        evidence_figures.save(figure, tmp_path / "x.svg")
+        written.append((tmp_path / "x.svg").read_bytes())
+    assert written[0] == written[1]
 
 
 def test_the_reward_curves_are_means_with_bands_over_the_seeds(output):

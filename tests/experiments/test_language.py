@@ -64,24 +64,18 @@ def make_trajectory(tokenizer, question, thoughts, opening=""):
     return Trajectory(asked, ids(f"Question: {question}"), turns, opening=opening)
 
 
-def test_the_thoughts_are_found_token_by_token(judge):
+@pytest.mark.parametrize("opening", ["", "<think>"])
+@pytest.mark.parametrize("spoken", [THOUGHTS, ("in", "think")])
+def test_the_thoughts_are_found_token_by_token(judge, spoken, opening):
+    """Also one that is a part of its tag: it is found behind it."""
     tokenizer = judge[1].tokenizer
-    trajectory = make_trajectory(tokenizer, "Where is Oslo?", THOUGHTS)
+    trajectory = make_trajectory(tokenizer, "Where is Oslo?", spoken, opening)
     sequence = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
     spans = list(language.thoughts(tokenizer, trajectory))
-    assert [tokenizer.decode(sequence[place]) for place, _ in spans] == [t.strip() for t in THOUGHTS[:3]]
-    assert [text for _, text in spans] == [t.strip() for t in THOUGHTS[:3]]
-
-
-@pytest.mark.parametrize("opening", ["", "<think>"])
-def test_a_thought_that_is_a_part_of_its_tag_is_found_behind_it(judge, opening):
-    tokenizer = judge[1].tokenizer
-    trajectory = make_trajectory(tokenizer, "Where is Oslo?", ("in", "think"), opening)
-    sequence = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
-    for place, text in language.thoughts(tokenizer, trajectory):
+    assert [text for _, text in spans] == [thought.strip() for thought in spoken if thought]
+    for place, text in spans:
         assert tokenizer.decode(sequence[place]) == text
-        behind = tokenizer.decode(sequence[place.stop :])
-        assert behind.startswith(" </think>")
+        assert tokenizer.decode(sequence[place.stop :]).lstrip().startswith("</think>")
 
 
 def test_perplexities_are_those_of_the_judge(judge):
@@ -136,17 +130,13 @@ def test_a_run_that_kept_nothing_is_one_line(judge, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (["--model", "{folder}", "--window", "0"], "'0': must be a whole number above 0"),
-        (
-            ["--model", "{folder}/none"],
-            "none: no config.json there; give the HuggingFace folder of the judge",
-        ),
+        (["--model", ".", "--window", "0"], "'0': must be a whole number above 0"),
+        (["--model", "none"], "none: no config.json there; give the HuggingFace folder of the judge"),
     ],
 )
 def test_what_is_given_wrongly_is_said_before_the_judge_is_loaded(tmp_path, monkeypatch, capsys, given, line):
-    monkeypatch.setattr(
-        sys, "argv", ["language", str(tmp_path), *(argument.format(folder=tmp_path) for argument in given)]
-    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), *given])
     with pytest.raises(SystemExit):
         language.main()
     assert capsys.readouterr().err.rstrip().endswith(line)

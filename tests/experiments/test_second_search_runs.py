@@ -86,16 +86,13 @@ def test_steps_without_a_decision_are_an_error(tmp_path):
         second_search_runs.main([str(run), "--steps", "1"])
 
 
-def test_a_step_that_is_not_kept_is_named(tmp_path):
-    run = make_run(tmp_path / "grpo-lr1e-3/seed-3", draw_steps(0, number=1))
-    with pytest.raises(UserError, match="step 2 is not kept"):
-        second_search_runs.main([str(run)])
-
-
-def test_a_run_that_has_not_logged_its_searches_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("steps", "message"), [("2", "step 2 is not kept"), ("1", "seed-3/metrics.jsonl: no step has rollout/se")]
+)
+def test_what_a_run_lacks_is_named(tmp_path, steps, message):
     run = make_run(tmp_path / "grpo-lr1e-3/seed-3", draw_steps(0, number=1), searches=())
-    with pytest.raises(UserError, match=r"seed-3/metrics.jsonl: no step has rollout/searches/mean"):
-        second_search_runs.main([str(run), "--steps", "1"])
+    with pytest.raises(UserError, match=message):
+        second_search_runs.main([str(run), "--steps", steps])
 
 
 def test_every_method_has_a_mark_of_its_own():

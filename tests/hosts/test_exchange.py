@@ -1,8 +1,13 @@
 """Meetings of the processes of a run, with threads in their place: what is exchanged, and how all stop."""
 
+import math
 import pickle
+import socket
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,7 +16,7 @@ import pytest
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.stopping import CALLED, Stop
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
-from calibadv_jax.hosts import exchange
+from calibadv_jax.hosts import exchange, watch
 from calibadv_jax.hosts.exchange import ALONE, Joined, SharedGroups, from_bytes, to_bytes
 
 
@@ -49,7 +54,7 @@ def run_all():
     """Does a function of a process' hosts in two of them at once; gives what it returns or raises in each."""
     made = []
 
-    def run(work, count=2):
+    def run(work, count=2, left=0):
         notes = Notes()
 
         def run_process(index):
@@ -62,8 +67,8 @@ def run_all():
 
         with ThreadPoolExecutor(count) as threads:
             results = list(threads.map(run_process, range(count)))
-        left = [key for key in notes.kept if key.startswith(exchange._ROOT)]
-        assert len(left) <= count  # of the last meeting alone
+        kept = [key for key in notes.kept if key.startswith(exchange._ROOT)]
+        assert len(kept) <= (left or count)  # of the last meeting alone
         return results
 
     yield run
@@ -73,9 +78,15 @@ def run_all():
 
 def test_values_come_to_all_in_the_order_of_the_processes(run_all):
     def work(hosts):
-        return [hosts.exchange("a", hosts.index), hosts.first("b", lambda: f"from {hosts.index}")]
+        values = [hosts.exchange("a", hosts.index), hosts.first("b", lambda: f"from {hosts.index}")]
+        hosts.final_barrier()  # nobody is watched any more
+        assert not hosts.watch._thread.is_alive()
+        return values, hosts.machines, hosts.named(2)
 
-    assert [value for value, _ in run_all(work, 3)] == [[[0, 1, 2], "from 0"]] * 3
+    host = socket.gethostname()
+    ((values, machines, name), _), *others = run_all(work, 3)
+    assert values == [[0, 1, 2], "from 0"] and [other[0][0] for other in others] == [values] * 2
+    assert machines == [host] * 3 and name == f"process 2 ({host})"
     assert ALONE.exchange("a", 7) == [7] and ALONE.first("b", lambda: 8) == 8 and ALONE.is_first
 
 
@@ -125,6 +136,46 @@ def with_signal(hosts):
             assert not hosts.index, "nothing begins any more"
 
 
+def test_signal_while_waiting_is_noted_for_the_others(run_all, monkeypatch):
+    monkeypatch.setattr(exchange, "WAIT", 20)
+
+    def work(hosts):
+        stop = Stop()
+        with hosts.steps(stop), hosts.barrier("record"):
+            if hosts.is_first:
+                stop.status = 130  # as its handler sets it within held work
+            while hosts.index and (watch.STOPPING, 0) not in hosts.watch._notes():
+                time.sleep(0.01)
+        raise AssertionError("nothing stopped it")
+
+    for error, in_step in run_all(work):
+        assert isinstance(error, SystemExit) and error.code == 130 and in_step
+
+
+@pytest.mark.parametrize("reason", ["absent", "gone"])
+def test_error_without_the_others_is_out_of_step(run_all, monkeypatch, reason):
+    """Process 0 never comes to the meeting, or has ended and taken the store with it."""
+    monkeypatch.setattr(exchange, "WAIT", 20)
+
+    def gone(*_):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
+
+    def work(hosts):
+        hosts._timeout = 0.1
+        hosts.out_of_step()
+        if not hosts.index:
+            return None
+        if reason == "gone":
+            hosts._client = SimpleNamespace(key_value_set_bytes=gone, blocking_key_value_get_bytes=gone)
+            with pytest.raises(jax.errors.JaxRuntimeError):
+                hosts._wait("a", math.inf)
+        with hosts.barrier("record"):
+            raise UserError("data.train: no such file")
+
+    (_, first), (error, second) = run_all(work, left=3)
+    assert str(error) == "data.train: no such file" and (first, second) == (False, False)
+
+
 def test_a_signal_during_a_meeting_stops_all_at_the_next(run_all, monkeypatch):
     """One process has said that it goes on when it is told to stop; the other may have gone on already."""
     wait = Joined._wait
@@ -151,13 +202,14 @@ def test_a_signal_during_a_meeting_stops_all_at_the_next(run_all, monkeypatch):
         assert isinstance(error, SystemExit) and error.code == 143 and in_step
 
 
-def test_one_that_waits_is_told_to_stop_and_breaks_off_the_others_rollouts(run_all):
-    """Process 0 waits for process 1's rollouts when the signal comes: both stop at this meeting."""
+@pytest.mark.parametrize("called", [0, 1])
+def test_signal_to_one_that_waits_breaks_off_the_others_rollouts(run_all, called):
+    """It waits for the rollouts of the one that is called: both stop at this meeting, with its status."""
 
     def work(hosts):
         stop = Stop()
         with hosts.steps(stop), hosts.local_work("rollout"):
-            if hosts.index:
+            if hosts.index == called:
                 stop.was_called, stop.status = True, CALLED  # as `Stop.call` in its main thread
                 raise SystemExit(CALLED)
             stop.status = 130
@@ -187,22 +239,20 @@ def test_the_note_of_a_stop_breaks_off_nothing_after_the_meeting(run_all):
     assert isinstance(second, UserError) and "process 0 (" in str(second)
 
 
-def test_two_processes_that_differ_are_both_told(run_all):
-    for error, in_step in run_all(lambda hosts: hosts.same("data.train", lambda: hosts.index), 2):
-        assert (
-            isinstance(error, UserError) and "has another data.train than process" in str(error) and in_step
-        )
-
-
-def test_a_difference_within_rollouts_stops_all_at_one_step(run_all):
-    """As where tied groups would give way in one process, and in the other would not."""
+@pytest.mark.parametrize("in_rollouts", [False, True])
+def test_difference_stops_all_at_one_step(run_all, in_rollouts):
+    """In rollouts, as where tied groups would give way in one process, and in the other would not."""
 
     def work(hosts):
-        with hosts.steps(Stop()), hosts.local_work("rollout"):
+        with ExitStack() as stack:
+            if in_rollouts:
+                stack.enter_context(hosts.steps(Stop()))
+                stack.enter_context(hosts.local_work("rollout"))
             hosts.same("score of a group", lambda: [[0.0, float(hosts.index)]])
 
     for error, in_step in run_all(work):
-        assert isinstance(error, UserError) and "has another score of a group" in str(error) and in_step
+        assert isinstance(error, UserError) and in_step
+        assert "has another score of a group than process" in str(error)
 
 
 def test_processes_at_different_places_do_not_take_each_other_for_something_else(run_all):

@@ -63,6 +63,7 @@ def test_each_process_samples_with_its_own_worker_and_one_process_goes_on_with_b
         assert row["actor/grad_norm"] > 0
     stale = [row["rollout/staleness/max"] for row in written]
     assert stale[:2] == [0, 0] and max(stale[2:5]) == 1
+    assert [row["rollout/mixed_versions"] for row in written[:2]] == [0, 0]
     assert all(row["actor/sampler_mismatch"] < 1e-3 for row in written[:2])
     labels = [path.name for path in (folder / "snapshots").glob("v*")]
     assert "v000006" in labels

@@ -1,17 +1,14 @@
-"""Where a process learns that it is one of several, what is refused, and what a watch says of others."""
+"""Where a process learns that it is one of several, and what is refused."""
 
-import os
-import threading
-import time
-from contextlib import suppress
+from dataclasses import replace
 
 import jax
 import pytest
 
 from calibadv_jax.config import Config, DistributedConfig, SamplerConfig, load_config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.hosts import watch
-from calibadv_jax.hosts.joining import KEYS, alone, describe_processes, joined, own_workers
+from calibadv_jax.hosts.exchange import Hosts
+from calibadv_jax.hosts.joining import KEYS, _check, alone, describe_processes, joined, own_workers
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +97,10 @@ def test_every_process_has_vllm_workers_of_its_own(sampler, shares):
     if "workers" in sampler:
         assert [section.workers for section, _ in sections] == [2, 2]
     assert own_workers(config, 0, 1) == (config, 0)
+    each = [own_workers(config, index, 4 if "workers" in sampler else 5) for index in range(4)]
+    assert [section.urls or section.worker_devices for section, _ in each] == [
+        [worker] for worker in (WORKERS if "urls" in sampler else "0123")[:4]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,53 +116,20 @@ def test_too_few_vllm_workers_are_one_line(sampler, message):
         describe_processes(Config(distributed=section, sampler=SamplerConfig(name="vllm", **sampler)))
 
 
-class Ended(Exception):
-    """In place of the end of the process."""
+class OnMachines(Hosts):
+    """All processes have the same config and devices."""
+
+    count = 2
+
+    def __init__(self, *machines):
+        self.machines = machines
 
 
-@pytest.fixture
-def last_line(monkeypatch, capfd):
-    """What a watch of process 1 of 3 says, and its status, when it finds these notes."""
-
-    def of(notes, silent):
-        statuses = []
-
-        def leave(status):
-            statuses.append(status)
-            raise Ended
-
-        monkeypatch.setattr(os, "_exit", leave)
-        called = threading.Event()
-        watcher = watch.Watch(None, 1, 3, lambda index: f"process {index} (host{index})", 30.0, called.set)
-        with suppress(Ended):
-            watcher._heed(notes, silent)
-        return capfd.readouterr().err, statuses
-
-    return of
-
-
-def test_a_process_that_is_silent_or_has_failed_ends_this_one_with_a_line(last_line):
-    line, statuses = last_line({}, {0: 1.0, 1: 0.0, 2: 31.0})
-    assert line.startswith(
-        "error: process 2 (host2) is lost: no sign of life for 31 s; start all processes again"
-    )
-    assert line.count("\n") == 1 and statuses == [75]
-    line, statuses = last_line({("ended", 0): "OSError disk full"}, {0: 0.0})
-    assert line.startswith("error: process 0 (host0) has ended: OSError disk full;") and statuses == [75]
-
-
-def test_processes_that_live_or_are_done_end_nobody(last_line):
-    assert last_line({("done", 2): "", ("ended", 1): "myself"}, {0: 29.0, 2: 60.0}) == ("", [])
-
-
-def test_a_watch_that_stood_still_itself_counts_nobody_as_lost(monkeypatch):
-    """A process that was stopped and goes on must not take the others for dead."""
-    watcher = watch.Watch(None, 0, 2, str, 30.0, lambda: None)
-    silences, now = [], iter([0.0, 1.0, 100.0, 101.0])
-    monkeypatch.setattr(watcher, "note", lambda *_: None)
-    monkeypatch.setattr(watcher, "_notes", lambda: {("alive", 0): "7", ("alive", 1): "7"})
-    monkeypatch.setattr(watcher, "_heed", lambda notes, silent: silences.append(silent))
-    monkeypatch.setattr(watcher._over, "wait", lambda _: len(silences) == 3)
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    watcher._look_on()
-    assert [max(silent.values()) for silent in silences] == [0.0, 0.0, 1.0]
+def test_retriever_of_several_machines_needs_a_url():
+    config = Config()
+    _check(config, OnMachines("a", "a"))
+    with pytest.raises(UserError, match="retriever.url is empty, and the processes are on 2 machines"):
+        _check(config, OnMachines("a", "b"))
+    _check(replace(config, retriever=replace(config.retriever, url="http://c:1")), OnMachines("a", "b"))
+    with pytest.raises(UserError, match="sampler.workers is 3, for 2 processes"):
+        _check(replace(config, sampler=SamplerConfig(name="vllm", workers=3)), OnMachines("a", "a"))

@@ -1,10 +1,10 @@
 """The wait for processes that have not started: who is missing, and what ends it."""
 
-import signal
 import socket
-import subprocess
-import sys
+import struct
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import hosts_rig
 import pytest
@@ -15,7 +15,7 @@ from calibadv_jax.hosts import joining
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(joining, "PERIOD", 0.02)
+    monkeypatch.setattr(joining, "PERIOD", 0.1)
     monkeypatch.setattr(joining, "PATIENCE", 4)
 
 
@@ -56,13 +56,8 @@ def test_process_that_ends_while_waiting_ends_all():
     port = hosts_rig.free_port()
 
     def leave():
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", port)) as connection:
-                    connection.sendall(b"calibadv 1 3\n")
-                    return
-            except ConnectionRefusedError:
-                continue
+        with connected(port) as connection:
+            connection.sendall(b"calibadv 1 3\n")
 
     with ThreadPoolExecutor(1) as threads:
         gone = threads.submit(leave)
@@ -79,7 +74,72 @@ def test_process_that_ends_while_waiting_ends_all():
     ],
 )
 def test_processes_that_disagree_are_refused(processes, message):
-    assert message in str(outcomes(*processes)[0][1])
+    (_, error), *others = outcomes(*processes)
+    assert message in str(error) and exit_status(error) == 2
+    # Who waits already hears why.
+    heard = [str(other).startswith(f"process 0 has ended: {error}") for _, other in others]
+    assert any(heard) == (len(processes) == 3) and all(exit_status(other) == 75 for _, other in others)
+
+
+def connected(port):
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            continue
+
+
+def test_second_process_0_is_refused():
+    """As where it listens on another machine."""
+    port = hosts_rig.free_port()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(joining.meet, f"127.0.0.1:{port}", 2, 0, 10.0, print)
+        with connected(port) as connection:
+            connection.sendall(b"calibadv 0 2\n")
+            with pytest.raises(UserError, match="two processes are number 0"):
+                first.result()
+
+
+def test_foreign_connections_are_left_alone():
+    port = hosts_rig.free_port()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(joining.meet, f"127.0.0.1:{port}", 2, 0, 10.0, print)
+        for text in (b"GET / HTTP/1.1", b"calibadv", b"calibadv 1 2 3", b"calibadv one 2", b"other 1 2", b""):
+            with connected(port) as connection:
+                connection.sendall(text + b"\n" if text else b"")
+        joining.meet(f"127.0.0.1:{port}", 2, 1, 10.0, print)
+        assert first.result() is None
+
+
+RESET = None  # the connection ends as that of a killed process
+EARLY = "ended before all had started"
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([b"go", b"\n"], ""),
+        ([b"process 0 has ended: no room\n"], "^process 0 has ended: no room$"),
+        ([b"HTTP/1.1 400 Bad Request\n"], EARLY),
+        ([], EARLY),
+        ([b"go", RESET], EARLY),
+    ],
+    ids=str,
+)
+def test_answer_of_process_0_is_read_whole(parts, words):
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        other = threads.submit(joining.meet, address, 3, 2, 10.0, print)
+        with server.accept()[0] as connection:
+            assert connection.recv(99) == b"calibadv 2 3\n"
+            for part in parts:
+                time.sleep(0.05)
+                if part is RESET:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                else:
+                    connection.sendall(part)
+        with pytest.raises(EnvironmentFailure, match=words) if words else nullcontext():
+            other.result()
 
 
 def test_port_in_use_is_an_environment_failure():
@@ -89,33 +149,3 @@ def test_port_in_use_is_an_environment_failure():
             joining.meet(f"127.0.0.1:{port}", 2, 0, 1.0, print)
     with pytest.raises(UserError, match="names no port"):
         joining.meet("host", 2, 0, 1.0, print)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_sigterm_ends_the_wait_for_others():
-    """Process 1 is stopped while process 2 is missing; process 0 ends too, with one line."""
-    address = f"127.0.0.1:{hosts_rig.free_port()}"
-    program = (
-        "import sys\nfrom calibadv_jax.cli import end\n"
-        "from calibadv_jax.config import Config, DistributedConfig\n"
-        "from calibadv_jax.hosts.joining import joined\n"
-        "place = {'coordinator_address': sys.argv[1], 'num_processes': 3, 'process_id': int(sys.argv[2])}\n"
-        "config = Config(distributed=DistributedConfig(**place, timeout=5.0))\n"
-        "end(lambda: joined(config).__enter__())"
-    )
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, address, str(index)],
-            cwd=hosts_rig.ROOT,
-            env=hosts_rig.environment(1),
-            text=True,
-            stderr=subprocess.PIPE,
-        )
-        for index in range(2)
-    ]
-    assert "waiting for another process" in running[1].stderr.readline()
-    running[1].send_signal(signal.SIGTERM)
-    (errors, status), (_, stopped) = hosts_rig.ends(running, 60)
-    assert (status, stopped) == (75, 143)
-    assert errors.splitlines()[-1].startswith("error: process 1 ended before all had started"), errors

@@ -95,6 +95,12 @@ def test_error_of_one_save_ends_all_until_reset():
     assert str(first) == "process 1: No space left on device" and second.errno == 28
 
 
+def test_processes_at_different_barriers_have_failed():
+    """One has left its save without an error that its thread knows."""
+    outcomes = in_threads(lambda barrier, index: barrier(key="ab"[index], timeout_ms=1000))
+    assert list(map(str, outcomes)) == ["another process could not save its part"] * 2
+
+
 def start(count, folder, asynchronous):
     address = f"127.0.0.1:{hosts_rig.free_port()}"
     return [

@@ -46,17 +46,6 @@ def test_packed_samples_lie_at_their_placements():
         assert batch.weights[at.row, at.start + at.length - 1] == 0  # nothing follows the last token
 
 
-def test_rows_return_values_by_sample():
-    samples = [make(n, 2, 10 * i) for i, n in enumerate([5, 9, 3])]
-    rows = Rows(samples, [RowShape(12, 1)])
-    (batch,) = rows.batches()
-    assert not batch.weights.any() and rows.tokens == np.count_nonzero(batch.segment_ids) == 17
-    assert rows.positions == batch.tokens.size == 24
-    back = rows.taken([batch.sampler_logprobs])
-    for sample, values in zip(samples, back, strict=True):
-        np.testing.assert_array_equal(values[1:], sample.logprobs[1:])
-
-
 def test_microbatches_keep_order_and_pad_the_end():
     batch = pack([make(10, 1, 100 * index) for index in range(5)], 10)
     split = list(microbatches(batch, 2))

@@ -128,6 +128,26 @@ def test_recomputed_logprobs_match_the_loss(policy, one_device):
     assert metrics["actor/loss"] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.timeout(300)
+def test_computed_microbatches_are_counted(policy, one_device):
+    batch = pack(samples(), 24)
+    learner, counts = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(2)), []
+    put, number = learner._put, -(-len(batch.tokens) // 2)
+
+    def put_when_computed(microbatch):
+        while learner.microbatches()[0] < len(counts) % number:
+            pass
+        counts.append(learner.microbatches())
+        return put(microbatch)
+
+    learner._put = put_when_computed
+    params = init_params(policy, one_device, 0)
+    learner.logprobs(params, batch)
+    learner.update(learner.init(params), [batch], LOSS)
+    assert counts == [(done, number) for done in range(number)] * 2
+    assert learner.microbatches() == (0, 0) and learner.updates == 1
+
+
 def test_non_finite_gradient_is_skipped(policy, one_device):
     batch = pack(samples(), 32)
     batch.advantages[0, 3] = np.nan
@@ -211,31 +231,6 @@ def test_number_of_microbatches_needs_no_compilation(policy, one_device):
         state, _ = learner.update(state, [pack(samples(count), 32)], LOSS)
     assert learner._accumulate[LOSS]._cache_size() == learner._apply._cache_size() == 1
     assert int(state["updates"]) == 3
-
-
-@pytest.mark.medium
-def test_rows_of_two_widths_in_one_update(policy, one_device):
-    """The microbatch of narrow rows has more of them; the step is that of one batch."""
-    chosen = samples(12)
-    weights = token_weights(chosen, "token_mean")
-    expected, expected_metrics = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
-    parts = [pack(chosen[:5], 32, weights=weights[:5]), pack(chosen[5:], 16 + 4, weights=weights[5:])]
-    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(2, row_length=40, logprob_chunk=8))
-    shapes = []
-    values = learner._values
-
-    def seen(base, params, microbatch, used):
-        shapes.append(microbatch.tokens.shape)
-        return values(base, params, microbatch, used)
-
-    learner._values = seen
-    state = learner.init(init_params(policy, one_device, 0))
-    before = jax.device_get(state["params"])
-    state, metrics = learner.update(state, parts, LOSS)
-    assert shapes == [(2, 32), (4, 20)]
-    close_in_norm(jax.tree.map(lambda a, b: b - a, jax.device_get(state["params"]), before), expected)
-    for name, value in expected_metrics.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 TIED_CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -323,3 +318,28 @@ def test_temporary_memory_is_linear_in_the_row_length():
     )
     assert long - middle == pytest.approx(4 * (middle - short), rel=0.1)
     assert long < 32768 * 32768  # one byte for each pair of tokens would be more
+
+
+@pytest.mark.medium
+def test_rows_of_two_widths_in_one_update(policy, one_device):
+    """The microbatch of narrow rows has more of them; the step is that of one batch."""
+    chosen = samples(12)
+    weights = token_weights(chosen, "token_mean")
+    expected, expected_metrics = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
+    parts = [pack(chosen[:5], 32, weights=weights[:5]), pack(chosen[5:], 16 + 4, weights=weights[5:])]
+    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(2, row_length=40, logprob_chunk=8))
+    shapes = []
+    values = learner._values
+
+    def seen(base, params, microbatch, used):
+        shapes.append(microbatch.tokens.shape)
+        return values(base, params, microbatch, used)
+
+    learner._values = seen
+    state = learner.init(init_params(policy, one_device, 0))
+    before = jax.device_get(state["params"])
+    state, metrics = learner.update(state, parts, LOSS)
+    assert shapes == [(2, 32), (4, 20)]
+    close_in_norm(jax.tree.map(lambda a, b: b - a, jax.device_get(state["params"]), before), expected)
+    for name, value in expected_metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name

@@ -206,21 +206,6 @@ def test_kernel_without_sharing_is_refused(policy):
         Learner(splash, optax.sgd(1.0), mesh, LearnerOptions(1, shares_prefixes=True))
 
 
-@pytest.mark.parametrize("widths", [[ROW], [ROW, ROW // 2]])
-def test_equal_trajectories_keep_every_trained_token(widths):
-    """Four of them are one path of eight nodes with 24 columns of the loss, beside another tree."""
-    rng = np.random.default_rng(0)
-    equal = sample(rng, range(1, 9), 2, trained=1.0)
-    other = sample(rng, range(11, 19), 2, trained=1.0)
-    samples = [equal] * 4 + [other]
-    weights = token_weights(samples, "token_mean")
-    batches = SharedRows(samples, [RowShape(width, 1) for width in widths], weights).batches()
-    assert sum(np.count_nonzero(batch.weights) for batch in batches) == 30
-    assert sum(batch.weights.sum(dtype=np.float64) for batch in batches) == pytest.approx(1.0, rel=1e-6)
-    targets = np.concatenate([batch.targets[batch.weights > 0] for batch in batches])
-    assert sorted(targets) == sorted([*range(3, 9)] * 4 + [*range(13, 19)])
-
-
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 3]))
 @settings(max_examples=30, deadline=None)
 def test_shared_rows_keep_all_weights(seed, copies):

@@ -89,17 +89,6 @@ def test_samples_without_advantage_change_nothing(learner, state, aggregation, m
     assert metrics["actor/entropy"] == pytest.approx(direct["actor/entropy"] / tokens, rel=0.05)  # a mean
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("change", [{"entropy_coef": 0.1}, {"kl_coef": 0.1}])
-def test_other_terms_of_the_loss_keep_every_sample(learner, state, change, monkeypatch):
-    loss = policy_loss(True, **change)
-    seen = rows_of(learner, monkeypatch)
-    reference = init_params(learner.policy, learner.mesh, 1) if loss.config.kl_coef else None
-    metrics = learn(learner, state, samples(), config(), loss, rng(), reference).metrics
-    assert int((seen[0].segment_ids > 0).sum()) == sum(len(sample.tokens) for sample in samples())
-    assert metrics["actor/computed_share"] == pytest.approx(1.0)
-
-
 def test_step_without_advantages_moves_by_momentum(learner, state):
     loss = policy_loss(True)
     direct = learn(learner, state, samples(), config(), loss, rng())
@@ -115,27 +104,6 @@ def test_step_without_advantages_moves_by_momentum(learner, state):
     assert len(nothing) == 7 and not nothing & metrics.keys()
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, jax.device_get(result.state["params"]))
     assert max(jax.tree.leaves(moved)) > 1e-3
-
-
-@pytest.mark.parametrize(
-    "aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.medium)]
-)
-def test_step_entropy_is_of_computed_tokens(learner, state, aggregation):
-    """Mini-batches of one sample, some of which compute nothing."""
-    loss, every = policy_loss(True, aggregation=aggregation), samples()
-    frozen = Learner(learner.policy, optax.sgd(0.0), learner.mesh, LearnerOptions(2))
-
-    def start():
-        return frozen.init(init_params(learner.policy, learner.mesh, 0))
-
-    computed = [sample for index, sample in enumerate(every) if index not in (1, 2, 6)]
-    _, direct = frozen.update(start(), [pack(computed, ROW)], loss)
-    metrics = learn(frozen, start(), every, config(minibatch_size=1), loss, rng()).metrics
-    assert metrics["actor/updates"] == 8
-    for name in TOKEN_METRICS & direct.keys():
-        mean = direct[name] / sum(int(sample.mask.sum()) for sample in computed)
-        assert metrics[name] == pytest.approx(mean, rel=1e-4, abs=1e-5), name
-    assert metrics["actor/entropy"] > 1
 
 
 @pytest.mark.medium

@@ -54,7 +54,7 @@ def test_samples_return_in_order_with_recomputed_logprobs():
         back = learned(Notebook(), made, config, LossConfig()).samples
         assert [sample.tokens is other.tokens for sample, other in zip(back, made, strict=True)] == [True] * 4
         assert [index for index, sample in enumerate(back) if sample.old_logprobs is not None] == recomputed
-    np.testing.assert_allclose(back[0].old_logprobs[3:], [-1.05, -1.06], rtol=1e-6)
+    np.testing.assert_allclose(back[0].old_logprobs, [0, 0, 0, -1.05, -1.06], rtol=1e-6)
     np.testing.assert_allclose(back[3].old_logprobs[3:], [-1.08, -1.09], rtol=1e-6)
 
 

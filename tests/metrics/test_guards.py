@@ -54,23 +54,20 @@ def test_null_switches_guard_off_and_limit_is_good(name):
     assert off.action == "go_on" and f"guard/{name}" not in off.metrics and len(off.metrics) == 4
 
 
-def test_good_step_resets_the_count():
-    watch = guards(action="stop", patience=2)
-    verdicts = feed(watch, {}, bad("entropy"), {}, bad("entropy"), bad("format_valid"))
-    assert all(verdict.action == "go_on" and not verdict.findings for verdict in verdicts)
-
-
-def test_unarmed_guard_does_not_trip():
-    watch = guards(action="stop", patience=1)
-    verdicts = feed(watch, bad("format_valid"), bad("format_valid"), {}, bad("format_valid"))
-    assert [verdict.action for verdict in verdicts] == ["go_on", "go_on", "go_on", "stop"]
-    assert [verdict.metrics["guard/format_valid"] for verdict in verdicts] == [0, 0, 0, 1]
-
-
-def test_nan_is_never_good():
-    watch = guards(action="stop", patience=2)
-    verdicts = feed(watch, bad("entropy", float("nan")), bad("entropy", float("nan")))
-    assert [verdict.action for verdict in verdicts] == ["go_on", "stop"]
+def test_good_steps_unarmed_guards_and_nan():
+    nan = [bad("entropy", float("nan"))] * 2
+    for patience, last, steps in (
+        (2, "go_on", [{}, bad("entropy"), {}, bad("entropy"), bad("format_valid")]),
+        (1, "stop", [bad("format_valid"), bad("format_valid"), {}, bad("format_valid")]),
+        (2, "stop", nan),
+    ):
+        verdicts = feed(guards(action="stop", patience=patience), *steps)
+        assert [verdict.action for verdict in verdicts] == ["go_on"] * (len(steps) - 1) + [last]
+        assert [bool(verdict.findings) for verdict in verdicts] == [False] * (len(steps) - 1) + [
+            last == "stop"
+        ]
+    verdicts = feed(guards(action="stop", patience=1), bad("format_valid"), {}, bad("format_valid"))
+    assert [verdict.metrics["guard/format_valid"] for verdict in verdicts] == [0, 0, 1]
 
 
 def test_step_without_the_metric_is_ignored():
@@ -245,3 +242,20 @@ def test_nonfinite_parameters_end_the_run():
     verdict = guards.check(1, numbers(0.0, finite=0.0))
     assert verdict.action == "stop" and guards.is_broken
     assert verdict.findings[0].startswith("step 1: the parameters are not finite")
+
+
+@pytest.mark.parametrize(
+    ("action", "step", "keep", "expected"),
+    [
+        ("rollback", 5, 2, False),  # 3, the newest good one, would go
+        ("rollback", 5, 3, True),
+        ("rollback", 4, 1, True),  # the newest good one itself
+        ("stop", 5, 2, True),
+    ],
+)
+def test_checkpoint_before_bad_steps_stays(action, step, keep, expected):
+    watch = guards(action=action, patience=9)
+    watch.last_good_step = 4 if step == 4 else 3
+    assert watch.may_save(step, [1, 3, 4][: step - 2], keep) == expected
+    watch.is_broken = True
+    assert not watch.may_save(step, [1, 3, 4], 9)

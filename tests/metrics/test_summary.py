@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from calibadv_jax.core.trajectory import Group, Question, StopReason, Trajectory, Turn, TurnKind
-from calibadv_jax.metrics.summary import ALIASES, trajectory_metrics
+from calibadv_jax.metrics.catalogue import authors_names, find
+from calibadv_jax.metrics.summary import ALIASES, report_metrics, trajectory_metrics
 
 QUESTION = Question("q", "Who?", ("Ada",), "toy")
 
@@ -36,43 +37,35 @@ def metrics() -> dict[str, float]:
     return trajectory_metrics([Group(QUESTION, [solved, invalid]), Group(QUESTION, [cut])])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("reward/mean", 1 / 3),
-        ("reward/max", 1),
-        ("reward/min", 0),
-        ("reward/em", 1 / 3),
-        ("reward/format_valid", 1 / 3),
-        ("rollout/turns/mean", 5 / 3),
-        ("rollout/searches/mean", 2 / 3),
-        ("rollout/searches/max", 1),
-        ("rollout/valid_actions/mean", (2 + 0 + 1) / 3),
-        ("rollout/valid_action_ratio", (1 + 0 + 0.5) / 3),
-        ("rollout/answered", 1 / 3),
-        ("rollout/invalid", 1 / 3),
-        ("rollout/truncated", 1 / 3),
-        ("rollout/prompt_length/max", 16),
-        ("rollout/response_length/mean", (18 + 12 + 30) / 3),
-        ("rollout/sampled_tokens/total", 10 + 3 + 25),
-        ("rollout/sampled_tokens/min", 3),
-        ("rollout/sampled_token_ratio", 38 / 60),
-        ("group/best_score", 0.5),
-        ("group/solved", 0.5),
-        ("group/tied", 0.5),
-        ("group/all_zero", 0.5),
-        ("env/number_of_actions/mean", 5 / 3),
-        ("env/number_of_valid_search", 2 / 3),
-        ("env/ratio_of_valid_action", 0.5),
-        ("env/finish_ratio", 1 / 3),
-        ("critic/score/mean", 1 / 3),
-        ("response_length/max", 30),
-        ("response_length/clip_ratio", 1 / 3),
-        ("correct_rate/least_one_correct", 0.5),
-    ],
-)
-def test_values(metrics, name, value):
-    assert metrics[name] == pytest.approx(value)
+def test_values(metrics):
+    expected = {
+        0: ["reward/min"],
+        1 / 3: [
+            *("reward/mean", "reward/em", "reward/format_valid", "rollout/answered", "rollout/invalid"),
+            *("rollout/truncated", "env/finish_ratio", "critic/score/mean", "response_length/clip_ratio"),
+        ],
+        0.5: [
+            *(
+                "group/best_score",
+                "group/solved",
+                "group/tied",
+                "group/all_zero",
+                "env/ratio_of_valid_action",
+            ),
+            *("correct_rate/least_one_correct", "rollout/valid_action_ratio"),  # (1 + 0 + 0.5) / 3
+        ],
+        2 / 3: ["rollout/searches/mean", "env/number_of_valid_search"],
+        1: ["reward/max", "rollout/searches/max", "rollout/valid_actions/mean"],  # (2 + 0 + 1) / 3
+        5 / 3: ["rollout/turns/mean", "env/number_of_actions/mean"],
+        3: ["rollout/sampled_tokens/min"],
+        16: ["rollout/prompt_length/max"],
+        (18 + 12 + 30) / 3: ["rollout/response_length/mean"],
+        30: ["response_length/max"],
+        10 + 3 + 25: ["rollout/sampled_tokens/total"],
+        38 / 60: ["rollout/sampled_token_ratio"],
+    }
+    values = {name: value for value, names in expected.items() for name in names}
+    assert {name: metrics[name] for name in values} == pytest.approx(values) and len(values) == 30
 
 
 def test_values_are_finite_with_all_aliases(metrics):
@@ -84,12 +77,26 @@ def test_trajectory_without_turns_has_length_zero():
     metrics = trajectory_metrics([Group(QUESTION, [trajectory([], 0.0, False)])])
     assert metrics["rollout/response_length/mean"] == 0
     assert metrics["rollout/valid_action_ratio"] == 0
+    with pytest.raises(ValueError, match="no trajectories"):
+        trajectory_metrics([Group(QUESTION, [])])
 
 
 def test_metric_averages_over_trajectories_with_it():
     first, other = trajectory([], 1.0, True), trajectory([], 0.0, True)
     first.metrics = {"recall": 0.5}
     assert trajectory_metrics([Group(QUESTION, [first, other])])["reward/recall"] == 0.5
+
+
+def test_catalogue_knows_whole_names_and_aliases():
+    names = ("reward/mean", "critic/score/min", "response_length/mean", "env/finish_ratio")
+    assert all(map(find, names))
+    assert not any(map(find, ("reward/meanest", "critic/score/median", "xreward/mean", "critic/score")))
+    assert authors_names("reward/max") == ["critic/score/max"]
+
+
+def test_names_of_an_evaluation_hold_source_and_temperature():
+    means = {"0": {"nq": {"em": 0.5}}, "0.7": {"all": {"f1": 1.0}}}
+    assert report_metrics(means) == {"eval/nq/em/greedy": 0.5, "eval/all/f1/temperature_0.7": 1.0}
 
 
 def test_no_trajectories_is_an_error():

@@ -11,10 +11,12 @@ from http_rig import Handler, serving
 
 from benchmarks.generated_run import answer_turn, make_run, make_turn, search_turn, write_run
 from benchmarks.inspect_page import measure
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, dump_config
+from calibadv_jax.config.kept import add_start
 from calibadv_jax.contrib.pages import notebook
 from calibadv_jax.contrib.pages.site import RunFiles, Site, write_site
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
+from calibadv_jax.record.schema import kept_steps
 
 pytestmark = pytest.mark.slow
 
@@ -54,18 +56,11 @@ def test_list_shows_every_group_and_trajectory_ending(small):
 
 def test_each_choice_of_show(small):
     page, _ = small
-    expected = {
-        "wrong-good": 6,
-        "softened": 3,
-        "repeated": 3,
-        "invalid": 3,
-        "failed": 3,
-        "right": 3,
-        "wrong": 9,
-    }
-    for show, number in (expected | {"unfinished": 0, "": 15}).items():
-        page.select_option("#show", show)
-        assert count(page) == f"{number} trajectories in {3 if number else 0} groups", show
+    same = ("softened", "repeated", "invalid", "failed", "right")
+    for number, shows in {6: ("wrong-good",), 3: same, 9: ("wrong",), 0: ("unfinished",), 15: ("",)}.items():
+        for show in shows:
+            page.select_option("#show", show)
+            assert count(page) == f"{number} trajectories in {3 if number else 0} groups", show
 
 
 def test_filters_go_together_and_are_cleared(small):
@@ -84,14 +79,14 @@ def test_filters_go_together_and_are_cleared(small):
 
 def test_text_is_searched_in_question_answers_and_queries(small):
     page, _ = small
-    for text, number in (
-        ("BOB", 6),
-        ("bob keeps", 6),
-        ("ann", 15),
-        ("query", 15),
-        ("nobody", 0),
-        ("onerror bob", 2),
-    ):
+    for text, number in {
+        "BOB": 6,
+        "bob keeps": 6,
+        "ann": 15,
+        "query": 15,
+        "nobody": 0,
+        "onerror bob": 2,
+    }.items():
         page.fill("#text", text)
         assert count(page).startswith(f"{number} trajector"), text
 
@@ -124,9 +119,11 @@ def test_new_address_draws_its_group_once(small):
     assert page.evaluate("window.drawn") == ["1/0", "1/1"]
 
 
-def test_tokens_show_sign_and_size_of_advantage(small):
+def test_tokens_and_legend_show_the_chosen_shade(small):
     page, address = small
     open_group(page, address, 1, 0)
+    legend = page.locator("#detail .scales")
+    assert "wavy line: negative" in legend.inner_text() and legend.locator(".token").count() == 8
 
     def style(selector):
         token = page.locator(selector).first
@@ -146,11 +143,15 @@ def test_tokens_show_sign_and_size_of_advantage(small):
     assert "advantage −0.167" in page.inner_text("#tip") and "id " in page.inner_text("#tip")
     before = style(bad)
     page.select_option("#shade", "surprise")
+    assert "−log probability" in legend.inner_text() and legend.locator(".token").count() == 5
     assert style(bad)[0] == "wavy" and style(bad)[1] != before[1]  # the sign stays
     page.select_option("#shade", "mismatch")
+    assert "learner and sampler" in legend.inner_text()
     assert "shade3" in page.locator(bad).first.get_attribute("class")
     page.locator(good).first.hover()
     assert "ratio 1.07" in page.inner_text("#tip")
+    page.select_option("#shade", "advantage")
+    assert "wavy line: negative" in legend.inner_text()
 
 
 def test_link_leads_back_to_the_same_view(small):
@@ -223,32 +224,16 @@ def test_keys_stay_with_trajectories_that_pass_filters(small):
     assert chosen.get_attribute("data-index") == "1"
 
 
-def test_legend_of_group_is_that_of_its_shades(small):
-    page, address = small
-    open_group(page, address, 1, 0)
-    legend = page.locator("#detail .scales")
-    assert "wavy line: negative" in legend.inner_text() and legend.locator(".token").count() == 8
-    page.select_option("#shade", "surprise")
-    assert "−log probability" in legend.inner_text() and legend.locator(".token").count() == 5
-    page.select_option("#shade", "mismatch")
-    assert "learner and sampler" in legend.inner_text()
-    page.select_option("#shade", "advantage")
-    assert "wavy line: negative" in legend.inner_text()
-
-
 def test_fully_spared_turn_does_not_look_untrained(served, page, tokenizer, tmp_path):
     """The second trajectory found silver documents only: its penalty is gone, and that can be seen."""
     question = Question("q", "who keeps it?", ("ann",), "two_hop", ("a",))
     prompt = np.array(tokenizer.encode(question.text).ids, np.int32)
     turns = [
         [
-            search_turn(tokenizer, "first", "query", [SHELF["a"], SHELF["b"]]),
-            answer_turn(tokenizer, "so", "ann"),
-        ],
-        [
-            search_turn(tokenizer, "other", "query", [SHELF["b"], SHELF["a"]]),
-            answer_turn(tokenizer, "so", "bob"),
-        ],
+            search_turn(tokenizer, thought, "query", [SHELF[name] for name in documents]),
+            answer_turn(tokenizer, "so", answer),
+        ]
+        for thought, documents, answer in (("first", "ab", "ann"), ("other", "ba", "bob"))
     ]
     made = [Trajectory(question, prompt, each, index) for index, each in enumerate(turns)]
     failed = Trajectory(question, prompt, [answer_turn(tokenizer, "so", "bob")], 2, error="retriever: gone")
@@ -331,17 +316,8 @@ def test_text_of_documents_questions_and_answers_stays_text(small):
     shown = page.inner_text("#detail h2")
     assert "<script>window.hacked=1</script>" in shown and "onerror" in shown
     page.locator(".document").evaluate_all("all => all.forEach(one => { one.open = true; })")
-    places = (
-        ".document pre",
-        ".document .title",
-        ".answer b",
-        ".error",
-        ".token",
-        ".question",
-        ".golden b",
-        ".flaw",
-    )
-    for place in places:
+    places = (".document pre", ".document .title", ".answer b", ".error", ".token", ".question")
+    for place in (*places, ".golden b", ".flaw"):
         assert "<img src=x onerror" in "".join(page.locator(place).all_inner_texts()), place
     assert page.locator("#detail img, #detail script, .entry img, .entry script").count() == 0
     assert page.evaluate("window.hacked") is None
@@ -349,7 +325,7 @@ def test_text_of_documents_questions_and_answers_stays_text(small):
     assert page.evaluate("window.hacked") is None
 
 
-def test_narrow_screens_show_the_list_or_the_group(small):
+def test_narrow_screens_show_list_group_or_help(small):
     page, _ = small
     page.set_viewport_size({"width": 390, "height": 844})
     assert not page.locator("#detail").is_visible()
@@ -357,6 +333,10 @@ def test_narrow_screens_show_the_list_or_the_group(small):
     page.wait_for_selector(".card")
     assert not page.locator("#side").is_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.click("#detail .words")
+    fits = "e => e.scrollWidth <= e.clientWidth && e.offsetWidth <= innerWidth"
+    assert page.locator("#help").evaluate(fits)
+    page.keyboard.press("Escape")
     page.click(".back")
     assert page.locator("#side").is_visible() and not page.locator("#detail").is_visible()
 
@@ -378,14 +358,6 @@ def test_written_folder_works_on_any_web_server(small_run, page, tmp_path):
         assert page.locator(".card").count() == 5
 
 
-def test_invalid_turn_says_why(small):
-    page, address = small
-    open_group(page, address, 1, 0)
-    card = page.locator(".card[data-index='3']")
-    assert card.locator(".flaw").all_inner_texts() == ["Invalid: no action: none of <search>, <answer>."]
-    assert "Invalid format: turn 2: no action" in card.locator(".why").first.inner_text()
-
-
 def test_terms_are_explained_in_place_and_in_help(small):
     page, address = small
     open_group(page, address, 1, 0)
@@ -401,19 +373,13 @@ def test_terms_are_explained_in_place_and_in_help(small):
     assert names <= set(listed) and len(listed) == page.locator("#help .terms dd").count()
 
 
-def test_help_fits_a_phone(small):
-    page, address = small
-    page.set_viewport_size({"width": 390, "height": 844})
-    open_group(page, address, 1, 0)
-    page.click("#detail .words")
-    assert page.locator("#help").evaluate(
-        "e => e.scrollWidth <= e.clientWidth && e.offsetWidth <= innerWidth"
-    )
-
-
-def test_explanations_of_a_group_stand_once(small):
+def test_explanations_stand_where_they_belong(small):
+    """Those of the group once, that of an invalid turn with it."""
     page, address = small
     open_group(page, address, 1, 0)
+    card = page.locator(".card[data-index='3']")
+    assert card.locator(".flaw").all_inner_texts() == ["Invalid: no action: none of <search>, <answer>."]
+    assert "Invalid format: turn 2: no action" in card.locator(".why").first.inner_text()
     shared = page.locator(".group .why li").all_inner_texts()
     assert shared[0] == "Scores of the finished trajectories: 1, 0, 0, 0."
     columns = page.locator(".card .why").all_inner_texts()
@@ -474,13 +440,8 @@ def test_list_answers_arrows_home_end_and_enter(small):
     page, _ = small
     opened = "#detail[data-ready='{}']"
     page.keyboard.press("ArrowDown")
-    for key, group in (
-        ("ArrowDown", "1/1"),
-        ("End", "2/0"),
-        ("ArrowUp", "1/1"),
-        ("Home", "1/0"),
-        ("PageDown", "2/0"),
-    ):
+    moves = "ArrowDown 1/1, End 2/0, ArrowUp 1/1, Home 1/0, PageDown 2/0"
+    for key, group in (move.split() for move in moves.split(", ")):
         page.keyboard.press(key)
         page.wait_for_selector(opened.format(group))
         chosen = page.locator(".entry.chosen").get_attribute("id")
@@ -535,24 +496,52 @@ def test_groups_are_sorted_by_score_length_and_searches(served, page, tokenizer,
         page.wait_for_selector("#detail[data-ready='1/2']")
 
 
-def test_run_in_progress_opens_at_its_newest_step(served, page, tokenizer, small_group, tmp_path):
-    steps = [[small_group(), small_group()], [small_group("one_hop")], [small_group("one_hop")] * 2]
-    write_run(tmp_path / "run", steps, Config(), tokenizer, planned=60)
-    later = (tmp_path / "run/rollouts/step_3.parquet").rename(tmp_path / "later.parquet")
-    with served(tmp_path / "run") as address:
+def test_page_follows_a_run(served, page, tokenizer, small_group, tmp_path):
+    """From before its first step; what is open, chosen or typed stays, and the focus with it."""
+    folder = tmp_path / "run"
+    steps = [[small_group()], [small_group("one_hop")] * 2, [small_group("one_hop")]]
+    write_run(folder, steps, Config(), tokenizer, planned=60)
+    add_start(folder, dump_config(Config()), {})
+    coming = [path.rename(tmp_path / path.name) for path in kept_steps(folder).values()]
+
+    def come(selector):
+        path = coming.pop(0)
+        path.rename(folder / "rollouts" / path.name)
+        page.wait_for_selector(selector)
+
+    with served(folder) as address:
         open_page(page, address)
-        assert count(page) == "5 trajectories in 1 group · step 2 of 60"
-        assert "at step 2 of 60: still running, or stopped early" in page.inner_text("#message")
+        assert "no step yet" in page.inner_text("#empty") and not page.locator("#notice").is_visible()
+        come("#count:text('step 1 of 60')")
+        assert count(page) == "5 trajectories in 1 group · step 1 of 60"
+        for key in "jll":
+            page.keyboard.press(key)
+            page.wait_for_selector("#detail[data-ready='1/0']")
+        page.evaluate("document.querySelector('.card').marked = true")
+        come("#count:text('step 2 of 60')")
+        assert page.locator(".entry.chosen").count() == 1 and count(page).startswith("5 trajectories")
+        assert page.locator("#steps .step").count() == 2 and page.locator("#source option").count() == 3
+        assert page.evaluate("document.querySelector('.card').marked") is True  # it was not drawn again
+        page.keyboard.press("l")
+        assert page.locator(".card.chosen").get_attribute("data-index") == "2"
+        page.keyboard.press("Escape")
+        assert count(page) == "10 trajectories in 2 groups · step 2 of 60"
+        page.focus("#text")
+        page.keyboard.type("an")
+        come("#count:text('step 3 of 60')")
+        page.keyboard.type("n")
+        assert page.input_value("#text") == "ann" and count(page).startswith("5 trajectories in 1 group")
         page.select_option("#show", "softened")
-        later.rename(tmp_path / "run/rollouts/step_3.parquet")
         page.reload()
         page.wait_for_selector("#list[data-ready]", state="attached")
-        assert count(page) == "2 trajectories in 2 groups · step 3 of 60"
+        assert count(page) == "1 trajectory in 1 group · step 3 of 60"
+        assert "at step 3 of 60: still running, or stopped early" in page.inner_text("#message")
         page.click("#reset")
-        assert count(page) == "25 trajectories in 5 groups"
+        assert count(page) == "20 trajectories in 4 groups"
         page.goto("about:blank")
         open_page(page, f"{address}/#from=1&to=1")
-        assert count(page) == "10 trajectories in 2 groups"
+        assert count(page) == "5 trajectories in 1 group"
+        page.goto("about:blank")
 
 
 def test_ten_thousand_trajectories(served, tmp_path, page, capsys):

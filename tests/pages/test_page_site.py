@@ -16,13 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.generated_run import make_turn, write_run
-from calibadv_jax.config import AdvantageConfig, Config, PromptConfig
+from calibadv_jax.config import AdvantageConfig, Config, PromptConfig, dump_config
+from calibadv_jax.config.kept import add_start
 from calibadv_jax.contrib.pages import notebook
 from calibadv_jax.contrib.pages import site as index
 from calibadv_jax.contrib.pages.site import POLICY, RunFiles, Site, make_server, write_site
 from calibadv_jax.contrib.pages.transcript import Pieces, observation_parts
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.record.schema import kept_steps
 
 
 @pytest.fixture(scope="module")
@@ -165,14 +167,26 @@ def test_addresses_that_do_not_exist(site):
         assert site.get(address) is None
 
 
-def test_step_that_appears_later_is_found(tmp_path, small_run):
+def test_index_is_sent_once_for_each_new_step(tmp_path, small_run, served, asker):
+    """From before the first step on; the answer without a body has the headers that guard the page."""
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
-    later = (folder / "rollouts/step_2.parquet").rename(tmp_path / "later.parquet")
-    site = Site(RunFiles(folder))
-    assert [step["step"] for step in site.steps()] == [1]
-    later.rename(folder / "rollouts/step_2.parquet")
-    assert [step["step"] for step in site.steps()] == [1, 2]
+    add_start(folder, dump_config(Config()), {})
+    later = [path.rename(tmp_path / path.name) for path in kept_steps(folder).values()]
+    with served(folder) as address:
+        ask, kept, tags = asker(address), [], [""]
+        for path in (None, *later):
+            if path:
+                path.rename(folder / "rollouts" / path.name)
+            status, headers, body = ask("/data/index.json", **{"If-None-Match": tags[-1]})
+            assert status == 200
+            kept.append([step["step"] for step in json.loads(body)["steps"]])
+            tags.append(headers["ETag"])
+            status, headers, body = ask("/data/index.json", **{"If-None-Match": tags[-1]})
+            assert (status, body, headers["ETag"]) == (304, b"", tags[-1])
+            assert headers["Content-Security-Policy"] and "Content-Length" not in headers
+            assert ask("/data/index.json", Host="evil.example", **{"If-None-Match": tags[-1]})[0] == 403
+        assert kept == [[], [1], [1, 2]] and ask("/data/group_1_0.json")[0] == 200
 
 
 def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer, small_group):
@@ -197,8 +211,10 @@ def test_only_the_steps_asked_for(small_run):
 def test_folder_without_rollouts_is_named(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         RunFiles(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
-        RunFiles(tmp_path)
+    for _ in range(2):
+        with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
+            RunFiles(tmp_path)
+        add_start(tmp_path, "log: {rollouts: none}\n", {})
 
 
 def test_damaged_step_is_named(tmp_path, small_run):
@@ -218,7 +234,7 @@ def pieces(tmp_path_factory, tokenizer):
 
 def test_words_and_tags_keep_their_own_text(pieces, tokenizer):
     ids = tokenizer.encode("<think> basin cedar</think>").ids
-    assert pieces.pieces(ids) == ["<think>", " basin", " cedar", "</think>"]
+    assert pieces.pieces(ids) == ["<think>", " basin", " cedar", "</think>"] and pieces.pieces([]) == []
 
 
 def test_character_of_several_tokens_belongs_to_the_last(pieces, tokenizer):
@@ -250,10 +266,6 @@ def test_tokenizer_that_puts_spaces_between_words(tmp_path):
     assert Pieces(tmp_path).pieces(ids) == ["<think>", " find", " maple", " optics", " </think>"]
 
 
-def test_no_tokens(pieces):
-    assert pieces.pieces([]) == []
-
-
 def test_missing_or_damaged_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match="tokenizer.json: no such file"):
         Pieces(tmp_path)
@@ -262,21 +274,28 @@ def test_missing_or_damaged_tokenizer_is_named(tmp_path):
         Pieces(tmp_path)
 
 
-@pytest.fixture
-def ask(served, small_run):
-    """Answer of the server to a request: status, headers, body."""
-    with served(small_run) as address:
-        host = address.removeprefix("http://")
+@pytest.fixture(scope="module")
+def asker():
+    """Of an address: a function that returns status, headers and body of its server's answer."""
 
+    def at(address):
         def ask(path, method="GET", **headers):
-            connection = http.client.HTTPConnection(host, timeout=20)
+            connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
             connection.request(method, path, headers=headers)
             answer = connection.getresponse()
             body = answer.read()
             connection.close()
             return answer.status, answer.headers, body
 
-        yield ask
+        return ask
+
+    return at
+
+
+@pytest.fixture
+def ask(served, small_run, asker):
+    with served(small_run) as address:
+        yield asker(address)
 
 
 def test_every_answer_forbids_foreign_scripts(ask):
@@ -285,6 +304,7 @@ def test_every_answer_forbids_foreign_scripts(ask):
         rules = headers["Content-Security-Policy"]
         assert "default-src 'none'" in rules and "script-src 'self';" in rules and "unsafe" not in rules
         assert headers["X-Content-Type-Options"] == "nosniff"
+    assert f'content="{POLICY}"' in ask("/")[2].decode()  # the page itself, for other servers
 
 
 def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch):
@@ -306,10 +326,6 @@ def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch):
     assert ask(shown[1], "8000-m-s.us-central1-0.prod.colab.dev") == (200, notebook.COLAB)
 
 
-def test_page_names_its_policy_itself_for_other_servers(ask):
-    assert f'content="{POLICY}"' in ask("/")[2].decode()
-
-
 def test_types_and_bodies(ask):
     for path, kind in (("/", "text/html"), ("/app.js", "text/javascript"), ("/style.css", "text/css")):
         status, headers, body = ask(path)
@@ -319,12 +335,9 @@ def test_types_and_bodies(ask):
     assert ask("/data/group_9_9.json")[0] == 404 and ask("/../../etc/passwd")[0] == 404
 
 
-def test_head_has_no_body(ask):
+def test_head_has_no_body_others_are_refused(ask):
     status, headers, body = ask("/", method="HEAD")
     assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
-
-
-def test_other_methods_are_refused(ask):
     assert ask("/", method="POST")[0] == 501
 
 
@@ -347,16 +360,13 @@ def test_port_that_is_taken_is_named(small_run):
             make_server(Site(RunFiles(small_run)), port)
 
 
-def test_step_that_is_damaged_meanwhile_is_said(served, small_run, tmp_path):
+def test_step_that_is_damaged_meanwhile_is_said(served, small_run, tmp_path, asker):
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
     with served(folder) as address:
         (folder / "rollouts/step_1.parquet").write_bytes(b"PAR1")
-        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
-        connection.request("GET", "/data/group_1_0.json")
-        answer = connection.getresponse()
-        assert answer.status == 500 and b"step_1.parquet: cannot be read" in answer.read()
-        connection.close()
+        status, _, body = asker(address)("/data/group_1_0.json")
+        assert status == 500 and b"step_1.parquet: cannot be read" in body
 
 
 def test_folder_has_all_that_the_server_has(small_run, tmp_path):

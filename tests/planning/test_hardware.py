@@ -13,7 +13,9 @@ def test_devices_are_counted_from_the_topology(monkeypatch):
     assert (tpu.devices, str(tpu)) == (128, "128 v5p (4x4x8)")
     assert (gpu.devices, gpu.hosts, str(gpu)) == (32, 4, "32 H100 (2x2x8)")
     assert tpu.limit == 95e9 and gpu.limit == 0.75 * 84_942_979_072
-    assert gpu.links < find_target(gpu="h100", topology="1x1x8").links  # of another host
+    assert gpu.links == gpu.chip.network < find_target(gpu="h100", topology="1x1x8").links  # of another host
+    assert tpu.hosts == 32 and tpu.links == tpu.chip.links == tpu.chip.network
+    assert str(gpu.host) == "8 H100 (1x1x8)" and gpu.host.host == gpu.host
     monkeypatch.setenv(FRACTION, ".45")
     assert gpu.limit == 0.45 * 84_942_979_072 and tpu.limit == 95e9
     monkeypatch.setenv(FRACTION, "1.0")
@@ -32,6 +34,7 @@ def test_devices_are_counted_from_the_topology(monkeypatch):
         ({"tpu": "v5e-12"}, "a name of Cloud TPU, such as v5e-16 (chips) and v5p-16 (cores, 8 chips)"),
         ({"tpu": "v5p-4"}, "--tpu v5p-4: must be"),
         ({"tpu": "v5p-2"}, "--tpu v5p-2: must be"),
+        ({"tpu": "v5p-9"}, "--tpu v5p-9: must be"),
         ({"tpu": "v3-8"}, "--tpu v3-8: must be"),
         ({"tpu": "v5e:4x0"}, "with the slice's shape, such as v5e:4x4"),
         ({"tpu": "v5e:4x4", "topology": "4x4"}, "--topology 4x4 is for --gpu"),
@@ -47,22 +50,23 @@ def test_invalid_devices_are_refused(named, output):
 
 
 @pytest.mark.parametrize(
-    ("name", "slice", "devices", "hosts"),
+    ("name", "slice", "devices", "hosts", "host"),
     [
-        ("v5e-1", "v5e:1x1", 1, 1),
-        ("v5e-8", "v5e:2x4", 8, 1),
-        ("v5litepod-16", "v5e:4x4", 16, 4),
-        ("v6e-8", "v6e:2x4", 8, 1),
-        ("v6e-256", "v6e:16x16", 256, 64),
-        ("v5p-8", "v5p:2x2x1", 4, 1),
-        ("v5p-16", "v5p:2x2x2", 8, 2),
-        ("v5p-128", "v5p:4x4x4", 64, 16),
-        ("v4-32", "v4:2x2x4", 16, 4),
+        ("v5e-1", "v5e:1x1", 1, 1, "v5e:1x1"),
+        ("v5e-8", "v5e:2x4", 8, 1, "v5e:2x4"),
+        ("v5litepod-16", "v5e:4x4", 16, 4, "v5e:2x2"),
+        ("v6e-8", "v6e:2x4", 8, 1, "v6e:2x4"),
+        ("v6e-256", "v6e:16x16", 256, 64, "v6e:2x2"),
+        ("v5p-8", "v5p:2x2x1", 4, 1, "v5p:2x2x1"),
+        ("v5p-16", "v5p:2x2x2", 8, 2, "v5p:2x2x1"),
+        ("v5p-128", "v5p:4x4x4", 64, 16, "v5p:2x2x1"),
+        ("v4-32", "v4:2x2x4", 16, 4, "v4:2x2x1"),
     ],
 )
-def test_names_of_cloud_tpu_are_understood(name, slice, devices, hosts):
+def test_names_of_cloud_tpu_are_understood(name, slice, devices, hosts, host):
     target = find_target(tpu=name)
     assert (target.topology, target.devices, target.hosts) == (slice, devices, hosts)
+    assert target.host.topology == host
 
 
 def test_mesh_advice_keeps_the_rows_of_a_device(tmp_path):

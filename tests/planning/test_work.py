@@ -8,8 +8,8 @@ import jax
 import pytest
 from plan_rig import SHAPE, small
 
-from calibadv_jax.contrib.commands.plan import changed, memory_of, ways_out
-from calibadv_jax.contrib.planning.compiled import lowered_programs
+from calibadv_jax.contrib.commands.plan import LeverSearch, changed, memory_of, ways_out
+from calibadv_jax.contrib.planning.compiled import OF_CRITIC, TRAINED, lowered_programs, programs_of
 from calibadv_jax.contrib.planning.hardware import find_target, placed_on, sampler_of
 from calibadv_jax.contrib.planning.memory import GIB, peak_memory
 from calibadv_jax.contrib.planning.work import Costs, Part, expected_rollouts, step_of
@@ -22,6 +22,37 @@ pytestmark = pytest.mark.medium
 FEW = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 512}
 ARCHITECTURE = architecture_from_hf(SHAPE)
 TARGET = find_target(gpu="h100", topology="1x1x4")
+TWO = {"sampler__name": "vllm", "sampler__workers": 2, "sampler__worker_devices": "['0,1','2,3']"}
+PARTS = [  # GPUs, changes, and of some parts operations, bytes of memory and bytes received
+    ("1x1x4", {"mesh__data": 2, "mesh__fsdp": 2, "policy__remat": "none"}, {
+        "update": (5.3773e12, 6.97753e9, 3.9337e8), "optimizer's step": (7.86739e8, 3.14696e8, 0),
+        "prefill": (1.25043e12, 1.81371e9, 0), "decode": (1.38936e11, 4.7529e9, 0),
+    }),
+    # Two hosts: each has a sampler. A reference policy needs a pass of its own.
+    ("1x2x2", {"mesh__fsdp": 2, "mesh__tensor": 2, "policy__remat": "dots", "loss__kl_coef": 0.1}, {
+        "log-probabilities": (1.56337e12, 2.41071e9, 1.73555e8), "update": (5.65218e12, 7.38947e9, 3.86446e8),
+        "optimizer's step": (3.9337e8, 1.57348e8, 0), "prefill": (1.25043e12, 1.02482e9, 0),
+        "decode": (1.38936e11, 4.7529e9, 0),
+    }),
+    # No gradients of the base's weights; the logits are computed once.
+    ("1x1x4", {"policy__lora__rank": 4, "policy__logprob_chunk": 2048}, {
+        "update": (4.55267e12, 8.72818e9, 2.36894e8), "optimizer's step": (2.90816e6, 1.16326e6, 0),
+        "decode": (1.38936e11, 2.78605e9, 0),
+    }),
+    ("1x1x4", {"advantage__name": "gae", "learner__epochs": 2, "learner__minibatch_size": 12}, {
+        **dict.fromkeys(["log-probabilities", "critic's values"], (1.56337e12, 2.22095e9, 1.18011e8)),
+        **dict.fromkeys(["update", "critic's update"], (1.43796e13, 2.01655e10, 7.96573e8)),
+        "optimizer's step": (4.72044e9, 1.88817e9, 0),
+    }),
+    # vLLM's workers: two of one device with three slots each, two of two devices, and more slots than work.
+    ("1x1x4", {"sampler__name": "vllm", "sampler__urls": "[http://a:1,http://b:1]", "sampler__slots": 3}, {
+        "prefill": (1.25043e12, 3.62742e9, 0), "decode": (1.38936e11, 2.26181e10, 0),
+    }),
+    ("1x1x4", TWO | {"rollout__max_concurrency": 10}, {
+        "prefill": (1.25043e12, 1.81371e9, 0), "decode": (1.38936e11, 7.11311e9, 0),
+    }),
+    ("1x1x4", {"sampler__slots": 64, "sampler__name": "vllm"}, {"decode": (1.38936e11, 7.2105e9, 0)}),
+]  # fmt: skip
 
 
 def step(folder, rollouts=(), **changed):
@@ -43,6 +74,16 @@ def test_operations_are_those_that_xla_counts(tmp_path, remat):
     for name, part in expected.items():
         counted = lowered[name].cost_analysis()["flops"]
         assert 1 / 1.15 < part.flops / counted < 1.15, (name, part.flops, counted)
+
+
+def test_every_program_of_a_run_is_lowered(tmp_path):
+    """A critic's and the sampler's too."""
+    rows = {"learner__row_length": 256, "rollout__max_length": 256, "rollout__max_prompt_length": 128}
+    config = small(tmp_path, mesh__fsdp=1, advantage__name="gae", **rows)
+    mesh, architecture = make_mesh(config.mesh, jax.devices()[:1]), architecture_from_hf(SHAPE | FEW)
+    names = programs_of(config)
+    assert lowered_programs(config, architecture, mesh, names).keys() == set(names)
+    assert set(names) == {*TRAINED, *OF_CRITIC, "prefill", "decode"}
 
 
 def test_step_computes_full_rows_and_reports_fill(tmp_path):
@@ -73,9 +114,11 @@ def test_rollouts_and_update_overlap_on_separate_devices_only(tmp_path):
     apart = step(tmp_path, sampler__urls="[http://a:1]", **asynchronous)
     here = step(tmp_path, **asynchronous)
     assert apart.overlap and not here.overlap
-    assert apart.seconds(TARGET, 0.4) < here.seconds(TARGET, 0.4)
-    times = [part.seconds(TARGET, 0.4) for part in here.parts]
-    assert here.seconds(TARGET, 0.4) == pytest.approx(sum(times))
+    for each in (apart, here):
+        times = {part.name: part.seconds(TARGET, 0.4) for part in each.parts}
+        sampling, rest = times.pop("prefill") + times.pop("decode"), sum(times.values())
+        expected = max(sampling, rest) if each.overlap else sampling + rest
+        assert each.seconds(TARGET, 0.4) == pytest.approx(expected)
 
 
 def test_expected_trajectories_are_the_longest_by_default(tmp_path):
@@ -89,20 +132,16 @@ def test_expected_trajectories_are_the_longest_by_default(tmp_path):
             expected_rollouts(config, tokens, sampled)
 
 
-def test_adapters_and_a_critic_change_the_work(tmp_path):
-    def flops(**changed):
-        return {part.name: part.flops for part in step(tmp_path, **changed).parts}
-
-    plain, adapted, critic = flops(), flops(policy__lora__rank=4), flops(advantage__name="gae")
-    assert adapted["update"] < 0.8 * plain["update"]  # no gradients of the base's weights
-    assert adapted["optimizer's step"] < 0.1 * plain["optimizer's step"]
-    assert critic["critic's update"] == critic["update"] and critic["critic's values"] < critic["update"]
-    assert critic["optimizer's step"] == 2 * plain["optimizer's step"]
-
-
-def test_fewer_concurrent_trajectories_decode_longer(tmp_path):
-    few, many = (step(tmp_path, rollout__max_concurrency=count).parts[-1] for count in (4, 16))
-    assert few.name == "decode" and few.memory > many.memory
+@pytest.mark.parametrize(("target", "changed", "expected"), PARTS, ids=range(len(PARTS)))
+def test_operations_and_bytes_of_each_part(tmp_path, target, changed, expected):
+    """Of 32 trajectories of 1,000 tokens, 100 sampled."""
+    target = find_target(gpu="h100", topology=target)
+    config = placed_on(small(tmp_path, **changed), target)
+    parts = step_of(config, ARCHITECTURE, expected_rollouts(config, 1000, 100), target).parts
+    counted = {part.name: (part.flops, part.memory, part.received) for part in parts}
+    assert len(counted) == len(parts) and counted.keys() >= expected.keys()
+    for name, values in expected.items():
+        assert counted[name] == pytest.approx(values, rel=1e-5), name
 
 
 def needed(config, target):
@@ -186,5 +225,8 @@ def test_each_host_has_a_sampler_of_its_own(tmp_path):
     assert apart["sampler weights"] == pytest.approx(2 * together["sampler weights"], rel=0.01)  # but norms
     assert apart["kv cache"] == together["kv cache"]
     assert apart["parameters"] == together["parameters"]
+    vllm = needed(changed(placed_on(config, two), {"sampler.name": "vllm"}), two)
+    lines = LeverSearch(ARCHITECTURE, two, vllm, 1.0).fitting(placed_on(config, two))
+    assert {"sampler.name": "vllm", "sampler.workers": 2} in map(changes_of, lines)
     odd = placed_on(small(tmp_path, learner__microbatch_rows=8, sampler__slots=9), two)
     assert sampler_of(odd, two).sampler.slots == 5

@@ -120,16 +120,7 @@ def test_unsupported_architecture_is_refused(fields, words):
     assert words in str(caught.value)
 
 
-ROPE_CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 8,
-    "hidden_size": 32,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "head_dim": 32,
-    "rope_theta": 100.0,
-}
+ROPE_CONFIG = BASE | {"model_type": "llama", "head_dim": 32, "rope_theta": 100.0}
 
 
 def test_llama3_scaling_equals_transformers_in_all_three_bands():

@@ -22,7 +22,7 @@ from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.model import load_tokenizer
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
-from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
 
 need("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -34,7 +34,7 @@ WIDTH = 1536  # of a row: more than one block of attention
 ASKED = ("Who wrote Romeo and Juliet?", "What is the capital of France?", "How many days has a week?")
 
 
-NAMES = {"smollm2-135m": "SmolLM", "qwen2.5-0.5b": "You are Qwen"}  # and their default system turns
+NAMES = ("smollm2-135m", "qwen2.5-0.5b")
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -214,24 +214,3 @@ def test_untrusted_text_makes_no_control_token(tokenizer):
     assert not control & set(ids.tolist())
     text = tokenizer.decode(ids)
     assert [text.count(tag) for tag in TAGS] == [tag.endswith("information>") for tag in TAGS]
-
-
-def test_chat_template_default_system_turn(tokenizer, name):
-    user = [{"role": "user", "content": "Who?"}]
-    system = [{"role": "system", "content": "Be short."}]
-    kept = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
-    assert kept.count("<|im_start|>system") == 1
-    own = tokenizer.apply_chat_template(system + user, tokenize=False, add_generation_prompt=True)
-    assert own.count("<|im_start|>system\nBe short.<|im_end|>") == 1
-    assert NAMES[name] in kept and NAMES[name] not in own
-
-
-def test_saved_model_loads_in_transformers(folder, policy, params, original, prompts, tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    saved = save_folder(params, read_hf_config(folder), tmp_path / "saved", "float32", folder)
-    again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
-    tokens = torch.tensor(prompts[1], dtype=torch.long)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(again(tokens).logits, original(tokens).logits, rtol=0, atol=0)

@@ -33,6 +33,8 @@ def test_sizes_that_do_not_fit_are_refused(sizes):
 def test_local_fsdp_divides_the_devices():
     sizes = {"data": 1, "fsdp": 6, "tensor": 2}
     assert local_sizes(sizes, 8) == {"data": 2, "fsdp": 2, "tensor": 2}
+    with pytest.raises(UserError, match="mesh.tensor is 2, but a process has 3 devices"):
+        local_sizes(sizes, 3)
 
 
 def test_heads_are_split_only_where_tensor_divides_them():

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from rounding import close_in_norm
-from tiny_policy import NARROW, WIDER, mesh_of, tiny
+from tiny_policy import NARROW, WIDER, tiny
 
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.kernels.custom_gradients import RMSNorm, gated, rows_product
-from calibadv_jax.policy.sharding import batch_sharding, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 
 CONFIG = WIDER | {"vocab_size": 64}
@@ -119,21 +118,6 @@ def test_decoding_with_a_cache_equals_packed_rows(policy, forward, params):
         target = np.take_along_axis(np.asarray(expected), at[..., None], 1)
         np.testing.assert_allclose(logits(params, hidden), target, atol=1e-4)
     assert all(not np.asarray(part)[:, 1].any() for stack in cache for part in stack)
-
-
-def test_eight_devices_equal_one(policy, forward, params):
-    tokens, positions, segments = rows(8)
-    alone = forward(params, tokens, positions, segments)
-    mesh = mesh_of(data=1, fsdp=4, tensor=2)
-    shardings = param_shardings(policy.abstract_params, mesh)
-    with jax.set_mesh(mesh):
-        spread = jax.device_put(params, shardings)
-        batch = jax.device_put((tokens, positions, segments), batch_sharding(mesh))
-        meshed = forward(spread, *batch)
-    kernel = spread["layers"]["mlp"]["gate"]["kernel"]
-    assert kernel.addressable_shards[0].data.size * 8 == kernel.size
-    assert len(meshed.sharding.device_set) == 8
-    np.testing.assert_allclose(alone, np.asarray(meshed), atol=1e-4)
 
 
 def test_invalid_token_is_not_written():

@@ -11,31 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from calibadv_jax.config import Config, dump_config, load_config
+from calibadv_jax.record.schema import SCHEMA
 
 ROOT = Path(__file__).resolve().parents[2]
 HASHES = {"data.content": "d", "policy.config": "p", "policy.vocabulary": "v"}
-
-TURN = pa.struct(
-    [
-        ("kind", pa.string()),
-        ("text", pa.string()),
-        ("logprobs", pa.list_(pa.float32())),
-        ("learner_logprobs", pa.list_(pa.float32())),
-        ("advantage_raw", pa.float64()),
-        ("advantage", pa.float64()),
-    ]
-)
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int32()),
-        ("data_source", pa.string()),
-        ("error", pa.string()),
-        ("metrics", pa.map_(pa.string(), pa.float64())),
-        ("advantage_raw", pa.float64()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("turns", pa.list_(TURN)),
-    ]
-)
 
 
 def quickstart_config(folder: Path, *overrides: str, name: str = "quickstart") -> Config:
@@ -95,3 +74,13 @@ def learning_curve(
         "timing_s/step": [3.5 + each for each in wave],
         **more,
     }
+
+
+def two_configs(folder: Path, steps: int) -> list[Path]:
+    """Folders of three runs of so many steps: CalibAdv with two seeds, and GRPO."""
+    runs = (["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])
+    return [
+        make_run(at, learning_curve(steps, index), quickstart_config(at, *overrides))
+        for index, overrides in enumerate(runs)
+        for at in [folder / f"run-{index}"]
+    ]

@@ -1,11 +1,12 @@
 """The page in a browser: figures are there, values can be read, nothing leaves the page."""
 
+import itertools
 import shlex
 import threading
 
 import numpy as np
 import pytest
-from report_rig import keep_step, learning_curve, make_run, quickstart_config
+from report_rig import keep_step, learning_curve, make_run, two_configs
 
 from benchmarks.generated_run import make_group, make_tokenizer, write_run
 from calibadv_jax import cli
@@ -23,16 +24,13 @@ pytestmark = pytest.mark.slow
 def report(tmp_path_factory):
     """The page of two configs, one with two seeds, with kept trajectories."""
     folder = tmp_path_factory.mktemp("report")
-    runs = []
-    for index, overrides in enumerate((["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])):
-        run = folder / f"run-{index}"
-        make_run(run, learning_curve(40, index), quickstart_config(run, *overrides))
-        for step in range(1, 41):
-            sources = [("nq", 0.01 * step), ("a <b>&", 0.5 + 0.002 * step * index)]
-            keep_step(run, step, [{"data_source": name, "metrics": {"f1": f1}} for name, f1 in sources])
-        runs.append(str(run))
+    runs = two_configs(folder, 40)
+    for index, step in itertools.product(range(3), range(1, 41)):
+        sources = [("nq", 0.01 * step), ("a <b>&", 0.5 + 0.002 * step * index)]
+        rows = [{"data_source": name, "metrics": {"f1": f1}} for name, f1 in sources]
+        keep_step(runs[index], step, rows)
     with pytest.raises(SystemExit) as end:
-        cli.calibadv(["report", *runs, "--output", str(folder / "report.html"), "--smooth", "1"])
+        cli.calibadv(["report", *map(str, runs), "--output", str(folder / "report.html"), "--smooth", "1"])
     assert end.value.code == 0
     return folder / "report.html"
 
@@ -170,15 +168,6 @@ def test_point_leads_to_the_trajectories_of_its_step(page, tmp_path):
         thread.join()
 
 
-def test_every_link_of_the_contents_leads_somewhere(opened):
-    links = opened.locator("nav a")
-    assert links.count() >= 6
-    for index in range(links.count()):
-        links.nth(index).click()
-        target = opened.url.partition("#")[2]
-        assert opened.locator(f"#{target}").is_visible()
-
-
 @pytest.mark.parametrize("width", [320, 390, 1280])
 def test_nothing_is_wider_than_the_screen(opened, width):
     opened.set_viewport_size({"width": width, "height": 844})
@@ -195,13 +184,3 @@ def test_names_of_curves_stay_within_their_drawing(opened):
         })"""
     )
     assert beyond == []
-
-
-def test_tables_are_there(opened):
-    assert opened.locator("#runs tbody tr").count() == 3
-    different = opened.locator("#settings tr.different th").evaluate_all(
-        "all => all.map((one) => one.textContent)"
-    )
-    assert "≠ advantage.name" in different
-    opened.locator("#reward summary").click()
-    assert opened.locator("#reward details tbody tr").count() == 2

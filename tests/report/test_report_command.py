@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from report_rig import keep_step, learning_curve, make_run, quickstart_config
+from report_rig import keep_step, learning_curve, make_run, quickstart_config, two_configs
 
 from calibadv_jax import cli
 
@@ -45,40 +45,28 @@ def report(*arguments):
     return end.value.code
 
 
-def two_configs(tmp_path):
-    folders = []
-    for index, overrides in enumerate((["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])):
-        folder = tmp_path / f"run-{index}"
-        make_run(folder, learning_curve(12, index), quickstart_config(folder, *overrides))
-        keep_step(folder, 12, [{"data_source": "nq </script><b>", "metrics": {"f1": 0.5 + index / 8}}])
-        folders.append(folder)
-    return folders
-
-
 @pytest.fixture(scope="module")
 def of_two_configs(tmp_path_factory):
     """The text of their page."""
     folder = tmp_path_factory.mktemp("two")
     output = folder / "new" / "page.html"
-    assert report(*two_configs(folder), "--output", output) == 0
+    runs = two_configs(folder, 12)
+    for index, run in enumerate(runs):
+        keep_step(run, 12, [{"data_source": "nq </script><b>", "metrics": {"f1": 0.5 + index / 8}}])
+    assert report(*runs, "--output", output) == 0
     return output.read_text(encoding="utf-8")
 
 
-def test_one_run_has_its_page_in_its_folder(tmp_path, capsys):
+def test_one_run_has_its_page_in_its_folder(tmp_path, monkeypatch, capsys):
     folder = make_run(tmp_path / "run", learning_curve(4, 0))
     assert report(folder) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{folder}/report.html\n"
     assert printed.err == "reading the kept trajectories\ndrawing the figures\n"  # which takes its time
     assert [path.name for path in folder.iterdir() if "report" in path.name] == ["report.html"]
-
-
-def test_several_runs_have_theirs_in_the_current_folder(tmp_path, monkeypatch, capsys):
-    folders = [make_run(tmp_path / name, learning_curve(4, 0)) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
-    assert report(*folders) == 0
-    assert capsys.readouterr().out == "report.html\n"
-    assert (tmp_path / "report.html").is_file()
+    assert report(folder, make_run(tmp_path / "other", learning_curve(4, 0))) == 0  # in the current folder
+    assert capsys.readouterr().out == "report.html\n" and (tmp_path / "report.html").is_file()
 
 
 def test_page_asks_for_nothing_and_is_whole(of_two_configs):
@@ -95,14 +83,8 @@ def test_page_asks_for_nothing_and_is_whole(of_two_configs):
     assert len(set(ids)) == len(ids)
     links = {each["href"].removeprefix("#") for each in page.all("a")}
     assert {"runs", "outcome", "credit", "settings"} <= links <= set(ids)
-    assert {each["id"] for each in page.all("figure")} >= {
-        "reward",
-        "f1",
-        "f1_by_source",
-        "format",
-        "entropy",
-        "phases",
-    }
+    figures = {each["id"] for each in page.all("figure")}
+    assert figures >= {"reward", "f1", "f1_by_source", "format", "entropy", "phases"}
     assert all(attributes["aria-label"] for attributes in page.all("svg") if attributes.get("role") == "img")
 
 
@@ -129,19 +111,14 @@ def test_page_says_what_the_runs_are(of_two_configs):
     assert "Left out, because the kept trajectories do not hold what they show: Advantage by turn" in text
 
 
-def test_left_out_figures_are_named_without_trajectories(tmp_path):
-    report(make_run(tmp_path / "run", learning_curve(4, 0)))
-    text = (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    titles = "F1 by data source, Advantage by turn, Importance weights"
-    assert f"Left out, because no trajectories were kept: {titles}." in text
-
-
 def test_trends_are_explained_where_there_are_any(tmp_path):
     folder = make_run(tmp_path / "run", learning_curve(30, 0))
+    left_out = "no trajectories were kept: F1 by data source, Advantage by turn, Importance weights."
     for option, words in (("3", "Strong lines are means of 3 steps"), ("1", None)):
         report(folder, "--smooth", option)
         text = (folder / "report.html").read_text(encoding="utf-8")
         assert ("Strong lines" in text) == (words is not None) and (words or "") in text
+        assert f"Left out, because {left_out}" in text
 
 
 def test_seed_that_ended_early_is_named(tmp_path):
@@ -195,6 +172,5 @@ def test_mistakes_are_one_line(tmp_path, capsys, arguments, words):
 def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert report(make_run(tmp_path, learning_curve(2, 0))) == 2
-    assert (
-        capsys.readouterr().err == "error: matplotlib is not installed; pip install 'calibadv-jax[report]'\n"
-    )
+    output = capsys.readouterr().err
+    assert output == "error: matplotlib is not installed; pip install 'calibadv-jax[report]'\n"

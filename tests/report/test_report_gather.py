@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from report_rig import keep_step, learning_curve, make_run, quickstart_config
+from report_rig import keep_step, learning_curve, make_run, quickstart_config, two_configs
 
 from calibadv_jax.contrib.report.figures import SECTIONS
 from calibadv_jax.contrib.report.gather import (
@@ -29,9 +29,6 @@ from calibadv_jax.metrics.summary import ALIASES
 
 def gather_folders(*folders, smooth=1) -> Gathered:
     return gather(group_runs(read_runs(list(folders))), smooth)
-
-
-BLAME = {"before": [4.0, 5.0], "after": [1.0, 2.0]}
 
 
 def charts_of(gathered: Gathered) -> dict[str, Chart]:
@@ -62,12 +59,7 @@ def test_chart_holds_the_values_of_the_run(tmp_path):
 
 
 def test_seeds_are_one_curve_and_configs_are_several(tmp_path):
-    folders = []
-    for index, overrides in enumerate((["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])):
-        folder = tmp_path / str(index)
-        config = quickstart_config(folder, *overrides)
-        folders.append(make_run(folder, learning_curve(5, index), config))
-    charts = charts_of(gather_folders(*folders))
+    charts = charts_of(gather_folders(*two_configs(tmp_path, 5)))
     (panel,) = charts["reward"].panels
     assert [curve.name for curve in panel.curves] == ["calibadv", "grpo"]
     seeds = np.array([learning_curve(5, seed)["reward/mean"] for seed in (0, 1)])
@@ -103,7 +95,6 @@ def test_seed_that_stopped_early_leaves_the_others(tmp_path):
     ]
     ((curve,),) = [panel.curves for panel in charts_of(gather_folders(*folders))["reward"].panels]
     assert curve.mean.tolist() == [3, 3, 4, 4]
-    assert curve.count.tolist() == [2, 2, 1, 1]
 
 
 def test_null_values_are_gaps_and_are_counted(tmp_path):
@@ -111,6 +102,8 @@ def test_null_values_are_gaps_and_are_counted(tmp_path):
     charts = charts_of(gather_folders(make_run(tmp_path, metrics)))
     assert np.isnan(charts["reward"].panels[0].curves[0].mean).tolist() == [False, True, False]
     assert charts["nonfinite"].panels[0].curves[0].mean.tolist() == [0, 2, 0]
+    constant = make_run(tmp_path / "constant", {"reward/mean": [0.5, None, 0.5]})
+    assert "reward" in charts_of(gather_folders(constant))  # a gap is no constant
 
 
 def test_constant_metrics_are_described(tmp_path):
@@ -121,11 +114,6 @@ def test_constant_metrics_are_described(tmp_path):
         "Values that were not finite": 0.0,
         "some/new_metric": 7.0,
     }
-
-
-def test_constant_with_a_gap_is_drawn(tmp_path):
-    gathered = gather_folders(make_run(tmp_path, {"reward/mean": [0.5, None, 0.5]}))
-    assert "reward" in charts_of(gathered)
 
 
 def test_metrics_without_figure_are_shown_at_end(tmp_path):
@@ -199,12 +187,6 @@ def test_equal_metrics_are_one_curve(tmp_path, first, second, key):
     assert len(charts_of(gather_folders(make_run(tmp_path / "b", {second: values})))) == 1
 
 
-def test_penalty_of_searches_is_drawn_before_and_after(tmp_path):
-    metrics = {f"advantage/search/negative_{when}": values for when, values in BLAME.items()}
-    (panel,) = charts_of(gather_folders(make_run(tmp_path, metrics)))["search_mass"].panels
-    assert {curve.name: curve.mean.tolist() for curve in panel.curves} == BLAME
-
-
 def test_guards_threshold_is_that_of_the_config(tmp_path):
     config = quickstart_config(tmp_path, "guards.min_entropy=0.125")
     folder = make_run(tmp_path, learning_curve(4, 0), config)
@@ -215,41 +197,14 @@ def test_guards_threshold_is_that_of_the_config(tmp_path):
     assert charts_of(gather_folders(folder))["entropy"].limit is None
 
 
-def test_figures_without_trajectories_are_named(tmp_path):
-    left_out = gather_folders(make_run(tmp_path, learning_curve(4, 0))).left_out
-    assert [figure.key for figure in left_out] == ["f1_by_source", "advantage_by_turn", "importance"]
-
-
 def test_cold_start_has_its_own_figures(tmp_path):
-    gathered = gather_folders(
-        make_run(
-            tmp_path,
-            {"sft/loss": [3.0, 2.0, 1.0], "sft/lr": [0.1, 0.2, 0.1], "timing_s/step": [2.0, 1.0, 1.0]},
-        )
-    )
+    values = {"sft/loss": [3.0, 2.0, 1.0], "sft/lr": [0.1, 0.2, 0.1], "timing_s/step": [2.0, 1.0, 1.0]}
+    gathered = gather_folders(make_run(tmp_path / "sft", values))
     assert set(charts_of(gathered)) == {"sft_loss", "sft_rate", "phases"}
     assert charts_of(gathered)["phases"].figure.title == "Time by phase: step"
     assert gathered.left_out == []
-
-
-def test_long_runs_have_fewer_points_than_steps(tmp_path):
-    folder = make_run(tmp_path, learning_curve(2000, 0))
-    gathered = gather_folders(folder)
-    assert gathered.steps_per_point == 6
-    assert all(
-        len(curve.steps) <= 360
-        for chart in charts_of(gathered).values()
-        for panel in chart.panels
-        for curve in panel.curves
-    )
-
-
-def test_default_trend_is_over_tenth_of_run(tmp_path):
-    series = group_runs(read_runs([make_run(tmp_path, learning_curve(40, 0))]))
-    assert gather(series).smooth == 4
-    assert gather(series, 3).smooth == 3
-    long = group_runs(read_runs([make_run(tmp_path / "long", {"reward/mean": [0.5, 0.25] * 200})]))
-    assert gather(long).smooth == 20
+    left_out = gather_folders(make_run(tmp_path / "run", learning_curve(4, 0))).left_out
+    assert [figure.key for figure in left_out] == ["f1_by_source", "advantage_by_turn", "importance"]
 
 
 def test_mean_of_last_skips_what_is_not_finite():
@@ -278,24 +233,11 @@ def test_band_is_that_of_a_loop(seed):
     assert curve.steps.tolist() == sorted(set().union(*runs))
     for index, step in enumerate(curve.steps.tolist()):
         there = [run[step] for run in runs if run.get(step) is not None]
-        assert curve.count[index] == len(there)
         if there:
             assert curve.mean[index] == pytest.approx(sum(there) / len(there), abs=1e-12)
             assert (curve.low[index], curve.high[index]) == (min(there), max(there))
         else:
             assert np.isnan([curve.mean[index], curve.low[index], curve.high[index]]).all()
-
-
-def test_band_needs_two_differing_seeds():
-    assert not over_seeds("x", [{1: 0.5, 2: None}]).has_band
-    assert not over_seeds("x", [{1: 0.5}, {1: 0.5}]).has_band
-    assert over_seeds("x", [{1: 0.5}, {1: 0.75}]).has_band
-
-
-def test_curve_without_a_finite_value_is_empty():
-    assert over_seeds("x", [{}, {}]).is_empty
-    assert over_seeds("x", [{1: None}]).is_empty
-    assert not over_seeds("x", [{1: None, 2: 0.0}]).is_empty
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 6, 50])
@@ -309,12 +251,6 @@ def test_trend_is_that_of_a_loop(width):
         finite = [each for each in around if not math.isnan(each)]
         expected = math.nan if math.isnan(value) else sum(finite) / len(finite)
         assert result[index] == pytest.approx(expected, nan_ok=True)
-
-
-def test_trend_is_smoothed_and_mean_is_not():
-    curve = over_seeds("x", [{1: 0.0, 2: 3.0, 3: 0.0}], smooth=3)
-    assert curve.mean.tolist() == [0, 3, 0]
-    assert curve.trend.tolist() == [1.5, 1, 1.5]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -331,17 +267,32 @@ def test_thinning_is_that_of_a_loop(seed):
             finite = [each for each in getattr(whole, name)[part].tolist() if not math.isnan(each)]
             expected = summary(finite) if finite else math.nan
             assert getattr(thinned, name)[index] == pytest.approx(expected, nan_ok=True)
-        assert thinned.count[index] == max(whole.count[part])
+    assert thin(thinned, 7) is thinned
 
 
-def test_no_spike_is_lost_by_thinning():
-    values = dict.fromkeys(range(1, 1001), 0.0) | {617: 9.0}
-    assert thin(over_seeds("x", [values]), 60).high.max() == 9.0
+@pytest.mark.parametrize(
+    ("runs", "has_band", "is_empty"),
+    [
+        ([{1: 0.5, 2: None}], False, False),
+        ([{1: 0.5}, {1: 0.5}], False, False),
+        ([{1: 0.5}, {1: 0.75}], True, False),
+        ([{}, {}], False, True),
+        ([{1: None}], False, True),
+    ],
+)
+def test_band_needs_seeds_that_differ(runs, has_band, is_empty):
+    curve = over_seeds("x", runs)
+    assert (curve.has_band, curve.is_empty) == (has_band, is_empty)
 
 
-def test_short_curve_is_left_as_it_is():
-    curve = over_seeds("x", [{1: 0.5, 2: 0.25}])
-    assert thin(curve, 2) is curve
+@pytest.mark.parametrize(("steps", "smooth", "points"), [(40, 4, 1), (400, 20, 2), (2000, 20, 6)])
+def test_longer_runs_have_wider_trends_and_points(tmp_path, steps, smooth, points):
+    series = group_runs(read_runs([make_run(tmp_path, {"reward/mean": [0.5, 0.25] * (steps // 2)})]))
+    gathered = gather(series)
+    assert (gathered.smooth, gathered.steps_per_point) == (smooth, points)
+    assert gather(series, 3).smooth == 3
+    curves = [curve for chart in charts_of(gathered).values() for curve in chart.panels[0].curves]
+    assert curves and all(len(curve.steps) <= 360 for curve in curves)
 
 
 def row(source, f1, **more):
@@ -354,13 +305,14 @@ def values_of(folder, steps=2):
 
 
 def test_f1_by_source_is_mean_of_finished_trajectories(tmp_path):
-    keep_step(
-        tmp_path,
-        1,
-        [row("nq", 1.0), row("nq", 0.5), row("hotpot", 0.25), row("nq", 0.0, error="sampler: gone")],
-    )
-    keep_step(tmp_path, 2, [row("nq", 0.125)])
-    assert values_of(tmp_path) == {"f1/nq": {1: 0.75, 2: 0.125}, "f1/hotpot": {1: 0.25}}
+    """Steps without any, and files that were cut off, give nothing; so do turns without the learner's."""
+    failed = row("nq", 0.0, error="sampler: gone")
+    keep_step(tmp_path, 1, [row("nq", 1.0), row("nq", 0.5), row("hotpot", 0.25), failed])
+    keep_step(tmp_path, 2, [row("nq", 0.125, turns=[{"kind": "answer", "logprobs": [-1.0]}])])
+    keep_step(tmp_path, 3, [])
+    path = keep_step(tmp_path, 4, [row("nq", 1.0)])
+    path.write_bytes(path.read_bytes()[:-20])
+    assert values_of(tmp_path, 4) == {"f1/nq": {1: 0.75, 2: 0.125}, "f1/hotpot": {1: 0.25}}
 
 
 def test_advantages_are_split_by_the_kind_of_turn(tmp_path):
@@ -372,12 +324,8 @@ def test_advantages_are_split_by_the_kind_of_turn(tmp_path):
     ]
     keep_step(tmp_path, 1, [row("nq", 1.0, turns=turns)])
     values = values_of(tmp_path)
-    assert {name: by_step[1] for name, by_step in values.items() if name.startswith("turn_advantage")} == {
-        "turn_advantage/search before": -1.0,
-        "turn_advantage/search after": -0.625,
-        "turn_advantage/answer before": -1.0,
-        "turn_advantage/answer after": -2.0,
-    }
+    expected = {"search before": -1.0, "search after": -0.625, "answer before": -1.0, "answer after": -2.0}
+    assert {name: values[f"turn_advantage/{name}"][1] for name in expected} == expected
 
 
 def test_importance_weights_are_percentiles_over_all_tokens(tmp_path):
@@ -393,23 +341,6 @@ def test_importance_weights_are_percentiles_over_all_tokens(tmp_path):
     for percent in (1, 50, 99):
         expected = np.percentile(weights, percent)
         assert values[f"importance/p{percent}"][1] == pytest.approx(expected, rel=1e-5)
-
-
-def test_without_the_learners_logprobs_there_are_no_weights(tmp_path):
-    keep_step(tmp_path, 1, [row("nq", 1.0, turns=[{"kind": "answer", "logprobs": [-1.0]}])])
-    assert set(values_of(tmp_path)) == {"f1/nq"}
-
-
-def test_file_that_was_cut_off_is_left_out(tmp_path):
-    keep_step(tmp_path, 1, [row("nq", 1.0)])
-    path = keep_step(tmp_path, 2, [row("nq", 1.0)])
-    path.write_bytes(path.read_bytes()[:-20])
-    assert values_of(tmp_path) == {"f1/nq": {1: 1.0}}
-
-
-def test_empty_step_gives_nothing(tmp_path):
-    keep_step(tmp_path, 1, [])
-    assert values_of(tmp_path) == {}
 
 
 @pytest.mark.parametrize("number", [0, 1, MAX_STEPS, MAX_STEPS + 1, 410])

@@ -21,6 +21,16 @@ from calibadv_jax.contrib.report.runs import (
 )
 from calibadv_jax.core.errors import UserError
 
+GRPO, MANY = "advantage.name=grpo", ["learner.steps=7", "rollout.group_size=4", "rollout.max_searches=2"]
+MEANS = {"0": {"all": {"f1": 0.5, "trajectories": 300.0}, "nq": {"f1": 0.25, "trajectories": 100.0}}}
+WITH_INTERVALS = {
+    "policy": {"kind": "checkpoint"},
+    "method": "agent",
+    "confidence": 0.95,
+    "scores": MEANS,
+    "intervals": {"0": {"all": {"f1": [0.375, 0.625]}}},
+}
+
 
 def test_rows_are_read_by_step(tmp_path):
     (run,) = read_runs([make_run(tmp_path, {"a": [1.0, float("nan"), None]})])
@@ -30,20 +40,12 @@ def test_rows_are_read_by_step(tmp_path):
     assert run.values("b") == {}
 
 
-def test_cut_row_is_left_out(tmp_path):
+def test_later_row_counts_and_cut_one_does_not(tmp_path):
     make_run(tmp_path, {"a": [1.0, 2.0]})
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "a"')
+        file.write('{"step": 2, "a": 7.0}\n{"step": 3, "a"')
     (run,) = read_runs([tmp_path])
-    assert run.steps == [1, 2]
-
-
-def test_later_row_of_a_repeated_step_counts(tmp_path):
-    make_run(tmp_path, {"a": [1.0, 2.0]})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "a": 7.0}\n')
-    (run,) = read_runs([tmp_path])
-    assert run.values("a") == {1: 1.0, 2: 7.0}
+    assert run.steps == [1, 2] and run.values("a") == {1: 1.0, 2: 7.0}
 
 
 def test_config_of_the_last_start_counts(tmp_path):
@@ -123,11 +125,6 @@ def test_seeds_are_one_series(tmp_path):
     assert (series.name, series.seeds) == ("3 seeds", "4, 5, 6")
 
 
-def test_same_seed_twice_is_not_two_seeds(tmp_path):
-    (series,) = group_runs(runs_of(tmp_path, ["run.seed=4"], ["run.seed=4"]))
-    assert series.name == "2 runs"
-
-
 def test_paths_in_run_folders_are_equal_in_lists(tmp_path):
     runs = runs_of(tmp_path, [], [])
     for run in runs:
@@ -137,35 +134,26 @@ def test_paths_in_run_folders_are_equal_in_lists(tmp_path):
     assert rows["data.train"].values == ("['${run.dir}/world/a.jsonl', /elsewhere/b.jsonl]",)
 
 
-def test_another_algorithm_is_another_series_named_by_it(tmp_path):
-    runs = runs_of(tmp_path, ["advantage.name=grpo"], [], ["advantage.name=grpo", "run.seed=1"])
-    assert [(each.name, len(each.runs)) for each in group_runs(runs)] == [("grpo", 2), ("calibadv", 1)]
-
-
-def test_series_are_named_by_the_keys_that_differ(tmp_path):
-    runs = runs_of(tmp_path, ["advantage.target_ratio=1"], ["advantage.target_ratio=2"])
-    assert [each.name for each in group_runs(runs)] == ["target_ratio 1.0", "target_ratio 2.0"]
-
-
-def test_series_with_many_differences_are_named_by_folders(tmp_path):
-    more = ["learner.steps=7", "rollout.group_size=4", "rollout.max_searches=2"]
-    runs = runs_of(tmp_path, [], more, [*more, "run.seed=3"])
-    assert [each.name for each in group_runs(runs)] == ["run-0", "run-1 +1"]
-
-
 @pytest.mark.parametrize(
-    "override",
-    ["learner.optimizer.lr=0.5", "policy.path=/models/other", "reward.answer=em", "rollout.group_size=4"],
+    ("settings", "names"),
+    [
+        ([["run.seed=4"], ["run.seed=4"]], ["2 runs"]),  # not two seeds
+        ([[GRPO], [], [GRPO, "run.seed=1"]], ["grpo", "calibadv"]),
+        (
+            [["advantage.target_ratio=1"], ["advantage.target_ratio=2"]],
+            ["target_ratio 1.0", "target_ratio 2.0"],
+        ),
+        ([[], MANY, [*MANY, "run.seed=3"]], ["run-0", "run-1 +1"]),
+        *[([[], [key]], ["2 runs"]) for key in ("log.progress=false", "checkpoint.every=7")],
+        ([[], ["retriever.url=http://127.0.0.1:1"]], ["2 runs"]),
+        ([[], ["learner.optimizer.lr=0.5"]], ["lr 0.001", "lr 0.5"]),
+        ([[], ["policy.path=/models/other"]], ["path ${run.dir}/sft", "path /models/other"]),
+        ([[], ["reward.answer=em"]], ["answer f1", "answer em"]),
+    ],
+    ids=str,
 )
-def test_experiment_setting_separates_runs(tmp_path, override):
-    assert len(group_runs(runs_of(tmp_path, [], [override]))) == 2
-
-
-@pytest.mark.parametrize(
-    "override", ["retriever.url=http://127.0.0.1:1", "log.progress=false", "checkpoint.every=7"]
-)
-def test_setting_of_place_or_display_keeps_runs_together(tmp_path, override):
-    assert len(group_runs(runs_of(tmp_path, [], [override]))) == 1
+def test_series_are_named_by_what_differs(tmp_path, settings, names):
+    assert [each.name for each in group_runs(runs_of(tmp_path, *settings))] == names
 
 
 @pytest.mark.parametrize(
@@ -202,51 +190,32 @@ def test_comparison_marks_exactly_the_differences(tmp_path):
     assert rows["advantage.name"].values == ("grpo", "calibadv")
     assert rows["run.seed"].values == ("0", "0 | 3")
     assert rows["policy.path"].values == ("${run.dir}/sft",) * 2
-
-
-def test_key_that_one_config_lacks_is_a_difference(tmp_path):
-    runs = runs_of(tmp_path, [], [])
     del runs[1].config["guards"]["patience"]
     rows = {row.key: row for row in compare(group_runs(runs))}
-    assert rows["guards.patience"].is_different
-    assert "-" in " ".join(rows["guards.patience"].values)
+    assert rows["guards.patience"].is_different and "-" in " ".join(rows["guards.patience"].values)
 
 
 def test_flatten_keeps_lists_and_empty_sections():
     assert flatten({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}) == {"a.b": 1, "a.c": {}, "d": [1, {"e": 2}]}
 
 
-MEANS = {"0": {"all": {"f1": 0.5, "trajectories": 300.0}, "nq": {"f1": 0.25, "trajectories": 100.0}}}
-WITH_INTERVALS = {
-    "policy": {"kind": "checkpoint"},
-    "method": "agent",
-    "confidence": 0.95,
-    "scores": MEANS,
-    "intervals": {"0": {"all": {"f1": [0.375, 0.625]}}},
-}
-
-
 def write(folder, name, content):
     (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def test_means_alone(tmp_path):
-    write(tmp_path, "evaluation.json", MEANS)
+@pytest.mark.parametrize("has_intervals", [False, True])
+def test_means_and_intervals_are_read(tmp_path, has_intervals):
+    write(tmp_path, "evaluation.json", WITH_INTERVALS if has_intervals else MEANS)
     (table,) = read_evaluations(tmp_path, None)
-    assert (table.title, table.confidence) == ("Evaluation", None)
+    assert (table.title, table.confidence) == ("Evaluation", 0.95 if has_intervals else None)
     assert table.metrics == ["f1", "trajectories"]
     assert table.rows == {
-        "temperature 0, all": {"f1": Score(0.5), "trajectories": Score(300.0)},
+        "temperature 0, all": {
+            "f1": Score(0.5, *((0.375, 0.625) if has_intervals else ())),
+            "trajectories": Score(300.0),
+        },
         "temperature 0, nq": {"f1": Score(0.25), "trajectories": Score(100.0)},
     }
-
-
-def test_means_with_intervals(tmp_path):
-    write(tmp_path, "evaluation.json", WITH_INTERVALS)
-    (table,) = read_evaluations(tmp_path, None)
-    assert table.confidence == 0.95
-    assert table.rows["temperature 0, all"]["f1"] == Score(0.5, 0.375, 0.625)
-    assert table.rows["temperature 0, nq"]["f1"] == Score(0.25)
 
 
 def test_quickstart_has_two_tables_in_order(tmp_path):

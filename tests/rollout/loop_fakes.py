@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -68,6 +68,19 @@ class DictRetriever:
         return [list(self.documents.get(query, [])) for query in queries]
 
 
+def context_of(sampler, tokenizer, retriever=None, actions=(), judge=None, template="short", **limits):
+    """A context of these neighbours; `limits` are keys of the rollout."""
+    return RolloutContext(
+        sampler,
+        retriever or DictRetriever({"ann": [DOCUMENT]}),
+        tokenizer,
+        RolloutConfig(**limits),
+        PromptConfig(template=template),
+        tuple(actions),
+        judge,
+    )
+
+
 @dataclass
 class Loop:
     """One trajectory at a time, from scripted turns, with the neighbours at hand afterwards."""
@@ -89,13 +102,8 @@ class Loop:
     ) -> Trajectory:
         self.sampler = ScriptedSampler(self.tokenizer, lambda _, turn: turns[turn], by_letter=by_letter)
         self.retriever = DictRetriever({"ann": [DOCUMENT]} if documents is None else documents)
-        context = RolloutContext(
-            self.sampler,
-            self.retriever,
-            self.tokenizer,
-            RolloutConfig(**limits),
-            prompt or PromptConfig(template="short"),
-        )
+        context = context_of(self.sampler, self.tokenizer, self.retriever, **limits)
+        context = replace(context, prompt=prompt or context.prompt)
         return asyncio.run(run_trajectory(context, question, index, seed, session="s"))
 
     def text(self, ids: np.ndarray) -> str:

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler
+from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler, context_of
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import (
@@ -13,7 +13,6 @@ from calibadv_jax.config import (
     Config,
     PromptConfig,
     RewardConfig,
-    RolloutConfig,
     ToolConfig,
 )
 from calibadv_jax.core.errors import RequestFailed, UserError
@@ -22,7 +21,7 @@ from calibadv_jax.core.tags import INVALID_ACTION, Grammar, parse_turn
 from calibadv_jax.core.trajectory import Document, Group
 from calibadv_jax.rewards.score import score_groups, score_trajectory
 from calibadv_jax.rollout.actions import OwnAction, SearchAction, grammar_of, invalid_notice
-from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
+from calibadv_jax.rollout.agent import run_trajectory
 from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt
 from calibadv_jax.run.actions import check_tags, describe_actions, make_actions
@@ -59,14 +58,9 @@ def call(name, body, think="t"):
 
 
 def written(tokenizer, actions, *turns, template="short", retriever=None, **limits):
-    context = RolloutContext(
-        ScriptedSampler(tokenizer, lambda _, turn: turns[turn]),
-        retriever or Pages({"ann": [DOCUMENT]}),
-        tokenizer,
-        RolloutConfig(**limits),
-        PromptConfig(template=template),
-        tuple(actions),
-    )
+    sampler = ScriptedSampler(tokenizer, lambda _, turn: turns[turn])
+    pages = retriever or Pages({"ann": [DOCUMENT]})
+    context = context_of(sampler, tokenizer, pages, actions, template=template, **limits)
     return asyncio.run(run_trajectory(context, QUESTION, 0, 0, "s"))
 
 
@@ -142,17 +136,11 @@ def test_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
     assert score_groups([group], RewardConfig(), np.random.default_rng(0))[0].trajectories == []
 
 
-def test_action_that_brings_another_type_ends_the_run(byte_tokenizer):
-    with pytest.raises(
-        UserError, match="action tool: call returned int; it must return a text, a list of Doc"
-    ):
-        written(byte_tokenizer, [OwnAction(Tool(5), 1)], call("tool", "x"))
-
-
 @pytest.mark.timeout(60)  # as a whole it would take minutes
 @pytest.mark.parametrize(
     "brings",
     [
+        5,
         Reply(text=15),
         Reply(None),
         Reply((Document(7, "Ann", "lives"),)),
@@ -164,7 +152,8 @@ def test_action_that_brings_another_type_ends_the_run(byte_tokenizer):
     ids=str,
 )
 def test_invalid_reply_is_refused(byte_tokenizer, brings):
-    with pytest.raises(UserError, match="action tool: call returned a Reply whose .* make texts of them"):
+    words = "int; it must return a text" if brings == 5 else "a Reply whose .* make texts of them"
+    with pytest.raises(UserError, match=f"action tool: call returned {words}"):
         written(byte_tokenizer, [OwnAction(Tool(brings), 9)], call("tool", "x"), call("answer", "Ann"))
 
 
@@ -175,6 +164,28 @@ def test_what_is_shown_of_a_reply_is_a_text(byte_tokenizer):
 
     with pytest.raises(UserError, match="action tool: render returned int; it must return a text"):
         written(byte_tokenizer, [OwnAction(Bare("x"), 9)], call("tool", "x"), call("answer", "Ann"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ValueError("no"), ValueError), (UserError("key"), UserError), (OSError("x"), None)]
+)
+def test_errors_of_own_parse_and_render(error, kind):
+    class Raising(Tool):
+        max_length = 50
+
+        def parse(self, body):
+            raise error
+
+        render = parse
+
+    action = OwnAction(Raising(""), 9)
+    with pytest.raises(kind or RequestFailed) as caught:
+        action.parse("x")
+    assert type(caught.value) is (kind or RequestFailed)
+    with pytest.raises(RequestFailed, match="action tool: ") as caught:
+        action.render(Reply())
+    assert caught.value.service == "tool"
+    assert [OwnAction(Raising(""), 9, limit).max_length for limit in (0, 20)] == [50, 20]
 
 
 def test_reply_of_ten_megabytes_is_cut_at_once(byte_tokenizer):
@@ -203,11 +214,8 @@ def test_silver_documents_come_from_every_action(byte_tokenizer):
     assert credit.silver == {"page ann": 1.0}
     assert [array.tolist() for array in credit.correctness] == [[0, 1, 0], [1, 0, 0]]
     # The losing trajectory's page is forgiven, its sum is not.
-    assert credit.turns[1][0] == 0 > credit.turns[1][1] and credit.softened[1].tolist() == [
-        True,
-        False,
-        False,
-    ]
+    assert credit.turns[1][0] == 0 > credit.turns[1][1]
+    assert credit.softened[1].tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(

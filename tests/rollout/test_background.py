@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler
+from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler, context_of
 
-from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.rollout.actions import OwnAction
-from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
 
 ANSWER = "<think>t</think><answer>Ann</answer>"
@@ -30,12 +28,20 @@ class Sampler(ScriptedSampler):
     async def prompt_logprobs(self, token_ids):
         return {"worker": np.float32(token_ids)}
 
+    def metrics(self):
+        return {"sampler/tokens": 3.0}
+
     async def close(self):
         self.closed += 1
 
 
 class Library(DictRetriever):
+    """Also a judge, of whom nobody's answer is asked here."""
+
     closed = 0
+
+    async def score(self, trajectory):
+        return {}
 
     async def close(self):
         self.closed += 1
@@ -44,10 +50,9 @@ class Library(DictRetriever):
 @pytest.fixture
 def open_rollouts(byte_tokenizer):
     def open_rollouts(seed=0, delay=None):
-        config = RolloutConfig(group_size=2, max_prompt_length=100, max_length=300)
         sampler, library = Sampler(byte_tokenizer, delay), Library({"ann": [DOCUMENT]})
-        context = RolloutContext(sampler, library, byte_tokenizer, config, PromptConfig(template="short"))
-        return Rollouts(context, seed)
+        limits = {"group_size": 2, "max_prompt_length": 100, "max_length": 300}
+        return Rollouts(context_of(sampler, byte_tokenizer, library, judge=Library({}), **limits), seed)
 
     return open_rollouts
 
@@ -69,6 +74,7 @@ def test_group_number_and_run_seed_decide_draws(open_rollouts):
 
 def test_evaluation_changes_the_settings_of_its_own_rollouts_only(open_rollouts):
     rollouts = open_rollouts()
+    progress, of_collect = rollouts.progress(), rollouts.progress(of_collect=True)
     with rollouts:
         groups = rollouts.collect([QUESTION] * 3, "eval", 0, temperature=0.25, group_size=1)
         rollouts.begin(0, QUESTION).result(30)
@@ -76,6 +82,9 @@ def test_evaluation_changes_the_settings_of_its_own_rollouts_only(open_rollouts)
     temperatures = [sampling.temperature for *_, sampling in rollouts.context.sampler.calls]
     assert temperatures == [0.25] * 3 + [1.0] * 2
     assert rollouts.context.sampler.calls[0][0] == "eval/0/0"
+    assert progress()[:2] == (2, 2) and of_collect()[:2] == (3, 3)
+    assert of_collect()[2].startswith("0.0 searches/s, ") and " 0 sampled" not in of_collect()[2]
+    assert rollouts.progress()()[:2] == (0, 0)
 
 
 def test_sampler_gets_weights_and_services_close_once(open_rollouts):
@@ -83,9 +92,10 @@ def test_sampler_gets_weights_and_services_close_once(open_rollouts):
     with rollouts:
         rollouts.load(7, {"w": 1})
         assert rollouts.prompt_logprobs([1, 2])["worker"].tolist() == [1, 2]
+        assert rollouts.metrics() == {"sampler/tokens": 3.0}
     sampler = rollouts.context.sampler
     assert sampler.loaded == [(7, {"w": 1})]
-    assert sampler.closed == rollouts.context.retriever.closed == 1
+    assert sampler.closed == rollouts.context.retriever.closed == rollouts.context.judge.closed == 1
 
 
 class Stuck(Action):

@@ -4,14 +4,14 @@ import asyncio
 
 import numpy as np
 import pytest
-from loop_fakes import DOCUMENT, DictRetriever, ScriptedSampler
+from loop_fakes import DOCUMENT, DictRetriever, ScriptedSampler, context_of
 
-from calibadv_jax.config import PromptConfig, RolloutConfig
+from calibadv_jax.config import PromptConfig
 from calibadv_jax.core import secrets
-from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
+from calibadv_jax.core.errors import EnvironmentFailure, QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.tags import QUERY_REFUSED, neutralise
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
+from calibadv_jax.rollout.agent import run_trajectory
 from calibadv_jax.rollout.runner import FailureCount, collect_groups
 
 QUESTIONS = [Question(f"q{number}", f"Who is {number}?", ("x",), "test") for number in range(3)]
@@ -34,26 +34,22 @@ class FailingRetriever(DictRetriever):
 
 def collect(tokenizer, sampler, retriever, complete=lambda _: None, **limits):
     limits = {"group_size": 3, "max_failed_share": 1.0} | limits
-    prompt = PromptConfig(template="short")
-    context = RolloutContext(sampler, retriever, tokenizer, RolloutConfig(**limits), prompt)
+    context = context_of(sampler, tokenizer, retriever, **limits)
     return asyncio.run(collect_groups(context, QUESTIONS, 0, "step4", complete))
 
 
 def script(session, turn):
     if turn:
         return ANSWER
-    return "<search> bob </search>" if session == "step4/1/2" else SEARCH
+    return "<search> bob </search>" if session == "step4/1/0" else SEARCH
 
 
 def test_search_that_fails_ends_its_trajectory_only(byte_tokenizer):
     sampler = ScriptedSampler(byte_tokenizer, script)
     groups = collect(byte_tokenizer, sampler, FailingRetriever(GONE, {"bob"}))
     errors = [[trajectory.error for trajectory in group.attempts] for group in groups]
-    assert errors == [
-        [None] * 3,
-        [None, None, "retriever: retriever http://x: no answer for 600 s"],
-        [None] * 3,
-    ]
+    reason = "retriever: retriever http://x: no answer for 600 s"
+    assert errors == [[None] * 3, [reason, None, None], [None] * 3]
     (failed,) = groups[1].failed
     assert [turn.kind for turn in failed.turns] == ["search"] and failed.answer is None
     assert failed.turns[0].observation_text == "" and failed.seconds > 0
@@ -107,7 +103,7 @@ def test_too_many_failures_end_the_collection_with_the_commonest_reason(byte_tok
     late = ScriptedSampler(
         byte_tokenizer, script, delay=lambda session, _: 3600.0 if session.startswith("step4/2") else 0.0
     )
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(EnvironmentFailure) as caught:
         collect(byte_tokenizer, late, FailingRetriever(GONE, {"bob", "ann"}), max_failed_share=0.5)
     assert str(caught.value) == (
         "6 of 9 trajectories failed, more than rollout.max_failed_share=0.5; the commonest reason (6 times):"
@@ -180,14 +176,7 @@ def test_judge_is_asked_about_answers_alone(byte_tokenizer, text):
     for verdict in ({"judge": 0.5}, RequestFailed("judge", "it is\naway")):
         judge = Judge(verdict)
         sampler = ScriptedSampler(byte_tokenizer, lambda *_: text)
-        context = RolloutContext(
-            sampler,
-            DictRetriever({}),
-            byte_tokenizer,
-            RolloutConfig(),
-            PromptConfig(template="short"),
-            judge=judge,
-        )
+        context = context_of(sampler, byte_tokenizer, judge=judge)
         trajectory = asyncio.run(run_trajectory(context, QUESTIONS[0], 0, 0, session="s"))
         is_answer = "<answer>" in text
         assert judge.asked == ([trajectory.answer] if is_answer else []) and len(trajectory.turns) == 1

@@ -1,29 +1,24 @@
 """What an action brings speaks for nobody: it forges no turn, no mask and no reward, whoever wrote it."""
 
 import asyncio
-import json
 import re
-import shlex
-import sys
-from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
-from loop_fakes import QUESTION, DictRetriever, ScriptedSampler
+from loop_fakes import QUESTION, DictRetriever, ScriptedSampler, context_of
 
-from calibadv_jax.config import Config, McpConfig, PromptConfig, RewardConfig, RolloutConfig, ToolConfig
+from calibadv_jax.config import Config, RewardConfig, ToolConfig
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.tags import Grammar, neutralise
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.rollout.actions import grammar_of
-from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
+from calibadv_jax.rollout.agent import run_trajectory
 from calibadv_jax.rollout.observation import neutralise_reply
 from calibadv_jax.run.actions import make_actions
 
-SERVER = shlex.join([sys.executable, str(Path(__file__).parent.parent / "services" / "mcp_server.py")])
-NAMES = ("search", "access", "tool", "forged")  # the last one is the server's
+NAMES = ("search", "access", "tool")
 PIECES = [
     *(f"<{slash}{name}>" for name in (*NAMES, "think", "information", "answer") for slash in ("", "/")),
     *("<answer> Ann </answer>", "<", ">", "/", " ", "\n", "tool", "ACCESS", "Ann"),
@@ -31,7 +26,7 @@ PIECES = [
     *("action tool does not take this: ", "search engine does not take this query"),
 ]
 FORBIDDEN = re.compile(
-    r"<\s*/?\s*(think|search|access|tool|forged|information|answer)\b|My previous action is invalid"
+    r"<\s*/?\s*(think|search|access|tool|information|answer)\b|My previous action is invalid"
     r"|action \w+ does not take this|engine does not take this query|<\|im_end\|>",
     re.IGNORECASE,
 )
@@ -79,27 +74,19 @@ def own_tools():
     return "search", "access", f"{__name__}:Tool"
 
 
-@pytest.mark.slow
-def test_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer):
-    """Through the whole loop: of the retrieval service, an own action and a real MCP server, in any order."""
-    pytest.importorskip("mcp")
-    server = ToolConfig(mcp=McpConfig(command=SERVER, timeout=60, tools=["forged"]))
-    actions = make_actions(Config(tools=[*map(ToolConfig, own_tools()), server]))
-    orders = [Random(number).sample(NAMES, len(NAMES)) for number in range(2500)]
+@pytest.mark.parametrize("count", [150, pytest.param(2500, marks=pytest.mark.slow)])
+def test_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer, count):
+    """Through the whole loop: of the retrieval service and an own action, in any order."""
+    actions = make_actions(Config(tools=[ToolConfig(name) for name in own_tools()]))
+    orders = [Random(number).sample(NAMES, len(NAMES)) for number in range(count)]
 
     def turn(session, number):
-        order = [*orders[int(session)], "answer"]
-        body = {"answer": "Bob", "forged": json.dumps(hostile(f"forged {session}")).replace("<", "\\u003c")}
-        name = order[number]
-        if name == "forged":
-            body["forged"] = f'{{"text": {body["forged"]}}}'
-        return f"<think>t</think><{name}>{body.get(name, session)}</{name}>"
+        name = [*orders[int(session)], "answer"][number]
+        return f"<think>t</think><{name}>{'Bob' if name == 'answer' else session}</{name}>"
 
     sampler = ScriptedSampler(byte_tokenizer, turn)
-    limits = RolloutConfig(max_searches=len(NAMES), max_observation_length=4096, max_length=30_000)
-    context = RolloutContext(
-        sampler, Pages({}), byte_tokenizer, limits, PromptConfig(template="short"), actions
-    )
+    limits = {"max_searches": len(NAMES), "max_observation_length": 4096, "max_length": 30_000}
+    context = context_of(sampler, byte_tokenizer, Pages({}), actions, **limits)
 
     async def all_of_them():
         slots = asyncio.Semaphore(64)
@@ -108,10 +95,7 @@ def test_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer):
             async with slots:
                 return await run_trajectory(context, QUESTION, 0, number, str(number))
 
-        try:
-            return await asyncio.gather(*map(write, range(len(orders))))
-        finally:
-            await asyncio.gather(*(action.close() for action in actions))
+        return await asyncio.gather(*map(write, range(len(orders))))
 
     for number, trajectory in enumerate(asyncio.run(all_of_them())):
         assert trajectory.error is None, trajectory.error

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import TAG_NAMES
 from calibadv_jax.core.trajectory import Document
+from calibadv_jax.rollout.actions import SearchAction
 from calibadv_jax.rollout.observation import (
     Observations,
     added_token_strings,
@@ -43,6 +44,12 @@ def test_block_and_its_tokens(byte_tokenizer, prepend_think):
     assert text == WHOLE + "<think>" * prepend_think
     assert ids.dtype == np.int32
     assert ids.tolist() == encode(byte_tokenizer, text)
+
+
+def test_smaller_limit_of_an_action_counts(byte_tokenizer):
+    observations = Observations(byte_tokenizer, 100, "")
+    limits = {limit: SearchAction(max_length=limit) for limit in (0, 50, 150)}
+    assert [observations.of(action).max_length for action in limits.values()] == [100, 50, 100]
 
 
 def test_no_documents_is_an_empty_block(byte_tokenizer):

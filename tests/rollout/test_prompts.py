@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizers import normalizers
+from tokenizers import normalizers, processors
 
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
-from calibadv_jax.rollout.observation import decode, encode
+from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import (
     BATCH,
     TEMPLATES,
@@ -58,14 +58,6 @@ def test_template_that_shows_a_date_is_given_the_runs_own(byte_tokenizer):
     assert prompt(tokenizer, date_string="1 May 2026").startswith("Today Date: 1 May 2026\n")
 
 
-def test_paper_template_names_the_protocol_in_its_order():
-    text = TEMPLATES["paper"]
-    places = [text.index(f"<{name}>") for name in ("think", "search", "information", "answer")]
-    assert places == sorted(places)
-    assert text.count("<answer>") == text.count("</answer>") == 2  # the authors' scorer expects two
-    assert text.endswith("Question: {question}\n")
-
-
 def test_paper_template_is_that_of_the_published_policies():
     """Word for word: a policy knows the prompt that it was trained under. The hash is of their text."""
     text = TEMPLATES["paper"].format(question="Q?")
@@ -77,11 +69,6 @@ def test_paper_template_is_that_of_the_published_policies():
 def test_question_mark_is_added_where_there_is_none(byte_tokenizer, asked):
     assert prompt(byte_tokenizer, asked, question_mark=True) == "Question: who wrote it?\n"
     assert prompt(byte_tokenizer, asked) == f"Question: {asked}\n"
-
-
-def test_short_template_adds_few_tokens(word_tokenizer):
-    with_question = build_prompt(ask("Who ?"), word_tokenizer, PromptConfig(template="short"), 99)
-    assert len(with_question) - len(encode(word_tokenizer, "Who ?")) <= 6
 
 
 def test_templates_are_filled(byte_tokenizer):
@@ -307,6 +294,13 @@ class Counting:
 
 
 def test_they_are_those_that_the_loop_would_refuse(byte_tokenizer):
+    """Also where a tokenizer begins every text with a token: no prompt has it."""
+    plain, byte_tokenizer = byte_tokenizer, deepcopy(byte_tokenizer)
+    byte_tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", plain.eos_token_id)]
+    )
+    assert byte_tokenizer.encode("a") == [plain.eos_token_id, *plain.encode("a")]
+    assert prompt(byte_tokenizer) == prompt(plain)
     letters = ("a", "é", "字", "<think>", LIGATURE)
     questions = questions_of(*(letters[n % 5] * (n % 97) for n in range(2 * BATCH)))
     lengths = prompt_lengths(questions, byte_tokenizer, SHORT, 100)

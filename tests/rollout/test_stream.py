@@ -67,39 +67,10 @@ def ids(groups):
     return [group.question.id for group in groups]
 
 
-def test_on_policy_waits_for_the_whole_step():
-    background = Background()
-    rollouts = stream(background)
-    assert ids(rollouts.take(0)) == ["q0", "q1", "q2"]
-    assert sorted(background.futures) == [0, 1, 2]
-    rollouts.commit()
-    assert ids(rollouts.take(1)) == ["q3", "q4", "q5"]
-
-
 def test_ahead_by_one_takes_complete_groups_first():
     background, rollouts = ahead_by_one(4, 1, 5)
     assert sorted(background.futures) == list(range(2 * PER_STEP))
     assert ids(rollouts.take(0)) == ["q1", "q4", "q5"]
-
-
-def test_oldest_groups_are_taken_before_too_stale(monkeypatch):
-    background, rollouts = ahead_by_one(3, 4, 5)
-    rollouts.take(0)
-    rollouts.commit()
-    rollouts._begin_allowed(1)
-    for number in (6, 7, 8):  # complete, but of version 1: 0, 1 and 2 are of version 0 and due now
-        background.finish(number)
-    assert sorted(background.futures) == list(range(3 * PER_STEP))
-    waits = []
-
-    def finish_the_rest(futures, *_):
-        waits.append(len(list(futures)))
-        for number in (0, 1, 2):
-            background.finish(number)
-
-    monkeypatch.setattr("calibadv_jax.rollout.stream.wait", finish_the_rest)
-    assert ids(rollouts.take(1)) == ["q0", "q1", "q2"]
-    assert waits == [3]
 
 
 def test_what_is_not_trained_is_asked_for_again():

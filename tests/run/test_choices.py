@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.estimators import compute_advantages, describe
+from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.config import Config
 from calibadv_jax.contrib.commands import doctor
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.run.choices import describe_choices
@@ -71,17 +71,6 @@ def test_single_trajectory_groups_are_refused_by_group_estimators(rollout, advan
     )
     with pytest.raises(UserError, match=message) if message else nullcontext():
         describe_choices(config)
-
-
-def test_balanced_single_trajectory_has_no_answer_advantage():
-    turn = Turn("answer", np.ones(1, np.int32), np.zeros(1, np.float32), answer="Ann")
-    question = Question("1", "Who?", ("Ann",), "test")
-    alone = Trajectory(question, np.ones(1, np.int32), [turn], answer_score=1.0, format_valid=True)
-    result = [
-        compute_advantages([Group(question, [alone])], replace(Config().advantage, rebalance=on)).advantages
-        for on in (True, False)
-    ]
-    assert [item[0][0][0] for item in result] == [0, pytest.approx(1, rel=1e-5)]
 
 
 def test_critic_is_described():

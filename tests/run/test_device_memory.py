@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from tiny_policy import WIDER
 
 from calibadv_jax.config import Config, LoraConfig, MeshConfig, load_config
 from calibadv_jax.contrib.planning.memory import (
@@ -34,17 +35,8 @@ from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.engine import CacheEngine
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 5,  # in one stack
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 402,  # divided by two devices, and not by four
-    "tie_word_embeddings": False,
-}
+SHAPE = WIDER | {"intermediate_size": 64, "num_attention_heads": 8, "head_dim": 16}
+SHAPE |= {"num_hidden_layers": 5, "vocab_size": 402, "tie_word_embeddings": False}  # in one stack; not by 4
 ARCHITECTURE = architecture_from_hf(SHAPE)
 ONE = {"data": 1, "fsdp": 1, "tensor": 1}
 MESHES = [MeshConfig(2, 4, 1), MeshConfig(1, 4, 2), MeshConfig(1, 2, 4), MeshConfig(1, 1, 8)]
@@ -257,28 +249,27 @@ def test_memory_line_lists_every_part():
 
 
 @pytest.mark.parametrize(
-    ("tensor", "expected"),
+    ("heads", "tensor", "expected"),
     [
-        (1, []),
-        (2, []),
-        (4, [("4, more than the policy's 2 key-value heads", "1 or 2")]),
-        (6, [("6, which does not divide the policy's 8 heads", "1, 2 or 4"), ("6, more than", "1 or 2")]),
+        ((8, 2), 1, []),
+        ((8, 2), 2, []),
+        ((8, 2), 4, [("4, more than the policy's 2 key-value heads", "1 or 2")]),
+        (
+            (8, 2),
+            6,
+            [("6, which does not divide the policy's 8 heads", "1, 2 or 4"), ("6, more than", "1 or 2")],
+        ),
+        ((24, 8), 3, [("3, which does not divide the policy's 8 key-value heads", "1 or 2")]),
+        ((24, 3), 3, []),
     ],
 )
-def test_undivided_heads_are_warned_of(tensor, expected):
-    lines = heads_warnings(ARCHITECTURE, {"data": 1, "fsdp": 2, "tensor": tensor})
+def test_undivided_heads_are_warned_of(heads, tensor, expected):
+    architecture = replace(ARCHITECTURE, num_heads=heads[0], num_kv_heads=heads[1])
+    lines = heads_warnings(architecture, {"data": 1, "fsdp": 2, "tensor": tensor})
     assert len(lines) == len(expected)
     for line, (problem, sizes) in zip(lines, expected, strict=True):
         assert line.startswith(f"warning: mesh.tensor is {problem}")
         assert line.endswith(f"; set mesh.tensor to {sizes} and mesh.fsdp to the rest")
-
-
-def test_undivided_key_value_heads_are_warned_of():
-    wide = replace(ARCHITECTURE, num_heads=24, num_kv_heads=8)
-    (line,) = heads_warnings(wide, {"data": 1, "fsdp": 1, "tensor": 3})
-    assert "mesh.tensor is 3, which does not divide the policy's 8 key-value heads" in line
-    assert "set mesh.tensor to 1 or 2 and" in line
-    assert heads_warnings(replace(wide, num_kv_heads=3), {"data": 1, "fsdp": 1, "tensor": 3}) == []
 
 
 class Device:

@@ -6,15 +6,27 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
-from tiny_policy import SHAPE
+from tiny_policy import SHAPE, mesh_of, tiny
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.run.model import Model, build_model, load_tokenizer, lost_probes
+from calibadv_jax.learner.learner import init_params
+from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.run.model import (
+    Base,
+    Model,
+    build_model,
+    find_policy,
+    load_tokenizer,
+    lost_probes,
+    read_base,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,6 +126,75 @@ def test_end_of_text_tokens_are_kept_in_config(tmp_path, generation, expected):
     model = build_model(Config(mesh=MeshConfig(data=1, fsdp=8)), str(tmp_path))
     assert model.tokenizer.eos_token_id == 1
     assert model.hf_config["eos_token_id"] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("no files", "no tokenizer files there; set policy.tokenizer"),
+        ("no end", "the tokenizer has no eos_token"),
+        ("no tags", "the tokenizer cannot write <think>"),
+        ("many tokens", "the tokenizer has 398 tokens, but the policy's vocab_size is 397"),
+        ("", "policy.path is empty"),
+    ],
+)
+def test_unusable_tokenizer_is_one_line(tmp_path, kind, words):
+    folder = tmp_path / "hf"
+    tokenizer = build_word_tokenizer()
+    if kind == "no end":
+        tokenizer = of_bytes()
+        tokenizer.eos_token = None
+    if kind == "no tags":
+        tokenizer = of_bytes(normalizers.Replace("<", "("))
+    folder.mkdir()
+    if kind != "no files":
+        tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(SHAPE | {"vocab_size": 397 + (kind != "many tokens")}))
+    config = Config(mesh=MeshConfig(data=1, fsdp=8))
+    config = replace(config, policy=replace(config.policy, tokenizer=str(folder)))
+    with pytest.raises(UserError, match=words):
+        build_model(config, str(folder) if kind else "")
+    with pytest.raises(UserError, match="no such tokenizer folder"):
+        load_tokenizer(tmp_path / "absent")
+
+
+def test_base_is_kept_beside_the_run(tmp_path):
+    """Relative where it lies in the run, so that the run may move."""
+    adapters, folder = Adapters(2, 4.0, ("q",), "float32"), tmp_path / "run/policy"
+    folder.mkdir(parents=True)
+    for place, kept in ((tmp_path / "run/sft", "../sft"), (tmp_path / "hf", str(tmp_path / "hf")), ("", "")):
+        base = Base("name", str(place), "0" * 64, 3, adapters)
+        base.write(folder)
+        assert json.loads((folder / "base.json").read_text())["folder"] == kept
+        assert read_base(folder) == base and (base.shared() is None) == (not place)
+        assert base.checkpoint_metadata() == {"name": "name", "sha256": "0" * 64}
+    policy, mesh = tiny(SHAPE, adapters), mesh_of(1)
+    drawn, whole = base.params(policy, mesh), init_params(policy, mesh, 3)
+    jax.tree.map(np.testing.assert_array_equal, drawn, policy.split(whole)[0])
+    (folder / "base.json").write_text('{"name": "x"}')
+    with pytest.raises(UserError, match="base.json: damaged"):
+        read_base(folder)
+    assert read_base(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "step", "model_folder"),
+    [
+        ("run/snapshots/v000012", "snapshot", None, "run/policy"),
+        ("run/checkpoints/3", "checkpoint", 3, "run/policy"),
+        ("run/checkpoints", "checkpoint", None, "run/policy"),
+        ("run", "checkpoint", None, "run/policy"),
+        ("v3-small", "huggingface", None, "v3-small"),
+        ("other/7", "huggingface", None, "other/7"),
+    ],
+)
+def test_policy_is_known_by_its_place(tmp_path, monkeypatch, path, kind, step, model_folder):
+    (tmp_path / "run/checkpoints/5").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    source = find_policy(Path(path))
+    assert (source.kind, source.step, source.model_folder) == (kind, step, tmp_path / model_folder)
+    pinned = 5 if kind == "checkpoint" and step is None else step
+    assert source.at_step().step == pinned
 
 
 def test_max_length_beyond_positions_is_refused(tmp_path):

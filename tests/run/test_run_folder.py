@@ -14,7 +14,6 @@ import yaml
 from run_folder_rig import (
     CALCULATOR,
     QUESTIONS,
-    StandInModel,
     another_calculator,
     contents,
     make_run,
@@ -31,7 +30,6 @@ from calibadv_jax.run.folder import (
     check_cold_start,
     check_service,
     is_binding,
-    write_policy_folder,
 )
 from calibadv_jax.snapshots.mirror import open_mirror
 from examples.own_tool import Calculator
@@ -48,7 +46,10 @@ def test_config_of_every_start_is_kept(run):
     seeds = [yaml.safe_load((run.folder / f"configs/{n}.yaml").read_text())["run"]["seed"] for n in (0, 1)]
     assert seeds == [1, 2]
     assert json.loads((run.folder / "policy/config.json").read_text()) == {"model_type": "qwen2"}
-    assert (run.folder / "policy/tokenizer.json").is_file()
+    assert sorted(path.name for path in (run.folder / "policy").iterdir()) == [
+        "config.json",
+        "tokenizer.json",
+    ]
 
 
 def test_newest_of_many_starts_is_compared(run):
@@ -74,33 +75,27 @@ def test_foreign_or_missing_config_files_are_ignored(run):
     assert names == ["0.yaml", "2.yaml", "3.yaml", "notes.yaml"]
 
 
-@pytest.mark.medium
+@pytest.mark.parametrize("has_checkpoint", [True, False])
 @pytest.mark.parametrize(
     "override",
     [
         "run.seed=1",
-        "advantage.name=grpo",
         "learner.optimizer.lr=0.001",
-        "rollout.group_size=7",
-        "rollout.questions_per_step=3",
-        "rollout.temperature=0.5",
-        "prompt.template=short",
-        "retriever.topk=5",
         "sampler.name=vllm",
-        "loss.clip_low=0.1",
         "learner.steps=11",  # the cosine ends later
         "data.shuffle=false",
-        "policy.lora.rank=4",
     ],
 )
-def test_binding_change_is_refused_before_writing(run, override):
+def test_binding_change_is_refused_before_writing(run, override, has_checkpoint):
     with_checkpoint(run)
+    if not has_checkpoint:
+        shutil.rmtree(run.folder / "checkpoints")
     before = contents(run.folder)
     key, _, value = override.partition("=")
     with pytest.raises(UserError, match=rf"holds another experiment: {key} changed") as caught:
         run(override)
     assert f"choose another folder, such as run.dir={run.folder}-2" in str(caught.value)
-    can_go_on = key.startswith(("learner", "rollout", "retriever", "sampler", "loss"))
+    can_go_on = key.startswith(("learner", "sampler"))
     assert (f"checkpoint.allow_change=[{key}]" in str(caught.value)) == can_go_on
     assert "\n" not in str(caught.value)
     assert contents(run.folder) == before
@@ -123,6 +118,10 @@ def test_every_binding_key_is_compared(run):
         "loss.clip_high": 0.5,
         "learner.epochs": 2,
         "policy.compute_dtype": "float32",
+        "policy.lora.rank": 4,
+        "rollout.group_size": 7,
+        "rollout.questions_per_step": 3,
+        "rollout.temperature": 0.5,
         "run.seed": 1,
     }
     with_checkpoint(run)
@@ -130,23 +129,6 @@ def test_every_binding_key_is_compared(run):
         run("sampler.slots=7", "retriever.threads=2", *(f"{key}={value}" for key, value in changes.items()))
     named = str(caught.value).partition("experiment: ")[2].partition(" changed")[0]
     assert set(named.split(", ")) == changes.keys()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ({"questions": [QUESTIONS[0], replace(QUESTIONS[1], text="Whence?")]}, "data.content"),
-        ({"questions": QUESTIONS[:1]}, "data.content"),
-        ({"hidden_size": 8}, "policy.config"),
-    ],
-)
-def test_data_and_policy_are_compared_by_content(run, arguments, name):
-    with_checkpoint(run)
-    before = contents(run.folder)
-    with pytest.raises(UserError, match=f"{name} changed"):
-        run(**arguments)
-    assert contents(run.folder) == before
-    assert "accepted" in run(f"checkpoint.allow_change=[{name}]", **arguments)
 
 
 @pytest.mark.parametrize(
@@ -258,31 +240,29 @@ def test_cold_start_with_another_seed_is_refused(tmp_path):
         check_cold_start(config)
 
 
-def without(path, section, key):
+def without(path, *sections, key):
     """As a version wrote it that did not have the key yet."""
-    values = yaml.safe_load(path.read_text())
-    del values[section][key]
+    values = section = yaml.safe_load(path.read_text())
+    for name in sections:
+        section = section[name]
+    del section[key]
     path.write_text(yaml.safe_dump(values))
 
 
 def test_older_configs_get_defaults_of_newer_keys(run, tmp_path):
     with_checkpoint(run)
-    without(run.folder / "configs/0.yaml", "learner", "epochs")
+    without(run.folder / "configs/0.yaml", "learner", key="epochs")
+    without(run.folder / "configs/0.yaml", "learner", "optimizer", key="eps")
     with pytest.raises(UserError, match=r"learner.epochs changed"):
         run("learner.epochs=2")
     assert "learner.epochs" not in run("learner.epochs=1")
 
     cold = Config(run=replace(Config().run, dir=str(tmp_path)))
     (tmp_path / "sft.yaml").write_text(dump_config(cold))
-    without(tmp_path / "sft.yaml", "world", "rumour")
+    without(tmp_path / "sft.yaml", "world", key="rumour")
     check_cold_start(cold)
     with pytest.raises(UserError, match=r"other settings \(world.rumour"):
         check_cold_start(replace(cold, world=replace(cold.world, rumour=0.5)))
-
-
-def test_policy_folder_holds_config_and_tokenizer(tmp_path):
-    write_policy_folder(tmp_path / "policy", StandInModel(tmp_path / "tokenizer"))
-    assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == ["config.json", "tokenizer.json"]
 
 
 @pytest.mark.timeout(10)
@@ -307,17 +287,6 @@ def test_allowed_change_accepts_no_other_change(run):
             run(*changes, f"checkpoint.allow_change=[{allowed}]")
         assert contents(run.folder) == before
     assert "refused" not in run(*changes, "checkpoint.allow_change=[learner.epochs, rollout.group_size]")
-
-
-@pytest.mark.parametrize("override", ["advantage.name=grpo", "run.seed=1", "data.shuffle=false"])
-def test_binding_change_before_first_checkpoint_is_refused(run, override):
-    run()
-    trained(run, 8)
-    before = contents(run.folder)
-    key = override.partition("=")[0]
-    with pytest.raises(UserError, match=rf"holds another experiment: {key} changed"):
-        run(override)
-    assert contents(run.folder) == before
 
 
 def test_kept_trajectories_mark_a_run_as_trained(run):
@@ -371,6 +340,9 @@ def test_truncated_start_is_skipped_and_reported(run):
         path.write_text("")
     with pytest.raises(UserError, match="2.yaml: empty or cut off .* and no older start is whole"):
         run()
+    shutil.rmtree(run.folder / "configs")
+    with pytest.raises(UserError, match="holds trained steps, but their configs/ is lost"):
+        run()
 
 
 def test_hashes_that_are_lost_can_be_done_without(run):
@@ -413,13 +385,11 @@ def test_longer_run_under_falling_rate_is_refused(run):
 
 
 def test_schedule_length_counts_minibatches_and_epochs(run):
-    more = ["rollout.questions_per_step=4", "rollout.group_size=5"]
-    more += ["learner.minibatch_size=8", "learner.epochs=2"]
-    run(*more)
+    more = ["rollout.questions_per_step=4", "rollout.group_size=5", "learner.minibatch_size=8"]
+    run(*more, "learner.epochs=2")
     trained(run, 3)
     with pytest.raises(UserError, match="learner.optimizer.decay_updates=60 it falls as before"):
-        run(*more, "learner.steps=20")
-    assert "learner.steps" in run(*more, "learner.steps=20", "learner.optimizer.decay_updates=60")
+        run(*more, "learner.epochs=2", "learner.steps=20")
 
 
 def test_refusal_suggests_a_free_folder(run):
@@ -452,16 +422,6 @@ def weights(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("needs", ["loss.kl_coef=0.1", "policy.lora.rank=2"])
-def test_other_weights_are_another_reference(run, weights, needs):
-    run(weights(), needs)
-    trained(run, 1)
-    with pytest.raises(UserError, match="policy.weights changed"):
-        run(weights(2.0), needs)
-    assert "policy.path" in run(weights(1.0, "moved"), needs), "the same weights at another place"
-    assert "accepted" in run(weights(2.0), needs, "checkpoint.allow_change=[policy.weights]")
-
-
 def test_weights_are_compared_only_as_reference(run, weights):
     run(weights())
     trained(run, 1)
@@ -470,27 +430,67 @@ def test_weights_are_compared_only_as_reference(run, weights):
     run(weights(4.0), "checkpoint.allow_change=[loss.kl_coef, policy.weights]")
 
 
-def test_another_text_for_the_judge_is_another_reward(run, tmp_path):
-    prompt = tmp_path / "judge.txt"
-    judged = f"reward.judge={{url: 'http://127.0.0.1:1/v1', model: m, prompt: {prompt}}}"
-    prompt.write_text("Is the answer right?")
-    run(judged)
-    trained(run, 1)
-    run(judged)
-    prompt.write_text("Is the answer polite?")
-    with pytest.raises(UserError, match="reward.judge.content changed"):
-        run(judged)
-    assert "accepted" in run(judged, "checkpoint.allow_change=[reward.judge.content]")
+@pytest.fixture
+def content(tmp_path, weights, monkeypatch):
+    """Version 0 or 1 of what the config only names: overrides, and arguments of the start."""
+
+    def versions(kind, version):
+        if kind in ("kl", "lora"):
+            return [weights(1.0 + version), "loss.kl_coef=0.1" if kind == "kl" else "policy.lora.rank=2"], {}
+        if kind == "adapters":
+            save_file({"a": np.full(3, version, np.float32)}, tmp_path / "adapter_model.safetensors")
+            more = ["policy.lora.rank=2", f"policy.lora.init_from={tmp_path}", "loss.kl_coef=0.1"]
+            return [weights(), *more], {}
+        if kind == "judge":
+            prompt = tmp_path / "judge.txt"
+            prompt.write_text(f"Is the answer {('right', 'polite')[version]}?")
+            return [f"reward.judge={{url: 'http://127.0.0.1:1/v1', model: m, prompt: {prompt}}}"], {}
+        if kind == "tool":
+            another_calculator(monkeypatch, ("calculate", "guess a number")[version])
+            return [CALCULATOR], {}
+        if kind == "may be empty":
+            another_calculator(monkeypatch, "calculate")
+            monkeypatch.setattr(Calculator, "may_be_empty", bool(version))
+            return [CALCULATOR], {}
+        if kind == "shape":
+            return [], {"hidden_size": 4 * (version + 1)}
+        changed = [QUESTIONS[0], replace(QUESTIONS[1], text="Whence?")] if kind == "text" else QUESTIONS[:1]
+        return [], {"questions": changed if version else QUESTIONS}
+
+    return versions
 
 
-def test_changed_action_purpose_is_refused(run, monkeypatch):
-    run(CALCULATOR)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("text", "data.content"),
+        ("fewer", "data.content"),
+        ("shape", "policy.config"),
+        ("kl", "policy.weights"),
+        ("lora", "policy.weights"),
+        ("adapters", "policy.adapters"),
+        ("judge", "reward.judge.content"),
+        ("tool", "tools.content"),
+        ("may be empty", "tools.content"),
+    ],
+)
+def test_contents_are_compared(run, content, kind, name):
+    arguments, options = content(kind, 0)
+    run(*arguments, **options)
     trained(run, 1)
-    run(CALCULATOR)
-    another_calculator(monkeypatch, "guess a number")
-    with pytest.raises(UserError, match="tools.content changed"):
-        run(CALCULATOR)
-    assert "accepted" in run(CALCULATOR, "checkpoint.allow_change=[tools.content]")
+    assert "changed" not in run(*arguments, **options)
+    arguments, options = content(kind, 1)
+    before = contents(run.folder)
+    with pytest.raises(UserError, match=f"another experiment: {name} changed"):
+        run(*arguments, **options)
+    assert contents(run.folder) == before
+    assert "accepted" in run(*arguments, f"checkpoint.allow_change=[{name}]", **options)
+
+
+def test_same_weights_elsewhere_are_the_same_reference(run, weights):
+    run(weights(), "loss.kl_coef=0.1")
+    trained(run, 1)
+    assert "policy.path" in run(weights(1.0, "moved"), "loss.kl_coef=0.1")
 
 
 def served(url, more="", **own):
@@ -553,7 +553,11 @@ def test_run_without_tools_hash_is_resumed(run):
 
 
 FIRST = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "documents": 7, "identity": "aa"}
-ACCEPTING = replace(Config(), checkpoint=CheckpointConfig(allow_change=["retriever.content"]))
+C2 = {"corpus_sha256": "c2"}
+
+
+def accepting(*names):
+    return replace(Config(), checkpoint=CheckpointConfig(allow_change=list(names)))
 
 
 @pytest.fixture
@@ -564,57 +568,40 @@ def indexed_run(tmp_path):
     return tmp_path
 
 
-def test_same_index_is_accepted_at_another_address(indexed_run):
-    check_service(Config(), indexed_run, FIRST | {"documents": 7, "stage": "x"})
-
-
-@pytest.mark.parametrize("changed", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"identity": "bb"}])
-def test_another_index_is_refused_until_it_is_accepted(indexed_run, changed):
+@pytest.mark.parametrize("accepted", ["retriever.content", "retriever"])
+@pytest.mark.parametrize("state", [FIRST | C2, FIRST | {"encoder": "e5"}, FIRST | {"identity": "bb"}, {}])
+def test_another_index_is_refused_until_it_is_accepted(indexed_run, state, accepted):
+    check_service(Config(), indexed_run, FIRST | {"stage": "x"})  # the same one at another address
     kept = (indexed_run / SERVICE_FILE).read_text()
     for _ in range(2):  # a start that was refused leaves no trace
         with pytest.raises(UserError, match="another index .*instead of.*allow_change"):
-            check_service(Config(), indexed_run, FIRST | changed)
+            check_service(Config(), indexed_run, state)
         assert (indexed_run / SERVICE_FILE).read_text() == kept
-    check_service(ACCEPTING, indexed_run, FIRST | changed)
-    check_service(Config(), indexed_run, FIRST | changed)  # accepted once and for all
-    with pytest.raises(UserError, match="another index"):
-        check_service(Config(), indexed_run, FIRST)
+    check_service(accepting(accepted), indexed_run, state)
+    check_service(Config(), indexed_run, state)  # accepted once and for all
+    if state:
+        with pytest.raises(UserError, match="another index"):
+            check_service(Config(), indexed_run, FIRST)
 
 
-def test_service_without_description_is_refused(indexed_run):
-    with pytest.raises(UserError, match="corpus_sha256 None instead of 'c1'"):
-        check_service(Config(), indexed_run, {})
-
-
-def test_index_may_change_before_first_step(tmp_path):
-    check_service(Config(), tmp_path, FIRST)
-    check_service(Config(), tmp_path, FIRST | {"corpus_sha256": "c2"})
-
-
-def test_run_without_description_accepts_the_index(indexed_run):
-    (indexed_run / SERVICE_FILE).unlink()
+def test_unknown_last_index_is_accepted_unless_damaged(indexed_run):
+    kept = indexed_run / SERVICE_FILE
+    kept.unlink()  # as an earlier version left it
     check_service(Config(), indexed_run, FIRST)
-    assert (indexed_run / SERVICE_FILE).is_file()
-
-
-def test_damaged_description_is_refused(indexed_run):
-    (indexed_run / SERVICE_FILE).write_text("{")
+    assert kept.is_file()
+    kept.write_text("{")
     with pytest.raises(UserError, match=f"{SERVICE_FILE}: damaged"):
         check_service(Config(), indexed_run, FIRST)
 
 
-def test_its_section_accepts_it_too(indexed_run):
-    section = replace(Config(), checkpoint=CheckpointConfig(allow_change=["retriever"]))
-    check_service(section, indexed_run, FIRST | {"corpus_sha256": "c2"})
-
-
 @pytest.mark.parametrize("left", ["metrics.jsonl", "rollouts/step_000001.parquet"])
 def test_trained_steps_count_without_a_checkpoint(tmp_path, left):
-    check_service(Config(), tmp_path, FIRST)
+    for state in (FIRST | C2, FIRST):  # free before the first step
+        check_service(Config(), tmp_path, state)
     (tmp_path / left).parent.mkdir(exist_ok=True)
     (tmp_path / left).write_text('{"step": 1}\n')
     with pytest.raises(UserError, match="another index than at the last start"):
-        check_service(Config(), tmp_path, FIRST | {"corpus_sha256": "c2"})
+        check_service(Config(), tmp_path, FIRST | C2)
 
 
 def test_full_disk_keeps_the_description(indexed_run, monkeypatch):
@@ -625,6 +612,6 @@ def test_full_disk_keeps_the_description(indexed_run, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match=rf"{SERVICE_FILE} cannot be written \(No space left on device\)"):
-        check_service(ACCEPTING, indexed_run, FIRST | {"corpus_sha256": "c2"})
+        check_service(accepting("retriever.content"), indexed_run, FIRST | C2)
     assert (indexed_run / SERVICE_FILE).read_text() == before
     assert sorted(path.name for path in indexed_run.iterdir()) == ["checkpoints", SERVICE_FILE]

@@ -29,6 +29,7 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.commands.train import services
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.learner.step import Learned
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.reader import find_step, read_step
@@ -146,13 +147,6 @@ def test_console_shows_steps_and_phases(tmp_path):
     assert -1 not in places, dict(zip(shown, places, strict=True))
 
 
-def test_interrupted_step_draws_the_same_groups_again(tmp_path):
-    config = make_config(tmp_path, learner={"steps": 1})
-    with pytest.raises(RuntimeError, match="the machine is gone"):
-        run(config, (first := ScriptedRollouts(fails_at=1)), tmp_path)
-    assert run(config, ScriptedRollouts(), tmp_path).begun == first.begun
-
-
 @pytest.mark.medium
 def test_kl_term_compares_with_initial_policy(tmp_path):
     config = make_config(tmp_path, loss={"kl_coef": 0.1})
@@ -186,6 +180,13 @@ def test_schedule_ends_with_the_run(tmp_path):
     assert [float(schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
 
 
+class Twice(Hosts):
+    """Another process has the same of everything."""
+
+    def exchange(self, what, value):
+        return [value, value]
+
+
 def test_published_weights_are_compared_with_workers(tmp_path):
     config = make_config(tmp_path, rollout={"temperature": 0.5})
     rollouts = ScriptedRollouts()
@@ -204,6 +205,10 @@ def test_published_weights_are_compared_with_workers(tmp_path):
     rollouts.logprobs = {"a": other, "b": other + np.float32([0.25] + [0] * 13)}
     result = state.publish()
     assert result["rollout/workers"] == 2
+    state.hosts, rollouts.metrics = Twice(), lambda: {"rollout/workers_lost": 3.0}
+    assert state.publish()["rollout/workers"] == 4 and state.sampler_metrics() == {
+        "rollout/workers_lost": 6.0
+    }
     assert result["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
     assert result["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
 

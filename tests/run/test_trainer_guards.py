@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from trainer_rig import (
 
 from calibadv_jax.commands import train
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.stopping import Stop
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.reader import read_metadata
 from calibadv_jax.record.schema import kept_steps
@@ -46,14 +48,18 @@ def test_rollback_restores_last_good_checkpoint_with_new_seed(tmp_path):
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [4, 6]
 
 
-@pytest.mark.medium
-def test_rollback_takes_checkpoint_of_last_good_step(tmp_path):
-    checkpoint, guards = {"every": 1, "keep": 9}, GUARDED | {"action": "rollback"}
-    config = make_config(tmp_path, checkpoint=checkpoint, guards=guards)
-    rollouts = run(config, Collapsing(), tmp_path)
-    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 3, 4]
-    assert [number for number, _ in rollouts.begun] == [*range(8), 6, 7]
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+def test_mirror_follows_the_rollback(tmp_path):
+    """What it has of later steps goes before they go here."""
+    calls = []
+    config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
+    with Stop() as stop, make_state(config, tmp_path, Collapsing()) as state:
+        state.mirror = SimpleNamespace(
+            check=lambda: None,
+            put=lambda step: calls.append(("put", step)),
+            drop_after=lambda step: calls.append(("drop", step)),
+        )
+        train.train(state, stop)
+    assert calls == [("put", 2), ("drop", 2), ("put", 2), ("put", 4), ("put", 6)]
 
 
 def test_rollback_deletes_checkpoints_of_bad_steps(tmp_path):
@@ -67,15 +73,6 @@ def test_rollback_deletes_checkpoints_of_bad_steps(tmp_path):
     assert state.checkpoints.steps() == [1, 2, 3, 4, 5, 6]
     fourth = state.checkpoints.restore(4, state.trainer.learner.abstract_state())[0]["params"]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(fourth), rollouts.loaded[7][1])
-
-
-@pytest.mark.medium
-def test_resumed_run_counts_former_rollbacks(tmp_path):
-    config = make_config(tmp_path, guards=GUARDED | {"action": "rollback"})
-    before = run(config, Collapsing(), tmp_path)
-    state = make_state(config, tmp_path, after := ScriptedRollouts())
-    assert state.guards.rollbacks == 1 and state.guards.last_good_step == state.step == 4
-    assert after.seed == state.seed == before.seed != config.run.seed
 
 
 def test_restart_after_rollback_keeps_the_new_seed(tmp_path):

@@ -5,14 +5,23 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 from http_rig import Handler, serving
 from tiny_policy import Letters
 from trainer_rig import make_config, make_model
 
+from calibadv_jax.config import LoraConfig
+from calibadv_jax.hosts.exchange import Hosts
+from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import flatten
 from calibadv_jax.run import wiring
+from calibadv_jax.run.model import Base
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
+from calibadv_jax.snapshots.publish import read_manifest
 
 
 class Vocabulary(Letters):
@@ -67,6 +76,50 @@ def test_embedded_sampler_starts_no_workers(tmp_path, model, opened):
         assert rollouts.seed == config.run.seed and rollouts.context.rollout == config.rollout
         assert rollouts.context.tokenizer is model.tokenizer
     assert opened == [("retriever", config.retriever, tmp_path / "retriever.log"), "retriever closed"]
+
+
+class OneOfTwo(Hosts):
+    """As the second of two processes."""
+
+    index, count = 1, 2
+
+
+def test_processes_share_slots_and_concurrency(tmp_path, model, opened):
+    rollout = {"max_length": 16, "max_concurrency": 5}
+    config = make_config(
+        tmp_path, rollout=rollout, sampler={"slots": 3}, policy={"compute_dtype": "bfloat16"}
+    )
+    health, places = [], (tmp_path / "policy", tmp_path / "snapshots")
+    with wiring.open_rollouts(config, model, *places, health.append, OneOfTwo()) as rollouts:
+        sampler = rollouts.context.sampler
+        assert (sampler.config.slots, rollouts.context.rollout.max_concurrency) == (2, 3)
+        params = jax.jit(model.policy.init)(jax.random.key(0))
+        copied = rollouts.publish(0, params)
+        assert all(leaf.dtype == model.policy.numerics.compute_dtype for leaf in jax.tree.leaves(copied))
+        jax.tree.map(np.testing.assert_array_equal, copied, params)
+    assert health == [{"status": "ready"}]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_snapshots_hold_adapters_or_the_sum(tmp_path, model, opened, monkeypatch, shares):
+    adapters = Adapters(2, 4.0, ("q",), "float32")
+    model = replace(model, policy=Policy(model.policy.architecture, Numerics(), adapters))
+    (tmp_path / "policy").mkdir()
+    Base("base", str(tmp_path), "0" * 64, 0, adapters).write(tmp_path / "policy")
+    lora = LoraConfig(rank=2, targets=["q"], snapshots="adapters" if shares else "merged")
+    checkpoint = {"snapshot_dtype": "bfloat16"}
+    config = make_config(
+        tmp_path, sampler={"name": "vllm"}, policy={"lora": lora, "path": "p"}, checkpoint=checkpoint
+    )
+    params = jax.jit(model.policy.init)(jax.random.key(0))
+    with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots") as rollouts:
+        manifest = read_manifest(rollouts.publish(3, params))
+    assert len(manifest["tensors"]) == (2 if shares else len(flatten(model.policy.abstract_base)))
+    dtypes = {entry["dtype"] for entry in manifest["tensors"].values()}
+    assert dtypes == {"float32" if shares else "bfloat16"}
+    if shares:
+        expected = {"folder": str(tmp_path), "sha256": "0" * 64, "base_dtype": "float32", "scale": 2.0}
+        assert manifest["base"] == expected | {"dtype": "bfloat16"}
 
 
 def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypatch):

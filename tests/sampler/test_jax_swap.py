@@ -5,29 +5,29 @@ import asyncio
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from test_jax_sampler import CharTokenizer, make_sampler
+from tiny_policy import NARROW, tiny
 
 from calibadv_jax.core.interfaces import SamplingParams
-from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.adapters import Adapters, joined
 from calibadv_jax.policy.logprobs import token_logprobs
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import flatten
 
-HF_CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": len(CharTokenizer.pieces),
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "tie_word_embeddings": True,
-}
+CONFIG = NARROW | {"vocab_size": len(CharTokenizer.pieces), "hidden_size": 16, "tie_word_embeddings": True}
 
 
-def test_nothing_of_the_old_weights_is_left():
-    policy = Policy(architecture_from_hf(HF_CONFIG), Numerics())
+@pytest.mark.parametrize("adapters", [None, Adapters(2, 4.0, ("gate", "o", "v"), "float32")], ids=bool)
+def test_nothing_of_the_old_weights_is_left(adapters):
+    policy = tiny(CONFIG, adapters)
     old, new = (jax.jit(policy.init)(jax.random.key(seed)) for seed in (0, 1))
+    base, trained = policy.split(old)
+    if adapters:
+        new = joined(base, jax.tree.map(lambda leaf: leaf + 0.3, trained))
+    wide = old["embed"]["embedding"] * 20.0  # far from uniform
     for params in (old, new):
-        params["embed"]["embedding"] = params["embed"]["embedding"] * 20.0  # far from uniform
+        params["embed"]["embedding"] = wide
+    base = policy.split(new)[0]
     sampler = make_sampler(policy, old, max_length=32, slots=2)
     context = [0, 1, 2, 3, 4, 5]
 
@@ -42,7 +42,6 @@ def test_nothing_of_the_old_weights_is_left():
 
     first, again, second = asyncio.run(work())
     assert first.policy_versions == (7,) and second.policy_versions == (8,)
-
     row = jnp.asarray([[*again, *second.token_ids]], jnp.int32)
     for params, is_right in ((new, True), (old, False)):
         decoder = policy.merge(params)
@@ -50,3 +49,8 @@ def test_nothing_of_the_old_weights_is_left():
         targets = jnp.concatenate([row[:, 1:], row[:, :1]], axis=1)
         expected = token_logprobs(decoder, hidden, targets, 1.0, 1024)[0][0][len(again) - 1 : -1]
         assert np.allclose(second.logprobs, expected, atol=1e-4) == is_right
+    held = flatten(sampler._engine._params)
+    assert all(held[path] is leaf for path, leaf in flatten(base).items())  # no copy
+    assert not any(
+        held[path] is leaf for path, leaf in flatten(policy.split(new)[1]).items()
+    )  # donated later

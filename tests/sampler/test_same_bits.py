@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from test_jax_sampler import CharTokenizer
+from tiny_policy import WIDER
 
 from calibadv_jax.config import MeshConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
@@ -17,17 +18,8 @@ from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 
 LENGTH = 200  # four widths of the cache
-CONFIG = {  # layers of the quickstart's size: of very small ones XLA computes all shapes alike
-    "model_type": "qwen3",
-    "vocab_size": 398,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "tie_word_embeddings": True,
-}
+# Layers of the quickstart's size: of very small ones XLA computes all shapes alike.
+CONFIG = WIDER | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 NUMBERS = range(30)
 
 

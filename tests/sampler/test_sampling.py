@@ -135,24 +135,9 @@ def test_large_vocabularies_are_drawn_as_reported(monkeypatch):
 def test_of_equally_likely_tokens_greedy_takes_the_first():
     logits = jnp.array([[0.0, 2.0, 1.0, 2.0], [-jnp.inf, -jnp.inf, 0.0, -1.0], [5.0, 5.0, 5.0, 5.0]])
     zeros = jnp.zeros(3)
-    tokens, _ = sample_tokens(
+    tokens, logprobs = sample_tokens(
         logits, jnp.arange(3, dtype=jnp.uint32), jnp.zeros(3, jnp.int32), zeros, zeros, zeros, filtered=False
     )
     assert tokens.tolist() == [1, 2, 0]
-
-
-@pytest.mark.medium
-def test_frequencies_follow_the_distribution():
-    probabilities = np.array([0.5, 0.25, 0.2, 0.05, 0.0])
-    count = 20_000
-    tokens, _ = sample_tokens(
-        jnp.log(jnp.asarray(probabilities, jnp.float32))[None].repeat(count, 0),
-        jnp.arange(count, dtype=jnp.uint32),
-        jnp.zeros(count, jnp.int32),
-        jnp.ones(count),
-        jnp.ones(count),
-        jnp.zeros(count, jnp.int32),
-        filtered=False,
-    )
-    observed = np.bincount(np.asarray(tokens), minlength=5) / count
-    np.testing.assert_allclose(observed, probabilities, atol=0.015)
+    plain = jax.nn.log_softmax(logits)[jnp.arange(3), tokens]  # reported at temperature 1
+    np.testing.assert_allclose(logprobs, plain, atol=1e-6)

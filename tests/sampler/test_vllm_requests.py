@@ -202,9 +202,12 @@ def refusing(server, routes):
         routes.append(request.path)
         if request.path == "/update_weights" and server.refuses:
             return web.json_response({"error": {"message": f"{REFUSAL}damaged snapshot"}}, status=500)
+        if request.path == "/start_weight_update" and server.is_active:
+            server.is_active = False
+            return web.json_response({"error": {"message": "an update is already active"}}, status=500)
         return await good(request)
 
-    server.control, server.refuses = control, False
+    server.control, server.refuses, server.is_active = control, False, False
 
 
 def test_a_worker_that_refuses_a_snapshot_serves_on(tmp_path):
@@ -221,6 +224,66 @@ def test_a_worker_that_refuses_a_snapshot_serves_on(tmp_path):
             return routes
 
     assert run(work()) == ["/pause", "/start_weight_update", "/update_weights", "/resume"]
+
+
+def test_rollback_begins_another_session(tmp_path):
+    """Workers take no old versions. The swap before it was broken off in the middle."""
+
+    async def work():
+        server, routes = Gated(), []
+        refusing(server, routes)
+        async with started(tmp_path, [server]) as sampler:
+            sessions = [server.label]
+            del routes[:]
+            server.is_active = True
+            await sampler.load(3, tmp_path / "v000003")
+            return [*sessions, server.label], list(routes), sampler.workers[0].version, sampler.lost_count
+
+    (first, second), routes, version, lost = run(work())
+    assert first != second and first[-2:] == second[-2:] == "/3" and (version, lost) == (3, 0)
+    swap = ["/start_weight_update", "/finish_weight_update", "/start_weight_update", "/update_weights"]
+    assert routes == [
+        "/init_weight_transfer_engine", "/pause", *swap, "/finish_weight_update", "/resume"
+    ]  # fmt: skip
+
+
+def test_refusal_of_all_workers_ends_completions(tmp_path):
+    async def work():
+        server = Gated()
+        refusing(server, [])
+        async with started(tmp_path, [server]) as sampler:
+            server.refuses = True
+            server.reply = 500, {"error": {"message": "dead"}}  # it is lost, and refuses when it is back
+            with pytest.raises(UserError, match="refuses .*v000003: damaged snapshot"):
+                await sampler.generate(PROMPT, SAMPLING, "s")
+            server.refuses, server.reply = False, None
+            await sampler.load_snapshot(tmp_path / "v000004")  # the next one may be good
+            return (await sampler.generate(PROMPT, SAMPLING, "s")).token_ids, sampler.workers[0].refusal
+
+    assert run(work()) == (SCRIPT, None)
+
+
+@pytest.mark.parametrize("entries", [[None, {"8": {"logprob": -0.5}}, {"9": {"logprob": -2}}], [None], None])
+def test_prompt_logprobs_are_those_of_each_worker(tmp_path, monkeypatch, entries):
+    monkeypatch.setattr(vllm_sampler, "PROBE_PAUSE", 600.0)
+
+    async def work():
+        servers = [Gated(), Gated()]
+        good = {"prompt_logprobs": [None, {"8": {"logprob": -1.5}}, {"7": {}, "9": {"logprob": -3.0}}]}
+        servers[0].reply, servers[1].reply = (200, {"prompt_logprobs": entries}), (200, good)
+        async with started(tmp_path, servers) as sampler:
+            values = await sampler.prompt_logprobs([7, 8, 9])
+            assert servers[0].requests[0]["token_ids"] == [7, 8, 9]
+            urls = [worker.url for worker in sampler.workers]
+            return [values[url].tolist() for url in urls if url in values], sampler.lost_count
+
+    is_good = entries is not None and len(entries) == 3
+    assert run(work()) == ([[-0.5, -2.0], [-1.5, -3.0]][1 - is_good :], 1 - is_good)
+
+
+def test_completion_needs_loaded_weights():
+    with pytest.raises(RuntimeError, match="no weights"):
+        run(VllmSampler([], SamplerConfig(), RULE, "a tokenizer").generate(PROMPT, SAMPLING, "s"))
 
 
 def test_one_worker_that_refuses_does_not_end_the_wait_for_the_others(tmp_path):

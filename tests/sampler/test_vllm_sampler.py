@@ -69,7 +69,7 @@ class Server:
         return web.json_response({"choices": [choice]})
 
     async def control(self, request):
-        if request.path == "/finish_weight_update":
+        if request.path == "/finish_weight_update" and request.can_read_body:
             self.label = (await request.json())["weight_version"]
         return web.json_response({})
 

@@ -1,6 +1,5 @@
 """What vLLM's server is started with: each of these options keeps the sampler and the learner comparable."""
 
-import json
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -18,39 +17,38 @@ def value_of(words, option):
     return words[words.index(option) + 1]
 
 
-def test_log_probabilities_and_sampling_are_those_of_the_request():
-    words, _ = command()
-    assert value_of(words, "--logprobs-mode") == "processed_logprobs"  # at the sampling temperature
-    assert value_of(words, "--generation-config") == "vllm"  # no defaults out of the model's folder
-    assert value_of(words, "--dtype") == "bfloat16"
-    assert value_of(command("--dtype", "float32")[0], "--dtype") == "float32"
+GPU = ("--flavour", "gpu")
 
 
-def test_weights_come_from_swaps_unless_they_are_asked_for():
-    words, environment = command()
-    assert json.loads(value_of(words, "--weight-transfer-config")) == {"backend": "orbax"}
+@pytest.mark.parametrize(
+    ("arguments", "option", "value"),
+    [
+        ((), "--logprobs-mode", "processed_logprobs"),  # at the sampling temperature
+        ((), "--generation-config", "vllm"),  # no defaults out of the model's folder
+        ((), "--dtype", "bfloat16"),
+        (("--dtype", "float32"), "--dtype", "float32"),
+        ((), "--weight-transfer-config", '{"backend": "orbax"}'),
+        ((), "--load-format", "dummy"),  # weights come from swaps
+        (("--load_weights",), "--load-format", "auto"),
+        ((), "--model", "folder"),
+        ((), "--served-model-name", "policy"),
+        ((), "--port", "8123"),
+        ((), "--host", "127.0.0.1"),
+        ((), "--max-model-len", None),
+        (("--max_model_len", "512"), "--max-model-len", "512"),
+        (("--max_num_seqs", "7"), "--max-num-seqs", "7"),
+        (("--tensor_parallel_size", "2"), "--tensor-parallel-size", "2"),
+        (("--seed", "3"), "--seed", "3"),
+        (("--", "--enable-x", "1"), "--enable-x", "1"),
+        ((*GPU, "--gpu_memory_utilization", "0.5"), "--gpu-memory-utilization", "0.5"),
+        (("--flavour", "tpu"), "--gpu-memory-utilization", None),
+    ],
+)
+def test_options_reach_the_server(arguments, option, value):
+    words, environment = command(*arguments)
+    assert (value_of(words, option) if option in words else None) == value
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"  # without it there are no routes to swap by
-    assert value_of(words, "--load-format") == "dummy"
-    assert value_of(command("--load_weights")[0], "--load-format") == "auto"
-
-
-def test_options_reach_the_server():
-    words, _ = command("--max_model_len", "512", "--max_num_seqs", "7", "--tensor_parallel_size", "2")
-    assert value_of(words, "--model") == "folder" and value_of(words, "--port") == "8123"
-    assert value_of(words, "--host") == "127.0.0.1"
-    assert value_of(words, "--max-model-len") == "512"
-    assert value_of(words, "--max-num-seqs") == "7"
-    assert value_of(words, "--tensor-parallel-size") == "2"
-    assert value_of(command("--seed", "3")[0], "--seed") == "3"
-    assert "--max-model-len" not in command()[0]
-    assert command("--", "--enable-x", "1")[0][-2:] == ["--enable-x", "1"]
-
-
-def test_a_gpu_is_shared_as_asked():
-    words, environment = command("--flavour", "gpu", "--gpu_memory_utilization", "0.5")
-    assert value_of(words, "--gpu-memory-utilization") == "0.5"
-    assert "--enforce-eager" not in words and "VLLM_CPU_KVCACHE_SPACE" not in environment
-    assert "--gpu-memory-utilization" not in command("--flavour", "tpu")[0]
+    assert arguments[:2] != GPU or not {"--enforce-eager", "VLLM_CPU_KVCACHE_SPACE"} & {*words, *environment}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 from shutil import copy
 
 import pytest
+import yaml
 from shelf_rig import row, write_corpus, write_rows
 from tiny_policy import SHAPE
 
@@ -33,7 +34,38 @@ TEST = [
     row("5", "From which city is Cy Emm?", ["Quito"], ["p4"], "one"),
     row("6", "What is Cy Emm?", ["a painter"], ["p4"], "one"),
 ]
+LATER = ("learner.optimizer.lr=1", "sft.rows=9", "policy.remat=none", "log.progress=off")
 NAMES = ["direct", "chain_of_thought", "rag", "cold_start", "calibadv-2-seed-3"]
+# Pretends to train and to evaluate: a run keeps one checkpoint, as configs/real.yaml does.
+STUB = """
+import json, runpy, sys
+from pathlib import Path
+
+keys = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+command = sys.argv[3] if sys.argv[1] == "-m" else sys.argv[1]
+if command == "-c":
+    exec(sys.argv[2])
+elif command.endswith(".py"):
+    sys.argv = sys.argv[1:]
+    runpy.run_path(command, run_name="__main__")
+elif "--dry-run" in sys.argv:
+    print("learner: {steps: " + keys["learner.steps"] + "}")
+elif command == "train":
+    folder = Path(keys["run.dir"], "checkpoints")
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        old.rmdir()
+    (folder / keys["learner.steps"]).mkdir()
+elif command == "evaluate":
+    policy = Path(keys["evaluate.policy"])
+    step = int(policy.name) if policy.parent.name == "checkpoints" else None
+    scores = {"0": {"all": {"f1": 0.5}}}
+    report = {"policy": {"step": step}, "scores": scores, "intervals": {}}
+    Path(keys["evaluate.output"]).write_text(json.dumps(report))
+elif command == "compare":
+    f1 = {"difference": 0.25, "interval": None, "p_value": 1.0}
+    Path(sys.argv[-1]).write_text(json.dumps({"differences": {"0": {"f1": {"all": f1}}}}))
+"""
 
 
 def script(*arguments):
@@ -90,56 +122,19 @@ def used_folder(tmp_path, keys):
         (" sft.first_query=varied", []),
         (" retriever.topk=2", ["retriever.topk=2", "retriever.topk=3"]),
         ("", ["--encoder", "hashed"]),
+        *[("", [key]) for key in LATER],
     ],
 )
 def test_results_of_other_keys_are_not_reused(tmp_path, then, now):
+    """But keys of later stages keep those of earlier ones."""
     options, message = used_folder(tmp_path, then)
     done = script(*options, *now)
+    if now and now[0] in LATER:
+        assert "made with other settings" not in done.stderr and "== coverage" in done.stdout
+        return
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
     assert f"remove {tmp_path}/output/asked to take all that is there" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "now", ["learner.optimizer.lr=1", "sft.rows=9", "policy.remat=none", "log.progress=off"]
-)
-def test_later_keys_keep_earlier_stages(tmp_path, now):
-    options, _ = used_folder(tmp_path, "")
-    done = script(*options, now)
-    assert "made with other settings" not in done.stderr
-    assert "== coverage" in done.stdout
-
-
-# Pretends to train and to evaluate: a run keeps one checkpoint, as configs/real.yaml does.
-STUB = """
-import json, runpy, sys
-from pathlib import Path
-
-keys = dict(word.split("=", 1) for word in sys.argv if "=" in word)
-command = sys.argv[3] if sys.argv[1] == "-m" else sys.argv[1]
-if command == "-c":
-    exec(sys.argv[2])
-elif command.endswith(".py"):
-    sys.argv = sys.argv[1:]
-    runpy.run_path(command, run_name="__main__")
-elif "--dry-run" in sys.argv:
-    print("learner: {steps: " + keys["learner.steps"] + "}")
-elif command == "train":
-    folder = Path(keys["run.dir"], "checkpoints")
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        old.rmdir()
-    (folder / keys["learner.steps"]).mkdir()
-elif command == "evaluate":
-    policy = Path(keys["evaluate.policy"])
-    step = int(policy.name) if policy.parent.name == "checkpoints" else None
-    scores = {"0": {"all": {"f1": 0.5}}}
-    report = {"policy": {"step": step}, "scores": scores, "intervals": {}}
-    Path(keys["evaluate.output"]).write_text(json.dumps(report))
-elif command == "compare":
-    f1 = {"difference": 0.25, "interval": None, "p_value": 1.0}
-    Path(sys.argv[-1]).write_text(json.dumps({"differences": {"0": {"f1": {"all": f1}}}}))
-"""
 
 
 @pytest.fixture
@@ -164,18 +159,14 @@ def test_evaluations_are_named_after_the_measured_step(stubbed, tmp_path):
     assert stubbed("--steps", "4")[1] == ["2", "4"]
     done, steps = stubbed("--steps", "3")
     assert done.returncode == 2 and steps == []
-    assert (
-        "grpo/seed-0 was trained to step 4 and keeps no checkpoint of step 3; give --steps 4" in done.stderr
-    )
+    assert "trained to step 4 and keeps no checkpoint of step 3; give --steps 4" in done.stderr
     assert stubbed("--steps", "2")[1] == ["2", "4"]  # as it was measured then
     assert stubbed("--steps", "9", "learner.steps=5")[1] == ["2", "4", "5"]
     # An earlier version named the newest checkpoint after --steps.
-    (tmp_path / "output/evaluations/grpo-seed-0-steps-5.json").rename(
-        tmp_path / "output/evaluations/grpo-seed-0-steps-3.json"
-    )
-    table = subprocess.run(
-        [sys.executable, ROOT / "scripts/real_table.py", tmp_path / "output"], capture_output=True, text=True
-    ).stdout
+    last = tmp_path / "output/evaluations/grpo-seed-0-steps-5.json"
+    last.rename(last.with_name("grpo-seed-0-steps-3.json"))
+    command = [sys.executable, ROOT / "scripts/real_table.py", tmp_path / "output"]
+    table = subprocess.run(command, capture_output=True, text=True).stdout
     assert "| grpo-seed-0-steps-5 |" in table and "steps-3" not in table
 
 
@@ -253,18 +244,13 @@ def test_second_command_skips_finished_stages(inputs):
     assert list(rows) == NAMES
     assert [" to " in line.split(" | ")[-1] for line in rows.values()] == [False] * 4 + [True]
     assert first.stdout.endswith(table)
-    config = _config(output / "calibadv-2/seed-3")
+    (path,) = (output / "calibadv-2/seed-3/configs").glob("*.yaml")
+    config = yaml.safe_load(path.read_text())
     assert (config["advantage"]["name"], config["advantage"]["target_ratio"]) == ("calibadv", 2.0)
     assert config["policy"]["path"] == str(output / "cold_start")
     assert config["run"]["seed"] == 3
-    assert {
-        json.loads((output / "evaluations" / f"{name}.json").read_text())["method"] for name in NAMES
-    } == {
-        "agent",
-        "chain_of_thought",
-        "direct",
-        "rag",
-    }
+    reports = [json.loads((output / "evaluations" / f"{name}.json").read_text()) for name in NAMES]
+    assert {report["method"] for report in reports} == {"agent", "chain_of_thought", "direct", "rag"}
     other = script(*options, *arm, "learner.optimizer.lr=1")
     assert other.returncode == 2
     assert f"{output}/calibadv-2/seed-3/trained-all was made with other settings" in other.stderr
@@ -287,10 +273,7 @@ def _two_arms_of_two_seeds_are_compared(options, output):
     for arm, seed in (("calibadv-2", 4), ("grpo", 3), ("grpo", 4)):
         (output / arm / f"seed-{seed}").mkdir(parents=True)
         (output / arm / f"seed-{seed}" / "trained-all").touch()
-        for path in [
-            *output.glob("evaluations/calibadv-2-seed-3.*"),
-            *output.glob("comparisons/calibadv-2-seed-3.*"),
-        ]:
+        for path in output.glob("*s/calibadv-2-seed-3.*"):
             copy(path, path.with_name(f"{arm}-seed-{seed}{path.suffix}"))
     arms = ["--arms", "grpo calibadv-2", "--seeds", "3 4"]
     compared = script(*options, *arms)
@@ -301,11 +284,3 @@ def _two_arms_of_two_seeds_are_compared(options, output):
         assert report[side] == ",".join(files)
     last = (output / "table.md").read_text().splitlines()[-1]
     assert last.startswith("| calibadv-2 less grpo | +0.000")
-
-
-def _config(run):
-    """What a training run kept of its config."""
-    import yaml
-
-    (path,) = (run / "configs").glob("*.yaml")
-    return yaml.safe_load(path.read_text())

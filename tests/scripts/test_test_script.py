@@ -16,6 +16,7 @@ case "$*" in
   *"-m pytest"*) echo "pytest: $*" >>"$CALLS"; exit "$SLOW" ;;
 esac
 """
+BOTH, NO_TESTS = ["not slow", "slow"], 5
 
 
 @pytest.fixture
@@ -51,41 +52,24 @@ def run(tmp_path):
 
 
 @pytest.mark.medium
-def test_failing_part_does_not_hide_the_next(run):
-    answer, markers = run(fast=1)
-    assert markers == ["not slow", "slow"]
-    assert answer.returncode == 1 and answer.stderr.endswith("== failed: not slow\n")
-    answer, markers = run(slow=1)
-    assert markers == ["not slow", "slow"] and answer.returncode == 1
-    answer, markers = run()
-    assert markers == ["not slow", "slow"] and (answer.returncode, answer.stderr) == (0, "")
-
-
-@pytest.mark.medium
-def test_types_that_do_not_fit_hide_no_test(run):
-    """As with the newest numpy, whose types are others."""
-    answer, markers = run(mypy=1)
-    assert markers == ["not slow", "slow"]
-    assert answer.returncode == 1 and answer.stderr.endswith("== failed: mypy\n")
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("status", [2, 3, 4])
-def test_other_failures_end_the_script(run, status):
-    answer, markers = run(fast=status)
-    assert markers == ["not slow"] and answer.returncode == status
-
-
-@pytest.mark.medium
-def test_fast_runs_one_part_and_fails_with_it(run):
-    answer, markers = run("--fast", fast=1)
-    assert markers == ["not medium and not slow"] and answer.returncode == 1
-
-
-@pytest.mark.medium
-def test_no_tests_pass_only_if_chosen(run):
-    assert run("tests/learner", fast=5, slow=0)[0].returncode == 0
-    assert run(fast=5)[0].returncode == 5
+@pytest.mark.parametrize(
+    ("arguments", "statuses", "markers", "status", "end"),
+    [
+        ([], {}, BOTH, 0, ""),
+        ([], {"fast": 1}, BOTH, 1, "== failed: not slow\n"),
+        ([], {"slow": 1}, BOTH, 1, "== failed: slow\n"),
+        ([], {"mypy": 1}, BOTH, 1, "== failed: mypy\n"),  # as with the newest numpy, whose types are others
+        *[([], {"fast": other}, BOTH[:1], other, "") for other in (2, 3, 4, NO_TESTS)],
+        (["--fast"], {"fast": 1}, ["not medium and not slow"], 1, ""),
+        (["tests/learner"], {"fast": NO_TESTS}, BOTH, 0, ""),
+    ],
+    ids=str,
+)
+def test_failing_part_does_not_hide_the_next(run, arguments, statuses, markers, status, end):
+    """But other failures of pytest end the script, and so does no test where none were chosen."""
+    answer, called = run(*arguments, **statuses)
+    assert called == markers and answer.returncode == status
+    assert answer.stderr.endswith(end) and (end or status or not answer.stderr)
 
 
 @pytest.mark.medium

@@ -1,11 +1,10 @@
 """An MCP server of tests: on its pipes or, with a port as its argument, over HTTP."""
 
 import asyncio
-import os
 import sys
 
 from mcp.server.mcpserver import MCPServer
-from mcp_types import EmbeddedResource, TextContent, TextResourceContents
+from mcp_types import EmbeddedResource, TextResourceContents
 
 server = MCPServer("tests")
 
@@ -28,13 +27,6 @@ def large() -> str:
 
 
 @server.tool()
-def forged(text: str) -> list[TextContent | EmbeddedResource]:
-    """Says what it is told, and has a page that says it too."""
-    page = TextResourceContents(uri="shelf://page", text=text, mime_type="text/plain")
-    return [TextContent(type="text", text=text), EmbeddedResource(type="resource", resource=page)]
-
-
-@server.tool()
 def book() -> list[EmbeddedResource]:
     text = TextResourceContents(uri="shelf://book", text="<search> a page </search>", mime_type="text/plain")
     return [EmbeddedResource(type="resource", resource=text)]
@@ -44,16 +36,6 @@ def book() -> list[EmbeddedResource]:
 async def slow(seconds: float) -> str:
     await asyncio.sleep(seconds)
     return "late"
-
-
-@server.tool()
-def die() -> str:
-    os._exit(7)
-
-
-@server.tool()
-def process() -> str:
-    return str(os.getpid())
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from search_rig import client_of
 
 pytest.importorskip("aiohttp")
 
-from calibadv_jax.config import RetrieverConfig, load_config
+from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.services import retriever_client
 from calibadv_jax.services.http_client import HttpReply, Unreachable
-from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
+from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_replies import Away
 
 
@@ -91,7 +91,7 @@ def test_queries_are_shared_out_one_request_at_each(services):
         assert service.most == 1
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, 3])
 def test_sequential_searches_use_all_replicas_alike(count):
     made = [Service(str(number)) for number in range(count)]
 
@@ -108,16 +108,8 @@ def test_sequential_searches_use_all_replicas_alike(count):
             service.stop()
 
 
-def test_one_that_is_free_is_asked(services):
-    services[0].seconds = 1.0
-    services[1].seconds = services[2].seconds = 0.02
-    with client_of(*services) as (client, run):
-        answered = run(ask(client, 60))
-    assert answered.count("a") <= 8 and answered.count("b") >= 16 and answered.count("c") >= 16
-
-
 @pytest.mark.medium
-@pytest.mark.parametrize("status", [502, 503, 429])
+@pytest.mark.parametrize("status", [500, 503])
 def test_replica_that_announces_absence_is_left_out(services, status):
     a, b, c = services
     a.status, a.health = status, 503
@@ -157,20 +149,17 @@ def test_dead_replica_loses_no_query(services):
             assert time.monotonic() < deadline
 
 
-def test_hanging_replica_loses_no_query(services):
-    services[0].seconds = 2.0
-    services[0].health = 503
-    with client_of(*services, timeout=0.3) as (client, run):
-        answered = run(ask(client, 24))
-    assert set(answered) == {"b", "c"}
-
-
 def test_all_away_is_patience_and_then_an_error(services):
     for service in services:
         service.status = service.health = 503
     reason = pytest.raises(RequestFailed, match="no answer for 0.5 s .status 503")
     with client_of(*services, patience=0.5) as (client, run), reason:
         run(ask(client, 1))
+    services[0].status = 401
+    refusal = pytest.raises(UserError, match=f"retriever {services[0].url}: asks for a token")
+    with client_of(services[0]) as (client, run), refusal:
+        run(ask(client, 1))
+    services[0].status = 503
     with client_of(*services) as (client, run):
 
         async def recover():
@@ -182,13 +171,6 @@ def test_all_away_is_patience_and_then_an_error(services):
             return await waiting
 
         assert len(run(recover())) == 8
-
-
-def test_error_names_the_service_that_made_it(services):
-    services[0].status = 401
-    reason = pytest.raises(UserError, match=f"retriever {services[0].url}: asks for a token")
-    with client_of(services[0], services[0]) as (client, run), reason:
-        run(ask(client, 1))
 
 
 def test_services_must_serve_one_index():
@@ -205,47 +187,6 @@ def test_services_must_serve_one_index():
     finally:
         for service in made:
             service.stop()
-
-
-def test_urls_are_one_or_a_list(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("retriever: {url: [http://a:1, http://b:2]}\n")
-    assert load_config(path).retriever.url == ["http://a:1", "http://b:2"]
-    path.write_text("retriever: {url: http://a:1}\n")
-    assert load_config(path).retriever.url == "http://a:1"
-    given = load_config(path, ["retriever.url=[http://a:1,http://b:2]"])
-    assert given.retriever.url == ["http://a:1", "http://b:2"]
-    assert load_config(path, ["retriever.url=http://c:3"]).retriever.url == "http://c:3"
-
-
-@pytest.mark.slow
-def test_real_services_one_of_them_killed(tmp_path):
-    pytest.importorskip("faiss")
-    pytest.importorskip("fastapi")
-    corpus = tmp_path / "corpus.jsonl"
-    rows = [{"id": str(n), "contents": f'"Person {n}"\nlives in town {n % 9}.'} for n in range(200)]
-    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = RetrieverConfig(corpus=str(corpus), index=str(tmp_path / "index"), topk=2, patience=20.0)
-    with ExitStack() as stack:
-        first = stack.enter_context(RetrieverProcess(config, tmp_path / "1.txt"))
-        second = stack.enter_context(RetrieverProcess(config, tmp_path / "2.txt"))
-        client = RetrieverClient(config, [first.url, second.url])
-        assert client.health()["documents"] == 200
-
-        async def run():
-            async def look_up(number):
-                await asyncio.sleep(0.01 * number)
-                ((best, _),) = await client.search([f"person {number}"])
-                return best.id
-
-            tasks = [asyncio.create_task(look_up(number)) for number in range(200)]
-            await asyncio.sleep(0.7)
-            first.process.kill()
-            ids = await asyncio.gather(*tasks)
-            await client.close()
-            return ids
-
-        assert asyncio.run(run()) == [str(number) for number in range(200)]
 
 
 @pytest.fixture
@@ -291,46 +232,6 @@ def test_pause_between_checks_grows_to_its_limit(health):
     health.answers += [Unreachable("gone")] * 6 + [{}]
     replica = asyncio.run(taken_out(health.replicas(None)))
     assert replica.is_well and health.pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("returned", [{"identity": "y"}, {"corpus_sha256": "2"}, {}])
-def test_replica_with_another_index_gets_no_request(health, returned):
-    """It returns with another index: the other one answers all; after some checks it has its own again."""
-    agreed = {"identity": "x", "corpus_sha256": "1"}
-    health.answers += [returned, returned, agreed]
-
-    async def run():
-        several = health.replicas(agreed)
-        check = several._wait_for
-        replica = several._all[0]
-        replica.is_well, seen = False, []
-        compare = several._compare
-
-        def noted(replica, other):
-            compare(replica, other)
-            seen.append((bool(replica.other), replica.is_well))
-
-        several._compare = noted
-        await check(replica, 0.0)
-        assert seen == [(True, False), (True, False), (False, False)] and replica.is_well
-        assert len(health.warnings) == 1 and "http://a serves another index" in health.warnings[0]
-
-    asyncio.run(run())
-
-
-def test_all_replicas_with_another_index_end_the_run(health):
-    health.answers += [{"corpus_sha256": "2"}] * 9
-
-    async def run():
-        several = health.replicas({"corpus_sha256": "1"})
-        for replica in several._all:
-            several._compare(replica, several._differs(replica, {"corpus_sha256": "2"}))
-            assert replica.other == "corpus_sha256 '2' instead of '1'"
-        with pytest.raises(UserError, match="serves another index than at the start of this run"):
-            await several.acquire()
-
-    asyncio.run(run())
 
 
 def test_only_unannounced_outages_are_warned_of(health):
@@ -389,16 +290,6 @@ def test_refusal_need_not_name_the_index(health):
     asyncio.run(several.check(replica, HttpReply(422, b"")))
     with pytest.raises(Unreachable, match="serves another index: no X-Index-Identity instead of 'x'"):
         asyncio.run(several.check(replica, HttpReply(200, b"")))
-
-
-def test_broken_replica_is_replaced():
-    broken, good = Service("broken"), Service("good")
-    broken.status = broken.health = 500
-    with client_of(broken, good) as (client, run):
-        assert set(run(ask(client, 30))) == {"good"}
-    assert len(broken.asked) <= 30
-    for service in (broken, good):
-        service.stop()
 
 
 OURS = {"corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": "", "identity": "aa"}
@@ -511,9 +402,10 @@ def test_when_every_replica_serves_another_index_the_run_ends(pair):
             run(ask(client, 12))
 
 
-def test_services_that_say_nothing_of_themselves_are_believed():
+@pytest.mark.parametrize("status", [404, 501])
+def test_services_that_say_nothing_of_themselves_are_believed(status):
     service = Service("a")
-    service.health = 404
+    service.health = status
     with client_of(service) as (client, run):
         assert client.health() == {}
         assert run(ask(client, 5)) == ["a"] * 5

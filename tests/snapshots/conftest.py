@@ -5,22 +5,12 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from tiny_policy import WIDER
 
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 48,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-}
+CONFIG = WIDER | {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "eos_token_id": 1}
 
 
 def same(first, second):

@@ -16,7 +16,12 @@ from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError, exit_status
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.snapshots.checkpoint import CheckpointStore, restore_params, saved_steps
+from calibadv_jax.snapshots.checkpoint import (
+    CheckpointStore,
+    damage_as_user_error,
+    restore_params,
+    saved_steps,
+)
 
 EXTRA = {"step": 3, "questions": {"epoch": 1, "seen": [4, 2]}, "seed": 2**40, "ratio": 0.1}
 OPTIMIZER = optax.chain(
@@ -107,6 +112,29 @@ def test_unreadable_checkpoint_is_not_reported_as_saved(state, tmp_path, monkeyp
     store.close()
 
 
+class Barrier:
+    """Of one process. A save that has failed elsewhere has failed here."""
+
+    is_broken, resets = False, 0
+
+    def __call__(self, *, key, timeout_ms):
+        pass
+
+    def reset(self):
+        self.is_broken, self.resets = False, self.resets + 1
+
+
+def test_barrier_begins_anew_with_each_save(state, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", 2, asynchronous=True, barrier=(barrier := Barrier()))
+    for step in (1, 2):
+        store.save(step, state, {})
+        assert (barrier.is_broken, barrier.resets) == (False, step)
+        barrier.is_broken = True
+        assert not store.is_writing()  # `wait` says at once how it ended
+    assert store.wait() == 2
+    store.close()
+
+
 @pytest.mark.parametrize("name", ["lr[1e-3]", "a*b", "who?", "a\\b"])
 def test_path_with_a_pattern_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="checkpoints cannot lie in a folder with"):
@@ -130,6 +158,8 @@ def test_a_new_process_sees_the_newest_complete_checkpoints(tiny, store, state, 
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["2", "5"]
     shutil.copytree(folder / "5", folder / "9.orbax-checkpoint-tmp-0")  # as an interrupted save leaves it
+    shutil.copytree(folder / "9.orbax-checkpoint-tmp-0", tmp_path / "cut/9.orbax-checkpoint-tmp-0")
+    assert [saved_steps(tmp_path / name) for name in ("checkpoints", "cut", "absent")] == [[2, 5], [], []]
     assert restore_params(folder, placed_params(tiny.policy.abstract_params, None, jnp.float32))[1] == 5
     again = CheckpointStore(folder, keep=2)
     assert again.latest_step() == 5
@@ -228,6 +258,11 @@ def test_parameters_alone_in_another_precision(tiny, store, state):
         restore_params(store.folder, placed_params(tiny.other.abstract_params, None, jnp.float32))
     with pytest.raises(UserError, match="no complete checkpoint of step 7 there"):
         restore_params(store.folder, placed_params(tiny.policy.abstract_params, None, jnp.float32), step=7)
+
+
+def test_other_errors_are_no_damage():
+    with pytest.raises(ZeroDivisionError), damage_as_user_error("damaged"):
+        raise ZeroDivisionError
 
 
 def test_no_checkpoint_is_one_line(tiny, tmp_path):

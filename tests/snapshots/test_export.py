@@ -112,7 +112,7 @@ def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_p
     trained = replace(
         config,
         policy=PolicyConfig(path="Qwen/Qwen2.5-3B", init={"vocab_size": 151936, "num_hidden_layers": 36}),
-        data=replace(config.data, train="/home/someone/questions.jsonl"),
+        data=replace(config.data, train=["/home/someone/questions.jsonl", "more.jsonl"]),
         advantage=AdvantageConfig(target_ratio=0.5),
         prompt=PromptConfig(template="Ask {question} | now"),
         retriever=RetrieverConfig(url="http://10.0.0.1:8000"),
@@ -132,7 +132,10 @@ def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_p
     }
     rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE))
     assert (rows["step"], rows["began with"], rows["algorithm"]) == ("1", "Qwen2.5-3B", "calibadv")
-    assert rows["training questions"] == "questions.jsonl" and rows["advantage.target_ratio"] == "0.5"
+    assert (
+        rows["training questions"] == "questions.jsonl, more.jsonl"
+        and rows["advantage.target_ratio"] == "0.5"
+    )
     assert "\n# run\n" in text
     assert "151936" not in text and "36" not in rows.values(), "sizes of a policy that was not made"
     assert "    Ask {question} | now" in text and rows["prompt.template"] == r"Ask {question} \| now"
@@ -208,6 +211,7 @@ def test_it_is_sampled_as_in_training(tiny, run, tmp_path):
         "pad_token_id": 3,
         "eos_token_id": 1,
     }
+    (tmp_path / "run/policy/config.json").write_text(json.dumps(tiny.config | {"pad_token_id": 7}))
     (tmp_path / "run/policy/generation_config.json").write_text(json.dumps(former))
     export(replace(config, rollout=replace(config.rollout, temperature=0.9, top_p=0.95)))
     written = json.loads((tmp_path / "hf/generation_config.json").read_text())

@@ -1,4 +1,4 @@
-"""Folders that transformers wrote, loaded here; folders written here, loaded by transformers."""
+"""HuggingFace folders that are written, read and compared; those of transformers: test_paper_layouts."""
 
 import json
 import os
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_policy import LLAMA3
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
@@ -26,90 +25,6 @@ from calibadv_jax.snapshots.huggingface import (
     save_folder,
     weights_hash,
 )
-
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-MODELS = {
-    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
-    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "llama3-tied": ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
-    "llama3-untied": ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": False}),
-}
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def upstream(request, tmp_path_factory):
-    """A randomly initialised model of transformers, and the folder it saved itself to."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    model_type, fields = MODELS[request.param]
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **SHAPE, **fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases, too, must matter
-            parameter.normal_(0.0, 0.3)
-    folder = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(folder)
-    return model, folder
-
-
-def policy_of(folder, **numerics):
-    return Policy(architecture_from_hf(read_hf_config(folder)), Numerics(**numerics))
-
-
-@pytest.mark.medium
-def test_logits_equal_transformers(upstream):
-    """100 tokens: beyond the 64 that Llama's scaled rotary embeddings were made for."""
-    import torch
-
-    model, folder = upstream
-    tokens = np.random.default_rng(1).integers(0, 97, (2, 100)).astype(np.int32)
-    with torch.no_grad():
-        expected = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
-    policy = policy_of(folder)
-    params = load_params(folder, policy, None)
-
-    @jax.jit
-    def logits(params, tokens):
-        decoder = policy.merge(params)
-        positions = jnp.broadcast_to(jnp.arange(100), tokens.shape)
-        return decoder.logits(decoder(tokens, positions, jnp.ones_like(tokens)))
-
-    assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(logits(params, tokens), expected, atol=1e-4)
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("max_shard_bytes", [20_000, pytest.param(2**30, marks=pytest.mark.medium)])
-def test_the_export_loads_in_transformers_with_identical_weights(upstream, tmp_path, max_shard_bytes):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model, folder = upstream
-    output = tmp_path / "out"
-    params = load_params(folder, policy_of(folder), None)
-    save_folder(params, read_hf_config(folder), output, "float32", folder, max_shard_bytes)
-    files = list(output.glob("*.safetensors"))
-    assert (len(files) > 1) is (max_shard_bytes < 2**30) is (output / "model.safetensors.index.json").exists()
-    assert all(path.stat().st_size < max_shard_bytes + 2_000 for path in files)
-    loaded, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert loaded.dtype == torch.float32
-    expected = model.state_dict()
-    assert loaded.state_dict().keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-    tokens = torch.arange(80)[None]
-    with torch.no_grad():  # buffers and config, not only weights
-        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
 
 
 @pytest.fixture
@@ -177,12 +92,17 @@ def test_an_export_is_replaced_and_nothing_else_is(tiny, folder):
     (folder / "thesis.tex").write_text("")
     with pytest.raises(UserError, match="hf: holds thesis.tex, which is not an export's; choose another"):
         save_folder(tiny.params, tiny.config, folder, "float32", None)
-    (folder / "thesis.tex").unlink()
+    (folder / "thesis.tex").rename(folder.parent / "config.json")
     shutil.rmtree(folder)
     folder.mkdir()
     save_file(dict(to_hf(tiny.params)), folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="holds model.safetensors, which is not an export's"):
         save_folder(tiny.params, tiny.config, folder, "float32", None)
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(UserError, match="holds model.safetensors, which is not an export's"):
+        save_folder(tiny.params, tiny.config, folder, "float32", None)
+    with pytest.raises(UserError, match="config.json: is a file; choose another output folder"):
+        save_folder(tiny.params, tiny.config, folder.parent / "config.json", "float32", None)
     assert [path.name for path in folder.parent.iterdir() if path.name.startswith(".")] == []
 
 
@@ -242,7 +162,7 @@ def test_headers_of_sharded_weights_are_compared(tiny, tmp_path):
 def test_a_tied_model_may_carry_an_equal_head_only(tiny, folder):
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
     assert tiny.same(load_params(folder, tiny.policy, None), tiny.params)
-    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
+    rewrite(folder, lambda tensors: tensors["lm_head.weight"].__setitem__((-1, -1), 9.0))
     with pytest.raises(UserError, match="lm_head.weight differs from model.embed_tokens.weight; set"):
         load_params(folder, tiny.policy, None)
     assert check_weights(folder, tiny.policy).endswith("the policy's shapes"), "values are not read"

@@ -1,8 +1,10 @@
-"""Folders with the config.json of the paper's three models, in small: in, out, and into other readers."""
+"""config.json of the paper's three models, whole and in small, and other layouts: in, out, other readers."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,11 +17,20 @@ import pytest
 from published_configs import PUBLISHED
 from real_rig import real_model
 from safetensors.numpy import load_file
+from tiny_policy import LLAMA3
 
-from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.config import MeshConfig, load_config
+from calibadv_jax.contrib.commands import doctor
+from calibadv_jax.contrib.planning.memory import estimate_memory
+from calibadv_jax.learner.learner import Learner, LearnerOptions
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import hf_shapes
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 320
 # As published, but for the sizes: hidden, intermediate, layers, heads and vocabulary are divided, the ratio
 # of heads to key-value heads and head_dim x heads = hidden are kept.
@@ -54,10 +65,25 @@ LAYOUTS = {
     name: PUBLISHED[name] | sizes | {"num_hidden_layers": 2, "vocab_size": VOCABULARY}
     for name, sizes in SMALLER.items()
 }
+OTHERS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+OTHERS |= {
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
+}
+LAYOUTS["qwen3"] = OTHERS | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
+LAYOUTS["llama-untied"] = OTHERS | {
+    "model_type": "llama",
+    "rope_scaling": LLAMA3,
+    "tie_word_embeddings": False,
+}
 TENSORS = {  # of one layer
     "qwen2": {"q_proj.bias", "k_proj.bias", "v_proj.bias"},
+    "qwen3": set(),
     "llama": set(),
 }
+WHOLE = {"qwen2.5-3b": 36 * 12 + 2, "qwen2.5-7b": 28 * 12 + 3, "llama-3.2-3b-instruct": 28 * 9 + 2}  # tensors
 VLLM = {  # as calibadv_jax/sampler/vllm_worker.py sets it on the CPU
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -71,40 +97,45 @@ TOKENS = np.random.default_rng(1).integers(10, VOCABULARY, (2, 48)).astype(np.in
 
 
 def publish(name, folder):
-    """Writes a folder as its authors publish it: the config.json above, weights that transformers made."""
+    """Writes a folder as its authors publish it: config.json, and several files of bfloat16."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LAYOUTS[name]))
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases, too, must matter
             parameter.normal_(0.0, 0.2)
-    model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(LAYOUTS[name]))
-    return model
+    model.save_pretrained(folder, max_shard_size="100KB")
+    (folder / "config.json").write_text(json.dumps(LAYOUTS[name]))  # transformers 5 writes other names
+    return model.float()
 
 
-def export(folder, output):
+def export(folder, output, max_shard_bytes=500_000):
     """Loads a folder and writes it again, in several files."""
     policy = Policy(architecture_from_hf(read_hf_config(folder)), Numerics())
     params = load_params(folder, policy, None)
-    save_folder(params, read_hf_config(folder), output, "float32", folder, max_shard_bytes=500_000)
+    save_folder(params, read_hf_config(folder), output, "float32", folder, max_shard_bytes)
     return policy, params
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def upstream(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("published") / "hf"
-    return publish(request.param, folder), folder
+def name(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def exported(upstream, tmp_path_factory):
+def upstream(name, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published") / "hf"
+    return publish(name, folder), folder
+
+
+@pytest.fixture(scope="module")
+def exported(name, upstream, tmp_path_factory):
     output = tmp_path_factory.mktemp("exported") / "hf"
-    return *export(upstream[1], output), output
+    return *export(upstream[1], output, 500_000 if name in PUBLISHED else 2**30), output
 
 
 def test_every_field_of_the_config_is_kept(upstream, exported):
@@ -119,13 +150,20 @@ def test_every_field_of_the_config_is_kept(upstream, exported):
 def test_the_tensors_are_those_of_the_published_model(upstream, exported):
     _, folder = upstream
     _, _, output = exported
-    index = json.loads((output / "model.safetensors.index.json").read_text())
-    before = load_file(folder / "model.safetensors")
-    files = sorted(output.glob("model-*.safetensors"))
-    assert len(files) > 2 and {path.name for path in files} == set(index["weight_map"].values())
-    after = {name: value for path in files for name, value in load_file(path).items()}
-    assert after.keys() == before.keys() == index["weight_map"].keys()
-    assert all(np.array_equal(value, before[name]) for name, value in after.items())
+    before, after = (
+        {name: value for path in sorted(at.glob("*.safetensors")) for name, value in load_file(path).items()}
+        for at in (folder, output)
+    )
+    index = output / "model.safetensors.index.json"
+    if index.is_file():
+        places = json.loads(index.read_text())["weight_map"]
+        files = {path.name: path.stat().st_size for path in output.glob("*.safetensors")}
+        assert places.keys() == after.keys() and files.keys() == set(places.values()) and len(files) > 2
+        assert all(size < 502_000 for size in files.values())
+    else:
+        assert [path.name for path in output.glob("*.safetensors")] == ["model.safetensors"]
+    assert after.keys() == before.keys()
+    assert all(np.array_equal(value, before[name].astype(np.float32)) for name, value in after.items())
     config = read_hf_config(folder)
     assert ("lm_head.weight" in after) is not config["tie_word_embeddings"]
     biases = {name.partition("self_attn.")[2] for name in after if name.endswith("bias")}
@@ -133,13 +171,16 @@ def test_the_tensors_are_those_of_the_published_model(upstream, exported):
 
 
 @pytest.mark.medium
-def test_transformers_gives_the_logits_of_the_original(upstream, exported):
+def test_transformers_gives_the_logits_of_the_original(name, upstream, exported):
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, _ = upstream
-    policy, params, output = exported
-    loaded = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32).eval()
+    model, folder = upstream
+    policy, _, output = exported
+    mesh = load_config(ROOT / f"configs/paper/{name}.yaml").mesh if name in PUBLISHED else MeshConfig(fsdp=8)
+    params = load_params(folder, policy, make_mesh(mesh))
+    loaded, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and loaded.dtype == torch.float32
     tokens = torch.tensor(TOKENS, dtype=torch.long)
     far = torch.arange(20_000, 20_048)[None]  # where a wrong rope_theta or scaling shows
     with torch.no_grad():
@@ -179,6 +220,57 @@ def test_rope_is_written_for_transformers_4_and_5(upstream, exported):
     }
 
 
+@pytest.mark.parametrize("name", PUBLISHED, indirect=True)
+def test_the_whole_model_has_the_published_tensors(name):
+    architecture = architecture_from_hf(PUBLISHED[name])
+    shapes = hf_shapes(Policy(architecture, Numerics()).abstract_params)
+    assert len(shapes) == WHOLE[name]
+    assert sum(map(math.prod, shapes.values())) == architecture.num_parameters
+    scaling = RopeScaling(32.0, 1.0, 4.0, 8192) if name.startswith("llama") else None
+    assert architecture.rope_scaling == scaling
+    assert architecture.rope_theta == (5e5 if scaling else 1e6)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", PUBLISHED, indirect=True)
+def test_the_config_describes_the_published_model(name, tmp_path, capsys):
+    """The doctor says the same of policy.init alone and of the folder."""
+    path = ROOT / f"configs/paper/{name}.yaml"
+    assert architecture_from_hf(load_config(path).policy.init) == architecture_from_hf(PUBLISHED[name])
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+
+    def memory(*overrides):
+        doctor.run(load_config(path, overrides), offline=True)
+        return [line for line in capsys.readouterr().out.splitlines() if "ok   policy" in line]
+
+    assert memory() == memory(f"policy.path={tmp_path}", "policy.init.num_hidden_layers=1")
+    assert memory() != memory("policy.init.num_hidden_layers=1")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", PUBLISHED, indirect=True)
+def test_the_estimate_is_what_the_mesh_puts_on_a_device(name):
+    """Against the shapes and shardings of the learner's own state, at full size and without its memory."""
+    config = load_config(ROOT / f"configs/paper/{name}.yaml")
+    architecture = architecture_from_hf(PUBLISHED[name])
+    policy, mesh = Policy(architecture, Numerics.from_config(config.policy)), make_mesh(config.mesh)
+    optimizer = config.learner.optimizer
+    rule = make_optimizer(optimizer, make_schedule(optimizer, 10))
+    state = Learner(policy, rule, mesh, LearnerOptions(config.learner.microbatch_rows)).abstract_state()
+
+    def bytes_on_a_device(tree):
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.shape]
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+    estimate = estimate_memory(config, architecture, mesh.shape)
+    params = bytes_on_a_device(state["params"])
+    moments = bytes_on_a_device(state) - params
+    assert estimate["parameters"] == pytest.approx(params, rel=2e-3)
+    assert estimate["optimizer"] == pytest.approx(moments, rel=2e-3)
+    bf16 = dataclasses.replace(config, policy=dataclasses.replace(config.policy, param_dtype="bfloat16"))
+    assert estimate_memory(bf16, architecture, mesh.shape)["parameters"] == estimate["parameters"] / 2
+
+
 def found_real_model():
     try:
         return real_model("qwen2.5-0.5b")
@@ -206,7 +298,7 @@ def test_vllm_gives_the_greedy_tokens_of_the_original(tmp_path):
     """All three, and a pretrained model, in one process of vLLM's, which takes long to start."""
     pytest.importorskip("vllm")
     prompts, expected = {}, {}
-    for name in LAYOUTS:
+    for name in PUBLISHED:
         model = publish(name, tmp_path / f"{name}-published")
         export(tmp_path / f"{name}-published", tmp_path / name)
         prompts[name] = TOKENS.tolist()

@@ -20,7 +20,7 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten, hf_shapes
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
-from calibadv_jax.snapshots.peft import load_adapters, save_adapters
+from calibadv_jax.snapshots.peft import adapters_hash, load_adapters, save_adapters
 
 ADAPTERS = Adapters(2, 4.0, ("q", "v"), "bfloat16")
 POLICY = Policy(architecture_from_hf(HF_CONFIG), Numerics(), ADAPTERS)
@@ -148,6 +148,14 @@ def test_tensor_outside_the_adapters_is_named(folder, name, words):
     save_file(load_file(path) | {name: np.ones((2, 2), np.float32)}, path)
     message = refusal(folder)
     assert (name in message or "lora_A" in name) and words in message
+
+
+def test_adapters_of_another_policy_are_refused(folder):
+    wide = Policy(architecture_from_hf(HF_CONFIG | {"hidden_size": 32}), Numerics(), ADAPTERS)
+    with pytest.raises(UserError, match=r"adapter_model.safetensors: 4 tensor\(s\) do not fit this policy"):
+        load_adapters(folder, wide, None)
+    with pytest.raises(UserError, match="init_from: .*none/adapter_model.safetensors: no such file"):
+        adapters_hash(folder / "none")
 
 
 def test_file_without_tensors_is_refused(folder):

@@ -8,7 +8,7 @@ import pytest
 from disk_rig import refuses_full_disk
 
 from calibadv_jax import cli
-from calibadv_jax.core.trajectory import Document
+from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import load_demonstrations
 from calibadv_jax.record.schema import VERSION
 
@@ -85,12 +85,7 @@ def test_good_ones_become_demonstrations(tmp_path, capsys):
     status, out, _ = select(tmp_path / "run", "--output", tmp_path / "d.jsonl", capsys=capsys)
     assert status == 0
     (each,) = load_demonstrations(tmp_path / "d.jsonl")
-    assert (each.question.id, each.question.text, each.question.golden_answers) == (
-        "q1",
-        "Who is q1?",
-        ("Ann",),
-    )
-    assert each.question.data_source == "nq" and each.question.supporting_ids == ("d1",)
+    assert each.question == Question("q1", "Who is q1?", ("Ann",), "nq", ("d1",))
     assert [turn.text for turn in each.turns] == [
         "<think> t </think> <search> q1 </search>",
         "<think> t </think> <answer> right </answer>",
@@ -131,11 +126,8 @@ def test_lowest_score_defaults_to_the_largest_reward(tmp_path, capsys):
 
 
 def test_equal_texts_come_once_per_question(tmp_path, capsys):
-    rows = [
-        trajectory("q", "Ann", length=9),
-        trajectory("q", "ANN ", length=3),
-        trajectory("q", "Ann", length=4),
-    ]
+    texts = ("Ann", 9), ("ANN ", 3), ("Ann", 4)
+    rows = [trajectory("q", answer, length=length) for answer, length in texts]
     write(tmp_path / "run", 1, [*rows, trajectory("q", "Ann", data_source="hotpotqa")])
     options = ["--output", tmp_path / "d.jsonl", "--per-question", "5"]
     _, out, _ = select(tmp_path / "run", *options, capsys=capsys)

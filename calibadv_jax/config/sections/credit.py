@@ -33,14 +33,14 @@ def _choices(*names: str) -> Any:
 @dataclass(frozen=True, config=SECTION)
 class JudgeConfig:
     url: Annotated[str, Mark.UNLEARNED, Mark.NO_ANSWER] = ""
-    """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1, which judges every answer:
-    the metric reward/judge, which reward.answer may name. The environment variable JUDGE_TOKEN is sent as a
-    bearer token. Empty: no judge."""
+    """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1, that judges every answer
+    (reward/judge, for reward.answer). The environment variable JUDGE_TOKEN is sent as a bearer token. Empty:
+    no judge."""
     model: str = ""
     """Model of the request."""
     prompt: str = ""
     """File with the judge's instructions; empty: it compares the answer with the golden answers. Question,
-    golden answers and the answer's first 2000 letters follow as JSON, apart from it."""
+    golden answers and the answer's first 2000 letters follow as JSON."""
     max_tokens: PositiveInt = 512
     """Tokens that the judge may write; its verdict stands in the last line."""
     timeout: Annotated[PositiveFloat, Mark.UNLEARNED, Mark.NO_ANSWER] = 60.0
@@ -64,9 +64,8 @@ class JudgeConfig:
 class RewardConfig:
     answer: str | dict[str, float] = "f1"
     """Reward of an answer. f1, em, cover_em: agreement with the best golden answer; judge: the verdict of
-    reward.judge; package.module:function: a function of your own, see examples/own_reward.py. Several, each
-    with its weight: {f1: 0.5, judge: 0.5} is their weighted sum. The sum of the positive weights is the
-    largest reward, so a function of your own should give at most 1."""
+    reward.judge; package.module:function: your own, at most 1 (examples/own_reward.py). Several with weights,
+    {f1: 0.5, judge: 0.5}: their weighted sum. The sum of the positive weights is the largest reward."""
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
@@ -153,9 +152,9 @@ class AdvantageConfig:
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """gae: lambda. 1: score less the critic's value; 0: change of the value up to the next sampled token."""
     probes: Annotated[list[Literal["current", "initial"]], Mark.UNLEARNED] = Field(default_factory=list)
-    """Policies under which the golden answer's log-probability after every turn is kept, though the estimator
-    does not need it, so that `calibadv audit` can show igpo and a2tgpo (current: the policy before the step's
-    update) and tips (initial: the policy that the run began with)."""
+    """Policies under which the golden answer's log-probability after every turn is kept for `calibadv audit`,
+    though the estimator does not need it: current (before the step's update) for igpo and a2tgpo, initial (of
+    the run's start) for tips."""
     soft_penalty: bool = True
     """calibadv: make a negative advantage of a search turn smaller by its correctness."""
     softening: Literal["plain", "aggressive", "upper_limit", "reset"] = "plain"

@@ -35,14 +35,14 @@ class DataConfig:
     eval_limit: Annotated[NonNegativeInt, Mark.UNLEARNED, Mark.PER_RUN] = 0
     """Questions to evaluate on, spread evenly over the data sources; 0: all questions."""
     overlong_prompts: Annotated[Literal["refuse", "leave_out"], Mark.UNLEARNED] = "refuse"
-    """What to do with questions whose prompt is longer than rollout.max_prompt_length, and with
-    demonstrations longer than sft.row_length. refuse: the command ends before anything is sampled or trained;
-    leave_out: it goes on without them and prints their number (verl: data.filter_overlong_prompts)."""
+    """Questions whose prompt is longer than rollout.max_prompt_length, and demonstrations longer than
+    sft.row_length. refuse: the command ends at its start; leave_out: it goes on without them and prints their
+    number (verl: data.filter_overlong_prompts)."""
     shuffle: bool = True
     """Shuffle the training questions anew in every epoch."""
     rest_above: float = Field(default=1.0, ge=0, le=1)
-    """Curriculum: a question whose trajectories had a higher mean score when it was last trained, as a share
-    of the largest reward, is left out once; 1: none. A negative score counts as 0."""
+    """Curriculum: a question whose last mean score was higher, as a share of the largest reward, is left out
+    once; 1: none. A negative score counts as 0."""
     rest_below: float = Field(default=0.0, ge=0, le=1)
     """The same for a lower mean score; 0: none."""
 

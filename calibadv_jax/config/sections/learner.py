@@ -201,8 +201,8 @@ class OptimizerConfig:
     warmup_steps: NonNegativeInt = 0
     """Optimizer updates in which the learning rate rises linearly to lr."""
     decay_updates: NonNegativeInt = 0
-    """Optimizer updates over which cosine and linear fall to 0, warm-up included; 0: all updates of the run.
-    With a number the run may end earlier, or be made longer later."""
+    """Optimizer updates over which cosine and linear fall to 0, warm-up included; 0: all of the run. With a
+    number a run may end earlier, or be made longer later."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay; with AdamW it acts on matrices and embeddings."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -214,9 +214,9 @@ class OptimizerConfig:
     max_grad_norm: PositiveFloat = 1.0
     """Largest global norm of a gradient; larger gradients are scaled down to it."""
     offload: Annotated[Literal["none", "host"], Mark.UNLEARNED] = "none"
-    """host: keep the optimizer's moments in host memory. A quarter of them, or those of the largest
-    parameter, are on the devices while they are updated. On GPU and TPU that saves their memory and costs two
-    copies of the moments an update; on the CPU it saves nothing."""
+    """host: keep the optimizer's moments in host memory; a quarter of them, or those of the largest
+    parameter, are on the devices during an update. Costs two copies of the moments an update; on the CPU it
+    saves nothing."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -226,8 +226,8 @@ class LearnerConfig:
     minibatch_size: NonNegativeInt = 0
     """Trajectories per optimizer update; 0: all trajectories of the step in one update."""
     shuffle: Literal["trajectories", "groups"] = "trajectories"
-    """Order in which mini-batches are cut. groups: trajectories of a question stay next to each other, so
-    that an update has few questions, most of them whole; with share_prefixes it computes far less."""
+    """Order in which mini-batches are cut. groups: a question's trajectories stay together, so that an update
+    has few questions, most of them whole; share_prefixes then computes far less."""
     epochs: PositiveInt = 1
     """Passes over the step's trajectories."""
     row_length: Annotated[PositiveInt, Mark.UNLEARNED] = 16384
@@ -238,8 +238,8 @@ class LearnerConfig:
     microbatch_rows: Annotated[PositiveInt, Mark.UNLEARNED] = 8
     """Packed rows of row_length per forward/backward pass, or more narrower rows with as many tokens."""
     share_prefixes: Annotated[bool, Mark.UNLEARNED] = False
-    """Compute the equal beginnings of a group's trajectories (the prompt, often also a search and its
-    documents) once. The loss stays the same. Only with policy.attention xla or cudnn."""
+    """Compute the equal beginnings of a group's trajectories (the prompt, often a search with its documents)
+    once, for the same loss. Only with policy.attention xla or cudnn."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer of the training steps."""
 
@@ -261,9 +261,8 @@ class SftPhase:
     epochs: PositiveInt | None = None
     """Instead of steps: passes over the file's demonstrations, each in another order."""
     kind: Literal["imperfect", "lookups", "drills"] = "imperfect"
-    """Demonstrations of the generator. imperfect: whole trajectories with flaws; lookups: careful one-hop and
-    comparison questions; drills: words to copy and names to compare, without search. With a JSONL file it has
-    no effect."""
+    """Demonstrations of the generator: imperfect: whole trajectories with flaws; lookups: careful one-hop and
+    comparison questions; drills: words to copy and names to compare. No effect with a JSONL file."""
     loss_on: Literal["sampled", "all"] = "sampled"
     """Tokens with a loss. sampled: the policy's own; all: documents and prompt too."""
 
@@ -283,8 +282,8 @@ class SftConfig:
     """JSONL file of demonstrations (docs/data.md), or the name of a generator: world."""
     first_query: Literal["best", "varied"] = "best"
     """First query of `calibadv demonstrate`. best: the query with the best hits, mostly the question itself;
-    varied: the question or a title in it, drawn for each question among those that lead to all supporting
-    passages, so that the policy learns several kinds of query, among which RL can choose."""
+    varied: drawn for each question among the question and its titles that lead to all supporting passages, so
+    that RL can choose among kinds of query."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
     """Share of the file's questions that are not trained on; their loss is sft/held_out_loss."""
     held_out_every: PositiveInt = 20
@@ -296,8 +295,8 @@ class SftConfig:
     rows: PositiveInt = 16
     """Packed rows per update, which are computed together: fewer or shorter rows need less memory."""
     checkpoint_every: NonNegativeInt = 50
-    """Updates between two saved states from which an interrupted cold start continues; slow updates are saved
-    after ten minutes. 0: only when a signal or an error ends the cold start."""
+    """Updates between two saved states of a cold start, which continues from them; slow updates are saved
+    after ten minutes. 0: only when a signal or an error ends it."""
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Optimizer of the cold start."""
     output: Annotated[str, Mark.OUTPUT] = "${run.dir}/sft"

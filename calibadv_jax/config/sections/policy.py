@@ -30,8 +30,8 @@ class LoraConfig:
     init_from: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
     """PEFT folder with the adapters to begin with; empty: new adapters, which change nothing at first."""
     snapshots: Annotated[Literal["merged", "adapters"], Mark.UNLEARNED] = "merged"
-    """What vLLM workers load. merged: the whole policy. adapters: these alone, megabytes instead of
-    gigabytes; the worker adds them to the base, which it reads from policy.path."""
+    """What vLLM workers load. merged: the whole policy. adapters: megabytes instead of gigabytes; the worker
+    adds them to the base, which it reads from policy.path."""
 
     @field_validator("targets")
     @classmethod
@@ -124,8 +124,8 @@ class MeshConfig:
 @dataclass(frozen=True, config=SECTION)
 class DistributedConfig:
     coordinator_address: str = Field(default="", pattern=r"^(|auto|.+:\d{1,5})$")
-    """host:port of process 0, where several processes that train together meet (docs/cluster.md); auto: as
-    JAX detects it (SLURM, Open MPI, Kubernetes jobs, TPU pods). Empty: the environment variable
+    """host:port of process 0, where processes that train together meet (docs/cluster.md); auto: as JAX
+    detects it (SLURM, Open MPI, Kubernetes jobs, TPU pods). Empty: the environment variable
     JAX_COORDINATOR_ADDRESS or, without it, one process."""
     num_processes: PositiveInt | None = None
     """Number of processes; empty: JAX_NUM_PROCESSES or, with auto, as JAX detects it."""

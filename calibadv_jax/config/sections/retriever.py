@@ -18,9 +18,9 @@ ROUTE, PAGE_ROUTE = "/retrieve", "/access"  # of the service, which the client a
 @dataclass(frozen=True, config=SECTION)
 class RetrieverConfig:
     url: Annotated[str | list[str], Mark.PER_RUN, Mark.NO_ANSWER] = ""
-    """Base URL of a running service, or of several services with the same index: each query goes to a free
-    service, and failing services are left out until they answer again. Empty: start a service as a child
-    process from `corpus` and `index`. The environment variable RETRIEVER_TOKEN is sent as the token."""
+    """Base URL of a running service, or of several with the same index, which share the queries; failing ones
+    are left out until they answer again. Empty: start one as a child process from `corpus` and `index`. The
+    environment variable RETRIEVER_TOKEN is sent as the token."""
     corpus: str = ""
     """Corpus of the child service: JSONL of {"id", "contents"}, or csv, tsv or parquet; also gzipped."""
     index: Annotated[str, Mark.NO_ANSWER, Mark.OUTPUT] = ""
@@ -46,9 +46,8 @@ class RetrieverConfig:
     timeout: Annotated[PositiveFloat, Mark.NO_ANSWER] = 30.0
     """Seconds for one request, to the last byte of its reply; then it is repeated."""
     patience: Annotated[PositiveFloat, Mark.NO_ANSWER] = 600.0
-    """Seconds that the start of a run, and later a search, waits for a service that cannot be reached or is
-    loading, broken or overloaded. Then the start ends, or the search's trajectory fails
-    (rollout.max_failed_share)."""
+    """Seconds that the start of a run, and later a search, waits for an unreachable, loading or overloaded
+    service. Then the start ends, or the search's trajectory fails (rollout.max_failed_share)."""
     start_timeout: Annotated[PositiveFloat, Mark.NO_ANSWER] = 600.0
     """Seconds for a child service to become ready."""
     threads: Annotated[NonNegativeInt, Mark.NO_ANSWER] = 1

@@ -43,16 +43,15 @@ class RolloutConfig:
     time_limit: Annotated[NonNegativeFloat, Mark.UNLEARNED, Mark.NO_ANSWER] = 0.0
     """Seconds for one trajectory, searches and weight swaps included; then it has failed. 0: no limit."""
     max_failed_share: Annotated[float, Mark.UNLEARNED, Mark.NO_ANSWER] = Field(default=0.05, ge=0, le=1)
-    """Share of a step's trajectories that may fail, by the time limit or because a service was away for
-    longer than its patience. They are not trained, and their groups go on without them. If more fail, the run
-    stops with its state saved."""
+    """Share of a step's trajectories that may fail, by the time limit or a service's absence. They are not
+    trained, and their groups go on without them. If more fail, the run stops with its state saved."""
     max_staleness: Annotated[NonNegativeInt, Mark.NO_ANSWER] = 0
-    """Steps by which the policy that begins a trajectory may be older than the policy that it trains; 0: wait
-    for every rollout before an update. Above 0 rollouts go on while the learner updates (sampler.name=vllm),
-    and the loss must correct for it: loss.importance_cap above 0, or loss.old_logprobs=sampler."""
+    """Steps by which the policy that begins a trajectory may be older than the one that it trains; 0: wait
+    for every rollout. Above 0 rollouts go on during updates (sampler.name=vllm), and the loss must correct
+    for it: loss.importance_cap above 0, or loss.old_logprobs=sampler."""
     replace_tied: Annotated[NonNegativeInt, Mark.NO_ANSWER] = 0
-    """Further questions of a step at most, in place of those whose trajectories all have the same score
-    (dynamic sampling of DAPO); 0: none. If that is not enough, tied groups fill the step."""
+    """Most further questions of a step in place of those whose trajectories all have the same score (dynamic
+    sampling of DAPO); 0: none. After them tied groups fill the step."""
 
     @model_validator(mode="after")
     def _prompt_fits(self) -> RolloutConfig:
@@ -81,9 +80,8 @@ class SamplerConfig:
     flavour: Literal["auto", "gpu", "cpu", "tpu"] = "auto"
     """vllm: build of vLLM that the child processes run. auto: the installed build."""
     dtype: Literal["", "bfloat16", "float32"] = ""
-    """vllm: precision of the child processes; empty: policy.compute_dtype. With another precision the
-    sampler's log-probabilities differ from the learner's, and the loss must correct for it:
-    loss.importance_cap above 0, or loss.old_logprobs=sampler."""
+    """vllm: precision of the child processes; empty: policy.compute_dtype. Another precision needs a
+    correction by the loss: loss.importance_cap above 0, or loss.old_logprobs=sampler."""
     worker_devices: list[str] = Field(default_factory=list)
     """vllm: CUDA_VISIBLE_DEVICES of each child process, such as ["4,5", "6,7"]; empty: the trainer's."""
     worker_args: list[str] = Field(default_factory=list)

@@ -62,7 +62,7 @@ class LogConfig:
     transcripts: NonNegativeInt = 0
     """Trajectories of each training step that the console shows, each of another question."""
     progress: bool = True
-    """Show a line for each step, and a bar if standard error is a terminal."""
+    """Show a line for each step, and the work in progress."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -92,10 +92,9 @@ class EvaluateConfig:
     method: Literal["agent", "direct", "chain_of_thought", "rag", "empty_retriever", "random_documents"] = (
         "agent"
     )
-    """How questions are answered. agent: with searches, as trained. Baselines: direct: the answer without
-    search; chain_of_thought: a thought, then the answer; rag: passages for the question stand in the prompt.
-    Controls of the agent: empty_retriever: searches return nothing; random_documents: searches return the
-    documents of another question."""
+    """How questions are answered. agent: with searches, as trained. Baselines: direct: no search;
+    chain_of_thought: a thought, no search; rag: passages for the question in the prompt. Controls of the
+    agent: empty_retriever: searches return nothing; random_documents: those of another question."""
     template: str = ""
     """Prompt of direct, chain_of_thought and rag, with {question}; empty: built in."""
     temperatures: list[NonNegativeFloat] = Field(default_factory=lambda: [0.0], min_length=1)
@@ -137,16 +136,16 @@ class ExportConfig:
 @dataclass(frozen=True, config=SECTION)
 class GuardsConfig:
     action: Literal["log", "stop", "rollback"] = "log"
-    """What happens when a guard trips. log: a warning; stop: the run ends with its state saved; rollback: the
-    run goes back to the last good checkpoint and on from there with other random draws. The thresholds are
-    rules of thumb, so log is the default."""
+    """What happens when a guard trips. log: a warning, since the thresholds are rules of thumb; stop: the run
+    ends with its state saved; rollback: the run goes back to the last good checkpoint and on with other
+    random draws."""
     patience: PositiveInt = 3
     """Steps in a row beyond a threshold before its guard trips."""
     max_rollbacks: NonNegativeInt = 3
     """rollback: rollbacks after which the run stops."""
     min_entropy: PositiveFloat | None = 0.01
-    """Smallest actor/entropy allowed (nats a token). At 0.01 a policy is nearly deterministic: the
-    trajectories of a group are equal and tie. Healthy quickstarts end at 0.02 to 0.07. null: off."""
+    """Smallest actor/entropy allowed (nats a token). At 0.01 a policy is nearly deterministic, and groups
+    tie. Healthy quickstarts end at 0.02 to 0.07. null: off."""
     min_format_valid: float | None = Field(default=0.1, gt=0, le=1)
     """Smallest reward/format_valid allowed; below, groups hold next to no reward to compare. null: off."""
     max_think_repetition: float | None = Field(default=0.3, gt=0, le=1)
@@ -155,6 +154,5 @@ class GuardsConfig:
     max_sampled_perplexity: float | None = Field(default=10.0, gt=1)
     """Largest rollout/sampled_perplexity allowed: usual are 1 to 3, noise has 10. null: off."""
     max_answer_ratio: PositiveFloat | None = 5.0
-    """Largest advantage/answer/ratio_before allowed: negative over positive advantage of the answer turns,
-    about 1 if right and wrong answers are equally long. At 5 wrong answers are far longer, and hardly
-    anything is reinforced. null: off."""
+    """Largest advantage/answer/ratio_before allowed: about 1 if right and wrong answers are equally long. At
+    5 wrong answers are far longer, and hardly anything is reinforced. null: off."""

@@ -1,9 +1,7 @@
 """The credit of a run against the truth: ``calibadv audit RUN [RUN …] [key.path=value …]``.
 
-Questions that name their supporting passages, as those of a generated world do, tell good searches from
-useless ones. The audit computes rewards and advantages of kept trajectories again, with the run's own and
-with other settings, and measures both by `contrib.truth`. The control is the same with the rewards permuted
-among the trajectories of a step: the level of chance.
+Rewards and advantages of kept trajectories are computed again, with the run's own and with other settings,
+and measured by `contrib.truth`. The control permutes the rewards of a step: the level of chance.
 """
 
 from __future__ import annotations
@@ -12,17 +10,20 @@ import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.recfunctions import structured_to_unstructured
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.estimators import judges
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.credit import CALIBRATED
+from calibadv_jax.contrib import truth
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
-from calibadv_jax.contrib.truth import MEASURES, VERDICTS, Evidence, gather, join, measure, verdicts
+from calibadv_jax.contrib.truth import MEASURES, Evidence, gather, join, measure
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
@@ -32,17 +33,8 @@ from calibadv_jax.record.reader import KeptStep, find_step, read_step
 from calibadv_jax.record.schema import kept_steps
 
 SECTIONS = ("reward.", "advantage.")  # of the config: the rest changes no credit of a kept step
-OVER_TRAINING = (  # columns of the second table
-    "silver/group_share",
-    "silver/precision",
-    "search/precision",
-    "blame/good_blamed",
-    "blame/good_spared",
-    "blame/useless_spared",
-)
 CONFIDENCE, RESAMPLES = 0.95, 2000  # of the intervals of the verdict
 EXPLAINED = 2  # columns beside which there is room for the meaning of a measure
-BLAME = ("good_blame", "good_spared", "useless_blame", "useless_spared")
 
 
 @dataclass(frozen=True)
@@ -68,14 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("inputs", nargs="+", metavar="RUN|key.path=value", help=inputs)
     sweep = "add a column for each of these values; may be given several times"
     add("--sweep", action="append", default=[], metavar="key.path=V,V,…", help=sweep)
-    add(
-        "--estimators",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="NAME,NAME,…",
-        help="a table of whom each of these values of advantage.name praises and blames; calibadv+NAME:"
-        " calibrated",
-    )
+    rivals = "table of whom these values of advantage.name praise and blame; calibadv+NAME: calibrated"
+    add("--estimators", type=lambda text: text.split(","), default=[], metavar="NAME,NAME,…", help=rivals)
     window = "number of steps of a row in the table over training (default: %(default)s)"
     add("--window", type=int, default=10, metavar="STEPS", help=window)
     add("--seed", type=int, default=0, help="seed of the control's permutations (default: %(default)s)")
@@ -84,12 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the tables of each run, and of several runs their mean.
-
-    Raises:
-        UserError: a run keeps no trajectories or its questions name no supporting passages; a kept step
-            cannot be read; a setting is wrong.
-    """
+    """Print the tables of each run, and of several runs their mean."""
     folders, overrides = split(arguments.inputs)
     if arguments.window < 1:
         raise UserError(f"--window must be at least 1, got {arguments.window}")
@@ -115,29 +96,22 @@ def run(arguments: argparse.Namespace) -> None:
     if len(by_run) > 1:
         say(f"\nmean of {len(by_run)} runs [lowest, highest] (mean of the controls)")
         say(totals_table(list(by_run.values())))
-    say(
-        f"\nverdict ({100 * CONFIDENCE:g} % intervals over groups; “cannot say”: intervals overlap, or there"
-        f" are fewer than {FEW} groups)"
-    )
-    for folder, measured in by_run.items():
-        for column in measured:
-            say("\n".join([f"{folder}, settings {column.settings.name}:", *verdict([column])]))
+    unsure = f"“cannot say”: intervals overlap, or there are fewer than {FEW} groups"
+    say(f"\nverdict ({100 * CONFIDENCE:g} % intervals over groups; {unsure})")
+    verdicts_of = [(str(folder), [column]) for folder, measured in by_run.items() for column in measured]
     if len(by_run) > 1:
-        for runs in zip(*by_run.values(), strict=True):
-            title = f"all {len(by_run)} runs together, settings {runs[0].settings.name}:"
-            say("\n".join([title, *verdict(runs)]))
+        together = f"all {len(by_run)} runs together"
+        verdicts_of += [(together, list(runs)) for runs in zip(*by_run.values(), strict=True)]
+    for title, runs in verdicts_of:
+        say("\n".join([f"{title}, settings {runs[0].settings.name}:", *verdict(runs)]))
     if arguments.output is not None:
-        about = {"seed": arguments.seed, "window": arguments.window}
         results = [as_json(folder, measured, arguments.window) for folder, measured in audited.items()]
-        write_json(arguments.output, about | {"runs": results}, indent=1)
+        about = {"seed": arguments.seed, "window": arguments.window, "runs": results}
+        write_json(arguments.output, about, indent=1)
 
 
 def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Separate folders and settings; a name with "=" is a folder if there is one of that name.
-
-    Raises:
-        UserError: no folder is among them, or one does not exist, or one is named twice.
-    """
+    """Separate folders and settings; a name with "=" is a folder if there is one of that name."""
     folders, overrides = [], []
     for text in inputs:
         path = Path(text)
@@ -154,11 +128,7 @@ def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Settings]:
-    """Return the run's own settings, these with all overrides, and on top of them each value swept.
-
-    Raises:
-        UserError: a key is of a section that changes no credit, or a sweep has no values.
-    """
+    """Return the run's own settings, these with all overrides, and on top of them each value swept."""
     columns = [Settings("run")]
     if overrides:
         columns.append(Settings(" ".join(map(_short, overrides)), tuple(overrides)))
@@ -171,7 +141,7 @@ def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Settin
     for override in (override for column in columns for override in column.overrides):
         if not override.startswith(SECTIONS):
             raise UserError(
-                f"{override}: changes no credit of a kept step; the audit takes keys of reward and advantage"
+                f"{override}: changes no credit of a kept step; give keys of reward and advantage"
             )
     return columns
 
@@ -193,15 +163,7 @@ def _short(override: str) -> str:
 
 
 def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console) -> list[Measured]:
-    """Read every kept step of a run and gather its evidence under each of the settings.
-
-    Args:
-        columns: the first column has no overrides.
-        seed: of the control.
-
-    Raises:
-        UserError: see `run`.
-    """
+    """Gather the evidence of a run's kept steps under each of the settings, the first without overrides."""
     paths = kept_steps(folder) or {1: find_step(folder, 1)}  # raises where there are none
     measured = [Measured(settings, {}, {}) for settings in columns]
     configs: dict[tuple[str, Settings], Config] = {}
@@ -244,23 +206,16 @@ def _check_passages(folder: Path, measured: Measured, num_groups: int, console: 
             f"{folder}: none of its questions names supporting passages (supporting_ids); audit a run on a"
             " generated world, or on data that names them"
         )
-    if len(groups) < num_groups:
-        console.warn(
-            f"{folder}: {num_groups - len(groups)} of {num_groups} groups name no supporting passages and are"
-            " left out"
-        )
+    if missing := num_groups - len(groups):
+        lack = f"{missing} of {num_groups} groups name no supporting passages and are left out"
+        console.warn(f"{folder}: {lack}")
     if not groups["seen_hits"].any():
-        console.warn(
-            f"{folder}: no search ever showed a supporting passage; are supporting_ids ids of the corpus?"
-        )
+        unseen = "no search ever showed a supporting passage; are supporting_ids ids of the corpus?"
+        console.warn(f"{folder}: {unseen}")
 
 
 def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> list[GroupCredit]:
-    """Return the credit of every group of a kept step under a config; the step itself stays unchanged.
-
-    Args:
-        control: seed with which rewards are permuted over the step's trajectories, as reward.shuffle does.
-    """
+    """Return the credit of a kept step under a config; a seed `control` permutes the rewards."""
     rng = random_state(int(kept.metadata["seed"]), kept.step - 1, "reward")
     if control is not None:
         rng = random_state(control, kept.step - 1, "audit")
@@ -270,10 +225,8 @@ def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> 
 
 def windows(evidence: Mapping[int, Evidence], size: int) -> Iterator[tuple[int, int, Evidence]]:
     """Yield (first kept step, last kept step, evidence) of steps 1 … size, size + 1 … 2 size, and so on."""
-    members: dict[int, list[int]] = {}
-    for step in sorted(evidence):
-        members.setdefault((step - 1) // size, []).append(step)
-    for steps in members.values():
+    for _, members in groupby(sorted(evidence), lambda step: (step - 1) // size):
+        steps = list(members)
         yield steps[0], steps[-1], join([evidence[step] for step in steps])
 
 
@@ -284,22 +237,18 @@ def counts(measured: Measured) -> str:
 
 
 def totals_table(runs: Sequence[Sequence[Measured]]) -> str:
-    """Return one row a measure, one column a setting.
-
-    A cell is ``value (control)``; of several runs ``mean [smallest, largest] (mean of the controls)``.
-    """
+    """Return one row a measure, one column a setting: ``value (control)``; of several runs see `cell`."""
     columns = []
     for same in zip(*runs, strict=True):
         true, control = (
-            [measure(join(evidence.values())) for evidence in sides]
-            for sides in ([run.true for run in same], [run.control for run in same])
+            [measure(join(getattr(run, side).values())) for run in same] for side in ("true", "control")
         )
         columns.append([cell(name, true, control) for name in MEASURES])
-    names = [column.settings.name for column in runs[0]]
-    rows = [[name, *cells] for name, *cells in zip(MEASURES, *columns, strict=True)]
+    headers = ["measure", *(column.settings.name for column in runs[0])]
     if len(columns) <= EXPLAINED:
-        return table([[*row, MEASURES[row[0]]] for row in rows], ["measure", *names, "what"])
-    return table(rows, ["measure", *names])
+        headers.append("what")
+        columns.append(list(MEASURES.values()))
+    return table(list(zip(MEASURES, *columns, strict=True)), headers)
 
 
 def cell(name: str, true: Sequence[Mapping[str, float]], control: Sequence[Mapping[str, float]]) -> str:
@@ -315,24 +264,23 @@ def verdicts_table(rivals: Sequence[Measured]) -> str:
     """Return one row an estimator, one column a verdict: ``value (control)``; CalibAdv is the first one."""
     rows = []
     for rival in rivals:
-        true = verdicts(join(rival.true.values()), join(rivals[0].true.values()))
-        control = verdicts(join(rival.control.values()), join(rivals[0].control.values()))
-        rows.append([rival.settings.name, *(cell(name, [true], [control]) for name in VERDICTS)])
-    return table(rows, ["estimator", *VERDICTS])
+        true = truth.verdicts(join(rival.true.values()), join(rivals[0].true.values()))
+        control = truth.verdicts(join(rival.control.values()), join(rivals[0].control.values()))
+        rows.append([rival.settings.name, *(cell(name, [true], [control]) for name in truth.VERDICTS)])
+    return table(rows, ["estimator", *truth.VERDICTS])
 
 
 def verdict(runs: Sequence[Measured]) -> list[str]:
-    """Return the conclusions of the measures as sentences with numbers.
+    """Return the conclusions of the measures as sentences with numbers; the groups of all runs are pooled.
 
     The credit is right if the calibration takes a larger share of the blame from truly good searches than
     from useless ones, and better than chance if its lead is larger than in the control.
-
-    Args:
-        runs: the same settings in one or more runs, whose groups are pooled.
     """
     true, control = (
-        np.concatenate([_blame_of(side) for side in sides])
-        for sides in ([run.true for run in runs], [run.control for run in runs])
+        structured_to_unstructured(join(parts).groups[list(truth.BLAME)])  # float64 [groups, 4]
+        for parts in (
+            [part for run in runs for part in getattr(run, side).values()] for side in ("true", "control")
+        )
     )
     num_good, num_useless = (int((true[:, column] > 0).sum()) for column in (0, 2))
     if min(num_good, num_useless) < FEW:
@@ -358,24 +306,13 @@ def verdict(runs: Sequence[Measured]) -> list[str]:
     ]
 
 
-def _blame_of(evidence: Mapping[int, Evidence]) -> np.ndarray:
-    """Return BLAME of every group, float64 [groups, 4]."""
-    groups = join(evidence.values()).groups
-    return np.stack([groups[name] for name in BLAME], axis=1)
-
-
 def _shares(sums: np.ndarray) -> np.ndarray:
-    """Return share of the blame on good searches, shares spared of good and useless, true and control lead.
-
-    Args:
-        sums: float64 [R, 8], BLAME of the true credit and of the control.
-    """
+    """Return share of blame on good searches, shares spared of good and useless, true and control lead."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        good, useless, good_by_chance, useless_by_chance = (
-            sums[:, at + 1] / sums[:, at] for at in (0, 2, 4, 6)
-        )
+        spared = sums[:, 1::2] / sums[:, ::2]
         on_good = sums[:, 0] / (sums[:, 0] + sums[:, 2])
-    return np.stack([on_good, good, useless, good - useless, good_by_chance - useless_by_chance], axis=1)
+    leads = spared[:, ::2] - spared[:, 1::2]
+    return np.column_stack([on_good, spared[:, :2], leads])
 
 
 def _decide(first: np.ndarray, second: np.ndarray, above: str, below: str) -> str:
@@ -391,31 +328,25 @@ def windows_table(measured: Measured, window: int) -> str:
     pairs = zip(windows(measured.true, window), windows(measured.control, window), strict=True)
     for (first, last, true), (_, _, control) in pairs:
         sides = [measure(true)], [measure(control)]
-        rows.append([f"{first}-{last}", *(cell(name, *sides) for name in OVER_TRAINING)])
-    return table(rows, ["steps", *(name.removeprefix("blame/") for name in OVER_TRAINING)])
+        rows.append([f"{first}-{last}", *(cell(name, *sides) for name in truth.OVER_TRAINING)])
+    return table(rows, ["steps", *(name.removeprefix("blame/") for name in truth.OVER_TRAINING)])
 
 
 def as_json(folder: Path, measured: Sequence[Measured], window: int) -> dict[str, Any]:
     """Return everything of a run: by settings, true and control, in total, by window and by step."""
 
     def every(evidence: Mapping[int, Evidence]) -> dict[str, Any]:
+        parts = windows(evidence, window)
         return {
             "total": measure(join(evidence.values())),
-            "windows": [
-                {"first": first, "last": last} | measure(part)
-                for first, last, part in windows(evidence, window)
-            ],
+            "windows": [{"first": first, "last": last} | measure(part) for first, last, part in parts],
             "steps": [{"step": step} | measure(part) for step, part in evidence.items()],
         }
 
     settings = [
-        {
-            "name": column.settings.name,
-            "overrides": list(column.settings.overrides),
-            "true": every(column.true),
-            "control": every(column.control),
-            "verdict": [line.strip() for line in verdict([column])],
-        }
+        {"name": column.settings.name, "overrides": list(column.settings.overrides)}
+        | {"true": every(column.true), "control": every(column.control)}
+        | {"verdict": [line.strip() for line in verdict([column])]}
         for column in measured
     ]
     return {"run": str(folder), "settings": settings}

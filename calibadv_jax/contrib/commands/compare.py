@@ -1,8 +1,7 @@
 """Compares two policies on the same questions: ``calibadv compare A B``.
 
-A and B are the per-question files of two evaluations (or the .json beside them), or several of each, joined
-by commas: one method trained with several seeds. The scores of a question are averaged over the seeds, and
-questions stay the unit. Where the retrievers differ, a warning says so: they may be what is compared.
+A and B are per-question files of evaluations (or the .json beside them); several joined by commas are seeds
+of one method, whose scores are averaged by question.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from calibadv_jax.metrics.console import Console, table
 DEFAULT_METRICS = ("em", "f1", "cover_em")
 Questions = dict[tuple[str, str], ScoredRow]  # (data source, id) -> row
 Evaluation = dict[str, Questions]  # by temperature
+Results = dict[tuple[str, str, str], Comparison]  # (temperature, metric, data source) -> comparison
 BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
 
 
@@ -42,11 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the differences B - A by temperature, metric and data source.
-
-    Raises:
-        UserError: the two did not answer the same questions at a common temperature, or lack a metric.
-    """
+    """Print the differences B - A by temperature, metric and data source."""
     if arguments.resamples < 1 or not 0 < arguments.confidence < 1:
         raise UserError("--resamples must be at least 1, and --confidence between 0 and 1")
     console = Console()
@@ -61,22 +57,15 @@ def run(arguments: argparse.Namespace) -> None:
     differing = _differing_services({**sides[0], **sides[1]})
     if differing:
         console.warn(f"other retrievers searched {differing}")
-    results: dict[str, dict[str, dict[str, Comparison]]] = {}
+    results: Results = {}
     for temperature in common:
         _check_same(arguments.first, arguments.second, temperature, first[temperature], second[temperature])
-        results[temperature] = {
-            metric: dict(_compare(arguments, metric, first[temperature], second[temperature]))
-            for metric in arguments.metrics
-        }
+        for metric in arguments.metrics:
+            for source, comparison in _compare(arguments, metric, first[temperature], second[temperature]):
+                results[temperature, metric, source] = comparison
     console.say(f"A: {arguments.first}\nB: {arguments.second}")
     console.say(comparison_table(results, arguments.confidence))
-    few = {
-        source: comparison.questions
-        for metrics in results.values()
-        for sources in metrics.values()
-        for source, comparison in sources.items()
-        if comparison.questions < FEW
-    }
+    few = {source: each.questions for (*_, source), each in results.items() if each.questions < FEW}
     if few:
         counts = ", ".join(f"{source}: {questions}" for source, questions in few.items())
         console.warn(
@@ -84,13 +73,9 @@ def run(arguments: argparse.Namespace) -> None:
             " more questions (data.eval_limit)"
         )
     if arguments.output is not None:
-        numbers = {
-            temperature: {
-                metric: {source: asdict(comparison) for source, comparison in sources.items()}
-                for metric, sources in metrics.items()
-            }
-            for temperature, metrics in results.items()
-        }
+        numbers: Any = {temperature: {metric: {} for metric in arguments.metrics} for temperature in common}
+        for (temperature, metric, source), comparison in results.items():
+            numbers[temperature][metric][source] = asdict(comparison)
         about = {name: getattr(arguments, name) for name in ("first", "second", "confidence", "resamples")}
         write_json(arguments.output, about | {"other_retrievers": bool(differing), "differences": numbers})
 
@@ -116,15 +101,13 @@ def _means(seeds: dict[str, Evaluation]) -> Evaluation:
             )
         for temperature, rows in evaluation.items():
             _check_same(path, other, temperature, first[temperature], rows)
-    means: Evaluation = {}
-    for temperature, rows in first.items():
-        means[temperature] = {}
-        for key, row in rows.items():
-            scores = [evaluation[temperature][key]["scores"] for evaluation in seeds.values()]
-            names = [name for name in scores[0] if all(name in row for row in scores)]
-            mean = {name: statistics.fmean(row[name] for row in scores) for name in names}
-            means[temperature][key] = row | {"scores": mean}
-    return means
+
+    def mean(temperature: str, key: tuple[str, str], row: ScoredRow) -> ScoredRow:
+        scores = [evaluation[temperature][key]["scores"] for evaluation in seeds.values()]
+        names = [name for name in scores[0] if all(name in own for own in scores)]
+        return row | {"scores": {name: statistics.fmean(own[name] for own in scores) for name in names}}
+
+    return {at: {key: mean(at, key, row) for key, row in rows.items()} for at, rows in first.items()}
 
 
 def _load(path: Path) -> Evaluation:
@@ -180,9 +163,8 @@ def _compare(
     by_source: dict[str, list[tuple[str, str]]] = {}
     for key in both:
         by_source.setdefault(key[0], []).append(key)
-    groups: dict[str, Sequence[Sequence[tuple[str, str]]]] = {ALL: [both]} if both else {}
-    if len(by_source) > 1:
-        groups[AVERAGE] = list(by_source.values())
+    groups = {ALL: [both]} if both else {}
+    groups |= {AVERAGE: list(by_source.values())} if len(by_source) > 1 else {}
     groups |= {source: [keys] for source, keys in by_source.items()}
     for name, strata in groups.items():
         a, b = (
@@ -191,14 +173,11 @@ def _compare(
         yield name, compare_paired(a, b, arguments.confidence, arguments.resamples)
 
 
-def comparison_table(results: dict[str, dict[str, dict[str, Comparison]]], confidence: float) -> str:
-    """Return a row for each temperature, metric and data source."""
+def comparison_table(results: Results, confidence: float) -> str:
     rows = [
-        [temperature, metric, source, each.questions, each.first, each.second, each.difference]
+        [*key, each.questions, each.first, each.second, each.difference]
         + ["[{:.3f}, {:.3f}]".format(*each.interval) if each.interval else "-", f"{each.p_value:.4f}"]
-        for temperature, metrics in results.items()
-        for metric, sources in metrics.items()
-        for source, each in sources.items()
+        for key, each in results.items()
     ]
     headers = ["temperature", "metric", "data", "questions", "A", "B", "B - A"]
     return table(rows, [*headers, f"{100 * confidence:g}% interval", "p"])

@@ -1,9 +1,4 @@
-"""Measures what the index returns for questions: ``calibadv coverage --config FILE [key.path=value …]``.
-
-For data.train and data.eval, by data source: the share of questions whose answer, and whose supporting
-passages, are among the documents of one search. Written to the folder ``coverage`` of run.dir, beside the
-questions that the index can answer, which may be given as data.train and data.eval.
-"""
+"""Measures what the index returns for questions: ``calibadv coverage --config FILE [key.path=value …]``."""
 
 from __future__ import annotations
 
@@ -24,6 +19,7 @@ from calibadv_jax.services.retriever_client import open_retriever
 
 ALL, SAMPLE = "all", 200
 FOLDER = "coverage"
+Shares = dict[str, dict[str, float | int | None]]  # data source -> "questions" and MEASURES
 
 
 @dataclass(frozen=True)
@@ -53,11 +49,7 @@ SAMPLED = ("answer", "passage", "all_passages")  # of the doctor
 
 
 def run(config: Config) -> None:
-    """Measure, write and print.
-
-    Raises:
-        UserError: bad input, or the retriever cannot be used.
-    """
+    """Measure, write and print."""
     console = Console(config.log.progress)
     folder = Path(config.run.dir) / FOLDER
     files = {key: sources for key in ("train", "eval") if (sources := getattr(config.data, key))}
@@ -97,11 +89,7 @@ def measure(
     passages: Mapping[str, Document],
     show: Callable[[int], object] = lambda done: None,
 ) -> list[QuestionCoverage]:
-    """Measure the coverage of each question.
-
-    Args:
-        passages: supporting passages by id; their titles are queries too. Empty: only the question is.
-    """
+    """Measure the coverage of each question; the titles of its supporting `passages` are queries too."""
 
     async def look(question: Question, search: Search) -> QuestionCoverage:
         titles = [passages[name].title for name in question.supporting_ids if name in passages]
@@ -112,11 +100,7 @@ def measure(
 
 
 def _coverage(question: Question, first: Sequence[Document], every: Sequence[Document]) -> QuestionCoverage:
-    """
-    Args:
-        first: documents of the question as query.
-        every: of all queries.
-    """
+    """Judge the documents of the question as query, and of every query."""
 
     def has_answer(documents: Sequence[Document]) -> bool | None:
         if all(answer.lower() in YES_NO for answer in question.golden_answers):
@@ -128,21 +112,18 @@ def _coverage(question: Question, first: Sequence[Document], every: Sequence[Doc
         supporting = question.supporting_ids
         return enough([name in ids for name in supporting]) if supporting else None
 
-    return QuestionCoverage(
-        has_answer(first), has(first, any), has(first, all), has_answer(every), has(every, all)
-    )
+    answers = has_answer(first), has_answer(every)
+    return QuestionCoverage(answers[0], has(first, any), has(first, all), answers[1], has(every, all))
 
 
-def summary(
-    questions: Sequence[Question], coverages: Sequence[QuestionCoverage]
-) -> dict[str, dict[str, float | int | None]]:
+def summary(questions: Sequence[Question], coverages: Sequence[QuestionCoverage]) -> Shares:
     """Return data source -> questions, and each measure's share of the questions to which it applies."""
     by_source: dict[str, list[QuestionCoverage]] = {}
     for question, coverage in zip(questions, coverages, strict=True):
         by_source.setdefault(question.data_source, []).append(coverage)
     if len(by_source) > 1:
         by_source = dict(sorted(by_source.items())) | {ALL: list(coverages)}
-    shares: dict[str, dict[str, float | int | None]] = {}
+    shares: Shares = {}
     for source, members in by_source.items():
         shares[source] = {"questions": len(members)}
         for name in MEASURES:
@@ -151,7 +132,7 @@ def summary(
     return shares
 
 
-def coverage_table(shares: dict[str, dict[str, float | int | None]]) -> str:
+def coverage_table(shares: Shares) -> str:
     rows = [
         [source, row["questions"], *("-" if row[name] is None else row[name] for name in MEASURES)]
         for source, row in shares.items()

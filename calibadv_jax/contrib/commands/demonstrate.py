@@ -1,12 +1,8 @@
 """Demonstrations from annotated questions: ``calibadv demonstrate --config FILE [key.path=value …]``.
 
 For each question of data.train that names its supporting passages: searches of the configured retriever that
-find them, thoughts that quote them, the answer. Written to sft.demonstrations, which `calibadv sft` reads.
-
-A query is chosen by trying: the question, the title of a passage that is still missing, both together. A
-title counts only where the question or a passage shown before mentions it, so that no demonstration knows
-what it could not know. With `sft.first_query=varied` the first query is drawn instead, among those that lead
-to all supporting passages.
+find them, thoughts that quote them, the answer. A title is tried as a query only where the question or a
+passage shown before mentions it, so that no demonstration knows what it could not know.
 """
 
 from __future__ import annotations
@@ -57,21 +53,16 @@ SEARCH = SearchAction.name
 
 
 def run(config: Config) -> None:
-    """Write the demonstrations, and print the outcomes of the questions of each data source.
-
-    Raises:
-        UserError: bad input, or no question gives a demonstration.
-    """
+    """Write the demonstrations, and print the outcomes of the questions of each data source."""
     console = Console(config.log.progress)
     output, corpus = config.sft.demonstrations, config.retriever.corpus
     if not output or output == "world":
         raise UserError(f"sft.demonstrations is {output!r}: set it to the file to write, such as demos.jsonl")
     if not corpus:
-        raise UserError(
-            "retriever.corpus is empty: set it to the file of the passages, which names their titles"
-        )
+        raise UserError("retriever.corpus is empty: set it to the file of the passages with their titles")
     refuse_other_run(Path(output), "sft.demonstrations", Path(config.run.dir))
-    grammar = grammar_of(make_actions(config))
+    actions = make_actions(config)
+    grammar = grammar_of(actions)
     if SEARCH not in grammar.actions:
         raise UserError(f"tools has no {SEARCH}, and it is searches that are demonstrated: put it into tools")
     tokenizer = build_model(config, config.sft.init_from or config.policy.path).tokenizer
@@ -83,12 +74,12 @@ def run(config: Config) -> None:
     async def find(question: Question, search: Search) -> list[Lookup]:
         return await searches(question, passages, search, config.rollout.max_searches)
 
+    search = next((action for action in actions if action.name == SEARCH), SearchAction())
+    observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
+
     def shown(documents: Sequence[Document]) -> str:  # to the policy
-        actions = make_actions(config)
-        search = next((action for action in actions if action.name == SEARCH), SearchAction())
-        length = config.rollout.max_observation_length
-        observation = Observations(tokenizer, length, config.prompt.opening).of(search)
-        return observation.of_documents(neutralise_documents(documents, tokenizer, grammar_of(actions)))[1]
+        clean = neutralise_documents(documents, tokenizer, grammar)
+        return observations.of(search).of_documents(clean)[1]
 
     with (
         open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
@@ -105,18 +96,15 @@ def run(config: Config) -> None:
         result: Demonstration | str = "not found"
         if is_complete(question, passages, lookups):
             result = demonstrate(question, lookups, shown, grammar)
-        if isinstance(result, Demonstration):
-            result = _too_long(result, config, tokenizer) or result
-        if isinstance(result, Demonstration):
+        if isinstance(result, Demonstration) and not (cause := _too_long(result, config, tokenizer)):
             kept.append(result)
-        outcome = f"{WRITTEN}, {len(lookups)} search" if isinstance(result, Demonstration) else result
-        counts[question.data_source, outcome] += 1
+            cause = f"{WRITTEN}, {len(lookups)} search"
+        counts[question.data_source, cause if isinstance(result, Demonstration) else result] += 1
     if not kept:
         causes = Counter(cause for _, cause in counts.elements()).most_common()
         reasons = "; ".join(f"{number} {cause} ({CAUSES[cause]})" for cause, number in causes)
-        raise UserError(
-            f"{config.data.train}: none of {len(questions)} questions gives a demonstration: {reasons}"
-        )
+        none = f"none of {len(questions)} questions gives a demonstration"
+        raise UserError(f"{config.data.train}: {none}: {reasons}")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(Path(output), map(_row, kept))
     console.say(_count_table(counts))
@@ -150,11 +138,10 @@ def _row(demonstration: Demonstration) -> dict[str, Any]:
 
 
 def _count_table(counts: Counter[tuple[str, str]]) -> str:
+    outcomes = sorted({outcome for _, outcome in counts})
     sources = sorted({source for source, _ in counts})
-    outcomes = sorted({outcome for (_, outcome), number in counts.items() if number})
     rows = [[source, *(counts[source, outcome] for outcome in outcomes)] for source in sources]
-    rows.append(["all", *(sum(counts[source, outcome] for source in sources) for outcome in outcomes)])
-    return table(rows, ["data source", *outcomes])
+    return table([*rows, ["all", *map(sum, list(zip(*rows, strict=True))[1:])]], ["data source", *outcomes])
 
 
 MAX_QUOTE = 40  # words of a passage that a thought quotes
@@ -176,11 +163,7 @@ _IDS = ("id", "_id", "docid", "doc_id", "pid", "passage_id")  # names that the r
 
 
 def read_passages(corpus: str | Path, ids: Collection[str]) -> dict[str, Document]:
-    """Return the passages of these ids, from a corpus of rows with an id and contents, or title and text.
-
-    Raises:
-        UserError: no such file, or a malformed row.
-    """
+    """Return the passages of these ids, from a corpus of rows with an id and contents, or title and text."""
     passages: dict[str, Document] = {}
     for where, row in read_rows(corpus, "passages"):
         name = next((str(row[key]) for key in _IDS if row.get(key) not in (None, "")), "")
@@ -208,9 +191,9 @@ def answer_in(text: str, question: Question) -> str | None:
 
 def queries_for(question: Question, titles: Sequence[str], titles_first: bool = False) -> list[str]:
     """Return the queries to try: the question, the titles (or these before it), both together."""
-    plain = [_plain(title) for title in titles]
-    alone = [*plain, question.text] if titles_first else [question.text, *plain]
-    return list(dict.fromkeys([*alone, *(f"{question.text} {title}" for title in plain)]))
+    plain, text = [_plain(title) for title in titles], question.text
+    alone = [*plain, text] if titles_first else [text, *plain]
+    return list(dict.fromkeys([*alone, *(f"{text} {title}" for title in plain)]))
 
 
 def _plain(title: str) -> str:
@@ -228,14 +211,9 @@ async def find_support(
 
     Each is the query that finds most of the missing passages, the one that ranks them best if several do.
     Of equal ones the first search is the question, and a later one a title. Where each of several
-    supporting passages holds an answer one of them is enough.
-
-    Args:
-        passages: the supporting ones of the corpus, by id.
-        first_query: of the first search; None: the best query.
+    supporting passages holds an answer one of them is enough. `first_query`: without it the best one.
     """
-    missing = list(question.supporting_ids)
-    read = question.text
+    missing, read = list(question.supporting_ids), question.text
     lookups: list[Lookup] = []
     while missing and len(lookups) < max_searches:
         used = {lookup.query for lookup in lookups}
@@ -261,8 +239,7 @@ async def find_varied_support(
 ) -> list[Lookup]:
     """Do as `find_support`, with a first query drawn among those that lead to all supporting passages.
 
-    These are the question and each title that it mentions. The draw depends on the question's id alone. If
-    none of them leads to all, the searches are those of `find_support`.
+    These are the question and each title that it mentions. The draw depends on the question's id alone.
     """
     titles = _mentioned(passages, question.supporting_ids, question.text)
     ways = []
@@ -304,13 +281,7 @@ def demonstrate(
     shown: Callable[[Sequence[Document]], str],
     grammar: Grammar = SEARCH_GRAMMAR,
 ) -> Demonstration | str:
-    """Return searches with their documents, thoughts that quote them, and the answer; or a key of CAUSES.
-
-    Args:
-        lookups: complete for the question.
-        shown: formats documents as the policy sees them, which may cut off the end.
-        grammar: of the actions that are on.
-    """
+    """Return searches, thoughts that quote the documents as `shown`, and the answer; or a key of CAUSES."""
     clean = partial(neutralise, grammar=grammar)
     turns = []
     first = lookups[0].query if lookups else question.text
@@ -340,12 +311,9 @@ def demonstrate(
 
 def _quote(document: Document, question: Question) -> str:
     """Return the sentence with an answer, or with most words of the question; of a long one a part."""
-    pieces = list(_pieces(document.text))
-    with_answer = next((piece for piece in pieces if answer_in(piece, question)), None)
-    if with_answer is not None:
-        return with_answer
-    asked = set(question_key(question.text).split())
-    return max(pieces, key=lambda piece: len(asked & set(question_key(piece).split())), default="")
+    pieces, asked = list(_pieces(document.text)), set(question_key(question.text).split())
+    best = max(pieces, key=lambda piece: len(asked & set(question_key(piece).split())), default="")
+    return next((piece for piece in pieces if answer_in(piece, question)), best)
 
 
 def _naming(query: str, documents: Sequence[Document], seen: str, clean: Callable[[str], str]) -> str:

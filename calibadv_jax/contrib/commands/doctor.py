@@ -1,8 +1,6 @@
 """Checks a config end to end before a run: ``calibadv doctor --config FILE [--offline]``.
 
-Every finding has a status: ok, warn (a run would work, but not well), skip (not checked) or FAIL, and its
-remedy. Exit status 1 if something would stop the run. With --offline only checks that need no network, no
-services and no model or data files: a file that is absent is named as not checked, which is no failure.
+A finding is ok, warn (a run would work, but not well), skip (not checked) or FAIL, which is exit status 1.
 """
 
 from __future__ import annotations
@@ -11,10 +9,11 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,7 +26,6 @@ from calibadv_jax.contrib.planning.memory import device_lines, find_architecture
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.tags import leaves_thought_open
-from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.metrics.console import Console
@@ -46,6 +44,8 @@ from calibadv_jax.snapshots.huggingface import check_weights
 
 NO_ANSWER = "I do not know"
 STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}  # how a line begins; else ok
+Item = TypeVar("Item")
+Reply = TypeVar("Reply")
 
 
 def run(config: Config, offline: bool = False) -> None:
@@ -54,8 +54,7 @@ def run(config: Config, offline: bool = False) -> None:
     checks = OFFLINE_CHECKS if offline else CHECKS
     tools = [replace(tool, mcp=tool.mcp and replace(tool.mcp, patience=ONCE)) for tool in config.tools]
     config = replace(config, tools=tools)
-    failed = 0
-    counts: Counter[str] = Counter()
+    failed, counts = 0, Counter[str]()
     failures: dict[str, str] = {}  # failure -> the first check with it
     for name, check in checks:
         try:
@@ -63,10 +62,13 @@ def run(config: Config, offline: bool = False) -> None:
                 lines = check(config)
         except UserError as error:
             lines = [f"failed: {error}"]
-        findings = [with_status(_once(line, name, failures)) for line in lines]
-        for status, line in findings:
-            console.say(f"{status:4} {name}: {line}")
-        statuses = [status for status, _ in findings]
+        statuses = []
+        for line in lines:
+            if line.startswith("failed: ") and (first := failures.setdefault(line, name)) != name:
+                line = f"not checked: what failed under {first!r} is needed here too"
+            prefix = next(filter(line.startswith, STATUS), "")
+            statuses.append(STATUS.get(prefix, "ok"))
+            console.say(f"{statuses[-1]:4} {name}: {line.removeprefix(prefix)}")
         counts.update(statuses)
         failed += "FAIL" in statuses
     console.say(summary(failed, len(checks), "offline check" if offline else "check", counts))
@@ -74,38 +76,21 @@ def run(config: Config, offline: bool = False) -> None:
         raise SystemExit(1)
 
 
-def _once(line: str, name: str, failures: dict[str, str]) -> str:
-    """Return the line; a failure that another check has named becomes "not checked"."""
-    first = failures.setdefault(line, name) if line.startswith("failed: ") else name
-    return line if first == name else f"not checked: what failed under {first!r} is needed here too"
-
-
-def with_status(line: str) -> tuple[str, str]:
-    """Split a check's line into its status and the rest."""
-    for prefix, status in STATUS.items():
-        if line.startswith(prefix):
-            return status, line.removeprefix(prefix)
-    return "ok", line
-
-
 def summary(failed: int, total: int, kind: str, counts: Counter[str]) -> str:
     """Return the last line: "ready" only if everything was checked without a warning."""
     if failed:
         return f"{failed} of {total} {kind}s failed"
-    exceptions = [f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}"] if counts["warn"] else []
-    if counts["skip"]:
-        exceptions.append(f"{counts['skip']} thing{'s' if counts['skip'] > 1 else ''} not checked")
-    if exceptions:
-        return f"every {kind} passed, with {' and '.join(exceptions)}"
-    return f"ready: every {kind} passed"
+    exceptions = [
+        f"{number} {noun}{'s' if number > 1 else ''}{rest}"
+        for number, noun, rest in ((counts["warn"], "warning", ""), (counts["skip"], "thing", " not checked"))
+        if number
+    ]
+    with_them = f", with {' and '.join(exceptions)}"
+    return f"every {kind} passed{with_them}" if exceptions else f"ready: every {kind} passed"
 
 
 def check_questions(config: Config, offline: bool = False) -> list[str]:
-    """Check both question files, row by row.
-
-    Args:
-        offline: files that are absent are not checked.
-    """
+    """Check both question files, row by row; offline, files that are absent are not checked."""
     lines = []
     texts: dict[str, set[str]] = {}
     for key in ("train", "eval"):
@@ -123,8 +108,7 @@ def check_questions(config: Config, offline: bool = False) -> list[str]:
         lines.append(f"data.{key}: {size}, with {answers} golden answers")
         lines += [f"warning: {line}" for line in answer_warnings(questions, f"data.{key}")]
         texts[key] = {question.text for question in questions}
-    shared = texts.get("train", set()) & texts.get("eval", set())
-    if shared:
+    if shared := texts.get("train", set()) & texts.get("eval", set()):
         lines.append(f"warning: {len(shared)} questions are in both files; held-out scores will be too high")
     return lines
 
@@ -150,8 +134,7 @@ def check_policy(config: Config) -> list[str]:
 
 def weight_lines(config: Config, model: Model) -> list[str]:
     """Check that the tensors of policy.path have the shapes of its config.json."""
-    path = config.policy.path
-    if not path:
+    if not (path := config.policy.path):
         return []
     folder, _ = find_folder(config, path, resolved=model.pins)
     if hub.is_repository(path) and not any(folder.glob("*.safetensors")):
@@ -160,11 +143,7 @@ def weight_lines(config: Config, model: Model) -> list[str]:
 
 
 def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
-    """Return the longest prompt that fits, and the number of longer ones.
-
-    Raises:
-        UserError: there are longer ones, and data.overlong_prompts is "refuse".
-    """
+    """Return the longest prompt that fits, and the number of longer ones, unless they are to be refused."""
     actions = make_actions(config)
     check_tags(actions, tokenizer)
     limit, warnings, example = config.rollout.max_prompt_length, [], (np.zeros(0, np.int32), "")
@@ -186,13 +165,10 @@ def opening_lines(config: Config, opening: str) -> list[str]:
     if opening == config.prompt.opening:
         return []
     if not leaves_thought_open(opening):
-        return [
-            f"the prompt ends in {opening!r}: the first turn counts with it, or with a thought of its own;"
-            " later turns need one"
-        ]
-    later = "is off: the policy opens later turns itself"
-    if config.prompt.prepend_think:
-        later = "opens later turns too"
+        own = "the first turn counts with it, or with a thought of its own; later turns need one"
+        return [f"the prompt ends in {opening!r}: {own}"]
+    opens, off = "opens later turns too", "is off: the policy opens later turns itself"
+    later = opens if config.prompt.prepend_think else off
     return [f"the prompt opens the first turn with {opening!r}; prompt.prepend_think {later}"]
 
 
@@ -221,12 +197,11 @@ def check_retriever(config: Config) -> list[str]:
         state = ", ".join(f"{name} {value}" for name, value in health.items() if value != "")
         reranked = retriever.check_reranker(health)
         begun = time.monotonic()
-        (documents,) = asyncio.run(_search_once(retriever, question.text))
+        ((documents,),) = asyncio.run(_each(retriever, retriever.search, [[question.text]]))
         seconds = time.monotonic() - begun
+        outcome = f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?"
         if documents:
             outcome = f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}"
-        else:
-            outcome = f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?"
         return [
             f"{retriever.url}: {state or 'answers, but has no /health that names its corpus and index'}",
             *(f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()),
@@ -236,11 +211,13 @@ def check_retriever(config: Config) -> list[str]:
         ]
 
 
-async def _search_once(retriever: RetrieverClient, query: str) -> list[list[Document]]:
+async def _each(
+    client: RetrieverClient | JudgeClient, ask: Callable[[Item], Awaitable[Reply]], items: Sequence[Item]
+) -> list[Reply]:
     try:
-        return await retriever.search([query])
+        return [await ask(item) for item in items]
     finally:
-        await retriever.close()
+        await client.close()
 
 
 def check_judge(config: Config) -> list[str]:
@@ -252,21 +229,16 @@ def check_judge(config: Config) -> list[str]:
     answers = question.golden_answers[0], NO_ANSWER
     begun = time.monotonic()
     try:
-        golden, other = asyncio.run(_verdicts(judge, question, answers))
+        golden, other = asyncio.run(_each(judge, partial(judge.verdict, question), answers))
     except RequestFailed as error:
         raise UserError(str(error)) from error
     scores = f"{judge.config.model} gives {answers[0]!r} {golden:g} and {NO_ANSWER!r} {other:g}"
-    lines = [f"{judge.url}: {scores} in {1000 * (time.monotonic() - begun):.0f} ms"]
     wrong = [f"the golden answer {answers[0]!r} to {question.text!r} wrong"] if golden < 0.5 else []
     wrong += [f"{NO_ANSWER!r} to {question.text!r} right"] if other >= 0.5 else []
-    return lines + [f"warning: it finds {verdict}; see reward.judge.prompt" for verdict in wrong]
-
-
-async def _verdicts(judge: JudgeClient, question: Question, answers: Sequence[str]) -> list[float]:
-    try:
-        return [await judge.verdict(question, answer) for answer in answers]
-    finally:
-        await judge.close()
+    return [
+        f"{judge.url}: {scores} in {1000 * (time.monotonic() - begun):.0f} ms",
+        *(f"warning: it finds {verdict}; see reward.judge.prompt" for verdict in wrong),
+    ]
 
 
 def check_prompt(config: Config) -> list[str]:
@@ -322,8 +294,8 @@ def check_updates(config: Config) -> list[str]:
 
 def check_services(config: Config) -> list[str]:
     sampler, retriever = config.sampler, config.retriever
-    workers = f"{len(sampler.urls) or sampler.workers} vLLM worker(s)"
-    workers = workers if sampler.name == "vllm" else "in process"
+    is_vllm = sampler.name == "vllm"
+    workers = f"{len(sampler.urls) or sampler.workers} vLLM worker(s)" if is_vllm else "in process"
     documents = f"the best {retriever.topk} documents, not reranked"
     if retriever.rerank_topk:
         documents = f"{retriever.retrieval_topk} documents reranked to {retriever.rerank_topk}"
@@ -331,8 +303,8 @@ def check_services(config: Config) -> list[str]:
     return [f"sampler: {workers}, {sampler.slots} trajectories together", f"retriever: {where}: {documents}"]
 
 
-Check = Callable[[Config], list[str]]
-CHECKS: list[tuple[str, Check]] = [
+Checks = list[tuple[str, Callable[[Config], list[str]]]]
+CHECKS: Checks = [
     ("calibration", describe_choices),
     ("questions", check_questions),
     ("policy", check_policy),
@@ -340,7 +312,7 @@ CHECKS: list[tuple[str, Check]] = [
     ("retriever", check_retriever),
     ("judge", check_judge),
 ]
-OFFLINE_CHECKS: list[tuple[str, Check]] = [
+OFFLINE_CHECKS: Checks = [
     ("calibration", describe_choices),
     ("prompt", check_prompt),
     ("questions", check_question_files),

@@ -32,6 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
     site = Site(RunFiles(arguments.run, *_parse_steps(arguments.steps)))
     steps = site.steps()  # read before a browser waits for it
     console.note(f"{len(steps)} steps, {sum(len(step['rows']['index']) for step in steps)} trajectories")
+    if arguments.output and not steps:
+        raise UserError(f"{arguments.run}: keeps no step yet; --output writes those that are there")
     if arguments.output:
         number = write_site(site, arguments.output)
         console.say(f"{number} files in {arguments.output}; look at them with")
@@ -39,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     with make_server(site, arguments.port) as server:
         console.say(f"http://localhost:{server.server_port}/")
-        console.note("new steps appear when the page is loaded again; Ctrl-C ends")
+        console.note("new steps appear by themselves; Ctrl-C ends")
         server.serve_forever()
 
 

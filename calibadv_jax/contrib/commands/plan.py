@@ -1,15 +1,13 @@
 """The cost of a run on devices that you do not have yet: ``calibadv plan --config FILE --tpu v5e:4x4``.
 
-Memory of a device by purpose (the doctor's arithmetic) and by the compiler's plan of each program; operations
-and transfers of a step, and its seconds at a given efficiency; the device hours of the run; and where it does
-not fit, the keys to change. Exit status 1 if it does not fit.
+Exit status 1 if it does not fit; the keys to change are named.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,27 +17,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.planning.compiled import (
-    OF_CRITIC,
-    SAMPLED,
-    TRAINED,
-    compiled_figures,
-    lowered_programs,
-    programs_of,
-    topology_mesh,
-)
+from calibadv_jax.contrib.planning import compiled, memory
 from calibadv_jax.contrib.planning.hardware import Target, find_target, placed_on, sampler_of
-from calibadv_jax.contrib.planning.memory import (
-    GAPS,
-    GIB,
-    estimate_memory,
-    find_architecture,
-    heads_warnings,
-    held_beside,
-    memory_line,
-    peak_memory,
-    shares_base,
-)
+from calibadv_jax.contrib.planning.memory import GAPS, GIB, estimate_memory, find_architecture, peak_memory
 from calibadv_jax.contrib.planning.work import ExpectedRollouts, Step, expected_rollouts, step_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
@@ -52,6 +32,8 @@ NOT_COUNTED = "not counted: retrieval, publishing weights, checkpoints, evaluati
 Changes = dict[str, Any]  # dotted key -> value
 MOST_LINES = 4
 ADAPTERS: Changes = {"policy.lora.rank": 16}
+TENSOR = (2, 4, 8)  # sizes of mesh.tensor that are tried
+NUM_LEVERS = 7 + len(TENSOR)
 
 
 @dataclass(frozen=True)
@@ -72,14 +54,11 @@ class RunPlan:
         return self.step.seconds(self.target, self.efficiency)
 
     @property
-    def devices(self) -> int:
-        """Those of the trainer, and those of workers that run elsewhere."""
-        sampling = max((part.devices for part in self.step.parts if part.name == "decode"), default=0)
-        return self.target.devices + (sampling if self.config.sampler.urls else 0)
-
-    @property
     def device_hours(self) -> float:
-        return self.config.learner.steps * self.seconds * self.devices / 3600
+        """Of the trainer's devices, and of those of workers that run elsewhere."""
+        sampling = max((part.devices for part in self.step.parts if part.name == "decode"), default=0)
+        devices = self.target.devices + (sampling if self.config.sampler.urls else 0)
+        return self.config.learner.steps * self.seconds * devices / 3600
 
 
 def run(
@@ -93,24 +72,13 @@ def run(
     estimate: bool = False,
     json: str = "",
 ) -> None:
-    """Print the plan. Without a compiler memory is counted by the formula.
-
-    Args:
-        efficiency: share of the devices' highest speed that every part of a step reaches.
-        tokens: of a trajectory on average; 0: the longest that the config allows.
-        sampled: of these, those that the policy writes; 0: the most.
-        estimate: no compiler.
-        json: a file for the figures; empty: none.
-
-    Raises:
-        UserError: devices, mesh or shape do not go together, or the compiler is missing.
-    """
+    """Print the plan; OPTIONS of cli.py describes the arguments."""
     console = Console(config.log.progress)
     plan = make_plan(config, find_target(tpu, gpu, topology), efficiency, tokens, sampled)
     mesh, a = plan.config.mesh.sizes, plan.architecture
     shape = " x ".join(f"{name} {size}" for name, size in mesh.items())
     console.say(f"{plan.target}, mesh {shape}: {a.model_type}, {a.num_parameters / 1e6:.2f}M parameters")
-    for line in (memory_line(plan.estimate), *heads_warnings(a, mesh)):
+    for line in (memory.memory_line(plan.estimate), *memory.heads_warnings(a, mesh)):
         console.say(line)
     programs: dict[str, dict[str, Any]] = {}
     failure = None
@@ -133,11 +101,7 @@ def run(
 def make_plan(
     config: Config, target: Target, efficiency: float, tokens: int = 0, sampled: int = 0
 ) -> RunPlan:
-    """Compute everything that needs no compiler.
-
-    Raises:
-        UserError: as `run`.
-    """
+    """Compute everything that needs no compiler; raises as `run`."""
     if not 0 < efficiency <= 1:
         raise UserError(f"--efficiency {efficiency:g}: must be above 0, and at most 1")
     config = placed_on(config, target)
@@ -156,24 +120,25 @@ def make_plan(
 
 
 def compile_programs(plan: RunPlan, console: Console) -> dict[str, dict[str, Any]]:
-    """Return `compiled_figures` of each program, with the memory that lies beside it on a device.
-
-    Raises:
-        UserError: the compiler is missing.
-    """
+    """Return `compiled_figures` of each program, with the memory that lies beside it on a device."""
     sampler = sampler_of(plan.config, plan.target)  # on the devices of one host
-    parts = ((plan.config, plan.target, TRAINED + OF_CRITIC), (sampler, plan.target.host, SAMPLED))
+    trained = compiled.TRAINED + compiled.OF_CRITIC
     results = {}
-    for config, target, group in parts:
-        names = [name for name in programs_of(config) if name in group]
+    for config, target, group in (
+        (plan.config, plan.target, trained),
+        (sampler, plan.target.host, compiled.SAMPLED),
+    ):
+        names = [name for name in compiled.programs_of(config) if name in group]
         if not names:
             continue
-        mesh = topology_mesh(config, target)
+        mesh = compiled.topology_mesh(config, target)
         for name in names:
             with console.phase(f"compiling for {target}: {name}", announce=True):
-                program = lowered_programs(config, plan.architecture, mesh, [name])[name]
-                shares = shares_base(config) and plan.target.hosts == 1
-                results[name] = compiled_figures(program, held_beside(plan.estimate, name, shares))
+                program = compiled.lowered_programs(config, plan.architecture, mesh, [name])[name]
+                beside = memory.held_beside(
+                    plan.estimate, name, memory.shares_base(config) and plan.target.hosts == 1
+                )
+                results[name] = compiled.compiled_figures(program, beside)
     return results
 
 
@@ -211,26 +176,23 @@ def work_lines(plan: RunPlan) -> list[str]:
         (
             part.name,
             f"{part.flops:.2e}",
-            f"{part.moved:.2e}",
+            f"{part.memory * part.devices:.2e}",
             f"{part.received * part.devices:.2e}",
             number(part.seconds(plan.target, plan.efficiency)),
         )
         for part in step.parts
     ]
-    lines = [
+    emptiness = (
+        f"warning: only {step.fill:.0%} of the update's rows hold tokens: a microbatch has"
+        f" {learner.microbatch_rows * learner.row_length} of them; set a larger mesh.tensor and a smaller"
+        " mesh.fsdp with fewer learner.microbatch_rows, or a larger learner.minibatch_size"
+    )
+    overlap = ", rollouts and update at the same time" if step.overlap else ""
+    return [
         f"a step: {rollouts.trajectories} trajectories of {rollouts.tokens} tokens, {rollouts.sampled} of"
         " them sampled (--tokens, --sampled)",
         table(rows, ("part", "operations", "bytes of memory", "bytes between devices", "seconds")),
-    ]
-    if step.fill < FULL:
-        lines.append(
-            f"warning: only {step.fill:.0%} of the update's rows hold tokens: a microbatch has"
-            f" {learner.microbatch_rows * learner.row_length} of them; set a larger mesh.tensor and a smaller"
-            " mesh.fsdp with fewer learner.microbatch_rows, or a larger learner.minibatch_size"
-        )
-    overlap = ", rollouts and update at the same time" if step.overlap else ""
-    return [
-        *lines,
+        *([emptiness] if step.fill < FULL else []),
         f"at efficiency {plan.efficiency:g}: {number(plan.seconds)} s a step{overlap},"
         f" {step.trained / plan.seconds:.0f} tokens/s",
         f"{learner.steps} steps: {duration(learner.steps * plan.seconds)}, {number(plan.device_hours)} device"
@@ -240,11 +202,8 @@ def work_lines(plan: RunPlan) -> list[str]:
 
 
 def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        "devices": plan.target.devices,
-        "kind": plan.target.kind,
-        "topology": plan.target.topology,
-        "limit": plan.target.limit,
+    target = plan.target
+    return {name: getattr(target, name) for name in ("devices", "kind", "topology", "limit")} | {
         "memory": plan.estimate,
         "peak": peak_memory(plan.estimate),
         "programs": programs,
@@ -259,24 +218,13 @@ def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[st
 
 
 def memory_of(config: Config, architecture: Architecture, target: Target) -> dict[str, float]:
-    """Return bytes on one device by purpose; each of several hosts has its own sampler.
-
-    Args:
-        config: `placed_on` the target.
-
-    Raises:
-        UserError: the sampler's part of the mesh does not fit a host.
-    """
+    """Return bytes on one device of a placed config by purpose; each of several hosts has its own sampler."""
     sampler = sampler_of(config, target) if target.hosts > 1 and config.sampler.name == "jax" else None
     return estimate_memory(config, architecture, config.mesh.sizes, sampler)
 
 
 def changed(section: Any, changes: Changes) -> Any:
-    """Return a config, or a section of it, with other values.
-
-    Raises:
-        ValidationError: a value is invalid.
-    """
+    """Return a config, or a section of it, with other values; ValidationError if one is invalid."""
     parts: dict[str, Changes] = {}
     for key, value in changes.items():
         name, _, rest = key.partition(".")
@@ -291,12 +239,10 @@ def changed(section: Any, changes: Changes) -> Any:
 def ways_out(
     config: Config, architecture: Architecture, target: Target, limit: float, scale: float = 1.0
 ) -> list[str]:
-    """Return a line for each combination of LEVERS that fits, the cheapest first; one line if none does.
+    """Return a line for each combination of `levers` that fits, the cheapest first; one line if none does.
 
-    Args:
-        config: placed on the devices.
-        limit: bytes of a device.
-        scale: bytes that the verdict counts, over those of the formula.
+    `config` is placed on the devices; `limit`: bytes of a device; `scale`: bytes that the verdict
+    counts, over those of the formula.
     """
     search = LeverSearch(architecture, target, limit, scale)
     lines = [f"would fit: {line}" for line in islice(search.fitting(config), MOST_LINES)]
@@ -322,17 +268,13 @@ class LeverSearch:
         self.least = math.inf
 
     def fitting(self, config: Config, before: Changes | None = None) -> Iterator[str]:
-        """Yield overrides and bytes of each minimal set of levers that fits, all at their mildest.
-
-        Args:
-            before: changes that `config` has already.
-        """
+        """Yield overrides and bytes of each minimal set of levers that fits, after the changes `before`."""
         smaller: list[int] = []
-        for levers in range(0 if before else 1, 2 ** len(LEVERS)):  # bit n: the n-th cheapest
-            chosen = {n: -1 for n in range(len(LEVERS)) if levers >> n & 1}  # lever -> option, first the last
-            if any(levers & part == part for part in smaller) or not self._fits(config, chosen):
+        for subset in range(0 if before else 1, 2**NUM_LEVERS):  # bit n: the n-th cheapest
+            chosen = {n: -1 for n in range(NUM_LEVERS) if subset >> n & 1}  # lever -> option, first the last
+            if any(subset & part == part for part in smaller) or not self._fits(config, chosen):
                 continue
-            smaller.append(levers)
+            smaller.append(subset)
             for n in sorted(chosen, reverse=True):  # the dearest lever is relaxed first
                 chosen[n] = self._mildest(config, chosen, n)
             changes, fitting = self._with(config, chosen)
@@ -341,7 +283,7 @@ class LeverSearch:
     def _mildest(self, config: Config, chosen: Mapping[int, int], n: int) -> int:
         """Return the first option of a lever with which it fits."""
         _, partly = self._with(config, {lever: chosen[lever] for lever in chosen if lever < n})
-        strongest = len(LEVERS[n](partly, self)) - 1
+        strongest = len(levers(partly, self)[n]) - 1
         return bisect_left(
             range(strongest), True, key=lambda option: self._fits(config, {**chosen, n: option})
         )
@@ -365,7 +307,7 @@ class LeverSearch:
     def _with(self, config: Config, chosen: Mapping[int, int]) -> tuple[Changes, Config]:
         changes: Changes = {}
         for n, option in sorted(chosen.items()):
-            changes |= (step := LEVERS[n](config, self)[option])
+            changes |= (step := levers(config, self)[n][option])
             config = changed(config, step)
         return changes, config
 
@@ -373,61 +315,32 @@ class LeverSearch:
         return peak_memory(memory_of(config, self.architecture, self.target)) * self.scale
 
 
-def _row_length(config: Config, _: LeverSearch) -> list[Changes]:
-    longest = config.rollout.max_length
-    return [{"learner.row_length": longest}] if config.learner.row_length > longest else []
+def levers(config: Config, search: LeverSearch) -> list[list[Changes]]:
+    """Return the options of every lever, from the mildest to the strongest; none if it is at its end.
 
-
-def _microbatch_rows(config: Config, _: LeverSearch) -> list[Changes]:
-    shards, rows = config.mesh.data * config.mesh.fsdp, config.learner.microbatch_rows
-    return [{"learner.microbatch_rows": size} for size in range(rows - shards, 0, -shards)]
-
-
-def _remat(config: Config, _: LeverSearch) -> list[Changes]:
-    return [{"policy.remat": "full"}] if config.policy.remat != "full" else []
-
-
-def _fsdp(config: Config, _: LeverSearch) -> list[Changes]:
-    mesh = config.mesh
-    return [{"mesh.data": 1, "mesh.fsdp": mesh.data * mesh.fsdp}] if mesh.data > 1 else []
-
-
-def _offload(config: Config, _: LeverSearch) -> list[Changes]:
-    parts = ["learner", *(["critic"] if config.advantage.has_critic else [])]
-    changes: Changes = {
-        f"{name}.optimizer.offload": "host"
-        for name in parts
-        if getattr(config, name).optimizer.offload == "none"
-    }
-    return [changes] if changes else []
-
-
-def _tensor(size: int) -> Lever:
-    def lever(config: Config, search: LeverSearch) -> list[Changes]:
-        mesh, rows = config.mesh, config.learner.microbatch_rows // size
-        if mesh.tensor > 1 or mesh.fsdp % size or search.architecture.num_kv_heads % size or not rows:
-            return []
-        return [{"mesh.fsdp": mesh.fsdp // size, "mesh.tensor": size, "learner.microbatch_rows": rows}]
-
-    return lever
-
-
-def _slots(config: Config, _: LeverSearch) -> list[Changes]:
-    shards, slots = config.mesh.data * config.mesh.fsdp, config.sampler.slots
-    most = (slots - 1) // shards * shards if config.sampler.name == "jax" else 0
-    return [{"sampler.slots": count} for count in range(most, 0, -shards)]
-
-
-def _workers(config: Config, search: LeverSearch) -> list[Changes]:
-    hosts = search.target.hosts
-    changes: Changes = {"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {})
-    return [changes] if config.sampler.name == "jax" else []
-
-
-# Options of a lever, from the mildest to the strongest; none if it is at its end.
-Lever = Callable[[Config, LeverSearch], list[Changes]]
-# The cheapest first; none changes what is learned. The dearest lever of a combination decides its cost.
-LEVERS: tuple[Lever, ...] = (
-    _row_length, _microbatch_rows, _remat, _fsdp, _offload, _tensor(2), _tensor(4), _tensor(8), _slots,
-    _workers,
-)  # fmt: skip
+    The cheapest lever comes first; none changes what is learned. The dearest lever of a combination decides
+    its cost.
+    """
+    mesh, sampler, learner, longest = config.mesh, config.sampler, config.learner, config.rollout.max_length
+    shards, rows, hosts = mesh.data * mesh.fsdp, learner.microbatch_rows, search.target.hosts
+    parts = {"learner": learner} | ({"critic": config.critic} if config.advantage.has_critic else {})
+    resident = [name for name, section in parts.items() if section.optimizer.offload == "none"]
+    is_embedded, heads = sampler.name == "jax", search.architecture.num_kv_heads
+    splits = [  # a tensor axis must divide the shards and the heads, and leave rows for the rest
+        {"mesh.fsdp": mesh.fsdp // size, "mesh.tensor": size, "learner.microbatch_rows": rows // size}
+        if mesh.tensor <= 1 and mesh.fsdp % size == 0 and heads % size == 0 and rows >= size
+        else {}
+        for size in TENSOR
+    ]
+    slots = (sampler.slots - 1) // shards * shards if is_embedded else 0
+    workers: Changes = {"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {})
+    return [
+        [{"learner.row_length": longest}] if learner.row_length > longest else [],
+        [{"learner.microbatch_rows": size} for size in range(rows - shards, 0, -shards)],
+        [{"policy.remat": "full"}] if config.policy.remat != "full" else [],
+        [{"mesh.data": 1, "mesh.fsdp": shards}] if mesh.data > 1 else [],
+        [{f"{name}.optimizer.offload": "host" for name in resident}] if resident else [],
+        *([split] if split else [] for split in splits),
+        [{"sampler.slots": count} for count in range(slots, 0, -shards)],
+        [workers] if is_embedded else [],
+    ]

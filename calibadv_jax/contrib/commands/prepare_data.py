@@ -1,8 +1,4 @@
-"""Converts question files of any layout: ``calibadv prepare-data INPUT … --output FILE``.
-
-Drops rows without an answer, repeated questions and, if asked, long questions and questions of a test set;
-reports what was dropped and why.
-"""
+"""Converts and filters question files of any layout: ``calibadv prepare-data INPUT … --output FILE``."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
     if report.empty_answers:
         console.say(f"{report.empty_answers} golden answers that normalise to nothing were left out")
     if report.joined_answers:
-        console.warn(
-            f"{report.joined_answers} rows have one golden answer with a separator in it (|, ; or a line"
-            " break): if these are several answers, give --separator"
-        )
+        joined = f"{report.joined_answers} rows have one golden answer with a separator in it (|, ; or a line"
+        console.warn(f"{joined} break): if these are several answers, give --separator")
     console.say(f"written to {arguments.output}; dropped rows in {arguments.output}.report.json")
 
 
@@ -97,15 +92,11 @@ def _token_counter(name: str) -> Callable[[str], int]:
 
 EXAMPLES = 5  # dropped rows that the report shows for each reason
 BATCH = 1024  # rows of a parquet file written at once
+_TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
+_MESSAGES = pa.list_(pa.struct({"role": _TEXT, "content": _TEXT}))
 SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("question", pa.string()),
-        ("golden_answers", pa.list_(pa.string())),
-        ("data_source", pa.string()),
-        ("supporting_ids", pa.list_(pa.string())),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-    ]
+    {"id": _TEXT, "question": _TEXT, "golden_answers": _TEXTS, "data_source": _TEXT}
+    | {"supporting_ids": _TEXTS, "prompt": _MESSAGES}
 )
 
 
@@ -147,12 +138,11 @@ class PreparationReport:
 
     def rows(self) -> list[list[Any]]:
         """Return for each data source, and in all: name, read, written, dropped for each reason."""
-        table = [
-            [name, self.read[name], self.written[name]]
-            + [self.dropped[name, reason] for reason in self.reasons]
+        rows = [
+            [name, self.read[name], self.written[name], *(self.dropped[name, why] for why in self.reasons)]
             for name in sorted(self.read)
         ]
-        return [*table, ["all", *(sum(column) for column in list(zip(*table, strict=True))[1:])]]
+        return [*rows, ["all", *map(sum, list(zip(*rows, strict=True))[1:])]]
 
     def as_json(self) -> dict[str, Any]:
         names = ["data_source", "read", "written", *self.reasons]
@@ -168,14 +158,7 @@ def question_key(text: str) -> str:
 
 
 def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> PreparationReport:
-    """Write the questions that are kept, row by row, to a ``.jsonl`` or ``.parquet`` file of our layout.
-
-    The output and ``OUTPUT.report.json`` appear when they are complete.
-
-    Raises:
-        UserError: a file is missing or a row malformed (with its place), the output cannot be written, or
-            nothing is left.
-    """
+    """Write the questions that are kept, and ``OUTPUT.report.json``; both appear when they are complete."""
     if output.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"{output}: the output must end in .jsonl or .parquet")
     report = PreparationReport()
@@ -200,22 +183,19 @@ def _select(sources: Sources, filters: Filters, report: PreparationReport) -> It
         for _, question in read_questions(path, source)
         if isinstance(question, Question)
     }
-    seen: set[bytes] = set()
-    ids: set[str] = set()
+    seen, ids = set[bytes](), set[str]()
     for path, source in find_files(sources, filters.default_source):
         for where, question in read_questions(path, source, filters.columns):
             if isinstance(question, NoAnswer):
                 report.read[question.source] += 1
                 report.drop(question.source, "no answer", where, str(question).removeprefix(f"{where}: "))
                 continue
-            name = question.data_source
-            report.read[name] += 1
-            reason = _why_dropped(question, filters, excluded, seen)
-            if reason:
-                report.drop(name, reason, where, question.text)
+            report.read[question.data_source] += 1
+            if reason := _why_dropped(question, filters, excluded, seen):
+                report.drop(question.data_source, reason, where, question.text)
                 continue
             seen.add(_digest(question.text))
-            report.written[name] += 1
+            report.written[question.data_source] += 1
             answers = tuple(filter(normalise_answer, question.golden_answers))
             report.empty_answers += len(question.golden_answers) - len(answers)
             report.joined_answers += is_joined(question)
@@ -242,12 +222,10 @@ def _why_dropped(
 
 def _renamed(question: Question, ids: set[str], report: PreparationReport) -> Question:
     """Return the question with a unique id: ``ID_2`` and so on where its own is taken."""
-    name, number = question.id, 1
-    while name in ids:
-        number += 1
-        name = f"{question.id}_{number}"
+    names = chain([question.id], (f"{question.id}_{number}" for number in count(2)))
+    name = next(name for name in names if name not in ids)
     ids.add(name)
-    report.renamed += number > 1
+    report.renamed += name != question.id
     return replace(question, id=name)
 
 
@@ -264,19 +242,13 @@ def _whole(path: Path) -> Iterator[Path]:
             partial = stack.enter_context(replacing(path))
             partial.touch()
         except OSError as error:
-            raise UserError(
-                f"{path}: cannot be written ({error.strerror}); choose another --output"
-            ) from error
+            problem = f"cannot be written ({error.strerror}); choose another --output"
+            raise UserError(f"{path}: {problem}") from error
         yield partial
 
 
 def _write_parquet(path: Path, questions: Iterable[Question]) -> None:
-    rows: list[dict[str, Any]] = []
+    rows = map(question_row, questions)
     with pq.ParquetWriter(path, SCHEMA) as writer:
-        for question in questions:
-            rows.append(question_row(question))
-            if len(rows) == BATCH:
-                writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
-                rows.clear()
-        if rows:
-            writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
+        while batch := list(islice(rows, BATCH)):
+            writer.write_table(pa.Table.from_pylist(batch, SCHEMA))

@@ -1,8 +1,4 @@
-"""From nothing to a better search agent: ``calibadv quickstart --config FILE``.
-
-Generates the world, builds the index, starts the retriever, makes the cold start, evaluates it, trains,
-evaluates again and exports, with the other entry points.
-"""
+"""From nothing to a better search agent: ``calibadv quickstart --config FILE``."""
 
 from __future__ import annotations
 
@@ -71,13 +67,9 @@ def _run(config: Config, console: Console) -> None:
         console.warn(f"after training, {line}")
     console.say(comparison_table(before, after))
     console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
-    for label, path in {
-        "policy": output,
-        "cold start": config.sft.output,
-        "metrics": Path(config.run.dir) / "metrics.jsonl",
-        "rollouts": Path(config.run.dir) / "rollouts",
-        "report": report,
-    }.items():
+    outputs = {"policy": output, "cold start": config.sft.output}
+    outputs |= {"metrics": report.with_name("metrics.jsonl"), "rollouts": report.with_name("rollouts")}
+    for label, path in (outputs | {"report": report}).items():
         console.say(f"{label:>10}  {path}")
     console.say("next:")
     for purpose, command in next_commands(Path(config.run.dir).resolve(), output.resolve()).items():
@@ -85,11 +77,7 @@ def _run(config: Config, console: Console) -> None:
 
 
 def next_commands(run: Path, policy: Path) -> dict[str, str]:
-    """Return purpose -> command for a finished run, as it works in any folder and any shell.
-
-    Args:
-        run, policy: absolute folders of the run and of its export.
-    """
+    """Return purpose -> command for the absolute folders of a run and its export, for any shell anywhere."""
     python, program = shlex.quote(sys.executable), Path(sys.executable).with_name("calibadv")
     here = shlex.quote(str(program)) if program.is_file() else f"{python} -m calibadv_jax"
     report = f"{here} report {shlex.quote(str(run))}"

@@ -1,11 +1,8 @@
 """Replays a kept step: ``calibadv replay RUN [--step N] [key.path=value …]``.
 
-The kept trajectories go through reward, advantages and loss again. With the settings of the run the scores
-and advantages must equal the kept ones, on the machine of the run bit for bit, on other machines but for
-rounding. With other settings, such as advantage.target_ratio=2, a table compares the results.
-
-The policy is not run: log-probabilities are those of the record, the learner's if the update computed
-them apart and else the sampler's. So the loss is that of the policy before the step's first update.
+With the settings of the run the scores and advantages must equal the kept ones, on the machine of the run bit
+for bit. With others a table compares the results. The policy is not run: log-probabilities are those of the
+record, so the loss is that of the policy before the step's first update.
 """
 
 from __future__ import annotations
@@ -39,35 +36,28 @@ SHOWN = ("reward/", "group/", "advantage/", "actor/pg_loss", "actor/computed_sha
 ROUNDING = 1e-9  # relative; other machines add the same float64 numbers in another order
 FLOAT32 = 1e-5  # the same of a logged metric, whose sums the training took in float32
 DIFFERENT = 1  # exit status: the replayed advantages are not the kept ones
+Groups = list[Group]
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
     """A step's result under one config."""
 
-    groups: list[Group]
+    groups: Groups
     advantages: AdvantageResult
     metrics: dict[str, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of a run with log.rollouts")
-    parser.add_argument("--step", type=int, help="number of the kept step; default: the newest kept step")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key.path=value",
-        help="settings of reward, advantage, loss or learner to replay the step with",
-    )
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN", help="folder of a run with log.rollouts")
+    add("--step", type=int, help="number of the kept step; default: the newest kept step")
+    settings = "settings of reward, advantage, loss or learner to replay the step with"
+    add("overrides", nargs="*", metavar="key.path=value", help=settings)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the comparison.
-
-    Raises:
-        UserError: the step is not kept, or a setting is wrong.
-        SystemExit: status 1 if the advantages with the run's own settings differ from the kept ones.
-    """
+    """Print the comparison; exit status 1 if the run's own settings give other advantages than were kept."""
     folder: Path = arguments.run_dir
     step = max(kept_steps(folder), default=0) if arguments.step is None else arguments.step
     path = find_step(folder, step)
@@ -100,11 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def kept_config(kept: KeptStep, path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config under which the step was made, with some keys changed.
-
-    Args:
-        path: the step's file, for messages.
-    """
+    """Return the config under which the step of a file was made, with some keys changed."""
     return parse_config(kept.metadata["config"], str(path), overrides)
 
 
@@ -119,14 +105,8 @@ def replay(kept: KeptStep, config: Config) -> Replay:
     return Replay(groups, advantages, metrics | learned.metrics)
 
 
-def score_again(
-    kept: KeptStep, config: Config, rng: np.random.Generator
-) -> tuple[list[Group], AdvantageResult]:
-    """Return a kept step's groups with rewards under a config, and their advantages.
-
-    Args:
-        rng: of `reward.shuffle`.
-    """
+def score_again(kept: KeptStep, config: Config, rng: np.random.Generator) -> tuple[Groups, AdvantageResult]:
+    """Return a kept step's groups with rewards under a config, and their advantages; reward.shuffle draws."""
     groups = score_groups(kept.groups, config.reward, rng)
     return groups, compute_advantages(groups, config.advantage)
 
@@ -169,27 +149,20 @@ class KeptPolicy:
 def equal_turns(
     kept: Sequence[GroupCredit], replayed: Sequence[GroupCredit], rounding: float = ROUNDING
 ) -> tuple[int, int]:
-    """Return the number of turns with the same advantage, and the number of all turns.
-
-    Args:
-        rounding: absolute and relative tolerance.
-    """
-    pairs = [
-        (before, after)
-        for old, new in zip(kept, replayed, strict=True)
-        for before, after in zip(old.turns, new.turns, strict=True)
-    ]
-    equal = sum(int(np.isclose(after, before, rounding, rounding).sum()) for before, after in pairs)
-    return equal, sum(len(before) for before, _ in pairs)
+    """Return the numbers of turns with the same advantage, but for `rounding`, and of all turns."""
+    before, after = (
+        [values for credit in credits for values in credit.turns] for credits in (kept, replayed)
+    )
+    pairs = list(zip(before, after, strict=True))
+    equal = sum(int(np.isclose(new, old, rounding, rounding).sum()) for old, new in pairs)
+    return equal, sum(map(len, before))
 
 
 def comparison_rows(columns: Mapping[str, Mapping[str, float]], is_changed: bool) -> list[list[str]]:
     """Return one row for each metric of SHOWN that a column has: its name, one cell a config, and "≠" or "".
 
-    "≠" stands where the last two configs differ by more than rounding.
-
-    Args:
-        is_changed: the last config is not the run's own: a metric that one of the two lacks differs too.
+    "≠" stands where the last two configs differ by more than rounding, and, where the last one is not the
+    run's own (`is_changed`), where one of them lacks the metric.
     """
     rounding = ROUNDING if is_changed else FLOAT32
     rows = []

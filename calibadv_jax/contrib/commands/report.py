@@ -1,8 +1,4 @@
-"""The report of one or more runs: ``calibadv report RUN [RUN …] [--output FILE] [--png FOLDER]``.
-
-One HTML page that needs no network, and on request a PNG file of every figure. Runs whose configs differ in
-their seed only become one curve with a band.
-"""
+"""The report of one or more runs: ``calibadv report RUN [RUN …] [--output FILE] [--png FOLDER]``."""
 
 from __future__ import annotations
 
@@ -35,11 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page and the PNG files, and print their paths.
-
-    Raises:
-        UserError: a folder is no run or has no metrics yet, runs do not go together, or a package is missing.
-    """
+    """Write the page and the PNG files, and print their paths."""
     if arguments.smooth is not None and arguments.smooth < 1:
         raise UserError(f"--smooth {arguments.smooth}: must be at least 1, which smooths nothing")
     if importlib.util.find_spec("matplotlib") is None:

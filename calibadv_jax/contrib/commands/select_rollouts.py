@@ -1,7 +1,4 @@
-"""Rejection sampling: ``calibadv select-rollouts RUN … --output FILE``.
-
-The best kept rollouts of runs become demonstrations for `calibadv sft`.
-"""
+"""The best kept rollouts as demonstrations for sft: ``calibadv select-rollouts RUN … --output FILE``."""
 
 from __future__ import annotations
 
@@ -42,13 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the demonstrations and print the counts of all trajectories.
-
-    Of a question's trajectories the highest score wins, then the fewest sampled tokens, then the earliest.
-
-    Raises:
-        UserError: a run has no Parquet rollouts, or no trajectory is good enough.
-    """
+    """Write the best by score, then fewest sampled tokens, then the earliest; print all counts."""
     if arguments.per_question < 1:
         raise UserError(f"--per-question is {arguments.per_question}: it must be at least 1")
     counts: Counter[str] = Counter()
@@ -74,9 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> Iterator[RecordRow]:
     files = kept_steps(folder)
     if not files:
-        raise UserError(
-            f"{folder}: no rollouts/step_N.parquet; give the folder of a run with log.rollouts=parquet"
-        )
+        advice = "give the folder of a run with log.rollouts=parquet"
+        raise UserError(f"{folder}: no rollouts/step_N.parquet; {advice}")
     for path in files.values():
         reward = RewardConfig(**json.loads(read_metadata(path).get("config", "{}")).get("reward", {}))
         if reward.shuffle:
@@ -126,11 +116,8 @@ def _texts(row: RecordRow) -> Sequence[str]:
 def demonstration(row: RecordRow) -> dict[str, Any]:
     """Return a row of the file that `data.demonstrations.load_demonstrations` reads."""
     names = ("question", "golden_answers", "data_source", "supporting_ids")
-    return {
-        "id": row["question_id"],
-        **{name: row[name] for name in names},
-        "turns": [{"text": with_open_tag(turn["text"])} | _reply(turn) for turn in row["turns"]],
-    }
+    turns = [{"text": with_open_tag(turn["text"])} | _reply(turn) for turn in row["turns"]]
+    return {"id": row["question_id"]} | {name: row[name] for name in names} | {"turns": turns}
 
 
 def _reply(turn: RecordRow) -> dict[str, Any]:

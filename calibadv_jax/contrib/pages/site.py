@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from calibadv_jax.config.kept import newest_start
 from calibadv_jax.contrib.pages.transcript import Pieces, RecordRow, transcript
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import NO_ACTIONS
@@ -52,7 +54,7 @@ _COLUMNS = (
     _TURN + "documents.list.element.id",
 )
 _GROUP = re.compile(r"data/group_(\d{1,9})_(\d{1,9})\.json")
-_HEADERS = {
+HEADERS = {
     "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -63,7 +65,7 @@ _NAMES = {"127.0.0.1", "localhost", "::1"}  # a page elsewhere could make its ow
 
 
 class RunFiles:
-    """Kept rollouts of one run, which may still be writing them. Every method reads the newest files.
+    """Kept rollouts of one run, which may still be writing them, or the first. Methods read the newest files.
 
     Args:
         folder: `run.dir`.
@@ -75,16 +77,15 @@ class RunFiles:
 
     def __init__(self, folder: Path, first: int = 0, last: int | None = None):
         self.folder, self.first, self.last = folder, first, last
-        # The modification time and size tell one version of a file from the next.
         self._table = lru_cache(maxsize=_TABLES_HELD)(lambda path, *version: read_columns(path))
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give the folder of a run (run.dir)")
         steps = list(kept_steps(folder))
-        if not steps:
+        if not steps and self.config().get("log", {}).get("rollouts", "none") == "none":
             raise UserError(
                 f"{folder}: no rollouts/step_N.parquet there; give the folder of a run with log.rollouts"
             )
-        if not self.paths():
+        if steps and not self.paths():
             raise UserError(
                 f"--steps: {folder} keeps steps {steps[0]} to {steps[-1]}, and none of the steps asked for"
             )
@@ -109,17 +110,29 @@ class RunFiles:
         lengths: list[int] = np.diff(sums[np.concatenate([[0], ends])]).tolist()
         return lengths
 
-    def planned_steps(self) -> int:
-        """Return learner.steps of the newest kept step's config."""
-        return int(json.loads(self.metadata()["config"])["learner"]["steps"])
+    def config(self) -> dict[str, Any]:
+        """Return the config of the newest kept step; before the first step, of the newest start, if any."""
+        if self.paths():
+            config: dict[str, Any] = json.loads(self.metadata()["config"])
+            return config
+        start = newest_start(self.folder)
+        return start.config if start else {}
+
+    def versions(self) -> dict[int, tuple[Path, int, int]]:
+        """Return the file of each step, with what tells one version of it from the next."""
+        versions = {}
+        for step, path in self.paths().items():
+            with suppress(FileNotFoundError):  # removed meanwhile (log.rollouts_keep)
+                state = path.stat()
+                versions[step] = path, state.st_mtime_ns, state.st_size
+        return versions
 
     def group(self, step: int, group: int) -> list[RecordRow]:
         """Return the trajectories of a group with all columns; empty where there is no such group."""
-        path = self.paths().get(step)
-        if path is None:
+        version = self.versions().get(step)
+        if version is None:
             return []
-        state = path.stat()
-        table: pa.Table = self._table(path, state.st_mtime_ns, state.st_size)
+        table: pa.Table = self._table(*version)
         return table.filter(pc.field("group") == group).to_pylist()
 
     def metadata(self) -> dict[str, str]:
@@ -191,11 +204,13 @@ class Site:
 
     def __init__(self, files: RunFiles):
         self.files = files
-        metadata = files.metadata()
-        self.settings: dict[str, Any] = json.loads(metadata["advantage"])  # that section of the run's config
-        self._protocol = opening_and_actions(metadata)
-        self._pieces = Pieces(files.folder / metadata["tokenizer"])
-        self._steps: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
+        self._steps: dict[tuple[Path, int, int], dict[str, Any]] = {}
+        if files.paths():
+            self._pieces.text([])  # so that a missing tokenizer is named now
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self.files.folder / self.files.metadata()["tokenizer"])
 
     def steps(self) -> list[dict[str, Any]]:
         """Return `tabulate` of every step; a step's file is read once, and again where it has changed.
@@ -205,16 +220,18 @@ class Site:
         Raises:
             UserError: a file cannot be read.
         """
-        return [self._step(step, path) for step, path in self.files.paths().items()]
+        self._steps = {
+            version: self._steps.get(version) or self._read(step, version[0])
+            for step, version in self.files.versions().items()
+        }
+        return list(self._steps.values())
 
-    def _step(self, step: int, path: Path) -> dict[str, Any]:
-        state = path.stat()
-        version = (state.st_mtime_ns, state.st_size)
-        cached = self._steps.get(path)
-        if cached is None or cached[0] != version:
-            table = tabulate(self.files.rows(path, _COLUMNS), self.files.lengths(path))
-            cached = self._steps[path] = version, {"step": step, **table}
-        return cached[1]
+    def _read(self, step: int, path: Path) -> dict[str, Any]:
+        return {"step": step} | tabulate(self.files.rows(path, _COLUMNS), self.files.lengths(path))
+
+    def index_tag(self) -> str:
+        """Return the HTTP entity tag of the index, which changes with the steps; no file is read."""
+        return f'"{hashlib.sha256(repr(self.files.versions()).encode()).hexdigest()[:32]}"'
 
     def static(self) -> dict[str, bytes]:
         """Return address -> content of the files that do not depend on the run."""
@@ -232,7 +249,11 @@ class Site:
         group = _GROUP.fullmatch(address)
         if group:
             rows = self.files.group(int(group[1]), int(group[2]))
-            return _json(transcript(rows, self._pieces, self.settings, *self._protocol)) if rows else None
+            if not rows:
+                return None
+            metadata = self.files.metadata()
+            settings = json.loads(metadata["advantage"])  # that section of the run's config
+            return _json(transcript(rows, self._pieces, settings, *opening_and_actions(metadata)))
         return self.static().get(address)
 
     def everything(self) -> Iterator[tuple[str, bytes]]:
@@ -246,11 +267,10 @@ class Site:
                 yield address, content
 
     def _index(self) -> bytes:
-        steps = self.steps()
-        # Of a part of the steps (--steps) the newest one is not the run's.
-        planned = self.files.planned_steps() if self.files.last is None else steps[-1]["step"]
-        name = short_name(self.files.folder)
-        return _json({"name": name, "advantage": self.settings, "planned": planned, "steps": steps})
+        steps, config, name = self.steps(), self.files.config(), short_name(self.files.folder)
+        planned, last = int(config["learner"]["steps"]), self.files.last
+        planned = planned if last is None else min(planned, last)
+        return _json({"name": name, "advantage": config["advantage"], "planned": planned, "steps": steps})
 
 
 def _json(value: Any) -> bytes:
@@ -271,11 +291,15 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if not _is_this_machine(self.headers.get("Host", "")):
+            if not is_this_machine(self.headers.get("Host", "")):
                 self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"open this page as localhost\n")
                 return
             address = urlsplit(self.path).path.removeprefix("/") or "index.html"
             try:
+                tag = site.index_tag() if address == INDEX else ""
+                if tag and self.headers.get("If-None-Match") == tag:
+                    self._answer(HTTPStatus.NOT_MODIFIED, tag=tag)
+                    return
                 content = site.get(address)
             except UserError as error:
                 text = f"{error}\n".encode()
@@ -284,14 +308,15 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
             if content is None:
                 self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"no such page; the trajectories are at /\n")
             else:
-                self._answer(HTTPStatus.OK, TYPES.get(address.rpartition(".")[2], "text/plain"), content)
+                kind = TYPES.get(address.rpartition(".")[2], "text/plain")
+                self._answer(HTTPStatus.OK, kind, content, tag)
 
         do_HEAD = do_GET
 
-        def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        def _answer(self, status: HTTPStatus, kind: str = "", content: bytes = b"", tag: str = "") -> None:
             self.send_response(status)
-            headers = _HEADERS | {"Content-Type": kind, "Content-Length": str(len(content))}
-            for name, value in headers.items():
+            about = {"Content-Type": kind, "Content-Length": str(len(content))} if kind else {}
+            for name, value in (HEADERS | about | ({"ETag": tag} if tag else {})).items():
                 self.send_header(name, value)
             with suppress(ConnectionError):  # a browser that has turned to another group
                 self.end_headers()
@@ -309,7 +334,7 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
         raise UserError(f"port {port}: {error.strerror}; choose another one with --port") from error
 
 
-def _is_this_machine(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
     try:
         return urlsplit(f"//{host}").hostname in _NAMES
     except ValueError:

@@ -1,7 +1,4 @@
-"""A run's programs for devices that are not attached, compiled by their own compilers.
-
-TPUs: libtpu. GPUs: XLA's compiler for CUDA. Neither needs a device or a driver.
-"""
+"""A run's programs, compiled by libtpu or XLA's compiler for CUDA for devices that are not attached."""
 
 from __future__ import annotations
 
@@ -46,16 +43,14 @@ CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # of JAX's version, be
 
 def programs_of(config: Config) -> tuple[str, ...]:
     sampled = ("prefill", "decode") if config.sampler.name == "jax" else ()
-    return (*TRAINED, *(OF_CRITIC if config.advantage.has_critic else ()), *sampled)
+    return TRAINED + (OF_CRITIC if config.advantage.has_critic else ()) + sampled
 
 
 def topology_mesh(config: Config, target: Target) -> Mesh:
     """Return the config's mesh, of devices that need not be attached.
 
-    Call it before anything asks JAX for devices: the environment is read only once.
-
-    Raises:
-        UserError: the compiler is not installed, or does not support the topology.
+    Call it before anything asks JAX for devices: the environment is read only once. Raises UserError if the
+    compiler is not installed, or does not support the topology.
     """
     for name, value in COMPILER.items():
         os.environ.setdefault(name, value)
@@ -95,19 +90,13 @@ def missing_compiler(target: Target) -> str:
 def lowered_programs(
     config: Config, architecture: Architecture, mesh: Mesh, names: Collection[str]
 ) -> dict[str, jax.stages.Lowered]:
-    """Return these programs of a run, for the mesh's devices, ready to be compiled.
-
-    Args:
-        config: `placed_on` the devices.
-    """
-    policy = Policy(
-        architecture, Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
-    )
+    """Return these programs of a run `placed_on` the mesh's devices, ready to be compiled."""
+    numerics, adapters = Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
+    policy, length = Policy(architecture, numerics, adapters), config.learner.row_length
     lowered: dict[str, jax.stages.Lowered] = {}
     if set(names) & set(TRAINED):
         schedule = make_schedule(config.learner.optimizer, UPDATES)
         learner, loss = policy_learner(config, policy, mesh, schedule), policy_loss(config)
-        length = config.learner.row_length
         makers = {
             "update": lambda: learner.lower_update(length, loss),
             "apply": learner.lower_apply,
@@ -116,13 +105,12 @@ def lowered_programs(
         lowered |= {name: make() for name, make in makers.items() if name in names}
     if set(names) & set(OF_CRITIC):
         critic = critic_learner(config, policy, mesh, make_schedule(config.critic.optimizer, UPDATES))
-        lowered["critic's update"] = critic.lower_update(
-            config.learner.row_length, ValueLoss(config.critic.clip)
-        )
+        lowered["critic's update"] = critic.lower_update(length, ValueLoss(config.critic.clip))
         lowered["critic's apply"] = critic.lower_apply()
     if set(names) & set(SAMPLED):
-        sampler, length = config.sampler, config.rollout.max_length
-        engine = CacheEngine(policy, mesh, sampler.slots, length, sampler.prefill_chunk, sampler.decode_chunk)
+        sampler, longest = config.sampler, config.rollout.max_length
+        chunks = sampler.prefill_chunk, sampler.decode_chunk
+        engine = CacheEngine(policy, mesh, sampler.slots, longest, *chunks)
         lowered |= {name: program for name, program in engine.lower().items() if name in names}
     return lowered
 
@@ -130,10 +118,7 @@ def lowered_programs(
 def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[str, Any]:
     """Return seconds of compiling, and GiB on a device by the compiler's plan; or the compiler's refusal.
 
-    *peak* is the memory in use at once; *needed* is the program's memory: its temporary block has gaps.
-
-    Args:
-        beside: bytes that lie on the device meanwhile and do not belong to the program.
+    *peak* is in use at once; *needed* is the program's memory, with gaps; both include the bytes `beside` it.
     """
     begun = time.perf_counter()
     try:

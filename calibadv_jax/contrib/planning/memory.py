@@ -1,14 +1,13 @@
-"""Memory of one device: shards of the parameters, what an update and the sampler add, and whether it fits.
+"""Memory of one device, counted from shapes and shardings, and whether it fits.
 
-Parameters, optimizer state and KV cache are counted from their shapes and shardings. What programs need
-besides is a formula; benchmarks/scale.md sets it beside the plans of TPU's compiler and of XLA:GPU.
+What programs need besides is a formula; benchmarks/scale.md sets it beside the compilers' plans.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ GAPS = {"tpu": 1.6}  # largest ratio of a program's memory to that in use at onc
 UPDATE = ("gradients", "activations", "workspace")  # live while gradients are computed only
 STEP = ("moments",)  # with optimizer.offload: in use, live beside the sum of the gradients
 SAMPLING = ("prefill", "decode")  # live while the embedded sampler works only; one of them at a time
+_critic_of = lru_cache(maxsize=8)(critic_of)
 
 
 def estimate_memory(
@@ -44,9 +44,7 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Return bytes on one device by purpose; `peak_memory` gives the bytes at once.
 
-    Args:
-        mesh: sizes of the axes data, fsdp and tensor.
-        sampling: of several processes, the config of one's embedded sampler, with its mesh and slots.
+    `sampling`: of several processes, the config of one's embedded sampler, with its mesh and slots.
     """
     stored = jnp.dtype(config.policy.param_dtype).itemsize
     computed = jnp.dtype(config.policy.compute_dtype).itemsize
@@ -86,15 +84,10 @@ def _shapes(architecture: Architecture, adapters: Adapters | None) -> Policy:
     return Policy(architecture, Numerics(), adapters)
 
 
-@lru_cache(maxsize=8)
-def _critic_shapes(policy: Policy) -> Params:
-    return critic_of(policy).abstract_trained
-
-
 def _add_critic(estimate: dict[str, float], config: Config, policy: Policy, mesh: Mapping[str, int]) -> None:
     """Add parameters and moments. A critic is trained after the policy, and its update needs no more."""
     stored, rule = jnp.dtype(config.policy.param_dtype).itemsize, config.critic.optimizer
-    counts = _held_elements(_critic_shapes(policy), mesh)
+    counts = _held_elements(_critic_of(policy).abstract_trained, mesh)
     moments = _moments(rule, counts)
     estimate["critic"] = sum(counts.values()) * stored
     if rule.offload == "host":
@@ -121,11 +114,7 @@ def _permanent(estimate: Mapping[str, float]) -> dict[str, float]:
 
 
 def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> dict[str, float]:
-    """Return bytes on a device of the trainer's programs by themselves, to compare with a compiler's plan.
-
-    Args:
-        shares_base: see the function of this name.
-    """
+    """Return bytes on a device of the trainer's programs by themselves, to compare with a compiler's plan."""
     base, update = estimate.get("base", 0), sum(estimate[name] for name in UPDATE)
     held = estimate["parameters"] + base + estimate["optimizer"]
     programs = {"update": held + update, "apply": held + _step(estimate)}
@@ -139,12 +128,7 @@ def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> 
 
 
 def held_beside(estimate: Mapping[str, float], program: str, shares_base: bool = False) -> float:
-    """Return bytes that lie on a device while a program works, and that are no arguments of it.
-
-    Args:
-        program: a name of `program_memory`, or log-probabilities.
-        shares_base: see the function of this name.
-    """
+    """Return bytes on a device beside a program (of `program_memory` or log-probabilities) and its inputs."""
     arguments = {
         "update": ("parameters", "base", "optimizer"),
         "apply": ("parameters", "optimizer"),
@@ -162,14 +146,9 @@ def _step(estimate: Mapping[str, float]) -> float:
 
 def memory_line(estimate: Mapping[str, float]) -> str:
     """Format as ``estimated memory a device: 12.87 GiB (parameters 1.44, …; update: gradients 2.87, …)``."""
-    parts: dict[str, Iterable[str]] = {
-        "": _permanent(estimate),
-        "update: ": UPDATE,
-        "optimizer's step: ": STEP,
-        "sampling: ": SAMPLING,
-    }
+    phases = {"update: ": UPDATE, "optimizer's step: ": STEP, "sampling: ": SAMPLING}
     texts = []
-    for phase, names in parts.items():
+    for phase, names in ({"": tuple(_permanent(estimate))} | phases).items():
         sizes = [f"{name} {estimate[name] / GIB:.2f}" for name in names if name in estimate]
         texts += [phase + ", ".join(sizes)] if sizes else []
     return f"estimated memory a device: {peak_memory(estimate) / GIB:.2f} GiB ({'; '.join(texts)})"
@@ -192,23 +171,20 @@ def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[
     """Return one line for each kind of heads that ``mesh.tensor`` does not divide, with the remedy."""
     tensor = mesh["tensor"]
     heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
-
-    def warning(number: int, problem: str, cost: str) -> str:
+    too_few = "more than" if tensor > kv_heads else "which does not divide"
+    gathers = "all of them, and sampler.name=jax gathers the weights of the whole axis"
+    warnings = []
+    for number, problem, cost in (
+        (heads, f"which does not divide the policy's {heads} heads", "the attention of all of them"),
+        (kv_heads, f"{too_few} the policy's {kv_heads} key-value heads", gathers),
+    ):
         sizes = [str(size) for size in range(1, min(number, tensor) + 1) if number % size == 0]
         choice = f"{', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else sizes[0]
-        return (
-            f"warning: mesh.tensor is {tensor}, {problem}: each device of the axis computes {cost}; set"
-            f" mesh.tensor to {choice} and mesh.fsdp to the rest"
-        )
-
-    warnings = []
-    if heads % tensor:
-        problem = f"which does not divide the policy's {heads} heads"
-        warnings.append(warning(heads, problem, "the attention of all of them"))
-    if kv_heads % tensor:
-        problem = "more than" if tensor > kv_heads else "which does not divide"
-        cost = "all of them, and sampler.name=jax gathers the weights of the whole axis"
-        warnings.append(warning(kv_heads, f"{problem} the policy's {kv_heads} key-value heads", cost))
+        if number % tensor:
+            warnings.append(
+                f"warning: mesh.tensor is {tensor}, {problem}: each device of the axis computes {cost}; set"
+                f" mesh.tensor to {choice} and mesh.fsdp to the rest"
+            )
     return warnings
 
 
@@ -254,8 +230,7 @@ def layer_width(architecture: Architecture, mesh: Mapping[str, int]) -> float:
     return 4 * a.hidden_size + 2 * heads * a.head_dim + 3 * _share(a.intermediate_size, mesh)
 
 
-def _kept_width(architecture: Architecture, mesh: Mapping[str, int], remat: str) -> float:
-    a = architecture
+def _kept_width(a: Architecture, mesh: Mapping[str, int], remat: str) -> float:
     heads, kv_heads, mlp = (_share(size, mesh) for size in (a.num_heads, a.num_kv_heads, a.intermediate_size))
     if remat == "full":  # the layer's input
         return a.hidden_size
@@ -264,8 +239,7 @@ def _kept_width(architecture: Architecture, mesh: Mapping[str, int], remat: str)
     return 13 * a.hidden_size + 6 * heads * a.head_dim + 5 * mlp  # fitted to one compiled update
 
 
-def _layer_parameters(architecture: Architecture) -> float:
-    a = architecture
+def _layer_parameters(a: Architecture) -> float:
     embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
     return (a.num_parameters - embeddings) / a.num_layers
 
@@ -319,12 +293,7 @@ def device_lines(config: Config, architecture: Architecture, mesh: Mapping[str, 
 
 
 def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
-    """Return the estimate, and if the device of this machine has less, the keys to change.
-
-    Args:
-        estimate: bytes on one device, see `estimate_memory`.
-        devices: of the mesh. Those of a CPU share the host's memory.
-    """
+    """Return the estimate, and if a device of this machine has less, the keys to change."""
     lines, device, here = [memory_line(estimate)], jax.local_devices()[0], jax.device_count()
     if devices > here:
         mesh = f"the mesh has {devices} devices, and this machine {here}"
@@ -383,11 +352,7 @@ def cpu_lines(config: Config) -> list[str]:
 
 
 def find_architecture(config: Config) -> Architecture | None:
-    """Return the architecture of policy.path if it exists, else of policy.init; None if incomplete.
-
-    Raises:
-        UserError: it cannot be used.
-    """
+    """Return the architecture of policy.path if it exists, else of policy.init; None if incomplete."""
     folder, source = Path(config.policy.path), "policy.init"
     hf_config: dict[str, Any] = dict(config.policy.init)
     if config.policy.path and (folder / "config.json").is_file():

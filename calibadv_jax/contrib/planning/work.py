@@ -1,8 +1,6 @@
-"""Operations and bytes of a step, and its seconds at a given efficiency.
+"""Operations and bytes of a step, counted from shapes, and its seconds at a given efficiency.
 
-Everything is counted from shapes; `tests/planning` and benchmarks/scale.md set it beside the compilers'
-counts. A part takes as long as the slowest of three: computing, memory, links. Each of them reaches
-`efficiency` of the device's maximum.
+A part takes as long as the slowest of three: computing, memory, links.
 """
 
 from __future__ import annotations
@@ -45,11 +43,6 @@ class Part:
         transfer = max(self.memory / target.chip.bandwidth, self.received / target.links)
         return max(computing, transfer) / efficiency
 
-    @property
-    def moved(self) -> float:
-        """Bytes between devices and their memory, on all devices."""
-        return self.memory * self.devices
-
 
 @dataclass(frozen=True)
 class Step:
@@ -67,15 +60,7 @@ class Step:
 
 
 def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> ExpectedRollouts:
-    """Return a step's trajectories, by default the longest that the config allows.
-
-    Args:
-        tokens: of a trajectory on average; 0: not given.
-        sampled: of these, those that the policy writes; 0: not given.
-
-    Raises:
-        UserError: more than a trajectory can have.
-    """
+    """Return a step's trajectories, by default (0) the longest that the config allows."""
     rollout = config.rollout
     most = rollout.max_length
     turns = (rollout.max_searches + 1) * rollout.max_turn_length
@@ -90,11 +75,7 @@ def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> Expe
 
 
 def step_of(config: Config, architecture: Architecture, rollouts: ExpectedRollouts, target: Target) -> Step:
-    """Count the parts of a step.
-
-    Args:
-        config: `placed_on` the target.
-    """
+    """Count the parts of a step; the config is `placed_on` the target."""
     costs = Costs(config, architecture, rollouts.tokens)
     trajectories = rollouts.trajectories
     size = config.learner.minibatch_size or trajectories
@@ -117,11 +98,7 @@ def step_of(config: Config, architecture: Architecture, rollouts: ExpectedRollou
 
 
 class Costs:
-    """Counts of a run's programs on its mesh.
-
-    Args:
-        tokens: of a trajectory.
-    """
+    """Counts of a run's programs on its mesh, for trajectories of `tokens`."""
 
     def __init__(self, config: Config, architecture: Architecture, tokens: int):
         self.config, self.architecture, self.tokens = config, architecture, tokens
@@ -200,11 +177,7 @@ class Costs:
         return Part("optimizer's step", flops, updates * held * (6 * self.stored + 8), 0.0, self.devices)
 
     def sampling(self, rollouts: ExpectedRollouts, own: Config) -> list[Part]:
-        """Count prefill, where every token is computed once, and decoding of all slots together.
-
-        Args:
-            own: see `sampler_of`.
-        """
+        """Count prefill, where every token is computed once, and decoding of all slots of `sampler_of`."""
         config, a = self.config, self.architecture
         sampler, count = config.sampler, rollouts.trajectories
         context = rollouts.tokens / 2

@@ -7,9 +7,11 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 
 from calibadv_jax.contrib.report.gather import MAX_MARKS, Chart, Curve, Panel
 from calibadv_jax.contrib.report.runs import LONGEST_NAME
@@ -32,50 +34,13 @@ USUAL, SPIKE = 95, 2.0
 LEAST_SPAN = 0.02  # of an axis, as a share of the value in its middle
 # Told apart by dash pattern, by name and by colour; the colours by people who confuse red and green too.
 COLOURS = ("#0060ae", "#b45309", "#007a5e", "#86389b", "#6b5c05", "#be185d", "#0f6f80", "#555b66")
-DASHES: tuple[Any, ...] = (
-    "-",
-    (0, (5, 2)),
-    (0, (1.5, 1.5)),
-    (0, (7, 2, 1.5, 2)),
-    (0, (3, 1.2)),
-    (0, (9, 3)),
-    (0, (4, 1.5, 1, 1.5, 1, 1.5)),
-    (0, (1, 3)),
-)
+_GAPS = ((5, 2), (1.5, 1.5), (7, 2, 1.5, 2), (3, 1.2), (9, 3), (4, 1.5, 1, 1.5, 1, 1.5), (1, 3))
+DASHES: tuple[Any, ...] = ("-", *((0, lengths) for lengths in _GAPS))
 HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")  # dots would take 150 kB each
-INK, MUTED, GRID, SURFACE = "#1b1f24", "#59616c", "#d9dde3", "#fefefe"
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: it can be read aloud, searched, and takes the page's font
-    "text.parse_math": False,  # names of runs and data sources may hold dollar signs
-    "font.size": 12,
-    "path.simplify_threshold": 0.4,
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "text.color": INK,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "xtick.labelsize": SMALL_TEXT,
-    "ytick.labelsize": SMALL_TEXT,
-    "legend.frameon": False,
-    "legend.fontsize": SMALL_TEXT,
-    "legend.handlelength": 1.3,
-    "legend.handletextpad": 0.4,
-    "legend.labelspacing": 0.2,
-    "legend.borderpad": 0.0,
-    "legend.borderaxespad": 0.4,
-    "figure.facecolor": SURFACE,
-    "axes.facecolor": "none",
-    "savefig.facecolor": SURFACE,
-}
+STYLE: dict[Any, Any] = yaml.safe_load(Path(__file__).with_name("style.yaml").read_text(encoding="utf-8"))
+INK, MUTED, GRID, SURFACE = (
+    STYLE[name] for name in ("text.color", "axes.edgecolor", "grid.color", "figure.facecolor")
+)
 
 
 @dataclass(frozen=True)
@@ -91,11 +56,7 @@ class Place:
 
 
 def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
-    """Return the drawing and the places of its panels.
-
-    Args:
-        order: names of all series; a series has its colour and dashes by its place here.
-    """
+    """Return the drawing and the places of its panels; the colour and dashes of a series follow `order`."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -161,34 +122,34 @@ def _line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
     # A step that the metric was not logged at is bridged; a value that was not finite is a gap.
     if not curve.has_band and not np.array_equal(curve.trend, curve.mean, equal_nan=True):
         axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.8, alpha=0.4)
-    axes.plot(
-        curve.steps,
-        curve.trend,
-        color=colour,
-        linestyle=DASHES[index % len(DASHES)],
-        linewidth=LINE_WIDTH,
-        marker="o" if len(curve.steps) <= MAX_MARKS else None,
-        markersize=3,
-        label=_short(curve.name),
-    )
+    marks = {"marker": "o", "markersize": 3} if len(curve.steps) <= MAX_MARKS else {}
+    look: dict[str, Any] = {
+        "color": colour,
+        "linestyle": DASHES[index % len(DASHES)],
+        "linewidth": LINE_WIDTH,
+    }
+    axes.plot(curve.steps, curve.trend, label=_short(curve.name), **look | marks)
     if curve.has_band:
         axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=alpha, linewidth=0)
 
 
 def _stack(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
     """Draw areas on top of each other, edged by the background so that neighbours are told apart."""
-    steps = _steps(panel)
     labels = [_short(curve.name) for curve in panel.curves]
-    areas = axes.stackplot(steps, [_at(curve, steps) for curve in panel.curves], labels=labels)
+    areas = axes.stackplot(*_stacked(panel), labels=labels)
     for area, curve in zip(areas, panel.curves, strict=True):
         index = names.index(curve.name)
         area.set(facecolor=COLOURS[index % len(COLOURS)], edgecolor=SURFACE, linewidth=0.8, alpha=0.75)
         area.set_hatch(HATCHES[index % len(HATCHES)])
 
 
-def _at(curve: Curve, steps: np.ndarray) -> np.ndarray:
-    means = dict(zip(curve.steps.tolist(), curve.mean.tolist(), strict=True))
-    return np.nan_to_num(np.array([means.get(step, 0.0) for step in steps.tolist()]))
+def _stacked(panel: Panel) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return all steps of the panel, and each curve's mean at them: 0 where it has none."""
+    steps = np.unique(np.concatenate([curve.steps for curve in panel.curves]))
+    values = [np.zeros(len(steps)) for _ in panel.curves]
+    for heights, curve in zip(values, panel.curves, strict=True):
+        heights[np.searchsorted(steps, curve.steps)] = np.nan_to_num(curve.mean)
+    return steps, values
 
 
 def _limits(all_axes: Sequence[Axes], chart: Chart) -> None:
@@ -222,13 +183,9 @@ def _note(axes: Axes, text: str, at: tuple[float, float], system: tuple[str, str
 def _tops(chart: Chart, panel: Panel) -> np.ndarray:
     """Return the highest finite value of each step, float64 [N]."""
     if chart.figure.kind == "stack":
-        return np.sum([_at(curve, _steps(panel)) for curve in panel.curves], axis=0)
+        return np.sum(_stacked(panel)[1], axis=0)
     highs = np.concatenate([curve.high for curve in panel.curves])
     return highs[np.isfinite(highs)]
-
-
-def _steps(panel: Panel) -> np.ndarray:
-    return np.array(sorted({step for curve in panel.curves for step in curve.steps.tolist()}))
 
 
 def _short(name: str) -> str:
@@ -236,24 +193,14 @@ def _short(name: str) -> str:
 
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
-THEME = {
-    **{colour: f"var(--series-{index})" for index, colour in enumerate(COLOURS)},
-    INK: "var(--ink)",
-    MUTED: "var(--muted)",
-    GRID: "var(--grid)",
-    SURFACE: "var(--surface)",
-}
+THEME = {colour: f"var(--series-{index})" for index, colour in enumerate(COLOURS)}
+THEME |= {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", SURFACE: "var(--surface)"}
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 _REFERENCE = re.compile(r"#([^)\s\"]+)")
 
 
 def themed_svg(figure: Figure, key: str, label: str) -> str:
-    """Return the drawing as an <svg> element whose colours follow the page's theme.
-
-    Args:
-        key: made part of every id, so that drawings in one page do not share any.
-        label: a description for screen readers.
-    """
+    """Return an <svg> in the theme's colours, with `key` in its ids and a label for screen readers."""
     import matplotlib
 
     text = io.StringIO()
@@ -268,10 +215,8 @@ def themed_svg(figure: Figure, key: str, label: str) -> str:
                 parent.remove(child)
     for element in root.iter():
         _clean(element, key, used)
-    for name in ("width", "height"):
-        root.attrib.pop(name, None)
-    root.set("role", "img")
-    root.set("aria-label", label)
+    del root.attrib["width"], root.attrib["height"]
+    root.attrib.update({"role": "img", "aria-label": label})
     return ET.tostring(root, encoding="unicode")
 
 

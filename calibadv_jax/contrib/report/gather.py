@@ -49,7 +49,6 @@ class Curve:
     mean: np.ndarray  # float64, over the runs that have the step
     low: np.ndarray  # float64, smallest of them
     high: np.ndarray  # float64, largest of them
-    count: np.ndarray  # int64, how many they are
     trend: np.ndarray  # float64, moving mean of `mean`
     steps_per_point: int = 1
 
@@ -92,27 +91,18 @@ class Gathered:
 
 
 def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
-    """Return everything that the page draws. Figures without a value are left out.
-
-    Args:
-        smooth: points that the trends are means of; None: a tenth of the longest run's steps, at
-            most MAX_SMOOTH.
-    """
+    """Return everything that the page draws; `smooth`: points that trends are means of, None: by length."""
     if smooth is None:
         longest = max(len(run.rows) for each in series for run in each.runs)
         smooth = min(MAX_SMOOTH, max(1, longest // SMOOTH_SHARE))
     gatherer = _Gatherer(series, smooth)
     sections = [gatherer.section(section) for section in [*SECTIONS, gatherer.other_metrics()]]
-    shown = {chart.figure.key for gathered in sections for chart in gathered.charts}
-    constant = {title for gathered in sections for title in gathered.constant}
-    left_out = [
-        figure
-        for section in SECTIONS
-        for figure in section.figures
-        if figure.needs_rollouts and figure.key not in shown and figure.title not in constant
-    ]
     charts = [chart for gathered in sections for chart in gathered.charts]
     curves = [curve for chart in charts for panel in chart.panels for curve in panel.curves]
+    shown = {chart.figure.key for chart in charts}
+    constant = {title for gathered in sections for title in gathered.constant}
+    figures = [figure for section in SECTIONS for figure in section.figures if figure.needs_rollouts]
+    left_out = [each for each in figures if each.key not in shown and each.title not in constant]
     return Gathered(
         [gathered for gathered in sections if gathered.charts or gathered.constant],
         left_out if series[0].runs[0].kind == "training run" else [],
@@ -145,10 +135,8 @@ class _Gatherer:
 
     def other_metrics(self) -> Section:
         """Return a section with a figure for each metric that no figure of SECTIONS shows."""
-        figures = [
-            Figure(_key(metric), metric, "", "", {metric: ""}, from_zero=False)
-            for metric in sorted(set(self.logged) - set(_shown(self.logged)))
-        ]
+        names = sorted(set(self.logged) - set(_shown(self.logged)))
+        figures = [Figure(_key(name), name, "", "", {name: ""}, from_zero=False) for name in names]
         return Section("other", "Other metrics", "Logged, and in no figure above.", figures)
 
     def _chart(self, figure: Figure) -> Chart | None:
@@ -174,7 +162,10 @@ class _Gatherer:
             for title, row in zip(titles, rows, strict=True)
             if (curves := [curve for curve in row if not curve.is_empty])
         ]
-        return Chart(figure, tuple(panels), self._limit(figure), is_by_series) if panels else None
+        limits = {run.setting(figure.limit) for each in self.series for run in each.runs}
+        (limit,) = limits if len(limits) == 1 and figure.limit else (None,)
+        limit = float(limit) if isinstance(limit, int | float) else None
+        return Chart(figure, tuple(panels), limit, is_by_series) if panels else None
 
     def _lines(self, figure: Figure) -> dict[str, str]:
         """Return metric -> name of its line, of the logged metrics."""
@@ -193,11 +184,6 @@ class _Gatherer:
         is_sparse = max(map(len, by_step)) <= MAX_MARKS  # every point of it is marked and stands for itself
         return thin(over_seeds(label, by_step, 1 if is_sparse else self.smooth), self.max_points)
 
-    def _limit(self, figure: Figure) -> float | None:
-        limits = {run.setting(figure.limit) for each in self.series for run in each.runs}
-        (limit,) = limits if len(limits) == 1 else (None,)
-        return float(limit) if figure.limit and isinstance(limit, int | float) else None
-
 
 def _values(run: Run) -> Values:
     """Return every metric of a run by step, with those that the report derives."""
@@ -213,11 +199,7 @@ def _values(run: Run) -> Values:
 
 def _phases(run: Run, names: Iterable[str]) -> Values:
     """Return seconds by phase, and the rest of the step; a phase that a step did not have took 0."""
-    timed = [
-        name.removeprefix("timing_s/")
-        for name in names
-        if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step"
-    ]
+    timed = [name.removeprefix("timing_s/") for name in names if _is_phase(name) and name != "timing_s/step"]
     phases = [name for name in PHASES if name in timed] + [name for name in timed if name not in PHASES]
     values: Values = defaultdict(dict)
     for step, row in run.rows.items():
@@ -239,18 +221,18 @@ def _shown(logged: Sequence[str]) -> Iterator[str]:
         base, _, part = name.rpartition("/")
         is_end = part in ("max", "min") and f"{base}/mean" in logged
         is_second = name in ALIASES or base in ALIASES or SAME_CURVE.get(name) in logged
-        is_phase = name.startswith("timing_s/") and name.count("/") == 1
-        is_evaluation = name.startswith("eval/")
-        if name in patterns or name.startswith(starts) or is_end or is_second or is_phase or is_evaluation:
+        is_drawn = name in patterns or name.startswith((*starts, "eval/")) or _is_phase(name)
+        if is_drawn or is_end or is_second:
             yield name
+
+
+def _is_phase(name: str) -> bool:
+    return name.startswith("timing_s/") and name.count("/") == 1
 
 
 def _key(metric: str) -> str:
     """Return a name for an anchor and a file; different metrics have different ones."""
-    codes = {"/": "-", "_": "_"}
-    return "metric_" + "".join(
-        letter if letter.isalnum() else codes.get(letter, f"-{ord(letter)}-") for letter in metric
-    )
+    return "metric_" + re.sub(r"[^\w/]", lambda mark: f"-{ord(mark[0])}-", metric).replace("/", "-")
 
 
 def state(run: Run) -> str:
@@ -267,17 +249,11 @@ def mean_of_last(values: Mapping[int, float | None]) -> float | None:
 
 
 def over_seeds(name: str, runs: Sequence[Mapping[int, float | None]], smooth: int = 1) -> Curve:
-    """Return mean, smallest and largest over the runs, at every step that a run logged.
-
-    Args:
-        runs: step -> value of each run; None where the value was not finite.
-        smooth: points that the trend is a mean of.
-    """
+    """Return mean, smallest and largest over the runs at every logged step; None: was not finite."""
     steps = sorted({step for run in runs for step in run})
-    rows = [[np.nan if (value := run.get(step)) is None else value for step in steps] for run in runs]
-    values = np.array(rows, np.float64).reshape(len(runs), len(steps))
-    mean, low, high, count = _spread(values, values, values)
-    return Curve(name, np.array(steps, np.float64), mean, low, high, count, moving_mean(mean, smooth))
+    values = np.array([[run.get(step) for step in steps] for run in runs], np.float64)  # None: NaN
+    mean, low, high = _spread(values, values, values)
+    return Curve(name, np.array(steps, np.float64), mean, low, high, moving_mean(mean, smooth))
 
 
 def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
@@ -303,34 +279,23 @@ def thin(curve: Curve, max_points: int) -> Curve:
         padding = (0, -len(values) % width)
         return np.pad(values.astype(np.float64), padding, constant_values=np.nan).reshape(-1, width).T
 
-    mean, low, high, _ = _spread(split(curve.mean), split(curve.low), split(curve.high))
-    count = np.nanmax(split(curve.count), axis=0).astype(np.int64)
+    mean, low, high = _spread(split(curve.mean), split(curve.low), split(curve.high))
     trend, *_ = _spread(*[split(curve.trend)] * 3)
-    steps = np.nanmean(split(curve.steps), axis=0)
-    return Curve(curve.name, steps, mean, low, high, count, trend, width)
+    return Curve(curve.name, np.nanmean(split(curve.steps), axis=0), mean, low, high, trend, width)
 
 
 def _spread(
     values: np.ndarray, lowest: np.ndarray, highest: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean, minimum, maximum and number of each column's finite values; NaN where there is none."""
-    is_finite = np.isfinite(values)
-    count = is_finite.sum(axis=0)
-    total = np.where(is_finite, values, 0.0).sum(axis=0)
-    mean = np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
-    low = np.where(np.isfinite(lowest), lowest, np.inf).min(axis=0, initial=np.inf)
-    high = np.where(np.isfinite(highest), highest, -np.inf).max(axis=0, initial=-np.inf)
-    return mean, np.where(count > 0, low, np.nan), np.where(count > 0, high, np.nan), count
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return mean, minimum and maximum of each column's finite values; NaN where there is none."""
+    finite = [np.ma.masked_invalid(part) for part in (values, lowest, highest)]
+    spread = finite[0].mean(axis=0), finite[1].min(axis=0), finite[2].max(axis=0)
+    mean, low, high = (part.filled(np.nan) for part in spread)
+    return mean, low, high
 
 
 def rollout_values(run: Run) -> Values:
-    """Return values from kept trajectories, under the names of figures.py; empty where nothing was kept.
-
-    f1/SOURCE: mean F1 of the data source.
-    turn_advantage/…: mean over the search or answer turns, before and after the calibration.
-    importance/pN: percentile of exp(learner's - sampler's log-probability) over sampled tokens, where the
-        learner's were computed.
-    """
+    """Return values from kept trajectories, under the names of figures.yaml; empty where nothing was kept."""
     values: Values = defaultdict(dict)
     for step in chosen_steps(list(run.rollouts)):
         try:
@@ -352,6 +317,7 @@ def chosen_steps(steps: list[int]) -> list[int]:
 
 
 def _f1(finished: pa.Table) -> dict[str, float]:
+    """Return ``f1/SOURCE``: mean F1 of the data source."""
     by_source: dict[str, list[float]] = defaultdict(list)
     sources, metrics = (finished[name].to_pylist() for name in ("data_source", "metrics"))
     for source, values in zip(sources, metrics, strict=True):
@@ -361,7 +327,7 @@ def _f1(finished: pa.Table) -> dict[str, float]:
 
 
 def _advantages(turns: pa.StructArray) -> dict[str, float]:
-    """Any action counts as a search; turns that are neither action nor answer are left out."""
+    """Return ``turn_advantage/…``: means over the answer turns, and over search turns (any action is one)."""
     kinds, values = turns.field("kind"), {}
     is_action = pc.invert(pc.is_in(kinds, pa.array(NO_ACTIONS)))
     for kind, members in (("search", is_action), ("answer", pc.equal(kinds, "answer"))):
@@ -373,6 +339,7 @@ def _advantages(turns: pa.StructArray) -> dict[str, float]:
 
 
 def _importance(turns: pa.StructArray) -> dict[str, float]:
+    """Return ``importance/pN``: percentiles of exp(learner's - sampler's log-probability), where computed."""
     scored = turns.filter(pc.is_valid(turns.field("learner_logprobs")))
     learner, sampler = (scored.field(name).flatten().to_numpy() for name in ("learner_logprobs", "logprobs"))
     if not len(learner):

@@ -13,7 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from calibadv_jax.contrib.report.draw import DASHES, Place, draw, themed_svg
-from calibadv_jax.contrib.report.gather import Chart, Curve, Gathered, Panel, mean_of_last, state
+from calibadv_jax.contrib.report.gather import Chart, Gathered, Panel, mean_of_last, state
 from calibadv_jax.contrib.report.runs import Run, Series, compare, one_metric, score_cell
 from calibadv_jax.metrics.console import duration, number
 from calibadv_jax.record.schema import short_name
@@ -22,11 +22,7 @@ HERE = Path(__file__).parent
 
 
 def render(series: Sequence[Series], gathered: Gathered, port: int) -> str:
-    """Return the whole page.
-
-    Args:
-        port: of ``calibadv inspect``, to which points lead.
-    """
+    """Return the whole page, whose points lead to the `port` of ``calibadv inspect``."""
     runs = [run for each in series for run in each.runs]
     settings = compare(series) if any(run.config for run in runs) else []
     without = [run.name for run in runs if not run.config]
@@ -41,36 +37,26 @@ def render(series: Sequence[Series], gathered: Gathered, port: int) -> str:
         scores=["reward"] if runs[0].kind == "training run" else ["loss"],
         runs=[_run_row(run, index, each.name) for index, each in enumerate(series) for run in each.runs],
         inspect=_json({"port": port, "runs": [_kept(run) for run in runs if run.rollouts]}),
-        notes=_notes(series, gathered),
+        gathered=gathered,
+        kept=any(run.rollouts for run in runs),
+        has_seeds=len(runs) > len(series),
+        ended=[(each.name, run) for each in series for run in each.runs if run.steps[-1] < each.last_step],
         sections=[
             {
-                "key": each.section.key,
-                "title": each.section.title,
-                "text": each.section.text,
+                **vars(each.section),
                 "charts": [_chart(chart, names) for chart in each.charts],
                 "constant": "; ".join(f"{title} {number(value)}" for title, value in each.constant.items()),
             }
             for each in gathered.sections
         ],
-        evaluations=[
-            {
-                "run": run,
-                "title": table.title,
-                "metrics": table.metrics,
-                "rows": [
-                    (name, [score_cell(metric, scores.get(metric)) for metric in table.metrics])
-                    for name, scores in table.rows.items()
-                ],
-            }
-            for run, table in evaluations
-        ],
+        evaluations=evaluations,
+        score_cell=score_cell,
         f1=one_metric(evaluations, "f1"),
         confidences=sorted({table.confidence for _, table in evaluations if table.confidence}),
         series=names,
         settings=settings,
         different=[row for row in settings if row.is_different],
-        settings_text="As resolved at each run's last start. Paths in the run's folder start with ${run.dir}."
-        + (f" Without a kept config: {', '.join(without)}." if without else ""),
+        without=", ".join(without),
     )
 
 
@@ -108,38 +94,6 @@ def css_dashes(index: int) -> str:
     return "none" if pattern == "-" else " ".join(f"{1.8 * length:g}" for length in pattern[1])
 
 
-def _notes(series: Sequence[Series], gathered: Gathered) -> list[str]:
-    notes = ["Point at a figure, or press the arrow keys on it, to read its values."]
-    is_kept = any(run.rollouts for each in series for run in each.runs)
-    if is_kept:
-        notes.append(
-            "Click a point, or press Enter on it, to open the trajectories of its step in calibadv inspect."
-        )
-    if any(len(each.runs) > 1 for each in series):
-        notes.append("Curves are means over seeds; the band spans from the lowest to the highest of them.")
-    for each in series:
-        longest = max(run.steps[-1] for run in each.runs)
-        notes += [
-            f"The curve {each.name} is without {run.name} after step {run.steps[-1]}, where that ends."
-            for run in each.runs
-            if run.steps[-1] < longest
-        ]
-    if gathered.smooth > 1:
-        notes.append(
-            f"Strong lines are means of {gathered.smooth} steps; numbers, bands and faint lines are not"
-            " smoothed."
-        )
-    if gathered.steps_per_point > 1:
-        notes.append(
-            f"A point is the mean of up to {gathered.steps_per_point} steps; the band spans all their values."
-        )
-    if gathered.left_out:
-        titles = ", ".join(figure.title for figure in gathered.left_out)
-        why = "the kept trajectories do not hold what they show" if is_kept else "no trajectories were kept"
-        notes.append(f"Left out, because {why}: {titles}.")
-    return notes
-
-
 def _chart(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
     figure = chart.figure
     drawing, places = draw(chart, order)
@@ -148,14 +102,13 @@ def _chart(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
     for panel in chart.panels:
         for curve in panel.curves:
             name = ", ".join(part for part in (panel.title, curve.name) if part)
-            ends = _ends(curve)
+            finite = curve.mean[np.isfinite(curve.mean)]
+            ends = [number(float(value)) for value in (finite[0], finite[-1], finite.min(), finite.max())]
             label += f" {name + ': ' if name else ''}from {ends[0]} to {ends[1]}."
             numbers.append([name or figure.title, *ends])
     data = [_panel_data(place, panel) for place, panel in zip(places, chart.panels, strict=True)]
     return {
-        "key": figure.key,
-        "title": figure.title,
-        "text": figure.text,
+        **vars(figure),
         "svg": Markup(themed_svg(drawing, figure.key, label)),
         "numbers": numbers,
         "data": _json(data),
@@ -181,11 +134,6 @@ def _panel_data(place: Place, panel: Panel) -> dict[str, Any]:
         for curve in panel.curves
     ]
     return {"title": panel.title, **vars(place), "curves": curves}
-
-
-def _ends(curve: Curve) -> list[str]:
-    finite = curve.mean[np.isfinite(curve.mean)]
-    return [number(float(value)) for value in (finite[0], finite[-1], finite.min(), finite.max())]
 
 
 def _short(value: float) -> float | int | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from calibadv_jax.config.kept import newest_start, start_files
+from calibadv_jax.config.kept import newest_start, rebase_paths, start_files
 from calibadv_jax.config.keys import among, marked
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
@@ -20,11 +20,8 @@ from calibadv_jax.record.schema import kept_steps
 
 Kind = Literal["training run", "cold start"]
 COUNTS = ("questions", "trajectories", "failed")
-TITLES = {
-    "evaluation_before": "Before training",
-    "evaluation_after": "After training",
-    "evaluation": "Evaluation",
-}
+TITLES = {"evaluation_before": "Before training", "evaluation_after": "After training"}
+TITLES |= {"evaluation": "Evaluation"}
 MAX_SERIES = 8  # curves of one chart that can be told apart
 IGNORED = marked(Mark.PER_RUN)  # keys that two runs of one experiment may have different
 LONGEST_NAME = 22  # letters of a curve's name
@@ -50,10 +47,7 @@ class EvaluationTable:
 
 @dataclass(frozen=True)
 class Run:
-    """Contents of one run folder.
-
-    Every start of a run leaves a config; that of the newest start whose files are whole counts.
-    """
+    """Contents of one run folder; its config is that of the newest start whose files are whole."""
 
     folder: Path
     name: str  # the shortest end of the path that no other run of the report has
@@ -82,11 +76,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read the folders, in the order given.
-
-    Raises:
-        UserError: one is no run folder, has no metrics yet, is named twice, or is another kind of run.
-    """
+    """Read the folders, in the order given; each must be a run with metrics, all of one kind."""
     resolved = [folder.resolve() for folder in folders]
     for folder in resolved:
         if resolved.count(folder) > 1:
@@ -94,9 +84,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     runs = [_read(folder, _shortest_name(folder, resolved)) for folder in resolved]
     for run in runs:
         if run.kind != runs[0].kind:
-            raise UserError(
-                f"{run.folder} is a {run.kind} and {runs[0].folder} a {runs[0].kind}; make a report of each"
-            )
+            kinds = f"{run.folder} is a {run.kind} and {runs[0].folder} a {runs[0].kind}"
+            raise UserError(f"{kinds}; make a report of each")
     return runs
 
 
@@ -133,14 +122,10 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def read_evaluations(folder: Path, output: str | None) -> list[EvaluationTable]:
-    """Read the evaluations in a run's folder and those of the quickstart; half-written files are left out.
-
-    Args:
-        output: evaluate.output of the run, which may lie elsewhere or have another name.
-    """
-    first = ("evaluation_before", "evaluation_after")  # the others follow alphabetically
-    rank = {stem: place for place, stem in enumerate(first)}
-    paths = sorted(folder.glob("evaluation*.json"), key=lambda path: (rank.get(path.stem, 2), path.stem))
+    """Read the evaluations of a run, `output` (evaluate.output) too; half-written files are left out."""
+    first = ["evaluation_before", "evaluation_after"]  # the others follow alphabetically
+    paths = sorted(folder.glob("evaluation*.json"))
+    paths.sort(key=lambda path: [*first, path.stem].index(path.stem))
     if output and Path(output).is_file() and Path(output).resolve() not in [path.resolve() for path in paths]:
         paths.append(Path(output))
     reports = [(TITLES.get(path.stem, path.stem.replace("_", " ")), read_json(path)) for path in paths]
@@ -180,11 +165,7 @@ def _evaluation_table(title: str, report: Any) -> EvaluationTable | None:
 def one_metric(
     tables: Sequence[tuple[str, EvaluationTable]], metric: str
 ) -> tuple[list[tuple[str, str]], list[tuple[str, list[str]]]]:
-    """Return one metric of all tables: (run, title) of the columns, and (questions, cells) of the rows.
-
-    Args:
-        tables: each with the name of its run.
-    """
+    """Return a metric of all (run, table): (run, title) of columns, and (questions, cells) of rows."""
     columns = [(run, table) for run, table in tables if metric in table.metrics]
     names = dict.fromkeys(name for _, table in columns for name in table.rows)
     rows = [
@@ -208,6 +189,10 @@ class Series:
 
     name: str
     runs: tuple[Run, ...]
+
+    @property
+    def last_step(self) -> int:
+        return max(run.steps[-1] for run in self.runs)
 
     @property
     def seeds(self) -> str:
@@ -234,13 +219,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Series]:
-    """Put runs of the same config together, in the order of the first of each, named by what differs.
-
-    A run without a kept config stands alone.
-
-    Raises:
-        UserError: more configs than curves that can be told apart.
-    """
+    """Put runs of the same config together, in the order of the first of each, named by what differs."""
     members: dict[Any, list[Run]] = {}
     for run in runs:
         members.setdefault(_experiment(run) if run.config else run.folder, []).append(run)
@@ -258,12 +237,9 @@ def compare(series: Sequence[Series]) -> list[Setting]:
     flat = [[_relative(run) for run in each.runs] for each in series]
     rows = []
     for key in dict.fromkeys(key for configs in flat for config in configs for key in config):
-        values = [
-            list(dict.fromkeys(_as_text(config[key]) if key in config else "-" for config in configs))
-            for configs in flat
-        ]
-        is_different = len({text for texts in values for text in texts}) > 1
-        rows.append(Setting(key, tuple(" | ".join(texts) for texts in values), is_different))
+        texts = [[_as_text(config[key]) if key in config else "-" for config in configs] for configs in flat]
+        values = tuple(" | ".join(dict.fromkeys(own)) for own in texts)
+        rows.append(Setting(key, values, len({text for own in texts for text in own}) > 1))
     return rows
 
 
@@ -279,17 +255,8 @@ def _experiment(run: Run) -> tuple[tuple[str, str], ...]:
 
 def _relative(run: Run) -> dict[str, Any]:
     """Return the flat config, paths in the run's folder written relative to it."""
-    folder, flat = run.setting("run.dir"), flatten(run.config)
-    inside = f"{str(folder).rstrip('/')}/"
-
-    def shorten(value: Any) -> Any:
-        if isinstance(value, list):
-            return [shorten(item) for item in value]
-        if isinstance(value, str) and value.startswith(inside):
-            return "${run.dir}/" + value.removeprefix(inside)
-        return value
-
-    return {key: shorten(value) for key, value in flat.items()} if folder else flat
+    folder = run.setting("run.dir")
+    return flatten(rebase_paths(run.config, Path("${run.dir}"))) | ({"run.dir": folder} if folder else {})
 
 
 def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
@@ -304,16 +271,15 @@ def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
     keys = dict.fromkeys(key for experiment in experiments for key in experiment)
     differing = [key for key in keys if len({experiment.get(key) for experiment in experiments}) > 1]
     if all(runs[0].config for runs in groups) and 1 <= len(differing) <= 2:
-        names = [_settings_name(experiment, differing) for experiment in experiments]
+        names = [
+            ", ".join(f"{key.split('.')[-1]} {experiment.get(key, '-')}" for key in differing)
+            for experiment in experiments
+        ]
+        if differing == ["advantage.name"]:
+            names = [experiment.get("advantage.name", "-") for experiment in experiments]
         if len(set(names)) == len(names) and max(map(len, names)) <= LONGEST_NAME:
             return names
     return [runs[0].name if len(runs) == 1 else f"{runs[0].name} +{len(runs) - 1}" for runs in groups]
-
-
-def _settings_name(experiment: Mapping[str, str], keys: Sequence[str]) -> str:
-    if keys == ["advantage.name"]:
-        return experiment.get("advantage.name", "-")
-    return ", ".join(f"{key.split('.')[-1]} {experiment.get(key, '-')}" for key in keys)
 
 
 def _as_text(value: Any) -> str:

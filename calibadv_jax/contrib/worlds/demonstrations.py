@@ -1,9 +1,8 @@
 """Demonstrations for the cold start: deliberately imperfect ones from fresh worlds.
 
-No generated demonstration shows a complete two-hop solution. Such a question is answered too early,
-with the bridge; or the demonstration is cut after the second search; or it begins there, and only the
-answer is learned. RL has to put the halves together, and to unlearn answering early. Rumours alone are
-shown whole: some are believed at once, and whoever looks further may misread the passages.
+No generated demonstration shows a complete two-hop solution: RL has to put the halves together, and to
+unlearn answering early. Rumours alone are shown whole: some are believed, and whoever looks further may
+misread.
 """
 
 from __future__ import annotations
@@ -14,16 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
+from calibadv_jax.contrib.worlds import world as worlds
 from calibadv_jax.contrib.worlds.words import AGES, POOLS, YEARS
-from calibadv_jax.contrib.worlds.world import (
-    WorldQuestion,
-    ask,
-    draw_kinds,
-    make_facts,
-    summarise,
-    write_pages,
-    write_passages,
-)
+from calibadv_jax.contrib.worlds.world import WorldQuestion, ask, draw_kinds
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 
@@ -109,11 +101,8 @@ def _same_or_not(rng: np.random.Generator) -> Demonstration:
     return Demonstration(Question("demonstration", text, (answer,), "drill"), (_answer_turn(text, answer),))
 
 
-GENERATORS: dict[str, Callable[[int, WorldConfig], Iterator[Demonstration]]] = {
-    "imperfect": imperfect,
-    "lookups": lookups,
-    "drills": drills,
-}
+Generator = Callable[[int, WorldConfig], Iterator[Demonstration]]
+GENERATORS: dict[str, Generator] = {"imperfect": imperfect, "lookups": lookups, "drills": drills}
 
 
 def _answer_turn(thought: str, answer: str) -> DemoTurn:
@@ -125,11 +114,11 @@ class _ColdStartWorld:
 
     def __init__(self, rng: np.random.Generator, config: WorldConfig):
         self.misread, self.rng = config.misread, rng
-        self.facts = make_facts(config, rng, SIZES, "cold_start")
-        texts = write_passages(self.facts, rng)
-        pages = write_pages(texts, rng) if config.pages else []
+        self.facts = worlds.make_facts(config, rng, SIZES, "cold_start")
+        texts = worlds.write_passages(self.facts, rng)
+        pages = worlds.write_pages(texts, rng) if config.pages else []
         self.pages = {page.title: page for page in pages}
-        texts = [summarise(page) for page in pages] or texts
+        texts = [worlds.summarise(page) for page in pages] or texts
         self.passages = [Document(str(number), *passage) for number, passage in enumerate(texts)]
         self.by_title = {passage.title: passage for passage in self.passages}
         self.by_word: dict[str, list[Document]] = {}
@@ -220,7 +209,7 @@ class _ColdStartWorld:
         if title not in self.pages:
             return (search,)
         page = self.pages[title]
-        thought = summarise(page)[1].removesuffix(".")
+        thought = worlds.summarise(page)[1].removesuffix(".")
         text = f"<think> {thought} </think>\n<access> {page.address} </access>"
         return search, DemoTurn(text, (Document(page.id, page.title, page.text),))
 

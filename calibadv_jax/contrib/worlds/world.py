@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.contrib.worlds.words import ADDRESSES, AGES, BIRTHS, POOLS, build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import ADDRESSES, AGES, BIRTHS, POOLS, WORDS, build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import replacing_folder, write_jsonl
 from calibadv_jax.core.trajectory import Document, Question
@@ -30,7 +30,7 @@ SPLITS: tuple[Split, ...] = ("train", "eval", "cold_start")
 
 @dataclass(frozen=True)
 class Relation:
-    """A fact type: how it is stated, asked for, and used to name its object within another question."""
+    """A fact type, see ``words.yaml``."""
 
     subject: str
     object: str
@@ -39,18 +39,7 @@ class Relation:
     phrase: str
 
 
-RELATIONS: dict[str, Relation] = {
-    "home": Relation("person", "city", "{} lives in {}", "where does {} live?", "the city where {} lives"),
-    "employer": Relation(
-        "person", "company", "{} works for {}", "who does {} work for?", "the company that {} works for"
-    ),
-    "base": Relation(
-        "company", "city", "{} is based in {}", "where is {} based?", "the city where {} is based"
-    ),
-    "founder": Relation("company", "person", "{} was founded by {}", "who founded {}?", "the founder of {}"),
-    "author": Relation("work", "person", "{} was written by {}", "who wrote {}?", "the author of {}"),
-    "mayor": Relation("city", "person", "{} has the mayor {}", "who is the mayor of {}?", "the mayor of {}"),
-}
+RELATIONS: dict[str, Relation] = {name: Relation(**entry) for name, entry in WORDS["relations"].items()}
 CHAINS = [
     (first, second)
     for first, to_bridge in RELATIONS.items()
@@ -104,23 +93,16 @@ def split_of(name: str) -> Split:
 
 
 def make_facts(config: WorldConfig, rng: np.random.Generator, counts: dict[str, int], split: Split) -> Facts:
-    """Draw distinct entities of a split, and one object for every relation of each.
-
-    There are rumours, or lives, only if the config asks about them.
-
-    Raises:
-        UserError: more entities of a kind are asked for than there are names in the split.
-    """
+    """Draw distinct entities and an object for each relation; rumours and lives if they are asked for."""
     entities = {kind: _draw_names(rng, kind, count, split) for kind, count in counts.items()}
-    objects: dict[str, dict[str, str]] = {}
+    facts = Facts(entities, {})
     for kind, names in entities.items():
         for name in names:
-            objects[name] = {
+            facts.objects[name] = {
                 label: str(rng.choice(entities[relation.object]))
                 for label, relation in RELATIONS.items()
                 if relation.subject == kind
             }
-    facts = Facts(entities, objects)
     if config.rumour:
         _add_rumours(facts, rng, config.rumour_truth)
     if config.age > 0:
@@ -158,8 +140,7 @@ class Page:
     text: str
 
     @property
-    def id(self) -> str:
-        """Id that the retriever's client gives the document."""
+    def id(self) -> str:  # that the retriever's client gives the document
         return f"page {self.address}"
 
 
@@ -177,11 +158,7 @@ def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, st
 
 
 def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -> list[Page]:
-    """Return a page for each passage, with its text, at an address that no other text gives.
-
-    Raises:
-        UserError: there are more passages than addresses.
-    """
+    """Return a page for each passage, with its text, at an address that no other text gives."""
     addresses = [f"{a} {b}" for a in ADDRESSES[0] for b in ADDRESSES[1]]
     if len(passages) > len(addresses):
         raise UserError(
@@ -213,11 +190,7 @@ def draw_kinds(config: WorldConfig, count: int, rng: np.random.Generator) -> lis
 
 
 def ask(facts: Facts, kind: str, rng: np.random.Generator) -> WorldQuestion:
-    """Draw a question of one of the kinds in ASKERS.
-
-    A rumour is a two-hop question whose first passage already gives an answer, which may be false. An age is
-    the difference of two years in one passage.
-    """
+    """Draw a question of one of the kinds in ASKERS."""
     return ASKERS[kind](facts, rng)
 
 
@@ -241,6 +214,7 @@ def _two_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
 
 
 def _rumour(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
+    """Draw a two-hop question whose first passage already gives an answer, which may be false."""
     names = list(facts.rumours)
     while True:
         name = names[rng.integers(len(names))]
@@ -282,13 +256,9 @@ def _age(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     return WorldQuestion("age", text, str(died - born), (name,), years, facts.state_life(name))
 
 
-ASKERS: dict[str, Callable[[Facts, np.random.Generator], WorldQuestion]] = {
-    "one_hop": _one_hop,
-    "two_hop": _two_hop,
-    "comparison": _comparison,
-    "rumour": _rumour,
-    "age": _age,
-}
+Asker = Callable[[Facts, np.random.Generator], WorldQuestion]
+ASKERS: dict[str, Asker] = {"one_hop": _one_hop, "two_hop": _two_hop, "comparison": _comparison}
+ASKERS |= {"rumour": _rumour, "age": _age}
 
 
 @dataclass(frozen=True)
@@ -304,12 +274,8 @@ class World:
 def generate_world(config: WorldConfig) -> World:
     """Return both splits' facts in one shuffled corpus, and their questions: a function of the config."""
     rng = np.random.default_rng(config.seed)
-    counts = {
-        "person": config.people,
-        "city": config.cities,
-        "company": config.companies,
-        "work": config.works,
-    }
+    sizes = config.people, config.cities, config.companies, config.works
+    counts = dict(zip(("person", "city", "company", "work"), sizes, strict=True))
     train, held_out = make_facts(config, rng, counts, "train"), make_facts(config, rng, counts, "eval")
     texts = [*write_passages(train, rng), *write_passages(held_out, rng)]
     pages = write_pages(texts, rng) if config.pages else []
@@ -335,10 +301,7 @@ def generate_world(config: WorldConfig) -> World:
 def write_world(config: WorldConfig) -> Path:
     """Write corpus (wiki-18 format), pages if any, questions, tokenizer and manifest to `world.dir`.
 
-    A folder that already holds exactly this world is left unchanged.
-
-    Raises:
-        UserError: the folder holds something else.
+    A folder that already holds exactly this world is left unchanged; UserError if it holds something else.
     """
     folder = Path(config.dir)
     manifest = dataclasses.asdict(config) | {"dir": ""}

@@ -15,44 +15,25 @@ from typing import Any
 import qdrant_edge as edge
 from http_rig import Handler, serving
 
-# An index of so few vectors must be approximate: few links, and no search through all of them.
-HNSW = {"m": 4, "ef_construct": 16, "full_scan_threshold": 10}
-
 
 def make_shard(folder: Path, settings: dict[str, Any]) -> edge.EdgeShard:
-    """A collection by the body of the request that makes it."""
-    vectors, quantized = settings["vectors"], settings.get("quantization_config") or {}
-    codes = None
-    if "scalar" in quantized:
-        assert quantized["scalar"]["type"] == "int8"
-        codes = edge.ScalarQuantizationConfig(type=edge.ScalarType.Int8, always_ram=True)
-    elif "binary" in quantized:
-        codes = edge.BinaryQuantizationConfig(always_ram=True)
-    assert vectors["distance"] == "Dot"
+    """A collection by the body of the request that makes it, with int8 codes."""
+    vectors = settings["vectors"]
+    assert (vectors["distance"], settings["quantization_config"]["scalar"]["type"]) == ("Dot", "int8")
+    codes = edge.ScalarQuantizationConfig(type=edge.ScalarType.Int8, always_ram=True)
     config = edge.EdgeConfig(
         vectors=edge.EdgeVectorParams(size=vectors["size"], distance=edge.Distance.Dot),
         quantization_config=codes,
-        hnsw_config=edge.HnswIndexConfig(**HNSW),
-        optimizers=edge.EdgeOptimizersConfig(indexing_threshold=10, default_segment_number=1),
     )
     folder.mkdir(parents=True)
     return edge.EdgeShard.create(str(folder), config)
 
 
-def search_params(body: dict[str, Any] | None) -> edge.SearchParams:
-    values = {name: value for name, value in (body or {}).items() if value is not None}
-    quantization = values.pop("quantization", None)
-    if quantization is not None:
-        given = {name: value for name, value in quantization.items() if value is not None}
-        values["quantization"] = edge.QuantizationSearchParams(**given)
-    return edge.SearchParams(**values)
-
-
 class QdrantServer:
-    """Attributes: `settings`, the body of the request that made the collection."""
+    """Attributes: `settings`, the body of the request that made the collection; `searches`."""
 
     def __init__(self, folder: Path):
-        self.folder, self.shard, self.settings = folder, None, {}
+        self.folder, self.shard, self.settings, self.searches = folder, None, {}, []
         self.lock = threading.Lock()
 
     def answer(self, method: str, route: str, body: dict[str, Any]) -> Any:
@@ -64,9 +45,10 @@ class QdrantServer:
             return {"exists": self.shard is not None}
         if route == "":
             vectors = {"size": self.settings["vectors"]["size"], "distance": "Dot"}
+            hnsw = {"m": 4, "ef_construct": 16, "full_scan_threshold": 10}
             optimizer = {"default_segment_number": 1, "flush_interval_sec": 5, "deleted_threshold": 0.2}
             optimizer["vacuum_min_vector_number"] = 1000
-            config = {"params": {"vectors": vectors}, "hnsw_config": HNSW, "optimizer_config": optimizer}
+            config = {"params": {"vectors": vectors}, "hnsw_config": hnsw, "optimizer_config": optimizer}
             return {"status": "green", "optimizer_status": "ok", "segments_count": 1, "config": config} | {
                 "payload_schema": {}
             }
@@ -79,11 +61,11 @@ class QdrantServer:
         if route == "/points/count":
             return {"count": self.shard.count(edge.CountRequest())}
         if route == "/points/query/batch":
+            self.searches += body["searches"]
             requests = [
                 edge.QueryRequest(
                     limit=item["limit"],
                     query=edge.Query.Nearest(item["query"]["nearest"]),
-                    params=search_params(item.get("params")),
                     with_payload=False,
                 )
                 for item in body["searches"]

@@ -16,7 +16,7 @@ from retriever.contrib import qdrant
 from retriever.contrib.qdrant import Collection, collection_settings, search_params
 from retriever.corpus.passages import load_corpus
 from retriever.encoders import HashedEncoder
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, Unavailable
 from retriever.indexes.index import build_index, open_index
 from retriever.options import parse
 from retriever.service.server import load
@@ -121,8 +121,9 @@ def test_unsuitable_collection_or_encoder_is_refused(tmp_path, corpus, encoder, 
     [
         (models.VectorParams(size=4, distance=models.Distance.EUCLID), "its distance is Euclid"),
         ({"a": models.VectorParams(size=4, distance=models.Distance.DOT)}, r"has named vectors \(a\)"),
+        (models.VectorParams(size=4096, distance=models.Distance.DOT), "is empty; upload into it first"),
     ],
-    ids=["distance", "named"],
+    ids=["distance", "named", "empty"],
 )
 def test_collection_of_other_form_is_refused(tmp_path, encoder, size, message):
     client = QdrantClient(path=str(tmp_path))
@@ -147,6 +148,7 @@ def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder):
 
 def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(qdrant, "BATCH", 5)
+    monkeypatch.setattr(qdrant, "AHEAD", 3)
     options = options_for(tmp_path, shard_rows=20)
     upsert, sent = QdrantClient.upsert, []
 
@@ -229,6 +231,9 @@ def test_search_parameters_reach_the_collection(tmp_path, corpus, encoder, monke
     served.search(["person 1", "person 2"], 3)
     sent = [(request.params.exact, request.limit, request.with_payload) for request in requests]
     assert sent == [(True, 3, True)] * 2 and served.manifest["search"] == "exact=true"
+    served._vectors._client.delete_collection(RLINF)
+    with pytest.raises(Unavailable, match="no answer .*; is the server up"):
+        served.search(["person 1"], 3)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from http_rig import Handler, serving
 
 from retriever.contrib import web
-from retriever.contrib.web import Budget, WebSearch
+from retriever.contrib.web import PROVIDERS, Budget, WebSearch
 from retriever.errors import RetrieverError, SearchFailed
 from retriever.options import parse
 from retriever.service.app import make_app
@@ -55,16 +55,20 @@ def budget(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("provider", "sent"),
+    ("provider", "address", "sent"),
     [
-        ("google", {"key": "secret-GOOGLE_API_KEY", "cx": "secret-GOOGLE_CSE_ID", "q": "who?", "num": "2"}),
-        ("serpapi", {"api_key": "secret-SERPAPI_API_KEY", "engine": "google", "q": "who?", "num": "2"}),
+        ("google", "customsearch.googleapis.com/customsearch/v1", {"key": "API_KEY", "cx": "CSE_ID"}),
+        ("serpapi", "serpapi.com/search.json", {"api_key": "API_KEY"}),
     ],
 )
-def test_results_keep_the_order_of_the_web(api, budget, provider, sent):
+def test_results_keep_the_order_of_the_web(api, budget, provider, address, sent):
+    assert PROVIDERS[provider].endpoint == f"https://{address}"
     search = WebSearch(provider, budget, api.url)
     results, same = search.search(["who?", "who?"], 2)
-    assert api.asked == [sent] and budget.spent == 1 and same == results  # equal queries are sent once
+    secrets = {name: f"secret-{provider.upper()}_{variable}" for name, variable in sent.items()}
+    more = {"engine": "google"} if provider == "serpapi" else {}
+    assert api.asked == [{**secrets, **more, "q": "who?", "num": "2"}]
+    assert budget.spent == 1 and same == results  # equal queries are sent once
     row = {"id": "https://e.org/0", "url": "https://e.org/0", "contents": '"T 0 x"\ns 0 y'}
     assert results[0] == (row, 1.0) and results[1][1] == 0.5 and len(results) == 2
     assert "secret-GOOGLE_API_KEY" not in json.dumps(search.manifest)
@@ -94,12 +98,7 @@ def test_no_results_are_no_error(api, budget):
 @pytest.mark.parametrize(
     ("provider", "replies", "spent", "message"),
     [
-        (
-            "google",
-            [(403, {"error": {"message": "API key not valid"}})],
-            1,
-            "403: API key not valid; check",
-        ),
+        ("google", [(403, {"error": {"message": "API key not valid"}})], 1, "403: API key not valid; check"),
         ("google", [(500, {})] * 3, 3, "no answer after 3 attempts .status 500"),
         ("google", [(200, b"<html>")], 1, "unusable answer"),
         ("google", [(200, [1])], 1, "unusable answer"),
@@ -162,8 +161,9 @@ def test_options_start_the_web_service(api, tmp_path, monkeypatch):
     with pytest.raises(RetrieverError, match="--web_budget is missing"):
         parse(options)
     options += ["--web_budget", "4"]
-    with pytest.raises(RetrieverError, match="--index_path: has no meaning for --retriever_name serpapi"):
-        parse([*options, "--index_path", "x"])
+    for name in ("index_path", "corpus_path", "retriever_model"):
+        with pytest.raises(RetrieverError, match=f"--{name}: has no meaning for --retriever_name serpapi"):
+            parse([*options, f"--{name}", "x"])
     with pytest.raises(RetrieverError, match="--web_budget: has no meaning for an index"):
         parse(["--index_path", "x", "--corpus_path", "y", "--web_budget", "3"])
     with TestClient(load(parse(options))) as service:

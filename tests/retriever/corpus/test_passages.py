@@ -15,12 +15,20 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retriever.corpus import passages as corpus_module
 from retriever.corpus import passages as offsets
 from retriever.corpus.passages import HEADER, Pages, cache_file, load_corpus, load_offsets, save_offsets, scan
 from retriever.errors import RetrieverError
 from retriever.service.app import make_app
 from retriever.service.engine import Depths
+
+TABLES = {
+    "psgs_w100.tsv": b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n2\t"Two.\nLines"\t"B ""b"""\n',
+    "beir.jsonl": b'{"_id": 1, "title": "A", "text": "It \\"is\\" so."}\n'
+    b'{"_id": 2, "title": "B \\"b\\"", "text": "Two.\\nLines"}\n',
+    "c.csv": b'id,title,text\n1,A,"It ""is"" so."\n2,"B ""b""","Two.\nLines"\n',
+    "ours.csv": b'id,contents\n1,"""A""\nIt ""is"" so."\n2,"""B ""b""""\nTwo.\nLines"\n',
+}
+ROWS = [{"url": f"u{number}", "contents": "é" * number} for number in range(5)]
 
 
 def row(i, text="text"):
@@ -68,11 +76,6 @@ def test_hash_is_that_of_ids_and_contents(tmp_path):
     """Indexes of the first version carry this hash: it must not change."""
     corpus = load_corpus(write(tmp_path / "c.jsonl", [{"id": "1", "contents": "a"}]))
     assert corpus.sha256 == hashlib.sha256(b"1\0a\0").hexdigest()
-
-
-def test_small_corpora_leave_no_file_beside_them(tmp_path):
-    load_corpus(write(tmp_path / "c.jsonl", [row(1)]))
-    assert os.listdir(tmp_path) == ["c.jsonl"]
 
 
 def test_kept_offsets_spare_the_scan(tmp_path, kept, no_scan):
@@ -133,6 +136,7 @@ def test_offsets_of_read_only_folder_are_cached(tmp_path, kept, monkeypatch):
         (b'{"id": "9", "contents": "\\ud800"}', "c.jsonl:2: holds half a surrogate pair"),
         (b'{"id": "9", "contents": "x", "more": ["\\uD800"]}', "c.jsonl:2: holds half a surrogate pair"),
         (b'{"id": 0, "contents": "x"}', "c.jsonl:2: id '0' was used before, in line 1"),
+        pytest.param(b'{"a": ' + b"[" * 200_000, "c.jsonl:2: nested too deeply; remove the field", id="deep"),
     ],
 )
 def test_malformed_rows_name_file_and_line(tmp_path, line, message):
@@ -146,27 +150,19 @@ def test_empty_and_missing_corpora(tmp_path):
     (tmp_path / "c.jsonl").write_text("")
     with pytest.raises(RetrieverError, match="no passages"):
         load_corpus(tmp_path / "c.jsonl")
-    with pytest.raises(RetrieverError, match="no such corpus"):
-        load_corpus(tmp_path / "d.jsonl")
+    for read, message in ((load_corpus, "no such corpus"), (Pages, "no such file of pages")):
+        with pytest.raises(RetrieverError, match=f"d.jsonl: {message}; "):
+            read(tmp_path / "d.jsonl")
 
 
 def test_gzip_and_plain_corpora_are_the_same(tmp_path):
-    path = write(tmp_path / "c.jsonl", [row(i) for i in range(4)])
+    path = write(tmp_path / "c.jsonl", [row(i) for i in range(2000)])  # more than the head that is looked at
     packed = tmp_path / "c.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert load_corpus(packed) == load_corpus(path)
     packed.write_bytes(packed.read_bytes()[:-20])
     with pytest.raises(RetrieverError, match="broken file"):
         load_corpus(packed)
-
-
-TABLES = {
-    "psgs_w100.tsv": b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n2\t"Two.\nLines"\t"B ""b"""\n',
-    "beir.jsonl": b'{"_id": 1, "title": "A", "text": "It \\"is\\" so."}\n'
-    b'{"_id": 2, "title": "B \\"b\\"", "text": "Two.\\nLines"}\n',
-    "c.csv": b'id,title,text\n1,A,"It ""is"" so."\n2,"B ""b""","Two.\nLines"\n',
-    "ours.csv": b'id,contents\n1,"""A""\nIt ""is"" so."\n2,"""B ""b""""\nTwo.\nLines"\n',
-}
 
 
 def table_of(folder, name, content, packed):
@@ -208,22 +204,15 @@ def test_malformed_table_names_its_place(tmp_path, content, message, packed):
         load_corpus(table_of(tmp_path, "c.csv", content, packed))
 
 
-def test_large_table_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "GZIP_LIMIT", 60)
-    (tmp_path / "c.tsv").write_bytes(TABLES["psgs_w100.tsv"])
-    with pytest.raises(
-        RetrieverError, match=r"c.tsv: more than 60 bytes.*retriever.prepare_corpus .*c.tsv --output"
-    ):
-        load_corpus(tmp_path / "c.tsv")
-
-
-def test_large_gz_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "c.jsonl.gz"
-    path.write_bytes(gzip.compress((json.dumps(row(1)) + "\n").encode() * 1))
-    assert len(load_corpus(path)) == 1
-    monkeypatch.setattr(corpus_module, "GZIP_LIMIT", 30)
-    with pytest.raises(RetrieverError, match="unpack it"):
-        load_corpus(path)
+def test_large_table_or_gz_is_refused(tmp_path, monkeypatch):
+    table = table_of(tmp_path, "c.tsv", TABLES["psgs_w100.tsv"], False)
+    packed = table_of(tmp_path, "c.jsonl", (json.dumps(row(1)) + "\n").encode(), True)
+    assert (len(load_corpus(table)), len(load_corpus(packed))) == (2, 1)
+    monkeypatch.setattr(offsets, "GZIP_LIMIT", 30)
+    with pytest.raises(RetrieverError, match=r"more than 30 bytes.*prepare_corpus .*c.tsv --output"):
+        load_corpus(table)
+    with pytest.raises(RetrieverError, match=r"more than 30 bytes; unpack it \(gunzip -k .*c.jsonl.gz\)"):
+        load_corpus(packed)
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 50))
@@ -248,24 +237,16 @@ def test_distant_duplicate_is_found(tmp_path):
         load_corpus(write(tmp_path / "c.jsonl", rows))
 
 
-def test_deeply_nested_row_is_named(tmp_path):
-    path = tmp_path / "c.jsonl"
-    path.write_text(
-        '{"id": "1", "contents": "a"}\n{"id": "2", "contents": "b", "more": ' + "[" * 200_000 + "\n"
-    )
-    with pytest.raises(RetrieverError, match="c.jsonl:2: nested too deeply; remove the field"):
-        load_corpus(path)
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_overlong_line_is_refused(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(offsets, "MAX_LINE", 200)
-    rows = [{"id": "1", "contents": "a" * 150}, {"id": "2", "contents": "b" * 300}]
+    rows = [{"id": n, "url": f"u{n}", "contents": "a" * length} for n, length in enumerate((140, 300))]
     text = "".join(json.dumps(item) + "\n" for item in rows)
     path = tmp_path / f"c{suffix}"
     path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
-    with pytest.raises(RetrieverError, match=f"c{suffix}:2: longer than 200 bytes; cut the passage"):
-        load_corpus(path)
+    for read in (load_corpus,) if suffix.endswith("gz") else (load_corpus, Pages):
+        with pytest.raises(RetrieverError, match=f"c{suffix}:2: longer than 200 bytes; cut the passage"):
+            read(path)
 
 
 class Endless(io.BytesIO):
@@ -331,22 +312,15 @@ def test_both_ends_of_large_file_are_read(corpus, monkeypatch):
     assert load_offsets(corpus) is not None
 
 
-@pytest.mark.parametrize("name", ["version", "size", "mtime_ns", "fingerprint"])
+@pytest.mark.parametrize("name", ["version", "size", "mtime_ns", "fingerprint", "last offset"])
 def test_each_part_of_the_identity_counts(corpus, name):
     path = cache_file(corpus)
     whole = path.read_bytes()
-    state = json.loads(whole[:HEADER])
+    state = {"last offset": 0} | json.loads(whole[:HEADER])
+    whole = whole[:-8] + bytes(8) if name == "last offset" else whole
     state[name] = "another" if name == "fingerprint" else state[name] + 1
     path.write_bytes(json.dumps(state).encode().ljust(HEADER) + whole[HEADER:])
     assert load_offsets(corpus) is None
-
-
-def test_offsets_are_the_starts_of_lines(corpus):
-    lines = corpus.read_bytes().splitlines(keepends=True)
-    np.testing.assert_array_equal(load_offsets(corpus).starts, np.cumsum([0, *map(len, lines)]))
-
-
-ROWS = [{"url": f"u{number}", "contents": "é" * number} for number in range(5)]
 
 
 @pytest.mark.parametrize("between", ["", "\n", "  \n\n"])
@@ -360,17 +334,13 @@ def test_blank_lines_move_nothing(tmp_path, between):
     assert pages.access("u5") is None
 
 
-def test_malformed_page_names_its_line(tmp_path):
-    path = tmp_path / "pages.jsonl"
-    path.write_text('{"url": "a", "contents": ""}\n\n\n{"url": 3, "contents": ""}\n')
-    with pytest.raises(RetrieverError, match="pages.jsonl:4: field 'url' must be a string, got 3"):
-        Pages(path)
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ('{"url": "b"}', "expected a JSON object with 'url' and 'contents'"),
+        ('{"contents": "no url"}', "expected a JSON object with 'url' and 'contents'"),
+        pytest.param('{"url": ' + "[" * 200_000, "expected a JSON object with 'url'", id="nested"),
+        ('{"url": 3, "contents": ""}', "field 'url' must be a string, got 3"),
         ('{"url": "b", "contents": null}', "field 'contents' must be a string, got None"),
         ('{"url": "b", "contents": "a \\ud83d b"}', "holds half a surrogate pair; remove it"),
         ('{"url": "b", "contents": "", "more": "\\uD83D"}', "holds half a surrogate pair; remove it"),
@@ -379,8 +349,8 @@ def test_malformed_page_names_its_line(tmp_path):
 def test_unreadable_page_is_refused_at_the_start(tmp_path, row, message):
     """Else each trajectory that asks for it would fail, and with enough of them the run."""
     path = tmp_path / "pages.jsonl"
-    path.write_text('{"url": "a", "contents": "A \\ud83d\\ude00"}\n' + row + "\n")
-    with pytest.raises(RetrieverError, match=f"pages.jsonl:2: {message}"):
+    path.write_text('{"url": "a", "contents": "A \\ud83d\\ude00"}\n\n\n' + row + "\n")
+    with pytest.raises(RetrieverError, match=f"pages.jsonl:4: {message}"):
         Pages(path)
 
 
@@ -391,25 +361,9 @@ def test_pages_by_url(index, tmp_path):
     with TestClient(make_app(index, Depths(1), pages=Pages(path))) as client:
         urls = ["https://w/index.php/A", "u", "nowhere"]
         assert client.post("/access", json={"urls": urls}).json() == {"result": [*rows, None]}
-    path.write_text('{"url": "u", "contents": ""}\n{"contents": "no url"}\n')
-    with pytest.raises(RetrieverError, match="pages.jsonl:2: expected a JSON object with 'url'"):
-        Pages(path)
     with TestClient(make_app(index, Depths(1))) as client:
-        assert (
-            "start the service with --pages_path"
-            in client.post("/access", json={"urls": ["u"]}).json()["error"]
-        )
-
-
-def test_broken_file_of_pages_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "pages.jsonl"
-    path.write_text('{"url": ' + "[" * 200_000)
-    with pytest.raises(RetrieverError, match="pages.jsonl:1: expected a JSON object with 'url'"):
-        Pages(path)
-    monkeypatch.setattr(offsets, "MAX_LINE", 30)
-    path.write_text(json.dumps({"url": "u", "contents": "a" * 50}))
-    with pytest.raises(RetrieverError, match="pages.jsonl:1: longer than 30 bytes"):
-        Pages(path)
+        refused = client.post("/access", json={"urls": ["u"]}).json()
+        assert "start the service with --pages_path" in refused["error"]
 
 
 def test_replaced_pages_stay_and_rewritten_ones_are_noticed(tmp_path):

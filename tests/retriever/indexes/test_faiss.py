@@ -12,7 +12,6 @@ from hypothesis.extra import numpy as st_numpy
 
 from retriever.errors import RetrieverError
 from retriever.indexes import backend as plan
-from retriever.indexes import faiss as faiss_module
 from retriever.indexes import faiss as gpu
 from retriever.indexes.backend import Embeddings
 from retriever.indexes.bm25 import top_k
@@ -29,6 +28,8 @@ from retriever.indexes.faiss import (
 from retriever.indexes.jax import JaxVectors
 
 DIMENSION = 24
+GIB = 2**30
+WIKI, WIDTH = 21_015_324, 768  # passages of wiki-18, and E5's dimension
 
 
 def whole(rng, *shape):
@@ -101,7 +102,7 @@ def test_scores_do_not_depend_on_the_batch(tmp_path):
 def test_four_queries_share_one_matrix_product(version, limit):
     """Until 1.14 the limit was a number of queries, from 1.15 on of their elements."""
     stand_in = SimpleNamespace(__version__=version, cvar=SimpleNamespace())
-    faiss_module.multiply_sooner(stand_in, DIMENSION)
+    gpu.multiply_sooner(stand_in, DIMENSION)
     assert stand_in.cvar.distance_compute_blas_threshold == limit
 
 
@@ -169,18 +170,17 @@ def test_flat_files_are_those_of_faiss(tmp_path, embeddings, vectors):
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_truncated_flat_file_is_refused(tmp_path, embeddings, mmap):
+def test_damaged_file_is_refused(tmp_path, embeddings, mmap):
     path = built(tmp_path, embeddings)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(RetrieverError, match=r"index.faiss: has 96,044 bytes, but .* take 96,045"):
         FaissVectors(path, mmap)
-
-
-def test_other_damaged_files_are_refused(tmp_path, embeddings):
     path = built(tmp_path, embeddings, "SQ8")
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(RetrieverError, match="index.faiss: FAISS cannot read it"):
         FaissVectors(path)
+    with pytest.raises(RetrieverError, match="FAISS type IxSQ; --engine jax needs factory Flat"):
+        map_flat(path)
     path.write_text("nothing")
     with pytest.raises(RetrieverError, match="not a FAISS index"):
         read_header(path)
@@ -215,9 +215,7 @@ def test_ids_must_be_row_numbers(tmp_path, factory, ids, example, mmap):
     path = tmp_path / "x.index"
     faiss.write_index(index, str(path))
     if example:
-        with pytest.raises(
-            RetrieverError, match=rf"x.index: its ids are not the row numbers 0 … 3 .*{example}"
-        ):
+        with pytest.raises(RetrieverError, match=rf"x.index: its ids are not .* 0 … 3 .*{example}"):
             FaissVectors(path, mmap)
     elif factory == "IDMap,Flat":
         order = np.argsort(-(vectors @ vectors[0]), kind="stable")
@@ -247,7 +245,7 @@ def test_large_exhaustive_index_has_several_threads(
     path = built(tmp_path, embeddings, factory, "nprobe=16" if "IVF" in factory else "")
     small = FaissVectors(path, threads=2)
     assert small._searcher is None
-    monkeypatch.setattr(faiss_module, "LARGE", path.stat().st_size)
+    monkeypatch.setattr(gpu, "LARGE", path.stat().st_size)
     large = FaissVectors(path, threads=2)
     assert (large._searcher is not None) == is_exhaustive
     with ThreadPoolExecutor(4) as pool:
@@ -302,18 +300,6 @@ def test_places_without_a_document_come_last():
     assert ids.tolist() == [[2, 4, -1]] and scores[0, 2] == -np.inf
 
 
-GIB = 2**30
-WIKI, WIDTH = 21_015_324, 768  # passages of wiki-18, and E5's dimension
-
-
-def test_wiki_18_fits_one_or_four_gpus():
-    (item,) = gpu.plan_shards(WIKI, WIDTH, [79 * GIB], "wiki")
-    assert item == range(WIKI)
-    four = gpu.plan_shards(WIKI, WIDTH, [23 * GIB] * 4, "wiki")
-    assert [len(rows) for rows in four] == [5_253_831] * 4
-    assert [rows.start for rows in four[1:]] == [rows.stop for rows in four[:-1]]
-
-
 def test_each_device_gets_an_even_part_in_order():
     shards = gpu.plan_shards(10, 4, [4 * GIB] * 3, "x")
     assert [list(rows) for rows in shards] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
@@ -323,21 +309,17 @@ def test_each_device_gets_an_even_part_in_order():
 def test_index_above_gpu_memory_is_refused():
     need = WIKI * (2 * WIDTH + 8) + gpu.WORKSPACE
     gpu.plan_shards(WIKI, WIDTH, [need], "wiki")
-    with pytest.raises(
-        RetrieverError, match="wiki in fp16 over 1 GPU.s. needs 32.7 GiB .*GPU 0 has 32.7 GiB"
+    for free, message in (
+        ([need - 1], "wiki in fp16 over 1 GPU.s. needs 32.7 GiB .*GPU 0 has 32.7 GiB"),
+        ([40 * GIB, 10 * GIB], "over 2 GPU.s. needs 17.6 GiB .*GPU 1 has 10.0 GiB free; take more"),
     ):
-        gpu.plan_shards(WIKI, WIDTH, [need - 1], "wiki")
-    with pytest.raises(
-        RetrieverError, match="over 2 GPU.s. needs 17.6 GiB .*GPU 1 has 10.0 GiB free; take more"
-    ):
-        gpu.plan_shards(WIKI, WIDTH, [40 * GIB, 10 * GIB], "wiki")
+        with pytest.raises(RetrieverError, match=message):
+            gpu.plan_shards(WIKI, WIDTH, free, "wiki")
 
 
 def test_inverted_lists_are_spread_and_checked():
     gpu.require_ivf_memory(20 * GIB, [14 * GIB, 14 * GIB], "x")
-    with pytest.raises(
-        RetrieverError, match="x over 2 GPU.s. needs 13.5 GiB on each, and GPU 1 has 13.0 GiB"
-    ):
+    with pytest.raises(RetrieverError, match="x over 2 GPU.s. needs 13.5 GiB on each, and GPU 1 has 13"):
         gpu.require_ivf_memory(20 * GIB, [14 * GIB, 13 * GIB], "x")
 
 
@@ -368,16 +350,11 @@ def test_gpu_shards_find_results_of_one_index(devices, k):
 @pytest.mark.parametrize(
     ("factory", "allowed"),
     [
-        ("Flat", True),
-        ("IVF4,Flat", True),
-        ("IVF4,PQ4x4", True),
-        ("IVF4,SQ8", True),
-        ("SQfp16", False),
-        ("SQ8", False),
-        ("PQ4x4", False),
-        ("HNSW8", False),
-        ("PCA8,Flat", False),
-        ("OPQ4,IVF4,PQ4x4", False),
+        *[(factory, True) for factory in ("Flat", "IVF4,Flat", "IVF4,PQ4x4", "IVF4,SQ8")],
+        *[
+            (factory, False)
+            for factory in ("SQfp16", "SQ8", "PQ4x4", "HNSW8", "PCA8,Flat", "OPQ4,IVF4,PQ4x4")
+        ],
     ],
 )
 def test_type_that_stays_on_the_cpu_is_refused(tmp_path, factory, allowed):
@@ -422,10 +399,6 @@ def test_planned_bytes_are_those_of_the_file(tmp_path, factory):
     assert plan.vector_bytes(20_000, 16, factory) == pytest.approx(
         (tmp_path / "index").stat().st_size, rel=0.1
     )
-
-
-def test_wiki18_flat_is_the_published_size():
-    assert plan.vector_bytes(21_015_324, 768, "Flat") == 64_559_075_328
 
 
 def test_memory_of_a_container_counts(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import pytest
-from retriever_rig import brute_force_ids, ids
+from retriever_rig import brute_force_ids, ids, write_rows
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
@@ -19,6 +19,7 @@ from retriever.indexes.backend import MANIFEST
 from retriever.indexes.index import Index, build_index, open_index
 
 PEOPLE = ["adara almson", "brulen falkski", "cirel domson", "elgar berkson"]
+ROWS = [{"id": str(number)} for number in range(4)]
 
 
 def write_corpus(path, count=40):
@@ -26,8 +27,7 @@ def write_corpus(path, count=40):
         {"id": f"p{i}", "contents": f'"{PEOPLE[i % 4]} {i}"\nlives in town number {i // 3}.', "url": f"u{i}"}
         for i in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, rows)
 
 
 @pytest.fixture(scope="module")
@@ -108,23 +108,37 @@ def test_damaged_bm25_is_refused(bm25, tmp_path, corpus):
     with pytest.raises(RetrieverError, match="bm25: not a whole BM25 index"):
         open_index(copy, corpus, IndexOptions(skip_checksum=True))
     shutil.rmtree(copy / "bm25")
+    with pytest.raises(RetrieverError, match=r"bm25/.*: cannot be read \(No such file"):
+        open_index(copy, corpus)
     with pytest.raises(RetrieverError, match="bm25: not a whole BM25 index"):
         open_index(copy, corpus, IndexOptions(skip_checksum=True))
 
 
-@pytest.mark.parametrize("content", [None, b"", b"PK damaged"])
-def test_damaged_encoder_is_refused(copy, corpus, content):
-    file = copy / "encoder.npz"
-    file.unlink()
+def test_bm25_above_the_memory_is_refused(bm25, tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr("retriever.indexes.backend.available_memory", lambda: 10)
+    with pytest.raises(RetrieverError, match="bm25: needs .* are available; serve it with --mmap"):
+        open_index(bm25, corpus)
+    assert open_index(bm25, corpus, IndexOptions(mmap=True)).search(["cirel"], 1)[0]
+    with pytest.raises(RetrieverError, match="BM25: needs .* are available; use --retriever_name hashed"):
+        build_index(corpus, tmp_path / "i", BuildOptions("bm25"), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *[
+            ("encoder.npz", text, "cannot be read .*build the index again")
+            for text in (None, b"", b"PK damaged")
+        ],
+        ("index.faiss", None, "no such index"),
+        *[(MANIFEST, text, ".*build it again") for text in (b"{", b"[]", b"{}", b'{"kind": "x"}')],
+    ],
+)
+def test_missing_or_damaged_file_is_refused(copy, corpus, name, content, message):
+    (copy / name).unlink()
     if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(RetrieverError, match="encoder.npz: cannot be read .*build the index again"):
-        open_index(copy, corpus)
-
-
-def test_missing_file_is_refused(copy, corpus):
-    (copy / "index.faiss").unlink()
-    with pytest.raises(RetrieverError, match="index.faiss: no such index"):
+        (copy / name).write_bytes(content)
+    with pytest.raises(RetrieverError, match=f"{name}: {message}"):
         open_index(copy, corpus)
 
 
@@ -153,35 +167,21 @@ def test_truncated_index_is_refused(copy, mmap, corpus):
         open_index(copy, corpus, IndexOptions(mmap=mmap))
 
 
-def test_sizes_of_index_and_corpus_must_agree(hashed, copy, corpus, tmp_path):
+def test_sizes_of_index_corpus_and_encoder_must_agree(hashed, copy, corpus, tmp_path):
     with pytest.raises(RetrieverError, match=r"built from another corpus \(40 passages; this one has 39\)"):
         open_index(hashed, load_corpus(write_corpus(tmp_path / "c.jsonl", 39)))
-    index = faiss.IndexFlatIP(4096)
-    index.add(np.ones((39, 4096), np.float32))
-    faiss.write_index(index, str(copy / "index.faiss"))
-    manifest = json.loads((copy / MANIFEST).read_text())
-    del manifest["bytes"]
-    (copy / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(RetrieverError, match="holds 39 vectors and the corpus .* 40 passages"):
-        open_index(copy, corpus)
-
-
-def test_dimensions_of_index_and_encoder_must_agree(copy, corpus):
-    index = faiss.IndexFlatIP(8)
-    index.add(np.ones((40, 8), np.float32))
-    faiss.write_index(index, str(copy / "index.faiss"))
-    manifest = json.loads((copy / MANIFEST).read_text())
-    manifest["bytes"] = (copy / "index.faiss").stat().st_size
-    (copy / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(RetrieverError, match="holds vectors of dimension 8, and hashed makes 4096"):
-        open_index(copy, corpus)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"kind": "x"}'])
-def test_damaged_manifest_is_refused(copy, corpus, text):
-    (copy / MANIFEST).write_text(text)
-    with pytest.raises(RetrieverError, match=r"manifest.json: .*build it again"):
-        open_index(copy, corpus)
+    for count, dimension, message in (
+        (39, 4096, "holds 39 vectors and the corpus .* 40 passages"),
+        (40, 8, "holds vectors of dimension 8, and hashed makes 4096"),
+    ):
+        index = faiss.IndexFlatIP(dimension)
+        index.add(np.ones((count, dimension), np.float32))
+        faiss.write_index(index, str(copy / "index.faiss"))
+        manifest = json.loads((copy / MANIFEST).read_text())
+        manifest["bytes"] = (copy / "index.faiss").stat().st_size
+        (copy / MANIFEST).write_text(json.dumps(manifest))
+        with pytest.raises(RetrieverError, match=message):
+            open_index(copy, corpus)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,6 @@ def test_missing_index_or_encoder_is_named(hashed, tmp_path, corpus):
     for name in ("", "hashed", "bm25"):
         with pytest.raises(RetrieverError, match="set --retriever_name to e5"):
             open_index(hashed / "index.faiss", corpus, IndexOptions(name))
-
-
-ROWS = [{"id": str(number)} for number in range(4)]
 
 
 class Sparse:

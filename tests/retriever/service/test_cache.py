@@ -15,6 +15,19 @@ from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
 from retriever.service.engine import Depths, Engine, Limits, Metrics, RetrieveRequest
 
+WRITER = """
+import sys
+from pathlib import Path
+from retriever.service.cache import ResultCache
+store = ResultCache(Path(sys.argv[1]), {}, "use")
+print("open", flush=True)
+sys.stdin.readline()
+for n in range(300):
+    name = f"{sys.argv[2]} {n}"
+    store.store([name, "shared"], 1, [[({"id": name}, 1.0)], [({"id": "shared"}, 1.0)]])
+    assert store.look_up([name], 1) == [[({"id": name}, 1.0)]]
+"""
+
 
 def test_store_repeats_a_run_and_names_a_miss(index, tmp_path):
     counting = Counting(index)
@@ -50,22 +63,6 @@ def item(name):
     return [({"id": name, "contents": f"text of {name}"}, 1.0)]
 
 
-def test_failed_insert_loses_nothing(tmp_path):
-    """A full disk: SQLite's own error, here by a limit of its own."""
-    store = ResultCache(tmp_path / "s", {}, "use")
-    store.store(["a"], 1, [item("a")])
-    (pages,) = store._store.execute("PRAGMA page_count").fetchone()
-    store._store.execute(f"PRAGMA max_page_count = {pages}")
-    large = [({"id": "b", "contents": "x" * 100_000}, 1.0)]
-    for _ in range(2):
-        with pytest.raises(RetrieverError, match="results cannot be stored .*full.*--cache_path"):
-            store.store(["b"], 1, [large])
-    assert store.look_up(["a", "b"], 1) == [item("a"), None]
-    store._store.execute("PRAGMA max_page_count = 1000000")
-    store.store(["b"], 1, [large])
-    assert store.look_up(["b"], 1) == [large]
-
-
 def test_half_failed_insert_is_rolled_back(tmp_path):
     """Unlike a full disk, most errors leave SQLite's transaction open: here one of the second row."""
     store = ResultCache(tmp_path / "s", {}, "use")
@@ -80,13 +77,6 @@ def test_half_failed_insert_is_rolled_back(tmp_path):
     assert ResultCache(tmp_path / "s", {}, "use").look_up(["c"], 1) == [item("c")]  # written, not only begun
 
 
-def test_half_a_surrogate_pair_is_kept(tmp_path):
-    store = ResultCache(tmp_path / "s", {}, "use")
-    store.store(["q"], 1, [item("half \ud800 of it")])
-    store.store(["r"], 1, [item("Zürich 日本")])
-    assert store.look_up(["q", "r"], 1) == [item("half \ud800 of it"), item("Zürich 日本")]
-
-
 def test_opening_waits_for_another_process(tmp_path):
     path = tmp_path / "s"
     other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -97,20 +87,6 @@ def test_opening_waits_for_another_process(tmp_path):
     thread.join()
     store.store(["q"], 1, [item("a")])
     assert store.look_up(["q"], 1) == [item("a")]
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from retriever.service.cache import ResultCache
-store = ResultCache(Path(sys.argv[1]), {}, "use")
-print("open", flush=True)
-sys.stdin.readline()
-for n in range(300):
-    name = f"{sys.argv[2]} {n}"
-    store.store([name, "shared"], 1, [[({"id": name}, 1.0)], [({"id": "shared"}, 1.0)]])
-    assert store.look_up([name], 1) == [[({"id": name}, 1.0)]]
-"""
 
 
 def test_two_processes_share_a_store(tmp_path):
@@ -131,27 +107,19 @@ def test_two_processes_share_a_store(tmp_path):
     assert [results[0][0]["id"] for results in kept] == [f"{name} {n}" for name in "ab" for n in range(300)]
 
 
-FIRST = [({"id": "1", "contents": "é"}, 0.5)]
-SECOND = [({"id": "2", "contents": "b"}, 0.25)]
-
-
 @pytest.fixture
 def store(tmp_path):
     return ResultCache(tmp_path / "store.sqlite", {"encoder": "x"}, "use")
 
 
 def test_first_stored_result_stays(store):
-    store.store(["a"], 3, [FIRST])
-    store.store(["b", "a"], 3, [SECOND, SECOND])
-    assert store.look_up(["a", "b", "c"], 3) == [FIRST, SECOND, None]
-    store.store(["c"], 3, [FIRST])  # nothing is left open
-    assert store.look_up(["c"], 3) == [FIRST]
-
-
-def test_later_process_finds_stored_results(store, tmp_path):
-    store.store(["a"], 3, [FIRST])
-    again = ResultCache(tmp_path / "store.sqlite", {"encoder": "x"}, "replay")
-    assert again.look_up(["a"], 3) == [FIRST]
+    store.store(["a"], 3, [item("é")])
+    store.store(["b", "a"], 3, [item("b")] * 2)
+    assert store.look_up(["a", "b", "c"], 3) == [item("é"), item("b"), None]
+    store.store(["c"], 3, [item("é")])  # nothing is left open
+    assert store.look_up(["c"], 3) == [item("é")]
+    store.store(["d"], 3, [item("half \ud800 of it")])
+    assert store.look_up(["d"], 3) == [item("half \ud800 of it")]
 
 
 def test_equal_queries_at_once_are_all_answered(index, store):
@@ -188,7 +156,8 @@ def test_full_disk_costs_no_client_its_answer(index, store, capsys):
         ask(*long)
         ask(*long)
         output = capsys.readouterr().err
-        assert output.count("warning: ") == 1 and "results cannot be stored" in output and "full" in output
+        assert output.count("warning: ") == 1
+        assert "results cannot be stored (database or disk is full); set --cache_path" in output
         assert unstored() == 80 * outage
         ask("ada almson")  # what was stored before is still found
         assert unstored() == 80 * outage

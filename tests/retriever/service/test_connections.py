@@ -5,7 +5,6 @@ import contextlib
 import resource
 import socket
 import time
-from pathlib import Path
 
 import pytest
 from retriever_rig import served
@@ -20,6 +19,7 @@ HEAD = b"POST /retrieve HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\
 
 
 LENGTH = len(BODY)
+MB = 2**20
 
 
 def request(length=LENGTH):
@@ -117,15 +117,11 @@ def test_endless_head_is_cut_off(index):
                 if first:
                     connection.sendall(first)
                     assert b" 200 OK" in read(connection)
-                begun = time.monotonic()
                 connection.sendall(b"POST /retr")
-                for _ in range(100):  # a byte now and then must not keep it open
-                    time.sleep(0.05)
-                    try:
+                with pytest.raises(OSError):
+                    for _ in range(60):  # a byte now and then must not keep it open
+                        time.sleep(0.05)
                         connection.sendall(b"i")
-                    except OSError:
-                        break
-                assert 0.4 < time.monotonic() - begun < 3
 
 
 def test_long_search_is_not_cut_off(index):
@@ -146,13 +142,11 @@ def test_slow_body_is_408(index):
     with served(make_app(index, Depths(1), limits=limits), seconds=0.5) as address:
         with socket.create_connection(address) as slow:
             slow.sendall(request())
-            begun = time.monotonic()
             for byte in BODY[:5]:
                 slow.sendall(bytes([byte]))
                 time.sleep(0.05)
             reply = read(slow)
             assert b" 408 " in reply and b"--request_seconds" in reply and b"connection: close" in reply
-            assert time.monotonic() - begun < 3
         assert b" 200 OK" in ask(address)
 
 
@@ -235,43 +229,6 @@ def test_bodies_to_health_delay_no_search(index, method, status):
         assert status in read(held[0])
 
 
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize(
-    "start",
-    [
-        b"GET /health HTTP/1.1\r\nhost: h\r\nx: ",
-        b"GET /",
-        HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked") + b"\r\n2\r\n{}\r\n0\r\nx: ",
-        request() + BODY + b"GET /health HTTP/1.1\r\nx: ",  # the next one, while the first is answered
-    ],
-)
-def test_huge_head_is_refused_and_not_kept(index, start):
-    """Sixteen heads of 58 MB took 600 MB. Also an address, what follows a body, and a second request's."""
-    with served(make_app(index, Depths(1))) as address:
-        head, before = start + b"x" * 58 * 10**6, resident()
-        with contextlib.ExitStack() as stack:
-            for _ in range(16):
-                connection = stack.enter_context(socket.create_connection(address))
-                connection.settimeout(5)
-                with contextlib.suppress(OSError):  # the service has closed
-                    connection.sendall(head)
-            assert resident() - before < 100 * 10**6
-            assert b" 200 OK" in ask(address)
-
-
-def test_refused_head_names_the_limit(index):
-    with served(make_app(index, Depths(1))) as address, socket.create_connection(address) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * MAX_HEAD)
-        refused = read(connection)
-        assert (
-            refused.startswith(b"HTTP/1.1 400 ") and b'{"error": "' in refused and b"65536 bytes" in refused
-        )
-
-
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize(
     ("start", "fill", "end"),
@@ -296,7 +253,9 @@ def test_head_of_64_kib_is_the_largest(index, start, fill, end, in_parts):
                     for part in (head[:40_000], head[40_000:]) if in_parts else (head,):
                         connection.sendall(part)
                         time.sleep(0.02 * in_parts)
-                    assert status in read(connection), (before, count)
+                    reply = read(connection)
+                    assert status in reply, (before, count)
+                    assert (b'{"error": "' in reply and b"65536 bytes" in reply) == (count > taken)
 
 
 def test_trailers_and_a_waiting_head_are_bounded(index):
@@ -316,9 +275,6 @@ def test_trailers_and_a_waiting_head_are_bounded(index):
                 while replies.count(b"HTTP/1.1 ") < len(statuses):
                     replies += read(connection)
             assert [part[:3] for part in replies.split(b"HTTP/1.1 ")[1:]] == statuses
-
-
-MB = 2**20
 
 
 @pytest.fixture(scope="module")

@@ -75,20 +75,12 @@ def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::", "localhost"])
 def test_addresses_of_both_families(host):
-    if ":" in host and not has_ipv6():
+    if ":" in host and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
     with listen(host, 0) as listener:
         socket.create_connection(("::1" if host == "::" else host, listener.getsockname()[1])).close()
         if host == "::":  # of both families at once
             socket.create_connection(("127.0.0.1", listener.getsockname()[1])).close()
-
-
-def has_ipv6():
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
 
 
 class Empty:
@@ -193,22 +185,13 @@ def test_taken_port_is_named(tmp_path):
             run(parse(options))
 
 
-def test_build_if_missing(tmp_path, files):
-    arguments = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "new"), "--build_if_missing"]
-    stages = []
-    index = load_index(parse(arguments), stages.append)
-    assert [row["id"] for row, _ in index.search(["ada carlson"], 1)[0]] == ["2"]
-    assert [stage.split()[0] for stage in stages] == ["reading", "building", "loading"]
-    before = (tmp_path / "new" / MANIFEST).stat().st_mtime_ns
-    load_index(parse(arguments), stages.append)
-    assert [stage.split()[0] for stage in stages[3:]] == ["reading", "loading"]
-    assert (tmp_path / "new" / MANIFEST).stat().st_mtime_ns == before
-
-
-def test_options_reach_the_service(files, capsys):
+def test_options_reach_the_service(files, tmp_path, capsys):
     arguments = ["--corpus_path", str(files[0]), "--index_path", str(files[1]), "--host", "0.0.0.0"]
     arguments += ["--retrieval_topk", "5", "--reranking_topk", "2", "--max_queries", "4", "--engine", "jax"]
-    with TestClient(load(parse(arguments))) as client:
+    pages = tmp_path / "pages.jsonl"
+    pages.write_text('{"url": "u", "contents": "a page"}\n')
+    with TestClient(load(parse([*arguments, "--pages_path", str(pages)]))) as client:
+        assert client.post("/access", json={"urls": ["u"]}).json()["result"][0]["contents"] == "a page"
         (five,) = client.post("/retrieve", json={"queries": ["ada dorn"]}).json()["result"]
         body = {"queries": ["ada dorn"], "topk_retrieval": 5, "not_sort": True}
         (two,) = client.post("/retrieve", json=body).json()["result"]
@@ -222,13 +205,19 @@ def test_build_options_reach_the_builder(tmp_path, files):
     arguments = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "new"), "--build_if_missing"]
     arguments += ["--factory", "HNSW8", "--search", "efSearch=99", "--embeddings", str(tmp_path / "kept")]
     arguments += ["--embedding_dtype", "float16", "--shard_rows", "5"]
-    index = load_index(parse(arguments), print)
+    stages = []
+    index = load_index(parse(arguments), stages.append)
+    assert [stage.split()[0] for stage in stages] == ["reading", "building", "loading"]
+    assert [row["id"] for row, _ in index.search(["ada carlson"], 1)[0]] == ["2"]
     assert index.manifest["factory"] == "HNSW8"
     shards = sorted((tmp_path / "kept").glob("shard-*.npy"))
     assert [np.load(path).shape[0] for path in shards] == [5, 5, 5, 1]
     assert np.load(shards[0]).dtype == np.float16
     assert faiss.read_index(str(tmp_path / "new" / "index.faiss")).hnsw.efSearch == 99
-    load_index(parse(arguments), print)
+    before = (tmp_path / "new" / MANIFEST).stat().st_mtime_ns
+    load_index(parse(arguments), stages.append)
+    assert [stage.split()[0] for stage in stages[3:]] == ["reading", "loading"]
+    assert (tmp_path / "new" / MANIFEST).stat().st_mtime_ns == before
     changed = [*arguments, "--factory", "Flat"]
     with pytest.raises(
         RetrieverError, match="--factory Flat: .*/new was built with HNSW8; leave the option out"
@@ -258,9 +247,3 @@ def test_workers_are_cores_but_one_for_web(files, tmp_path, monkeypatch):
         assert assembly._workers(parse([*web, "--threads", str(threads)])) == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert assembly._workers(parse(paths)) == 6
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "nan"])
-def test_request_seconds_must_be_a_time(value):
-    with pytest.raises(RetrieverError, match="--request_seconds is .*must be above 0"):
-        parse(["--corpus_path", "c", "--index_path", "i", "--request_seconds", value])

@@ -11,31 +11,55 @@ let groups = [];
 let listed = []; // groups that pass the filters, each with its matching trajectories
 let state = readState();
 let advantage = {};
-let run = { name: "", planned: 0, newest: 0 }; // its last two folders; steps to train; newest kept step
+let run = { name: "", planned: 0, newest: 0, trouble: "" }; // its last two folders; steps to train; newest kept step; why it is not followed
+let version = null; // of the index, as the server names it; null: its server names none
+
+const LOOK = 2000; // milliseconds between two looks for new steps
 
 const FILTERS = ["text", "show", "source", "sort", "from", "to"];
 const NO_FILTERS = { text: "", show: "", source: "", sort: "", from: null, to: null, follow: "", run: "", unreadable: [] };
 
 const groupHere = () => groups.find((one) => one.step === state.step && one.group === state.group);
 
-async function load(address) {
-  const answer = await fetch(address).catch(() => {
+async function request(address, options = {}) {
+  const answer = await fetch(address, options).catch(() => {
     throw new Error("The server does not answer. Is calibadv inspect still running?");
   });
+  if (answer.status === 304) return answer;
   if (answer.status === 404) throw new Error(`${address}: not kept any more (log.rollouts_keep). Load the page again.`);
   if (!answer.ok) throw new Error(`${address}: ${(await answer.text()).slice(0, 500)}`);
-  return answer.json();
+  return answer;
+}
+
+const load = async (address) => (await request(address)).json();
+
+// Reads the index, unless it is the one that the page has.
+async function loadIndex() {
+  const headers = version ? { "If-None-Match": version } : {};
+  const answer = await request("data/index.json", { headers, cache: "no-store" });
+  if (answer.status === 304) return false;
+  const index = await answer.json();
+  version = answer.headers.get("ETag");
+  groups = readIndex(index);
+  advantage = index.advantage;
+  run = { name: index.name, planned: index.planned, newest: index.steps.at(-1)?.step ?? 0, trouble: "" };
+  return true;
 }
 
 function fail(error) {
   find("detail").replaceChildren(make("p", { id: "message", role: "alert" }, String(error.message)));
 }
 
+function fillSources() {
+  const sources = ["", ...new Set(groups.map((group) => group.source))].sort();
+  if (find("source").options.length === sources.length) return; // a list that is open stays open
+  find("source").replaceChildren(...sources.map((value) => make("option", { value }, value || "all")));
+  find("source").value = state.source;
+}
+
 function setUpFilters() {
-  const sources = [...new Set(groups.map((group) => group.source))].sort();
   find("show").replaceChildren(...Object.entries(SHOWS).map(([value, [label]]) => make("option", { value }, label)));
   find("sort").replaceChildren(...Object.entries(SORTS).map(([value, [label]]) => make("option", { value }, label)));
-  find("source").replaceChildren(make("option", { value: "" }, "all"), ...sources.map((one) => make("option", { value: one }, one)));
   for (const name of FILTERS) {
     find(name).addEventListener("input", () => {
       const { value, type } = find(name);
@@ -59,7 +83,7 @@ function fillFilters() {
   for (const name of FILTERS) find(name).value = state[name] ?? "";
 }
 
-function setUpSteps() {
+function showSteps() {
   const bars = stepMeans(groups).map(({ step, mean }) => {
     const bar = make("i");
     bar.style.height = `${Math.round(100 * Math.max(mean, 0.02))}%`;
@@ -70,6 +94,9 @@ function setUpSteps() {
     );
   });
   find("steps").replaceChildren(...bars);
+}
+
+function setUpSteps() {
   find("steps").addEventListener("click", (event) => {
     const bar = event.target.closest(".step");
     if (!bar) return;
@@ -110,12 +137,14 @@ function showTrouble(isEmpty) {
   const button = make("button", { type: "button" }, "clear the filters");
   button.addEventListener("click", clearFilters);
   find("empty").hidden = !isEmpty;
-  find("empty").replaceChildren(`No trajectory passes the filters: ${filters.join(", ")}. `, button);
+  if (groups.length) find("empty").replaceChildren(`No trajectory passes the filters: ${filters.join(", ")}. `, button);
+  else find("empty").replaceChildren("The run has kept no step yet. The first one appears here by itself.");
   const here = groupHere();
   const isMissing = state.step !== null && state.group !== null && !here;
   const dead = [
+    run.trouble && `New steps do not appear: ${run.trouble}`,
     state.run && state.run !== run.name && `This page shows the run ${run.name}; the link is for ${state.run}: calibadv inspect its folder.`,
-    isMissing && `The run keeps no group ${state.group} of step ${state.step}; ${kept}.`,
+    isMissing && steps.length && `The run keeps no group ${state.group} of step ${state.step}; ${kept}.`,
     here && state.trajectory !== null && !here.rows.some((row) => row.index === state.trajectory)
       && `The group has no trajectory ${state.trajectory}.`,
     ...state.unreadable.map((text) => `The address holds ${text}, which is no number.`),
@@ -126,8 +155,14 @@ function showTrouble(isEmpty) {
   find("notice").textContent = dead.join(" ");
 }
 
+// The list that follows a run has its newest step, or that of the open group, which stays where it is.
+function followRun() {
+  const step = groupHere()?.step ?? (run.newest || null);
+  if (state.follow) Object.assign(state, { from: step, to: step });
+}
+
 async function showState() {
-  if (state.follow) Object.assign(state, { from: run.newest, to: run.newest });
+  followRun();
   fillFilters();
   refresh();
   const isOpen = groupHere() !== undefined;
@@ -243,19 +278,40 @@ function setUpKeys() {
   find("help").querySelector(".terms").append(...termList());
 }
 
+// Looks for new steps; what is open, chosen, typed or has the focus stays.
+async function look() {
+  const before = run.trouble;
+  let isNew = false;
+  try {
+    isNew = !document.hidden && (await loadIndex());
+    run.trouble = "";
+  } catch (error) {
+    run.trouble = error.message;
+  }
+  if (isNew) {
+    followRun();
+    for (const name of ["from", "to"]) find(name).value = state[name] ?? "";
+    fillSources();
+    showSteps();
+  }
+  if (isNew || run.trouble !== before) refresh();
+  const isIdle = !groupHere() && !find("detail").contains(document.activeElement);
+  if (isNew && isIdle) showNothing(advantage, countShows(groups), chooseShow, run);
+  if (run.newest < run.planned) setTimeout(look, LOOK);
+}
+
 async function start() {
-  const index = await load("data/index.json");
-  groups = readIndex(index);
-  advantage = index.advantage;
-  run = { name: index.name, planned: index.planned, newest: groups.at(-1)?.step ?? 0 };
+  await loadIndex();
   if (location.hash.length < 2 && run.newest < run.planned) {
     state.follow = "newest"; // the address says so: the page, loaded again, follows the run
     writeState(state, false);
   }
-  find("name").textContent = index.name;
-  document.title = `${index.name} · trajectories`;
+  find("name").textContent = run.name;
+  document.title = `${run.name} · trajectories`;
   setUpFilters();
+  fillSources();
   setUpSteps();
+  showSteps();
   setUpList(chooseGroup);
   setUpKeys();
   setUpTip();
@@ -267,6 +323,7 @@ async function start() {
   const shown = showState();
   performance.mark("list");
   find("list").dataset.ready = "yes";
+  if (version && run.newest < run.planned) setTimeout(look, LOOK);
   await shown;
 }
 

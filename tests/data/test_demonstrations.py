@@ -56,6 +56,7 @@ def test_every_field_arrives_in_order(tmp_path):
         ({"text": SEARCH, "documents": {"title": "a", "text": "b"}}, "'documents' must be a list"),
         ({"text": SEARCH, "documents": [{"title": "a"}]}, "'documents' must be a list"),
         ({"text": SEARCH, "documents": [{"title": 1, "text": "b"}]}, "'documents' must be a list"),
+        ({"text": SEARCH, "observation": 3}, "'observation' must be a text, got 3"),
     ],
 )
 def test_invalid_turn_is_named_with_its_line(tmp_path, turn, message):
@@ -76,7 +77,11 @@ def test_lone_surrogate_is_replaced_in_turns_and_messages(tmp_path):
     build_word_tokenizer().encode(ours.turns[0].text)
 
 
-def test_empty_file_is_refused(tmp_path):
+def test_empty_or_missing_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match="none.jsonl: no such file of demonstrations"):
+        load_demonstrations(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match="'messages' must be a non-empty list, got 'x'"):
+        load_demonstrations(write_rows(tmp_path / "demos.jsonl", {"messages": "x"}))
     with pytest.raises(UserError, match="no demonstrations in it"):
         load_demonstrations(write_rows(tmp_path / "demos.jsonl"))
 
@@ -86,8 +91,13 @@ def test_chat_question_ends_with_its_line(tmp_path):
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": ANSWER["text"]}]
     plain = [{"role": "user", "content": "who?\nThink first."}, messages[1]]
     quoting = [{"role": "user", "content": "Question: what is Question:?"}, messages[1]]
+    search = {"role": "assistant", "content": SEARCH}
+    shown = ["See <information> a </information>", " <information> b </information>\n"]
+    looked_up = [plain[0], search, *({"role": "tool", "content": text} for text in shown), messages[1]]
     rows = {"messages": messages}, {"messages": plain, "id": 2.0}, {"messages": quoting}
-    first, second, third = load_demonstrations(write_rows(tmp_path / "demos.jsonl", *rows))
+    own = {"messages": looked_up, "question": "asked?"}
+    first, second, third, fourth = load_demonstrations(write_rows(tmp_path / "demos.jsonl", *rows, own))
+    assert fourth.question.text == "asked?" and fourth.turns[0].observation == f"{shown[0]}\nb"
     assert third.question.text == "Question: what is Question:?"
     assert first.question.text == "who wrote it?" and second.question.text == "who?\nThink first."
     assert second.question.id == "2"

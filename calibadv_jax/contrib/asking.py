@@ -1,0 +1,158 @@
+"""A policy that people ask: opened from its folder, one trajectory a question, watched turn by turn."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from calibadv_jax.config import Config, RewardConfig, load_config
+from calibadv_jax.config.kept import newest_start
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, well_formed
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
+from calibadv_jax.rollout.agent import run_trajectory
+from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run.model import PolicySource, build_model, find_policy, has_tokenizer
+from calibadv_jax.run.wiring import open_rollouts
+
+OVERRIDE = re.compile(r"(tools|[a-z_]+(\.[a-z_0-9]+)+)=.*", re.DOTALL)
+_PATIENCE = 10.0  # seconds without an answer of the retriever
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `read_policy` reads, but not the overrides."""
+    add = parser.add_argument
+    policy = "policy to ask: a run, its checkpoints folder, a checkpoint, a snapshot, a HuggingFace folder"
+    add("--policy", type=Path, required=True, metavar="FOLDER", help=policy)
+    config = "config with prompt, rollout, sampler and retriever; default: the config of the run"
+    add("--config", type=Path, metavar="FILE", help=config)
+    programs = (
+        "start the MCP servers that the run's own config names as commands; without it they are refused"
+    )
+    add("--start-programs", action="store_true", help=programs)
+    temperature = "sampling temperature (default: 0, always the most likely token)"
+    add("--temperature", type=float, default=0.0, help=temperature)
+
+
+def read_policy(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, PolicySource]:
+    """Return the config of the arguments, and the policy that they name.
+
+    Raises:
+        UserError: no such policy or config, a bad temperature, or a config that starts programs.
+    """
+    if not 0 <= arguments.temperature < float("inf"):
+        raise UserError(f"--temperature {arguments.temperature:g}: give 0 or more")
+    if not arguments.policy.exists():
+        raise UserError(f"{arguments.policy}: no such folder; give that of a run or of a HuggingFace model")
+    source = find_policy(arguments.policy)
+    config = load_config(arguments.config or run_config(source), [*own_tokenizer(source), *overrides])
+    if not arguments.config and not arguments.start_programs:
+        refuse_programs(config, source)
+    return config, source
+
+
+def own_tokenizer(source: PolicySource) -> list[str]:
+    """Return the override that takes the policy's own tokenizer, if there is one beside it."""
+    return ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
+
+
+def run_config(source: PolicySource) -> Path:
+    """Return the config of the newest start of the policy's run.
+
+    Raises:
+        UserError: the policy belongs to no run, or all kept configs are damaged.
+    """
+    start = newest_start(source.model_folder.parent)
+    if start is None:
+        raise UserError(f"{source}: no config of a run beside it; name one with --config")
+    return start.path
+
+
+def refuse_programs(config: Config, source: PolicySource) -> None:
+    """Refuse a config that starts programs: a run's folder may come from somebody else.
+
+    Raises:
+        UserError: a tool is an MCP server with a command.
+    """
+    for tool in config.tools:
+        if tool.mcp and tool.mcp.command:
+            raise UserError(
+                f"{source}: the run's config starts a program, {tool.mcp.command!r}; --start-programs allows"
+                " it, and --config FILE takes a config of your own"
+            )
+
+
+def for_people(config: Config, folder: str, slots: int) -> Config:
+    """Write logs into `folder`, use few slots, wait briefly, and ask no judge: there is no golden answer."""
+    retriever = config.retriever
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, dir=folder),
+        sampler=dataclasses.replace(config.sampler, slots=slots),
+        retriever=dataclasses.replace(retriever, patience=min(retriever.patience, _PATIENCE)),
+        reward=RewardConfig(),
+    )
+
+
+@contextmanager
+def open_policy(config: Config, source: PolicySource, slots: int = 1) -> Iterator[Rollouts]:
+    """Yield rollouts of the policy, with its sampler and its retriever.
+
+    Args:
+        slots: number of questions that are answered together.
+
+    Raises:
+        UserError: policy, sampler or retriever cannot be used.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config = for_people(config, folder, slots)
+        model = build_model(config, str(source.model_folder), source.adapters)
+        with open_rollouts(config, model, source.model_folder, Path(folder) / "snapshots") as rollouts:
+            rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
+            yield rollouts
+
+
+def check_question(rollouts: Rollouts, text: str) -> None:
+    """Raise UserError if the prompt of a question cannot be built, or is too long."""
+    context = rollouts.context
+    question = Question("question", well_formed(text), (), "ask")
+    length = context.rollout.max_prompt_length
+    build_prompt(question, context.tokenizer, context.prompt, length, context.actions)
+
+
+async def answer(
+    rollouts: Rollouts,
+    name: str,
+    text: str,
+    watch: Callable[[Turn, bool], object],
+    seed: int | None = None,
+    session: str = "",
+    **changes: Any,
+) -> Trajectory:
+    """Write a trajectory on the loop of `rollouts`, with `changes` of its RolloutConfig.
+
+    Args:
+        name: of the question; with the seed (None: the run's) it determines every sampled token.
+        watch: see `RolloutContext`.
+        session: unique among questions under way; default: `name`.
+    """
+    context = rollouts.context
+    context = dataclasses.replace(
+        context, watch=watch, rollout=dataclasses.replace(context.rollout, **changes)
+    )
+    question = Question(name, well_formed(text), (), "ask")
+    seed = rollouts.seed if seed is None else seed
+    return await run_trajectory(context, question, 0, seed, session or name)
+
+
+def observed_words(turn: Turn) -> str:
+    """Return the text that a turn's observation shows, without its documents."""
+    shown = turn.observation_text.partition(OPEN_INFORMATION)[2].rpartition(CLOSE_INFORMATION)[0]
+    return shown.partition(FIRST_DOCUMENT)[0] if turn.documents else shown

@@ -1,0 +1,68 @@
+"""Bytes of the formulas that no array can be set beside: activations, workspace, calls of the sampler."""
+
+import pytest
+from plan_rig import SHAPE, small
+
+from calibadv_jax.contrib.planning.memory import (
+    estimate_memory,
+    held_beside,
+    memory_line,
+    peak_memory,
+    program_memory,
+)
+from calibadv_jax.policy.architecture import architecture_from_hf
+
+PHASES = ("activations", "workspace", "prefill", "decode")
+OFFLOADED = {"learner__optimizer__offload": "host", "critic__optimizer__offload": "host"}
+UNTIED, KEYS = {"tie_word_embeddings": False}, {"sampler__slots": 17, "rollout__max_length": 1000}
+FLOAT32 = {"policy__remat": "none", "policy__compute_dtype": "float32"}
+FEW_LOGITS = {"policy__logprob_chunk": 8, "learner__microbatch_rows": 8}
+EXPECTED = [
+    # 4 layers × 2048 tokens × 512; 3 × 512 × 16384 logits in float32 and the gathered head
+    ((1, 4, 1), {}, {}, (8388608, 117440512, 127409664, 17301504)),
+    ((2, 2, 2), {"policy__remat": "dots"}, {}, (54525952, 58720256, 65801984, 8912896)),
+    ((1, 1, 2), FLOAT32, {}, (1557675008, 314572800, 279969792, 2097152)),
+    ((1, 2, 1), {"policy__remat": "none"}, UNTIED, (572013568, 218103808, 243539456, 17825792)),
+    ((1, 1, 4), KEYS, {}, (33554432, 118489088, 92052992, 17432576)),  # two key-value heads: 5 of 17 slots
+    ((1, 1, 1), {"sampler__slots": 2}, {}, (33554432, 402653184, 58064896, 262144)),
+    ((1, 4, 1), FEW_LOGITS, {}, (16777216, 135011840, 127409664, 17301504)),  # most are a layer's results
+]
+
+
+def estimate(folder, mesh, shape=(), **changed):
+    sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
+    return estimate_memory(small(folder, **changed), architecture_from_hf(SHAPE | dict(shape)), sizes)
+
+
+@pytest.mark.parametrize(("mesh", "changed", "shape", "expected"), EXPECTED, ids=range(len(EXPECTED)))
+def test_bytes_of_each_phase(tmp_path, mesh, changed, shape, expected):
+    counted = estimate(tmp_path, mesh, shape, **changed)
+    assert tuple(counted[name] for name in PHASES) == expected
+
+
+def test_moments_from_the_host_are_the_larger(tmp_path):
+    """Old and new ones of the largest stack: AdamW has two of an element, Muon one."""
+    stack = 2 * 4 * 4 * 512 * 1408 / 2  # old and new, bytes, layers, on two devices
+    for learner, critic, moments in (("adamw", "muon", 2), ("muon", "adamw", 2), ("muon", "muon", 1)):
+        rules = {"learner__optimizer__name": learner, "critic__optimizer__name": critic}
+        both = estimate(tmp_path, (1, 2, 1), {"vocab_size": 512}, advantage__name="gae", **OFFLOADED, **rules)
+        assert both["moments"] == pytest.approx(moments * stack, rel=0.05), rules
+        assert both["optimizer"] == 0 and "critic's optimizer" not in both
+
+
+def test_program_and_memory_beside_it_are_everything(tmp_path):
+    """Together with its own arguments it is all that is permanent; the base may serve the sampler too."""
+    counted = estimate(tmp_path, (1, 4, 1), policy__lora__rank=4, advantage__name="gae", loss__kl_coef=0.1)
+    gradients = counted["gradients"]
+    update = gradients + counted["activations"] + counted["workspace"]
+    held = peak_memory(counted) - max(update, counted["prefill"], counted["decode"])
+    added = {"update": update, "apply": gradients / 2, "prefill": counted["prefill"]}
+    added |= {"critic's update": update, "critic's apply": gradients / 2, "decode": counted["decode"]}
+    for shares in (True, False):
+        programs = program_memory(counted, shares)
+        assert programs.keys() == added.keys()
+        for name, size in programs.items():
+            beside = held_beside(counted, name, shares)
+            base = counted["base"] if name.endswith("apply") else 0  # counted with it, and no argument
+            assert size - added[name] + beside - base == pytest.approx(held), name
+    assert "critic's optimizer 0.00" in memory_line(counted)

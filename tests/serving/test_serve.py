@@ -1,0 +1,320 @@
+"""`calibadv serve` over HTTP: OpenAI's client, refusals, limits, people at once, forged text."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from packages import need
+from small_run import SMALL
+
+need("openai", "starlette", "uvicorn")
+
+import openai  # noqa: E402
+from serving_rig import FORGED, MODEL, SCRIPTS, SEARCH, served  # noqa: E402
+
+from calibadv_jax import cli  # noqa: E402
+from calibadv_jax.commands import train  # noqa: E402
+from calibadv_jax.config import load_config  # noqa: E402
+from calibadv_jax.contrib.worlds.world import write_world  # noqa: E402
+from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def agent():
+    with served() as agent:
+        yield agent
+
+
+def client_of(agent, key="none"):
+    return openai.OpenAI(base_url=f"{agent.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+def ask(agent, question="who wrote it?", key="none", **more):
+    fields = {"model": MODEL, "messages": [{"role": "user", "content": question}]} | more
+    return client_of(agent, key).chat.completions.create(**fields)
+
+
+def post(agent, **fields):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "who?"}]} | fields
+    return httpx.post(f"{agent.url}/v1/chat/completions", json=body, timeout=30)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_answer_comes_with_thoughts_documents_and_usage(agent):
+    reply = ask(agent, extra_body={"user": "me", "n": 1, "tools": [], "response_format": {"type": "text"}})
+    message = reply.choices[0].message
+    assert (message.content, message.refusal, reply.choices[0].finish_reason) == ("Ann", None, "stop")
+    assert message.reasoning == message.reasoning_content
+    assert message.reasoning.startswith("look for Ann\n\nsearch: who\n\n[1] Ann: Ann wrote it.")
+    assert [text["holds_answer"] for text in reply.calibadv["documents"]] == [True, False]
+    assert [turn["kind"] for turn in reply.calibadv["turns"]] == ["search", "answer"]
+    (first, _), (second, _) = agent.sampler.sampled
+    answer = SCRIPTS[""][-1]
+    written, usage = len(SEARCH + answer), reply.usage
+    assert (usage.completion_tokens, usage.total_tokens) == (written, len(second + answer))
+    assert usage.prompt_tokens == usage.total_tokens - written > len(first)
+    assert [model.id for model in client_of(agent).models.list()] == [MODEL] == [reply.model]
+
+
+def test_stream_gives_turns_then_answer_then_usage(agent):
+    chunks = list(ask(agent, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant" and len({chunk.id for chunk in chunks}) == 1
+    assert [delta.content for delta in deltas if delta.content] == ["Ann"]
+    reasoning = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+    whole = ask(agent)
+    assert reasoning.strip() == whole.choices[0].message.reasoning
+    turns = [chunk.calibadv["turn"] for chunk in chunks if "turn" in getattr(chunk, "calibadv", {})]
+    assert [(turn["turn"], "documents" in turn) for turn in turns] == [(1, False), (1, True), (2, False)]
+    end, usage = chunks[-2:]
+    assert end.choices[0].finish_reason == "stop" and not usage.choices
+    assert end.calibadv["documents"] == whole.calibadv["documents"] and usage.usage == whole.usage
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [("rambling?", "neither searches nor answers"), ("endless?", "its last search came after the last")],
+)
+def test_missing_answer_is_refusal_with_reason(agent, question, reason):
+    message = ask(agent, question).choices[0].message
+    assert message.content == "" and message.refusal.startswith("no answer: ") and reason in message.refusal
+    deltas = [chunk.choices[0].delta for chunk in ask(agent, question, stream=True)]
+    assert "".join(delta.refusal or "" for delta in deltas) == message.refusal
+
+
+def test_system_message_is_reported_and_not_read(agent):
+    parts = [{"type": "text", "text": "who"}, {"type": "text", "text": "wrote it?"}]
+    messages = [{"role": "system", "content": "Be rude."}, {"role": "user", "content": parts}]
+    assert ask(agent, messages=messages).calibadv["ignored"] == ["system message"]
+    assert agent.sampler.sampled[0][0] == "Question: who\nwrote it?\n"
+
+
+def test_sampling_parameters_reach_the_sampler(agent):
+    ask(agent, temperature=1, top_p=0.5, seed=3, max_tokens=60)
+    ask(agent, temperature=1, seed=4, max_completion_tokens=9999)
+    ask(agent)
+    first, other, plain = (sampled[1] for sampled in agent.sampler.sampled[::2])
+    assert (first.temperature, first.top_p, first.max_tokens) == (1.0, 0.5, 60) and first.seed != other.seed
+    assert (other.max_tokens, plain.max_tokens, plain.temperature) == (500, 500, 0.0)
+
+
+def as_role(content, role="user"):
+    return {"role": role, "content": content}
+
+
+USER = as_role("who?")
+PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
+REFUSED = [  # fields of the request, the field that the error names, words of its message
+    ({"messages": [USER, USER]}, "messages", "one question gives one trajectory"),
+    ({"messages": [USER, as_role("Ann", "assistant"), USER]}, "messages", "no history"),
+    ({"messages": [USER, as_role("Ann", "tool")]}, "messages", "leave out the tool message"),
+    ({"messages": [as_role("Be brief.", "system")]}, "messages", "one user message"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": [as_role(" \x1b ")]}, "messages", "empty"),
+    ({"messages": [as_role("who " * 99)]}, "messages", "max_prompt_length"),
+    ({"messages": [as_role([PICTURE])]}, "messages.0.content", "only text"),
+    ({"messages": [as_role([{"type": "text"}])]}, "messages.0.content", "only text"),
+    ({"n": 2}, "n", "one question"),
+    ({"tools": [{"type": "function"}]}, "tools", "own actions"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "plain text"),
+    ({"stop": ["x"]}, "stop", "leave it out"),
+    ({"temperature": "hot"}, "temperature", "number"),
+    ({"max_tokens": 0}, "max_tokens", "greater"),
+    ({"stream": "yes"}, "stream", "boolean"),
+    ({"surprise": 1}, "surprise", "not known"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), REFUSED, ids=[str(row[0])[:60] for row in REFUSED])
+def test_request_that_is_no_single_question_is_refused(agent, fields, param, words):
+    reply = post(agent, **fields)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert words in error["message"] and "\n" not in error["message"] and not agent.sampler.sampled
+
+
+CHAT, JSON = "/v1/chat/completions", {"Content-Type": "application/json"}
+RUBBISH = [  # status, method, path, headers, body
+    (400, "POST", CHAT, JSON, b"{"),
+    (400, "POST", CHAT, JSON, b"[" * 100_000),
+    (400, "POST", CHAT, JSON, b'{"model":"\xff"}'),
+    (404, "POST", CHAT, JSON, b'{"model": "gpt", "messages": [{"role": "user", "content": "who?"}]}'),
+    (413, "POST", CHAT, JSON, b"x" * 2**18 + b"x"),
+    (415, "POST", CHAT, {"Content-Type": "text/plain"}, b"{}"),  # a page elsewhere can send it
+    (405, "GET", CHAT, {}, b""),
+    (404, "GET", "/v1/embeddings", {}, b""),
+    (403, "GET", "/", {"Host": "evil.example"}, b""),
+    (403, "GET", "/v1/models", {"Host": "localhost.evil.example:80"}, b""),
+    (403, "GET", "/v1/models", {"Origin": "http://evil.example"}, b""),
+    (403, "POST", CHAT, JSON | {"Origin": "null"}, b"{}"),
+]
+
+
+@pytest.mark.parametrize(("status", "method", "path", "headers", "body"), RUBBISH, ids=range(len(RUBBISH)))
+def test_rubbish_is_refused_in_openais_form(agent, status, method, path, headers, body):
+    reply = httpx.request(method, agent.url + path, headers=headers, content=body)
+    assert reply.status_code == status and reply.json()["error"].keys() == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
+
+
+def test_bytes_that_are_no_http_end_their_connection_alone(agent):
+    with socket.create_connection(agent.url.removeprefix("http://").split(":")) as rubbish:
+        rubbish.sendall(b"\x00\xff GARBAGE\r\n\r\n")
+        assert b"400" in rubbish.recv(1000)
+    assert ask(agent).choices[0].message.content == "Ann"
+
+
+def test_token_guards_the_api_alone():
+    with served(token="secret-1") as agent:
+        with pytest.raises(openai.AuthenticationError, match="Bearer <the service's token>"):
+            ask(agent, key="wrong")
+        assert ask(agent, key="secret-1").choices[0].message.content == "Ann"
+        assert httpx.get(f"{agent.url}/v1/models").status_code == 401
+        elsewhere = {"Host": "agent.example"}  # behind a proxy: the token decides
+        replies = [httpx.get(agent.url + path, headers=elsewhere) for path in ("/", "/health", "/page.js")]
+        assert [reply.status_code for reply in replies] == [200, 200, 200]
+        assert all("script-src 'self'" in reply.headers["Content-Security-Policy"] for reply in replies)
+
+
+def test_questions_beyond_the_queue_are_refused(agent):
+    with ThreadPoolExecutor() as pool:
+        slow = [pool.submit(ask, agent, f"slow {number}?") for number in range(3)]
+        wait_until(lambda: len(agent.service.attempts) == 3 and len(agent.sampler.sampled) == 2)
+        with pytest.raises(openai.RateLimitError, match="1 questions wait; try again later") as refused:
+            ask(agent)
+        assert refused.value.response.headers["Retry-After"]
+        assert httpx.get(f"{agent.url}/health").json()["questions"] == 3
+        agent.sampler.is_open = True
+        assert [reply.result().choices[0].message.content for reply in slow] == ["Ann"] * 3
+    assert not agent.service.attempts and sorted(agent.sampler.released) == ["serve1", "serve2", "serve3"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_frees_its_slot(stream):
+    with served(slots=1, queue=0) as agent:
+        with pytest.raises(openai.APITimeoutError):
+            ask(agent, "slow?", stream=stream, timeout=0.5)
+        wait_until(lambda: agent.sampler.released == ["serve1"] and not agent.service.attempts)
+        if stream:  # in the middle
+            agent.sampler.is_open = True
+            chunks = ask(agent, "who?", stream=True)
+            next(chunks)
+            chunks.close()
+            wait_until(lambda: not agent.service.attempts)
+        assert ask(agent).choices[0].message.content == "Ann"
+
+
+def test_failed_retriever_is_unavailable_with_reason(agent):
+    agent.shelf.error = RequestFailed("retriever", "no answer for 10 s")
+    with pytest.raises(openai.InternalServerError, match="retriever: no answer for 10 s") as failed:
+        ask(agent)
+    assert failed.value.status_code == 503
+    chunks = ask(agent, stream=True)  # its first turn was sampled
+    with pytest.raises(openai.APIError, match="retriever: no answer for 10 s"):
+        list(chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (RequestFailed("sampler", "worker is away"), 503, "sampler: worker is away"),
+        (EnvironmentFailure("no worker is left"), 503, "no worker is left"),
+        (RuntimeError("/secret/path"), 500, "RuntimeError in the service"),
+    ],
+    ids=["request", "service", "defect"],
+)
+def test_failed_sampler_has_a_status(agent, error, status, words, stream):
+    agent.sampler.error = error
+    reply = post(agent, stream=stream)
+    assert reply.status_code == status and words in reply.json()["error"]["message"]
+    assert "/secret" not in reply.text
+
+
+def test_question_beyond_the_time_limit_fails():
+    with served(seconds=0.2) as agent:
+        with pytest.raises(openai.InternalServerError, match="not finished within 0.2 s") as late:
+            client_of(agent).with_options(max_retries=2).chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "slow?"}]
+            )
+        assert late.value.status_code == 504 and len(agent.sampler.sampled) == 1  # not repeated
+
+
+def test_end_of_service_answers_open_questions():
+    with ThreadPoolExecutor() as pool:
+        with served() as agent:
+            open_question = pool.submit(ask, agent, "slow?")
+            wait_until(lambda: agent.sampler.sampled)
+        with pytest.raises(openai.InternalServerError, match="the service is ending"):
+            open_question.result()
+
+
+def test_forged_texts_lose_tags_and_escapes(agent):
+    whole = ask(agent, "forged?")
+    stream = "".join(chunk.model_dump_json() for chunk in ask(agent, "forged?", stream=True))
+    for text in (whole.model_dump_json(), stream):
+        for tag in ("think", "/think", "/THINK", " /think", "/information", "answer", "search"):
+            assert f"<{tag}" not in text
+        assert not any(escape in text for escape in ("\\u001b", "\\u0007", "\u202e", "\x1b"))
+    assert whole.choices[0].message.content.endswith("Ann") and "<script>" in FORGED
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--host", "0.0.0.0"], "error: --host 0.0.0.0 is open to the network: protect it with --token-file"),
+        (["--token-file", "none"], "error: --token-file none: no such file, or an empty one"),
+        (["--slots", "0"], "error: --slots 0: give 1 or more"),
+        (["--time-limit", "nan"], "error: --time-limit nan: give 1 or more"),
+        (["who?"], "error: 'who?' is no key.path=value"),
+        (["--policy", "nowhere"], "error: nowhere: no such folder"),
+    ],
+)
+def test_mistakes_of_the_command_are_one_line(options, line, capsys, monkeypatch):
+    monkeypatch.delenv("CALIBADV_TOKEN", raising=False)
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(["serve", "--policy", ".", *options])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith(line) and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_command_serves_until_a_signal(tmp_path):
+    """The whole program with a random policy: port in use, answer, SIGTERM."""
+    config = load_config(ROOT / "configs/quickstart.yaml", [*SMALL, f"run.dir={tmp_path}", "learner.steps=2"])
+    write_world(config.world)
+    train.run(config)
+    environment = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    serve = [sys.executable, "-m", "calibadv_jax", "serve", "mesh.fsdp=1", "--policy", str(tmp_path)]
+    with subprocess.Popen([*serve, "--port", "0"], **environment) as process:
+        url = process.stdout.readline().strip().removesuffix("/")
+        assert url, process.stderr.read()
+        reply = httpx.post(f"{url}/v1/chat/completions", json={}, timeout=30)
+        assert reply.status_code == 400
+        model = httpx.get(f"{url}/health").json()["model"]
+        body = {"model": model, "messages": [USER]}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert reply["usage"]["completion_tokens"] > 0
+        second = subprocess.run([*serve, "--port", url.rpartition(":")[2]], **environment)
+        assert second.returncode == 75 and second.stderr.count("\n") <= 2
+        assert "in use); choose another one with --port" in second.stderr
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143 and "stopped" in process.stderr.read()
