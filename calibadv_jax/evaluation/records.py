@@ -6,7 +6,6 @@ A row carries the identity of its evaluation, so that only an interrupted run of
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from calibadv_jax.config import Config, RewardConfig
 from calibadv_jax.config.keys import marked
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing, written
+from calibadv_jax.core.files import content_hash, replacing, written
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.evaluation.methods import METHODS
 
@@ -62,7 +61,7 @@ def identity(
         value["reward"] = [_deciding("reward", dataclasses.asdict(config.reward)), judge]
     if tools:
         value["tools"] = [tools, [[tool.name, tool.max_length] for tool in config.tools]]
-    return _hash(value)
+    return content_hash(value)[:16]
 
 
 def _deciding(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,11 +209,7 @@ def _without_transcripts(row: ScoredRow) -> ScoredRow:
 
 
 def _content(question: Question) -> str:
-    return _hash(dataclasses.asdict(question))
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return content_hash(dataclasses.asdict(question))[:16]
 
 
 def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, ScoredRow]]:

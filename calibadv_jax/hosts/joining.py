@@ -168,9 +168,10 @@ def _check(config: Config, hosts: Joined) -> None:
             " retrieval service yourself, and set retriever.url to an address that all of them reach"
         )
     check_workers(config.sampler, hosts.count)
-    devices = hosts.exchange("devices", jax.local_device_count())
-    if len(set(devices)) > 1:
-        raise UserError(f"the processes have {devices} devices: each must have the same number")
+    with hosts.barrier("devices"):  # so that all end with the same status
+        devices = hosts.exchange("devices", jax.local_device_count())
+        if len(set(devices)) > 1:
+            raise UserError(f"the processes have {devices} devices: each must have the same number")
     mine = dataclasses.asdict(config) | {"distributed": None}
     for section, values in mine.items():
         hosts.same(f"section {section!r} in its config", partial(repr, values))

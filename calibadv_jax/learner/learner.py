@@ -66,8 +66,7 @@ class Learner:
     Attributes:
         base: the frozen parameters, from `init`; empty where all are trained.
 
-    Raises:
-        UserError: see `LearnerOptions.check`.
+    Raises UserError as `LearnerOptions.check`.
     """
 
     metrics_of = "actor"  # prefix of its metrics

@@ -105,11 +105,9 @@ class JaxSampler:
         """Do nothing: there are no connections."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
-        """Samples up to a stop string, end-of-text, or `sampling.max_tokens`.
+        """Sample up to a stop string, end-of-text, or `sampling.max_tokens`.
 
-        Raises:
-            RuntimeError: no weights were loaded.
-            ValueError: the context is empty, or leaves no room for a token.
+        Raises RuntimeError without weights, ValueError if the context is empty or leaves no room for a token.
         """
         if not self._engine.is_loaded:
             raise RuntimeError("no weights: call load before generating")
