@@ -172,8 +172,7 @@ def _check(config: Config, hosts: Joined) -> None:
         devices = hosts.exchange("devices", jax.local_device_count())
         if len(set(devices)) > 1:
             raise UserError(f"the processes have {devices} devices: each must have the same number")
-    mine = dataclasses.asdict(config) | {"distributed": None}
-    for section, values in mine.items():
+    for section, values in (dataclasses.asdict(config) | {"distributed": None}).items():
         hosts.same(f"section {section!r} in its config", partial(repr, values))
 
 

@@ -257,10 +257,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 @partial(jax.jit, static_argnames="dtype")
 def _laid_out(params: Params, dtype: str | None) -> dict[str, jax.Array]:
     """Parameters by dotted path in the layout and, unless it is None, the dtype of a snapshot."""
-    return {
-        path: _turned(path, leaf if dtype is None else leaf.astype(dtype))
-        for path, leaf in flatten(params).items()
-    }
+    leaves = {path: leaf if dtype is None else leaf.astype(dtype) for path, leaf in flatten(params).items()}
+    return {path: _turned(path, leaf) for path, leaf in leaves.items()}
 
 
 def _turned(path: str, array: Any) -> Any:
