@@ -11,13 +11,13 @@ from scripts.size import sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "core lines": 23_300,
-    "retriever lines": 4_300,
-    "optional lines": 8_900,
-    "test lines": 47_250,
+    "core lines": 23_150,
+    "retriever lines": 4_280,
+    "optional lines": 8_500,
+    "test lines": 46_250,
     "modules loaded by train": 100,
     "lines loaded by train": 17_000,
-    "words in README and docs": 38_000,
+    "words in README and docs": 37_500,
 }
 # Everyday words that hide what a name holds (docs/glossary.md has the terms).
 VAGUE = {"one", "found", "said", "told", "theirs", "wanted"}

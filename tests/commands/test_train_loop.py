@@ -161,7 +161,7 @@ def test_failed_evaluation_keeps_the_step(tmp_path, monkeypatch):
             raise Broken
         return {"0": {"all": {"f1": 0.5}}}
 
-    monkeypatch.setattr(train, "validate", validate)
+    monkeypatch.setattr("calibadv_jax.commands.evaluate.validate", validate)
     config = make_config(tmp_path, evaluate={"every": 2}, checkpoint={"every": 0}, learner={"steps": 6})
     with pytest.raises(Broken):
         run(config, tmp_path)
@@ -391,7 +391,7 @@ def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
         evaluated.append(rollouts.loaded[-1][0])
         return {"0": {"all": {"f1": 0.25}}}
 
-    monkeypatch.setattr(train, "validate", validate)
+    monkeypatch.setattr("calibadv_jax.commands.evaluate.validate", validate)
     config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
     config = replace(config, evaluate=replace(config.evaluate, every=2))
     run(config, tmp_path, Counting())

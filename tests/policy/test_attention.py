@@ -126,7 +126,7 @@ def test_blocks_of_other_branches_are_not_visited():
 def test_mesh_with_few_heads_computes_the_same(kernel, tensor, monkeypatch):
     """Gradients too. Splash is interpreted; the XLA kernel works in blocks."""
     monkeypatch.setattr(
-        "calibadv_jax.policy.transformer.splash_attention",
+        "calibadv_jax.policy.kernels.flash.splash_attention",
         functools.partial(splash_attention, interpret=True),
     )
     q, k, v, segments = rows(9, 40, batch=8)
