@@ -62,21 +62,23 @@ def test_folder_replaces_the_older_one(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def of_killed_process(path, end):
-    """Return the name that a process which has ended wrote to beside `path`."""
+def of_killed_process(path, end, is_namesake=False):
+    """Return the name that an ended process, of another number or of this one's, wrote to beside `path`."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{ended.pid}{end}")
+    number = os.getpid() if is_namesake else ended.pid
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{number}{end}")
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
 @pytest.mark.parametrize("write", [replacing, replacing_folder])
-def test_failed_write_leaves_the_older_alone(tmp_path, write, error):
+@pytest.mark.parametrize("is_namesake", [False, True])
+def test_failed_write_leaves_the_older_alone(tmp_path, is_namesake, write, error):
     def content(place):
         return place / "b" if write is replacing_folder else place
 
     path = tmp_path / "a"
-    leftover = content(of_killed_process(path, ".partial"))
+    leftover = content(of_killed_process(path, ".partial", is_namesake))
     leftover.parent.mkdir(exist_ok=True)
     leftover.touch()
     with write(path) as partial:
