@@ -23,6 +23,7 @@ from calibadv_jax.services.http_client import (
     post,
     request,
     retry,
+    watched,
 )
 
 HOUR = 3600
@@ -132,6 +133,14 @@ def test_retries_end_with_patience_or_bad_replies(monkeypatch, patience, failure
         asyncio.run(retry(attempt, patience, notices.append))
     assert slept == pytest.approx(pauses)
     assert len(notices) == sum(isinstance(failure, Unreachable) for failure in failures[:-1])
+
+
+def test_reply_counts_more_than_a_failed_look():
+    async def look():
+        await asyncio.sleep(0.2)
+        raise AWAY
+
+    assert asyncio.run(watched(asyncio.sleep(0.1, "reply"), look, 0.01)) == "reply"
 
 
 @pytest.mark.parametrize("status", [301, 302, 307])
