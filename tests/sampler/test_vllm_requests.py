@@ -211,19 +211,26 @@ def refusing(server, routes):
 
 
 def test_a_worker_that_refuses_a_snapshot_serves_on(tmp_path):
-    """Else it would stay paused, for whoever comes next too."""
+    """Else it would stay paused, for whoever comes next too. So would another one that is slower."""
 
     async def work():
-        server, routes = Gated(), []
+        server, slower, routes = Gated(), Gated(), []
         refusing(server, routes)
-        async with started(tmp_path, [server]) as sampler:
+        good = slower.control
+
+        async def control(request):
+            await asyncio.sleep(0.1)
+            return await good(request)
+
+        slower.control = control
+        async with started(tmp_path, [server, slower]) as sampler:
             routes.clear()
             server.refuses = True
             with pytest.raises(UserError, match="refuses .*v000004: damaged snapshot"):
                 await sampler.load_snapshot(tmp_path / "v000004")
-            return routes
+            return routes, sampler.workers[1].version
 
-    assert run(work()) == ["/pause", "/start_weight_update", "/update_weights", "/resume"]
+    assert run(work()) == (["/pause", "/start_weight_update", "/update_weights", "/resume"], 4)
 
 
 def test_rollback_begins_another_session(tmp_path):
