@@ -303,6 +303,34 @@ def test_a_row_released_while_it_is_decoded_holds_nothing_for_the_next_session(
     np.testing.assert_allclose(done.logprobs, expected, atol=1e-3)
 
 
+def test_row_released_at_its_end_leaves_its_slot_to_the_next(sampler, monkeypatch):
+    chunk, asked = sampler._chunk, ([1, 2, 3], SamplingParams(2, 0.0))
+
+    async def work():
+        loop, taken = asyncio.get_running_loop(), threading.Event()
+        following = loop.create_future()
+
+        def take():
+            monkeypatch.undo()
+            sampler.release("gone")
+            following.set_result(asyncio.create_task(sampler.generate(*asked, "next")))
+            loop.call_soon(taken.set)
+
+        def take_after(requests):
+            chunk(requests)
+            loop.call_soon_threadsafe(take)
+            assert taken.wait(10)
+
+        monkeypatch.setattr(sampler, "_chunk", take_after)
+        gone = asyncio.create_task(sampler.generate(*asked, "gone"))
+        done = await asyncio.wait_for(await following, 30)
+        gone.cancel()
+        sampler.release("next")
+        return done.token_ids
+
+    assert len(asyncio.run(work())) == 2
+
+
 def test_a_session_released_between_two_chunks_does_not_keep_the_next_policy_out(
     sampler, params, monkeypatch
 ):
