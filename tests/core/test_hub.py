@@ -75,9 +75,8 @@ def test_run_keeps_its_commit(hub, tmp_path, policy_folder):
     first = hub.add("owner/policy", policy_folder)
     config = configured(tmp_path, path="owner/policy")
     model = build_model(config, config.policy.path)
-    second = hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
+    second = hub.add("owner/policy", policy_folder, **{"model.safetensors": b"damaged"})
     assert initial_params(config, model, "owner/policy") is not None
-    assert not any("README" in item for item in hub.downloads)
     assert [pin.commit for pin in model.pins] == [first] != [second]
     enter_run_folder(config, model, QUESTIONS, print)
     again = build_model(config, config.policy.path)
