@@ -370,6 +370,18 @@ def test_upload_under_way_is_dropped_by_a_rollback(tmp_path, monkeypatch):
     assert ended.is_set() and steps_at(store) == [1, 2, 3, 4, 5, 6] and is_whole(store)
 
 
+def test_rollback_spares_objects_of_an_upload(tmp_path, monkeypatch):
+    config, put = config_at(tmp_path / "a", tmp_path / "store"), DirFileSystem.put
+    save_step(config, 1)
+    mirror = open_mirror(config, Console(progress=False))
+    mirror.fetch(claim=True)
+    monkeypatch.setattr(mirror_module, "PATIENCE", 10.0)
+    monkeypatch.setattr(DirFileSystem, "put", lambda *of, **more: put(*of, **more) or mirror.drop_after(1))
+    with mirror:
+        pass
+    assert steps_at(tmp_path / "store") == [1]
+
+
 def rollback_config(folder, store):
     guards = GUARDED | {"action": "rollback", "patience": 2}
     checkpoint = {"every": 1, "keep": 9, "asynchronous": False}
