@@ -157,6 +157,7 @@ def test_tokenizer_that_loses_spaces_fails_the_check(config, tmp_path, offline):
 
 
 def test_questions_that_are_in_both_files_are_warning(config, tmp_path):
+    config = replace(config, data=replace(config.data, weights={"test": 1.0, "other": 2.0}))  # of data.train
     assert not any("warning" in line for line in doctor.check_questions(config))
     with (tmp_path / "eval.jsonl").open("a") as file:
         file.write(json.dumps(question("5", "who founded x ?")) + "\n")
