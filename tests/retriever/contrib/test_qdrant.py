@@ -146,10 +146,11 @@ def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder):
     assert served.search(["person 17"], 1)[0][0][0] == corpus[17]
 
 
-def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch):
+@pytest.mark.parametrize("place", [{}, {"qdrant_url": ""}], ids=["kept", "gone with the index's folder"])
+def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place):
     monkeypatch.setattr(qdrant, "BATCH", 5)
     monkeypatch.setattr(qdrant, "AHEAD", 3)
-    options = options_for(tmp_path, shard_rows=20)
+    options = options_for(tmp_path, shard_rows=20, **place)
     upsert, sent = QdrantClient.upsert, []
 
     def failing(self, collection, points, **more):
@@ -166,7 +167,7 @@ def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(QdrantClient, "upsert", lambda *a, **b: sent.append(a[2].ids[0]) or upsert(*a, **b))
     sent.clear()
     build_index(corpus, tmp_path / "i", options, progress=False)
-    assert sent == [20, 25, 30, 35, 40, 45]
+    assert sent == [*range(0 if place else 20, 50, 5)]
     index = open_index(tmp_path / "i", corpus)
     assert ids(index.search([f"person {n}" for n in (3, 22, 49)], 1)) == [["p3"], ["p22"], ["p49"]]
     assert not list(tmp_path.glob("i.embeddings"))
