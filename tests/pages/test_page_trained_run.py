@@ -7,6 +7,7 @@ import pytest
 from calibadv_jax import cli
 from calibadv_jax.commands import train
 from calibadv_jax.config import load_config
+from calibadv_jax.contrib import asking
 from calibadv_jax.contrib.commands import ask
 from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.run.model import find_policy
@@ -75,7 +76,7 @@ def test_report_of_both(trained, grpo, page, tmp_path):
 
 def test_question_to_its_policy(trained):
     output = []
-    config = load_config(ask.run_config(find_policy(trained)))
+    config = load_config(asking.run_config(find_policy(trained)))
     logs = {path: path.stat().st_mtime_ns for path in trained.glob("*.log")}
     ask.ask(config, find_policy(trained), ["who is it?"], 0.0, output.append)
     assert output and output[-1].startswith(("answer", "no answer"))
