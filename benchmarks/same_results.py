@@ -19,7 +19,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
+from safetensors.numpy import load_file
 
 SETTINGS = (
     *("world.train_questions=400", "world.eval_questions=60", "learner.steps=6", "checkpoint.every=3"),
@@ -27,7 +29,8 @@ SETTINGS = (
     "sft.phases=[{kind: lookups, steps: 9, loss_on: sampled},{kind: imperfect, steps: 9, loss_on: sampled}]",
 )
 TIMES = ("timing_s/", "perf/")  # metrics that differ from run to run
-FILES = ("hf/model.safetensors", "world/corpus.jsonl", "world/train.jsonl", "world/eval.jsonl")
+WEIGHTS = "hf/model.safetensors"
+FILES = ("world/corpus.jsonl", "world/train.jsonl", "world/eval.jsonl")
 
 
 def run(checkout: Path, output: Path) -> Path:
@@ -81,6 +84,13 @@ def differences(before: Path, after: Path) -> list[str]:
         if old_columns.get(file, {}).get(column) != new_columns.get(file, {}).get(column)
     ]
     results += [name for name in FILES if (before / name).read_bytes() != (after / name).read_bytes()]
+    # Not the file's bytes: safetensors orders its metadata by chance.
+    old_weights, new_weights = (load_file(folder / WEIGHTS) for folder in (before, after))
+    results += [
+        f"{WEIGHTS}: {name}"
+        for name in sorted(old_weights.keys() | new_weights.keys())
+        if not np.array_equal(old_weights.get(name, np.nan), new_weights.get(name, np.nan), equal_nan=True)
+    ]
     return results + ([] if scores(before) == scores(after) else ["evaluations"])
 
 
