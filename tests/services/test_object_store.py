@@ -45,11 +45,14 @@ def test_hanging_store_is_an_environment_failure(monkeypatch, capsys):
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.getsockname()))
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "testing")
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # else the call goes on after the server's end
         monkeypatch.setattr(object_store, "STALLED", 2)
         monkeypatch.setattr(object_store, "NOTED", 1)
         with pytest.raises(EnvironmentFailure, match="has not answered for 2 s") as ended:
             store = open_store("s3://runs/a", Console())
             store.call("reading its marker", lambda: store.sizes("marker"))
+    for thread in [each for each in threading.enumerate() if each.name == "unwaited"]:
+        thread.join()  # `leave` would end the program of the tests for a later one
     assert exit_status(ended.value) == 75
     assert "waiting for run.mirror=s3://runs/a (reading its marker)" in capsys.readouterr().err
 
