@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINERS = ("trl", "tunix", "verl")
+TRAINERS = {
+    "trl": "torch",
+    "tunix": "sentencepiece",
+    "verl": "torch",
+}  # and what each needs beside its folder
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -23,6 +27,7 @@ def test_trainer_gets_equal_advantages(tmp_path, trainer):
     packages = Path(sys.prefix) / trainer  # where scripts/test.sh puts them
     if not packages.is_dir():
         pytest.skip(f"no {trainer}; scripts/test.sh installs it")
+    pytest.importorskip(TRAINERS[trainer])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}
     environment["VERL_USE_EXTERNAL_MODULES"] = "examples.verl_calibadv"
     command = [sys.executable, ROOT / f"tests/examples/{trainer}_steps.py", tmp_path]
