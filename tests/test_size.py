@@ -14,7 +14,7 @@ LIMITS = {
     "core lines": 23_150,
     "retriever lines": 4_280,
     "optional lines": 8_500,
-    "test lines": 46_250,
+    "test lines": 46_275,
     "modules loaded by train": 100,
     "lines loaded by train": 17_000,
     "words in README and docs": 37_500,
