@@ -129,7 +129,7 @@ class Rollouts:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self._run(self._finish())
+            self.run(self._finish())
         except UserError:
             if kind is None:  # else it would hide why the block ends
                 raise
@@ -140,7 +140,7 @@ class Rollouts:
 
     def load(self, version: int, published: Any) -> None:
         """Hand a result of `publish` to the sampler; when this returns the parameters may be donated."""
-        self._run(self.context.sampler.load(version, published))
+        self.run(self.context.sampler.load(version, published))
 
     def begin(self, number: int, question: Question) -> Future[Group]:
         """Start the rollout of group `number`, counted over the whole run, in the background.
@@ -166,7 +166,7 @@ class Rollouts:
         """Write groups as `collect_groups`, with `changes` of the context's RolloutConfig."""
         rollout = replace(self.context.rollout, **changes)
         context = replace(self.context, rollout=rollout, work=self.collected)
-        return self._run(collect_groups(context, questions, seed, name, complete))
+        return self.run(collect_groups(context, questions, seed, name, complete))
 
     def progress(self, of_collect: bool = False) -> Callable[[], tuple[int, int, str]]:
         """Return a function for `Console.live`: how many trajectories end from now on, and the rates."""
@@ -183,7 +183,7 @@ class Rollouts:
 
     def search(self, queries: Sequence[str]) -> list[list[Document]]:
         """Return the documents of each query; see `Retriever.search`."""
-        return self._run(self.context.retriever.search(queries))
+        return self.run(self.context.retriever.search(queries))
 
     def metrics(self) -> dict[str, float]:
         """Return the sampler's counts; see `Sampler.metrics`."""
@@ -191,9 +191,10 @@ class Rollouts:
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Return log-probabilities under each copy of the weights; see `Sampler.prompt_logprobs`."""
-        return self._run(self.context.sampler.prompt_logprobs(token_ids))
+        return self.run(self.context.sampler.prompt_logprobs(token_ids))
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine on the event loop."""
         future = self.submit(coroutine)
         try:
             return future.result()

@@ -73,7 +73,7 @@ def answer(rollouts: Rollouts, name: str, text: str, temperature: float, say: Sa
         for line in (observation_lines if is_observed else _turn_lines)(turn):
             say(line)
 
-    return rollouts.submit(asking.answer(rollouts, name, text, show, temperature=temperature)).result()
+    return rollouts.run(asking.answer(rollouts, name, text, show, temperature=temperature))
 
 
 def _turn_lines(turn: Turn) -> Iterator[str]:

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         with asking.open_policy(config, source, arguments.slots) as rollouts:
             app = load_optional("serving.app")
             warm_up = asking.answer(rollouts, "warm-up", "who?", rollouts.context.watch)
-            if error := rollouts.submit(warm_up).result().error:  # else the first client waits for compilers
+            if error := rollouts.run(warm_up).error:  # else the first client waits for compilers
                 raise EnvironmentFailure(error)
             limits = (arguments.slots, arguments.queue, arguments.time_limit, arguments.temperature)
             service = app.Service(rollouts, printable(short_name(arguments.policy)), *limits)

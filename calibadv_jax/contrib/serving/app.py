@@ -328,5 +328,5 @@ def serving(service: Service, listener: socket.socket, token: str) -> Iterator[F
         yield ended
     finally:
         server.should_exit = True
-        service.rollouts.submit(service.end()).result()
+        service.rollouts.run(service.end())
         ended.result()
