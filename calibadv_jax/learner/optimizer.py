@@ -23,9 +23,14 @@ Step = Callable[[State, Params], tuple[State, Metrics]]
 STACKED_MATRICES = ("kernel", LORA_A, LORA_B)  # last names of the layers' matrices
 
 
+def step_updates(learner: LearnerConfig, trajectories: int) -> int:
+    """Return the number of optimizer updates of a step, given its trained trajectories."""
+    return learner.epochs * -(-trajectories // (learner.minibatch_size or max(1, trajectories)))
+
+
 def total_updates(learner: LearnerConfig, trajectories: int) -> int:
     """Return the number of optimizer updates of a run, given the trajectories of a step."""
-    return learner.steps * learner.epochs * -(-trajectories // (learner.minibatch_size or trajectories))
+    return learner.steps * step_updates(learner, trajectories)
 
 
 def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:

@@ -18,7 +18,7 @@ from calibadv_jax.hosts.exchange import ALONE, Hosts
 from calibadv_jax.learner.batching import content_of
 from calibadv_jax.learner.learner import State, policy_learner
 from calibadv_jax.learner.losses import policy_loss
-from calibadv_jax.learner.optimizer import schedule_of
+from calibadv_jax.learner.optimizer import schedule_of, step_updates
 from calibadv_jax.learner.step import Learned, learn, make_sample
 from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.transformer import Params
@@ -95,13 +95,13 @@ class Trainer:
         samples = [make_sample(*pair) for pair in zip(trajectories, per_token, strict=True)]
         self.hosts.same("batch to train on", lambda: content_of(samples))
         rate = float(self.schedule(int(state["updates"])))
-        learned, trained = Learned(state, {}, samples), [sample for sample in samples if sample.mask.any()]
+        trained = [sample for sample in samples if sample.mask.any()]
+        learned = Learned(state, {}, samples)
         if self.critic is None or step >= self.config.critic.warmup_steps:
             rng = random_state(seed, step, "minibatches")
-            reference, settings = self.reference if self.config.loss.kl_coef else None, self.config.learner
-            each = -(-len(trained) // (settings.minibatch_size or max(1, len(trained))))
-            self._mini_batches = self.learner.updates, settings.epochs * each
-            learned = learn(self.learner, state, samples, settings, self.loss, rng, reference)
+            reference = self.reference if self.config.loss.kl_coef else None
+            self._mini_batches = self.learner.updates, step_updates(self.config.learner, len(trained))
+            learned = learn(self.learner, state, samples, self.config.learner, self.loss, rng, reference)
         untrained = sum(len(group.attempts) for group in groups) - len(trained)
         metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)} | learned.metrics
         if trained:

@@ -28,6 +28,7 @@ from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.tags import leaves_thought_open
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
+from calibadv_jax.learner.optimizer import step_updates
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -285,7 +286,7 @@ def check_shape(config: Config) -> list[str]:
 def check_updates(config: Config) -> list[str]:
     learner, rollout = config.learner, config.rollout
     trajectories = rollout.questions_per_step * rollout.group_size
-    updates = -(-trajectories // (learner.minibatch_size or trajectories)) * learner.epochs
+    updates = step_updates(learner, trajectories)
     return [
         f"{learner.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} ="
         f" {trajectories} trajectories, {updates} update(s) each: {learner.steps * updates} in all"
