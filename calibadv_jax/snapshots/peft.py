@@ -176,11 +176,11 @@ def _check_targets(shapes: Mapping[str, Any], adapters: Adapters, path: Path) ->
             f" save_embedding_layers=False; else {MERGE}"
         )
     modules = sorted({match[1] for match in matches.values() if match})
-    known = [f"{target}_proj" for target in LORA_TARGETS]
-    if unknown := [module for module in modules if module not in known]:
+    supported = [f"{target}_proj" for target in LORA_TARGETS]
+    if unknown := [module for module in modules if module not in supported]:
         raise UserError(
             f"{path}: has adapters on {', '.join(unknown)}, which is not supported; an adapter may be on"
-            f" {', '.join(known)}: {MERGE}"
+            f" {', '.join(supported)}: {MERGE}"
         )
     targets = [module.removesuffix("_proj") for module in modules]
     if tuple(targets) != adapters.targets:

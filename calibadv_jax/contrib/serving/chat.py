@@ -160,7 +160,7 @@ class Reply:
             about = {"turn": len(self._turns), "refused": turn.is_refused}
             about["words"] = self._shown(observed_words(turn))
             about["documents"] = [self._read(document) for document in turn.documents]
-            self._turns[-1] = self._turns[-1] | about  # a new one: the chunk of the other is not sent yet
+            self._turns[-1] = self._turns[-1] | about  # a copy: the chunk that is queued must not change
         else:
             about = {"turn": len(self._turns) + 1, "kind": turn.kind, "thought": self._shown(turn.think)}
             if turn.kind not in NO_ACTIONS:
