@@ -7,7 +7,7 @@ Used where a key is not the paper's: `advantage.softening`, `rebalance_over`, `r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,7 @@ from calibadv_jax.advantages.credit import (
     side_factors,
     two_sides,
 )
+from calibadv_jax.core.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from calibadv_jax.config import AdvantageConfig
@@ -60,45 +61,33 @@ def _always_correct_searches(credit: GroupCredit) -> Iterator[tuple[int, int]]:
             yield from places
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A turn of a step."""
-
-    group: int
-    position: int  # of its trajectory in the group
-    index: int
-    tokens: int  # sampled
-
-
 def rebalance_variant(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[GroupCredit]:
     """Bring each set of turns that are balanced together to the target ratio."""
     turns = [[advantages.copy() for advantages in credit.turns] for credit in credits]
-    for places in _balanced_together(credits, config):
-        values = [float(turns[at.group][at.position][at.index]) for at in places]
-        balanced = _balanced(values, [at.tokens for at in places], config)
-        for at, value in zip(places, balanced, strict=True):
-            turns[at.group][at.position][at.index] = value
+    # Group (0: the step) and number -> for each turn its trajectory's advantages, its index, its tokens.
+    sets: dict[tuple[int, int], list[tuple[np.ndarray, int, int]]] = {}
+    for number, (credit, of_group) in enumerate(zip(credits, turns, strict=True)):
+        group = number if config.rebalance_within == "group" else 0
+        for trajectory, advantages in zip(credit.group.trajectories, of_group, strict=True):
+            for index, key in _numbers(trajectory, config.rebalance_over).items():
+                place = advantages, index, len(trajectory.turns[index].token_ids)
+                sets.setdefault((group, key), []).append(place)
+    for places in sets.values():
+        values = [float(advantages[index]) for advantages, index, _ in places]
+        balanced = _balanced(values, [tokens for *_, tokens in places], config)
+        for (advantages, index, _), value in zip(places, balanced, strict=True):
+            advantages[index] = value
     return [replace(credit, turns=of_group) for credit, of_group in zip(credits, turns, strict=True)]
 
 
-def _balanced_together(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[list[_Place]]:
-    """Return the sets of turns of which each is brought to the target ratio."""
-    sets: dict[tuple[int, int], list[_Place]] = {}
-    for group, credit in enumerate(credits):
-        for position, trajectory in enumerate(credit.group.trajectories):
-            last = last_sampled_turn(trajectory)
-            if last is None:
-                continue
-            numbers = {
-                "answer": {last: 0},
-                "turn": {last: -1} | {i: number for number, i in enumerate(search_turns(trajectory))},
-                "all": dict.fromkeys(range(last + 1), 0),
-            }[config.rebalance_over]
-            for index, number in numbers.items():
-                key = (group if config.rebalance_within == "group" else 0, number)
-                tokens = len(trajectory.turns[index].token_ids)
-                sets.setdefault(key, []).append(_Place(group, position, index, tokens))
-    return list(sets.values())
+def _numbers(trajectory: Trajectory, over: str) -> dict[int, int]:
+    """Return by turn the number of the set in which it is balanced; other turns keep their advantage."""
+    last = last_sampled_turn(trajectory)
+    if last is None:
+        return {}
+    if over == "turn":
+        return {last: -1} | {index: number for number, index in enumerate(search_turns(trajectory))}
+    return dict.fromkeys(range(last + 1) if over == "all" else [last], 0)
 
 
 def _balanced(values: Sequence[float], tokens: Sequence[int], config: AdvantageConfig) -> list[float]:
@@ -108,19 +97,12 @@ def _balanced(values: Sequence[float], tokens: Sequence[int], config: AdvantageC
         return two_sides([value * count for value, count in zip(values, tokens, strict=True)])
 
     positive, negative = sides(values)
-    if config.adjust == "clip":
-        return _clipped(values, tokens, positive, config.target_ratio)
+    if config.adjust == "clip":  # at -target_ratio × the mean positive advantage, if one is positive
+        count = sum(count for value, count in zip(values, tokens, strict=True) if value > 0)
+        return [max(value, -config.target_ratio * positive / count) if count else value for value in values]
     if config.rebalance_excess and negative <= positive * config.target_ratio:
         return list(values)
     if config.rebalance_by == "tokens" and positive and negative:
         positive, negative = sides(np.sign(values).tolist())
     factors = side_factors(positive, negative, config)
     return [value * factors[0 if value > 0 else 1] for value in values]
-
-
-def _clipped(
-    values: Sequence[float], tokens: Sequence[int], positive: float, target_ratio: float
-) -> list[float]:
-    """Cut at -target_ratio × the mean positive advantage; unchanged where none is positive."""
-    count = sum(count for value, count in zip(values, tokens, strict=True) if value > 0)
-    return [max(value, -target_ratio * positive / count) if count else value for value in values]

@@ -113,14 +113,12 @@ def spread(credit: GroupCredit) -> list[np.ndarray]:
     """
     advantages = []
     for position, (trajectory, turns) in enumerate(zip(credit.group.trajectories, credit.turns, strict=True)):
-        lengths = [(len(turn.token_ids), len(turn.observation_ids)) for turn in trajectory.turns]
-        beside = credit.beside[position] if credit.beside else [0.0] * len(lengths)
-        tokens = np.zeros(sum(map(sum, lengths)), np.float32)
-        start = 0
-        for advantage, more, (num_sampled, num_observed) in zip(turns, beside, lengths, strict=True):
-            tokens[start : start + num_sampled] = advantage + more
-            start += num_sampled + num_observed
-        advantages.append(tokens)
+        parts = [np.zeros(0)]
+        for index, turn in enumerate(trajectory.turns):
+            offsets = credit.beside[position][index] if credit.beside else 0.0
+            sampled = np.full(len(turn.token_ids), turns[index]) + offsets
+            parts += [sampled, np.zeros(len(turn.observation_ids))]
+        advantages.append(np.concatenate(parts).astype(np.float32))
     return advantages
 
 
@@ -145,6 +143,13 @@ def two_sides(masses: Sequence[float]) -> tuple[float, float]:
 
 # --- Metrics of a step ---
 
+# A turn up to its trajectory's last sampled one. Judged: its group has silver documents, its format is valid.
+_TURN = np.dtype(
+    [(name, np.bool_) for name in ("is_answer", "is_search", "is_judged")]
+    + [("tokens", np.int64)]
+    + [(name, np.float64) for name in ("before", "after", "correctness")]
+)
+
 
 def summarise(credits: Sequence[GroupCredit]) -> dict[str, float]:
     """Return the metrics of a step. Shares are in [0, 1]; a mean, extreme or ratio over nothing is left out.
@@ -162,8 +167,8 @@ def summarise(credits: Sequence[GroupCredit]) -> dict[str, float]:
         tokens/: number of sampled tokens with positive and negative advantage, by search and answer turns
         skipped_trajectories: number without a sampled token
     """
-    parts = (_tokens, _groups, _answers, _searches, _silver)
-    return {f"advantage/{name}": value for part in parts for name, value in part(credits).items()}
+    metrics = _turns(credits) | _groups(credits)
+    return {f"advantage/{name}": value for name, value in metrics.items()}
 
 
 def _mean(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -176,89 +181,67 @@ def _groups(credits: Sequence[GroupCredit]) -> dict[str, float]:
         for credit in credits
         if credit.group.trajectories
     ]
-    one_sided = [
-        (positive == 0) != (negative == 0)
-        for positive, negative in (answer_mass(credit.group, credit.raw.tolist()) for credit in credits)
-    ]
-    return (
-        _mean("groups/all_wrong_share", [float(np.all(group == 0)) for group in scores])
-        | _mean("groups/all_right_share", [float(np.all(group >= 1)) for group in scores])
-        | _mean("groups/one_sided_share", one_sided)
-    )
-
-
-def _answers(credits: Sequence[GroupCredit]) -> dict[str, float]:
     before = [answer_mass(credit.group, credit.raw.tolist()) for credit in credits]
     after = [answer_mass(credit.group, credit.answer_advantages()) for credit in credits]
-    metrics = {}
+    sizes = [len(credit.silver) for credit in credits]
+    metrics = (
+        _mean("groups/all_wrong_share", [float(np.all(group == 0)) for group in scores])
+        | _mean("groups/all_right_share", [float(np.all(group >= 1)) for group in scores])
+        | _mean(
+            "groups/one_sided_share", [(positive == 0) != (negative == 0) for positive, negative in before]
+        )
+        | _mean("silver/group_share", [size > 0 for size in sizes])
+        | _mean("silver/size_mean", [size for size in sizes if size])
+    )
     for when, masses in (("before", before), ("after", after)):
-        positive, negative = (math.fsum(side) for side in zip(*masses, strict=True)) if masses else (0.0, 0.0)
-        metrics[f"answer/positive_{when}"] = positive
-        metrics[f"answer/negative_{when}"] = negative
+        positive, negative = (math.fsum(mass[side] for mass in masses) for side in (0, 1))
+        metrics |= {f"answer/positive_{when}": positive, f"answer/negative_{when}": negative}
         if positive > 0:
             metrics[f"answer/ratio_{when}"] = negative / positive
     return metrics
 
 
-def _searches(credits: Sequence[GroupCredit]) -> dict[str, float]:
-    judged: list[float] = []
-    softened: list[bool] = []
-    masses: dict[str, list[float]] = {"before": [], "after": []}
+def _turns(credits: Sequence[GroupCredit]) -> dict[str, float]:
+    rows, skipped = [], 0
     for credit in credits:
-        for trajectory, before, turns, correctness in zip(
-            credit.group.trajectories, credit.before, credit.turns, credit.correctness, strict=True
-        ):
-            searches = search_turns(trajectory)
-            lengths = [len(turn.token_ids) for turn in trajectory.turns]
-            masses["before"] += [before[index] * lengths[index] for index in searches]
-            masses["after"] += [turns[index] * lengths[index] for index in searches]
-            softened += [turns[index] > before[index] for index in searches if before[index] < 0]
-            if credit.silver and trajectory.format_valid:
-                judged += correctness[searches].tolist()
-    values = np.array(judged)
+        for position, trajectory in enumerate(credit.group.trajectories):
+            last = last_sampled_turn(trajectory)
+            skipped += last is None
+            is_judged = bool(credit.silver) and trajectory.format_valid
+            columns = [values[position] for values in (credit.before, credit.turns, credit.correctness)]
+            for index, turn in enumerate(sampled_turns(trajectory)):
+                kind = (index == last, index != last and turn.is_action, is_judged)
+                rows.append((*kind, len(turn.token_ids), *(values[index] for values in columns)))
+    turns = np.array(rows, _TURN)
+    after, tokens = turns["after"], turns["tokens"]
+    metrics = {"skipped_trajectories": float(skipped)}
+    for place, is_there in (("search", ~turns["is_answer"]), ("answer", turns["is_answer"])):
+        metrics[f"tokens/{place}_positive"] = float(tokens[is_there & (after > 0)].sum())
+        metrics[f"tokens/{place}_negative"] = float(tokens[is_there & (after < 0)].sum())
+    if tokens.any():
+        sampled = after[tokens > 0].tolist()
+        metrics |= {
+            "mean": float(np.average(after, weights=tokens)),
+            "max": max(sampled),
+            "min": min(sampled),
+        }
+    searches = turns[turns["is_search"]]
+    blamed = searches[searches["before"] < 0]
+    for when in ("before", "after"):
+        negative = two_sides((searches[when] * searches["tokens"]).tolist())[1]
+        metrics[f"search/negative_{when}"] = negative + 0.0  # no -0
+    metrics |= _mean("search/softened_share", blamed["after"] > blamed["before"])
+    values = searches["correctness"][searches["is_judged"]]
     bins = {
         "zero": values == 0,
         "to_one_third": (values > 0) & (values <= 1 / 3),
         "to_two_thirds": (values > 1 / 3) & (values <= 2 / 3),
         "to_one": values > 2 / 3,
     }
-    metrics = _mean("search/softened_share", softened) | _mean("correctness/mean", values)
-    metrics |= {f"search/negative_{when}": two_sides(of_turns)[1] + 0.0 for when, of_turns in masses.items()}
+    metrics |= _mean("correctness/mean", values)
     for name, members in bins.items():
         metrics |= _mean(f"correctness/{name}_share", members)
     return metrics
-
-
-def _silver(credits: Sequence[GroupCredit]) -> dict[str, float]:
-    sizes = [len(credit.silver) for credit in credits]
-    return _mean("silver/group_share", [size > 0 for size in sizes]) | _mean(
-        "silver/size_mean", [size for size in sizes if size]
-    )
-
-
-def _tokens(credits: Sequence[GroupCredit]) -> dict[str, float]:
-    places = ("search_positive", "search_negative", "answer_positive", "answer_negative")
-    counts = dict.fromkeys((f"tokens/{place}" for place in places), 0.0)
-    values: list[float] = []
-    lengths: list[int] = []
-    skipped = 0
-    for credit in credits:
-        for trajectory, turns in zip(credit.group.trajectories, credit.turns, strict=True):
-            last = last_sampled_turn(trajectory)
-            skipped += last is None
-            for index, advantage in enumerate(turns[: 0 if last is None else last + 1].tolist()):
-                values.append(advantage)
-                lengths.append(len(trajectory.turns[index].token_ids))
-                if advantage != 0:
-                    place = "answer" if index == last else "search"
-                    sign = "positive" if advantage > 0 else "negative"
-                    counts[f"tokens/{place}_{sign}"] += lengths[-1]
-    counts["skipped_trajectories"] = float(skipped)
-    sampled = [value for value, length in zip(values, lengths, strict=True) if length]
-    if sampled:
-        mean = float(np.average(values, weights=lengths))
-        counts |= {"mean": mean, "max": max(sampled), "min": min(sampled)}
-    return counts
 
 
 def side_factors(positive: float, negative: float, config: AdvantageConfig) -> tuple[float, float]:

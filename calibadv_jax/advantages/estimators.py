@@ -44,11 +44,6 @@ EPSILON = 1e-6  # added to a standard deviation
 _VARIANCE = 1e-8  # added to a variance, where advantages are whitened
 _CORRECTNESS_SHARE = 0.7  # querygroup: of a search's advantage; the rest is its trajectory's
 _MIN_CORRECTNESS = 1e-6  # querygroup: of a search that found nothing new
-OWN_PARAMETERS = ("groups", "config")
-OWN_EXPECTED = (
-    "def advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[list[float | np.ndarray]],"
-    " as in examples/own_advantage.py"
-)
 
 
 @dataclass(frozen=True)
@@ -409,19 +404,14 @@ class Estimator:
     """An estimator of advantages with its description."""
 
     name: str
-    function: EstimateFunction | str  # "module:name" of an optional part, see `load_optional`
+    function: EstimateFunction
     template: str  # right of "advantage = ", see `formula`
     source: str  # as docs/credit.md cites it
-    by_turn: str = ""  # how turns get advantages of their own; empty: they share their trajectory's
+    carried: str = "every sampled token of a trajectory carries the trajectory's advantage"
     needs: str = ""  # a critic, or golden_logprobs under the policy "current" or "initial"; empty: neither
     judges: bool = False  # whether searches get a correctness by silver documents
     is_own: bool = False  # the user's
     centred: str = "score - mean"  # divided by a standard deviation where the template has {scaled}
-
-    @property
-    def carried(self) -> str:
-        """Describe the advantage of a sampled token."""
-        return self.by_turn or "every sampled token of a trajectory carries the trajectory's advantage"
 
     def formula(self, config: AdvantageConfig) -> str:
         """Return the right side of "advantage = " with these settings."""
@@ -431,13 +421,10 @@ class Estimator:
             scaled = f"{self.centred}{' (Dr. GRPO)' if self.centred == 'score - mean' else ''}"
         return self.template.format(scaled=scaled, config=config)
 
-    def estimate(self, groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
-        """Estimate the advantages of groups that are not empty."""
-        if not isinstance(self.function, str):
-            return self.function(groups, config)
-        module, _, name = self.function.partition(":")
-        function: EstimateFunction = getattr(load_optional(module), name)
-        return function(groups, config)
+
+def _optional(name: str) -> EstimateFunction:
+    """Return a function of `contrib.turn_estimators`, which the first call imports."""
+    return lambda groups, config: getattr(load_optional("turn_estimators"), name)(groups, config)
 
 
 _LOSERS = "{scaled}; below the mean but at least {config.score_threshold:g}: "
@@ -517,7 +504,7 @@ _ENTRIES = (
     ),
     Estimator(
         "igpo",
-        "turn_estimators:igpo",
+        _optional("igpo"),
         "{scaled}, summed over the turns from it on; the last turn's gain is the score, another's by how much"
         " it raises the golden answer's probability; mean and std are over all turns of the group",
         "IGPO, arXiv 2510.14967",
@@ -527,7 +514,7 @@ _ENTRIES = (
     ),
     Estimator(
         "a2tgpo",
-        "turn_estimators:a2tgpo",
+        _optional("a2tgpo"),
         _BESIDE + "by how much it raises the golden answer's probability, compared among turns of one number,"
         " summed over the turns from it on / root of their number",
         "A²TGPO, arXiv 2605.06200",
@@ -536,7 +523,7 @@ _ENTRIES = (
     ),
     Estimator(
         "tips",
-        "turn_estimators:tips",
+        _optional("tips"),
         _BESIDE + "by how much it and later turns raise the golden answer's log-probability under the initial"
         " policy, compared among turns of one number",
         "TIPS, arXiv 2603.22293",
@@ -564,7 +551,11 @@ def find_estimator(config: AdvantageConfig) -> Estimator:
     if config.estimator in ESTIMATORS:
         return ESTIMATORS[config.estimator]
     key = "advantage.base" if config.is_calibrated else "advantage.name"
-    function = own_function(config.estimator, key, OWN_PARAMETERS, OWN_EXPECTED)
+    expected = (
+        "def advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[list[float | np.ndarray]],"
+        " as in examples/own_advantage.py"
+    )
+    function = own_function(config.estimator, key, ("groups", "config"), expected)
     summary = (function.__doc__ or "").strip().partition("\n")[0].rstrip(".") or "the result of that function"
     template = summary.replace("{", "{{").replace("}", "}}")
     return Estimator(config.estimator, function, template, "", "a function of your own", is_own=True)
@@ -577,12 +568,9 @@ def find_estimator(config: AdvantageConfig) -> Estimator:
 class AdvantageResult:
     """Advantages of a step, in the order of its groups and their trajectories."""
 
-    advantages: list[list[np.ndarray]]
-    """Float32 [T] a trajectory, aligned with `Trajectory.response_ids`; 0 on observation tokens."""
-    credits: list[GroupCredit]
-    """The same by turn, with correctness and silver documents."""
-    metrics: dict[str, float]
-    """See `credit.summarise`."""
+    advantages: list[list[np.ndarray]]  # float32 [T] like `Trajectory.response_ids`; 0 on observation tokens
+    credits: list[GroupCredit]  # the same by turn, with correctness and silver documents
+    metrics: dict[str, float]  # see `credit.summarise`
 
 
 def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> AdvantageResult:
@@ -597,35 +585,30 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
         UserError: a function of the user's cannot be loaded, or does not give advantages of the right shape.
     """
     for group in groups:
-        for trajectory in group.trajectories:
-            if trajectory.question.id != group.question.id:
-                raise ValueError(
-                    f"a trajectory of question {trajectory.question.id!r} is in the group"
-                    f" of {group.question.id!r}"
-                )
+        for name in {trajectory.question.id for trajectory in group.trajectories} - {group.question.id}:
+            raise ValueError(f"a trajectory of question {name!r} is in the group of {group.question.id!r}")
     is_compared = [len(group.trajectories) > (1 if group.failed else 0) for group in groups]
-    pairs = list(zip(groups, is_compared, strict=True))
-    estimated = iter(_estimate([group for group, compared in pairs if compared], config))
+    compared = [group for group, is_in in zip(groups, is_compared, strict=True) if is_in]
+    estimated = iter(_credits(compared, config) if compared else [])
     credits = [
-        next(estimated) if compared else credit_of(group, np.zeros(len(group.trajectories)))
-        for group, compared in pairs
+        next(estimated) if is_in else credit_of(group, np.zeros(len(group.trajectories)))
+        for group, is_in in zip(groups, is_compared, strict=True)
     ]
     return AdvantageResult([spread(credit) for credit in credits], credits, summarise(credits))
 
 
-def _estimate(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
-    """Estimate and calibrate groups of which each has something to be compared with."""
-    if not groups:
-        return []
-    credits = _credits(find_estimator(config), groups, config)
-    if judges(config):
+def _credits(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
+    """Estimate, judge and calibrate groups of which each has something to be compared with."""
+    estimator = find_estimator(config)
+    credits = _estimate(estimator, groups, config)
+    if config.is_calibrated or estimator.judges:
         credits = [judge(credit, config) for credit in credits]
     return calibrate(credits, config) if config.is_calibrated else credits
 
 
-def _credits(estimator: Estimator, groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
+def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
     try:
-        estimate = estimator.estimate(groups, config)
+        estimate = estimator.function(groups, config)
     except Exception as error:  # a function of the user's own may raise anything
         if not estimator.is_own:
             raise
@@ -637,7 +620,7 @@ def _credits(estimator: Estimator, groups: Sequence[Group], config: AdvantageCon
             raise
         raise UserError(
             f"{config.estimator}: {error}; it must return one list for each group, with one number (or one"
-            f" array of a number a turn) for each trajectory, as in examples/own_advantage.py"
+            " array of a number a turn) for each trajectory, as in examples/own_advantage.py"
         ) from error
 
 

@@ -18,8 +18,6 @@ from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, 
 if TYPE_CHECKING:
     from calibadv_jax.config import AdvantageConfig
 
-CALIBRATED = "calibadv"
-
 
 @dataclass(frozen=True)
 class TurnRecord:
@@ -44,7 +42,7 @@ class TrajectoryRecord:
 class AdvantageSettings:
     """The keys of the config section `advantage`, with its defaults: docs/configuration.md#advantage."""
 
-    name: str = CALIBRATED
+    name: str = "calibadv"
     base: str = "grpo"
     normalize_std: bool = True
     std_over: str = "group"
@@ -67,7 +65,7 @@ class AdvantageSettings:
 
     @property
     def is_calibrated(self) -> bool:
-        return self.name == CALIBRATED
+        return self.name == "calibadv"
 
     @property
     def estimator(self) -> str:

@@ -37,18 +37,17 @@ def open_backends(
 ) -> list[Backend]:
     """Open the backends that log.backends names, in its order.
 
-    Args:
-        directory: of the run, which services call by its name.
-        start_step: first step that will be written; an earlier attempt may have written it already.
-        warn: called when a service has gone.
-
-    Raises:
-        UserError: a package is not installed, or a service cannot be used.
+    Services call the run by the name of its `directory`. An earlier attempt may have written `start_step`,
+    the first step that will be written. `warn` is called when a service has gone. Raises UserError if a
+    package is not installed or a service cannot be used.
     """
-    return [
-        MLflow(log, directory, warn) if name == "mlflow" else _OPEN[name](log, directory, start_step)
-        for name in log.backends
-    ]
+    kinds: dict[str, Callable[[], Backend]] = {
+        "tensorboard": lambda: TensorBoard(directory, start_step),
+        "wandb": lambda: WeightsAndBiases(log, directory),
+        "mlflow": lambda: MLflow(log, directory, warn),
+        "prometheus": lambda: Prometheus(log),
+    }
+    return [kinds[name]() for name in log.backends]
 
 
 class TensorBoard(Backend):
@@ -58,7 +57,7 @@ class TensorBoard(Backend):
     then blocks the run.
     """
 
-    def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
+    def __init__(self, directory: Path, start_step: int | None) -> None:
         # It imports torch where there is one, which takes seconds.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -66,7 +65,7 @@ class TensorBoard(Backend):
 
         self._writer, self._event, self._scalar = EventsWriter, Event, scalar
         self._begin = SessionLog(status=SessionLog.START)
-        self._folder, self._opened = directory / "tensorboard", 0
+        self._folder, self._files = directory / "tensorboard", 0
         self._open(start_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -85,10 +84,10 @@ class TensorBoard(Backend):
 
     def _open(self, purge_step: int | None) -> None:
         # A file's name says the second; without the count a second file of that second would replace it.
-        self._opened += 1
+        self._files += 1
         with written(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._events = self._writer(str(self._folder / "events"), filename_suffix=f".{self._opened}")
+            self._events = self._writer(str(self._folder / "events"), filename_suffix=f".{self._files}")
             if purge_step is not None:
                 self._add(purge_step, session_log=self._begin)
             self._events.flush()
@@ -103,18 +102,18 @@ class WeightsAndBiases(Backend):
     A resumed run is continued. Its values stand over ``step``, so that steps written again replace the curve.
     """
 
-    def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
+    def __init__(self, log: LogConfig, directory: Path) -> None:
         wandb = _package("wandb", "wandb")
-        identity = _Identity(directory / "wandb_run_id")
+        path = directory / "wandb_run_id"
         try:
-            place = {"name": directory.name, "dir": str(directory), "id": identity.value or None}
+            place = {"name": directory.name, "dir": str(directory), "id": _kept_id(path)}
             self._run = wandb.init(project=log.project, resume="allow", **place)
         except wandb.errors.Error as error:
             raise UserError(
                 f"log.backends: Weights & Biases cannot be used ({one_line(error)}); log in, or"
                 " set WANDB_MODE=offline"
             ) from error
-        identity.keep(self._run.id)
+        _keep_id(path, self._run.id)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -133,25 +132,23 @@ class MLflow(Backend):
     def __init__(self, log: LogConfig, directory: Path, warn: Callable[[str], object]) -> None:
         mlflow = _package("mlflow", "mlflow-skinny")
         self._error, self._metric = mlflow.exceptions.MlflowException, mlflow.entities.Metric
-        identity = _Identity(directory / "mlflow_run_id")
+        path = directory / "mlflow_run_id"
         try:
-            self._client = mlflow.MlflowClient()
-            if not identity.value:
-                experiment = self._client.get_experiment_by_name(log.project)
-                number = experiment and experiment.experiment_id
-                number = number or self._client.create_experiment(log.project)
-                identity.keep(self._client.create_run(number, run_name=directory.name).info.run_id)
-            self._run_id = self._client.get_run(identity.value).info.run_id
+            self._client = client = mlflow.MlflowClient()
+            if not _kept_id(path):
+                experiment = client.get_experiment_by_name(log.project)
+                number = experiment.experiment_id if experiment else client.create_experiment(log.project)
+                _keep_id(path, client.create_run(number, run_name=directory.name).info.run_id)
+            self._run_id = client.get_run(_kept_id(path)).info.run_id
         except self._error as error:
             raise UserError(
                 f"log.backends: no MLflow ({one_line(error)}); set MLFLOW_TRACKING_URI"
             ) from error
         self._warn, self._is_away = warn, False
         self._unsent: list[Any] = []
-        self._now = mlflow.utils.time.get_current_time_millis
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        now = self._now()
+        now = time.time_ns() // 1_000_000
         for name, value in values.items():
             plain = re.sub(r"[^\w\-.:/ ]", "_", name)  # MLflow takes no other characters
             self._unsent.append(self._metric(plain, float(value), now, step))
@@ -185,7 +182,7 @@ class MLflow(Backend):
 class Prometheus(Backend):
     """The newest step's values as gauges ``calibadv_<name>`` at http://HOST:PORT/metrics (log.prometheus)."""
 
-    def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
+    def __init__(self, log: LogConfig) -> None:
         client = _package("prometheus_client", "prometheus-client")
         self._family = _package("prometheus_client.core", "prometheus-client").GaugeMetricFamily
         self._values: dict[str, float] = {}
@@ -218,17 +215,14 @@ class Prometheus(Backend):
         self._thread.join()
 
 
-class _Identity:
-    """A service's name of this run, in a file of the run's folder."""
+def _kept_id(path: Path) -> str | None:
+    """Return a service's id of this run, from a file of the run's folder."""
+    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.value = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
-    def keep(self, value: str) -> None:
-        self.value = value
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self._path, value)
+def _keep_id(path: Path, value: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, value)
 
 
 def _package(module: str, package: str) -> Any:
@@ -236,10 +230,3 @@ def _package(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(f"log.backends: {package} is not installed; pip install {package}") from error
-
-
-_OPEN: dict[str, Callable[[LogConfig, Path, int | None], Backend]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "prometheus": Prometheus,
-}

@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -47,19 +48,13 @@ def sections() -> dict[str, tuple[Metric, ...]]:
 
 def metrics() -> Iterator[Metric]:
     """Yield every metric, section by section."""
-    for section in sections().values():
-        yield from section
+    return chain.from_iterable(sections().values())
 
 
 def authors_names(name: str) -> list[str]:
     """Return the CalibAdv authors' names under which the value of `name` is logged too."""
-    names = []
-    for alias, own in ALIASES.items():
-        if own == name:
-            names.append(alias)
-        elif name.startswith(f"{own}/") and name.removeprefix(f"{own}/") in ("mean", "max", "min"):
-            names.append(alias + name.removeprefix(own))
-    return names
+    ends = ("", "/mean", "/max", "/min")
+    return [alias + end for alias, own in ALIASES.items() for end in ends if own + end == name]
 
 
 @functools.cache

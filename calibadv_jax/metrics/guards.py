@@ -18,35 +18,34 @@ from calibadv_jax.core.trajectory import Group, Turn
 NGRAM = 4  # tokens
 _HASH_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that powers of it do not vanish modulo 2**64
 
-Action = Literal["go_on", "stop", "rollback"]
+GuardAction = Literal["go_on", "stop", "rollback"]
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A metric and the bad side of its threshold."""
+    """A metric whose threshold is a field of GuardsConfig: min_NAME, or max_NAME."""
 
     metric: str
-    threshold: str  # field of GuardsConfig
-    is_floor: bool  # below is bad; else above
+    threshold: str
     cause: str  # for people
 
-    def is_bad(self, value: float, limit: float) -> bool:
-        return not (value >= limit if self.is_floor else value <= limit)  # NaN is always bad
+    @property
+    def is_floor(self) -> bool:
+        return self.threshold.startswith("min_")
 
 
 GUARDS = {
-    "entropy": Guard("actor/entropy", "min_entropy", True, "the policy is nearly deterministic: groups tie"),
-    "format_valid": Guard("reward/format_valid", "min_format_valid", True, "the policy has left the format"),
+    "entropy": Guard("actor/entropy", "min_entropy", "the policy is nearly deterministic: groups tie"),
+    "format_valid": Guard("reward/format_valid", "min_format_valid", "the policy has left the format"),
     "think_repetition": Guard(
-        "rollout/think_repetition", "max_think_repetition", False, "the policy repeats itself within a turn"
+        "rollout/think_repetition", "max_think_repetition", "the policy repeats itself within a turn"
     ),
     "sampled_perplexity": Guard(
-        "rollout/sampled_perplexity", "max_sampled_perplexity", False, "the policy samples improbable tokens"
+        "rollout/sampled_perplexity", "max_sampled_perplexity", "the policy samples improbable tokens"
     ),
     "answer_ratio": Guard(
         "advantage/answer/ratio_before",
         "max_answer_ratio",
-        False,
         "wrong answers are far longer than right answers: hardly anything is reinforced",
     ),
 }
@@ -58,7 +57,7 @@ NUMBERS = "numbers"  # the guard without a threshold: see `Guards`
 class Verdict:
     """Result of the guards for a step."""
 
-    action: Action
+    action: GuardAction
     findings: list[str]  # a line for each guard that trips at this step
     metrics: dict[str, float]  # guard/<name>: 1 where the step is beyond an armed guard's threshold, else 0
 
@@ -70,10 +69,8 @@ class Guards:
     has not collapsed. NaN counts from the start. A step without a guard's metric leaves the count.
 
     The guard of numbers has no threshold: after `patience` steps in a row without a finite update, or one
-    step after which the parameters are not finite, the run ends or, with rollback, goes back.
-
-    Args:
-        rate_key: config key of the learning rate, for messages.
+    step after which the parameters are not finite, the run ends or, with rollback, goes back. Messages name
+    the config key of the learning rate, `rate_key`.
     """
 
     def __init__(self, config: GuardsConfig, rate_key: str = "learner.optimizer.lr"):
@@ -84,42 +81,34 @@ class Guards:
         self._streaks: dict[str, int] = {}  # of armed guards
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Verdict:
-        """Check the metrics of a step; call it once a step, in order.
-
-        Args:
-            step: number of the policy that the step made.
-        """
+        """Check the metrics of the step that made the policy `step`; call it once a step, in order."""
         flags, findings = self._check_numbers(step, metrics)
         self.is_broken = bool(findings)
         for name, guard in GUARDS.items():
             limit = getattr(self.config, guard.threshold)
             if limit is None or guard.metric not in metrics:
                 continue
-            value = metrics[guard.metric]
-            is_bad = guard.is_bad(value, limit)
+            value, patience = metrics[guard.metric], self.config.patience
+            is_bad = not (value >= limit if guard.is_floor else value <= limit)  # NaN is always bad
             if not is_bad:
                 self._streaks[name] = 0
             elif name in self._streaks or math.isnan(value):
                 self._streaks[name] = self._streaks.get(name, 0) + 1
             flags[f"guard/{name}"] = float(is_bad and name in self._streaks)
-            if self._is_tripped(self._streaks.get(name, 0)):
-                findings.append(_finding(step, guard, value, limit, self.config.patience))
+            streak = self._streaks.get(name, 0)
+            # It trips once; a rollback stays due if the last start ended before it went back.
+            if streak == patience or (streak > patience and self.config.action == "rollback"):
+                findings.append(_finding(step, guard, value, limit, patience))
         if not any(self._streaks.values()):
             self.last_good_step = step
         return Verdict(self._action() if findings else "go_on", findings, flags)
 
-    def _is_tripped(self, streak: int) -> bool:
-        """Trip once; a rollback stays due if the last start ended before it went back."""
-        patience = self.config.patience
-        return streak == patience or (streak > patience and self.config.action == "rollback")
-
     def may_save(self, step: int, saved: Sequence[int], keep: int) -> bool:
         """Whether the run can go on from this step, and a checkpoint for a rollback stays.
 
-        Args:
-            saved: steps of the checkpoints, ascending, of which the newest `keep` stay.
+        `saved` are the steps of the checkpoints, ascending, of which the newest `keep` stay.
         """
-        good = [other for other in saved if other <= self.last_good_step < step]
+        good = [number for number in saved if number <= self.last_good_step < step]
         stays = not good or good[-1] in [*saved, step][-keep:]
         return not self.is_broken and (stays or self.config.action != "rollback")
 
@@ -154,11 +143,8 @@ class Guards:
 
     def state(self) -> dict[str, Any]:
         """Return plain JSON values for a checkpoint."""
-        return {
-            "rollbacks": self.rollbacks,
-            "last_good_step": self.last_good_step,
-            "streaks": dict(self._streaks),
-        }
+        steps = {"rollbacks": self.rollbacks, "last_good_step": self.last_good_step}
+        return steps | {"streaks": dict(self._streaks)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`; guards that the config has switched off since are dropped."""
@@ -166,7 +152,7 @@ class Guards:
         on = [name for name, guard in GUARDS.items() if getattr(self.config, guard.threshold) is not None]
         self._streaks = {name: count for name, count in state["streaks"].items() if name in (*on, NUMBERS)}
 
-    def _action(self) -> Action:
+    def _action(self) -> GuardAction:
         if self.config.action == "log" and not self.is_broken:
             return "go_on"
         if self.config.action == "rollback" and self.rollbacks < self.config.max_rollbacks:
@@ -192,9 +178,9 @@ def guard_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """
     turns = [turn for group in groups for trajectory in group.attempts for turn in trajectory.turns]
     metrics = {}
-    counts = [_repeated_ngrams(turn) for turn in turns]
-    if total := sum(ngrams for _, ngrams in counts):
-        metrics["rollout/think_repetition"] = sum(repeated for repeated, _ in counts) / total
+    repeated, total = np.sum([(0, 0), *map(_repeated_ngrams, turns)], axis=0).tolist()
+    if total:
+        metrics["rollout/think_repetition"] = repeated / total
     if num_tokens := sum(len(turn.logprobs) for turn in turns):
         mean = math.fsum(float(np.sum(turn.logprobs, dtype=np.float64)) for turn in turns) / num_tokens
         metrics["rollout/sampled_perplexity"] = float(np.exp(-mean))

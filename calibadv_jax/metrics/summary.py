@@ -38,11 +38,8 @@ def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, floa
     (their number), rollout/failed_share and rollout/failed/<service> only.
 
     Args:
-        groups: at least one trajectory in all, finished or not.
+        groups: at least one trajectory in all, finished or not; else ValueError.
         step: the version of the policy that they train, for their staleness.
-
-    Raises:
-        ValueError: no trajectories.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     failed = [trajectory for group in groups for trajectory in group.failed]
@@ -51,19 +48,21 @@ def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, floa
     metrics = _failures(failed, len(trajectories) + len(failed))
     if not trajectories:
         return metrics
+    spreads = _spreads(trajectories, step)
+    for name, values in spreads.items():
+        metrics |= {f"{name}/mean": _mean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
+    means = _shares(trajectories) | _groups([group.trajectories for group in groups if group.trajectories])
+    metrics |= {name: _mean(values) for name, values in means.items()}
+    sampled, response = (sum(spreads[f"rollout/{name}"]) for name in ("sampled_tokens", "response_length"))
     metrics |= {
-        **_rewards(trajectories),
-        **_behaviour(trajectories),
-        **_lengths(trajectories),
-        **_groups([group for group in groups if group.trajectories]),
-        **_staleness(trajectories, step),
+        "rollout/refused_queries": sum(turn.is_refused for t in trajectories for turn in t.turns),
+        "rollout/sampled_tokens/total": sampled,
+        "rollout/sampled_token_ratio": sampled / max(response, 1),
     }
     for alias, name in ALIASES.items():
-        if name in metrics:
-            metrics[alias] = metrics[name]
-        else:
-            metrics |= {f"{alias}/{part}": metrics[f"{name}/{part}"] for part in ("mean", "max", "min")}
-    return metrics
+        parts = [""] if name in metrics else ["/mean", "/max", "/min"]
+        metrics |= {alias + part: metrics[name + part] for part in parts}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _failures(failed: Sequence[Trajectory], total: int) -> dict[str, float]:
@@ -75,74 +74,58 @@ def _failures(failed: Sequence[Trajectory], total: int) -> dict[str, float]:
     }
 
 
-def _rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    names = sorted({name for trajectory in trajectories for name in trajectory.metrics})
-    return {
-        **_spread("reward", [trajectory.answer_score for trajectory in trajectories]),
-        "reward/format_valid": _mean(trajectory.format_valid for trajectory in trajectories),
-        # A metric that a trajectory lacks does not apply to it.
-        **{
-            f"reward/{name}": _mean(t.metrics[name] for t in trajectories if name in t.metrics)
-            for name in names
-        },
-    }
-
-
-def _behaviour(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    turns = [len(trajectory.turns) for trajectory in trajectories]
-    valid = [sum(turn.is_action or turn.kind == "answer" for turn in t.turns) for t in trajectories]
-    return {
-        **_spread("rollout/turns", turns),
-        **_spread("rollout/searches", [trajectory.num_searches for trajectory in trajectories]),
-        **_actions(trajectories),
-        **_spread("timing_s/trajectory", [trajectory.seconds for trajectory in trajectories]),
-        "rollout/valid_actions/mean": _mean(valid),
-        "rollout/valid_action_ratio": _mean(v / n if n else 0.0 for v, n in zip(valid, turns, strict=True)),
-        "rollout/answered": _mean(trajectory.answer is not None for trajectory in trajectories),
-        "rollout/invalid": _mean(any(turn.kind == "invalid" for turn in t.turns) for t in trajectories),
-        "rollout/refused_queries": float(sum(turn.is_refused for t in trajectories for turn in t.turns)),
-        "rollout/truncated": _mean(
-            any(turn.stop_reason == "length" for turn in t.turns) for t in trajectories
-        ),
-    }
-
-
-def _actions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean turns of each action but search that was on in a trajectory."""
-    names = dict.fromkeys(name for t in trajectories for name in t.actions if name != "search")
-    return {
-        f"rollout/actions/{name}": _mean(sum(turn.kind == name for turn in t.turns) for t in trajectories)
-        for name in names
-    }
-
-
-def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _spreads(trajectories: Sequence[Trajectory], step: int) -> dict[str, list[float]]:
+    """Return the values of which mean, largest and smallest are logged."""
     masks = [trajectory.mask for trajectory in trajectories]
-    sampled = [int(mask.sum()) for mask in masks]
-    return {
-        **_spread("rollout/prompt_length", [len(trajectory.prompt_ids) for trajectory in trajectories]),
-        **_spread("rollout/response_length", [len(mask) for mask in masks]),
-        **_spread("rollout/sampled_tokens", sampled),
-        "rollout/sampled_tokens/total": float(sum(sampled)),
-        "rollout/sampled_token_ratio": sum(sampled) / max(sum(map(len, masks)), 1),
+    values: dict[str, list[float]] = {
+        "reward": [trajectory.answer_score for trajectory in trajectories],
+        "rollout/turns": [len(trajectory.turns) for trajectory in trajectories],
+        "rollout/searches": [trajectory.num_searches for trajectory in trajectories],
+        "timing_s/trajectory": [trajectory.seconds for trajectory in trajectories],
+        "rollout/prompt_length": [len(trajectory.prompt_ids) for trajectory in trajectories],
+        "rollout/response_length": [len(mask) for mask in masks],
+        "rollout/sampled_tokens": [int(mask.sum()) for mask in masks],
     }
+    if versions := _versions(trajectories):
+        values["rollout/staleness"] = [step - ascending[0] for ascending in versions]
+    return values
 
 
-def _groups(groups: Sequence[Group]) -> dict[str, float]:
-    scores = [[trajectory.answer_score for trajectory in group.trajectories] for group in groups]
-    return {
-        "group/best_score": _mean(max(members) for members in scores),
-        "group/solved": _mean(any(t.relative_score >= 1 for t in group.trajectories) for group in groups),
-        "group/tied": _mean(max(members) == min(members) for members in scores),
-        "group/all_zero": _mean(max(members) == 0 for members in scores),
+def _shares(trajectories: Sequence[Trajectory]) -> dict[str, Iterable[float]]:
+    """Return the values of which the mean over trajectories is logged."""
+    valid = [sum(turn.is_action or turn.kind == "answer" for turn in t.turns) for t in trajectories]
+    values: dict[str, Iterable[float]] = {
+        "reward/format_valid": (trajectory.format_valid for trajectory in trajectories),
+        "rollout/valid_actions/mean": valid,
+        "rollout/valid_action_ratio": (
+            count / len(t.turns) if t.turns else 0.0 for count, t in zip(valid, trajectories, strict=True)
+        ),
+        "rollout/answered": (trajectory.answer is not None for trajectory in trajectories),
+        "rollout/invalid": (any(turn.kind == "invalid" for turn in t.turns) for t in trajectories),
+        "rollout/truncated": (any(turn.stop_reason == "length" for turn in t.turns) for t in trajectories),
     }
+    # A metric that a trajectory lacks does not apply to it.
+    for name in sorted({name for trajectory in trajectories for name in trajectory.metrics}):
+        values[f"reward/{name}"] = [t.metrics[name] for t in trajectories if name in t.metrics]
+    for name in dict.fromkeys(name for t in trajectories for name in t.actions if name != "search"):
+        values[f"rollout/actions/{name}"] = [sum(u.kind == name for u in t.turns) for t in trajectories]
+    if versions := _versions(trajectories):
+        values["rollout/mixed_versions"] = [len(ascending) > 1 for ascending in versions]
+    return values
 
 
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+def _versions(trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
+    return [trajectory.policy_versions for trajectory in trajectories if trajectory.policy_versions]
+
+
+def _groups(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Iterable[float]]:
+    """Return the values of which the mean over questions is logged."""
+    scores = [[trajectory.answer_score for trajectory in group] for group in groups]
     return {
-        f"{name}/mean": _mean(values),
-        f"{name}/max": float(max(values)),
-        f"{name}/min": float(min(values)),
+        "group/best_score": (max(members) for members in scores),
+        "group/solved": (any(trajectory.relative_score >= 1 for trajectory in group) for group in groups),
+        "group/tied": (max(members) == min(members) for members in scores),
+        "group/all_zero": (max(members) == 0 for members in scores),
     }
 
 
@@ -150,22 +133,8 @@ def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values), dtype=np.float64))
 
 
-def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-    versions = [trajectory.policy_versions for trajectory in trajectories if trajectory.policy_versions]
-    if not versions:
-        return {}
-    return {
-        **_spread("rollout/staleness", [step - ascending[0] for ascending in versions]),
-        "rollout/mixed_versions": _mean(len(ascending) > 1 for ascending in versions),
-    }
-
-
 def report_metrics(means: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """Name an evaluation's means ``eval/<data source>/<metric>/<greedy or temperature_T>``.
-
-    Args:
-        means: by temperature, as text, then data source, then metric.
-    """
+    """Name an evaluation's means ``eval/<data source>/<metric>/<greedy or temperature_T>``."""
     return {
         f"eval/{source}/{name}/{'greedy' if temperature == '0' else f'temperature_{temperature}'}": value
         for temperature, sources in means.items()

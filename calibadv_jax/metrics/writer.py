@@ -22,15 +22,9 @@ class MetricsWriter:
     """Appends one JSON object a step to ``<directory>/metrics.jsonl``, and hands finite values to backends.
 
     A row is ``{"step": s, name: value, …}``. JSON has no NaN and no infinity: such values are null and their
-    names stand under "nonfinite". Every row is flushed, so that a crash loses nothing.
-
-    Args:
-        backends: they are closed with the writer.
-        start_step: first step this run will write. Rows of an earlier attempt from there on are dropped; None
-            keeps all rows.
-
-    Raises:
-        UserError: an existing metrics.jsonl holds a line that is not a row of metrics.
+    names stand under "nonfinite". Every row is flushed, so that a crash loses nothing. Rows of an earlier
+    attempt from `start_step` on are dropped; None keeps all. The backends are closed with the writer. Raises
+    UserError if an existing metrics.jsonl holds a line that is not a row of metrics.
     """
 
     def __init__(
@@ -38,20 +32,15 @@ class MetricsWriter:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
-        _repair(self.path, start_step)
         self._backends = backends
-        self._file: TextIO = self.path.open("a", encoding="utf-8")
+        self._file = self._repaired(start_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one row.
-
-        Raises:
-            ValueError: a metric is named "step" or "nonfinite".
-            TypeError: a value is not a scalar.
-        """
-        if taken := RESERVED & metrics.keys():
-            raise ValueError(f"metric names {sorted(taken)} are reserved")
-        values = {name: _plain(value) for name, value in metrics.items()}
+        """Write one row; ValueError if a name is reserved, TypeError if a value is not a scalar."""
+        if reserved := RESERVED & metrics.keys():
+            raise ValueError(f"metric names {sorted(reserved)} are reserved")
+        # Scalars of any type, arrays of one element included.
+        values = {n: int(v) if isinstance(v, numbers.Integral) else float(v) for n, v in metrics.items()}
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
         row: dict[str, object] = {"step": step, **values, **dict.fromkeys(nonfinite)}
         if nonfinite:
@@ -66,10 +55,16 @@ class MetricsWriter:
     def rewind(self, step: int) -> None:
         """Drop the rows at or past `step`, which will be written again."""
         self._file.close()
-        _repair(self.path, step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self._repaired(step)
         for backend in self._backends:
             backend.rewind(step)
+
+    def _repaired(self, start_step: int | None) -> TextIO:
+        """Drop a last line that was cut off and the rows at or past `start_step`; open the file."""
+        if self.path.exists():
+            rows = [row for row in read_metrics(self.path) if start_step is None or row["step"] < start_step]
+            write_text(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        return self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         with written(self.path):
@@ -87,34 +82,18 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl; a last line cut off by a crash is left out.
 
-    Raises:
-        UserError: the file is missing, or another line is not a row of metrics.
+    Raises UserError if the file is missing, or another line is not a row of metrics.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such metrics file; it is written by a training run")
+    rows = []
     # A complete row ends in a newline, so whatever follows the last one was cut off.
-    complete = path.read_bytes().split(b"\n")[:-1]
-    return [_parse(line, path, number) for number, line in enumerate(complete, start=1)]
-
-
-def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode())
-    except ValueError:
-        row = None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise UserError(f"{path}:{number}: not a row of metrics; remove the line, or the file")
-    return row
-
-
-def _repair(path: Path, start_step: int | None) -> None:
-    """Drop a last line that was cut off and the rows at or past `start_step`."""
-    if not path.exists():
-        return
-    kept = [row for row in read_metrics(path) if start_step is None or row["step"] < start_step]
-    write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
-
-
-def _plain(value: float) -> float:
-    """Return the Python number of any scalar, arrays of one element included."""
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line.decode())
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UserError(f"{path}:{number}: not a row of metrics; remove the line, or the file")
+        rows.append(row)
+    return rows

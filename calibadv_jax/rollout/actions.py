@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
-from calibadv_jax.core.interfaces import Action, Reply, Retriever
+from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.own_function import failure
 from calibadv_jax.core.tags import (
     ANSWER_USAGE,
@@ -25,18 +25,10 @@ from calibadv_jax.core.trajectory import Document
 
 @dataclass(frozen=True)
 class RetrieverAction(Action):
-    """An action of the retriever; `over` returns the action of an open one."""
+    """An action of the retriever, which `RolloutContext.by_name` sets."""
 
-    retriever: Retriever | None = None
     max_length: int = 0
-
-    def over(self, retriever: Retriever) -> Action:
-        return replace(self, retriever=retriever)
-
-    @property
-    def opened(self) -> Retriever:
-        assert self.retriever is not None
-        return self.retriever
+    retriever: Any = None
 
 
 class SearchAction(RetrieverAction):
@@ -46,7 +38,7 @@ class SearchAction(RetrieverAction):
     keeps_documents_whole = True
 
     async def call(self, argument: str) -> Reply:
-        (documents,) = await self.opened.search([argument])
+        (documents,) = await self.retriever.search([argument])
         return Reply(tuple(documents))
 
     def render(self, reply: Reply) -> str:
@@ -59,7 +51,7 @@ class AccessAction(RetrieverAction):
     name, purpose, argument = "access", "read a whole page", "address of the page"
 
     async def call(self, argument: str) -> Reply:
-        (page,) = await self.opened.access([argument])
+        (page,) = await self.retriever.access([argument])
         if page is None:
             raise ActionRefused("there is no page with this address")
         return Reply((page,))

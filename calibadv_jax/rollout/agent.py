@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -61,7 +61,9 @@ class RolloutContext:
     def by_name(self) -> dict[str, Action]:
         """The actions that are on; those of the retriever use `retriever`."""
         return {
-            action.name: action.over(self.retriever) if isinstance(action, RetrieverAction) else action
+            action.name: replace(action, retriever=self.retriever)
+            if isinstance(action, RetrieverAction)
+            else action
             for action in self.actions or (SearchAction(),)
         }
 
@@ -161,15 +163,12 @@ def _read(completion: Completion, context: RolloutContext, opening: str) -> Turn
     text = decode(context.tokenizer, ids[:-1] if ended else ids)
     parsed = parse_turn(whole_turn(opening, text), completion.stop_reason, context.grammar)
     return Turn(
-        kind=parsed.kind,
         token_ids=np.asarray(ids, np.int32),
         logprobs=np.asarray(completion.logprobs, np.float32),
         text=text,
-        think=parsed.think,
-        query=parsed.query,
-        answer=parsed.answer,
         stop_reason=completion.stop_reason,
         policy_versions=completion.policy_versions,
+        **vars(parsed),
     )
 
 

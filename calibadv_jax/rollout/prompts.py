@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,9 @@ def template_text(name: str) -> str:
 
 def list_actions(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
     """Say how each action is called, a sentence or two each; none stand for search alone."""
-    ways = [
-        _SEARCH if usage["name"] == "search" else _OTHER.format(**usage) for usage in usages(actions, extra)
-    ]
+    ways = (
+        {"search": _SEARCH}.get(usage["name"], _OTHER).format(**usage) for usage in usages(actions, extra)
+    )
     return " ".join(ways).replace(ACTIONS, "actions")
 
 
@@ -115,9 +116,8 @@ def write_prompt(
         raise UserError("prompt.chat is 'on', but the tokenizer has no chat template; use 'auto' or 'off'")
     if has_template and config.chat != "off":
         text = _in_chat(messages, tokenizer, config)
-        opening = _opening(
-            text, messages[-1][1].strip(), [token for token in extra if token not in grammar.tags]
-        )
+        controls = [token for token in extra if token not in grammar.tags]
+        opening = _opening(text, messages[-1][1].strip(), controls)
     elif config.chat_template_kwargs:
         raise UserError("prompt.chat_template_kwargs needs a chat template, and none is used: leave it out")
     elif len(messages) == 1:
@@ -191,13 +191,13 @@ def _carried(question: Question, extra: Collection[str], grammar: Grammar) -> li
 
 def _neutralise_but_tags(text: str, extra: Collection[str], grammar: Grammar) -> str:
     """`neutralise` for text that explains the protocol: tags written exactly stay."""
-    others = [token for token in extra if token not in grammar.tags]
+    controls = [token for token in extra if token not in grammar.tags]
     pieces = split_at_tags(text, grammar)
-    pieces[::2] = [neutralise(piece, others, grammar) for piece in pieces[::2]]
-    kept = "".join(pieces)
+    pieces[::2] = [neutralise(piece, controls, grammar) for piece in pieces[::2]]
+    joined = "".join(pieces)
     # A control token that contains a tag is in no single piece.
-    is_divided = any(token in kept for token in others if token.strip())
-    return neutralise(text, extra, grammar) if is_divided else kept
+    is_divided = any(token in joined for token in controls if token.strip())
+    return neutralise(text, extra, grammar) if is_divided else joined
 
 
 def prompt_lengths(
@@ -212,24 +212,13 @@ def prompt_lengths(
     Only prompts with many letters are tokenised: 100,000 questions take seconds. Raises as `build_prompt`.
     """
     extra = added_token_strings(tokenizer)
+    prompts = (write_prompt(question, tokenizer, config, extra, actions)[0] for question in questions)
+    candidates = ((place, text) for place, text in enumerate(prompts) if most_tokens(text) > max_length)
     lengths: dict[int, int] = {}
-    pending: list[tuple[int, str]] = []
-
-    def measure() -> None:
-        if pending:
-            places, texts = zip(*pending, strict=True)
-            ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-            measured = zip(places, map(len, ids), strict=True)
-            lengths.update((place, length) for place, length in measured if length > max_length)
-            pending.clear()
-
-    for place, question in enumerate(questions):
-        text, _ = write_prompt(question, tokenizer, config, extra, actions)
-        if most_tokens(text) > max_length:
-            pending.append((place, text))
-        if len(pending) == BATCH:
-            measure()
-    measure()
+    while batch := list(islice(candidates, BATCH)):
+        places, texts = zip(*batch, strict=True)
+        ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        lengths |= {place: len(own) for place, own in zip(places, ids, strict=True) if len(own) > max_length}
     return lengths
 
 
@@ -246,9 +235,9 @@ def drop_overlong(
     `lengths` come from `prompt_lengths`; `rule` is data.overlong_prompts; `name` is the questions' config
     key. Raises UserError if the rule is "refuse" and some do not fit, or if none fits.
     """
-    kept = [question for place, question in enumerate(questions) if place not in lengths]
     if not lengths:
-        return kept, ""
+        return list(questions), ""
+    fitting = [question for place, question in enumerate(questions) if place not in lengths]
     worst = max(lengths, key=lambda place: lengths[place])
     message = (
         f"{name}: the prompts of {len(lengths)} of {len(questions)} questions are longer than"
@@ -257,6 +246,6 @@ def drop_overlong(
     )
     if rule == "refuse":
         raise UserError(f"{message}: raise it, or leave them out with data.overlong_prompts=leave_out")
-    if not kept:
+    if not fitting:
         raise UserError(f"{message}: none is left; raise it")
-    return kept, f"{message}: they are left out"
+    return fitting, f"{message}: they are left out"
