@@ -24,7 +24,7 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.questions import answer_warnings, load_questions, select_evenly
 from calibadv_jax.evaluation.methods import METHODS, method_config, method_retriever, with_passages
-from calibadv_jax.evaluation.records import Key, RowFile, ScoredRow, identity, make_row
+from calibadv_jax.evaluation.records import RowFile, RowKey, ScoredRow, identity, make_row
 from calibadv_jax.evaluation.report import (
     Means,
     ScoreReport,
@@ -129,8 +129,8 @@ def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreRe
     retriever = describe_retriever(method_config(config).retriever, console.warn)
     evaluation = identity(config, policy, retriever, questions, prompt_hashes(config))
     file = RowFile(output.with_suffix(".jsonl"), evaluation, questions)
-    if file.others:
-        console.note(f"{file.path}: {file.others} lines of another evaluation are replaced")
+    if file.foreign_lines:
+        console.note(f"{file.path}: {file.foreign_lines} lines of another evaluation are replaced")
     temperatures = dict.fromkeys(config.evaluate.temperatures)
     requests = [(temperature, question) for temperature in temperatures for question in questions]
     missing = [request for request in requests if _key(*request) not in file.rows]
@@ -145,7 +145,7 @@ def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreRe
     return report
 
 
-def _key(temperature: float, question: Question) -> Key:
+def _key(temperature: float, question: Question) -> RowKey:
     return f"{temperature:g}", question.data_source, question.id
 
 

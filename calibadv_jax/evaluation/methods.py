@@ -100,7 +100,7 @@ class RandomDocuments(EmptyRetriever):
 
     async def _unrelated(self, query: str) -> list[Document]:
         (related,) = await self.inner.search([query])
-        refused = {document.id for document in related}
+        excluded = {document.id for document in related}
         drawn: dict[str, Document] = {}
         order = random_state(self.seed, 0, f"random documents of {query}").permutation(len(self.texts))
         for index in order[:MAX_DRAWS].tolist():
@@ -108,7 +108,7 @@ class RandomDocuments(EmptyRetriever):
                 (documents,) = await self.inner.search([self.texts[index]])
             except QueryRefused:  # the other question's text, not the policy's query
                 continue
-            drawn |= {document.id: document for document in documents if document.id not in refused}
+            drawn |= {document.id: document for document in documents if document.id not in excluded}
             if len(drawn) >= len(related):
                 break
         return list(drawn.values())[: len(related)]

@@ -21,7 +21,7 @@ from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.evaluation.methods import METHODS
 
 ScoredRow = dict[str, Any]  # one line of the file
-Key = tuple[str, str, str]  # temperature, data source, question id
+RowKey = tuple[str, str, str]  # temperature, data source, question id
 
 FIELDS = (
     "evaluation", "content", "temperature", "data_source", "id", "question", "golden_answers", "scores",
@@ -136,7 +136,7 @@ def _attempt(trajectory: Trajectory, is_agent: bool) -> ScoredRow:
     }
 
 
-def key_of(row: ScoredRow) -> Key:
+def key_of(row: ScoredRow) -> RowKey:
     return row["temperature"], row["data_source"], row["id"]
 
 
@@ -161,17 +161,15 @@ class RowFile:
 
     def __init__(self, path: Path, evaluation: str, questions: Sequence[Question]):
         self.path, self.evaluation = path, evaluation
-        self.rows: dict[Key, ScoredRow] = {}  # without transcripts
-        self.others = 0  # lines of another evaluation
-        self._offsets: dict[Key, int] = {}  # bytes before a row's line
-        contents = {(question.data_source, question.id): _content(question) for question in questions}
+        self.rows: dict[RowKey, ScoredRow] = {}  # without transcripts
+        self.foreign_lines = 0  # of another evaluation
+        self._offsets: dict[RowKey, int] = {}  # bytes before a row's line
+        contents = {(question.data_source, question.id, _content(question)) for question in questions}
         for offset, row in _read(path, may_be_cut=True) if path.is_file() else ():
-            is_ours = row["evaluation"] == evaluation
-            self.others += not is_ours
-            key = row["data_source"], row["id"]
-            is_same = key in contents and row["content"] == contents[key]
-            has_failed = any(attempt["error"] is not None for attempt in row["trajectories"])
-            if is_ours and is_same and not has_failed:
+            is_same = (row["data_source"], row["id"], row["content"]) in contents
+            if row["evaluation"] != evaluation:
+                self.foreign_lines += 1
+            elif is_same and all(attempt["error"] is None for attempt in row["trajectories"]):
                 self._note(row, offset)
 
     def start(self) -> None:
@@ -186,7 +184,7 @@ class RowFile:
             self._note(row, file.tell())
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 
-    def finish(self, order: Sequence[Key]) -> list[ScoredRow]:
+    def finish(self, order: Sequence[RowKey]) -> list[ScoredRow]:
         """Put the file in this order; return its rows without transcripts."""
         self._rewrite(order)
         return [self.rows[key] for key in order]
@@ -194,8 +192,8 @@ class RowFile:
     def _note(self, row: ScoredRow, offset: int) -> None:
         self.rows[key_of(row)], self._offsets[key_of(row)] = _without_transcripts(row), offset
 
-    def _rewrite(self, order: Sequence[Key]) -> None:
-        offsets: dict[Key, int] = {}
+    def _rewrite(self, order: Sequence[RowKey]) -> None:
+        offsets: dict[RowKey, int] = {}
         with self.path.open("rb") as old, replacing(self.path) as partial, partial.open("wb") as new:
             for key in order:
                 old.seek(self._offsets[key])
@@ -221,18 +219,15 @@ def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, ScoredRow
         for number, line in enumerate(file, 1):
             if may_be_cut and not line.endswith(b"\n"):
                 return
-            yield offset, _parse(line, f"{path}:{number}")
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{where}: not valid JSON ({error}); remove the file, or the line") from error
+            missing = [name for name in FIELDS if not isinstance(row, dict) or name not in row]
+            if missing:
+                raise UserError(
+                    f"{where}: no {', '.join(missing)}: not a line of calibadv evaluate; give another file"
+                )
+            yield offset, row
             offset += len(line)
-
-
-def _parse(line: bytes, where: str) -> ScoredRow:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not valid JSON ({error}); remove the file, or the line") from error
-    missing = [name for name in FIELDS if not isinstance(row, dict) or name not in row]
-    if missing:
-        raise UserError(
-            f"{where}: no {', '.join(missing)}: not a line of calibadv evaluate; give another file"
-        )
-    return row

@@ -10,7 +10,6 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,8 +50,13 @@ def interval(strata: Strata, confidence: float, resamples: int) -> tuple[float, 
     """
     if not resamples or min(map(len, strata)) < 2:
         return None
-    size = max(map(len, strata))
-    low, high = _bounds(partial(_resampled, strata), size, confidence, resamples)
+
+    def draw(count: int, rng: np.random.Generator) -> np.ndarray:
+        drawn = (values[rng.integers(0, len(values), (count, len(values)))] for values in strata)
+        means: np.ndarray = np.mean([values.mean(axis=1) for values in drawn], axis=0)
+        return means
+
+    low, high = _bounds(draw, max(map(len, strata)), confidence, resamples)
     return float(low), float(high)
 
 
@@ -83,13 +87,6 @@ def _bounds(
     return bounds
 
 
-def _resampled(strata: Strata, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return `stratified_mean` of `count` resamples, float64 [count]."""
-    drawn = (values[rng.integers(0, len(values), (count, len(values)))] for values in strata)
-    means: np.ndarray = np.mean([values.mean(axis=1) for values in drawn], axis=0)
-    return means
-
-
 def summarise(rows: Sequence[ScoredRow], resamples: int = 0, confidence: float = 0.95) -> ScoreReport:
     """Return means over questions by temperature and data source, in the order of the rows.
 
@@ -97,12 +94,12 @@ def summarise(rows: Sequence[ScoredRow], resamples: int = 0, confidence: float =
     a finished one is counted in `failed` only, and one with fewer than k of them is left out of pass@k.
     """
     report = ScoreReport({}, {})
-    for temperature, its_rows in _grouped(rows, "temperature").items():
-        by_source = _grouped(its_rows, "data_source")
-        groups = {ALL: [its_rows]}
+    for temperature, members in _grouped(rows, "temperature").items():
+        by_source = _grouped(members, "data_source")
+        groups = {ALL: [members]}
         if len(by_source) > 1:
             groups[AVERAGE] = list(by_source.values())
-        groups |= {source: [members] for source, members in by_source.items()}
+        groups |= {source: [of_source] for source, of_source in by_source.items()}
         summaries = {name: _summary(strata, resamples, confidence) for name, strata in groups.items()}
         report.means[temperature] = {name: means for name, (means, _) in summaries.items()}
         report.intervals[temperature] = {name: bounds for name, (_, bounds) in summaries.items()}
@@ -159,9 +156,7 @@ def unanswered(means: Means) -> list[str]:
 def table_rows(report: ScoreReport) -> tuple[list[str], list[list[Any]]]:
     """Return headers, and one row for each temperature and data source; "-" where there is no value."""
     means = [values for sources in report.means.values() for values in sources.values()]
-    names = [
-        name for name in dict.fromkeys(name for values in means for name in values) if name not in COUNTS
-    ]
+    names = list(dict.fromkeys(name for values in means for name in values if name not in COUNTS))
     rows = [
         [temperature, source, *(values.get(name, "-") for name in names)]
         + [int(values[name]) for name in COUNTS]

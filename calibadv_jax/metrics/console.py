@@ -38,10 +38,8 @@ STEP_METRICS = {
 class Console:
     """Progress on `stream`: a line that is rewritten on a terminal or in a notebook, otherwise plain lines.
 
-    Args:
-        progress: False shows no progress; `say`, `tell` and `warn` still print.
-        stream: default standard error, so that standard output carries results only.
-        silent: write nothing: another process of the run writes the same.
+    Without `progress`, `say`, `tell` and `warn` still print. `stream` is standard error by default: standard
+    output carries results only. `silent` writes nothing: another process of the run writes the same.
     """
 
     def __init__(self, progress: bool = True, stream: TextIO | None = None, silent: bool = False) -> None:
@@ -66,10 +64,8 @@ class Console:
     def end_step(self, counts: Mapping[str, tuple[int, str]]) -> dict[str, float]:
         """Return ``timing_s/step`` and that of its parts, ``perf/<count>_per_second``, and the seconds left.
 
-        The first step compiles, and tells nothing of the steps that are left.
-
-        Args:
-            counts: how many of a kind, and the part of the step in which they were.
+        The first step compiles, and tells nothing of the steps that are left. `counts` has numbers with the
+        part of the step in which they were counted.
         """
         seconds = self._parts | {"step": time.monotonic() - self._begun}
         rates = {f"perf/{name}_per_second": count / seconds[part] for name, (count, part) in counts.items()}
@@ -113,8 +109,7 @@ class Console:
     def phase(self, text: str, announce: bool = False) -> Iterator[None]:
         """Show a phase and its seconds until the block ends.
 
-        Args:
-            announce: where no line is rewritten, write a line at the beginning.
+        With `announce`, a line is written at the beginning where no line is rewritten.
         """
         if announce and not self._rewrites:
             self.note(text)
@@ -167,7 +162,6 @@ class Console:
                 show(self._line())
 
     def _line(self) -> str:
-        """Describe the innermost block."""
         label, unit, progress, begun = self._open[-1]
         (step, steps), now = self._step, time.monotonic()
         done, total, detail = progress()

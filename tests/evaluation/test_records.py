@@ -105,7 +105,7 @@ def test_newest_row_of_a_question_counts(tmp_path):
 def test_lines_of_another_evaluation_are_counted(tmp_path):
     path = tmp_path / "e.jsonl"
     path.write_text("".join(json.dumps(row(n, evaluation=name)) + "\n" for n, name in enumerate("xey")))
-    assert RowFile(path, "e", [QUESTION]).others == 2
+    assert RowFile(path, "e", [QUESTION]).foreign_lines == 2
 
 
 def test_line_that_is_damaged_in_the_middle_is_an_error(tmp_path):
