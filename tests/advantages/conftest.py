@@ -30,21 +30,14 @@ def make_member(score, *searches, answer=1, valid=True, observed=0):
     return score, valid, [*turns, make_turn("answer", num_tokens=answer)]
 
 
-def make_group(*members, question_id="q") -> Group:
-    """Members are (answer_score, format_valid, turns)."""
-    question = Question(question_id, "?", ("gold",), "test")
-    trajectories = [
-        Trajectory(
-            question,
-            np.zeros(3, np.int32),
-            turns=list(turns),
-            index=index,
-            format_valid=bool(format_valid),
-            answer_score=score,
-        )
-        for index, (score, format_valid, turns) in enumerate(members)
-    ]
-    return Group(question, trajectories)
+def make_group(*members, question_id="q", failed=()) -> Group:
+    """Members are (answer_score, format_valid, turns); those at the places `failed` have an error."""
+    question, trajectories = Question(question_id, "?", ("gold",), "test"), []
+    for index, (score, valid, turns) in enumerate(members):
+        error = "retriever: gone" if index in failed else None
+        made = Trajectory(question, np.zeros(3, np.int32), list(turns), index, 0.0, error, bool(valid), score)
+        trajectories.append(made)
+    return Group.of(question, trajectories)
 
 
 def _read_turn(turn: dict) -> Turn:
@@ -60,21 +53,10 @@ def _read_turn(turn: dict) -> Turn:
 
 def read_case(case: dict) -> SimpleNamespace:
     """Groups by first appearance, the config, and the position in the case of each group's members."""
-    positions: dict[str, list[int]] = {}
-    for position, trajectory in enumerate(case["trajectories"]):
-        positions.setdefault(trajectory["group"], []).append(position)
-    groups = []
-    for name, members in positions.items():
-        rows = [case["trajectories"][position] for position in members]
-        groups.append(
-            make_group(
-                *(
-                    (row["answer_score"], row["format_valid"], [_read_turn(turn) for turn in row["turns"]])
-                    for row in rows
-                ),
-                question_id=name,
-            )
-        )
+    members: dict[str, dict[int, tuple]] = {}
+    for position, row in enumerate(case["trajectories"]):
+        member = row["answer_score"], row["format_valid"], [_read_turn(turn) for turn in row["turns"]]
+        members.setdefault(row["group"], {})[position] = member
     settings = case["settings"]
     config = AdvantageConfig(
         name="calibadv",
@@ -85,7 +67,8 @@ def read_case(case: dict) -> SimpleNamespace:
         target_ratio=settings["lambda"],
         adjust=settings["adjust"],
     )
-    return SimpleNamespace(groups=groups, config=config, positions=list(positions.values()))
+    groups = [make_group(*rows.values(), question_id=name) for name, rows in members.items()]
+    return SimpleNamespace(groups=groups, config=config, positions=[list(rows) for rows in members.values()])
 
 
 @pytest.fixture(scope="session")

@@ -43,8 +43,6 @@ TURNS = st.fixed_dictionaries(
 MEMBERS = st.tuples(SCORES, st.booleans(), st.lists(TURNS, max_size=5))
 STEPS = st.lists(st.lists(MEMBERS, min_size=1, max_size=6), min_size=1, max_size=3)
 EXAMPLES = hypothesis.settings(max_examples=40)
-
-
 VARIANTS = st.fixed_dictionaries(
     {
         "name": st.sampled_from(["calibadv", *ESTIMATORS]),
@@ -80,9 +78,8 @@ def test_tokens_signs_and_magnitudes(build, step, config):
             assert not advantages[index][~trajectory.mask].any()
             assert ((credit.correctness[index] >= 0) & (credit.correctness[index] <= 1)).all()
             last = last_sampled_turn(trajectory)
-            for position, (raw, value) in enumerate(
-                zip(credit.before[index], credit.turns[index], strict=True)
-            ):
+            pairs = zip(credit.before[index], credit.turns[index], strict=True)
+            for position, (raw, value) in enumerate(pairs):
                 assert np.isfinite(value)
                 assert value * raw >= 0
                 if position != last:

@@ -6,43 +6,71 @@ import random
 
 import numpy as np
 import pytest
+from rapidfuzz.distance import Levenshtein
 
 from calibadv_jax.advantages.calibadv import is_repetition, judge_turns, silver_documents
 from calibadv_jax.advantages.estimators import compute_advantages, describe
 from calibadv_jax.config import AdvantageConfig
 
 A = 0.5 / (np.sqrt(0.5) + 1e-6)  # advantage of the better of two scores 1 and 0
-
-
-@pytest.fixture
-def pair(build):
-    """Winner: search, answer of 2 tokens. Loser: a search that finds a silver document, answer of 4."""
-    winner = build.member(1.0, "a", answer=2, observed=1)
-    return build.group(winner, build.member(0.0, "ax", answer=4, observed=1))
+B = {"rebalance": False}
 
 
 def by_turn(group, **switches):
-    return [
-        turns.tolist() for turns in compute_advantages([group], AdvantageConfig(**switches)).credits[0].turns
-    ]
+    (credit,) = compute_advantages([group], AdvantageConfig(**switches)).credits
+    return [turns.tolist() for turns in credit.turns]
+
+
+# A winner and a loser, by the documents of their search and the tokens of their answer.
+PAIR = ("a", 2), ("ax", 4)
 
 
 @pytest.mark.parametrize(
-    ("switches", "expected"),
+    ("members", "switches", "expected"),
     [
-        ({}, [[A, 2 * A], [-A / 2, -A]]),
-        ({"adjust": "negative"}, [[A, A], [-A / 2, -A / 2]]),
-        ({"target_ratio": 4.0}, [[A, A / 2], [-A / 2, -A]]),
-        ({"soft_penalty": False}, [[A, 2 * A], [-A, -A]]),
-        ({"rebalance": False}, [[A, A], [-A / 2, -A]]),
-        ({"soft_penalty": False, "rebalance": False}, [[A, A], [-A, -A]]),
-        ({"normalize_std": False}, [[0.5, 1.0], [-0.25, -0.5]]),
-        ({"name": "grpo"}, [[A, A], [-A, -A]]),
-        ({"silver_threshold": 1.0}, [[A, 2 * A], [-A / 2, -A]]),
+        (PAIR, {}, [[A, 2 * A], [-A / 2, -A]]),
+        (PAIR, {"adjust": "negative"}, [[A, A], [-A / 2, -A / 2]]),
+        (PAIR, {"target_ratio": 4.0}, [[A, A / 2], [-A / 2, -A]]),
+        (PAIR, {"soft_penalty": False}, [[A, 2 * A], [-A, -A]]),
+        (PAIR, B, [[A, A], [-A / 2, -A]]),
+        (PAIR, {"soft_penalty": False} | B, [[A, A], [-A, -A]]),
+        (PAIR, {"normalize_std": False}, [[0.5, 1.0], [-0.25, -0.5]]),
+        (PAIR, {"name": "grpo"}, [[A, A], [-A, -A]]),
+        (PAIR, {"silver_threshold": 1.0}, [[A, 2 * A], [-A / 2, -A]]),
+        (PAIR, {"softening": "aggressive"}, [[A, 2 * A], [0, -A]]),
+        (PAIR, {"softening": "upper_limit"}, [[A, 2 * A], [0, -A]]),  # halfway between -A and the best, A
+        (PAIR, {"softening": "reset"}, [[A, 2 * A], [-A / 2, -A]]),
+        (PAIR, {"rebalance_over": "turn"}, [[A / 2, 2 * A], [-A / 2, -A]]),
+        (PAIR, {"rebalance_over": "all"}, [[1.5 * A, 1.5 * A], [-A / 2, -A]]),  # 4.5 A against 3 A
+        (PAIR, {"rebalance_over": "turn", "rebalance_by": "tokens"}, [[A, 2 * A], [-A / 2, -A]]),
+        (PAIR, {"rebalance_excess": True, "target_ratio": 2.0}, [[A, A], [-A / 2, -A]]),
+        (PAIR, {"adjust": "clip", "target_ratio": 0.75}, [[A, A], [-A / 2, -0.75 * A]]),
+        (
+            PAIR,
+            {"adjust": "clip", "rebalance_over": "turn", "target_ratio": 0.25},
+            [[A, A], [-A / 4, -A / 4]],
+        ),
+        ((("", 1), ("a", 1)), {}, [[A, A], [-A, -A]]),  # silver without documents
+        ((("a", 1), ("axy", 1)), {"softening": "aggressive"} | B, [[A, A], [0, -A]]),  # forgiven from 1/3
+        ((("a", 1), ("axyz", 1)), {"softening": "aggressive"} | B, [[A, A], [-0.75 * A, -A]]),
+        # The negative side within the target, exactly it, and above it.
+        ((("", 1), ("", 1)), {"rebalance_excess": True, "target_ratio": 2.0}, [[A, A], [-A, -A]]),
+        ((("", 1), ("", 2)), {"rebalance_excess": True, "target_ratio": 2.0}, [[A, A], [-A, -A]]),
+        ((("", 1), ("", 3)), {"rebalance_excess": True, "target_ratio": 2.0}, [[A, 1.5 * A], [-A, -A]]),
     ],
+    ids=str,
 )
-def test_switches(pair, switches, expected):
-    np.testing.assert_allclose(by_turn(pair, **switches), expected, rtol=1e-12)
+def test_switches(build, members, switches, expected):
+    winner, loser = (
+        build.member(score, documents, answer=length, observed=1)
+        for score, (documents, length) in zip((1.0, 0.0), members, strict=True)
+    )
+    np.testing.assert_allclose(
+        by_turn(build.group(winner, loser), **switches), expected, rtol=1e-12, atol=1e-12
+    )
+    # The order of the members is nothing.
+    swapped = by_turn(build.group(loser, winner), **switches)
+    np.testing.assert_allclose(swapped, expected[::-1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("soft_penalty", [True, False])
@@ -56,10 +84,8 @@ def test_one_sided_group_zeroes_answers_and_keeps_searches(build, soft_penalty, 
 
 def test_score_of_trajectory_without_tokens_counts(build):
     empty = (0.0, False, [build.turn(num_tokens=0, num_observed=2)])
-    none = (0.0, False, [])
-    winner = build.member(1.0, "a")
-    loser = (0.0, False, [build.turn("invalid")])
-    result = compute_advantages([build.group(empty, none, winner, loser)], AdvantageConfig())
+    members = [empty, (0.0, False, []), build.member(1.0, "a"), (0.0, False, [build.turn("invalid")])]
+    result = compute_advantages([build.group(*members)], AdvantageConfig())
     advantages = result.advantages[0]
     assert advantages[0].tolist() == [0.0, 0.0]
     assert advantages[1].shape == (0,)
@@ -69,43 +95,34 @@ def test_score_of_trajectory_without_tokens_counts(build):
     assert result.metrics["advantage/skipped_trajectories"] == 2
 
 
-def test_silver_without_documents_leaves_advantages_alone(build):
-    group = build.group(build.member(1.0, ""), build.member(0.0, "a"))
-    np.testing.assert_allclose(by_turn(group), [[A, A], [-A, -A]])
-
-
-def test_describe_names_every_switch():
-    lines = "\n".join(describe(AdvantageConfig(target_ratio=0.5, adjust="negative", correctness="mean")))
-    assert "soft penalty ON" in lines and "correctness mean" in lines and "at least 0.7" in lines
-    assert "rebalance ON" in lines and "the negative side is rescaled" in lines
-    assert "positive sum = 0.5 (lambda)" in lines
-    lines = "\n".join(describe(AdvantageConfig(soft_penalty=False, rebalance=False, normalize_std=False)))
-    assert "soft penalty OFF" in lines and "rebalance OFF" in lines and "Dr. GRPO" in lines
-    assert "no CalibAdv calibration" in "\n".join(describe(AdvantageConfig(name="grpo")))
-
-
 @pytest.mark.parametrize(
-    ("switches", "expected"),
+    ("switches", "phrases"),
     [
-        ({"softening": "aggressive"}, [[A, 2 * A], [0, -A]]),
-        ({"softening": "upper_limit"}, [[A, 2 * A], [0, -A]]),  # halfway between -A and the best, A
-        ({"softening": "reset"}, [[A, 2 * A], [-A / 2, -A]]),
-        ({"rebalance_over": "turn"}, [[A / 2, 2 * A], [-A / 2, -A]]),
-        ({"rebalance_over": "all"}, [[1.5 * A, 1.5 * A], [-A / 2, -A]]),  # 4.5 A against 3 A
-        ({"rebalance_over": "turn", "rebalance_by": "tokens"}, [[A, 2 * A], [-A / 2, -A]]),
-        ({"rebalance_excess": True, "target_ratio": 2.0}, [[A, A], [-A / 2, -A]]),
-        ({"adjust": "clip", "target_ratio": 0.75}, [[A, A], [-A / 2, -0.75 * A]]),
-        ({"adjust": "clip", "rebalance_over": "turn", "target_ratio": 0.25}, [[A, A], [-A / 4, -A / 4]]),
+        (
+            {"target_ratio": 0.5, "adjust": "negative", "correctness": "mean"},
+            [
+                *("soft penalty ON", "correctness mean", "at least 0.7", "rebalance ON"),
+                *("the negative side is rescaled", "positive sum = 0.5 (lambda)"),
+            ],
+        ),
+        (
+            {"soft_penalty": False, "normalize_std": False} | B,
+            ["soft penalty OFF", "rebalance OFF", "Dr. GRPO"],
+        ),
+        ({"name": "grpo"}, ["no CalibAdv calibration"]),
+        ({"softening": "aggressive"}, ["0 from 1/3"]),
+        ({"softening": "upper_limit"}, ["towards the group's largest"]),
+        ({"softening": "reset"}, ["where all search turns of its number are correct"]),
+        ({"rebalance_over": "turn"}, ["of the first search turns"]),
+        ({"rebalance_over": "all", "rebalance_within": "step"}, ["within the whole step the positive side"]),
+        ({"rebalance_by": "tokens"}, ["positive number"]),
+        ({"rebalance_excess": True}, ["where it is above that"]),
+        ({"adjust": "clip"}, ["cut at 1 (lambda) × the mean positive one"]),
     ],
 )
-def test_variants(pair, switches, expected):
-    np.testing.assert_allclose(by_turn(pair, **switches), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_always_correct_searches_get_nothing(build):
-    group = build.group(build.member(1.0, "a", "b"), build.member(0.0, "a", "x"))
-    np.testing.assert_allclose(by_turn(group, softening="reset"), [[0, A, A], [0, -A, -A]])
-    np.testing.assert_allclose(by_turn(group), [[A, A, A], [0, -A, -A]])
+def test_description_names_every_switch(switches, phrases):
+    text, plain = ("\n".join(describe(AdvantageConfig(**keys))) for keys in (switches, {}))
+    assert all(phrase in text for phrase in phrases) and phrases[-1] not in plain
 
 
 def test_step_balanced_as_a_whole(build):
@@ -120,77 +137,24 @@ def test_step_balanced_as_a_whole(build):
     np.testing.assert_allclose(credits[2].turns, [[1 / 3]])
 
 
-@pytest.mark.parametrize(
-    ("switches", "phrase"),
-    [
-        ({"softening": "aggressive"}, "0 from 1/3"),
-        ({"softening": "upper_limit"}, "towards the group's largest"),
-        ({"softening": "reset"}, "where all search turns of its number are correct"),
-        ({"rebalance_over": "turn"}, "of the first search turns"),
-        ({"rebalance_over": "all", "rebalance_within": "step"}, "within the whole step the positive side"),
-        ({"rebalance_by": "tokens"}, "positive number"),
-        ({"rebalance_excess": True}, "where it is above that"),
-        ({"adjust": "clip"}, "cut at 1 (lambda) × the mean positive one"),
-    ],
-)
-def test_describe_names_every_variant(switches, phrase):
-    assert phrase in "\n".join(describe(AdvantageConfig(**switches)))
-    assert phrase not in "\n".join(describe(AdvantageConfig()))
-
-
-@pytest.mark.parametrize(("documents", "left"), [("axy", 0.0), ("axyz", -0.75 * A)])
-def test_aggressive_softening_forgives_all_from_one_third(build, documents, left):
-    group = build.group(build.member(1.0, "a"), build.member(0.0, documents))
-    turns = by_turn(group, softening="aggressive", rebalance=False)
-    np.testing.assert_allclose(turns, [[A, A], [left, -A]], rtol=1e-12, atol=1e-15)
-
-
-def test_upper_limit_is_the_groups_best_advantage(build):
-    """Wherever the best trajectory stands: half of the way from the loser's -A to A is 0."""
-    group = build.group(build.member(0.0, "ax"), build.member(1.0, "a"))
-    turns = by_turn(group, softening="upper_limit", rebalance=False)
-    np.testing.assert_allclose(turns, [[0, -A], [A, A]], rtol=1e-12, atol=1e-15)
-
-
-def test_invalid_trajectories_do_not_count_for_reset(build):
+def test_reset_takes_praise_of_always_correct_searches(build):
+    group = build.group(build.member(1.0, "a", "b"), build.member(0.0, "a", "x"))
+    np.testing.assert_allclose(by_turn(group, softening="reset"), [[0, A, A], [0, -A, -A]])
+    np.testing.assert_allclose(by_turn(group), [[A, A, A], [0, -A, -A]])
+    # Trajectories in an invalid format do not count.
     members = [build.member(1.0, "a"), build.member(0.0, "a"), build.member(0.0, "x", valid=False)]
-    turns = by_turn(build.group(*members), softening="reset", rebalance=False)
+    turns = by_turn(build.group(*members), softening="reset", **B)
     assert turns[0][0] == turns[1][0] == 0 and turns[2][0] == turns[2][1] < 0
-    assert by_turn(build.group(*members), softening="plain", rebalance=False)[0][0] > 0
+    assert by_turn(build.group(*members), **B)[0][0] > 0
 
 
-@pytest.mark.parametrize(
-    ("tokens", "answers"),
-    [
-        (2, [A, -A]),  # the negative side is exactly the target
-        (1, [A, -A]),  # and below it
-        (3, [1.5 * A, -A]),  # above it, the positive side is raised to half of the negative one
-    ],
-)
-def test_rebalance_excess_leaves_groups_within_the_target(build, tokens, answers):
-    group = build.group(build.member(1.0, "", answer=1), build.member(0.0, "", answer=tokens))
-    turns = by_turn(group, rebalance_excess=True, target_ratio=2.0)
-    np.testing.assert_allclose([trajectory[1] for trajectory in turns], answers, rtol=1e-12)
-
-
-def slow_edit_distance(first, second):
-    row = list(range(len(second) + 1))
-    for i, left in enumerate(first, 1):
-        diagonal, row[0] = row[0], i
-        for j, right in enumerate(second, 1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (left != right))
-    return row[-1]
-
-
-def test_repetition_equals_the_textbook_programme():
+def test_repetition_is_half_of_the_edit_distance():
     draw = random.Random(0)
     for _ in range(1500):
         words = "abcdefgh"[: draw.randint(1, 8)]
-        first = draw.choices(words, k=draw.randint(0, 80))
-        second = draw.choices(words, k=draw.randint(0, 80))
-        expected = slow_edit_distance(first, second)
-        longest = max(len(first), len(second))
-        assert is_repetition(first, second) == (longest > 0 and 1 - expected / longest > 0.5)
+        first, second = (draw.choices(words, k=draw.randint(0, 80)) for _ in range(2))
+        similarity = Levenshtein.normalized_similarity(first, second)
+        assert is_repetition(first, second) == (bool(first or second) and similarity > 0.5)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +177,8 @@ def test_silver_documents_are_of_best_valid_trajectories(build, members, thresho
 
 @pytest.mark.parametrize(("largest", "score"), [(2.0, 1.4), (0.5, 0.35), (1.0, 0.7)])
 def test_silver_threshold_is_relative_to_largest_reward(build, largest, score):
-    for given, expected in ((score, {"a": 1.0}), (score - 0.01, {})):
-        group = build.group(build.member(given, "a"))
+    for answer_score, expected in ((score, {"a": 1.0}), (score - 0.01, {})):
+        group = build.group(build.member(answer_score, "a"))
         group.trajectories[0].max_score = largest
         assert silver_documents(group, 0.7) == expected
 
@@ -227,9 +191,9 @@ def test_only_search_turns_of_valid_trajectories_have_correctness(build):
     turns = [build.turn(documents=["a"]), build.turn("invalid", documents=["b"]), build.turn("answer")]
     valid, invalid = build.group((0.0, True, turns), (0.0, False, turns)).trajectories
     silver = {"a": 1.0, "b": 1.0}
-    np.testing.assert_array_equal(turn_correctness(valid, silver, "fraction"), [1.0, 0.0, 0.0])
-    np.testing.assert_array_equal(turn_correctness(invalid, silver, "fraction"), [0.0, 0.0, 0.0])
-    np.testing.assert_array_equal(turn_correctness(valid, {}, "fraction"), [0.0, 0.0, 0.0])
+    assert turn_correctness(valid, silver, "fraction") == [1.0, 0.0, 0.0]
+    assert turn_correctness(invalid, silver, "fraction") == [0.0, 0.0, 0.0]
+    assert turn_correctness(valid, {}, "fraction") == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("how", ["fraction", "max", "mean"])
@@ -241,19 +205,6 @@ def test_search_without_documents_has_correctness_zero(build, how):
     assert silver == {"a": 1.0}
     assert turn_correctness(group.trajectories[0], silver, how) == [0.0, 1.0, 0.0]
     assert turn_correctness(group.trajectories[1], silver, how) == [0.0, 0.0]
-
-
-def test_worthless_turn_stays_in_the_history(build):
-    turns = [
-        build.turn(think="x", documents=["y"]),  # nothing silver
-        build.turn(think="one two three", documents=["a"]),
-        build.turn(think="one two four", documents=["b"]),  # repeats the second: worth 0
-        build.turn(think="five six", documents=["b", "c"]),  # b is seen, c is new
-        build.turn("answer"),
-    ]
-    (trajectory,) = build.group((0.0, True, turns)).trajectories
-    silver = dict.fromkeys("abc", 1.0)
-    np.testing.assert_allclose(turn_correctness(trajectory, silver, "fraction"), [0, 1, 0, 0.5, 0])
 
 
 def test_judgement_names_repetition_and_silver(build):
@@ -273,5 +224,12 @@ def test_judgement_names_repetition_and_silver(build):
     assert [judgement.correctness for judgement in judged] == [0] * 5
     judged = judge_turns(trajectory, {"d": 0.5}, "max")
     assert judged[3].found_silver == ("d",) and judged[3].correctness == 0.5
-    unjudged = judge_turns(trajectory, {}, "max")
-    assert {judgement.repeated for judgement in unjudged} == {None}
+    assert {judgement.repeated for judgement in judge_turns(trajectory, {}, "max")} == {None}
+
+
+def test_worthless_turn_stays_in_the_history(build):
+    shown = [("x", "y"), ("one two three", "a"), ("one two four", "b"), ("five six", "bc")]
+    turns = [build.turn(think=think, documents=documents) for think, documents in shown]
+    (trajectory,) = build.group((0.0, True, turns)).trajectories
+    # The first shows nothing silver, the third repeats the second, and b is seen when the fourth shows it.
+    assert turn_correctness(trajectory, dict.fromkeys("abc", 1.0), "fraction") == [0, 1, 0, 0.5]

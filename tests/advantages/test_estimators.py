@@ -7,7 +7,6 @@ import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.core.trajectory import Group
 
 
 def test_groups_may_not_mix_questions(build):
@@ -17,42 +16,8 @@ def test_groups_may_not_mix_questions(build):
         compute_advantages([group], AdvantageConfig())
 
 
-def test_results_follow_the_order_of_groups_and_trajectories(build):
-    first = build.group(build.member(0.0, answer=2), build.member(1.0, answer=3))
-    second = build.group(build.member(1.0, answer=4), question_id="other")
-    result = compute_advantages([first, second], AdvantageConfig())
-    assert [[len(values) for values in group] for group in result.advantages] == [[2, 3], [4]]
-    assert [credit.group for credit in result.credits] == [first, second]
-
-
-def test_inputs_are_left_alone(build):
-    group = build.group(build.member(0.0, "a"), build.member(1.0, "a"))
-    before = [trajectory.response_ids for trajectory in group.trajectories]
-    compute_advantages([group], AdvantageConfig())
-    assert [trajectory.answer_score for trajectory in group.trajectories] == [0.0, 1.0]
-    for trajectory, ids in zip(group.trajectories, before, strict=True):
-        np.testing.assert_array_equal(trajectory.response_ids, ids)
-
-
-def test_sampled_tokens_carry_the_trajectorys_advantage(build):
-    group = build.group(
-        (1.0, True, [build.turn(num_tokens=2, num_observed=3), build.turn("answer", num_tokens=1)]),
-        (0.0, False, [build.turn("invalid", num_tokens=2, num_observed=1), build.turn("unfinished")]),
-    )
-    result = compute_advantages([group], AdvantageConfig(name="grpo"))
-    high = np.float32(0.5 / (np.sqrt(0.5) + 1e-6))
-    (first, second), trajectories = result.advantages[0], group.trajectories
-    np.testing.assert_array_equal(first, [high, high, 0, 0, 0, high])
-    np.testing.assert_array_equal(second, [-high, -high, 0, -high])
-    for values, trajectory in zip((first, second), trajectories, strict=True):
-        assert values.dtype == np.float32
-        assert values.shape == trajectory.response_ids.shape
-        assert not values[~trajectory.mask].any()
-
-
-@pytest.mark.parametrize("score", [float("nan"), float("inf")])
-def test_scores_must_be_finite(build, score):
-    group = build.group(build.member(score), build.member(0.0))
+def test_scores_must_be_finite(build):
+    group = build.group(build.member(float("inf")), build.member(0.0))
     with pytest.raises(ValueError, match="'q'.*not finite"):
         compute_advantages([group], AdvantageConfig(name="grpo"))
 
@@ -82,41 +47,30 @@ CONFIGS = [
 ]
 
 
-def fail(group, *indices):
-    for index in indices:
-        group.trajectories[index].error = "retriever: gone"
-    return Group.of(group.question, group.trajectories)
-
-
 def members(build):
     """Scores 1, 0.5 and 0, searches among silver and other documents, answers of different lengths."""
     rows = [(1.0, "ab", 2), (0.5, "cx", 3), (0.0, "ax", 4)]
     return [build.member(score, shown, answer=length, observed=2) for score, shown, length in rows]
 
 
-def broken_off(build):
-    """It had a good score and the silver documents' best, but does not count."""
-    return (1.0, True, [build.turn(documents=["x", "y"], num_tokens=3)])
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("place", [0, 2, 3])
 def test_failed_trajectory_changes_no_other(build, config, place):
-    whole = build.group(*members(build))
-    rows = members(build)
-    rows.insert(place, broken_off(build) if place < 3 else (float("nan"), False, []))
-    (expected,) = compute_advantages([whole], config).advantages
-    result = compute_advantages([fail(build.group(*rows), place)], config)
-    (got,) = result.advantages
-    for values, other in zip(got, expected, strict=True):
+    """Though it had a good score and the silver documents' best, or a score that is no number."""
+    whole, rows = build.group(*members(build)), members(build)
+    broken_off = (1.0, True, [build.turn(documents=["x", "y"], num_tokens=3)])
+    rows.insert(place, broken_off if place < 3 else (float("nan"), False, []))
+    expected = compute_advantages([whole], config)
+    result = compute_advantages([build.group(*rows, failed=[place])], config)
+    for values, other in zip(result.advantages[0], expected.advantages[0], strict=True):
         np.testing.assert_array_equal(values, other)
-    assert any(values.any() for values in got)
-    assert result.metrics == compute_advantages([whole], config).metrics
+    assert any(values.any() for values in result.advantages[0])
+    assert result.metrics == expected.metrics
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_group_of_failed_trajectories_is_empty(build, config):
-    gone, whole = fail(build.group(*members(build)), 0, 1, 2), build.group(*members(build))
+    gone, whole = build.group(*members(build), failed=range(3)), build.group(*members(build))
     result = compute_advantages([gone, whole], config)
     assert result.advantages[0] == []
     assert any(values.any() for values in result.advantages[1])
@@ -124,27 +78,14 @@ def test_group_of_failed_trajectories_is_empty(build, config):
 
 
 def test_metrics(build):
-    mixed = build.group(
-        (1.0, True, [build.turn(documents=["a", "b"], num_tokens=3), build.turn("answer", num_tokens=2)]),
-        (
-            0.0,
-            True,
-            [
-                build.turn(documents=["a", "x"], num_tokens=5),
-                build.turn(documents=["y"], num_tokens=1),
-                build.turn("answer", num_tokens=4),
-            ],
-        ),
-        question_id="mixed",
-    )
-    wrong = build.group(*[(0.0, False, [build.turn("invalid")])] * 2, question_id="wrong")
-    right = build.group(*[build.member(1.0, "c")] * 2, question_id="right")
-    single = build.group(
-        (1.0, True, [build.turn(num_tokens=6), build.turn("answer", num_tokens=7)]), question_id="single"
-    )
-    for trajectory in right.trajectories:  # 2 of 2
-        trajectory.answer_score = trajectory.max_score = 2.0
-    for trajectory in single.trajectories:  # 1 of 2
+    turn = build.turn
+    won = [turn(documents="ab", num_tokens=3), turn("answer", num_tokens=2)]
+    lost = [turn(documents="ax", num_tokens=5), turn(documents="y"), turn("answer", num_tokens=4)]
+    mixed = build.group((1.0, True, won), (0.0, True, lost))
+    wrong = build.group(*[(0.0, False, [turn("invalid")])] * 2)
+    right = build.group(*[build.member(2.0, "c")] * 2)
+    single = build.group((1.0, True, [turn(num_tokens=6), turn("answer", num_tokens=7)]))
+    for trajectory in right.trajectories + single.trajectories:  # 2 of 2, and 1 of 2
         trajectory.max_score = 2.0
     metrics = compute_advantages([mixed, wrong, right, single], AdvantageConfig()).metrics
     advantage = 0.5 / (np.sqrt(0.5) + 1e-6)

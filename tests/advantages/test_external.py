@@ -21,11 +21,7 @@ from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 
 GROUP = [  # docs/calibadv.md: score, format, and for each turn kind, tokens, documents, thought
-    (
-        1.0,
-        True,
-        [("search", 8, "ACD", "find it"), ("search", 12, "BEF", "based in"), ("answer", 10, "", "x")],
-    ),
+    (1.0, True, [("search", 8, "ACD", "find"), ("search", 12, "BEF", "based in"), ("answer", 10, "", "x")]),
     (1.0, True, [("search", 8, "ACD", "where"), ("search", 12, "BEG", "who is"), ("answer", 10, "", "y")]),
     (0.5, True, [("search", 8, "ACH", "find"), ("answer", 12, "", "z")]),
     (0.0, True, [("search", 8, "AHI", "look"), ("search", 12, "BFK", "based"), ("answer", 30, "", "many")]),
@@ -87,9 +83,6 @@ def test_observations_and_padding_get_no_advantage():
 def test_estimator_without_its_inputs_is_refused(name):
     with pytest.raises(UserError, match=f"{name}.*use one of grpo"):
         turn_advantages(RECORDS, AdvantageSettings(name=name))
-
-
-def test_score_that_is_not_finite_is_refused():
     with pytest.raises(UserError, match="trajectory 1: score is nan"):
         turn_advantages([RECORDS[0], dataclasses.replace(RECORDS[1], score=float("nan"))])
 
@@ -99,7 +92,4 @@ def test_import_needs_neither_jax_nor_pydantic():
         "import sys, calibadv_jax.advantages.external;"
         "print(sorted({'jax', 'flax', 'pydantic', 'omegaconf', 'vllm', 'torch'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == "[]"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip() == "[]"

@@ -23,21 +23,22 @@ OURS = {name: {"name": name} for name in (*SAME, "opo", "gpg")} | {
 }
 
 
+KEYS = {"threshold": "score_threshold", "divide_by_std": "normalize_std"}  # there -> here
+
+
+def read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 @pytest.fixture(scope="module")
 def cases(shared):
-    return json.loads((shared / "golden" / "estimators.json").read_text(encoding="utf-8"))
+    return read(shared / "golden" / "estimators.json")
 
 
 def settings_of(case):
-    given = case["settings"]
-    settings = dict(OURS[case["estimator"]])
-    if "threshold" in given:
-        settings |= {"score_threshold": given["threshold"]}
-    if given.get("use_global_std"):
-        settings |= {"std_over": "step"}
-    if "divide_by_std" in given:
-        settings |= {"normalize_std": given["divide_by_std"]}
-    return AdvantageConfig(**settings)
+    published = case["settings"]
+    settings = OURS[case["estimator"]] | ({"std_over": "step"} if published.get("use_global_std") else {})
+    return AdvantageConfig(**settings | {KEYS[key]: published[key] for key in KEYS if key in published})
 
 
 def turns_of(mask, build):
@@ -73,24 +74,19 @@ def test_published_values(cases, build, name):
         rows: dict[str, list[int]] = {}
         for row in range(len(inputs["mask"])):
             rows.setdefault(inputs["group"][row] if "group" in inputs else "all", []).append(row)
+        scores = [sum(rewards) for rewards in inputs["rewards"]]
+        turns = [turns_of(mask, build) for mask in inputs["mask"]]
         groups = [
-            build.group(
-                *(
-                    (sum(inputs["rewards"][row]), True, turns_of(inputs["mask"][row], build))
-                    for row in members
-                ),
-                question_id=label,
-            )
+            build.group(*((scores[row], True, turns[row]) for row in members), question_id=label)
             for label, members in rows.items()
         ]
         result = compute_advantages(groups, settings_of(case))
-        is_single = [len(members) == 1 for members in rows.values()]
-        for members, advantages, single in zip(rows.values(), result.advantages, is_single, strict=True):
+        for members, advantages in zip(rows.values(), result.advantages, strict=True):
             for row, values in zip(members, advantages, strict=True):
-                mask = np.array(inputs["mask"][row], bool)
-                expected = np.where(mask, case["expected"]["advantages"][row], 0)
-                if single and name == "rloo_vectorized":  # 0 there; rloo keeps the score, as we do
-                    expected = np.where(mask, sum(inputs["rewards"][row]), 0)
+                expected = case["expected"]["advantages"][row]
+                if len(members) == 1 and name == "rloo_vectorized":  # 0 there; rloo keeps the score, as we do
+                    expected = scores[row]
+                expected = np.where(np.array(inputs["mask"][row], bool), expected, 0)
                 assert_close(values, expected, f"{case['name']}, row {row}")
 
 
@@ -102,13 +98,17 @@ def test_published_values_of_querygroup(cases, build):
     chosen = [case for case in cases if case["name"].startswith("querygroup")]
     assert len(chosen) == 6
     for case in chosen:
-        read = build.case(case)
         config = AdvantageConfig(name="querygroup", correctness=case["settings"]["correctness"])
-        result = compute_advantages(read.groups, config)
-        for positions, advantages in zip(read.positions, result.advantages, strict=True):
-            for position, values in zip(positions, advantages, strict=True):
-                expected = case["expected"]["advantages"][position]
-                assert_close(values, expected, f"{case['name']}, trajectory {position}")
+        for position, values in computed(build.case(case), config):
+            expected = case["expected"]["advantages"][position]
+            assert_close(values, expected, f"{case['name']}, trajectory {position}")
+
+
+def computed(made, config):
+    """Position in the case and advantages of every trajectory."""
+    result = compute_advantages(made.groups, config)
+    for positions, advantages in zip(made.positions, result.advantages, strict=True):
+        yield from zip(positions, advantages, strict=True)
 
 
 SOFTENINGS = {"positive_upper_limit": "upper_limit", "reset2zero": "reset"}  # other names here
@@ -157,26 +157,24 @@ def test_published_values_of_the_variants(cases, build):
     chosen = [case for case in cases if has_published_values(case)]
     assert len(chosen) == 108
     for case in chosen:
-        read, settings = build.case(case), case["settings"]
-        result = compute_advantages(read.groups, calibration_of(settings))
+        settings = case["settings"]
         values_of = case["expected"].get("advantages_if_float", case["expected"]["advantages"])
         # There the answer turns are left out, here they are balanced like those of any other number.
         searches_only = settings["rebalance"] == "turn_in_group" and settings["soft_penalty"]
-        for positions, advantages in zip(read.positions, result.advantages, strict=True):
-            for position, values in zip(positions, advantages, strict=True):
-                turns = case["trajectories"][position]["turns"]
-                end = len(values) - (turns[-1]["num_tokens"] if searches_only else 0)
-                expected = values_of[position][:end]
-                assert_close(values[:end], expected, f"{case['name']}, trajectory {position}")
+        for position, values in computed(build.case(case), calibration_of(settings)):
+            turns = case["trajectories"][position]["turns"]
+            end = len(values) - (turns[-1]["num_tokens"] if searches_only else 0)
+            expected = values_of[position][:end]
+            assert_close(values[:end], expected, f"{case['name']}, trajectory {position}")
 
 
 LOCAL = Path(__file__).resolve().parents[1] / "golden_local" / "credit_cases.json"
 
 
 def assert_agrees(case: dict, build) -> None:
-    read = build.case(case)
-    result = compute_advantages(read.groups, read.config)
-    for positions, advantages, credit in zip(read.positions, result.advantages, result.credits, strict=True):
+    made = build.case(case)
+    result = compute_advantages(made.groups, made.config)
+    for positions, advantages, credit in zip(made.positions, result.advantages, result.credits, strict=True):
         for member, position in enumerate(positions):
             where = f"{case['name']}, trajectory {position}"
             expected = np.array(case["expected"]["advantages"][position], np.float64)
@@ -187,17 +185,13 @@ def assert_agrees(case: dict, build) -> None:
             assert_close(correctness, case["expected"]["correctness"][position], where)
 
 
-@pytest.mark.parametrize("case", json.loads(LOCAL.read_text(encoding="utf-8")), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", read(LOCAL), ids=lambda case: case["name"])
 def test_hand_worked(case, build):
     assert_agrees(case, build)
 
 
-@pytest.fixture(scope="module")
-def authors_cases(shared):
-    return json.loads((shared / "golden" / "calibadv_cases.json").read_text(encoding="utf-8"))
-
-
-def test_authors_values(authors_cases, build):
+def test_authors_values(shared, build):
+    authors_cases = read(shared / "golden" / "calibadv_cases.json")
     assert len(authors_cases) == 43
     for case in authors_cases:
         assert_agrees(case, build)

@@ -27,10 +27,10 @@ def own(tmp_path, monkeypatch):
     """The name of a function in a module of its own."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def write(source, function="mine"):
+    def write(source):
         module = f"own_module_{next(NUMBERS)}"
         (tmp_path / f"{module}.py").write_text(source)
-        return f"{module}:{function}"
+        return f"{module}:mine"
 
     return write
 
@@ -64,6 +64,8 @@ def test_own_function_is_checked_once(group, own, monkeypatch):
     for _ in range(3):
         compute_advantages([group], config)
     assert [function.__name__ for function in looked_up] == ["mine"]
+    (credit,) = compute_advantages([group], config).credits  # one number a trajectory is enough
+    np.testing.assert_array_equal(credit.turns, [[1, 1], [2, 2], [3, 3]])
 
 
 def test_example_is_calibrated(group):
@@ -76,35 +78,27 @@ def test_example_is_calibrated(group):
     np.testing.assert_allclose(credit.turns, [[1 / 3, 2 / 3], [-1 / 12, -1 / 3], [-1 / 6, -1 / 3]])
 
 
-def test_one_number_a_trajectory_is_enough(own, group):
-    name = own(
-        "def mine(groups, config):\n"
-        "    return [[one.answer_score for one in group.trajectories] for group in groups]\n"
-    )
-    (credit,) = compute_advantages([group], advantage_config(name)).credits
-    np.testing.assert_array_equal(credit.turns, [[1, 1], [0.5, 0.5], [0, 0]])
-
-
 @pytest.mark.parametrize(
-    ("source", "function", "phrase"),
+    ("source", "phrase"),
     [
-        ("def mine(group):\n    return []\n", "mine", "too many positional arguments"),
-        ("def mine(groups, config, more):\n    return []\n", "mine", "missing a required argument: 'more'"),
-        ("mine = 3\n", "mine", "has no function mine"),
-        ("def other(groups, config):\n    return []\n", "mine", "has no function mine"),
-        ("import nowhere_at_all\n", "mine", "No module named 'nowhere_at_all'"),
-        ("def mine(\n", "mine", "was never closed"),
+        ("def mine(group):\n    return []\n", "too many positional arguments; expected: def advantages("),
+        (
+            "def mine(groups, config, more):\n    return []\n",
+            "missing a required argument: 'more'; expected:",
+        ),
+        ("mine = 3\n", "has no function mine; expected: def"),
+        ("def other(groups, config):\n    return []\n", "has no function mine; expected: def"),
+        ("import nowhere_at_all\n", "No module named 'nowhere_at_all'"),
+        ("def mine(\n", "was never closed"),
+        ("x = 3\ndef mine(\n", ".py:2); correct it"),
+        ("import numpy\nnumpy.absent\n", ".py:2); correct it"),
     ],
 )
-def test_uncallable_own_function_is_refused(own, source, function, phrase):
-    name = own(source, function)
+def test_uncallable_own_function_is_refused(own, source, phrase):
+    name = own(source)
     with pytest.raises(UserError) as error:
         describe(advantage_config(name))
     assert str(error.value).startswith(f"advantage.name is {name}, but ") and phrase in str(error.value)
-    if "importing" not in str(error.value):
-        assert "expected: def advantages(groups: Sequence[Group], config: AdvantageConfig)" in str(
-            error.value
-        )
     assert "\n" not in str(error.value)
 
 
@@ -117,13 +111,6 @@ def test_error_in_own_code_names_file_and_line(own, group):
     deep = own("import numpy as np\ndef mine(groups, config):\n    return np.reshape([1], (2, 2))\n")
     with pytest.raises(UserError, match=r"ValueError: cannot reshape array .* \(/.*own_module_\d+.py:3\)"):
         compute_advantages([group], advantage_config(deep))
-    for source, line in (
-        ("x = 3\ndef mine(\n", 2),
-        ("import numpy\nnumpy.absent\n", 2),
-        ("import absent\n", 1),
-    ):
-        with pytest.raises(UserError, match=rf"own_module_\d+.py:{line}\); correct it$"):
-            describe(advantage_config(own(source)))
     with pytest.raises(UserError, match="No module named 'nowhere'; PYTHONPATH must name the folder"):
         describe(advantage_config("nowhere.module:mine"))
 
@@ -149,12 +136,8 @@ def test_own_result_of_wrong_shape_is_refused(own, group, result, phrase):
 
 @pytest.mark.parametrize("name", ["rlo", "calibadv ", "a.b", "a:b:c", "a b:c", ":mine", "", "a/b.py:mine"])
 def test_other_names_are_refused(name):
-    with pytest.raises(
-        UserError, match="advantage.name: must be one of calibadv, grpo, .*my_package.my_module:function"
-    ):
+    words = "must be one of calibadv, grpo, .*my_package.my_module:function"
+    with pytest.raises(UserError, match=f"advantage.name: {words}"):
         parse_config(json.dumps({"advantage": {"name": name}}), "file.yaml")
-
-
-def test_calibadv_is_no_base():
     with pytest.raises(UserError, match="advantage.base: must be one of grpo, "):
         advantage_config("calibadv", "base")

@@ -47,9 +47,8 @@ def first(build):
 def second(build):
     """No silver; the second search is the last sampled turn, and the second trajectory failed."""
     searches = [build.turn(think="five", documents=["q1"]), build.turn(think="six", documents=["q2"])]
-    group = build.group((0.0, True, searches), (0.0, True, searches), question_id="r")
-    group.failed = [group.trajectories.pop()]
-    return about(group, "q1", "q2")
+    members = (0.0, True, searches), (0.0, True, searches)
+    return about(build.group(*members, question_id="r", failed=[1]), "q1", "q2")
 
 
 def measured(*groups, config=CENTRED):
@@ -58,9 +57,8 @@ def measured(*groups, config=CENTRED):
 
 def test_truly_good_search_shows_new_supporting_passage(build):
     shown = [["x"], ["p1", "x"], ["p1"], [], ["p1", "p2"], ["p2", "p1"]]
-    (trajectory,) = about(
-        build.group((1.0, True, [build.turn(documents=documents) for documents in shown])), "p1", "p2", "p3"
-    ).trajectories
+    turns = [build.turn(documents=documents) for documents in shown]
+    (trajectory,) = about(build.group((1.0, True, turns)), "p1", "p2", "p3").trajectories
     assert truly_good(trajectory) == [False, True, False, False, True, False]
 
 

@@ -20,7 +20,7 @@ from calibadv_jax.advantages.estimators import (
 )
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import Document, Group
+from calibadv_jax.core.trajectory import Document
 
 BY_TURN = ("gigpo", "mt_grpo", "stepsearch", "igpo", "a2tgpo", "tips")
 HALF = 1 / math.sqrt(2)  # of two values x > y: (x - mean) / std
@@ -44,14 +44,12 @@ def searching(build):
     """A group of (score, [document ids of each search]); then comes an answer turn."""
 
     def searching(*members, golden=None, **question):
-        made = build.group(*(build.member(score, *searches) for score, searches in members))
-        asked = made.question.__class__("q", "?", ("gold",), "test", **question)
-        for trajectory in made.trajectories:
-            trajectory.question = asked
-        for trajectory, values in zip(made.trajectories, golden or [], strict=bool(golden)):
+        group = build.group(*(build.member(score, *searches) for score, searches in members))
+        group.question = replace(group.question, **question)
+        for trajectory, values in zip(group.trajectories, golden or [], strict=bool(golden)):
             for turn, value in zip(trajectory.turns, values, strict=True):
                 turn.golden_logprobs = {"current": math.log(value), "initial": value}
-        return Group(asked, made.trajectories)
+        return group
 
     return searching
 
@@ -66,16 +64,10 @@ def test_gigpo_compares_turns_after_equal_observations(searching):
     expected.append([whole[2] - 1 / 6, whole[2]])
     close(turns_of("gigpo", group, discount=0.5), expected)
     spread = turns_of("gigpo", group, discount=0.5, normalize_std=True, turn_weight=2)
-    grpo = [2 / math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3)]
-    close(
-        spread, [[3 * grpo[0], grpo[0] + 2 * HALF], [3 * grpo[1], grpo[1] - 2 * HALF], [3 * grpo[2], grpo[2]]]
-    )
-
-
-def test_first_state_is_no_empty_observation(searching):
-    """The second turn of the first trajectory saw nothing new; its peers are no first turns."""
-    group = searching((1.0, [[]]), (0.0, []))
-    close(turns_of("gigpo", group), [[1.0, 0.5], [-1.0]])
+    a, b, c = 2 / math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3)  # GRPO's
+    close(spread, [[3 * a, a + 2 * HALF], [3 * b, b - 2 * HALF], [3 * c, c]])
+    # An empty observation is no prompt: the second turn of the first trajectory has no first turns as peers.
+    close(turns_of("gigpo", searching((1.0, [[]]), (0.0, []))), [[1.0, 0.5], [-1.0]])
 
 
 def test_mt_grpo_rewards_turns_with_golden_answers(searching):
@@ -113,11 +105,7 @@ def test_igpo_standardises_gains_and_scores_together(searching):
     rewards = np.array([0.5, -0.25, 1.0, 0.25, 0.0])
     spread = (rewards - rewards.mean()) / rewards.std(ddof=1)
     for discount in (1.0, 0.5):
-        first_turns = [
-            spread[0] + discount * (spread[1] + discount * spread[2]),
-            spread[1] + discount * spread[2],
-        ]
-        expected = [[*first_turns, spread[2]], [spread[3] + discount * spread[4], spread[4]]]
+        expected = [to_go(spread[:3], discount), to_go(spread[3:], discount)]
         close(turns_of("igpo", group, discount=discount, normalize_std=True), expected)
 
 
@@ -148,9 +136,7 @@ def test_equal_trajectories_get_exactly_nothing(searching, name):
 def test_missing_golden_logprobs_are_refused(searching, name, policy):
     group = searching((1.0, [["a"]]), (0.0, []))
     group.trajectories[0].turns[1].golden_logprobs.pop(policy)
-    with pytest.raises(
-        UserError, match=rf"^question 'q': .*{name}.* train with advantage.probes='\[{policy}\]'"
-    ):
+    with pytest.raises(UserError, match=rf"^question 'q': .*{name}.* advantage.probes='\[{policy}\]'"):
         turns_of(name, group)
     assert turns_of("mt_grpo", group)
 
@@ -202,9 +188,8 @@ def whitened(*tokens):
     return whiten(tokens, [np.ones(len(values), int) for values in tokens])
 
 
-def turn(build, kind, values, num_observed=0):
-    made = build.turn(kind=kind, num_tokens=len(values), num_observed=num_observed)
-    return replace(made, values=np.array(values, np.float32))
+def turn(build, kind, values, **more):
+    return replace(build.turn(kind, num_tokens=len(values), **more), values=np.array(values, np.float32))
 
 
 def test_by_hand(build):
@@ -226,14 +211,8 @@ def test_by_hand(build):
 
 def test_calibration_moves_tokens_of_a_turn_alike(build):
     """A search of silver documents in a losing trajectory: its mean becomes 0, its tokens stay apart."""
-    right = [
-        replace(build.turn(documents="a", num_tokens=2), values=np.zeros(2, np.float32)),
-        turn(build, "answer", [0.0]),
-    ]
-    wrong = [
-        replace(build.turn(documents="a", num_tokens=2), values=np.array([0.5, 1.0], np.float32)),
-        turn(build, "answer", [0.5]),
-    ]
+    right = [turn(build, "search", [0.0, 0.0], documents="a"), turn(build, "answer", [0.0])]
+    wrong = [turn(build, "search", [0.5, 1.0], documents="a"), turn(build, "answer", [0.5])]
     group = build.group((1.0, True, right), (0.0, True, wrong))
     plain = compute_advantages([group], PLAIN)
     eased = compute_advantages([group], replace(PLAIN, name="calibadv", base="gae"))
@@ -246,15 +225,11 @@ def test_calibration_moves_tokens_of_a_turn_alike(build):
 
 def test_missing_critic_values_are_refused(build):
     group = build.group((1.0, True, [replace(build.turn(), values=None)]))
-    with pytest.raises(
-        UserError, match="no values of a critic were kept, and gae cannot do without"
-    ) as error:
+    with pytest.raises(UserError, match="no values of a critic were kept, and gae cannot do without"):
         compute_advantages([group], PLAIN)
-    assert "\n" not in str(error.value)
 
 
 def test_groups_of_a_step_are_whitened_together(build):
     first, other = (build.group((score, True, [turn(build, "answer", [0.0])])) for score in (1.0, 0.0))
     advantages = compute_advantages([first, other], PLAIN).advantages
     assert advantages[0][0][0] == -advantages[1][0][0] == pytest.approx(2**-0.5)
-    assert isinstance(first, Group)

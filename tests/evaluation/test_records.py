@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+from rows_rig import write_rows
 
 from calibadv_jax.config import (
     Config,
@@ -45,6 +46,7 @@ def test_scores_of_a_question_are_means_and_estimates():
     assert scores.pop("f1") == pytest.approx(1 / 6)
     assert scores == pytest.approx({"pass@2": 1 - 6 / 15, "pass@4": 1 - 1 / 15, "pass@6": 1.0})
     assert question_scores([]) == {}
+    assert question_scores([attempt(0.0) | {"f1": 0.9}] * 2)["pass@2"] == 0  # almost right is no pass
 
 
 @pytest.mark.parametrize("method", ["agent", "direct"])
@@ -59,10 +61,6 @@ def test_row_has_scores_of_finished_attempts_alone(method):
     assert (scored["scores"]["em"], scored["scores"]["pass@2"]) == (0.5, 1.0)
     assert ("format" in scored["scores"]) == (method == "agent")
     assert (key_of(scored), scored["question"]) == (("0.5", "nq", "1"), "Who?")
-
-
-def test_almost_right_is_not_a_pass():
-    assert question_scores([attempt(0.0) | {"f1": 0.9}] * 2)["pass@2"] == 0
 
 
 def row(number, source="nq", temperature="0", evaluation="e", scores=None, error=None):
@@ -102,15 +100,10 @@ def test_newest_row_of_a_question_counts(tmp_path):
     assert next(iter(read_scores(tmp_path / "e.jsonl")))["scores"] == {"em": 1.0}
 
 
-def test_lines_of_another_evaluation_are_counted(tmp_path):
-    path = tmp_path / "e.jsonl"
-    path.write_text("".join(json.dumps(row(n, evaluation=name)) + "\n" for n, name in enumerate("xey")))
+def test_foreign_and_damaged_lines(tmp_path):
+    path = write_rows(tmp_path / "e.jsonl", *(row(n, evaluation=name) for n, name in enumerate("xey")))
     assert RowFile(path, "e", [QUESTION]).foreign_lines == 2
-
-
-def test_line_that_is_damaged_in_the_middle_is_an_error(tmp_path):
-    path = tmp_path / "e.jsonl"
-    path.write_text(json.dumps(row(1)) + "\n{\n" + json.dumps(row(2)) + "\n")
+    write_rows(path, row(1), "{", row(2))
     with pytest.raises(UserError, match=r"e.jsonl:2: not valid JSON .*; remove the file, or the line"):
         RowFile(path, "e", [QUESTION])
 
@@ -201,5 +194,5 @@ BOTH = ("search", "access")
         (method("agent", "Who?"), method("agent", "Who?", "Where?"), True),  # each is answered by itself
     ],
 )
-def test_what_decides_an_answer_identifies_its_evaluation(first, second, are_equal):
+def test_evaluation_is_identified_by_answers_inputs(first, second, are_equal):
     assert (identity_of(**first) == identity_of(**second)) == are_equal

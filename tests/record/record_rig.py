@@ -70,14 +70,13 @@ def make_groups():
     ]
     first = [best, wrong, [search("no", is_refused=True), answer("Cy")], []]
     second = [[search("a", "e1"), answer("no")], [search("b", "e2"), answer("no")]]
-    groups = [
-        Group(
-            question, [Trajectory(question, tokens(1, 2), turns, index, 0.5 + index) for index, turns in many]
-        )
-        for question, many in zip(QUESTIONS, (enumerate(first), enumerate(second)), strict=True)
-    ]
-    groups[0].trajectories[2].error = "retriever: gone"
-    return [Group.of(group.question, group.trajectories) for group in groups]
+    groups = []
+    for question, attempts in zip(QUESTIONS, (first, second), strict=True):
+        made = [Trajectory(question, tokens(1, 2), own, n, 0.5 + n) for n, own in enumerate(attempts)]
+        for trajectory in made if question is QUESTIONS[0] else ():
+            trajectory.error = "retriever: gone" if trajectory.index == 2 else None
+        groups.append(Group.of(question, made))
+    return groups
 
 
 def make_config(**log):
@@ -87,8 +86,7 @@ def make_config(**log):
 
 def scored(config):
     """The groups after the reward stage, and their credit."""
-    groups = make_groups()
-    groups = score_groups(groups, config.reward, np.random.default_rng(0))
+    groups = score_groups(make_groups(), config.reward, np.random.default_rng(0))
     return groups, compute_advantages(groups, config.advantage)
 
 

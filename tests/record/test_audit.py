@@ -13,7 +13,7 @@ from record_rig import keep, make_config, make_groups, scored, unknown
 from calibadv_jax import cli
 from calibadv_jax.contrib.commands.audit import Measured, Settings, credit_again, verdict
 from calibadv_jax.contrib.commands.replay import kept_config
-from calibadv_jax.contrib.truth import GROUP, MEASURES, SEARCH, VERDICTS, Evidence, gather
+from calibadv_jax.contrib.truth import GROUP, MEASURES, SEARCH, VERDICTS, Evidence
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.writer import RolloutWriter
 
@@ -74,16 +74,16 @@ def test_table_of_a_run(tmp_path, capsys):
     verdict = next(place for place, line in enumerate(lines) if line.startswith("verdict (95 % intervals"))
     row = lines[verdict - 2].split()
     assert row[0] == "7-7" and row[9] == "0.500"
-    assert lines[verdict + 1 :] == [
-        f"{tmp_path}, settings run:",
-        "  cannot say: truly good searches are blamed in 1 groups and useless ones in 1; at least 30 of each"
-        " are needed",
-    ]
+    assert lines[verdict + 1] == f"{tmp_path}, settings run:"
+    assert "cannot say: truly good searches are blamed in 1 groups and useless ones in 1; at least 30" in out
     assert err == f"warning: {tmp_path}: 1 of 2 groups name no supporting passages and are left out\n"
 
 
 def test_other_settings_stand_beside_the_runs_own(tmp_path, capsys):
     keep(tmp_path, make_config())
+    with pytest.raises(SystemExit):
+        cli.calibadv(["audit", str(tmp_path), "advantage.target_ratio=2"])
+    assert f"{tmp_path}: reading 1 kept steps, each under 2 settings\n" in capsys.readouterr().err
     _, out, _ = call("advantage.correctness=max", tmp_path, "reward.answer=em", capsys=capsys)
     assert "correctness=max reward.answer=em" in out.splitlines()[3]
     ((own, changed, _),) = rows(out, "blame/useless_spared")
@@ -119,9 +119,8 @@ def test_file_holds_every_step(tmp_path, capsys):
     assert (own["name"], own["overrides"]) == ("run", [])
     assert (other["name"], other["overrides"]) == ("correctness=max", [changed])
     assert [each["step"] for each in own["true"]["steps"]] == [1, 2, 12]
-    assert [(each["first"], each["last"], each["groups"]) for each in own["true"]["windows"]] == [
-        (1, 2, 2), (12, 12, 1),
-    ]  # fmt: skip
+    windows = [(each["first"], each["last"], each["groups"]) for each in own["true"]["windows"]]
+    assert windows == [(1, 2, 2), (12, 12, 1)]
     assert own["true"]["total"]["groups"] == own["control"]["total"]["groups"] == 3
     for part in (own["true"]["total"], own["true"]["windows"][0], own["true"]["steps"][2]):
         assert part["blame/good_spared"] == pytest.approx(GOOD_SPARED)
@@ -195,28 +194,9 @@ def test_control_permutes_rewards_over_the_step(tmp_path):
         assert sorted(sum(scores, [])) == [0, 0, 0, 0, 1]
         seen.add(str(scores))
         again = credit_again(kept, config, seed)
-        assert [each.answer_score for credit in again for each in credit.group.trajectories] == sum(
-            scores, []
-        )
+        assert scores == [[each.answer_score for each in credit.group.trajectories] for credit in again]
     assert {"[[1.0, 0.0, 0.0], [0.0, 0.0]]", "[[0.0, 0.0, 0.0], [0.0, 1.0]]"} <= seen
     assert [each.answer_score for group in kept.groups for each in group.trajectories] == [1, 0, 0, 0, 0]
-
-
-@pytest.mark.medium
-def test_control_measures_chance(tmp_path, capsys):
-    """The reward of 1 falls on one of five: two of the other group, the best, the wrong, the empty one.
-
-    Then there is silver in 0, 0, 1, 1, 0 groups, and of the two good searches 0, 0, 1, 1, 2 are blamed.
-    """
-    for step in range(1, 41):
-        keep(tmp_path, make_config(), step=step)
-    call(tmp_path, "--output", tmp_path / "audit.json", capsys=capsys)
-    own = json.loads((tmp_path / "audit.json").read_text())["runs"][0]["settings"][0]
-    true, control = own["true"]["total"], own["control"]["total"]
-    assert true["search/good_share"] == control["search/good_share"]
-    assert true["silver/group_share"] == 1 and 0.25 < control["silver/group_share"] < 0.55
-    assert true["blame/good_blamed"] == 0.5 and 0.25 < control["blame/good_blamed"] < 0.55
-    assert {each["blame/good_blamed"] for each in own["control"]["steps"]} == {0, 0.5, 1}
 
 
 def test_warnings(tmp_path, capsys):
@@ -247,13 +227,6 @@ def write(folder, supporting):
     RolloutWriter(folder, config, 7).write(7, groups, result.credits, unknown(groups), 3)
 
 
-def test_it_says_what_it_reads(tmp_path, capsys):
-    keep(tmp_path, make_config())
-    with pytest.raises(SystemExit):
-        cli.calibadv(["audit", str(tmp_path), "advantage.target_ratio=2"])
-    assert f"{tmp_path}: reading 1 kept steps, each under 2 settings\n" in capsys.readouterr().err
-
-
 def test_passages_of_another_corpus_are_a_warning(tmp_path, capsys):
     write(tmp_path, ("wiki-1",))
     status, out, err = call(tmp_path, capsys=capsys)
@@ -270,9 +243,8 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     path = find_step(torn, 7)
     path.write_bytes(path.read_bytes()[:-9])
     for arguments, words in (
-        ([empty], f"{empty}: no trajectories are kept there; a run with log.rollouts=parquet keeps them"),
-        ([blind], f"{blind}: none of its questions names supporting passages (supporting_ids); audit a run"),
-        ([torn], f"{path}: cannot be read"),
+        ([empty], f"{empty}: no trajectories are kept there"),
+        ([blind], f"{blind}: none of its questions names supporting passages"),
         ([good, torn], f"{path}: cannot be read"),
         ([tmp_path / "none"], "none: no such folder of a run"),
         ([good, good], "good: is named twice"),
@@ -281,7 +253,6 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         ([good, "--sweep", "rollout.group_size=3,4"], "rollout.group_size=3: changes no credit"),
         ([good, "advantage.lambda=2"], "unknown key 'advantage.lambda'"),
         ([good, "advantage.target_ratio=0"], "advantage.target_ratio: must be greater than 0"),
-        ([good, "--sweep", "advantage.correctness"], "write it as key.path=VALUE,VALUE"),
         ([good, "--sweep", "advantage.target_ratio=1,,2"], "write it as key.path=VALUE,VALUE"),
         ([good, "--window", "0"], "--window must be at least 1, got 0"),
         ([good, "--output", tmp_path / "no/a.json"], "no: no such folder; make it, or change --output"),
@@ -324,26 +295,10 @@ def test_verdict_in_words(true, control, more, words):
     lines = verdict([measured(true, control, **more)])
     assert len(lines) == len(words)
     assert all(line.startswith(f"  {word}") for line, word in zip(lines, words, strict=True)), lines
-
-
-def test_verdict_names_its_numbers():
-    assert verdict([measured((0.8, 0.1), (0.7, 0.4))]) == [
-        "  right: truly good searches are spared 0.800 [0.800, 0.800] of their blame, useless ones 0.100"
-        " [0.100, 0.100]",
-        "  better than chance: the lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300"
-        " [0.300, 0.300]",
-    ]
     pooled = verdict([measured((0.8, 0.1), (0.7, 0.4), 20), measured((0.8, 0.1), (0.7, 0.4), 20)])
-    assert pooled[0].startswith("  right: ")  # each alone would be too few
-
-
-def test_blame_of_group_adds_up_to_measures(tmp_path):
-    keep(tmp_path, make_config())
-    kept = read_step(find_step(tmp_path, 7))
-    evidence = gather(credit_again(kept, kept_config(kept, tmp_path)))
-    groups = evidence.groups
-    assert groups["good_spared"] / groups["good_blame"] == pytest.approx(GOOD_SPARED)
-    assert groups["useless_spared"] / groups["useless_blame"] == pytest.approx(USELESS_SPARED)
+    numbers = "spared 0.800 [0.800, 0.800] of their blame, useless ones 0.100 [0.100, 0.100]"
+    assert pooled[0].startswith("  right: ") and numbers in pooled[0]  # each alone would be too few
+    assert "lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300 [0.300, 0.300]" in pooled[1]
 
 
 def test_every_measure_is_explained():

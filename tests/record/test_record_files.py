@@ -57,59 +57,44 @@ def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
     assert kept_config(read_step(path), path).tools == tools  # what replay reads
 
 
-def test_opening_comes_from_the_kept_config(tmp_path):
-    prompt = dataclasses.replace(make_config().prompt, prepend_think=True)
-    keep(tmp_path, dataclasses.replace(make_config(), prompt=prompt))
-    result = read_step(find_step(tmp_path, 7)).groups
-    assert {attempt.opening for group in result for attempt in group.attempts} == {"<think>"}
-
-
-def test_opening_of_first_turn_is_kept(tmp_path):
-    groups, result = scored(make_config())
+@pytest.mark.parametrize("opening", ["", "<think>"])
+def test_openings_are_kept(tmp_path, opening):
+    prompt = dataclasses.replace(make_config().prompt, prepend_think=bool(opening))
+    config = dataclasses.replace(make_config(), prompt=prompt)
+    groups, result = scored(config)
     groups[0].trajectories[0].first_opening = "<think>\n"
-    RolloutWriter(tmp_path, make_config(), 7).write(7, groups, result.credits, unknown(groups), 3)
-    first, *others = [
-        trajectory for group in read_step(find_step(tmp_path, 7)).groups for trajectory in group.trajectories
-    ]
-    assert [first.opening_of(0), first.opening_of(1), others[0].opening_of(0)] == ["<think>\n", "", ""]
+    RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 3)
     path = find_step(tmp_path, 7)
+    first, other, *_ = (trajectory for group in read_step(path).groups for trajectory in group.trajectories)
+    assert [first.opening_of(0), first.opening_of(1), other.opening_of(0)] == ["<think>\n", opening, opening]
     pq.write_table(pq.read_table(path).drop_columns(["first_opening"]), path)  # as older files are
-    assert read_step(path).groups[0].trajectories[0].opening_of(0) == ""
+    assert read_step(path).groups[0].trajectories[0].opening_of(0) == opening
 
 
 def test_row_holds_the_credit(tmp_path):
-    groups, result, _ = keep(tmp_path, make_config())
+    _, result, _ = keep(tmp_path, make_config())
     rows = read_columns(find_step(tmp_path, 7)).to_pylist(maps_as_pydicts="strict")
-    assert [(row["step"], row["group"], row["index"]) for row in rows] == [
-        (7, 0, 0), (7, 0, 1), (7, 0, 2), (7, 0, 3), (7, 1, 0), (7, 1, 1),
-    ]  # fmt: skip
-    best, wrong, failed, empty, *others = rows
-    assert (
-        best["silver"] == wrong["silver"] == failed["silver"] == dict.fromkeys(["d1", "d2", "d3", "d4"], 1.0)
-    )
-    assert [row["silver"] for row in others] == [{}, {}]
-    assert [turn["repeated"] for turn in wrong["turns"]] == [
-        None, "think of turn 1", None, "documents of turn 3", None,
-    ]  # fmt: skip
-    assert [turn["found_silver"] for turn in wrong["turns"]] == [["d1"], ["d2"], ["d3"], ["d4"], []]
-    assert [turn["correctness"] for turn in wrong["turns"]] == [1 / 2, 0, 1 / 3, 0, 0]
-    assert [turn["softened"] for turn in wrong["turns"]] == [True, False, True, False, False]
-    assert best["turns"][0]["correctness"] > 0 and not any(turn["softened"] for turn in best["turns"])
+    places = [(row["step"], row["group"], row["index"]) for row in rows]
+    assert places == [(7, 0, 0), (7, 0, 1), (7, 0, 2), (7, 0, 3), (7, 1, 0), (7, 1, 1)]
+    best, wrong, failed, empty, *_ = rows
+    assert [row["silver"] for row in rows] == [dict.fromkeys(["d1", "d2", "d3", "d4"], 1.0)] * 4 + [{}] * 2
     raw = wrong["advantage_raw"]
     assert raw == result.credits[0].raw[1] < 0
-    assert [turn["advantage_raw"] for turn in wrong["turns"]] == [raw] * 5
-    assert [turn["advantage"] for turn in wrong["turns"]][:4] == [raw / 2, raw, raw * (1 - 1 / 3), raw]
-    assert wrong["turns"][4]["advantage"] == result.credits[0].turns[1][4]
-    assert (failed["error"], failed["advantage_raw"], failed["turns"][0]["advantage_raw"]) == (
-        "retriever: gone", None, None,
-    )  # fmt: skip
-    assert failed["turns"][0]["advantage"] == 0 and failed["turns"][0]["is_refused"]
+    turns = {name: [turn[name] for turn in wrong["turns"]] for name in wrong["turns"][0]}
+    assert turns["repeated"] == [None, "think of turn 1", None, "documents of turn 3", None]
+    assert turns["found_silver"] == [["d1"], ["d2"], ["d3"], ["d4"], []]
+    assert turns["correctness"] == [1 / 2, 0, 1 / 3, 0, 0]
+    assert turns["softened"] == [True, False, True, False, False]
+    assert turns["advantage_raw"] == [raw] * 5
+    assert turns["advantage"] == [*(raw / 2, raw, raw * (1 - 1 / 3), raw), result.credits[0].turns[1][4]]
+    (turn,) = failed["turns"][:1]
+    assert (failed["error"], failed["advantage_raw"]) == ("retriever: gone", None)
+    assert (turn["advantage_raw"], turn["advantage"], turn["is_refused"]) == (None, 0, True)
     assert empty["turns"] == [] and empty["answer"] is None and best["answer"] == "Ann"
     assert best["golden_answers"] == ["Ann", "Ann Lee"] and best["supporting_ids"] == ["d1"]
     assert best["policy_versions"] == [6, 7] and best["metrics"]["em"] == 1.0
-    assert best["turns"][0]["documents"][1] == {
-        "id": "d2", "title": "title d2", "text": "text d2", "score": 0.1,
-    }  # fmt: skip
+    document = {"id": "d2", "title": "title d2", "text": "text d2", "score": 0.1}
+    assert best["turns"][0]["documents"][1] == document
 
 
 def test_grpo_judges_no_turn(tmp_path):
@@ -117,11 +102,9 @@ def test_grpo_judges_no_turn(tmp_path):
     config = dataclasses.replace(config, advantage=dataclasses.replace(config.advantage, name="grpo"))
     keep(tmp_path, config)
     rows = read_columns(find_step(tmp_path, 7)).to_pylist(maps_as_pydicts="strict")
-    turns = [turn for row in rows for turn in row["turns"]]
     assert all(row["silver"] == {} for row in rows)
-    assert all(
-        (turn["repeated"], turn["found_silver"], turn["softened"]) == (None, [], False) for turn in turns
-    )
+    for turn in (turn for row in rows for turn in row["turns"]):
+        assert (turn["repeated"], turn["found_silver"], turn["softened"]) == (None, [], False)
     assert {turn["advantage"] for turn in rows[1]["turns"]} == {rows[1]["advantage_raw"]} != {0.0}
 
 
@@ -129,9 +112,8 @@ def test_metadata_describes_the_file(tmp_path):
     config = make_config()
     keep(tmp_path, config, seed=11)
     metadata = read_metadata(find_step(tmp_path, 7))
-    assert (
-        metadata["schema_version"] == "1" and metadata["tokenizer"] == "policy" and metadata["seed"] == "11"
-    )
+    fixed = {"schema_version": "1", "tokenizer": "policy", "seed": "11"}
+    assert {name: metadata[name] for name in fixed} == fixed
     assert json.loads(metadata["advantage"]) == dataclasses.asdict(config.advantage)
     assert json.loads(metadata["config"]) == dataclasses.asdict(config)
 
@@ -144,17 +126,13 @@ def test_columns_follow_the_schema_and_read_partially(tmp_path):
     columns = {column.path_in_schema: column for column in map(group.column, range(group.num_columns))}
     assert {column.compression for column in columns.values()} == {"ZSTD"}
     assert all("BYTE_STREAM_SPLIT" in columns[name].encodings for name in LOGPROBS)
-    table = read_columns(path, ["answer_score", "turns.list.element.correctness"])
-    assert table.column_names == ["answer_score", "turns"]
-    assert table.to_pylist()[0] == {
-        "answer_score": 1.0, "turns": [{"correctness": 1.0}, {"correctness": 0.5}, {"correctness": 0.0}],
-    }  # fmt: skip
+    row = read_columns(path, ["answer_score", "turns.list.element.correctness"]).to_pylist()[0]
+    assert row == {"answer_score": 1.0, "turns": [{"correctness": value} for value in (1.0, 0.5, 0.0)]}
 
 
 def write_steps(writer, numbers):
     groups, result = scored(writer.config)
-    for number in numbers:
-        writer.write(number, groups, result.credits, unknown(groups), 0)
+    return [writer.write(number, groups, result.credits, unknown(groups), 0) for number in numbers]
 
 
 def names(folder):
@@ -162,13 +140,17 @@ def names(folder):
 
 
 def test_newest_and_every_nth_step_stay(tmp_path):
-    config = make_config(rollouts_keep=3, rollouts_every=4)
-    write_steps(RolloutWriter(tmp_path, config, 1), range(1, 11))
-    assert list(kept_steps(tmp_path)) == [4, 8, 9, 10]
-    write_steps(RolloutWriter(tmp_path / "a", make_config(rollouts_keep=2, rollouts_every=0), 1), range(1, 6))
-    assert list(kept_steps(tmp_path / "a")) == [4, 5]
-    write_steps(RolloutWriter(tmp_path / "b", make_config(rollouts_keep=0, rollouts_every=2), 1), range(1, 6))
-    assert list(kept_steps(tmp_path / "b")) == [1, 2, 3, 4, 5]
+    for keep_newest, every, steps in ((3, 4, [4, 8, 9, 10]), (2, 0, [9, 10]), (0, 2, [*range(1, 11)])):
+        folder, config = tmp_path / str(every), make_config(rollouts_keep=keep_newest, rollouts_every=every)
+        metrics = write_steps(RolloutWriter(folder, config, 1), range(1, 11))
+        assert list(kept_steps(folder)) == steps
+        assert metrics[-1] == {"perf/record_bytes": find_step(folder, 10).stat().st_size}
+    with pytest.raises(UserError, match="step 7 is not kept; the nearest kept one is 8"):
+        find_step(tmp_path / "4", 7)
+    with pytest.raises(UserError, match="no trajectories are kept there"):
+        find_step(tmp_path, 3)
+    writer = RolloutWriter(tmp_path / "none", make_config(rollouts="none"), 1)
+    assert write_steps(writer, [1]) == [{}] and not (tmp_path / "none").exists()
 
 
 def test_new_start_removes_later_steps(tmp_path):
@@ -181,17 +163,7 @@ def test_new_start_removes_later_steps(tmp_path):
     assert names(tmp_path) == ["step_1.parquet"]
 
 
-def test_nothing_is_kept_where_nothing_shall_be(tmp_path):
-    writer = RolloutWriter(tmp_path, make_config(rollouts="none"), 1)
-    groups, result = scored(writer.config)
-    assert writer.write(1, groups, result.credits, unknown(groups), 0) == {}
-    assert not (tmp_path / "rollouts").exists()
-
-
 def test_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
-    writer = RolloutWriter(tmp_path, make_config(), 1)
-    groups, result = scored(writer.config)
-
     def killed(source, target):
         assert os.path.getsize(source) > 0
         raise KeyboardInterrupt
@@ -199,21 +171,14 @@ def test_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("calibadv_jax.core.files.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            writer.write(1, groups, result.credits, unknown(groups), 0)
+            write_steps(RolloutWriter(tmp_path, make_config(), 1), [1])
     assert kept_steps(tmp_path) == {} and names(tmp_path) == []
     (tmp_path / "rollouts/.step_1.parquet.partial").write_text("cut")  # as kill -9 leaves it
     RolloutWriter(tmp_path, make_config(), 1)
     assert names(tmp_path) == []
 
 
-def test_file_size_is_a_metric(tmp_path):
-    writer = RolloutWriter(tmp_path, make_config(), 1)
-    groups, result = scored(writer.config)
-    message = writer.write(1, groups, result.credits, unknown(groups), 0)
-    assert message == {"perf/record_bytes": find_step(tmp_path, 1).stat().st_size}
-
-
-def test_bad_files_are_one_line(tmp_path):
+def test_bad_files_are_one_line(tmp_path, monkeypatch):
     keep(tmp_path, make_config())
     path = find_step(tmp_path, 7)
     whole = path.read_bytes()
@@ -223,32 +188,21 @@ def test_bad_files_are_one_line(tmp_path):
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="no such file of trajectories"):
         read_metadata(tmp_path / "rollouts/step_8.parquet")
-
-
-def test_file_of_another_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("calibadv_jax.record.writer.VERSION", "2")
     keep(tmp_path, make_config())
     with pytest.raises(UserError, match="its schema_version is 2, this program reads 1"):
-        read_step(find_step(tmp_path, 7))
+        read_step(path)
 
 
 def test_older_file_without_golden_logprobs_is_read(tmp_path):
     groups, _, _ = keep(tmp_path, make_config())
     path = find_step(tmp_path, 7)
     table = pq.read_table(path)
-    rows = table.to_pylist(maps_as_pydicts="strict")
-    turn = SCHEMA.field("turns").type.value_type
-    older = pa.struct([field for field in turn if field.name != "golden_logprobs"])
+    older = pa.struct(
+        [field for field in SCHEMA.field("turns").type.value_type if "golden" not in field.name]
+    )
     schema = table.schema.set(table.schema.get_field_index("turns"), pa.field("turns", pa.list_(older)))
-    pq.write_table(pa.Table.from_pylist(rows, schema), path)
+    pq.write_table(pa.Table.from_pylist(table.to_pylist(maps_as_pydicts="strict"), schema), path)
     for group in read_step(path).groups:
         assert all(turn.golden_logprobs == {} for many in group.attempts for turn in many.turns)
     assert groups[0].trajectories[0].turns[0].golden_logprobs
-
-
-def test_missing_step_names_the_nearest(tmp_path):
-    with pytest.raises(UserError, match="no trajectories are kept there"):
-        find_step(tmp_path, 3)
-    write_steps(RolloutWriter(tmp_path, make_config(), 1), [2, 9])
-    with pytest.raises(UserError, match="step 4 is not kept; the nearest kept one is 2"):
-        find_step(tmp_path, 4)

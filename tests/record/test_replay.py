@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from record_rig import keep, make_config, make_groups, unknown
+from rows_rig import write_rows
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
@@ -37,9 +37,7 @@ def shown(out):
 def test_same_settings_give_the_kept_advantages(tmp_path, capsys):
     _, result, _ = keep(tmp_path, make_config())
     ratio = result.metrics["advantage/answer/ratio_after"]
-    (tmp_path / "metrics.jsonl").write_text(
-        json.dumps({"step": 6}) + "\n" + json.dumps({"step": 7, "advantage/answer/ratio_after": ratio}) + "\n"
-    )
+    write_rows(tmp_path / "metrics.jsonl", {"step": 6}, {"step": 7, "advantage/answer/ratio_after": ratio})
     assert call(tmp_path, "--step", "7") == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0] == f"step 7 of {tmp_path}: 2 groups, 6 trajectories"
@@ -63,14 +61,10 @@ def test_other_lambda_changes_the_replayed_step(tmp_path, capsys):
     assert "advantage.target_ratio=2: 1 of 12 turns get another advantage" in out
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "grpo",
-        *(pytest.param(name, marks=pytest.mark.medium) for name in ESTIMATORS if name != "grpo"),
-        "examples.own_advantage:by_rank",
-    ],
-)
+MEDIUM = [pytest.param(name, marks=pytest.mark.medium) for name in ESTIMATORS if name != "grpo"]
+
+
+@pytest.mark.parametrize("name", ["grpo", *MEDIUM, "examples.own_advantage:by_rank"])
 def test_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, name):
     plain = make_config()
     config = replace(plain, advantage=replace(plain.advantage, name=name))
@@ -124,11 +118,10 @@ def test_changed_advantage_exits_1(tmp_path, capsys, factor, status, words):
     ],
 )
 def test_rows_that_differ_are_marked(before, after, is_changed, mark):
-    columns = {
-        name: {"reward/em": 1.0} | ({} if value is None else {"reward/f1": value})
-        for name, value in (("replayed", before), ("changed", after))
-    }
-    rows = {name: cells for name, *cells in comparison_rows({"run": {}} | columns, is_changed)}
+    columns = {"run": {}, "replayed": {"reward/em": 1.0}, "changed": {"reward/em": 1.0}}
+    for name, value in (("replayed", before), ("changed", after)):
+        columns[name] |= {} if value is None else {"reward/f1": value}
+    rows = {name: cells for name, *cells in comparison_rows(columns, is_changed)}
     assert rows["reward/f1"][-1] == mark and rows["reward/em"][-1] == ""
 
 
@@ -139,10 +132,10 @@ def test_rewards_are_shuffled_as_they_were(tmp_path):
     def scores(groups):
         return [t.answer_score for group in groups for t in group.trajectories]
 
-    groups, of_the_run = make_groups(), make_groups()
-    groups = score_groups(groups, config.reward, random_state(14, 6, "reward"))
-    of_the_run = score_groups(of_the_run, config.reward, random_state(config.run.seed, 6, "reward"))
-    assert scores(groups) != scores(of_the_run)
+    groups, of_seed_0 = (
+        score_groups(make_groups(), config.reward, random_state(seed, 6, "reward")) for seed in (14, 0)
+    )
+    assert scores(groups) != scores(of_seed_0)
     result = compute_advantages(groups, config.advantage)
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 14)
     kept = read_step(find_step(tmp_path, 7))

@@ -8,13 +8,7 @@ import pytest
 from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler, context_of
 
 from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.config import (
-    AdvantageConfig,
-    Config,
-    PromptConfig,
-    RewardConfig,
-    ToolConfig,
-)
+from calibadv_jax.config import AdvantageConfig, Config, PromptConfig, RewardConfig, ToolConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.tags import INVALID_ACTION, Grammar, parse_turn
@@ -57,10 +51,12 @@ def call(name, body, think="t"):
     return f"<think>{think}</think><{name}>{body}</{name}>"
 
 
-def written(tokenizer, actions, *turns, template="short", retriever=None, **limits):
+USED = call("tool", "x"), call("answer", "Ann")
+
+
+def written(tokenizer, actions, *turns, template="short", **limits):
     sampler = ScriptedSampler(tokenizer, lambda _, turn: turns[turn])
-    pages = retriever or Pages({"ann": [DOCUMENT]})
-    context = context_of(sampler, tokenizer, pages, actions, template=template, **limits)
+    context = context_of(sampler, tokenizer, Pages({"ann": [DOCUMENT]}), actions, template=template, **limits)
     return asyncio.run(run_trajectory(context, QUESTION, 0, 0, "s"))
 
 
@@ -69,12 +65,13 @@ def three():
 
 
 def test_search_by_name_equals_default(byte_tokenizer):
-    def asked(actions):
-        return build_prompt(QUESTION, byte_tokenizer, PromptConfig(), 9999, actions)
-
+    prompts = [
+        build_prompt(QUESTION, byte_tokenizer, PromptConfig(), 9999, actions)
+        for actions in ((), (SearchAction(),))
+    ]
     assert make_actions(Config()) == ()
-    np.testing.assert_array_equal(asked(()), asked((SearchAction(),)))
-    assert TEMPLATES["paper"].replace("{question}", "Who?") == decode(byte_tokenizer, asked(()))
+    np.testing.assert_array_equal(*prompts)
+    assert TEMPLATES["paper"].replace("{question}", "Who?") == decode(byte_tokenizer, prompts[0])
     assert invalid_notice([SearchAction()]) == INVALID_ACTION and grammar_of([SearchAction()]) == Grammar()
     turns = call("search", "ann"), call("search", "bob"), "nothing"
     trajectory, other = (written(byte_tokenizer, actions, *turns) for actions in ((), (SearchAction(),)))
@@ -83,20 +80,12 @@ def test_search_by_name_equals_default(byte_tokenizer):
 
 
 def test_trajectory_of_three_actions(byte_tokenizer):
-    trajectory = written(
-        byte_tokenizer,
-        three(),
-        call("search", "ann"),
-        call("access", "ann"),
-        call("calculate", "(1 + 2) / 2"),
-        call("answer", "Ann"),
-        template="paper",
-    )  # fmt: skip
-    assert [turn.kind for turn in trajectory.turns] == ["search", "access", "calculate", "answer"]
+    bodies = {"search": "ann", "access": "ann", "calculate": "(1 + 2) / 2", "answer": "Ann"}
+    trajectory = written(byte_tokenizer, three(), *map(call, bodies, bodies.values()), template="paper")
+    assert [turn.kind for turn in trajectory.turns] == list(bodies)
     assert [turn.query for turn in trajectory.turns[:3]] == ["ann", "ann", "(1 + 2) / 2"]
-    assert (
-        trajectory.turns[1].documents == (PAGE,) and "lives in Rome" in trajectory.turns[1].observation_text
-    )
+    page = trajectory.turns[1]
+    assert page.documents == (PAGE,) and "lives in Rome" in page.observation_text
     assert trajectory.turns[2].observation_text == "\n\n<information>1.5</information>\n\n"
     assert trajectory.num_searches == 1 and score_trajectory(trajectory, RewardConfig()).answer_score == 1
     prompt = decode(byte_tokenizer, trajectory.prompt_ids)
@@ -127,9 +116,7 @@ def test_refused_body_is_an_observation(byte_tokenizer):
     ],
 )
 def test_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
-    trajectory = written(
-        byte_tokenizer, [OwnAction(Tool(brings), 0.05)], call("tool", "x"), call("answer", "Ann")
-    )
+    trajectory = written(byte_tokenizer, [OwnAction(Tool(brings), 0.05)], *USED)
     assert re.sub(r" \(/.*test_actions.py:\d+\)$", "", trajectory.error) == reason
     assert ("test_actions.py:" in trajectory.error) == isinstance(brings, OSError)  # the place in own code
     group = Group.of(QUESTION, [trajectory])
@@ -154,16 +141,7 @@ def test_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
 def test_invalid_reply_is_refused(byte_tokenizer, brings):
     words = "int; it must return a text" if brings == 5 else "a Reply whose .* make texts of them"
     with pytest.raises(UserError, match=f"action tool: call returned {words}"):
-        written(byte_tokenizer, [OwnAction(Tool(brings), 9)], call("tool", "x"), call("answer", "Ann"))
-
-
-def test_what_is_shown_of_a_reply_is_a_text(byte_tokenizer):
-    class Bare(Tool):
-        def render(self, reply):
-            return 15
-
-    with pytest.raises(UserError, match="action tool: render returned int; it must return a text"):
-        written(byte_tokenizer, [OwnAction(Bare("x"), 9)], call("tool", "x"), call("answer", "Ann"))
+        written(byte_tokenizer, [OwnAction(Tool(brings), 9)], *USED)
 
 
 @pytest.mark.parametrize(
@@ -186,28 +164,25 @@ def test_errors_of_own_parse_and_render(error, kind):
         action.render(Reply())
     assert caught.value.service == "tool"
     assert [OwnAction(Raising(""), 9, limit).max_length for limit in (0, 20)] == [50, 20]
+    action._inner.render = lambda reply: 15
+    with pytest.raises(UserError, match="action tool: render returned int; it must return a text"):
+        action.render(Reply())
 
 
 def test_reply_of_ten_megabytes_is_cut_at_once(byte_tokenizer):
     huge = Reply((Document("d", "t", "<think>" * 1_500_000),), "</information> word " * 500_000)
     tool = OwnAction(Tool(huge), 9, max_length=64)
-    trajectory = written(
-        byte_tokenizer, [tool], call("tool", "x"), call("answer", "Ann"), max_observation_length=256
-    )
+    trajectory = written(byte_tokenizer, [tool], *USED, max_observation_length=256)
     assert len(trajectory.turns[0].observation_ids) == 64 and trajectory.answer == "Ann"
     assert sum(len(document.text) for document in trajectory.turns[0].documents) < 10_000
 
 
 def test_silver_documents_come_from_every_action(byte_tokenizer):
     """A page that the best trajectory read is silver; an action without documents is worth 0."""
-    good = written(
-        byte_tokenizer, three(), call("calculate", "1", "a b"), call("access", "ann", "c d"),
-        call("answer", "Ann", "e"),
-    )  # fmt: skip
-    bad = written(
-        byte_tokenizer, three(), call("access", "ann", "f g"), call("calculate", "1", "h i"),
-        call("answer", "Bob", "j"),
-    )  # fmt: skip
+    turns = call("calculate", "1", "a b"), call("access", "ann", "c d"), call("answer", "Ann", "e")
+    good = written(byte_tokenizer, three(), *turns)
+    turns = call("access", "ann", "f g"), call("calculate", "1", "h i"), call("answer", "Bob", "j")
+    bad = written(byte_tokenizer, three(), *turns)
     bad.index = 1
     groups = score_groups([Group(QUESTION, [good, bad])], RewardConfig(), np.random.default_rng(0))
     (credit,) = compute_advantages(groups, AdvantageConfig()).credits
@@ -223,13 +198,10 @@ def test_silver_documents_come_from_every_action(byte_tokenizer):
     [
         ([ToolConfig("nowhere.module:Tool")], "importing nowhere.module failed"),
         ([ToolConfig("examples.own_tool:Missing")], "has no function Missing"),
-        (
-            [ToolConfig("test_actions:Broken")],
-            r"Broken failed: KeyError: 'x' \(/.*test_actions.py:",
-        ),
+        ([ToolConfig("test_actions:broken")], r"broken failed: KeyError: 'x' \(/.*test_actions.py:"),
         ([ToolConfig("pathlib:PurePath")], "must give an object of a subclass of calibadv_jax.Action"),
-        ([ToolConfig("test_actions:Named")], "an action named 'Think'"),
-        ([ToolConfig(CALCULATOR), ToolConfig("test_actions:Calculate")], "as another entry has"),
+        ([ToolConfig("test_actions:think")], "an action named 'Think'"),
+        ([ToolConfig(CALCULATOR), ToolConfig("test_actions:calculate")], "as another entry has"),
     ],
 )
 def test_tool_that_cannot_be_on_is_refused(tools, message):
@@ -237,20 +209,18 @@ def test_tool_that_cannot_be_on_is_refused(tools, message):
         make_actions(Config(tools=tools))
 
 
-class Named(Tool):
-    name = "Think"
-
-    def __init__(self):
-        super().__init__("")
-
-
-class Broken(Tool):
-    def __init__(self):
-        raise KeyError("x")
+def think(name="Think"):
+    tool = Tool("")
+    tool.name = name
+    return tool
 
 
-class Calculate(Named):
-    name = "Calculate"
+def calculate():
+    return think("Calculate")
+
+
+def broken():
+    raise KeyError("x")
 
 
 def test_tokenizer_must_write_tags_of_actions(word_tokenizer):

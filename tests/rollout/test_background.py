@@ -51,8 +51,7 @@ class Library(DictRetriever):
 def open_rollouts(byte_tokenizer):
     def open_rollouts(seed=0, delay=None):
         sampler, library = Sampler(byte_tokenizer, delay), Library({"ann": [DOCUMENT]})
-        limits = {"group_size": 2, "max_prompt_length": 100, "max_length": 300}
-        return Rollouts(context_of(sampler, byte_tokenizer, library, judge=Library({}), **limits), seed)
+        return Rollouts(context_of(sampler, byte_tokenizer, library, judge=Library({}), group_size=2), seed)
 
     return open_rollouts
 

@@ -10,7 +10,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from loop_fakes import CONTROL, EOS, DictRetriever, ScriptedSampler
+from loop_fakes import CONTROL, EOS, ScriptedSampler
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, PromptConfig, RewardConfig, RolloutConfig
@@ -20,7 +20,7 @@ from calibadv_jax.learner.batching import pack, place
 from calibadv_jax.learner.step import make_sample
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.agent import RolloutContext
-from calibadv_jax.rollout.observation import added_token_strings
+from calibadv_jax.rollout.observation import added_token_strings, decode
 from calibadv_jax.rollout.runner import collect_groups
 
 GOLDEN = "Ann Lee"
@@ -107,11 +107,10 @@ class Step:
         return text + (EOS if rng.random() < 0.2 else "")
 
 
-class Library(DictRetriever):
+class Library:
     """Finds documents for any query; `change` is applied to each."""
 
     def __init__(self, step, change):
-        super().__init__({})
         self.step, self.change = step, change
 
     async def search(self, queries):
@@ -133,10 +132,6 @@ def written(step, tokenizer, change=lambda document: document):
 
 def check_trajectory(trajectory, completions, tokenizer, prepend_think):
     """The mask is on exactly what the sampler returned; tags in the rest are the environment's own."""
-
-    def text(ids):
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
     sampled = [token for completion in completions for token in completion.token_ids]
     assert trajectory.response_ids[trajectory.mask].tolist() == sampled
     logprobs = [value for completion in completions for value in completion.logprobs]
@@ -144,14 +139,16 @@ def check_trajectory(trajectory, completions, tokenizer, prepend_think):
     assert not trajectory.logprobs[~trajectory.mask].any()
     control = set(tokenizer.all_special_ids)
     opened = ["<think>"] * prepend_think
-    assert tags_of(text(trajectory.prompt_ids)) == opened and not control & set(trajectory.prompt_ids)
+    assert tags_of(decode(tokenizer, trajectory.prompt_ids)) == opened and not control & set(
+        trajectory.prompt_ids
+    )
     for turn in trajectory.turns:
         assert not control & set(turn.observation_ids)
         if len(turn.observation_ids):
             frame = ["<information>", "</information>"] if turn.kind == "search" else INVALID_TAGS
-            assert tags_of(text(turn.observation_ids)) == [*frame, *opened]
+            assert tags_of(decode(tokenizer, turn.observation_ids)) == [*frame, *opened]
     if trajectory.answer is not None:
-        answer_text = text(completions[-1].token_ids)
+        answer_text = decode(tokenizer, completions[-1].token_ids)
         assert re.search(rf"<answer>\s*{re.escape(trajectory.answer)}\s*</answer>", answer_text)
     if trajectory.answer_score > 0:
         assert trajectory.answer is not None
@@ -237,15 +234,10 @@ def run_step(seed, tokenizer):
         met["two-sided"] += check_balance(group, advantages, step.advantage)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     met["trajectories"] = len(trajectories)
-    check_batch(
-        trajectories,
-        [values for turn_values in result.advantages for values in turn_values],
-        step.rollout.max_length,
-    )
+    check_batch(trajectories, sum(result.advantages, []), step.rollout.max_length)
     blank, _ = written(step, tokenizer, lambda document: harmless(document, tokenizer))
-    for trajectory, other in zip(
-        trajectories, (t for group in blank for t in group.trajectories), strict=True
-    ):
+    others = [trajectory for group in blank for trajectory in group.trajectories]
+    for trajectory, other in zip(trajectories, others, strict=True):
         assert (trajectory.answer_score, trajectory.format_valid) == (other.answer_score, other.format_valid)
         assert [turn.kind for turn in trajectory.turns] == [turn.kind for turn in other.turns]
     return met

@@ -4,7 +4,6 @@ import asyncio
 import re
 from random import Random
 
-import numpy as np
 import pytest
 from loop_fakes import QUESTION, DictRetriever, ScriptedSampler, context_of
 
@@ -59,8 +58,13 @@ class Pages(DictRetriever):
         return [page_of(f"access {address}") for address in addresses]
 
 
+def all_actions():
+    tools = "search", "access", f"{__name__}:Tool"
+    return make_actions(Config(tools=[ToolConfig(name) for name in tools]))
+
+
 def test_hostile_replies_are_text(byte_tokenizer):
-    actions = make_actions(Config(tools=[ToolConfig(name) for name in own_tools()]))
+    actions = all_actions()
     grammar = Grammar(NAMES)
     for number in range(10_000):
         text, action = hostile(number), actions[number % len(actions)]
@@ -70,14 +74,10 @@ def test_hostile_replies_are_text(byte_tokenizer):
         assert length == 2 or neutralise(text, ["<|im_end|>"], grammar) in shown
 
 
-def own_tools():
-    return "search", "access", f"{__name__}:Tool"
-
-
 @pytest.mark.parametrize("count", [150, pytest.param(2500, marks=pytest.mark.slow)])
 def test_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer, count):
     """Through the whole loop: of the retrieval service and an own action, in any order."""
-    actions = make_actions(Config(tools=[ToolConfig(name) for name in own_tools()]))
+    actions = all_actions()
     orders = [Random(number).sample(NAMES, len(NAMES)) for number in range(count)]
 
     def turn(session, number):
@@ -88,16 +88,10 @@ def test_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer, count):
     limits = {"max_searches": len(NAMES), "max_observation_length": 4096, "max_length": 30_000}
     context = context_of(sampler, byte_tokenizer, Pages({}), actions, **limits)
 
-    async def all_of_them():
-        slots = asyncio.Semaphore(64)
+    async def write_all():
+        return [await run_trajectory(context, QUESTION, 0, number, str(number)) for number in range(count)]
 
-        async def write(number):
-            async with slots:
-                return await run_trajectory(context, QUESTION, 0, number, str(number))
-
-        return await asyncio.gather(*map(write, range(len(orders))))
-
-    for number, trajectory in enumerate(asyncio.run(all_of_them())):
+    for number, trajectory in enumerate(asyncio.run(write_all())):
         assert trajectory.error is None, trajectory.error
         check(trajectory, orders[number], number, sampler, grammar_of(actions))
 
@@ -106,9 +100,7 @@ def check(trajectory, order, number, sampler, grammar):
     assert [turn.kind for turn in trajectory.turns] == [*order, "answer"] and trajectory.answer == "Bob"
     sampled = [token for completion in sampler.written[str(number)] for token in completion.token_ids]
     assert trajectory.response_ids[trajectory.mask].tolist() == sampled
-    assert not trajectory.logprobs[~trajectory.mask].any() and np.all(
-        trajectory.logprobs[trajectory.mask] < 0
-    )
+    assert ((trajectory.logprobs < 0) == trajectory.mask).all()
     scored = score_trajectory(trajectory, RewardConfig())
     assert scored.answer_score == 0 and scored.format_valid
     for turn in trajectory.turns[:-1]:

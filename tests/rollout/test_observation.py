@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -38,29 +39,21 @@ def test_lone_surrogates_of_documents_are_replaced(byte_tokenizer):
     assert documents == (Document("a\ufffd", "\ufffd", "\U0001f600 b"),)
 
 
-@pytest.mark.parametrize("prepend_think", [False, True])
-def test_block_and_its_tokens(byte_tokenizer, prepend_think):
-    ids, text = render_observation(TWO, byte_tokenizer, 1000, prepend_think)
-    assert text == WHOLE + "<think>" * prepend_think
-    assert ids.dtype == np.int32
-    assert ids.tolist() == encode(byte_tokenizer, text)
-
-
 def test_smaller_limit_of_an_action_counts(byte_tokenizer):
     observations = Observations(byte_tokenizer, 100, "")
     limits = {limit: SearchAction(max_length=limit) for limit in (0, 50, 150)}
     assert [observations.of(action).max_length for action in limits.values()] == [100, 50, 100]
 
 
-def test_no_documents_is_an_empty_block(byte_tokenizer):
-    assert render_observation((), byte_tokenizer, 100)[1] == "\n\n<information></information>\n\n"
-
-
 @pytest.mark.parametrize("prepend_think", [False, True])
 def test_long_block_loses_the_end_of_its_documents_only(byte_tokenizer, prepend_think):
     ending = "</information>\n\n" + "<think>" * prepend_think
-    full = len(render_observation(TWO, byte_tokenizer, 1000, prepend_think)[0])
+    ids, text = render_observation(TWO, byte_tokenizer, 1000, prepend_think)
+    assert text == WHOLE + "<think>" * prepend_think
+    assert ids.dtype == np.int32 and ids.tolist() == encode(byte_tokenizer, text)
+    full = len(ids)
     assert len(render_observation(TWO, byte_tokenizer, full, prepend_think)[0]) == full
+    assert render_observation((), byte_tokenizer, 100)[1] == "\n\n<information></information>\n\n"
     for limit in range(45, full):
         ids, text = render_observation(TWO, byte_tokenizer, limit, prepend_think)
         assert len(ids) == limit
@@ -69,12 +62,9 @@ def test_long_block_loses_the_end_of_its_documents_only(byte_tokenizer, prepend_
         assert decode(byte_tokenizer, ids) == text
 
 
-def test_decoding_shows_every_token_and_tidies_nothing(byte_tokenizer):
+def test_decoding_tidies_nothing_and_cuts_inside_characters(byte_tokenizer):
     text = "a , b . do n't <|endoftext|><|im_end|>"
     assert decode(byte_tokenizer, encode(byte_tokenizer, text)) == text
-
-
-def test_cut_inside_a_character_is_shown_as_such(byte_tokenizer):
     documents = (Document("1", "T", "ü" * 40),)
     texts = [render_observation(documents, byte_tokenizer, limit)[1] for limit in (60, 61)]
     assert sorted(text.count("\ufffd") for text in texts) == [0, 1]
@@ -146,13 +136,9 @@ def test_long_word_is_one_token(word_tokenizer):
 
 
 def test_limit_below_the_tags_is_refused(byte_tokenizer):
-    tags = len(encode(byte_tokenizer, "\n\n<information>")) + len(
-        encode(byte_tokenizer, "</information>\n\n")
-    )
+    tags = sum(len(encode(byte_tokenizer, tag)) for tag in ("\n\n<information>", "</information>\n\n"))
     assert len(render_observation(TWO, byte_tokenizer, tags)[0]) == tags
-    with pytest.raises(
-        UserError, match=f"max_observation_length is {tags - 1}.*need {tags} tokens: raise it"
-    ):
+    with pytest.raises(UserError, match=f"max_observation_length is {tags - 1}.*need {tags} tokens"):
         render_observation(TWO, byte_tokenizer, tags - 1)
 
 
@@ -191,11 +177,7 @@ def test_control_tokens_are_special_ones_and_added_markup(byte_tokenizer, word_t
     assert added_token_strings(byte_tokenizer) == {"<|endoftext|>", "<|im_end|>"}
     tags = {f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/")}
     assert added_token_strings(word_tokenizer) == {"<|endoftext|>", "<unk>"} | tags
-
-
-def test_added_words_and_spaces_are_no_control_tokens(word_tokenizer):
-    from copy import deepcopy
-
+    # Added words and spaces are none.
     tokenizer = deepcopy(word_tokenizer)
     tokenizer.add_tokens(["Paris", "  ", "[INST]"])
     assert added_token_strings(tokenizer) - added_token_strings(word_tokenizer) == {"[INST]"}

@@ -3,7 +3,6 @@
 import json
 import random
 from concurrent.futures import Future
-from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -39,24 +38,20 @@ def question(number):
 def stream(background, staleness=0, per_step=PER_STEP, state=None, tied=(), max_replaced=0):
     """Groups of the numbers `tied` are."""
     drawn = 0 if state is None else state["asked"]
-    made = RolloutStream(
-        background.begin,
-        map(question, count(drawn)),
-        per_step,
-        staleness,
-        0.25,
-        max_replaced,
+    questions = map(question, count(drawn))
+    rollouts = RolloutStream(
+        background.begin, questions, per_step, staleness, 0.25, max_replaced,
         lambda groups: [int(group.question.id[1:]) in tied for group in groups],
-    )
+    )  # fmt: skip
     if state is not None:
-        made.restore(state, {f"q{number}": question(number) for number in range(100)})
-    return made
+        rollouts.restore(state, {f"q{number}": question(number) for number in range(100)})
+    return rollouts
 
 
-def ahead_by_one(*finished):
-    """A stream that has begun two steps, of which these groups are complete."""
+def begun(staleness, *finished):
+    """A stream that has begun all that it may, of which these groups are complete."""
     background = Background(finish_at_once=False)
-    rollouts = stream(background, staleness=1)
+    rollouts = stream(background, staleness)
     rollouts._begin_allowed(0)
     for number in finished:
         background.finish(number)
@@ -68,13 +63,13 @@ def ids(groups):
 
 
 def test_ahead_by_one_takes_complete_groups_first():
-    background, rollouts = ahead_by_one(4, 1, 5)
+    background, rollouts = begun(1, 4, 1, 5)
     assert sorted(background.futures) == list(range(2 * PER_STEP))
     assert ids(rollouts.take(0)) == ["q1", "q4", "q5"]
 
 
-def test_what_is_not_trained_is_asked_for_again():
-    _, rollouts = ahead_by_one(0, 3, 5)
+def test_untrained_groups_begin_again():
+    _, rollouts = begun(1, 0, 3, 5)
     rollouts.take(0)
     assert rollouts.state() == {"asked": 6, "pending": [(n, f"q{n}") for n in range(6)]}  # not trained yet
     rollouts.commit()
@@ -84,12 +79,12 @@ def test_what_is_not_trained_is_asked_for_again():
     resumed = stream(again, 1, state=state)
     assert ids(resumed.take(1)) == ["q1", "q2", "q4"]
     assert sorted(again.futures) == [1, 2, 4, *range(6, 9)]
+    with pytest.raises(UserError, match="question 'q700' of the checkpoint is missing"):
+        stream(Background(), state={"asked": 2, "pending": [(1, "q700")]})
 
 
 def test_error_stops_the_step_and_cancels_the_others():
-    background = Background(finish_at_once=False)
-    rollouts = stream(background)
-    rollouts._begin_allowed(0)
+    background, rollouts = begun(0)
     background.futures[1].set_exception(UserError("retriever is down"))
     with pytest.raises(UserError, match="retriever is down"):
         rollouts.take(0)
@@ -112,21 +107,14 @@ def test_resumed_run_may_change_questions_per_step(staleness, per_step):
     assert trained == [f"q{number}" for number in range(2 * PER_STEP + 6 * per_step)]
 
 
-def test_question_that_is_gone_is_named():
-    with pytest.raises(UserError, match="question 'q700' of the checkpoint is missing"):
-        stream(Background(), state={"asked": 2, "pending": [(1, "q700")]})
-
-
 def failed(number, errors):
-    trajectory = Trajectory(question(number), np.zeros(1, np.int32))
-    return Group.of(question(number), [replace(trajectory, error=error) for error in errors])
+    ids = np.zeros(1, np.int32)
+    return Group.of(question(number), [Trajectory(question(number), ids, error=error) for error in errors])
 
 
 def test_many_failures_end_a_step_early():
     for errors, ends in ((["sampler: lost", *"abc"[:2], None], False), (["x"] * 4, True)):
-        background = Background(finish_at_once=False)
-        rollouts = stream(background)
-        rollouts._begin_allowed(0)
+        background, rollouts = begun(0)
         background.futures[1].set_result(failed(1, errors))
         if ends:
             with pytest.raises(UserError, match=r"4 of 12 trajectories failed.* \(4 times\): x"):
@@ -139,9 +127,7 @@ def test_many_failures_end_a_step_early():
 
 
 def test_failures_of_later_groups_do_not_count():
-    background = Background(finish_at_once=False)
-    rollouts = stream(background, staleness=1)
-    rollouts._begin_allowed(0)
+    background, rollouts = begun(1)
     for number in range(6):
         errors = [None] * 4 if number < 3 else ["sampler: lost"] * 4
         background.futures[number].set_result(failed(number, errors))
