@@ -27,12 +27,10 @@ class Stopped(Exception):
 
 
 class Scripted:
-    """Searches once for its question, then says what `reply(prompt, seed)` gives; notes how it was asked.
+    """Searches once for its question, if it `searches`, then answers with `reply(prompt, seed)`.
 
-    Args:
-        reply: default: right for questions of source a and wrong for those of b.
-        searches: whether it searches at all.
-        stop_after: completions after which it raises Stopped.
+    By default it is right for questions of source a and wrong for those of b. After `stop_after` completions
+    it raises Stopped.
     """
 
     def __init__(self, reply=None, searches=True, stop_after=None):
@@ -67,11 +65,7 @@ class Scripted:
 
 
 class Shelf:
-    """Two documents for every query, whose ids and texts tell the query, or those of `found`.
-
-    Args:
-        raises: query -> exception.
-    """
+    """Two documents for every query, which tell it, or `documents`; `raises` holds exceptions by query."""
 
     documents = None
 

@@ -48,10 +48,9 @@ def close_in_norm(actual: Any, expected: Any, relative: float = 1e-5) -> None:
 def perturb() -> None:
     """From now on programs of other shapes and meshes round differently, by a unit in the last place.
 
-    What another CPU does to the order of sums is done on purpose to the results of the layers' products, and
-    to the gradients that the optimizer takes, in the scale of a parameter's largest. One program rounds the
-    same every time, and one row of a product like another, as on a real machine. Programs that a test starts
-    as processes of their own are as ever.
+    This concerns the results of the layers' products, and the gradients that the optimizer takes, in the
+    scale of a parameter's largest. One program rounds the same every time, and one row of a product like
+    another, as on a real machine. Programs that a test starts as processes of their own are as ever.
     """
     plain_product, plain_step = custom_gradients._product, Learner._applied
 

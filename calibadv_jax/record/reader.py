@@ -18,9 +18,8 @@ from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Document, Group, Question, Trajectory, Turn
-from calibadv_jax.record.schema import VERSION, Logprobs, kept_steps
-
-RecordRow = dict[str, Any]  # columns of SCHEMA, or of TURN
+from calibadv_jax.record import schema
+from calibadv_jax.record.schema import Logprobs, RecordRow, kept_steps
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def find_step(run: Path, step: int) -> Path:
         return steps[step]
     if not steps:
         raise UserError(f"{run}: no trajectories are kept there; a run with log.rollouts=parquet keeps them")
-    nearest = min(steps, key=lambda kept: abs(kept - step))
+    nearest = min(steps, key=lambda number: abs(number - step))
     raise UserError(
         f"{run}: step {step} is not kept; the nearest kept one is {nearest} (see log.rollouts_keep)"
     )
@@ -68,10 +67,10 @@ def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     `columns` are names of `schema.SCHEMA`, or parts of them such as ``turns.list.element.advantage``.
     """
     version = read_metadata(path).get("schema_version")
-    if version != VERSION:
+    if version != schema.VERSION:
         raise UserError(
-            f"{path}: its schema_version is {version}, this program reads {VERSION}; use the program that"
-            " wrote it"
+            f"{path}: its schema_version is {version}, this program reads {schema.VERSION}; use the program"
+            " that wrote it"
         )
     with _readable(path), pq.ParquetFile(path) as file:
         return file.read(columns=None if columns is None else list(columns))
@@ -137,51 +136,32 @@ def _question(row: RecordRow) -> Question:
 
 
 def _trajectory(row: RecordRow, question: Question, opening: str, actions: tuple[str, ...]) -> Trajectory:
-    return Trajectory(
-        question,
-        np.asarray(row["prompt_ids"], np.int32),
-        [_turn(turn) for turn in row["turns"]],
-        row["index"],
-        row["seconds"],
-        row["error"],
-        row["format_valid"],
-        row["answer_score"],
-        dict(row["metrics"]),
-        opening,
-        actions,
-        row.get("first_opening"),
-    )
+    fields = {name: row.get(name) for name in schema.TRAJECTORY_FIELDS}
+    fields |= {"prompt_ids": np.asarray(row["prompt_ids"], np.int32), "metrics": dict(row["metrics"])}
+    turns = [_turn(turn) for turn in row["turns"]]
+    return Trajectory(question, turns=turns, opening=opening, actions=actions, **fields)
 
 
 def _turn(row: RecordRow) -> Turn:
-    names = ("kind", "text", "think", "query", "answer", "is_refused", "observation_text", "stop_reason")
-    return Turn(
-        **{name: row[name] for name in names},
-        token_ids=np.asarray(row["token_ids"], np.int32),
-        logprobs=np.asarray(row["logprobs"], np.float32),  # JSON has null where a number is not finite: NaN
-        documents=tuple(Document(**document) for document in row["documents"]),
-        observation_ids=np.asarray(row["observation_ids"], np.int32),
-        policy_versions=tuple(row["policy_versions"]),
-        golden_logprobs=dict(row.get("golden_logprobs") or {}),
-        values=None if row.get("values") is None else np.asarray(row["values"], np.float32),
-    )
+    fields = {name: row.get(name) for name in schema.TURN_FIELDS}
+    for name, dtype in schema.TURN_ARRAYS.items():
+        values = row.get(name)
+        # JSON has null where a number is not finite: NaN
+        fields[name] = None if values is None else np.asarray(values, dtype)
+    fields["documents"] = tuple(Document(**document) for document in row["documents"])
+    fields["policy_versions"] = tuple(row["policy_versions"])
+    fields["golden_logprobs"] = dict(row.get("golden_logprobs") or {})
+    return Turn(**fields)
 
 
 def _credit(group: Group, finished: Sequence[RecordRow], silver: dict[str, float]) -> GroupCredit:
-    def column(name: str, kind: type) -> list[np.ndarray]:
-        return [np.array([turn[name] for turn in row["turns"]], kind) for row in finished]
-
-    return GroupCredit(
-        group=group,
-        raw=np.array([row["advantage_raw"] for row in finished], np.float64),
-        before=column("advantage_raw", np.float64),
-        turns=column("advantage", np.float64),
-        correctness=column("correctness", np.float64),
-        silver=silver,
-        softened=column("softened", np.bool_),
-        repeated=[[turn["repeated"] for turn in row["turns"]] for row in finished],
-        found_silver=[[tuple(turn["found_silver"]) for turn in row["turns"]] for row in finished],
-    )
+    fields: dict[str, list[Any]] = {}
+    for column, (attribute, dtype, _) in schema.CREDIT.items():
+        values = [[turn[column] for turn in row["turns"]] for row in finished]
+        fields[attribute] = [np.array(turns, dtype) for turns in values] if dtype else values
+    fields["found_silver"] = [[tuple(ids) for ids in turns] for turns in fields["found_silver"]]
+    raw = np.array([row["advantage_raw"] for row in finished], np.float64)
+    return GroupCredit(group, raw, silver=silver, **fields)
 
 
 def _logprobs(row: RecordRow, trajectory: Trajectory) -> np.ndarray | None:

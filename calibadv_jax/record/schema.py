@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+RecordRow = dict[str, Any]  # columns of SCHEMA, or of TURN
 Logprobs = list[list[np.ndarray | None]]  # float32 [T] of each trajectory of each group, as its response
 
 VERSION = "1"
@@ -75,6 +77,29 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(TURN)),
     ]
 )
+# Attributes of a trajectory and of a turn that are columns and are read back; arrays with their dtypes.
+TRAJECTORY_FIELDS = (
+    *("index", "error", "answer_score", "format_valid", "metrics", "seconds", "prompt_ids", "first_opening"),
+)
+TURN_FIELDS = (
+    *("kind", "text", "think", "query", "answer", "stop_reason", "is_refused", "policy_versions"),
+    *("observation_text", "documents", "golden_logprobs"),
+)
+TURN_ARRAYS = {
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "observation_ids": np.int32,
+    "values": np.float32,
+}
+# Column of a turn -> attribute of `GroupCredit`, its dtype if it is an array, value of a failed trajectory.
+CREDIT = {
+    "advantage_raw": ("before", np.float64, None),
+    "advantage": ("turns", np.float64, 0.0),
+    "correctness": ("correctness", np.float64, 0.0),
+    "softened": ("softened", np.bool_, False),
+    "repeated": ("repeated", None, None),
+    "found_silver": ("found_silver", None, ()),
+}
 LOGPROBS = [  # Parquet's names of the columns that take nearly all of the space
     f"turns.list.element.{name}.list.element" for name in ("logprobs", "learner_logprobs", "values")
 ]

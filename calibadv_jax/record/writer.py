@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,17 +16,8 @@ from calibadv_jax.config import Config
 from calibadv_jax.config.load import kept_values
 from calibadv_jax.core.files import PARTIAL, replacing
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Group, Trajectory, Turn
-from calibadv_jax.record.schema import FOLDER, LOGPROBS, SCHEMA, VERSION, Logprobs, kept_steps
-
-RecordRow = dict[str, Any]  # columns of SCHEMA, or of TURN
-_COLUMNS = (  # attributes of a trajectory that are columns
-    *("index", "error", "answer", "answer_score", "format_valid", "metrics"),
-    *("policy_versions", "seconds", "prompt_ids", "first_opening"),
-)
-_TURN_COLUMNS = (  # attributes of a turn that are columns
-    *("kind", "text", "think", "query", "answer", "stop_reason", "is_refused", "policy_versions"),
-    *("token_ids", "logprobs", "observation_ids", "observation_text", "golden_logprobs", "values"),
-)
+from calibadv_jax.record import schema
+from calibadv_jax.record.schema import Logprobs, RecordRow, kept_steps
 
 
 class RolloutWriter:
@@ -56,15 +46,14 @@ class RolloutWriter:
         """
         if self.log.rollouts == "none":
             return {}
-        path = self.folder / FOLDER / f"step_{step}.parquet"
+        path = self.folder / schema.FOLDER / f"step_{step}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = to_rows(step, groups, credits, learner_logprobs)
-        table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata(self._metadata(groups, seed)))
+        table = pa.Table.from_pylist(rows, schema=schema.SCHEMA.with_metadata(self._metadata(groups, seed)))
         with replacing(path) as partial:
             # Dictionaries of values that hardly repeat cost ten times the time and a third more room.
-            pq.write_table(
-                table, partial, compression="zstd", use_dictionary=False, use_byte_stream_split=LOGPROBS
-            )
+            encoding = {"use_dictionary": False, "use_byte_stream_split": schema.LOGPROBS}
+            pq.write_table(table, partial, compression="zstd", **encoding)
         keep, every = self.log.rollouts_keep, self.log.rollouts_every
         for number, old in kept_steps(self.folder).items():
             if keep and number <= step - keep and (not every or number % every):
@@ -76,14 +65,14 @@ class RolloutWriter:
         for number, path in kept_steps(self.folder).items():
             if number >= step:
                 path.unlink(missing_ok=True)
-        for path in (self.folder / FOLDER).glob(f".step_*{PARTIAL}"):
+        for path in (self.folder / schema.FOLDER).glob(f".step_*{PARTIAL}"):
             path.unlink()
 
     def _metadata(self, groups: Sequence[Group], seed: int) -> dict[str, str]:
         actions = next((each.actions for group in groups for each in group.attempts), SEARCH_ALONE)
         named = {} if actions == SEARCH_ALONE else {"actions": json.dumps(actions)}
         return named | {
-            "schema_version": VERSION,
+            "schema_version": schema.VERSION,
             "advantage": json.dumps(dataclasses.asdict(self.config.advantage)),
             "tokenizer": "policy",  # folder of the tokenizer, relative to the run's
             "config": self._config,
@@ -114,7 +103,8 @@ def to_rows(
 
 def _row(trajectory: Trajectory) -> RecordRow:
     question = trajectory.question
-    return {name: getattr(trajectory, name) for name in _COLUMNS} | {
+    names = (*schema.TRAJECTORY_FIELDS, "answer", "policy_versions")
+    return {name: getattr(trajectory, name) for name in names} | {
         "question_id": question.id,
         "question": question.text,
         "data_source": question.data_source,
@@ -126,32 +116,16 @@ def _row(trajectory: Trajectory) -> RecordRow:
 
 
 def _turn_row(turn: Turn) -> RecordRow:
-    documents = [
-        {"id": each.id, "title": each.title, "text": each.text, "score": each.score}
-        for each in turn.documents
-    ]
-    return {name: getattr(turn, name) for name in _TURN_COLUMNS} | {
-        "learner_logprobs": None,
-        "documents": documents,
-        "advantage_raw": None,
-        "advantage": 0.0,
-        "correctness": 0.0,
-        "softened": False,
-        "repeated": None,
-        "found_silver": (),
-    }
+    row = {name: getattr(turn, name) for name in (*schema.TURN_FIELDS, *schema.TURN_ARRAYS)}
+    row |= {column: default for column, (_, _, default) in schema.CREDIT.items()}
+    return row | {"learner_logprobs": None, "documents": [vars(document) for document in turn.documents]}
 
 
 def _add_credit(turns: list[RecordRow], credit: GroupCredit, position: int) -> None:
-    for index, turn in enumerate(turns):
-        turn["advantage_raw"] = float(credit.before[position][index])
-        turn["advantage"] = float(credit.turns[position][index])
-        turn["correctness"] = float(credit.correctness[position][index])
-        if credit.softened:
-            turn["softened"] = bool(credit.softened[position][index])
-        if credit.repeated:
-            turn["repeated"] = credit.repeated[position][index]
-            turn["found_silver"] = credit.found_silver[position][index]
+    for column, (attribute, _, _) in schema.CREDIT.items():
+        if of_group := getattr(credit, attribute):  # [] where the algorithm does not judge turns
+            for turn, value in zip(turns, of_group[position], strict=True):
+                turn[column] = value
 
 
 def _add_logprobs(turns: list[RecordRow], logprobs: np.ndarray) -> None:

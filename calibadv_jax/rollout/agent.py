@@ -86,16 +86,13 @@ async def run_trajectory(
     turn, in which an action stays unanswered. The trajectory ends at an answer, at a turn cut by a length
     limit, at an invalid turn (unless `on_invalid` is "retry"), and where an observation would leave no room
     for another token within `max_length`: that observation is dropped. A trajectory that sampler, action or
-    judge could not serve, or that took longer than `rollout.time_limit`, carries its error and the turns it
-    had. Its `session` at the sampler, unique among those in flight, is always released.
-
-    Raises UserError as `build_prompt` and `Observations`; those of services pass, unless RequestFailed.
+    judge could not serve (RequestFailed), or that took longer than `rollout.time_limit`, carries its error
+    and the turns it had. Its `session` at the sampler, unique among those in flight, is always released.
     """
-    rollout = context.rollout
+    rollout, opening = context.rollout, context.prompt.opening
     prompt_ids, first_opening = open_prompt(
         question, context.tokenizer, context.prompt, rollout.max_prompt_length, context.actions
     )
-    opening = context.prompt.opening
     trajectory = Trajectory(
         question,
         prompt_ids,

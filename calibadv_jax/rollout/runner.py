@@ -44,11 +44,10 @@ class FailureCount:
 async def collect_group(
     context: RolloutContext, question: Question, slots: asyncio.Semaphore, seed: int, name: str
 ) -> Group:
-    """Write `rollout.group_size` trajectories of one question.
+    """Write `rollout.group_size` trajectories of one question; an error of one cancels the others.
 
-    If one raises an error, the others are cancelled. `slots` limits how many trajectories of all groups that
-    share it run at once; first come, first served. The sessions are called ``name/index``, unique among
-    groups in flight.
+    `slots` limits how many trajectories of all groups that share it run at once; first come, first served.
+    The sessions are called ``name/index``, unique among groups in flight.
     """
 
     async def write(index: int) -> Trajectory:
@@ -69,11 +68,10 @@ async def collect_groups(
     name: str,
     complete: Callable[[Group], object] = lambda _: None,
 ) -> list[Group]:
-    """Write one group for each question, in their order; see `collect_group`.
+    """Write one group for each question, in their order; call `complete` with each complete group.
 
     At most `rollout.max_concurrency` trajectories are in flight, started in the order of the questions.
-    `complete` is called with each complete group. Raises UserError if more than `rollout.max_failed_share` of
-    the trajectories failed.
+    Raises UserError if more than `rollout.max_failed_share` of the trajectories failed.
     """
     rollout = context.rollout
     slots = asyncio.Semaphore(rollout.max_concurrency)
@@ -90,25 +88,24 @@ async def collect_groups(
 
 async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return all results in order; a failure is raised when the others are cancelled and have ended."""
-    failure: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as failures:
-        failure = failures
+        failure: BaseException = failures
         while isinstance(failure, BaseExceptionGroup):  # the earliest: later ones come from being cancelled
             failure = failure.exceptions[0]
-    if failure is not None:  # raised out here, so that it keeps its own cause and gets no other context
-        raise failure
-    return [task.result() for task in tasks]
+    else:
+        return [task.result() for task in tasks]
+    raise failure  # out here, so that it keeps its own cause and gets no other context
 
 
 class Rollouts:
     """Writes trajectories on an event loop of its own, in a thread that lives as long as the block.
 
     The services of `context` are used on that loop only, and closed at the end of the block. `publish` turns
-    a version's parameters into the sampler's input; the thread that uses this object calls it, in all
-    processes of a run together.
+    a version's parameters into the sampler's input; all processes of a run call it together, on the thread
+    that uses this object.
     """
 
     def __init__(
@@ -143,13 +140,12 @@ class Rollouts:
         self.run(self.context.sampler.load(version, published))
 
     def begin(self, number: int, question: Question) -> Future[Group]:
-        """Start the rollout of group `number`, counted over the whole run, in the background.
+        """Start the rollout of group `number` of the run in the background.
 
         The number seeds it, so that a question which comes twice gets other trajectories.
         """
         seed = int(random_state(self.seed, number, "group").integers(2**31))
-        coroutine = collect_group(self.context, question, self._slots, seed, f"group{number}")
-        return self.submit(coroutine)
+        return self.submit(collect_group(self.context, question, self._slots, seed, f"group{number}"))
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the event loop in the background; cancelling the future cancels it."""

@@ -34,12 +34,10 @@ def any_done(running: list[Future[Group]]) -> None:
 class RolloutStream:
     """Hands groups to the learner, `per_step` at a time.
 
-    Args:
-        begin: starts the rollout of (number, question) in the background.
-        questions: endless; the next one is drawn when its group may begin.
-        max_failed_share: of the trajectories of a step; above it `take` raises an error.
-        max_replaced: number of a step's groups for which `are_tied` that others may replace.
-        wait_for: waits until one of these running groups is complete.
+    `begin` starts the rollout of (number, question) in the background; `questions` are endless, and drawn
+    when their group may begin. Above `max_failed_share` of a step's trajectories `take` raises an error. At
+    most `max_replaced` of a step's groups that `are_tied` give way to others. `wait_for` waits until one of
+    the running groups is complete.
     """
 
     def __init__(
@@ -59,8 +57,8 @@ class RolloutStream:
         self._begun, self._trained = 0, 0  # groups, over the whole run; replaced ones count as trained
         self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
         self._running: dict[int, _Started] = {}
-        self._taken: list[_Started] = []
-        self._replaced: list[_Started] = []  # since the last `commit`
+        self._training: list[_Started] = []  # of the last `take`; none after `commit`, as those replaced
+        self._replaced: list[_Started] = []
 
     @property
     def replaced(self) -> list[Group]:
@@ -69,7 +67,7 @@ class RolloutStream:
 
     def state(self) -> dict[str, Any]:
         """Return the state that `restore` takes: groups that are not trained yet are begun again."""
-        open_groups = [*self._taken, *self._replaced, *self._running.values()]
+        open_groups = [*self._training, *self._replaced, *self._running.values()]
         pending = {group.number: group.question.id for group in open_groups}
         pending |= {number: question.id for number, question in self._pending}
         return {"asked": self._begun + len(self._pending), "pending": sorted(pending.items())}
@@ -89,12 +87,12 @@ class RolloutStream:
         self._begun = self._trained = state["asked"] - len(self._pending)
 
     def take(self, step: int) -> list[Group]:
-        """Wait for the groups that step `step` trains, and begin as many others as may run meanwhile.
+        """Wait for the groups that `step` trains, and begin as many others as may run meanwhile.
 
         The oldest complete groups are returned, as soon as no other one must be waited for. Groups that begin
-        now replace tied ones among them, up to `max_replaced`: which ones does not depend on who is first.
-        The groups count as trained when `commit` is called. Raises the error of a rollout, or UserError where
-        too many trajectories failed; all others are cancelled.
+        now replace tied ones among them: which ones does not depend on who is first. The groups count as
+        trained when `commit` is called. Raises the error of a rollout, or UserError where too many
+        trajectories failed; all others are cancelled.
         """
         self._begin_allowed(step)
         while True:
@@ -110,13 +108,13 @@ class RolloutStream:
                 self._begin_allowed(step)
                 continue
             self._wait_for([group.future for group in self._running.values() if not group.future.done()])
-        self._taken = [self._running.pop(number) for number in ready[: self.per_step]]
-        return [group.future.result() for group in self._taken]
+        self._training = [self._running.pop(number) for number in ready[: self.per_step]]
+        return [group.future.result() for group in self._training]
 
     def _is_in_time(self, ready: Sequence[int], step: int) -> bool:
         """Whether the steps to come can train all other groups within `max_staleness`."""
-        others = self._running.keys() - ready[: self.per_step]
-        last_steps = [self._running[number].step + self.max_staleness for number in others]
+        waiting = self._running.keys() - ready[: self.per_step]
+        last_steps = [self._running[number].step + self.max_staleness for number in waiting]
         return all(
             sum(last <= due for last in last_steps) <= (due - step) * self.per_step
             for due in range(step, step + self.max_staleness + 1)
@@ -134,8 +132,8 @@ class RolloutStream:
 
     def commit(self) -> None:
         """Count the groups of the last `take` as trained."""
-        self._trained += len(self._taken) + len(self._replaced)
-        self._taken, self._replaced = [], []
+        self._trained += len(self._training) + len(self._replaced)
+        self._training, self._replaced = [], []
 
     def close(self) -> None:
         """Cancel all running groups."""
@@ -154,7 +152,8 @@ class RolloutStream:
             self._begun += 1
 
     def _check_failures(self, groups: Sequence[Group]) -> None:
-        group_size = max((len(group.attempts) for group in groups[: self.per_step]), default=0)
+        groups = groups[: self.per_step]
+        group_size = max((len(group.attempts) for group in groups), default=0)
         failures = FailureCount(self.per_step * group_size, self.max_failed_share)
-        for group in groups[: self.per_step]:
+        for group in groups:
             failures.add(group)

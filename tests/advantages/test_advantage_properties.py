@@ -98,8 +98,8 @@ def test_rebalanced_groups_have_the_target_ratio(build, step, config):
             assert after == (0, 0)
         else:
             assert after[1] / after[0] == pytest.approx(config.target_ratio, rel=1e-9)
-            kept = config.adjust == "positive"
-            assert after[kept] == before[kept]
+            unscaled_side = config.adjust == "positive"
+            assert after[unscaled_side] == before[unscaled_side]
 
 
 @EXAMPLES

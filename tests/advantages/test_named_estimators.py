@@ -84,8 +84,8 @@ def test_groups_of_one(of_scores, name):
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_only_survivor_does_not_count_in_the_step(of_scores, name):
     left = of_scores(1.0, 0.0, question_id="left", failed=[1])
-    others = [of_scores(1.0, 0.0, 0.5, question_id="a"), of_scores(0.2, 0.7, question_id="b")]
-    assert raw(name, left, *others) == [[0.0], *raw(name, *others)]
+    whole_groups = [of_scores(1.0, 0.0, 0.5, question_id="a"), of_scores(0.2, 0.7, question_id="b")]
+    assert raw(name, left, *whole_groups) == [[0.0], *raw(name, *whole_groups)]
     assert raw(name, left) == [[0.0]]
     assert raw(name) == []
 

@@ -62,7 +62,7 @@ def test_search_without_a_retriever_stays_unanswered(run):
     assert (report.means["0"]["all"]["em"], report.means["0"]["all"]["answered"]) == (0, 0)
 
 
-def test_rag_puts_the_passages_of_the_question_before_it(run):
+def test_rag_puts_passages_before_the_question(run):
     report, sampler = run(Scripted(searches=False), evaluate={"method": "rag"})
     assert sorted(run.shelf.queries) == sorted(question.text for question in QUESTIONS)
     passages = "".join(f'Passage {n}: "title a 0" text a 0 {n - 1}\n' for n in (1, 2))
@@ -184,7 +184,7 @@ def draw(related, unrelated, seed=0, questions=QUESTIONS):
     return [document.id for document in documents], len(queries)
 
 
-def test_random_documents_are_as_many_and_depend_on_seed():
+def test_number_and_draws_of_random_documents():
     ids, queries = draw(["m", "n"], lambda query: [f"{query} {n}" for n in range(3)])
     assert len(ids) == queries == 2
     questions = [replace(QUESTIONS[0], text=f"q{number}") for number in range(3 * MAX_DRAWS)]

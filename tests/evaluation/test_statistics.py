@@ -111,13 +111,8 @@ def test_many_questions_are_exchanged_at_random():
 
 
 def test_one_question_that_differs_says_nothing():
-    other = FIRST.copy()
-    other[0] += 0.5
-    compared = compare_paired([FIRST], [other], 0.95, 100)
+    compared = compare_paired([FIRST], [FIRST + [0.5, 0, 0, 0, 0, 0]], 0.95, 100)
     assert compared.difference > 0 and compared.p_value == 1.0
-
-
-def test_equal_policies_do_not_differ():
     compared = compare_paired([FIRST], [FIRST.copy()], 0.95, 100)
     assert (compared.difference, compared.interval, compared.p_value) == (0, (0, 0), 1)
 
@@ -134,9 +129,6 @@ def test_pass_at_k_equals_share_of_choices(samples):
         attempts = [1] * correct + [0] * (samples - correct)
         choices = [any(sample) for sample in itertools.combinations(attempts, k)]
         assert pass_at_k(samples, correct, k) == pytest.approx(np.mean(choices))
-
-
-@pytest.mark.parametrize("k", [0, 4])
-def test_pass_at_k_of_too_many_is_an_error(k):
-    with pytest.raises(ValueError, match=f"pass@{k} cannot be estimated from 3 samples"):
-        pass_at_k(3, 1, k)
+    for k in (0, samples + 1):
+        with pytest.raises(ValueError, match=f"pass@{k} cannot be estimated from {samples} samples"):
+            pass_at_k(samples, 1, k)

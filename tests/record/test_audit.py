@@ -185,18 +185,24 @@ def test_mistakes_in_estimators_are_one_line(tmp_path, capsys):
 
 def test_control_permutes_rewards_over_the_step(tmp_path):
     keep(tmp_path, make_config())
-    kept = read_step(find_step(tmp_path, 7))
-    config = kept_config(kept, Path("step"))
+    step_of_run = read_step(find_step(tmp_path, 7))
+    config = kept_config(step_of_run, Path("step"))
     seen = set()
     for seed in range(20):
-        credits = credit_again(kept, config, seed)
+        credits = credit_again(step_of_run, config, seed)
         scores = [[each.answer_score for each in credit.group.trajectories] for credit in credits]
         assert sorted(sum(scores, [])) == [0, 0, 0, 0, 1]
         seen.add(str(scores))
-        again = credit_again(kept, config, seed)
+        again = credit_again(step_of_run, config, seed)
         assert scores == [[each.answer_score for each in credit.group.trajectories] for credit in again]
     assert {"[[1.0, 0.0, 0.0], [0.0, 0.0]]", "[[0.0, 0.0, 0.0], [0.0, 1.0]]"} <= seen
-    assert [each.answer_score for group in kept.groups for each in group.trajectories] == [1, 0, 0, 0, 0]
+    assert [each.answer_score for group in step_of_run.groups for each in group.trajectories] == [
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_warnings(tmp_path, capsys):

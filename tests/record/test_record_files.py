@@ -188,8 +188,9 @@ def test_bad_files_are_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="no such file of trajectories"):
         read_metadata(tmp_path / "rollouts/step_8.parquet")
-    monkeypatch.setattr("calibadv_jax.record.writer.VERSION", "2")
-    keep(tmp_path, make_config())
+    with monkeypatch.context() as patch:
+        patch.setattr("calibadv_jax.record.schema.VERSION", "2")
+        keep(tmp_path, make_config())
     with pytest.raises(UserError, match="its schema_version is 2, this program reads 1"):
         read_step(path)
 

@@ -128,9 +128,11 @@ def test_sampling_settings_reach_the_sampler(loop):
 
 def test_seeds_are_stable_and_depend_on_everything():
     assert turn_seed(1, "q", 2, 3) == turn_seed(1, "q", 2, 3) == 3529055998
-    others = [turn_seed(*case) for case in ((0, "q", 2, 3), (1, "p", 2, 3), (1, "q", 0, 3), (1, "q", 2, 0))]
-    assert len({turn_seed(1, "q", 2, 3), *others}) == 5
-    assert all(0 <= seed < 2**32 for seed in others)
+    other_seeds = [
+        turn_seed(*case) for case in ((0, "q", 2, 3), (1, "p", 2, 3), (1, "q", 0, 3), (1, "q", 2, 0))
+    ]
+    assert len({turn_seed(1, "q", 2, 3), *other_seeds}) == 5
+    assert all(0 <= seed < 2**32 for seed in other_seeds)
 
 
 @pytest.mark.parametrize("prepend_think", [False, True])

@@ -71,7 +71,7 @@ def test_group_number_and_run_seed_decide_draws(open_rollouts):
     assert set(seeds(open_rollouts(), 4)) < set(first)
 
 
-def test_evaluation_changes_the_settings_of_its_own_rollouts_only(open_rollouts):
+def test_evaluation_changes_settings_of_its_own_rollouts(open_rollouts):
     rollouts = open_rollouts()
     progress, of_collect = rollouts.progress(), rollouts.progress(of_collect=True)
     with rollouts:

@@ -99,7 +99,7 @@ def test_trajectories_start_in_order_within_max_concurrency(byte_tokenizer):
     assert first_calls == [f"step4/{number}/{index}" for number in range(3) for index in range(2)]
 
 
-def test_members_of_a_group_and_steps_draw_different_tokens(byte_tokenizer):
+def test_members_and_steps_draw_different_tokens(byte_tokenizer):
     def seeds(seed):
         sampler = ScriptedSampler(byte_tokenizer, script)
         collect(sampler, seed=seed)
@@ -208,7 +208,7 @@ def test_other_errors_end_the_run_at_once(byte_tokenizer, error):
     assert caught.value is error
 
 
-def test_too_many_failures_end_the_collection_with_the_commonest_reason(byte_tokenizer):
+def test_too_many_failures_end_collection_with_commonest_reason(byte_tokenizer):
     def delay(session, _):
         return 3600.0 if session.startswith("step4/2") else 0.0
 

@@ -223,43 +223,43 @@ def run_step(seed, tokenizer):
     step = Step(seed)
     groups, sampler = written(step, tokenizer)
     result = compute_advantages(groups, step.advantage)
-    met = Counter()
+    counts = Counter()
     for number, (group, advantages) in enumerate(zip(groups, result.advantages, strict=True)):
         for index, (trajectory, values) in enumerate(zip(group.trajectories, advantages, strict=True)):
             completions = sampler.written[f"s/{number}/{index}"]
             check_trajectory(trajectory, completions, tokenizer, step.prompt.prepend_think)
             assert np.isfinite(values).all() and not values[~trajectory.mask].any()
-            met.update(turn.kind for turn in trajectory.turns)
-            met.update(["paid"] * (trajectory.answer_score > 0) + ["valid"] * trajectory.format_valid)
-        met["two-sided"] += check_balance(group, advantages, step.advantage)
+            counts.update(turn.kind for turn in trajectory.turns)
+            counts.update(["paid"] * (trajectory.answer_score > 0) + ["valid"] * trajectory.format_valid)
+        counts["two-sided"] += check_balance(group, advantages, step.advantage)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    met["trajectories"] = len(trajectories)
+    counts["trajectories"] = len(trajectories)
     check_batch(trajectories, sum(result.advantages, []), step.rollout.max_length)
     blank, _ = written(step, tokenizer, lambda document: harmless(document, tokenizer))
-    others = [trajectory for group in blank for trajectory in group.trajectories]
-    for trajectory, other in zip(trajectories, others, strict=True):
+    blank_trajectories = [trajectory for group in blank for trajectory in group.trajectories]
+    for trajectory, other in zip(trajectories, blank_trajectories, strict=True):
         assert (trajectory.answer_score, trajectory.format_valid) == (other.answer_score, other.format_valid)
         assert [turn.kind for turn in trajectory.turns] == [turn.kind for turn in other.turns]
-    return met
+    return counts
 
 
 def run_steps(seeds, tokenizer):
-    met = Counter()
+    counts = Counter()
     for seed in seeds:
         try:
-            met += run_step(seed, tokenizer)
+            counts += run_step(seed, tokenizer)
         except Exception as error:
             error.add_note(f"step of seed {seed}")
             raise
-    return met
+    return counts
 
 
 @pytest.mark.medium
 def test_thousand_hostile_trajectories(byte_tokenizer):
-    met = run_steps(range(10), byte_tokenizer)
-    assert met["trajectories"] == 1000
-    assert min(met[kind] for kind in ("search", "answer", "invalid", "unfinished", "paid", "valid")) > 100
-    assert met["two-sided"] > 50
+    counts = run_steps(range(10), byte_tokenizer)
+    assert counts["trajectories"] == 1000
+    assert min(counts[kind] for kind in ("search", "answer", "invalid", "unfinished", "paid", "valid")) > 100
+    assert counts["two-sided"] > 50
 
 
 @pytest.mark.slow

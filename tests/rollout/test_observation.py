@@ -46,7 +46,7 @@ def test_smaller_limit_of_an_action_counts(byte_tokenizer):
 
 
 @pytest.mark.parametrize("prepend_think", [False, True])
-def test_long_block_loses_the_end_of_its_documents_only(byte_tokenizer, prepend_think):
+def test_long_block_loses_end_of_documents_only(byte_tokenizer, prepend_think):
     ending = "</information>\n\n" + "<think>" * prepend_think
     ids, text = render_observation(TWO, byte_tokenizer, 1000, prepend_think)
     assert text == WHOLE + "<think>" * prepend_think
@@ -114,7 +114,7 @@ def merging_tokenizer(passages):
 @pytest.mark.parametrize(
     "limit", [64, *(pytest.param(limit, marks=pytest.mark.medium) for limit in (16, 128, 500))]
 )
-def test_page_of_a_million_letters_is_not_tokenised_whole(merging_tokenizer, passages, limit):
+def test_huge_page_is_not_tokenised_whole(merging_tokenizer, passages, limit):
     tokenizer = Watched(merging_tokenizer)
     for start in range(0, 600, 60):
         some = passages[start : start + 60]

@@ -48,7 +48,7 @@ def chat_tokenizer(byte_tokenizer):
     return tokenizer
 
 
-def test_template_that_shows_a_date_is_given_the_runs_own(byte_tokenizer):
+def test_template_gets_the_runs_date(byte_tokenizer):
     """Llama 3.2's takes today's where none is given: a run over midnight would change its prompt."""
     tokenizer = deepcopy(byte_tokenizer)
     tokenizer.chat_template = (
@@ -261,13 +261,13 @@ class Counting:
     """A tokenizer that notes how many texts it is given."""
 
     def __init__(self, inner):
-        self.inner, self.given = inner, 0
+        self.inner, self.num_texts = inner, 0
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
     def __call__(self, texts, **options):
-        self.given += len(texts)
+        self.num_texts += len(texts)
         return self.inner(texts, **options)
 
 
@@ -291,7 +291,7 @@ def test_short_prompts_are_not_tokenised(byte_tokenizer):
     tokenizer = Counting(byte_tokenizer)
     questions = questions_of(*["who wrote it?"] * 5000, "x" * 500)
     assert prompt_lengths(questions, tokenizer, SHORT, 100) == {5000: 511}
-    assert tokenizer.given == 1
+    assert tokenizer.num_texts == 1
 
 
 @pytest.mark.parametrize("form", [normalizers.NFKD(), normalizers.NFKC(), normalizers.NFC()], ids=repr)
