@@ -407,11 +407,16 @@ class Estimator:
     function: EstimateFunction
     template: str  # right of "advantage = ", see `formula`
     source: str  # as docs/credit.md cites it
-    carried: str = "every sampled token of a trajectory carries the trajectory's advantage"
+    by_turn: str = ""  # how turns get advantages of their own; empty: they share their trajectory's
     needs: str = ""  # a critic, or golden_logprobs under the policy "current" or "initial"; empty: neither
     judges: bool = False  # whether searches get a correctness by silver documents
     is_own: bool = False  # the user's
     centred: str = "score - mean"  # divided by a standard deviation where the template has {scaled}
+
+    @property
+    def carried(self) -> str:
+        """Describe the advantage of a sampled token."""
+        return self.by_turn or "every sampled token of a trajectory carries the trajectory's advantage"
 
     def formula(self, config: AdvantageConfig) -> str:
         """Return the right side of "advantage = " with these settings."""

@@ -136,14 +136,14 @@ def _question(row: RecordRow) -> Question:
 
 
 def _trajectory(row: RecordRow, question: Question, opening: str, actions: tuple[str, ...]) -> Trajectory:
-    fields = {name: row.get(name) for name in schema.TRAJECTORY_FIELDS}
+    fields: dict[str, Any] = {name: row.get(name) for name in schema.TRAJECTORY_FIELDS}
     fields |= {"prompt_ids": np.asarray(row["prompt_ids"], np.int32), "metrics": dict(row["metrics"])}
     turns = [_turn(turn) for turn in row["turns"]]
     return Trajectory(question, turns=turns, opening=opening, actions=actions, **fields)
 
 
 def _turn(row: RecordRow) -> Turn:
-    fields = {name: row.get(name) for name in schema.TURN_FIELDS}
+    fields: dict[str, Any] = {name: row.get(name) for name in schema.TURN_FIELDS}
     for name, dtype in schema.TURN_ARRAYS.items():
         values = row.get(name)
         # JSON has null where a number is not finite: NaN
