@@ -61,9 +61,9 @@ EstimateFunction = Callable[[Sequence[Group], "AdvantageConfig"], Estimate]  # o
 ByTurn = list[np.ndarray]  # by trajectory: float64 [n], its n turns up to the last sampled one, or fewer
 TurnRewards = Callable[[Group, "AdvantageConfig"], ByTurn]
 Scored = Sequence[ScoredGroup]
-Values = Sequence[np.ndarray]  # by group: float64 [G]
+GroupValues = Sequence[np.ndarray]  # by group: float64 [G]
 Baseline = Callable[[ScoredGroup, "AdvantageConfig"], np.ndarray]  # -> float64 [G]: scores less a baseline
-Spread = Callable[[Scored, Values, "AdvantageConfig"], Values]
+Spread = Callable[[Scored, GroupValues, "AdvantageConfig"], GroupValues]
 
 
 def compose(baseline: Baseline, spread: Spread | None = None) -> EstimateFunction:
@@ -167,7 +167,7 @@ def _nearly_right(group: ScoredGroup, centred: np.ndarray, config: AdvantageConf
 # --- Spreads ---
 
 
-def over_std(groups: Scored, centred: Values, config: AdvantageConfig) -> Values:
+def over_std(groups: Scored, centred: GroupValues, config: AdvantageConfig) -> GroupValues:
     """Divide by the standard deviation of the group's or the step's scores, if advantage.normalize_std."""
     if not config.normalize_std:
         return centred
@@ -180,14 +180,14 @@ def over_std(groups: Scored, centred: Values, config: AdvantageConfig) -> Values
     return [values / (std + EPSILON) for values, std in zip(centred, stds, strict=True)]
 
 
-def over_share_of_scores(groups: Scored, centred: Values, config: AdvantageConfig) -> Values:
+def over_share_of_scores(groups: Scored, centred: GroupValues, config: AdvantageConfig) -> GroupValues:
     """Divide by the share of the step's trajectories whose score is not 0."""
     scores = np.concatenate([group.scores for group in groups])
     factor = len(scores) / max(1, int(np.count_nonzero(scores)))
     return [values * factor for values in centred]
 
 
-def whitened(groups: Scored, centred: Values, config: AdvantageConfig) -> Values:
+def whitened(groups: Scored, centred: GroupValues, config: AdvantageConfig) -> GroupValues:
     """Whiten over all sampled tokens of the step."""
     return whiten(centred, [group.tokens for group in groups])
 
@@ -313,29 +313,23 @@ def querygroup(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
     Mean and standard deviation are over the judged searches of the group, where there are two or more.
     Other turns get their trajectory's advantage, which is GRPO's. By CalibAdv's authors.
     """
-    whole = grpo(groups, config)
-    return [_querygroup(group, values, config) for group, values in zip(groups, whole, strict=True)]
-
-
-def _querygroup(group: Group, whole: OfGroup, config: AdvantageConfig) -> ByTurn:
-    silver = silver_documents(group, config.silver_threshold)
-    advantages = _each_turn(group, whole)
-    places: list[tuple[int, int]] = []
-    correctness: list[float] = []
-    for position, trajectory in enumerate(group.trajectories):
-        if silver and trajectory.format_valid:
-            judged = judge_turns(trajectory, silver, config.correctness)
-            for index in search_turns(trajectory):
-                places.append((position, index))
-                correctness.append(judged[index].correctness or _MIN_CORRECTNESS)
-    if places:
-        values = np.array(correctness)
-        mean, std = mean_and_std(values)
-        for (position, index), value in zip(places, values, strict=True):
-            gain = 0.0 if is_tied(values) else (value - mean) / (std + EPSILON)
-            turns = advantages[position]
+    estimate = []
+    for group, whole in zip(groups, grpo(groups, config), strict=True):
+        silver = silver_documents(group, config.silver_threshold)
+        advantages = _each_turn(group, whole)
+        judged: list[tuple[np.ndarray, int, float]] = []  # advantages of its trajectory, search, correctness
+        for trajectory, turns in zip(group.trajectories, advantages, strict=True):
+            if silver and trajectory.format_valid:
+                judgements = judge_turns(trajectory, silver, config.correctness)
+                for index in search_turns(trajectory):
+                    judged.append((turns, index, judgements[index].correctness or _MIN_CORRECTNESS))
+        values = np.array([correctness for *_, correctness in judged])
+        mean, std = mean_and_std(values) if judged else (0.0, 1.0)
+        for turns, index, correctness in judged:
+            gain = 0.0 if is_tied(values) else (correctness - mean) / (std + EPSILON)
             turns[index] = _CORRECTNESS_SHARE * gain + (1 - _CORRECTNESS_SHARE) * turns[index]
-    return advantages
+        estimate.append(advantages)
+    return estimate
 
 
 # --- Generalised advantage estimation: a score set against a critic's values, token by token ---
@@ -346,10 +340,9 @@ def _querygroup(group: Group, whole: OfGroup, config: AdvantageConfig) -> ByTurn
 def gae(groups: Sequence[Group], config: AdvantageConfig) -> list[list[ByToken]]:
     """Return the advantages of the sampled tokens, whitened over those of the step."""
     raw = [gae_and_returns(trajectory, config)[0] for group in groups for trajectory in group.trajectories]
-    advantages = iter(whiten(raw, [np.ones(len(tokens), int) for tokens in raw]))
+    white = iter(whiten(raw, [np.ones(len(tokens), int) for tokens in raw]))
     return [
-        [_cut_into_turns(trajectory, next(advantages)) for trajectory in group.trajectories]
-        for group in groups
+        [_cut_into_turns(trajectory, next(white)) for trajectory in group.trajectories] for group in groups
     ]
 
 
