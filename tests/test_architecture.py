@@ -43,7 +43,7 @@ OPTIONAL = {
 CHOSEN = {
     f"calibadv_jax.{name}"
     for name in (
-        *("advantages.calibadv_variants", "commands.evaluate", "metrics.backends", "run.critic"),
+        *("commands.evaluate", "metrics.backends", "run.critic"),
         *(
             "policy.kernels.blockwise",
             "policy.kernels.flash",
