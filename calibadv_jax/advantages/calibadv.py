@@ -183,12 +183,7 @@ def is_repetition(words: Sequence[str], earlier: Sequence[str]) -> bool:
 
 
 def _soften_variant(credit: GroupCredit, softening: str) -> GroupCredit:
-    """Change the plainly softened advantages of search turns as `softening` says.
-
-    Args:
-        credit: after the paper's soft penalty, which names the softened turns.
-        softening: aggressive, upper_limit or reset.
-    """
+    """Change the plainly softened advantages of search turns: aggressive, upper_limit or reset."""
     turns = [advantages.copy() for advantages in credit.turns]
     best = max((float(advantages.max()) for advantages in credit.before if len(advantages)), default=0.0)
     for advantages, before, softened, correctness in zip(

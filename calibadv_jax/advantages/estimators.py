@@ -370,10 +370,7 @@ def critic_values(trajectory: Trajectory) -> np.ndarray:
 def token_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, decay: float) -> np.ndarray:
     """Return each token's temporal difference plus the discounted ones of the tokens after it: float64 [n].
 
-    Args:
-        rewards: float64 [n], after each sampled token.
-        values: float64 [n], before each of them; after the last one nothing is expected.
-        decay: lambda.
+    `rewards` stand after each sampled token, `values` before it; after the last one nothing is expected.
     """
     advantages = np.zeros(len(values))
     later = next_value = 0.0
@@ -578,9 +575,8 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
     trajectories do not count in their group. If they leave a single one, it has nothing to be compared with:
     it gets 0, and its score does not count in statistics of the step.
 
-    Raises:
-        ValueError: a group mixes questions, or an answer score is not finite.
-        UserError: a function of the user's cannot be loaded, or does not give advantages of the right shape.
+    Raises ValueError if a group mixes questions or an answer score is not finite, and UserError if a function
+    of the user's cannot be loaded or does not give advantages of the right shape.
     """
     for group in groups:
         for name in {trajectory.question.id for trajectory in group.trajectories} - {group.question.id}:

@@ -77,11 +77,8 @@ def turn_advantages(
 ) -> list[np.ndarray]:
     """Return the advantage of each turn: one float64 array [turns] for each trajectory of the group.
 
-    Args:
-        group: all trajectories of one question in one step.
-
-    Raises:
-        UserError: the estimator is unknown or needs a critic or golden answers, or a value is invalid.
+    The group is all trajectories of one question in one step. Raises UserError if the estimator is unknown or
+    needs a critic or golden answers, or a value is invalid.
     """
     entry = ESTIMATORS.get(settings.estimator)
     if entry is None or entry.needs:
@@ -106,16 +103,13 @@ def turn_advantages(
 def token_advantages(advantages: np.ndarray, num_tokens: Sequence[int], sampled: np.ndarray) -> np.ndarray:
     """Spread the advantages of a trajectory's turns over its response tokens.
 
+    Returns float32 [T], 0 where `sampled` is false. Raises UserError if `sampled` has another number of true
+    values than the turns have tokens.
+
     Args:
         advantages: [turns], of `turn_advantages`.
         num_tokens: sampled tokens of each turn.
         sampled: bool [T], true where the policy sampled the token; observations and padding are false.
-
-    Returns:
-        float32 [T]; 0 where `sampled` is false.
-
-    Raises:
-        UserError: `sampled` has another number of true values than the turns have tokens.
     """
     sampled = np.asarray(sampled, bool)
     if sampled.sum() != sum(num_tokens):

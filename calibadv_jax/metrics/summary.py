@@ -35,11 +35,8 @@ def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, floa
 
     Names under "reward/" and "rollout/" average over trajectories, those under "group/" over questions.
     Shares lie in [0, 1]. The names in `ALIASES` repeat values. Failed trajectories count in rollout/failed
-    (their number), rollout/failed_share and rollout/failed/<service> only.
-
-    Args:
-        groups: at least one trajectory in all, finished or not; else ValueError.
-        step: the version of the policy that they train, for their staleness.
+    (their number), rollout/failed_share and rollout/failed/<service> only. `step` is the version of the
+    policy that they train, for their staleness. Raises ValueError without any trajectory.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     failed = [trajectory for group in groups for trajectory in group.failed]
