@@ -1,12 +1,16 @@
-"""The stage's entry point."""
+"""The stage's entry point; estimators where published code crashes or is undefined, descriptions, ties."""
 
 from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.estimators import compute_advantages
+from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages, describe
 from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.config.sections.credit import ESTIMATORS as NAMES
 
 
 def test_groups_may_not_mix_questions(build):
@@ -130,3 +134,133 @@ def test_nothing_to_measure(build):
     assert "advantage/answer/ratio_before" not in metrics
     assert "advantage/correctness/mean" not in metrics
     assert all(isinstance(value, float) for value in metrics.values())
+
+
+OVER_THE_STEP = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}  # by another mean than the group's
+
+
+def raw(name, *groups, **settings):
+    credits = compute_advantages(groups, AdvantageConfig(name=name, **settings)).credits
+    return [credit.raw.tolist() for credit in credits]
+
+
+@pytest.fixture
+def of_scores(build):
+    """A group of these scores; lengths: the tokens of each, 1 by default."""
+
+    def of_scores(*scores, lengths=None, **more):
+        pairs = zip(scores, lengths or [1] * len(scores), strict=True)
+        return build.group(*(build.member(score, answer=length) for score, length in pairs), **more)
+
+    return of_scores
+
+
+def test_registry_holds_every_name_the_config_accepts():
+    assert {name: entry.needs for name, entry in ESTIMATORS.items()} == NAMES
+    assert all(name == entry.name for name, entry in ESTIMATORS.items())
+
+
+def test_credit_page_cites_every_source():
+    page = (Path(__file__).parents[2] / "docs" / "credit.md").read_text(encoding="utf-8")
+    cells = [row.strip("| ").split(" | ") for row in page.splitlines() if row.startswith("| `")]
+    sources = {row[0].strip("`"): row[-1] for row in cells if len(row) == 4}
+    assert sources.pop("advantage.name") == "source"
+    assert sources == {name: entry.source for name, entry in ESTIMATORS.items()}
+
+
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - OVER_THE_STEP - {"gae"}))
+@pytest.mark.parametrize("std_over", ["group", "step"])
+@pytest.mark.parametrize("score", [0.1, 2 / 3, 6 / 7])
+def test_ties_are_exactly_zero(of_scores, name, std_over, score):
+    other = of_scores(1.0, 0.0, 0.3, lengths=[1, 2, 3], question_id="other")
+    for size in (2, 3, 5, 7):
+        tied = of_scores(*[score] * size, lengths=range(1, size + 1))
+        assert raw(name, tied, other, std_over=std_over)[0] == [0.0] * size
+
+
+@pytest.mark.parametrize("name", sorted(OVER_THE_STEP))
+@pytest.mark.parametrize("score", [0.1, 2 / 3, 6 / 7])
+def test_step_of_equal_scores_is_exactly_zero(of_scores, name, score):
+    groups = [of_scores(*[score] * size, question_id=str(size)) for size in (3, 5)]
+    assert raw(name, *groups) == [[0.0] * 3, [0.0] * 5]
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_nobody_has_a_sampled_token(build, name):
+    members = [(score, True, [build.turn(num_tokens=0, num_observed=2)]) for score in (1.0, 0.0, 0.5)]
+    groups = [build.group(*members, question_id=name) for name in "ab"]
+    result = compute_advantages(groups, AdvantageConfig(name=name))
+    assert all(np.isfinite(credit.raw).all() for credit in result.credits)
+    assert not any(values.any() for group in result.advantages for values in group)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_groups_of_one(of_scores, name):
+    """They keep their score, as upstream. pass@k, which raises there, gives 0; others need two values."""
+    ((alone,),) = raw(name, of_scores(0.6))
+    is_zero = name in {"grpo_passk", "igpo", "gae", *OVER_THE_STEP}
+    assert alone == pytest.approx(0.0 if is_zero else 0.6, abs=1e-6)
+    same = [of_scores(0.6, question_id=question) for question in "abc"]
+    for value in raw(name, *same, std_over="step"):
+        assert abs(value[0]) <= 0.6  # no division by the standard deviation of equal scores
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_only_survivor_does_not_count_in_the_step(of_scores, name):
+    left = of_scores(1.0, 0.0, question_id="left", failed=[1])
+    whole_groups = [of_scores(1.0, 0.0, 0.5, question_id="a"), of_scores(0.2, 0.7, question_id="b")]
+    assert raw(name, left, *whole_groups) == [[0.0], *raw(name, *whole_groups)]
+    assert raw(name, left) == [[0.0]]
+    assert raw(name) == []
+
+
+def test_estimator_can_be_calibrated(build):
+    """RLOO doubles the advantages of a pair; then as by hand for GRPO."""
+    group = build.group(build.member(1.0, "a", answer=2), build.member(0.0, "ax", answer=4))
+    (credit,) = compute_advantages([group], AdvantageConfig(base="rloo")).credits
+    np.testing.assert_allclose(credit.before, [[1, 1], [-1, -1]])
+    np.testing.assert_allclose(credit.turns, [[1, 2], [-0.5, -1]])
+    plain = AdvantageConfig(name="rloo")
+    assert not compute_advantages([group], plain).credits[0].silver
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_estimator_describes_itself(name):
+    lines = describe(AdvantageConfig(name=name))
+    assert lines[0].startswith(f"advantage {name}: ")
+    assert lines[1].startswith("advantage = ") and "no CalibAdv calibration" in lines[2]
+    calibrated = describe(AdvantageConfig(base=name))
+    assert calibrated[0].endswith("calibrated by turn") and calibrated[1] == lines[1]
+
+
+def test_formula_follows_the_switches():
+    plain = AdvantageConfig(name="grpo_neutral", score_threshold=0.4)
+    assert "at least 0.4" in describe(plain)[1] and "std + 1e-6" in describe(plain)[1]
+    assert "std of the step's scores" in describe(dataclasses.replace(plain, std_over="step"))[1]
+    assert "std" not in describe(dataclasses.replace(plain, normalize_std=False))[1]
+
+
+def test_loser_exactly_at_the_threshold_is_nearly_right(of_scores):
+    group, settings = of_scores(1.0, 0.5, 0.75, 0.25), {"normalize_std": False, "score_threshold": 0.5}
+    assert raw("grpo_neutral", group, **settings) == [[0.375, -0.625, 0.125, -0.375]]
+    assert raw("grpo_acceptable", group, **settings) == [[0.375, 0.0, 0.125, -0.375]]
+    average = of_scores(1.0, 0.5, 0.25, 0.25)  # 0.5 is the mean: no loser
+    assert raw("grpo_neutral", average, **settings) == [[0.5, 0.0, -0.25, -0.25]]
+    for score, is_masked in ((1.4, True), (1.3, False)):  # the threshold is relative to the largest reward
+        group = of_scores(2.0, score, 2.0)
+        for trajectory in group.trajectories:
+            trajectory.max_score = 2.0
+        assert (raw("grpo_acceptable", group, normalize_std=False)[0][1] == 0) == is_masked
+
+
+def test_querygroup_searches_of_equal_correctness_gain_nothing(build):
+    group = build.group(build.member(1.0, "a"), build.member(0.0, "a"))
+    (credit,) = compute_advantages([group], AdvantageConfig(name="querygroup")).credits
+    whole = 0.5 / (np.sqrt(0.5) + 1e-6)
+    np.testing.assert_allclose(credit.turns, [[0.3 * whole, whole], [-0.3 * whole, -whole]], rtol=1e-12)
+
+
+def test_whitening_adds_1e_8_to_the_variance(of_scores):
+    """Two tokens 1e-4 apart: the variance is 5e-9, so that 1e-8 beside it decides."""
+    (values,) = raw("reinforce_plus_plus", of_scores(0.0, 1e-4))
+    np.testing.assert_allclose(values, [-0.5e-4 / np.sqrt(1.5e-8), 0.5e-4 / np.sqrt(1.5e-8)], rtol=1e-9)
