@@ -229,7 +229,7 @@ def standardised(values: ByTurn, labels: Sequence[Sequence[Hashable]], config: A
     results = [np.zeros(len(turns)) for turns in values]
     for together in places.values():
         members = np.array([values[position][index] for position, index in together])
-        if len(members) < 2 or is_tied(members):
+        if len(members) < 2:
             continue
         mean, std = mean_and_std(members)
         divisor = std + EPSILON if config.normalize_std else 1.0
@@ -323,10 +323,11 @@ def querygroup(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
                 judgements = judge_turns(trajectory, silver, config.correctness)
                 for index in search_turns(trajectory):
                     judged.append((turns, index, judgements[index].correctness or _MIN_CORRECTNESS))
-        values = np.array([correctness for *_, correctness in judged])
-        mean, std = mean_and_std(values) if judged else (0.0, 1.0)
+        mean, std = (
+            mean_and_std(np.array([correctness for *_, correctness in judged])) if judged else (0.0, 1.0)
+        )
         for turns, index, correctness in judged:
-            gain = 0.0 if is_tied(values) else (correctness - mean) / (std + EPSILON)
+            gain = (correctness - mean) / (std + EPSILON)
             turns[index] = _CORRECTNESS_SHARE * gain + (1 - _CORRECTNESS_SHARE) * turns[index]
         estimate.append(advantages)
     return estimate

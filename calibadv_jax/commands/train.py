@@ -41,7 +41,7 @@ from calibadv_jax.run.wiring import check_inputs, open_rollouts
 from calibadv_jax.snapshots.checkpoint import newest_step
 
 if TYPE_CHECKING:
-    from calibadv_jax.metrics.backends import Backend
+    from calibadv_jax.metrics.backends import MetricsBackend
     from calibadv_jax.snapshots.mirror import Mirror
 
 
@@ -297,7 +297,7 @@ def open_writers(state: RunState) -> Iterator[tuple[RolloutWriter, MetricsWriter
             log = dataclasses.replace(config.log, backends=[], rollouts="none")
             config = dataclasses.replace(config, log=log)
         record = RolloutWriter(folder, config, first)
-        backends: list[Backend] = []
+        backends: list[MetricsBackend] = []
         if config.log.backends:
             from calibadv_jax.metrics.backends import open_backends
 

@@ -19,7 +19,7 @@ from calibadv_jax.metrics.catalogue import find
 MLFLOW_BATCH = 1000  # values that it takes at once
 
 
-class Backend(ABC):
+class MetricsBackend(ABC):
     """Receives the finite values of every step."""
 
     @abstractmethod
@@ -34,14 +34,14 @@ class Backend(ABC):
 
 def open_backends(
     log: LogConfig, directory: Path, start_step: int | None, warn: Callable[[str], object] = lambda _: None
-) -> list[Backend]:
+) -> list[MetricsBackend]:
     """Open the backends that log.backends names, in its order.
 
     Services call the run by the name of its `directory`. An earlier attempt may have written `start_step`,
     the first step that will be written. `warn` is called when a service has gone. Raises UserError if a
     package is not installed or a service cannot be used.
     """
-    kinds: dict[str, Callable[[], Backend]] = {
+    kinds: dict[str, Callable[[], MetricsBackend]] = {
         "tensorboard": lambda: TensorBoard(directory, start_step),
         "wandb": lambda: WeightsAndBiases(log, directory),
         "mlflow": lambda: MLflow(log, directory, warn),
@@ -50,7 +50,7 @@ def open_backends(
     return [kinds[name]() for name in log.backends]
 
 
-class TensorBoard(Backend):
+class TensorBoard(MetricsBackend):
     """Event files in ``<directory>/tensorboard``.
 
     The caller's thread writes them: that of tensorboardX' SummaryWriter dies on a full disk, and its queue
@@ -96,7 +96,7 @@ class TensorBoard(Backend):
         self._events.write_event(self._event(wall_time=time.time(), step=step, **content))
 
 
-class WeightsAndBiases(Backend):
+class WeightsAndBiases(MetricsBackend):
     """A run of Weights & Biases; WANDB_MODE=offline keeps it in the folder, for ``wandb sync``.
 
     A resumed run is continued. Its values stand over ``step``, so that steps written again replace the curve.
@@ -123,7 +123,7 @@ class WeightsAndBiases(Backend):
         self._run.finish()
 
 
-class MLflow(Backend):
+class MLflow(MetricsBackend):
     """A run of the MLflow experiment log.project, at MLFLOW_TRACKING_URI; a resumed run is continued.
 
     A server that goes away does not end the run: the values that it missed are sent after a later step.
@@ -179,7 +179,7 @@ class MLflow(Backend):
             )
 
 
-class Prometheus(Backend):
+class Prometheus(MetricsBackend):
     """The newest step's values as gauges ``calibadv_<name>`` at http://HOST:PORT/metrics (log.prometheus)."""
 
     def __init__(self, log: LogConfig) -> None:

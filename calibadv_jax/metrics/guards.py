@@ -22,7 +22,7 @@ GuardAction = Literal["go_on", "stop", "rollback"]
 
 
 @dataclass(frozen=True)
-class Guard:
+class CollapseGuard:
     """A metric whose threshold is a field of GuardsConfig: min_NAME, or max_NAME."""
 
     metric: str
@@ -35,15 +35,19 @@ class Guard:
 
 
 GUARDS = {
-    "entropy": Guard("actor/entropy", "min_entropy", "the policy is nearly deterministic: groups tie"),
-    "format_valid": Guard("reward/format_valid", "min_format_valid", "the policy has left the format"),
-    "think_repetition": Guard(
+    "entropy": CollapseGuard(
+        "actor/entropy", "min_entropy", "the policy is nearly deterministic: groups tie"
+    ),
+    "format_valid": CollapseGuard(
+        "reward/format_valid", "min_format_valid", "the policy has left the format"
+    ),
+    "think_repetition": CollapseGuard(
         "rollout/think_repetition", "max_think_repetition", "the policy repeats itself within a turn"
     ),
-    "sampled_perplexity": Guard(
+    "sampled_perplexity": CollapseGuard(
         "rollout/sampled_perplexity", "max_sampled_perplexity", "the policy samples improbable tokens"
     ),
-    "answer_ratio": Guard(
+    "answer_ratio": CollapseGuard(
         "advantage/answer/ratio_before",
         "max_answer_ratio",
         "wrong answers are far longer than right answers: hardly anything is reinforced",
@@ -160,7 +164,7 @@ class Guards:
         return "stop"
 
 
-def _finding(step: int, guard: Guard, value: float, limit: float, patience: int) -> str:
+def _finding(step: int, guard: CollapseGuard, value: float, limit: float, patience: int) -> str:
     side = "below" if guard.is_floor else "above"
     times = f"for {patience} steps" if patience > 1 else "in this step"
     cause = guard.cause if not math.isnan(value) else "the numbers of the policy are broken (NaN)"

@@ -13,7 +13,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_text, written
 
 if TYPE_CHECKING:  # who reads metrics need not wait for tensorboardX, which imports torch
-    from calibadv_jax.metrics.backends import Backend
+    from calibadv_jax.metrics.backends import MetricsBackend
 
 RESERVED = frozenset({"step", "nonfinite"})
 
@@ -28,7 +28,7 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, directory: Path, backends: Sequence[Backend] = (), start_step: int | None = None
+        self, directory: Path, backends: Sequence[MetricsBackend] = (), start_step: int | None = None
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
