@@ -133,11 +133,11 @@ def silver_documents(group: Group, threshold: float) -> dict[str, float]:
 def judge_turns(trajectory: Trajectory, silver: dict[str, float], how: str) -> list[Judgement]:
     """Judge each turn, length K; the judgement of a turn that is no action is empty.
 
-    Every action is judged as a search is; one that brings no documents is worth 0. A search turn's
-    good documents are silver and not seen before in the trajectory. It is worth 0 without any, or if it
-    repeats an earlier turn: its think is more than half the same words in edit distance, or it shares two or
-    more distinct documents. Nothing is judged in a format-invalid trajectory, nor without silver documents.
-    `how` is fraction, max or mean; see AdvantageConfig.correctness.
+    Every action is judged as a search; without documents it is worth 0. A search turn's good documents are
+    silver and not seen before in the trajectory. It is worth 0 without any, or if it repeats an earlier turn:
+    its think is more than half the same words in edit distance, or it shares two or more distinct documents.
+    Nothing is judged in a format-invalid trajectory, nor without silver documents. `how` is fraction, max or
+    mean; see AdvantageConfig.correctness.
     """
     judgements = [Judgement() for _ in trajectory.turns]
     if not silver or not trajectory.format_valid:

@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, Prometheus."""
+"""Backends of metrics beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, Prometheus."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def open_backends(
 class TensorBoard(MetricsBackend):
     """Event files in ``<directory>/tensorboard``.
 
-    The caller's thread writes them: that of tensorboardX' SummaryWriter dies on a full disk, and its queue
-    then blocks the run.
+    The caller's thread writes them: the thread of tensorboardX' SummaryWriter dies on a full disk, and its
+    queue then blocks the run.
     """
 
     def __init__(self, directory: Path, start_step: int | None) -> None:

@@ -72,7 +72,7 @@ def _failures(failed: Sequence[Trajectory], total: int) -> dict[str, float]:
 
 
 def _spreads(trajectories: Sequence[Trajectory], step: int) -> dict[str, list[float]]:
-    """Return the values of which mean, largest and smallest are logged."""
+    """Return the values whose mean, maximum and minimum are logged."""
     masks = [trajectory.mask for trajectory in trajectories]
     values: dict[str, list[float]] = {
         "reward": [trajectory.answer_score for trajectory in trajectories],
@@ -89,7 +89,7 @@ def _spreads(trajectories: Sequence[Trajectory], step: int) -> dict[str, list[fl
 
 
 def _shares(trajectories: Sequence[Trajectory]) -> dict[str, Iterable[float]]:
-    """Return the values of which the mean over trajectories is logged."""
+    """Return the values whose mean over trajectories is logged."""
     valid = [sum(turn.is_action or turn.kind == "answer" for turn in t.turns) for t in trajectories]
     values: dict[str, Iterable[float]] = {
         "reward/format_valid": (trajectory.format_valid for trajectory in trajectories),
@@ -116,7 +116,7 @@ def _versions(trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
 
 
 def _groups(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Iterable[float]]:
-    """Return the values of which the mean over questions is logged."""
+    """Return the values whose mean over questions is logged."""
     scores = [[trajectory.answer_score for trajectory in group] for group in groups]
     return {
         "group/best_score": (max(members) for members in scores),

@@ -1,4 +1,4 @@
-"""Actions: those of the retriever, the guard around users' own, and their names in prompts."""
+"""Actions of the retriever, the guard around a user's own action, and action names in prompts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class OwnAction(Action):
             return self._inner.parse(body)
         except (ValueError, UserError):
             raise
-        except Exception as error:  # a person's own code may raise anything
+        except Exception as error:  # the user's code may raise anything
             raise self._failed(failure(error)) from error
 
     async def call(self, argument: Any) -> Reply:
@@ -80,7 +80,7 @@ class OwnAction(Action):
                 reply = await self._inner.call(argument)
         except (ActionRefused, UserError):
             raise
-        except Exception as error:  # a person's own code may raise anything
+        except Exception as error:  # the user's code may raise anything
             reason = f"no reply within {self._time_limit:g} s" if limit.expired() else failure(error)
             raise self._failed(reason) from error
         return self._checked(reply)
@@ -88,7 +88,7 @@ class OwnAction(Action):
     def render(self, reply: Reply) -> str:
         try:
             text = self._inner.render(reply)
-        except Exception as error:  # a person's own code may raise anything
+        except Exception as error:  # the user's code may raise anything
             raise self._failed(failure(error)) from error
         if not isinstance(text, str):
             raise UserError(
@@ -99,7 +99,7 @@ class OwnAction(Action):
     async def close(self) -> None:
         try:
             await self._inner.close()
-        except Exception as error:  # a person's own code may raise anything
+        except Exception as error:  # the user's code may raise anything
             raise UserError(f"action {self.name}: close failed: {failure(error)}; correct it") from error
 
     def _failed(self, reason: str) -> RequestFailed:
@@ -133,7 +133,7 @@ def _is_valid(document: Any) -> bool:
 
 
 def grammar_of(actions: Sequence[Action]) -> Grammar:
-    """Return the tags of these actions; none stand for search alone."""
+    """Return the tags of these actions; without actions those of search alone."""
     if not actions:
         return SEARCH_GRAMMAR
     may_be_empty = frozenset(action.name for action in actions if action.may_be_empty)
@@ -154,6 +154,6 @@ def usages(actions: Sequence[Action], extra: Collection[str] = ()) -> list[dict[
 
 
 def invalid_notice(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
-    """Return the notice after a turn that does none of these; none stand for search alone."""
+    """Return the notice after an invalid turn; without actions that of search alone."""
     ways = "".join(USAGE.format(**usage) for usage in usages(actions, extra))
     return INVALID_TEMPLATE.format(usages=ways + ANSWER_USAGE)

@@ -59,7 +59,7 @@ class RolloutContext:
 
     @cached_property
     def by_name(self) -> dict[str, Action]:
-        """The actions that are on; those of the retriever use `retriever`."""
+        """The actions that are on; actions of the retriever use `retriever`."""
         return {
             action.name: replace(action, retriever=self.retriever)
             if isinstance(action, RetrieverAction)

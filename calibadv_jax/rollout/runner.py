@@ -199,7 +199,7 @@ class Rollouts:
             raise
 
     async def _finish(self) -> None:
-        """Cancel what is running, and close all connections before an error is raised."""
+        """Cancel running tasks, and close all connections before an error is raised."""
         running = asyncio.all_tasks() - {asyncio.current_task()}
         for task in running:
             task.cancel()

@@ -8,7 +8,6 @@ import pytest
 from loop_fakes import DOCUMENT, EOS, QUESTION, Loop, context_of
 
 from calibadv_jax.config import PromptConfig, RewardConfig
-from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.tags import STOP_STRINGS
 from calibadv_jax.core.trajectory import Group
@@ -32,15 +31,11 @@ THINK = PromptConfig(template="short", prepend_think=True)
 def test_search_read_answer(loop):
     trajectory = loop(SEARCH, ANSWER, index=2)
     search, answer = trajectory.turns
-    assert (search.kind, search.think, search.query, search.text) == ("search", "a", "ann", SEARCH)
-    assert (search.documents, search.observation_text) == ((DOCUMENT,), SHOWN)
-    assert (answer.kind, answer.think, answer.answer, answer.text) == ("answer", "b", "Ann", ANSWER)
-    assert (answer.documents, answer.observation_text, answer.stop_reason) == ((), "", "stop")
+    assert (search.kind, search.think, search.query, search.answer) == ("search", "a", "ann", "")
+    assert (answer.kind, answer.think, answer.query, answer.answer) == ("answer", "b", "", "Ann")
     assert trajectory.question is QUESTION and trajectory.index == 2
-    assert trajectory.answer == "Ann"
-    assert trajectory.policy_versions == (3, 4)
-    assert loop.retriever.queries == ["ann"]
-    assert loop.sampler.released == ["s"]
+    assert (trajectory.answer, trajectory.policy_versions) == ("Ann", (3, 4))
+    assert (loop.retriever.queries, loop.sampler.released) == (["ann"], ["s"])
 
 
 RETRY = {"on_invalid": "retry"}
@@ -151,13 +146,6 @@ def test_first_turn_continues_thought_of_template(byte_tokenizer, prepend_think)
     assert group.trajectories[0].format_valid and group.trajectories[0].answer_score == 1
 
 
-def test_prepended_thought_belongs_to_the_environment(loop):
-    trajectory = loop(" a </think><search>ann</search>", " b </think><answer>Ann</answer>", prompt=THINK)
-    assert [turn.think for turn in trajectory.turns] == ["a", "b"]
-    assert loop.text(trajectory.prompt_ids).endswith("<think>")
-    assert loop.text(trajectory.response_ids[~trajectory.mask]) == SHOWN + "<think>"
-
-
 def test_any_end_token_is_left_out_of_text(byte_tokenizer):
     class OtherEnd:
         async def generate(self, token_ids, sampling, session):
@@ -170,14 +158,3 @@ def test_any_end_token_is_left_out_of_text(byte_tokenizer):
     trajectory = asyncio.run(run_trajectory(context, QUESTION, 0, seed=0, session="s"))
     assert trajectory.turns[0].text == "no" and trajectory.error is None
     assert len(trajectory.turns[0].token_ids) == 3
-
-
-@pytest.mark.parametrize("failure", [UserError("retriever is down"), asyncio.CancelledError()])
-def test_session_is_released_whatever_happens(loop, failure, monkeypatch):
-    async def fail(self, queries):
-        raise failure
-
-    monkeypatch.setattr("loop_fakes.DictRetriever.search", fail)
-    with pytest.raises(type(failure)):
-        loop(SEARCH)
-    assert loop.sampler.released == ["s"]
