@@ -394,14 +394,11 @@ def _cut_into_turns(trajectory: Trajectory, advantages: np.ndarray) -> ByToken:
 class Estimator:
     """An estimator of advantages with its description."""
 
-    name: str
     function: EstimateFunction
     template: str  # right of "advantage = ", see `formula`
-    source: str  # as docs/credit.md cites it
     by_turn: str = ""  # how turns get advantages of their own; empty: they share their trajectory's
     needs: str = ""  # a critic, or golden_logprobs under the policy "current" or "initial"; empty: neither
     judges: bool = False  # whether searches get a correctness by silver documents
-    is_own: bool = False  # the user's
     centred: str = "score - mean"  # divided by a standard deviation where the template has {scaled}
 
     @property
@@ -426,117 +423,78 @@ def _optional(name: str) -> EstimateFunction:
 _LOSERS = "{scaled}; below the mean but at least {config.score_threshold:g}: "
 _BESIDE = "{scaled}, + {config.turn_weight:g} × of each turn: "
 _WHITENED = "whitened over the sampled tokens of the step"
-_ENTRIES = (
-    Estimator("grpo", grpo, "{scaled}", "DeepSeekMath, arXiv 2402.03300"),
-    Estimator("dr_grpo", compose(less_mean), "score - mean (Dr. GRPO)", "arXiv 2503.20783"),
-    Estimator(
-        "grpo_neutral",
-        compose(neutral, over_std),
-        _LOSERS + "as if the score were 0",
-        "CalibAdv's authors, `neutral`",
-    ),
-    Estimator(
-        "grpo_acceptable",
-        compose(acceptable, over_std),
-        _LOSERS + "0",
-        "CalibAdv's authors, `acceptable_mask`",
-    ),
-    Estimator(
-        "grpo_passk",
+ESTIMATORS = {  # sources: docs/credit.md
+    "grpo": Estimator(grpo, "{scaled}"),
+    "dr_grpo": Estimator(compose(less_mean), "score - mean (Dr. GRPO)"),
+    "grpo_neutral": Estimator(compose(neutral, over_std), _LOSERS + "as if the score were 0"),
+    "grpo_acceptable": Estimator(compose(acceptable, over_std), _LOSERS + "0"),
+    "grpo_passk": Estimator(
         compose(best_less_second, over_std),
         "{scaled} for the best trajectory, 0 for the others",
-        "verl, `grpo_passk`",
         centred="best score - second best",
     ),
-    Estimator("rloo", compose(less_others), "score - mean of the others", "arXiv 2402.14740"),
-    Estimator(
-        "opo", compose(less_mean_by_length), "score - mean weighted by sampled tokens", "arXiv 2505.23585"
+    "rloo": Estimator(compose(less_others), "score - mean of the others"),
+    "opo": Estimator(compose(less_mean_by_length), "score - mean weighted by sampled tokens"),
+    "gpg": Estimator(
+        compose(less_mean, over_share_of_scores), "(score - mean) / share of the step's scores that are not 0"
     ),
-    Estimator(
-        "gpg",
-        compose(less_mean, over_share_of_scores),
-        "(score - mean) / share of the step's scores that are not 0",
-        "arXiv 2504.02546",
+    "reinforce_plus_plus": Estimator(compose(no_baseline, whitened), f"score, {_WHITENED}"),
+    "reinforce_plus_plus_baseline": Estimator(
+        compose(less_mean, whitened), f"score - mean of the group, {_WHITENED}"
     ),
-    Estimator(
-        "reinforce_plus_plus", compose(no_baseline, whitened), f"score, {_WHITENED}", "arXiv 2501.03262"
-    ),
-    Estimator(
-        "reinforce_plus_plus_baseline",
-        compose(less_mean, whitened),
-        f"score - mean of the group, {_WHITENED}",
-        "the same",
-    ),
-    Estimator(
-        "querygroup",
+    "querygroup": Estimator(
         querygroup,
         "{scaled}; a judged search: 0.7 × its correctness, standardised in the group, + 0.3 × that",
-        "CalibAdv's authors",
         "searches are compared with each other, the other turns carry their trajectory's advantage",
         judges=True,
     ),
-    Estimator(
-        "gigpo",
+    "gigpo": Estimator(
         beside_grpo(gigpo),
         _BESIDE + "the score × discount^(turns to the end), compared where the last observation is the same",
-        "GiGPO, arXiv 2505.10978",
         "turns before which the environment showed the same are compared with each other too",
     ),
-    Estimator(
-        "mt_grpo",
+    "mt_grpo": Estimator(
         beside_grpo(mt_grpo),
         _BESIDE + "whether the turn shows a golden answer, compared among turns of one number",
-        "MT-GRPO, arXiv 2505.11821",
         "turns that show a golden answer get more",
     ),
-    Estimator(
-        "stepsearch",
+    "stepsearch": Estimator(
         beside_grpo(stepsearch),
         _BESIDE + "the target documents that it and later turns newly show, less those seen before, compared"
         " among turns of one number",
-        "StepSearch, arXiv 2505.15107",
         "searches that show new target documents get more: the passages that the question names, or else the"
         " silver documents",
     ),
-    Estimator(
-        "igpo",
+    "igpo": Estimator(
         _optional("igpo"),
         "{scaled}, summed over the turns from it on; the last turn's gain is the score, another's by how much"
         " it raises the golden answer's probability; mean and std are over all turns of the group",
-        "IGPO, arXiv 2510.14967",
         "turns are paid by how much they raise the golden answer's probability",
         needs="current",
         centred="gain - mean",
     ),
-    Estimator(
-        "a2tgpo",
+    "a2tgpo": Estimator(
         _optional("a2tgpo"),
         _BESIDE + "by how much it raises the golden answer's probability, compared among turns of one number,"
         " summed over the turns from it on / root of their number",
-        "A²TGPO, arXiv 2605.06200",
         "turns that raise the golden answer's probability get more",
         needs="current",
     ),
-    Estimator(
-        "tips",
+    "tips": Estimator(
         _optional("tips"),
         _BESIDE + "by how much it and later turns raise the golden answer's log-probability under the initial"
         " policy, compared among turns of one number",
-        "TIPS, arXiv 2603.22293",
         "turns that raise the initial policy's log-probability of the golden answer get more",
         needs="initial",
     ),
-    Estimator(
-        "gae",
+    "gae": Estimator(
         gae,
         "GAE: the score less the critic's value before the token, with gamma {config.discount:g} and lambda"
         " {config.gae_lambda:g}, whitened over the step's sampled tokens",
-        "[PPO with a critic](#ppo-with-a-critic)",
         "PPO with a critic; every sampled token has an advantage of its own; a turn shows the mean",
         needs="critic",
     ),
-)
-ESTIMATORS = {estimator.name: estimator for estimator in _ENTRIES}
+}
 
 
 def find_estimator(config: AdvantageConfig) -> Estimator:
@@ -554,7 +512,7 @@ def find_estimator(config: AdvantageConfig) -> Estimator:
     function = own_function(config.estimator, key, ("groups", "config"), expected)
     summary = (function.__doc__ or "").strip().partition("\n")[0].rstrip(".") or "the result of that function"
     template = summary.replace("{", "{{").replace("}", "}}")
-    return Estimator(config.estimator, function, template, "", "a function of your own", is_own=True)
+    return Estimator(function, template, "a function of your own")
 
 
 # --- The advantage stage ---
@@ -602,16 +560,17 @@ def _credits(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCred
 
 
 def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
+    is_own = config.estimator not in ESTIMATORS
     try:
         estimate = estimator.function(groups, config)
     except Exception as error:  # a function of the user's own may raise anything
-        if not estimator.is_own:
+        if not is_own:
             raise
         raise UserError(f"advantages: {config.estimator} failed: {failure(error)}; correct it") from error
     try:
         return [credit_of(group, values) for group, values in zip(groups, estimate, strict=True)]
     except (TypeError, ValueError) as error:
-        if not estimator.is_own:
+        if not is_own:
             raise
         raise UserError(
             f"{config.estimator}: {error}; it must return one list for each group, with one number (or one"
