@@ -59,7 +59,6 @@ OfGroup = Sequence[float | np.ndarray | ByToken] | np.ndarray  # by trajectory: 
 Estimate = Sequence[OfGroup]
 EstimateFunction = Callable[[Sequence[Group], "AdvantageConfig"], Estimate]  # of groups that are not empty
 ByTurn = list[np.ndarray]  # by trajectory: float64 [n], its n turns up to the last sampled one, or fewer
-TurnRewards = Callable[[Group, "AdvantageConfig"], ByTurn]
 Scored = Sequence[ScoredGroup]
 GroupValues = Sequence[np.ndarray]  # by group: float64 [G]
 Baseline = Callable[[ScoredGroup, "AdvantageConfig"], np.ndarray]  # -> float64 [G]: scores less a baseline
@@ -243,7 +242,7 @@ def by_number(values: ByTurn, config: AdvantageConfig) -> ByTurn:
     return standardised(values, [range(len(turns)) for turns in values], config)
 
 
-def beside_grpo(turn_rewards: TurnRewards) -> EstimateFunction:
+def beside_grpo(turn_rewards: Callable[[Group, AdvantageConfig], ByTurn]) -> EstimateFunction:
     """Return the estimator that adds advantage.turn_weight × these rewards to GRPO's advantage."""
 
     def estimate(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:

@@ -19,7 +19,6 @@ from calibadv_jax.evaluation.records import ScoredRow
 
 Strata = Sequence[np.ndarray]
 Means = dict[str, dict[str, dict[str, float]]]  # temperature -> data source -> metric -> mean
-Intervals = dict[str, dict[str, dict[str, tuple[float, float]]]]
 
 ALL = "all"  # mean over all questions
 AVERAGE = "average"  # mean of the data sources' means, where there are several
@@ -34,7 +33,7 @@ class ScoreReport:
     """Means and bootstrap intervals; the counts stand among the means."""
 
     means: Means
-    intervals: Intervals = field(default_factory=dict)
+    intervals: dict[str, dict[str, dict[str, tuple[float, float]]]] = field(default_factory=dict)
 
 
 def stratified_mean(strata: Strata) -> float:
@@ -93,7 +92,7 @@ def summarise(rows: Sequence[ScoredRow], resamples: int = 0, confidence: float =
     A question with several trajectories counts once, with the mean of its finished ones. A question without
     a finished one is counted in `failed` only, and one with fewer than k of them is left out of pass@k.
     """
-    report = ScoreReport({}, {})
+    report = ScoreReport({})
     for temperature, members in _grouped(rows, "temperature").items():
         by_source = _grouped(members, "data_source")
         groups = {ALL: [members]}

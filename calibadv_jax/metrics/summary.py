@@ -42,7 +42,10 @@ def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, floa
     failed = [trajectory for group in groups for trajectory in group.failed]
     if not trajectories and not failed:
         raise ValueError("no trajectories to summarise")
-    metrics = _failures(failed, len(trajectories) + len(failed))
+    reasons = Counter(str(trajectory.error).partition(":")[0] for trajectory in failed)
+    metrics: dict[str, float] = {f"rollout/failed/{name}": float(reasons[name]) for name in sorted(reasons)}
+    metrics["rollout/failed"] = float(len(failed))
+    metrics["rollout/failed_share"] = len(failed) / (len(trajectories) + len(failed))
     if not trajectories:
         return metrics
     spreads = _spreads(trajectories, step)
@@ -60,15 +63,6 @@ def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, floa
         parts = [""] if name in metrics else ["/mean", "/max", "/min"]
         metrics |= {alias + part: metrics[name + part] for part in parts}
     return {name: float(value) for name, value in metrics.items()}
-
-
-def _failures(failed: Sequence[Trajectory], total: int) -> dict[str, float]:
-    reasons = Counter(str(trajectory.error).partition(":")[0] for trajectory in failed)
-    return {
-        "rollout/failed": float(len(failed)),
-        "rollout/failed_share": len(failed) / total,
-        **{f"rollout/failed/{reason}": float(count) for reason, count in sorted(reasons.items())},
-    }
 
 
 def _spreads(trajectories: Sequence[Trajectory], step: int) -> dict[str, list[float]]:
