@@ -13,11 +13,12 @@ import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
 from http_rig import Handler, serving
 
-from calibadv_jax.commands.evaluate import choose_policy, report_table
+from calibadv_jax.commands.evaluate import choose_policy
 from calibadv_jax.config import Config, EvaluateConfig, PolicyConfig, RunConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.evaluation.methods import METHODS
+from calibadv_jax.evaluation.report import table_rows
 from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import PolicySource
 
@@ -114,9 +115,8 @@ def test_report_and_tables_agree(run):
     assert (line["questions"], line["trajectories"], line["failed"]) == ("4", "16", "0")
     greedy = [line for line in lines if line["temperature"] == "0"]
     assert {line["pass@4"] for line in greedy} == {""} != {line["pass@4"]}
-    printed = report_table(report).splitlines()
-    assert printed[0].split()[:5] == ["temperature", "data", "f1", "em", "cover_em"]
-    assert len(printed) == 2 + 2 * 4
+    headers, cells = table_rows(report)
+    assert headers[:5] == ["temperature", "data", "f1", "em", "cover_em"] and len(cells) == 2 * 4
 
 
 def test_without_resamples_there_are_no_intervals(run):
@@ -152,8 +152,8 @@ def test_failed_source_has_no_means(run):
     report, _ = run(rollout={"max_failed_share": 0.5})
     assert report.means["0"]["a"] == {"questions": 0, "trajectories": 0, "failed": 4}
     assert "em" not in report.means["0"]["average"] and report.means["0"]["all"]["em"] == 0
-    line = next(line for line in report_table(report).splitlines() if line.split()[1] == "a")
-    assert line.split()[2:] == ["-"] * 7 + ["0", "0", "4"]
+    [cells] = [cells for cells in table_rows(report)[1] if cells[1] == "a"]
+    assert cells[2:] == ["-"] * 7 + [0, 0, 4]
 
 
 def same_files(run, folder):

@@ -150,11 +150,9 @@ def test_packing_is_computed_only_when_needed(monkeypatch):
 
 
 def test_overlong_demonstration_is_named(tokenizer):
-    turns = (DemoTurn(f"<answer> {'ada ' * 50}</answer>"),)
+    own = [Demonstration(QUESTION, (DemoTurn(f"<answer> {'ada ' * 50}</answer>"),))]
     with pytest.raises(UserError, match="question '1' has .* tokens, but sft.row_length is 16"):
-        sft.encode_demonstration(
-            Demonstration(QUESTION, turns), config_with(row_length=16), tokenizer, "sampled"
-        )
+        next(sft._batches(config_with(row_length=16), SftPhase(epochs=1), own, tokenizer, 0))
 
 
 def test_no_phases_is_an_error_and_writes_nothing(tmp_path):

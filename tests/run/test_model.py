@@ -19,7 +19,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.run.model import (
-    Base,
+    AdapterBase,
     Model,
     build_model,
     find_policy,
@@ -163,7 +163,7 @@ def test_base_is_kept_beside_the_run(tmp_path):
     adapters, folder = Adapters(2, 4.0, ("q",), "float32"), tmp_path / "run/policy"
     folder.mkdir(parents=True)
     for place, kept in ((tmp_path / "run/sft", "../sft"), (tmp_path / "hf", str(tmp_path / "hf")), ("", "")):
-        base = Base("name", str(place), "0" * 64, 3, adapters)
+        base = AdapterBase("name", str(place), "0" * 64, 3, adapters)
         base.write(folder)
         assert json.loads((folder / "base.json").read_text())["folder"] == kept
         assert read_base(folder) == base and (base.shared() is None) == (not place)

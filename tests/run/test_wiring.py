@@ -18,7 +18,7 @@ from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.run import wiring
-from calibadv_jax.run.model import Base
+from calibadv_jax.run.model import AdapterBase
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.snapshots.publish import read_manifest
@@ -105,7 +105,7 @@ def test_snapshots_hold_adapters_or_the_sum(tmp_path, model, opened, monkeypatch
     adapters = Adapters(2, 4.0, ("q",), "float32")
     model = replace(model, policy=Policy(model.policy.architecture, Numerics(), adapters))
     (tmp_path / "policy").mkdir()
-    Base("base", str(tmp_path), "0" * 64, 0, adapters).write(tmp_path / "policy")
+    AdapterBase("base", str(tmp_path), "0" * 64, 0, adapters).write(tmp_path / "policy")
     lora = LoraConfig(rank=2, targets=["q"], snapshots="adapters" if shares else "merged")
     checkpoint = {"snapshot_dtype": "bfloat16"}
     config = make_config(
