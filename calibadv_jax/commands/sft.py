@@ -152,7 +152,10 @@ def _train(
                 loss = {"sft/loss": metrics.pop("actor/loss"), "sft/lr": rate, "sft/tokens": float(tokens)}
                 metrics = loss | console.end_step({"tokens": (tokens, "step")}) | metrics
                 if held_out is not None and (step % every == 0 or step == total):
-                    metrics["sft/held_out_loss"] = held_out_loss(learner, state["params"], held_out)
+                    logprobs = np.where(
+                        held_out.weights > 0, learner.logprobs(state["params"], held_out), 0.0
+                    )
+                    metrics["sft/held_out_loss"] = float(-np.sum(held_out.weights * logprobs))
                 metrics["actor/finite"] = float(learner.is_finite(state["params"]))
                 verdict = guards.check(step, metrics)
                 writer.write(step, metrics | verdict.metrics)
@@ -170,9 +173,9 @@ def phase_line(config: Config, updates: Sequence[int], done: int) -> str:
         return ""
     phase, source = config.sft.phases[number], config.sft.demonstrations
     data = f"generated demonstrations, kind {phase.kind}" if source == "world" else source
-    line = f"phase {number + 1} of {len(updates)}: {updates[number]} updates on {data}"
-    line += f", loss on {phase.loss_on} tokens"
-    return line + "; its loss is no continuation of the phase before" if number else line
+    name = f"phase {number + 1} of {len(updates)}: {updates[number]} updates on {data}"
+    end = "; its loss is no continuation of the phase before" if number else ""
+    return f"{name}, loss on {phase.loss_on} tokens{end}"
 
 
 def count_updates(
@@ -268,12 +271,6 @@ def _drop_long(
     return fitting, f"{warning}: they are left out"
 
 
-def held_out_loss(learner: Learner, params: Params, batch: Batch) -> float:
-    """Return the mean negative log-likelihood of the tokens that the policy would sample."""
-    logprobs = learner.logprobs(params, batch)
-    return float(-np.sum(batch.weights * np.where(batch.weights > 0, logprobs, 0.0)))
-
-
 def _batches(
     config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int, skipped: int = 0
 ) -> Iterator[Batch]:
@@ -316,7 +313,7 @@ def _row_fulls(samples: Iterable[Sample], rows: int, row_length: int) -> Iterato
 
 
 def _may_need_more(lengths: Sequence[int], rows: int, row_length: int) -> bool:
-    """Return False only if `place` needs at most `rows` rows; costs a small part of it.
+    """Return False only if `place` needs at most `rows` rows, at a fraction of its cost.
 
     A sample opens one more row only if each of the other rows holds too many tokens for it.
     """
@@ -381,8 +378,8 @@ def _read_start(folder: Path) -> Any:
 class ColdStart:
     """State and checkpoints of a cold start. As a block, it saves its last update if it is interrupted.
 
-    `initial` returns the parameters to begin with, which are donated; it is not called if a checkpoint has
-    them. Raises UserError if the folder holds an unfinished cold start of other settings, or a damaged one.
+    `initial` returns the parameters to begin with, which are donated, unless a checkpoint has them. Raises
+    UserError if the folder holds an unfinished cold start of other settings, or a damaged one.
     """
 
     def __init__(
@@ -434,8 +431,8 @@ class ColdStart:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
-        if kind is None or not whole or self.step == self._saved:
+        is_donated = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+        if kind is None or is_donated or self.step == self._saved:
             return
         try:
             self._save()

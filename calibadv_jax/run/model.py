@@ -60,12 +60,8 @@ class Model:
 def build_model(config: Config, path: str, adapters: Adapters | None = None) -> Model:
     """Return the model of a HuggingFace folder, or of policy.init if `path` is empty.
 
-    Args:
-        path: a folder, or a repository of the hub: OWNER/NAME or OWNER/NAME@REVISION.
-        adapters: of the policy: policy.lora where it is trained, else the adapters of its run.
-
-    Raises UserError if neither is given or usable, or rollout.max_length exceeds the policy's positions,
-    which a vLLM worker would refuse too.
+    `path` is a folder, or a repository of the hub: OWNER/NAME or OWNER/NAME@REVISION. Raises UserError if
+    neither is given or usable, or rollout.max_length exceeds the policy's positions.
     """
     source, pins = find_folder(config, path)
     if path:
@@ -101,7 +97,7 @@ def find_folder(
 ) -> tuple[Path, tuple[hub.Pin, ...]]:
     """Return the folder of a policy or tokenizer, and the pin of its repository if it is on the hub.
 
-    The commit stays the one that the run's folder, or this process (`resolved`), has pinned. UserError if
+    The commit is the one that the run's folder, or this process (`resolved`), has pinned. Raises UserError if
     the repository cannot be fetched, or policy.revision is set for a folder.
     """
     is_policy = bool(name) and name == config.policy.path
@@ -127,22 +123,23 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises UserError if there is none, it has no end-of-text token, or text does not survive a round trip.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such tokenizer folder; set policy.tokenizer or policy.path")
     if not has_tokenizer(folder):
         # transformers would make an empty tokenizer of a model's folder.
-        raise UserError(f"{folder}: no tokenizer files there; set policy.tokenizer to a folder that has them")
+        raise UserError(
+            f"{folder}: no tokenizer files there; set policy.tokenizer or policy.path to a folder with them"
+        )
     try:
         tokenizer = _tokenizer_class(folder).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
+        reason = f"no tokenizer can be loaded: {' '.join(str(error).split())}"
         if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{folder}: its tokenizer is a program of its own (auto_map in tokenizer_config.json), which"
-                " is never run; set policy.tokenizer to a folder with a tokenizer.json and no auto_map"
-            ) from error
-        raise UserError(f"{folder}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
+            reason = (
+                "its tokenizer is a program of its own (auto_map in tokenizer_config.json), which is never"
+                " run; set policy.tokenizer to a folder with a tokenizer.json and no auto_map"
+            )
+        raise UserError(f"{folder}: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no eos_token; add one to tokenizer_config.json")
     _check_round_trip(tokenizer, folder)

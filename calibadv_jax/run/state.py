@@ -37,12 +37,7 @@ class RunState:
     """All that a checkpoint holds: policy, optimizer, critic, order of questions, stream, guards.
 
     Continues from the newest checkpoint of the folder; UserError if it is damaged, or of another policy,
-    optimizer or question file. As a block, it ends by saving the last step.
-
-    Args:
-        rollouts: take every new policy.
-        hosts: the processes that train together.
-        mirror: receives every complete checkpoint.
+    optimizer or question file. As a block, it ends by saving the last step. `mirror` gets every checkpoint.
     """
 
     def __init__(
@@ -216,9 +211,8 @@ class RunState:
         writes to run.mirror.
         """
         every = self.config.checkpoint.every
-        is_due = self.step == self.config.learner.steps or bool(
-            every and self.step % every == 0 and not self.guards.in_doubt
-        )
+        is_due = bool(every and self.step % every == 0 and not self.guards.in_doubt)
+        is_due = is_due or self.step == self.config.learner.steps
         with self.hosts.barrier("checkpoint"):  # the save itself is a program of all: nobody may be missing
             if self.mirror:
                 self.mirror.check()

@@ -51,7 +51,7 @@ def open_services(
     """Yield the URLs of the retriever and of the vLLM workers (none if sampler.name is jax).
 
     Services without a URL in the config are started here, and end with the block; their output goes to the
-    run's folder. The first process starts the retriever for all `hosts`; each has its own workers, which take
+    run's folder. The first process starts the retriever for all `hosts`; each has its own workers, with
     config.json and tokenizer of `model_folder`.
     """
     folder, warn = Path(config.run.dir), Console(config.log.progress).warn
@@ -82,10 +82,8 @@ def open_rollouts(
 ) -> Iterator[Rollouts]:
     """Yield rollouts with the configured sampler and retriever, without weights yet.
 
-    Args:
-        model_folder, hosts: as for `open_services`.
-        snapshots: folder in which policies are published for vLLM workers.
-        check_service: called with the reply of the retriever's health endpoint; raises to refuse it.
+    Policies are published for vLLM workers in the folder `snapshots`. `check_service` gets the reply of the
+    retriever's health endpoint, and raises to refuse it.
     """
     actions = make_actions(config)
     check_tags(actions, model.tokenizer)

@@ -51,24 +51,19 @@ def test_estimate_prints_memory_work_and_hours(capsys, tmp_path):
     file = tmp_path / "plan.json"
     expected = ["--tokens", "4000", "--sampled", "700", "--json", str(file)]
     status, printed, _ = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected)
+    figures = json.loads(file.read_text())
     assert status == 0
     for words in (
         "8 H100 (1x1x8), mesh data 1 x fsdp 8 x tensor 1: qwen2, 7615.62M parameters",
         "estimated memory a device: 26.51 GiB",  # the doctor's
-        "fits 59.3 GiB of a device, by the formula",
         "2560 trajectories of 4000 tokens, 700 of them sampled",
-        "at efficiency 0.4:",
-        "205 steps:",
-        "not counted: retrieval",
     ):
         assert words in printed
-    figures = json.loads(file.read_text())
     assert figures["fits"] and figures["programs"] == {} and figures["devices"] == 8
     assert figures["device_hours"] == pytest.approx(205 * figures["seconds"] * 8 / 3600)
     assert figures["tokens_per_second"] == pytest.approx(2560 * 4000 / figures["seconds"])
-    seconds = figures["seconds"]
     planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected, "--efficiency", "0.2")
-    assert json.loads(file.read_text())["seconds"] == pytest.approx(2 * seconds)
+    assert json.loads(file.read_text())["seconds"] == pytest.approx(2 * figures["seconds"])
 
 
 def test_misfit_exits_1_and_names_keys(capsys):

@@ -162,5 +162,5 @@ def test_bad_start_is_one_line_with_its_status(tmp_path, monkeypatch, capsys):
     away = ("retriever.url=http://127.0.0.1:9", "retriever.patience=0.2")
     assert "cannot be reached" in run(data, *away, status=75)
     assert "did you mean 'rollout.group_size'" in run("rollout.group_sise=3")
-    assert "no such tokenizer folder" in run(data, "policy.path=")
+    assert "no tokenizer files there" in run(data, "policy.path=")
     assert "learner.row_length is 10" in run("learner.row_length=10")

@@ -40,7 +40,7 @@ class Broken(Exception):
 
 
 class Failing(ScriptedRollouts):
-    """Cannot take the policy of one version."""
+    """Cannot take the policy of one version; marks each turn with the newest version."""
 
     def __init__(self, version):
         super().__init__()
@@ -50,6 +50,13 @@ class Failing(ScriptedRollouts):
         if version == self.refused:
             raise Broken
         super().load(version, params)
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        for trajectory in future.result().trajectories:
+            for turn in trajectory.turns:
+                turn.policy_versions = (self.loaded[-1][0],)
+        return future
 
 
 def run(config, folder, rollouts=None, progress=False):
@@ -77,22 +84,6 @@ def failing_learn(at):
     return fail
 
 
-class Versioned(ScriptedRollouts):
-    """Marks each turn with the newest version of the policy."""
-
-    def begin(self, number, question):
-        future = super().begin(number, question)
-        for trajectory in future.result().trajectories:
-            for turn in trajectory.turns:
-                turn.policy_versions = (self.loaded[-1][0],)
-        return future
-
-
-def test_rows_count_staleness_from_their_step(tmp_path):
-    run(make_config(tmp_path), tmp_path, Versioned())
-    assert [row["rollout/staleness/max"] for row in rows(tmp_path)] == [0.0] * 4
-
-
 def test_failed_update_saves_the_step_before(tmp_path, monkeypatch):
     config = make_config(tmp_path, checkpoint={"every": 0})
     with monkeypatch.context() as patch:
@@ -105,50 +96,31 @@ def test_failed_update_saves_the_step_before(tmp_path, monkeypatch):
 
 
 def test_failed_publication_keeps_row_and_step(tmp_path):
-    config = make_config(tmp_path, checkpoint={"every": 0})
+    config, first = make_config(tmp_path, checkpoint={"every": 0}), Failing(version=0)
+    with pytest.raises(Broken):
+        run(config, tmp_path, first)
+    assert first.begun == [] and rows(tmp_path) == []
     with pytest.raises(Broken):
         run(config, tmp_path, Failing(version=2))
     assert left(tmp_path) == ([1, 2], [1, 2], [2])
-    cut, whole = rows(tmp_path)[1], rows(tmp_path)[0]
-    assert {name for name in whole.keys() - cut.keys() if not name.startswith("timing_s/")} == set()
-    again = run(config, tmp_path, ScriptedRollouts())
+    whole, cut = rows(tmp_path)
+    assert not whole.keys() - cut.keys()
+    again = run(config, tmp_path, Failing(version=None))
     assert [version for version, _ in again.rollouts.loaded] == [2, 3, 4]
     assert left(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4], [2, 4])
-
-
-def test_failed_first_publication_samples_nothing(tmp_path):
-    config = make_config(tmp_path)
-    rollouts = Failing(version=0)
-    with pytest.raises(Broken):
-        run(config, tmp_path, rollouts)
-    assert rollouts.begun == [] and rows(tmp_path) == []
+    assert [row["rollout/staleness/max"] for row in rows(tmp_path)] == [0.0] * 4
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("every", "saved"),
-    [
-        (0, [3]),
-        (2, [2, 3]),
-        pytest.param(1, [2, 3], marks=pytest.mark.medium),
-        pytest.param(5, [3], marks=pytest.mark.medium),
-    ],
-)
+@pytest.mark.parametrize(("every", "saved"), [(0, [3]), (2, [2, 3]), (1, [2, 3]), (5, [3])])
 def test_checkpoints_follow_every_and_last_step(tmp_path, every, saved):
-    """Two are kept at most."""
+    """Two are kept at most. A finished run trains nothing more."""
     config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": every, "keep": 2})
     run(config, tmp_path)
     assert left(tmp_path)[2] == saved
-
-
-@pytest.mark.medium
-def test_finished_run_trains_nothing_more(tmp_path):
-    config = make_config(tmp_path, learner={"steps": 1})
-    run(config, tmp_path)
-    before = rows(tmp_path)
-    again = run(config, tmp_path)
-    assert [version for version, _ in again.rollouts.loaded] == [1] and again.rollouts.begun == []
-    assert rows(tmp_path) == before and left(tmp_path) == ([1], [1], [1])
+    before, again = rows(tmp_path), run(config, tmp_path)
+    assert [version for version, _ in again.rollouts.loaded] == [3] and again.rollouts.begun == []
+    assert rows(tmp_path) == before and left(tmp_path)[2] == saved
 
 
 @pytest.mark.medium
@@ -313,40 +285,32 @@ def test_next_start_restores_the_saved_state(tmp_path, monkeypatch):
     assert max(jax.tree.leaves(moved)) > 0.01
 
 
-class SlowDisk:
-    """Checkpoints whose writing ends when `goes_on` is set; the first one with `error`, if there is one."""
+class SlowDisk(ScriptedRollouts):
+    """Checkpoints are written when the policy of step 3 is there; the first save fails with `error`."""
 
     def __init__(self, monkeypatch, error=None):
-        self.goes_on, self.error = threading.Event(), error
-        finalize = CheckpointManager._finalize
+        super().__init__()
+        goes_on, errors, self.late = threading.Event(), [error] if error else [], None
+        self.goes_on, finalize = goes_on, CheckpointManager._finalize
 
         def slow(manager, *arguments):
-            assert self.goes_on.wait(60)
-            error, self.error = self.error, None
-            if error:
+            assert goes_on.wait(60)
+            if errors:
                 manager._save_progress_tracker.set(False)
-                raise error
+                raise errors.pop()
             finalize(manager, *arguments)
 
         monkeypatch.setattr(CheckpointManager, "_finalize", slow)
 
-
-class Releasing(ScriptedRollouts):
-    """The disk goes on when the policy of step 3 is there."""
-
-    def __init__(self, disk):
-        super().__init__()
-        self.disk, self.late = disk, None
-
     def load(self, version, params):
         super().load(version, params)
         if version == 3:
-            self.late = not self.disk.goes_on.is_set()
-            self.disk.goes_on.set()
+            self.late = not self.goes_on.is_set()
+            self.goes_on.set()
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys):
-    rollouts = Releasing(SlowDisk(monkeypatch))
+    rollouts = SlowDisk(monkeypatch)
     run(make_config(tmp_path, learner={"steps": 4}, checkpoint={"every": 2}), tmp_path, rollouts, True)
     assert rollouts.late and rollouts.loaded[-1][0] == 4
     assert left(tmp_path)[2] == [2, 4]
@@ -355,7 +319,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys
 
 
 def test_failed_asynchronous_checkpoint_ends_the_run_saved(tmp_path, monkeypatch):
-    rollouts = Releasing(SlowDisk(monkeypatch, OSError("no room")))
+    rollouts = SlowDisk(monkeypatch, OSError("no room"))
     with pytest.raises(UserError, match=r"step 2 cannot be saved; the older checkpoints are whole.*no room"):
         run(make_config(tmp_path, learner={"steps": 9}, checkpoint={"every": 2}), tmp_path, rollouts)
     assert left(tmp_path)[2][-1] == rollouts.loaded[-1][0] < 9
@@ -385,39 +349,19 @@ class Counting(ScriptedRollouts):
 
 
 def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
-    evaluated = []
-
-    def validate(config, rollouts):
-        evaluated.append(rollouts.loaded[-1][0])
-        return {"0": {"all": {"f1": 0.25}}}
-
-    monkeypatch.setattr("calibadv_jax.commands.evaluate.validate", validate)
+    monkeypatch.setattr("calibadv_jax.commands.evaluate.validate", lambda *_: {"0": {"all": {"f1": 0.25}}})
     config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
     config = replace(config, evaluate=replace(config.evaluate, every=2))
     run(config, tmp_path, Counting())
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-
     expected = {
-        "reward/mean",  # the trajectories
-        "rollout/sampled_perplexity",  # what the guards watch
-        "guard/format_valid",  # what they say
-        "advantage/answer/ratio_before",
-        "actor/grad_norm",
-        "actor/lr",
-        "rollout/probe_logprob_diff_mean",  # publishing
-        "timing_s/rollout",
-        "timing_s/advantage",
-        "timing_s/update",
-        "timing_s/publish",
-        "timing_s/step",
-        "perf/tokens_per_second",
-        "perf/searches_per_second",
-        "perf/sampled_tokens_per_second",
+        *("reward/mean", "rollout/sampled_perplexity", "guard/format_valid", "advantage/answer/ratio_before"),
+        *("actor/grad_norm", "actor/lr", "rollout/probe_logprob_diff_mean"),
+        *(f"timing_s/{name}" for name in ("rollout", "advantage", "update", "publish", "step")),
+        *(f"perf/{name}_per_second" for name in ("tokens", "searches", "sampled_tokens")),
     }
     assert not expected - first.keys()
     assert [row["rollout/workers_lost"] for row in (first, second)] == [2.0, 4.0]
-    # Evaluated is the policy that the step made, once it was published.
-    assert evaluated == [2]
     assert "eval/all/f1/greedy" not in first and second["eval/all/f1/greedy"] == 0.25
     assert "timing_s/evaluate" in second
     assert "perf/remaining_seconds" not in first and second["perf/remaining_seconds"] == 0

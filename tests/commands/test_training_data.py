@@ -57,20 +57,14 @@ def test_unfit_data_is_refused_before_anything_starts(tmp_path, weights, templat
     assert sorted(tmp_path.rglob("*")) == before
     with pytest.raises(UserError, match=message):
         doctor.check_questions(config)
-
-
-def test_evaluation_data_of_training_is_checked(tmp_path):
-    config = configured(tmp_path / "run", {}, "from_data")
-    check_inputs(config)
-    with pytest.raises(UserError, match="question 'a0': prompt.template is 'from_data'"):
-        check_inputs(replace(config, evaluate=replace(config.evaluate, every=1)))
-
-
-def test_doctor_accepts_fitting_data(tmp_path):
-    config = configured(tmp_path / "run", {"a": 1.0, "b": 1.0}, "from_data")
+    if template == "from_data":
+        check_inputs(config)
+        with pytest.raises(UserError, match=message):
+            check_inputs(replace(config, evaluate=replace(config.evaluate, every=1)))
     carried = [replace(question, prompt=(Message("user", ("Say: ", "")),)) for question in QUESTIONS]
-    write_questions(tmp_path / "run/mixed.jsonl", carried)
-    assert any("12 questions (a, b)" in line for line in doctor.check_questions(config))
+    fitting = configured(tmp_path / "fitting", {"a": 1.0, "b": 1.0}, "from_data")
+    write_questions(tmp_path / "fitting/mixed.jsonl", carried)
+    assert any("12 questions (a, b)" in line for line in doctor.check_questions(fitting))
 
 
 def test_answers_that_cannot_be_right_are_reported(tmp_path, capsys):
@@ -116,22 +110,16 @@ def start(tmp_path, monkeypatch):
     return run
 
 
-def test_overlong_prompt_is_refused_at_the_start(start):
+def test_overlong_prompts_are_refused_or_left_out(start, capsys):
     words = r"data.train: the prompts of 1 of 13 questions .*=15, .* has 47 tokens \(.*'long'\): raise it"
     with pytest.raises(UserError, match=words):
         start(rollout={"max_prompt_length": 15})
-
-
-def test_overlong_prompts_are_left_out_of_training(start, capsys):
+    room = {"max_prompt_length": 47, "max_length": 60}
+    assert len(start(rollout=room, learner={"row_length": 60}, evaluate={"every": 5})) == 13
+    assert "are left out" not in capsys.readouterr().err
     left_out = {"overlong_prompts": "leave_out"}
     result = start(rollout={"max_prompt_length": 15}, data=left_out, evaluate={"every": 5})
     assert [question.id for question in result] == [question.id for question in QUESTIONS]
     shown = " ".join(capsys.readouterr().err.split())
     for name in ("train", "eval"):
         assert f"data.{name}: the prompts of 1 of 13 questions" in shown
-
-
-def test_fitting_prompts_are_all_trained(start, capsys):
-    room = {"max_prompt_length": 47, "max_length": 60}
-    assert len(start(rollout=room, learner={"row_length": 60}, evaluate={"every": 5})) == 13
-    assert "are left out" not in capsys.readouterr().err

@@ -18,7 +18,6 @@ from trainer_rig import (
 
 from calibadv_jax.config import RewardConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import Turn
 from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.record.reader import find_step, read_step
 
@@ -40,7 +39,7 @@ class SomeTied(ScriptedRollouts):
 
 def reply_of(turn, answer):
     text = f"<think>t</think><answer>{answer}</answer>"
-    return Turn("answer", turn.token_ids, turn.logprobs, text=text, answer=answer)
+    return dataclasses.replace(turn, text=text, answer=answer)
 
 
 def config_of(folder, **data):
@@ -78,23 +77,13 @@ def test_curriculum_rests_questions_alike_after_resume(tmp_path):
 
 def test_curriculum_compares_with_the_largest_reward(tmp_path):
     """Scores of 2 out of 2 are a mean of 1, scores of 1 out of 2 are not above 0.9."""
-    begun, resting = [], []
+    begun = []
     for number, answer in enumerate(({"f1": 1.0}, {"f1": 1.0, "em": 1.0}, {"f1": 0.25})):
-        data = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}
-        config = dataclasses.replace(config_of(tmp_path / str(number), **data), reward=RewardConfig(answer))
-        begun.append(run(config, SomeTied(), tmp_path / str(number)).begun)
-        resting.append([row["rollout/resting_questions"] for row in rows(tmp_path / str(number))])
-    assert begun[0] == begun[1] == begun[2] and resting == [[3, 4, 0, 1]] * 3
-
-
-def test_reward_above_one_skips_no_question(tmp_path):
-    config = make_config(tmp_path, data={"shuffle": False})
-    config = dataclasses.replace(config, reward=RewardConfig({"f1": 1.0, "em": 1.0}))
-    rollouts = SomeTied()
-    rollouts.answers = {0: "yes", 1: "no"}
-    run(config, rollouts, tmp_path)
-    assert [name for _, name in rollouts.begun] == [f"q{number}" for number in (*range(7), 0)]
-    assert [row["group/solved"] for row in rows(tmp_path)] == [0.5, 1.0, 1.0, 1.0]
+        data, folder = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}, tmp_path / str(number)
+        config = dataclasses.replace(config_of(folder, **data), reward=RewardConfig(answer))
+        begun.append(run(config, SomeTied(), folder).begun)
+        assert [row["rollout/resting_questions"] for row in rows(folder)] == [3, 4, 0, 1]
+    assert begun[0] == begun[1] == begun[2]
 
 
 def test_both_are_off_by_default(tmp_path):
