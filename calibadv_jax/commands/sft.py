@@ -190,7 +190,8 @@ def count_updates(
             " the time: give steps"
         )
     lengths = (demonstration_length(each, config, tokenizer) for each in own)
-    shapes = [Sample(np.zeros(length, np.int32), *[np.zeros(0, np.float32)] * 3) for length in lengths]
+    empty = np.zeros(0, np.float32)
+    shapes = [Sample(np.zeros(length, np.int32), empty, empty, empty) for length in lengths]
     order = _order(len(own), phase.epochs, seed)
     fulls = _row_fulls((shapes[index] for index in order), config.sft.rows, config.sft_row_length)
     return sum(1 for _ in fulls)

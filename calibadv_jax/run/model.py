@@ -217,8 +217,10 @@ def initial_params(config: Config, model: Model, path: str) -> Params:
 def base_of(config: Config, model: Model, path: str) -> AdapterBase | None:
     """Return the base of a run's adapters, given its folder or repository; None without adapters."""
     adapters, seed = Adapters.from_config(config.policy.lora), config.run.seed
-    if adapters is None or not path:
-        return adapters and AdapterBase("", "", "", seed, adapters)
+    if adapters is None:
+        return None
+    if not path:
+        return AdapterBase("", "", "", seed, adapters)
     folder, _ = find_folder(config, path, with_weights=True, resolved=model.pins)
     return AdapterBase(path, str(folder.absolute()), weights_hash(folder), seed, adapters)
 

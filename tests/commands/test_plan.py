@@ -114,14 +114,6 @@ def test_config_for_several_hosts_is_checked(capsys):
         assert planned(capsys, "--config", PAPER, *two, *more)[0] == 0
 
 
-def test_mostly_empty_rows_are_a_warning(capsys):
-    many = ["--tpu", "v5p:4x8x8", "mesh.fsdp=256", "learner.microbatch_rows=256", "sampler.name=jax"]
-    status, printed, _ = planned(capsys, "--config", PAPER, *many, "--estimate", "--tokens", "4000")
-    assert status == 0 and "warning: only 33% of the update's rows hold tokens" in printed
-    fewer = [*many, "mesh.fsdp=64", "mesh.tensor=4", "learner.microbatch_rows=64"]
-    assert "of the update's rows" not in planned(capsys, "--config", PAPER, *fewer, "--estimate")[1]
-
-
 @pytest.mark.parametrize(
     ("platform", "named"),
     [

@@ -210,14 +210,13 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
         (chat("x", "hello"), "message 2 of 'messages': a turn must hold <search>"),
         (chat("x", f"{ANSWER}<b>"), "message 2 of 'messages': the policy stops after its action; remove"),
         *(
-            ({"messages": [*chat("x", ANSWER)["messages"], {"role": role, "content": ANSWER}]}, message)
-            for role, message in (
-                ("assistant", "message 3 .*two messages of the assistant"),
+            ({"messages": [*chat("x", ANSWER)["messages"], {"role": role, "content": ANSWER}]}, words)
+            for role, words in (
+                ("assistant", "two messages of the"),
                 ("system", "message 3 .*a system message"),
             )
         ),
-        ({"turns": 3}, "d.jsonl:1: field 'turns' must be a non-empty list, got 3; or give 'messages'"),
-        *(({"turns": turns}, "field 'turns' must be a non-empty list") for turns in ([], None, "x")),
+        *(({"turns": turns}, "field 'turns' must be a non-empty list") for turns in (3, [], None)),
     ],
 )
 def test_bad_chat_is_named(tmp_path, row, message):

@@ -272,19 +272,6 @@ def test_another_experiment_is_refused_before_anything_is_opened(tmp_path, start
         start(config)
 
 
-def test_next_start_restores_the_saved_state(tmp_path, monkeypatch):
-    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
-    config = make_config(tmp_path, learner={"steps": 2, "optimizer": optimizer})
-    elsewhere = make_state(config, tmp_path / "other")
-    fresh, trained = jax.device_get((elsewhere.state, run(config, tmp_path).state))
-    monkeypatch.delattr("calibadv_jax.run.trainer.initial_params")
-    state = make_state(config, tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.state), trained)
-    assert int(trained["updates"]) == state.step == 2 and int(fresh["updates"]) == 0
-    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), trained["params"], fresh["params"])
-    assert max(jax.tree.leaves(moved)) > 0.01
-
-
 class SlowDisk(ScriptedRollouts):
     """Checkpoints are written when the policy of step 3 is there; the first save fails with `error`."""
 

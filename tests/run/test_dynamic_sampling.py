@@ -86,12 +86,6 @@ def test_curriculum_compares_with_the_largest_reward(tmp_path):
     assert begun[0] == begun[1] == begun[2]
 
 
-def test_both_are_off_by_default(tmp_path):
-    rollouts = run(make_config(tmp_path), SomeTied(), tmp_path)
-    assert [number for number, _ in rollouts.begun] == list(range(8))
-    assert not {"rollout/replaced_groups", "rollout/resting_questions"} & rows(tmp_path)[0].keys()
-
-
 class AnotherScore(Hosts):
     """Another process scores a group otherwise: it would ask for other groups."""
 

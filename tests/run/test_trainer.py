@@ -42,9 +42,16 @@ def scored(config, numbers):
 
 
 def test_start_from_a_checkpoint_loads_no_weights(tmp_path):
-    run(make_config(tmp_path, learner={"steps": 2}), ScriptedRollouts(), tmp_path)
-    config = make_config(tmp_path, policy={"path": str(tmp_path / "lost")})
-    assert make_state(config, tmp_path).step == 2
+    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
+    learner = {"steps": 2, "optimizer": optimizer}
+    rollouts = run(make_config(tmp_path, learner=learner), ScriptedRollouts(), tmp_path)
+    config = make_config(tmp_path, learner=learner, policy={"path": str(tmp_path / "lost")})
+    state = make_state(config, tmp_path)
+    assert int(state.state["updates"]) == state.step == 2
+    first, last = rollouts.loaded[0][1], rollouts.loaded[-1][1]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.state["params"]), last)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), first, last)
+    assert max(jax.tree.leaves(moved)) > 0.01
     with pytest.raises(UserError, match="lost"):
         make_state(config, tmp_path / "new")
 
