@@ -177,8 +177,8 @@ def _answer_missing(
     config = method_config(config)
     with tempfile.TemporaryDirectory() as snapshots, ExitStack() as stack:
         with console.phase("starting sampler and retriever, loading the policy"):
-            opened = open_rollouts(config, model, source.model_folder, Path(snapshots))
-            rollouts = stack.enter_context(opened)
+            context = open_rollouts(config, model, source.model_folder, Path(snapshots))
+            rollouts = stack.enter_context(context)
             rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
         done, progress = 0, rollouts.progress(of_collect=True)
         live = console.live("evaluate", "questions", lambda: (done, len(missing), progress()[2]))

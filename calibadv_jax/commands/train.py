@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 def run(config: Config, kept: Config | None = None) -> None:
     """Train for `learner.steps` steps, or continue from the newest checkpoint of the run's folder.
 
-    `kept` is the config for the run's folder: without the addresses of services that the caller started for
+    `kept` is for the run's folder: without the addresses of services that the caller started for
     this run, so that later readers start them again.
     """
     with joined(config) as hosts:
@@ -85,8 +85,8 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
             return
         with console.phase(f"waiting for {services(config)}", announce=True):
             check = partial(check_service, config, folder) if hosts.is_first else lambda _: None
-            opened = open_rollouts(config, model, folder / "policy", folder / "snapshots", check, hosts)
-            rollouts = stack.enter_context(opened)
+            context = open_rollouts(config, model, folder / "policy", folder / "snapshots", check, hosts)
+            rollouts = stack.enter_context(context)
         with console.phase("loading the parameters", announce=True):
             state = RunState(config, model, questions, rollouts, folder, console, hosts, mirror)
         with hosts.steps(stop), state:  # all save the last step together, signal or not

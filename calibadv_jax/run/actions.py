@@ -32,10 +32,10 @@ def make_actions(config: Config) -> tuple[Action, ...]:
     if config.tools == DEFAULT:
         return ()
     tools = json.dumps([dataclasses.asdict(tool) for tool in config.tools])
-    made = _made(tools, Path(config.run.dir) / LOG, config.log.progress)
-    if isinstance(made, UserError):
-        raise made
-    return made
+    actions = _made(tools, Path(config.run.dir) / LOG, config.log.progress)
+    if isinstance(actions, UserError):
+        raise actions
+    return actions
 
 
 @functools.cache

@@ -109,13 +109,13 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
     path = Path(config.run.dir) / COLD_START
     if not path.is_file():
         return
-    kept = read_config(path)
-    if kept is None:
+    values = read_config(path)
+    if values is None:
         raise UserError(
             f"{path}: empty or cut off (was the disk full?); remove {config.sft.output}, and the cold start"
             " is made again"
         )
-    before = with_defaults(rebase_paths(kept, path.parent))
+    before = with_defaults(rebase_paths(values, path.parent))
     now = rebase_paths(kept_values(config), path.parent)
     if config.sft.row_length is None:  # the cold start has chosen it
         now["sft"]["row_length"] = before["sft"]["row_length"]
