@@ -242,10 +242,7 @@ def _raw_checkpointer() -> ocp.Checkpointer:
     own = jax.process_index()  # of several processes, one writes: Orbax must not wait for the others
     alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
     handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False,
-        use_compression=False,
-        type_handler_registry=registry,
-        multiprocessing_options=alone,
+        use_ocdbt=False, use_compression=False, type_handler_registry=registry, multiprocessing_options=alone
     )
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 

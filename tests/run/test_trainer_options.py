@@ -1,8 +1,10 @@
-"""PPO: a critic is trained, saved and asked beside the policy."""
+"""Runs with a critic, probes, replaced groups or a curriculum: resumed, replayed, and their checkpoints."""
 
 from __future__ import annotations
 
 import functools
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -22,10 +24,12 @@ from trainer_rig import (
     write_group,
 )
 
+from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import critic_values, gae_and_returns
-from calibadv_jax.config import OptimizerConfig
+from calibadv_jax.config import OptimizerConfig, RewardConfig
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.learner import critic as critic_learning
 from calibadv_jax.learner import optimizer
 from calibadv_jax.metrics.catalogue import find
@@ -34,6 +38,8 @@ from calibadv_jax.run import critic
 from calibadv_jax.snapshots.checkpoint import restore_params
 
 pytestmark = pytest.mark.medium
+
+
 RATE = OptimizerConfig(lr=0.05, schedule="constant")
 
 
@@ -168,3 +174,152 @@ def test_critic_rate_is_read_before_the_update(tmp_path, monkeypatch):
         turn.values = np.zeros(len(turn.token_ids), np.float32)
     rates = [trained.update([group], np.random.default_rng(0))["critic/lr"] for _ in range(3)]
     assert rates == [float(trained.schedule(update)) for update in range(3)] and len(set(rates)) == 3
+
+
+LEARNER = {"steps": 4, "row_length": 64, "microbatch_rows": 8, "row_widths": 1}
+
+
+def probed_config(folder, name, learner=None, **sections):
+    learner = (
+        LEARNER | {"optimizer": replace(make_config(folder).learner.optimizer, lr=0.05)} | (learner or {})
+    )
+    advantage = {"name": name} if isinstance(name, str) else name
+    return make_config(folder, learner=learner, advantage=advantage, **sections)
+
+
+def kept_values_of(folder, step, policy):
+    groups = read_step(find_step(folder, step)).groups
+    return [
+        t.golden_logprobs[policy]
+        for group in groups
+        for trajectory in group.trajectories
+        for t in trajectory.turns
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "shares"),
+    [("igpo", "current", True), pytest.param("tips", "initial", False, marks=pytest.mark.slow)],
+)
+def test_resumed_probed_run_is_equal_and_replayed(tmp_path, name, policy, shares):
+    learner = {"share_prefixes": shares}
+    whole = run(probed_config(tmp_path / "a", name, learner), ScriptedRollouts(), tmp_path / "a")
+    second = resumed(probed_config(tmp_path / "b", name, learner), tmp_path / "b", 5)
+    np.testing.assert_equal(second.loaded[-1][1], whole.loaded[-1][1])
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    row = json.loads((tmp_path / "a/metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < row[f"advantage/golden/{policy}/first"] < 1 and row["timing_s/probe"] > 0
+    for step in (1, 4):
+        assert kept_values_of(tmp_path / "a", step, policy) == kept_values_of(tmp_path / "b", step, policy)
+        kept = read_step(find_step(tmp_path / "a", step))
+        equal, total = equal_turns(
+            kept.credits, replay(kept, kept_config(kept, Path("step"))).advantages.credits, rounding=0
+        )
+        assert equal == total == 12
+        assert any(turns[0] != turns[1] for credit in kept.credits for turns in credit.turns)
+
+
+def test_probes_use_the_named_policies(tmp_path):
+    probes = {"name": "grpo", "probes": ["initial", "current"]}
+
+    class Again(ScriptedRollouts):
+        def begin(self, number, question):
+            return super().begin(number % 2, QUESTIONS[number % 2])
+
+    plain = run(probed_config(tmp_path / "a", "grpo"), Again(), tmp_path / "a")
+    probed = run(probed_config(tmp_path / "b", probes), Again(), tmp_path / "b")
+    np.testing.assert_equal(plain.loaded[-1][1], probed.loaded[-1][1])
+    first = kept_values_of(tmp_path / "b", 1, "initial")
+    assert (
+        first == kept_values_of(tmp_path / "b", 1, "current") == kept_values_of(tmp_path / "b", 4, "initial")
+    )
+    assert first != kept_values_of(tmp_path / "b", 4, "current")
+
+
+def test_replay_without_probes_is_refused(tmp_path, capsys):
+    run(probed_config(tmp_path, "grpo"), ScriptedRollouts(), tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.calibadv(["replay", str(tmp_path), "advantage.name=igpo"])
+    assert stop.value.code == 2
+    output = capsys.readouterr().err
+    assert "train with advantage.probes='[current]'" in output and output.count("\n") == 1
+
+
+class SomeTied(ScriptedRollouts):
+    """Groups 0, 3, 4 and 9 are wrong throughout; group 2 is right throughout."""
+
+    answers = dict.fromkeys((0, 3, 4, 9), "no") | {2: "yes"}
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        if number in self.answers and not future.exception():
+            for trajectory in future.result().trajectories:
+                trajectory.turns[-1] = reply_of(trajectory.turns[-1], self.answers[number])
+        return future
+
+
+def reply_of(turn, answer):
+    text = f"<think>t</think><answer>{answer}</answer>"
+    return replace(turn, text=text, answer=answer)
+
+
+def config_of(folder, **data):
+    return make_config(folder, rollout={"replace_tied": 2}, data=data)
+
+
+def asked(folder, step):
+    return [group.question.id for group in read_step(find_step(folder, step)).groups]
+
+
+def test_tied_groups_are_replaced_alike_after_resume(tmp_path):
+    whole = run(config_of(tmp_path / "a"), SomeTied(), tmp_path / "a")
+    assert [number for number, _ in whole.begun] == list(range(12))
+    # Step 1: 0 gives way to 2, and that to 3, which is tied too, but then two were replaced.
+    result = rows(tmp_path / "a")
+    assert [row["rollout/replaced_groups"] for row in result] == [2, 1, 0, 1]
+    assert [row["group/tied"] for row in result] == [0.5, 0, 0, 0]
+    second = resumed(config_of(tmp_path / "b"), tmp_path / "b", 10, SomeTied)
+    assert rows(tmp_path / "b") == result
+    assert second.begun == whole.begun[9:]
+    np.testing.assert_equal(second.loaded[-1][1], whole.loaded[-1][1])
+
+
+def test_curriculum_rests_questions_alike_after_resume(tmp_path):
+    data = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}
+    whole = run(config_of(tmp_path / "a", **data), SomeTied(), tmp_path / "a")
+    # Of seven questions q0, q2, q3 and q4 were wrong or right throughout and rest in the second epoch.
+    assert [name for _, name in whole.begun] == [f"q{number}" for number in (*range(7), 1, 5, 6, 0, 1)]
+    assert [row["rollout/resting_questions"] for row in rows(tmp_path / "a")] == [3, 4, 0, 1]
+    resumed(config_of(tmp_path / "b", **data), tmp_path / "b", 8, SomeTied)
+    assert rows(tmp_path / "b") == rows(tmp_path / "a")
+    for step in range(1, 5):
+        assert asked(tmp_path / "a", step) == asked(tmp_path / "b", step)
+
+
+def test_curriculum_compares_with_the_largest_reward(tmp_path):
+    """Scores of 2 out of 2 are a mean of 1, scores of 1 out of 2 are not above 0.9."""
+    begun = []
+    for number, answer in enumerate(({"f1": 1.0}, {"f1": 1.0, "em": 1.0}, {"f1": 0.25})):
+        data, folder = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}, tmp_path / str(number)
+        config = replace(config_of(folder, **data), reward=RewardConfig(answer))
+        begun.append(run(config, SomeTied(), folder).begun)
+        assert [row["rollout/resting_questions"] for row in rows(folder)] == [3, 4, 0, 1]
+    assert begun[0] == begun[1] == begun[2]
+
+
+class AnotherScore(Hosts):
+    """Another process scores a group otherwise: it would ask for other groups."""
+
+    def same(self, what, value):
+        if what == "score of a group":
+            assert value() == [[0.0] * 3, [1.0, 0.0, 0.0]]
+            raise UserError(f"process 1 has another {what} than process 0")
+
+
+def test_scores_of_tied_groups_are_compared_across_processes(tmp_path):
+    rollouts = SomeTied()
+    state = make_state(config_of(tmp_path), tmp_path, rollouts)
+    state.hosts = AnotherScore()
+    with pytest.raises(UserError, match="another score of a group"):
+        state.stream.take(0)
+    assert [number for number, _ in rollouts.begun] == [0, 1]
