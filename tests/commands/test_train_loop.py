@@ -169,25 +169,20 @@ def test_signal_in_update_waits_for_the_record(tmp_path, monkeypatch):
     assert left(tmp_path) == ([1, 2], [1, 2], [2])
 
 
-def test_donated_state_is_not_saved(tmp_path):
-    config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": 1})
-    state = make_state(config, tmp_path)
+@pytest.mark.parametrize("reason", ["donated", "out of step"])
+def test_state_that_is_not_whole_is_not_saved(tmp_path, reason):
+    """Its arrays were donated; or other processes are elsewhere, and a checkpoint is written by all."""
+    state = make_state(make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": 1}), tmp_path)
     with pytest.raises(Broken), state:
         state.save()
         state.step = 1
-        jax.tree.leaves(state.state)[0].delete()
+        if reason == "donated":
+            jax.tree.leaves(state.state)[0].delete()
+        else:
+            state.hosts = Hosts()
+            state.hosts.in_step = False
         raise Broken
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]")) == ["0"]
-
-
-def test_process_out_of_step_saves_nothing(tmp_path):
-    """The others are elsewhere, and a checkpoint is written by all."""
-    state = make_state(make_config(tmp_path), tmp_path)
-    state.hosts = Hosts()
-    state.hosts.in_step = False
-    with pytest.raises(Broken), state:
-        raise Broken
-    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.parametrize("stopped_by", [Broken, None])
@@ -264,18 +259,11 @@ def test_start_checks_inputs_first_and_resumes(tmp_path, start, capsys):
     assert [version for version, _ in again.loaded] == [2, 3]
     assert left(folder)[0] == [1, 2, 3]
     assert (folder / "configs/1.yaml").is_file()
-
-
-def test_another_experiment_is_refused_before_anything_is_opened(tmp_path, start):
-    folder = tmp_path / "run"
-    config = make_config(folder, learner={"steps": 1}, prompt={"template": "short"})
-    start(config)
     before = (folder / "metrics.jsonl").read_text()
     del start.order[:]
     with pytest.raises(UserError, match="run.seed"):
         start(replace(config, run=replace(config.run, seed=5)))
-    assert start.order == ["inputs", "model"]
-    assert (folder / "metrics.jsonl").read_text() == before
+    assert start.order == ["inputs", "model"] and (folder / "metrics.jsonl").read_text() == before
     write_questions(folder / "train.jsonl", QUESTIONS[:-1])
     with pytest.raises(UserError, match="data.content|data.train"):
         start(config)

@@ -148,20 +148,21 @@ def test_kl_term_compares_with_initial_policy(tmp_path):
 
 @pytest.mark.parametrize(("temperature", "used"), [(0.7, 0.7), (0.0, 1.0)])
 def test_learner_uses_the_sampling_temperature(tmp_path, temperature, used):
-    config = make_config(tmp_path, rollout={"temperature": temperature}, policy={"logprob_chunk": 5})
-    state = make_state(config, tmp_path)
-    options = state.trainer.learner.options
-    assert (options.temperature, options.logprob_chunk, options.rows) == (used, 5, 8)
-    assert (options.row_length, options.offload) == (config.learner.row_length, False)
-    assert state.trainer.reference is None  # without a KL term nothing is kept for it
-
-
-def test_schedule_ends_with_the_run(tmp_path):
     """Six trajectories in mini-batches of four, three times over, for five steps: thirty updates."""
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1.0, schedule="linear")
     learner = {"steps": 5, "minibatch_size": 4, "epochs": 3, "optimizer": optimizer}
-    schedule = make_state(make_config(tmp_path, learner=learner), tmp_path).trainer.schedule
-    assert [float(schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
+    sections = {"rollout": {"temperature": temperature}, "policy": {"logprob_chunk": 5}, "learner": learner}
+    config = make_config(tmp_path, **sections)
+    trainer = make_state(config, tmp_path).trainer
+    options = trainer.learner.options
+    assert (options.temperature, options.logprob_chunk, options.rows) == (
+        used,
+        5,
+        config.learner.microbatch_rows,
+    )
+    assert (options.row_length, options.offload) == (config.learner.row_length, False)
+    assert trainer.reference is None  # without a KL term nothing is kept for it
+    assert [float(trainer.schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
 
 
 class Twice(Hosts):

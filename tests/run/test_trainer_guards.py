@@ -29,37 +29,38 @@ from calibadv_jax.record.reader import read_metadata
 from calibadv_jax.record.schema import kept_steps
 
 
-def test_rollback_restores_last_good_checkpoint_with_new_seed(tmp_path):
+class Mirror:
+    """Notes the calls; what it has of later steps goes before they go here."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *step: self.calls.append((name, *step))
+
+
+def test_rollback_restores_last_good_checkpoint_with_new_seed(tmp_path, monkeypatch):
+    drawn, random_state = [], train.random_state
+    monkeypatch.setattr(train, "random_state", lambda *of: drawn.append(of) or random_state(*of))
     config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
-    rollouts = run(config, Collapsing(), tmp_path)
+    with Stop() as stop, make_state(config, tmp_path, rollouts := Collapsing()) as state:
+        state.mirror = mirror = Mirror()
+        train.train(state, stop)
     # Step 4 (groups 6 and 7) collapses; the newest checkpoint before it is that of step 2.
     assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]
     assert [number for number, _ in rollouts.begun] == [*range(8), *range(4, 12)]
     assert rollouts.seed != 0
+    seeds = [(0, step) for step in range(4)] + [(rollouts.seed, step) for step in range(2, 6)]
+    assert drawn == [(seed, step, "reward") for seed, step in seeds]
     written = rows(tmp_path)
     assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
     assert all(row["guard/sampled_perplexity"] == 0 for row in written)
     kept = {step: read_metadata(path)["seed"] for step, path in kept_steps(tmp_path).items()}
     assert list(kept) == [1, 2, 3, 4, 5, 6]
     assert kept[1] == kept[2] == "0" and kept[3] == kept[4] == str(rollouts.seed)  # those of the way back
-    back = rollouts.loaded[2][1], rollouts.loaded[5][1]
-    jax.tree.map(np.testing.assert_array_equal, *back)
+    jax.tree.map(np.testing.assert_array_equal, rollouts.loaded[2][1], rollouts.loaded[5][1])
     assert checkpoints(tmp_path) == [4, 6]
-
-
-def test_mirror_follows_the_rollback(tmp_path):
-    """What it has of later steps goes before they go here."""
-    calls = []
-    config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
-
-    class Mirror:
-        def __getattr__(self, name):
-            return lambda *step: calls.append((name, *step))
-
-    with Stop() as stop, make_state(config, tmp_path, Collapsing()) as state:
-        state.mirror = Mirror()
-        train.train(state, stop)
-    copied = [call for call in calls if call != ("check",)]
+    copied = [call for call in mirror.calls if call != ("check",)]
     assert copied == [("put", 2), ("drop_after", 2), ("put", 2), ("put", 4), ("put", 6)]
 
 
@@ -205,18 +206,3 @@ def test_tied_steps_are_no_collapse(tmp_path):
         assert absent <= first.keys() and not absent & row.keys()
     lines = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
     assert ["entropy" in line for line in lines] == [True, False, False, False]
-
-
-def test_rollback_draws_other_reward_permutations(tmp_path, monkeypatch):
-    drawn, random_state = [], train.random_state
-
-    def noted(seed, step, purpose):
-        drawn.append((seed, step, purpose))
-        return random_state(seed, step, purpose)
-
-    monkeypatch.setattr(train, "random_state", noted)
-    config = make_config(tmp_path, learner={"steps": 4}, guards=GUARDED | {"action": "rollback"})
-    rollouts = run(config, Collapsing(), tmp_path)
-    assert drawn == [(0, step, "reward") for step in range(4)] + [
-        (rollouts.seed, step, "reward") for step in (2, 3)
-    ]
