@@ -155,12 +155,8 @@ def test_learner_uses_the_sampling_temperature(tmp_path, temperature, used):
     config = make_config(tmp_path, **sections)
     trainer = make_state(config, tmp_path).trainer
     options = trainer.learner.options
-    assert (options.temperature, options.logprob_chunk, options.rows) == (
-        used,
-        5,
-        config.learner.microbatch_rows,
-    )
-    assert (options.row_length, options.offload) == (config.learner.row_length, False)
+    assert (options.temperature, options.logprob_chunk, options.offload) == (used, 5, False)
+    assert (options.rows, options.row_length) == (config.learner.microbatch_rows, config.learner.row_length)
     assert trainer.reference is None  # without a KL term nothing is kept for it
     assert [float(trainer.schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
 
