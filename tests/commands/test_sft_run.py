@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import load_file
+from trainer_rig import rows
 
 from calibadv_jax.commands import sft
 from calibadv_jax.config import (
@@ -163,10 +164,7 @@ def interrupted(config, monkeypatch, end):
 
 
 def trained_rows(folder):
-    rows = [json.loads(line) for line in (folder / "sft_metrics/metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: item for name, item in row.items() if not name.startswith(("perf", "timing"))} for row in rows
-    ]
+    return rows(folder / "sft_metrics")
 
 
 def assert_the_same(folder, other):

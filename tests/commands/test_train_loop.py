@@ -22,6 +22,7 @@ from trainer_rig import (
     MODEL,
     QUESTIONS,
     ScriptedRollouts,
+    checkpoints,
     make_config,
     make_model,
     make_state,
@@ -76,8 +77,7 @@ def run(config, folder, rollouts=None, progress=False):
 
 def left(folder):
     """Steps with a row, with trajectories, with a checkpoint."""
-    saved = sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
-    return [row["step"] for row in rows(folder)], sorted(kept_steps(folder)), saved
+    return [row["step"] for row in rows(folder)], sorted(kept_steps(folder)), checkpoints(folder)
 
 
 def failing_learn(at):

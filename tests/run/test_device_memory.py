@@ -142,24 +142,14 @@ def test_adapter_estimate_equals_placement(optimizer):
     assert adapter_lines(config_with(), ARCHITECTURE) == []
 
 
-def test_memory_by_purpose():
+def test_memory_depends_on_reference_and_sampler():
     count, plain = ARCHITECTURE.num_parameters, estimate()
-    expected = {
-        "parameters": 4 * count,
-        "optimizer": 2 * 4 * count,  # AdamW has two moments
-        "gradients": 2 * 4 * count,
-        "sampler weights": 2 * count,
-        "kv cache": 2 * 6 * 100 * 5 * (2 * 2 * 16),  # bytes, slots, tokens, layers, K and V
-        "activations": 8 * 128 * 32 * 2 * 5,  # tokens, width, bytes, layers
-    }
-    assert {name: plain[name] for name in expected} == expected and "reference policy" not in plain
+    assert plain["parameters"] == 4 * count and "reference policy" not in plain
     assert estimate(loss={"kl_coef": 0.1})["reference policy"] == 4 * count
     assert estimate(policy={"param_dtype": "bfloat16"})["parameters"] == 2 * count
     without = estimate(sampler={"name": "vllm"})
     assert not {"kv cache", "sampler weights", *SAMPLING} & without.keys()
     assert "sampling" in memory_line(plain) and "sampling" not in memory_line(without)
-    full, dots, none = (estimate(policy={"remat": name})["activations"] for name in ("full", "dots", "none"))
-    assert full < dots < none
 
 
 def test_critic_estimate_includes_its_optimizer():
@@ -195,9 +185,6 @@ def test_offloaded_moments_count_during_optimizer_step_only():
     rule = replace(Config().learner.optimizer, offload="host")
     plain, moved = estimate(), estimate(learner={"optimizer": rule})
     assert moved["optimizer"] == 0 and moved["moments"] == plain["optimizer"] / 2
-    wide = replace(ARCHITECTURE, vocab_size=100_000, tie_word_embeddings=True)
-    largest = estimate(ONE, wide, learner={"optimizer": rule})["moments"]
-    assert largest == 2 * 2 * 4 * 100_000 * 32  # old and new, two moments, bytes, vocabulary, width
     held = moved["parameters"] + moved["sampler weights"] + moved["kv cache"]
     large = moved | {"activations": 100 * moved["moments"]}
     assert peak_memory(large) == held + sum(large[name] for name in UPDATE)
