@@ -105,10 +105,14 @@ def test_failed_update_saves_the_step_before(tmp_path, monkeypatch):
 
 
 def test_failed_publication_keeps_row_and_step(tmp_path):
-    config, first = make_config(tmp_path, checkpoint={"every": 0}), Failing(version=0)
+    config, first, other = (
+        make_config(tmp_path, checkpoint={"every": 0}),
+        Failing(version=0),
+        tmp_path / "other",
+    )
     with pytest.raises(Broken):
-        run(config, tmp_path, first)
-    assert first.begun == [] and rows(tmp_path) == []
+        run(make_config(other), other, first)
+    assert first.begun == [] and rows(other) == []
     with pytest.raises(Broken):
         run(config, tmp_path, Failing(version=2))
     assert left(tmp_path) == ([1, 2], [1, 2], [2])
@@ -175,6 +179,7 @@ def test_state_that_is_not_whole_is_not_saved(tmp_path, reason):
     state = make_state(make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": 1}), tmp_path)
     with pytest.raises(Broken), state:
         state.save()
+        state.checkpoints.wait()
         state.step = 1
         if reason == "donated":
             jax.tree.leaves(state.state)[0].delete()

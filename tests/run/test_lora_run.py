@@ -130,7 +130,7 @@ def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
     (tmp_path / "plain/checkpoints").mkdir(parents=True)
     for source, words in (
         ("plain/checkpoints", "no checkpoint with adapters"),
-        ("run/checkpoints/9", "no check"),
+        ("run/checkpoints/9", "no complete"),
     ):
         source = folder.parent / source if source.startswith("run") else tmp_path / source
         with pytest.raises(UserError, match=words):

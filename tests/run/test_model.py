@@ -228,6 +228,7 @@ def test_tokenizer_class_is_kept_unless_own_code(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen2"}))
     set_class(tmp_path, "Qwen2Tokenizer")
     assert type(load_tokenizer(tmp_path)).__name__ == "Qwen2Tokenizer"
+    (tmp_path / "config.json").unlink()  # else transformers takes the class of its model_type
     set_class(tmp_path, "Own", auto_map={"AutoTokenizer": [None, "own.Own"]})
     ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
