@@ -95,16 +95,6 @@ def test_proposed_overrides_fit(capsys, config, devices, overrides):
         assert status == 0 and "fits" in printed, proposal
 
 
-def test_mesh_advice_leads_to_a_fit(capsys):
-    config = ["--config", str(ROOT / "configs/paper/qwen2.5-3b.yaml")]
-    arguments = [*config, "--gpu", "h100", "--topology", "1x1x1", "--estimate"]
-    _, _, error = planned(capsys, *arguments)
-    advice = error.partition(": set ")[2].split()
-    assert "learner.microbatch_rows=1" in advice
-    _, printed, _ = planned(capsys, *arguments, *advice)
-    assert "would fit: learner.optimizer.offload=host (39.5 GiB by the formula)" in printed
-
-
 def test_config_for_several_hosts_is_checked(capsys):
     two = ["--gpu", "h100", "--topology", "1x2x8", "mesh.fsdp=16", "learner.microbatch_rows=16", "--estimate"]
     three = ["sampler.workers=3", "sampler.worker_devices=[]"]

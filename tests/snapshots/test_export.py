@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from calibadv_jax.commands.export import export
 from calibadv_jax.config import (
@@ -26,7 +26,6 @@ from calibadv_jax.config import (
     dump_config,
     load_config,
 )
-from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import find_policy
@@ -211,17 +210,6 @@ def test_export_samples_as_in_training(tiny, run, tmp_path):
     assert (loaded.top_k, loaded.top_p, loaded.do_sample) == (0, 0.95, True)
     export(replace(config, rollout=replace(config.rollout, temperature=0.0)))
     assert json.loads((tmp_path / "hf/generation_config.json").read_text())["do_sample"] is False
-
-
-def test_tokenizer_and_chat_template_come_along(run, tmp_path):
-    config, _ = run
-    tokenizer = build_word_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "run/policy")
-    export(config)
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert loaded.get_vocab() == tokenizer.get_vocab()
-    assert loaded.apply_chat_template([{"content": "who"}], tokenize=False) == "[who]"
 
 
 @pytest.mark.parametrize("adapter", [False, True])
