@@ -29,7 +29,7 @@ from calibadv_jax.policy.adapters import Adapters, joined
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
-from calibadv_jax.run.model import Base
+from calibadv_jax.run.model import AdapterBase
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
@@ -111,7 +111,7 @@ def main() -> None:
     assert adapters is not None
     policy = Policy(architecture_from_hf(hf_config), Numerics(), adapters)
     frozen = load_params(arguments.model, policy, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
-    base = Base("base", str(arguments.model.absolute()), weights_hash(arguments.model), 0, adapters)
+    base = AdapterBase("base", str(arguments.model.absolute()), weights_hash(arguments.model), 0, adapters)
     tokens = np.random.default_rng(0).integers(0, policy.architecture.vocab_size, LENGTH).astype(np.int32)
     rounding(policy, joined(frozen, moved(policy, 0)), tokens)
     if not arguments.swaps:

@@ -8,6 +8,7 @@ same command continues an evaluation that was interrupted.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -40,7 +41,7 @@ from calibadv_jax.rewards.score import score_trajectory, text_scores
 from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import make_actions
-from calibadv_jax.run.fingerprints import describe_policy, describe_retriever, prompt_hashes
+from calibadv_jax.run.fingerprints import describe_policy, describe_retriever, judge_hash, tools_hash
 from calibadv_jax.run.model import Model, PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.run.wiring import open_rollouts
 from calibadv_jax.snapshots.checkpoint import saved_steps
@@ -60,7 +61,8 @@ def run(config: Config) -> None:
     report = evaluate_policy(config, source, console)
     for line in unanswered(report.means):
         console.warn(f"{line}; the transcripts are in {Path(config.evaluate.output).with_suffix('.jsonl')}")
-    console.say(report_table(report))
+    headers, cells = table_rows(report)
+    console.say(table(cells, headers))
     console.note(f"written to {config.evaluate.output}")
 
 
@@ -84,9 +86,9 @@ def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -
     for limit in (config.data.eval_limit, sample_size):
         questions = select_evenly(questions, limit, seed=0) if limit else questions
     config = method_config(config)
-    asked = [with_passages(each, ()) for each in questions] if config.evaluate.method == "rag" else questions
-    longest = config.rollout.max_prompt_length
-    lengths = prompt_lengths(asked, tokenizer, config.prompt, longest, make_actions(config))
+    is_rag, longest = config.evaluate.method == "rag", config.rollout.max_prompt_length
+    prompted = [with_passages(question, ()) for question in questions] if is_rag else questions
+    lengths = prompt_lengths(prompted, tokenizer, config.prompt, longest, make_actions(config))
     return drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.eval")
 
 
@@ -104,16 +106,15 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
     """
     console = console or Console(config.log.progress)
     refuse_other_run(Path(config.evaluate.output), "evaluate.output", Path(config.run.dir))
-    stop = Stop(
-        saves="the answers so far are kept", then="the same command goes on with the questions that are left"
-    )
+    remaining = "the same command goes on with the questions that are left"
+    stop = Stop(saves="the answers so far are kept", then=remaining)
     with stop, locked_output(Path(config.evaluate.output), "evaluate.output", console.warn):
         return _evaluate(config, source, console)
 
 
 def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreReport:
-    output = Path(config.evaluate.output)
-    if config.evaluate.method == "rag" and not config.has_retriever:
+    output, evaluate = Path(config.evaluate.output), config.evaluate
+    if evaluate.method == "rag" and not config.has_retriever:
         raise UserError(
             "evaluate.method is rag, which looks passages up, but no retriever is named; set retriever.url,"
             " or retriever.corpus to start a service here"
@@ -121,32 +122,44 @@ def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreRe
     source = source.at_step()
     model = build_model(method_config(config), str(source.model_folder), source.adapters)
     questions, overlong = evaluation_questions(config, model.tokenizer)
-    for line in answer_warnings(questions, "data.eval"):
+    for line in filter(None, (*answer_warnings(questions, "data.eval"), overlong)):
         console.warn(line)
-    if overlong:
-        console.warn(overlong)
     policy = describe_policy(source)
     retriever = describe_retriever(method_config(config).retriever, console.warn)
-    evaluation = identity(config, policy, retriever, questions, prompt_hashes(config))
+    hashes = {"tools": tools_hash(config), "judge": judge_hash(config)}
+    evaluation = identity(config, policy, retriever, questions, hashes)
     file = RowFile(output.with_suffix(".jsonl"), evaluation, questions)
     if file.foreign_lines:
         console.note(f"{file.path}: {file.foreign_lines} lines of another evaluation are replaced")
-    temperatures = dict.fromkeys(config.evaluate.temperatures)
-    requests = [(temperature, question) for temperature in temperatures for question in questions]
-    missing = [request for request in requests if _key(*request) not in file.rows]
+    requests: dict[RowKey, tuple[float, Question]] = {
+        (f"{temperature:g}", question.data_source, question.id): (temperature, question)
+        for temperature in evaluate.temperatures
+        for question in questions
+    }
+    missing = [request for key, request in requests.items() if key not in file.rows]
     if len(missing) < len(requests):
         console.note(f"{len(requests) - len(missing)} of {len(requests)} answers are there; going on")
     if missing:
         _answer_missing(config, source, model, questions, missing, file, retriever, console)
-    rows = file.finish([_key(*request) for request in requests])
-    report = summarise(rows, config.evaluate.resamples, config.evaluate.confidence)
-    about = {"policy": policy, "retriever": retriever, "overlong_prompts": overlong}
-    _write(output, config, about, report)
+    rows = file.finish(list(requests))
+    report = summarise(rows, evaluate.resamples, evaluate.confidence)
+    result = {
+        "policy": policy,
+        "retriever": retriever,
+        "overlong_prompts": overlong,
+        "method": evaluate.method,
+        "data": config.data.eval,
+        "samples": evaluate.samples,
+        "seed": config.run.seed,
+        "confidence": evaluate.confidence,
+        "resamples": evaluate.resamples,
+        "scores": report.means,
+        "intervals": report.intervals,
+    }
+    write_json(output, result)
+    write_text(output.with_suffix(".md"), markdown_table(report, evaluate.confidence))
+    write_text(output.with_suffix(".csv"), csv_table(report))
     return report
-
-
-def _key(temperature: float, question: Question) -> RowKey:
-    return f"{temperature:g}", question.data_source, question.id
 
 
 def _answer_missing(
@@ -160,28 +173,30 @@ def _answer_missing(
     console: Console,
 ) -> None:
     """Write the rows of `missing` to the file as they are answered, with the `service` that searched."""
-    asked, name = method_config(config), config.evaluate.method
+    evaluate = config.evaluate
+    config = method_config(config)
     with tempfile.TemporaryDirectory() as snapshots, ExitStack() as stack:
         with console.phase("starting sampler and retriever, loading the policy"):
-            opened = open_rollouts(asked, model, source.model_folder, Path(snapshots))
-            rollouts = stack.enter_context(opened)
+            context = open_rollouts(config, model, source.model_folder, Path(snapshots))
+            rollouts = stack.enter_context(context)
             rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
         done, progress = 0, rollouts.progress(of_collect=True)
         live = console.live("evaluate", "questions", lambda: (done, len(missing), progress()[2]))
         stack.enter_context(live)
         file.start()  # only now, when the policy has been loaded
-        retriever = method_retriever(name, rollouts.context.retriever, questions, config.run.seed)
+        retriever = rollouts.context.retriever
+        retriever = method_retriever(evaluate.method, retriever, questions, config.run.seed)
         rollouts.context = replace(rollouts.context, retriever=retriever)
 
-        def keep(row: ScoredRow) -> None:
+        def add(row: ScoredRow) -> None:
             nonlocal done
             file.add(row | {"retriever": service})
             done += 1
 
-        for temperature in dict.fromkeys(temperature for temperature, _ in missing):
-            some = [question for at, question in missing if at == temperature]
-            samples = config.evaluate.samples if temperature > 0 else 1
-            answer(asked, rollouts, some, temperature, samples, keep, file.evaluation)
+        for temperature, group in itertools.groupby(missing, key=lambda request: request[0]):
+            samples = evaluate.samples if temperature > 0 else 1
+            unanswered_questions = [question for _, question in group]
+            answer(config, rollouts, unanswered_questions, temperature, samples, add, file.evaluation)
 
 
 def validate(config: Config, rollouts: Rollouts) -> Means:
@@ -202,38 +217,37 @@ def answer(
     questions: Sequence[Question],
     temperature: float,
     samples: int,
-    keep: Callable[[ScoredRow], object],
+    add: Callable[[ScoredRow], object],
     evaluation: str = "",
 ) -> None:
     """Answer questions with the sampler's current policy.
 
-    `config` is that of `method_config`. `keep` gets the row of each question, with the identity `evaluation`,
+    `config` is that of `method_config`. `add` gets the row of each question, with the identity `evaluation`,
     on the thread of the rollouts.
     """
-    method = config.evaluate.method
-    asked = list(questions)
+    method, context = config.evaluate.method, rollouts.context
+
+    def fits(question: Question) -> bool:
+        longest = context.rollout.max_prompt_length
+        return not prompt_lengths([question], context.tokenizer, context.prompt, longest, context.actions)
+
+    prompted = list(questions)
     if method == "rag":
-        pairs = zip(asked, _passages(rollouts, asked), strict=True)
-        asked = [with_passages(*pair, fits=lambda question: _fits(question, rollouts)) for pair in pairs]
-    original = {id(prompted): question for prompted, question in zip(asked, questions, strict=True)}
+        pairs = zip(questions, _passages(rollouts, questions), strict=True)
+        prompted = [with_passages(*pair, fits=fits) for pair in pairs]
+    original = {id(each): question for each, question in zip(prompted, questions, strict=True)}
 
     def complete(group: Group) -> None:
         scored = [score_trajectory(trajectory, config.reward) for trajectory in group.trajectories]
         if METHODS[method].template is not None:
             scored = [replace(each, metrics=each.metrics | text_scores(each)) for each in scored]
         question = original[id(group.question)]
-        keep(make_row(evaluation, temperature, question, replace(group, trajectories=scored), method))
+        add(make_row(evaluation, temperature, question, replace(group, trajectories=scored), method))
         for trajectory in group.attempts:  # `collect` holds the groups until all are there
             trajectory.turns.clear()
 
     name = f"eval{temperature}"
-    rollouts.collect(asked, name, config.run.seed, complete, temperature=temperature, group_size=samples)
-
-
-def _fits(question: Question, rollouts: Rollouts) -> bool:
-    context = rollouts.context
-    longest = context.rollout.max_prompt_length
-    return not prompt_lengths([question], context.tokenizer, context.prompt, longest, context.actions)
+    rollouts.collect(prompted, name, config.run.seed, complete, temperature=temperature, group_size=samples)
 
 
 def _passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[list[Document]]:
@@ -248,25 +262,3 @@ def _passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[list[Do
     texts = [question.text for question in questions]
     batches = (texts[start : start + PASSAGE_QUERIES] for start in range(0, len(texts), PASSAGE_QUERIES))
     return [documents for batch in batches for documents in search(batch)]
-
-
-def _write(output: Path, config: Config, about: dict[str, Any], report: ScoreReport) -> None:
-    evaluate = config.evaluate
-    about |= {
-        "method": evaluate.method,
-        "data": config.data.eval,
-        "samples": evaluate.samples,
-        "seed": config.run.seed,
-        "confidence": evaluate.confidence,
-        "resamples": evaluate.resamples,
-    }
-    scores = {"scores": report.means, "intervals": report.intervals}
-    write_json(output, about | scores)
-    write_text(output.with_suffix(".md"), markdown_table(report, evaluate.confidence))
-    write_text(output.with_suffix(".csv"), csv_table(report))
-
-
-def report_table(report: ScoreReport) -> str:
-    """Return a row for each temperature and data source, for the console."""
-    headers, rows = table_rows(report)
-    return table(rows, headers)

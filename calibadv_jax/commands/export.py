@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import platform
+import re
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.config.kept import newest_start, refuse_other_run
@@ -30,7 +32,6 @@ from calibadv_jax.rollout.prompts import TEMPLATES
 from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.folder import differences, is_binding, with_defaults
 from calibadv_jax.run.model import PolicySource, find_policy
-from calibadv_jax.snapshots.card import generation_config, model_card
 from calibadv_jax.snapshots.checkpoint import restore_params
 from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, save_folder
 from calibadv_jax.snapshots.mirror import bring_newest
@@ -39,6 +40,49 @@ from calibadv_jax.snapshots.peft import save_adapters
 GENERATION = "generation_config.json"
 PACKAGES = ("calibadv-jax", "jax", "flax", "transformers")
 PLACES = marked(Mark.PLACE)  # the card names their last part, or nothing
+TAGS = ["calibadv", "search-agent", "reinforcement-learning"]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+CARD_TEXT = """\
+---
+{front}
+---
+
+# {title}
+
+A search agent, trained with calibadv_jax (arXiv 2604.18235).
+
+## Use
+
+{loading}Each turn the policy writes `<think>…</think>` and then {action} or `<answer>…</answer>`.
+Stop at the closing tag. {reply} between `<information>` and `</information>` and let it go on.
+The prompt, in the tokenizer's chat template if it has a template:
+
+{prompt}
+
+## Training
+
+{facts}
+{settings}
+## Scores
+
+{scores}
+
+## Versions
+
+{versions}
+"""
+LOADING_TEXT = """\
+LoRA adapters, trained on the base in {dtype}. Load it in this precision: the adapters belong to
+its weights as they are rounded there.
+
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained({base}, torch_dtype=torch.{dtype})
+    model = PeftModel.from_pretrained(base, "THIS_FOLDER")
+
+"""
 
 
 def run(config: Config, adapter: bool = False) -> None:
@@ -67,45 +111,29 @@ def export(config: Config, adapter: bool = False) -> Path:
     source = find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints")).at_step()
     if source.kind == "huggingface":
         raise UserError(f"{source.path}: no complete checkpoint there; train first, or set export.source")
-    if adapter:
-        return _export_adapter(config, source, output)
-    hf_config = read_hf_config(source.model_folder)
-    architecture = architecture_from_hf(hf_config, f"{source.model_folder}/config.json")
-    dtype = jnp.dtype(config.export.dtype)
-    # Adapters in float32, so that their sum with the base is rounded once.
-    numerics = Numerics(compute_dtype=dtype, param_dtype=jnp.float32 if source.adapters else dtype)
-    policy = Policy(architecture, numerics, source.adapters)
-    params = policy.merged(source.params(policy, _one_device()), dtype)
-    before = source.model_folder / GENERATION
-    trained = training_config(config, source)
-    kept = read_json(before) if before.is_file() else {}
-    texts = {
-        GENERATION: generation_config(trained["rollout"], hf_config, kept),
-        CARD: card(config, source, trained),
-    }
-    dtype_name, shard_size = config.export.dtype, int(config.export.max_shard_gib * 2**30)
-    with locked_output(output, "export.output", Console(config.log.progress).warn):
-        return save_folder(params, hf_config, output, dtype_name, source.model_folder, shard_size, texts)
-
-
-def _export_adapter(config: Config, source: PolicySource, output: Path) -> Path:
-    base = source.base
-    if base is None:
+    base, folder = source.base, source.model_folder
+    if adapter and base is None:
         raise UserError(
             f"{source.path}: no checkpoint with adapters (policy.lora.rank is 0 in its run, or it is a"
             " snapshot); leave --adapter out, which writes the whole policy"
         )
-    architecture = architecture_from_hf(read_hf_config(source.model_folder))
-    policy = Policy(architecture, Numerics(), base.adapters)
-    targets = placed_params(policy.abstract_trained, _one_device())
-    params, _ = restore_params(source.path, targets, source.step)
-    text = card(config, source, training_config(config, source), adapter=True)
-    with locked_output(output, "export.adapter_output", Console(config.log.progress).warn):
-        return save_adapters(params, base.adapters, base.name, output, source.model_folder, text)
-
-
-def _one_device() -> Mesh:
-    return make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
+    hf_config, dtype = read_hf_config(folder), jnp.dtype(config.export.dtype)
+    # Adapters in float32, so that their sum with the base is rounded once.
+    numerics = Numerics(compute_dtype=dtype, param_dtype=jnp.float32 if base else dtype)
+    policy = Policy(architecture_from_hf(hf_config, f"{folder}/config.json"), numerics, source.adapters)
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
+    if adapter:
+        params, _ = restore_params(source.path, placed_params(policy.abstract_trained, mesh), source.step)
+    else:
+        params = policy.merged(source.params(policy, mesh), dtype)
+    trained = training_config(config, source)
+    card = model_card(config, source, trained, adapter)
+    with locked_output(output, f"export.{key}", Console(config.log.progress).warn):
+        if adapter and base is not None:
+            return save_adapters(params, base.adapters, base.name, output, folder, card)
+        texts = {GENERATION: _generation_config(trained["rollout"], hf_config, folder), CARD: card}
+        shard_bytes = int(config.export.max_shard_gib * 2**30)
+        return save_folder(params, hf_config, output, config.export.dtype, folder, shard_bytes, texts)
 
 
 def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
@@ -114,31 +142,90 @@ def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
     return kept_values(config) if start is None else with_defaults(start.config)
 
 
-def card(config: Config, source: PolicySource, trained: dict[str, Any], adapter: bool = False) -> str:
-    """Return the model card of the policy, or of its adapters alone."""
-    policy = describe_policy(source)
-    used = dataclasses.replace(
-        config, policy=dataclasses.replace(config.policy, path=trained["policy"]["path"], revision="")
-    )
+def _generation_config(rollout: Mapping[str, Any], hf_config: Mapping[str, Any], folder: Path) -> str:
+    """Return generation_config.json: readers sample as in training by default.
+
+    Of the file in `folder`, that of the policy the training began with, only padding and beginning tokens
+    are kept: its temperature and penalties are not those of the training.
+    """
+    before = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    fields = {"eos_token_id": hf_config.get("eos_token_id", before.get("eos_token_id"))}
+    for name in ("bos_token_id", "pad_token_id"):
+        fields[name] = before.get(name, hf_config.get(name))
+    fields = {name: value for name, value in fields.items() if value is not None}
+    sampling: dict[str, Any] = {"do_sample": False}
+    if rollout["temperature"]:
+        names = ("temperature", "top_p", "top_k")
+        sampling = {"do_sample": True, "repetition_penalty": 1.0} | {name: rollout[name] for name in names}
+    return json.dumps(fields | sampling, indent=2) + "\n"
+
+
+def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any], adapter: bool) -> str:
+    """Return README.md of an export, with the front matter of HuggingFace's hub.
+
+    Args:
+        trained: config of the training, as nested values.
+        adapter: the export holds the adapters alone, and the card says how their base is loaded.
+    """
+    start, policy = trained["policy"]["path"], describe_policy(source)
+    front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    front |= {"pipeline_tag": "text-generation", "tags": TAGS}
+    if HUB_ID.fullmatch(start) and not Path(start).exists():
+        front["base_model"] = start
+    facts = {
+        "algorithm": trained["advantage"]["name"],
+        "began with": Path(start).name or "random parameters",
+        "step": policy["step"],
+        "training questions": _file_names(trained["data"]["train"]) or None,
+        "questions a step": trained["rollout"]["questions_per_step"],
+        "trajectories a question": trained["rollout"]["group_size"],
+        "searches a trajectory, at most": trained["rollout"]["max_searches"],
+        "documents a search": trained["retriever"].get("topk"),
+        "reward": trained["reward"]["answer"],
+    }
+    used = dataclasses.replace(config, policy=dataclasses.replace(config.policy, path=start, revision=""))
     settings = {
         name: now
         for name, _, now in differences(dataclasses.asdict(Config()), trained)
         if is_binding(name, used) and not among(PLACES, name)
     }
-    versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
+    action, reply = "the tag of an action that the prompt names,", "After an action, append its reply"
+    if [tool["name"] for tool in trained["tools"]] == ["search"]:
+        action, reply = "`<search>…</search>`", "After a search, append the passages"
+    base, dtype = front.get("base_model", Path(start).name), trained["policy"]["lora"]["base_dtype"]
     template = trained["prompt"]["template"]
     prompt = TEMPLATES.get(template, template)
-    title = source.model_folder.parent.name  # the run's
-    scores = _scores(config, policy)
-    return model_card(title, trained, policy["step"], settings, prompt, scores, versions, adapter)
+    versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
+    return CARD_TEXT.format(
+        front="\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items()),
+        title=source.model_folder.parent.name,  # the run's
+        loading=LOADING_TEXT.format(base=json.dumps(base), dtype=dtype) if adapter else "",
+        action=action,
+        reply=reply,
+        prompt="\n".join(f"    {line}" for line in prompt.splitlines()),
+        facts=_table({name: value for name, value in facts.items() if value is not None}),
+        settings=f"\nSettings that differ from the defaults:\n\n{_table(settings)}\n" if settings else "",
+        scores=_scores(config, policy).rstrip(),
+        versions=_table(versions),
+    )
 
 
-def _scores(config: Config, policy: dict[str, Any]) -> str:
+def _scores(config: Config, policy: Mapping[str, Any]) -> str:
     """Return the table of evaluate.output, if it is an evaluation of this policy."""
     path = Path(config.evaluate.output)
     evaluated = read_json(path) if path.is_file() else {}
-    if evaluated.get("policy") == policy:
-        about = f"Method: {evaluated['method']}; {evaluated['samples']} trajectories a question"
-        report = ScoreReport(evaluated["scores"], evaluated["intervals"])
-        return f"{about} above temperature 0.\n\n{markdown_table(report, evaluated['confidence'])}"
-    return "Not evaluated. `calibadv evaluate` before `calibadv export` puts the scores here."
+    if evaluated.get("policy") != policy:
+        return "Not evaluated. `calibadv evaluate` before `calibadv export` puts the scores here."
+    method = f"Method: {evaluated['method']}; {evaluated['samples']} trajectories a question"
+    report = ScoreReport(evaluated["scores"], evaluated["intervals"])
+    return f"{method} above temperature 0.\n\n{markdown_table(report, evaluated['confidence'])}"
+
+
+def _file_names(value: Any) -> str:
+    return Path(value).name if isinstance(value, str) else ", ".join(map(_file_names, value))
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    cells = {name: " ".join(text.split()).replace("|", "\\|") for name, text in texts.items()}
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {cell} |" for name, cell in cells.items())])

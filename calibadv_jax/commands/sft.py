@@ -55,27 +55,17 @@ from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step
 from calibadv_jax.snapshots.huggingface import save_folder
 
 DEFAULT_STEPS = 100  # of a phase that gives no length
-_NOTHING = np.zeros(0, np.float32)
-
 CHECKPOINTS, START = "sft_checkpoints", "sft_start.json"  # in the run's folder, until the policy is written
 GONE = "sft_checkpoints.removed"  # the checkpoints while they are deleted
 COMPARED = (
-    *COLD_START_KEYS,
-    "policy.compute_dtype",
-    "policy.param_dtype",
-    "rollout.max_prompt_length",
-    "rollout.max_observation_length",
+    *(*COLD_START_KEYS, "policy.compute_dtype", "policy.param_dtype"),
+    *("rollout.max_prompt_length", "rollout.max_observation_length"),
 )
 FREE = (  # of those; contents of files are compared by their hash
-    "sft.output",
-    "sft.init_from",
-    "sft.demonstrations",
-    "sft.held_out_every",
-    "sft.checkpoint_every",
-    "sft.optimizer.offload",
-    "world.dir",
+    *("sft.output", "sft.init_from", "sft.demonstrations", "sft.held_out_every", "sft.checkpoint_every"),
+    *("sft.optimizer.offload", "world.dir"),
 )
-
+UNREADABLE = (FileNotFoundError, ValueError, KeyError, TypeError)  # a damaged START
 MOST_SECONDS = 600.0  # of work that a kill may cost if updates are slow
 
 
@@ -85,8 +75,7 @@ def run(config: Config) -> None:
     sft, folder = config.sft, Path(config.run.dir)
     if not sft.phases:
         raise UserError("sft.phases is empty: nothing would be trained; add a phase, such as {steps: 100}")
-    console = Console(config.log.progress)
-    output = Path(sft.output)
+    console, output = Console(config.log.progress), Path(sft.output)
     refuse_other_run(output, "sft.output", folder)
     with locked_run(folder, console.warn), locked_output(output, "sft.output", console.warn):
         _run(config, console)
@@ -94,10 +83,10 @@ def run(config: Config) -> None:
 
 
 def _run(config: Config, console: Console) -> None:
-    folder = Path(config.run.dir)
-    length = config.sft.row_length or kept_row_length(folder) or config.rollout.max_length
-    config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, row_length=length))
-    sft = config.sft
+    folder, sft = Path(config.run.dir), config.sft
+    length = sft.row_length or _unfinished_row_length(folder) or config.rollout.max_length
+    sft = dataclasses.replace(sft, row_length=length)
+    config = dataclasses.replace(config, sft=sft)
     for line in describe_adapters(config.policy.lora):
         console.note(line)
     model = build_model(config, sft.init_from, Adapters.from_config(config.policy.lora))
@@ -107,18 +96,14 @@ def _run(config: Config, console: Console) -> None:
         for number, phase in enumerate(sft.phases)
     ]
     schedule = make_schedule(sft.optimizer, sum(updates))
-    learner = Learner(
-        model.policy,
-        make_optimizer(sft.optimizer, schedule),
-        model.mesh,
-        LearnerOptions(
-            sft.rows,
-            logprob_chunk=config.policy.logprob_chunk,
-            rows_key="sft.rows",
-            entropy_gradient=False,
-            offload=sft.optimizer.offload == "host",
-        ),
+    options = LearnerOptions(
+        sft.rows,
+        logprob_chunk=config.policy.logprob_chunk,
+        rows_key="sft.rows",
+        entropy_gradient=False,
+        offload=sft.optimizer.offload == "host",
     )
+    learner = Learner(model.policy, make_optimizer(sft.optimizer, schedule), model.mesh, options)
     identity = cold_start_identity(config, model, training, base_of(config, model, sft.init_from))
     initial = partial(initial_params, config, model, sft.init_from)
     stop = Stop(
@@ -153,26 +138,24 @@ def _train(
     """
     folder, every, total = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every, sum(updates)
     learner, console = cold_start.learner, cold_start.console
-    patience = min(config.guards.patience, total)
+    patience, first = min(config.guards.patience, total), cold_start.step + 1
     guards = Guards(dataclasses.replace(config.guards, patience=patience), "sft.optimizer.lr")
-    backends = open_backends(config.log, folder, cold_start.step + 1, console.warn)
-    with (
-        MetricsWriter(folder, backends, start_step=cold_start.step + 1) as writer,
-        console.live("cold start"),
-    ):
-        for batch in batches:
-            if line := phase_line(config, updates, cold_start.step):
+    backends = open_backends(config.log, folder, first, console.warn)
+    with MetricsWriter(folder, backends, first) as writer, console.live("cold start"):
+        for step, batch in enumerate(batches, first):
+            if line := phase_line(config, updates, step - 1):
                 console.note(line)
-            console.begin_step(cold_start.step + 1, total)
-            rate = float(schedule(cold_start.step))
-            tokens = int((batch.segment_ids > 0).sum())
+            console.begin_step(step, total)
+            rate, tokens = float(schedule(step - 1)), int((batch.segment_ids > 0).sum())
             with stop.held():
                 state, metrics = learner.update(cold_start.state, [batch], negative_log_likelihood)
                 loss = {"sft/loss": metrics.pop("actor/loss"), "sft/lr": rate, "sft/tokens": float(tokens)}
                 metrics = loss | console.end_step({"tokens": (tokens, "step")}) | metrics
-                step = cold_start.step + 1
                 if held_out is not None and (step % every == 0 or step == total):
-                    metrics["sft/held_out_loss"] = held_out_loss(learner, state["params"], held_out)
+                    logprobs = np.where(
+                        held_out.weights > 0, learner.logprobs(state["params"], held_out), 0.0
+                    )
+                    metrics["sft/held_out_loss"] = float(-np.sum(held_out.weights * logprobs))
                 metrics["actor/finite"] = float(learner.is_finite(state["params"]))
                 verdict = guards.check(step, metrics)
                 writer.write(step, metrics | verdict.metrics)
@@ -190,9 +173,9 @@ def phase_line(config: Config, updates: Sequence[int], done: int) -> str:
         return ""
     phase, source = config.sft.phases[number], config.sft.demonstrations
     data = f"generated demonstrations, kind {phase.kind}" if source == "world" else source
-    line = f"phase {number + 1} of {len(updates)}: {updates[number]} updates on {data}"
-    line += f", loss on {phase.loss_on} tokens"
-    return line + "; its loss is no continuation of the phase before" if number else line
+    name = f"phase {number + 1} of {len(updates)}: {updates[number]} updates on {data}"
+    end = "; its loss is no continuation of the phase before" if number else ""
+    return f"{name}, loss on {phase.loss_on} tokens{end}"
 
 
 def count_updates(
@@ -207,12 +190,10 @@ def count_updates(
             " the time: give steps"
         )
     lengths = (demonstration_length(each, config, tokenizer) for each in own)
-    shapes = [Sample(np.zeros(length, np.int32), _NOTHING, _NOTHING, _NOTHING) for length in lengths]
-    fulls = _row_fulls(
-        (shapes[index] for index in _order(len(own), phase.epochs, seed)),
-        config.sft.rows,
-        config.sft_row_length,
-    )
+    empty = np.zeros(0, np.float32)
+    shapes = [Sample(np.zeros(length, np.int32), empty, empty, empty) for length in lengths]
+    order = _order(len(own), phase.epochs, seed)
+    fulls = _row_fulls((shapes[index] for index in order), config.sft.rows, config.sft_row_length)
     return sum(1 for _ in fulls)
 
 
@@ -230,11 +211,11 @@ def _all_batches(
 def _made_ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     """Yield the next `count` batches; another thread makes each while the batch before is trained."""
     with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, batches)
-        for left in reversed(range(count)):
-            batch = coming.result()
-            if left:
-                coming = thread.submit(next, batches)
+        future = thread.submit(next, batches)
+        for remaining in reversed(range(count)):
+            batch = future.result()
+            if remaining:
+                future = thread.submit(next, batches)
             yield batch
 
 
@@ -255,17 +236,13 @@ def _own_demonstrations(
         return [], None
     actions, longest = make_actions(config), config.rollout.max_prompt_length
     own = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
-    questions = [demonstration.question for demonstration in own]
+    questions, overlong = [demonstration.question for demonstration in own], config.data.overlong_prompts
     lengths = prompt_lengths(questions, tokenizer, config.prompt, longest, actions)
-    _, overlong = drop_overlong(
-        questions, lengths, longest, config.data.overlong_prompts, "sft.demonstrations"
-    )
-    if overlong:
-        warn(overlong)
+    _, long_prompts = drop_overlong(questions, lengths, longest, overlong, "sft.demonstrations")
     fitting = [demonstration for index, demonstration in enumerate(own) if index not in lengths]
-    fitting, too_long = _drop_long(fitting, config, tokenizer)
-    if too_long:
-        warn(too_long)
+    fitting, long_rows = _drop_long(fitting, config, tokenizer)
+    for warning in filter(None, (long_prompts, long_rows)):
+        warn(warning)
     training, held_out = split_off(fitting, sft.held_out, config.run.seed)
     samples = [encode_demonstration(each, config, tokenizer, "sampled") for each in held_out]
     return training, pack(samples, config.sft_row_length) if samples else None
@@ -280,39 +257,46 @@ def _drop_long(
     """
     longest = config.sft_row_length
     lengths = [demonstration_length(each, config, tokenizer) for each in own]
-    kept = [each for each, length in zip(own, lengths, strict=True) if length <= longest]
-    if len(kept) == len(own):
-        return kept, ""
-    worst = max(range(len(own)), key=lambda index: lengths[index])
+    fitting = [each for each, length in zip(own, lengths, strict=True) if length <= longest]
+    if len(fitting) == len(own):
+        return fitting, ""
+    worst = int(np.argmax(lengths))
     warning = (
-        f"sft.demonstrations: {len(own) - len(kept)} of {len(own)} have more tokens than"
+        f"sft.demonstrations: {len(own) - len(fitting)} of {len(own)} have more tokens than"
         f" sft.row_length={longest}, the longest {lengths[worst]} (question {own[worst].question.id!r})"
     )
     if config.data.overlong_prompts == "refuse":
         raise UserError(f"{warning}: raise it, or leave them out with data.overlong_prompts=leave_out")
-    if not kept:
+    if not fitting:
         raise UserError(f"{warning}: none is left; raise it")
-    return kept, f"{warning}: they are left out"
-
-
-def held_out_loss(learner: Learner, params: Params, batch: Batch) -> float:
-    """Return the mean negative log-likelihood of the tokens that the policy would sample."""
-    logprobs = learner.logprobs(params, batch)
-    return float(-np.sum(batch.weights * np.where(batch.weights > 0, logprobs, 0.0)))
+    return fitting, f"{warning}: they are left out"
 
 
 def _batches(
     config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int, skipped: int = 0
 ) -> Iterator[Batch]:
-    """Yield packed batches of `sft.rows` rows (the last may have fewer), without the first `skipped`."""
-    sft = config.sft
+    """Yield packed batches of `sft.rows` rows (the last may have fewer), without the first `skipped`.
+
+    Raises UserError for a demonstration that does not fit in a row.
+    """
+    sft, longest = config.sft, config.sft_row_length
+    demonstrations: Iterable[Demonstration]
     if sft.demonstrations == "world":
         demonstrations = load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
     else:
         demonstrations = (own[index] for index in _order(len(own), phase.epochs, seed))
-    samples = (encode_demonstration(each, config, tokenizer, phase.loss_on) for each in demonstrations)
-    for full in islice(_row_fulls(samples, sft.rows, config.sft_row_length), skipped, None):
-        yield pack(full, config.sft_row_length, weights=token_weights(full, "token_mean"))
+
+    def fitting_sample(demonstration: Demonstration) -> Sample:
+        sample = encode_demonstration(demonstration, config, tokenizer, phase.loss_on)
+        if len(sample.tokens) > longest:
+            raise UserError(
+                f"demonstration of question {demonstration.question.id!r} has {len(sample.tokens)} tokens,"
+                f" but sft.row_length is {longest}: raise it"
+            )
+        return sample
+
+    for full in islice(_row_fulls(map(fitting_sample, demonstrations), sft.rows, longest), skipped, None):
+        yield pack(full, longest, weights=token_weights(full, "token_mean"))
 
 
 def _row_fulls(samples: Iterable[Sample], rows: int, row_length: int) -> Iterator[list[Sample]]:
@@ -330,7 +314,7 @@ def _row_fulls(samples: Iterable[Sample], rows: int, row_length: int) -> Iterato
 
 
 def _may_need_more(lengths: Sequence[int], rows: int, row_length: int) -> bool:
-    """Return False only if `place` needs at most `rows` rows; costs a small part of it.
+    """Return False only if `place` needs at most `rows` rows, at a fraction of its cost.
 
     A sample opens one more row only if each of the other rows holds too many tokens for it.
     """
@@ -349,22 +333,7 @@ def _order(count: int, epochs: int | None, seed: int) -> Iterator[int]:
 def encode_demonstration(
     demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str
 ) -> Sample:
-    """Return a demonstration in the agent loop's tokens; UserError if they exceed sft.row_length."""
-    sample = _encoded(demonstration, config, tokenizer, loss_on)
-    if len(sample.tokens) > config.sft_row_length:
-        raise UserError(
-            f"demonstration of question {demonstration.question.id!r} has {len(sample.tokens)} tokens,"
-            f" but sft.row_length is {config.sft_row_length}: raise it"
-        )
-    return sample
-
-
-def demonstration_length(demonstration: Demonstration, config: Config, tokenizer: Any) -> int:
-    """Return the number of tokens, whether or not they fit in a row."""
-    return len(_encoded(demonstration, config, tokenizer, "sampled").tokens)
-
-
-def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str) -> Sample:
+    """Return a demonstration in the agent loop's tokens, whether or not they fit in a row."""
     actions, longest = make_actions(config), config.rollout.max_prompt_length
     grammar = grammar_of(actions)
     prompt, opening = open_prompt(demonstration.question, tokenizer, config.prompt, longest, actions)
@@ -385,25 +354,33 @@ def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_
     tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
     mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])
     mask[0] = False  # nothing precedes the first token
-    nothing = np.zeros(len(tokens), np.float32)
-    return Sample(tokens, mask, nothing, nothing)
+    zeros = np.zeros(len(tokens), np.float32)
+    return Sample(tokens, mask, zeros, zeros)
 
 
-def kept_row_length(folder: Path) -> int | None:
-    """Return the row length of the unfinished cold start in a run's folder; None where none is known."""
+def demonstration_length(demonstration: Demonstration, config: Config, tokenizer: Any) -> int:
+    """Return the number of tokens of a demonstration."""
+    return len(encode_demonstration(demonstration, config, tokenizer, "sampled").tokens)
+
+
+def _unfinished_row_length(folder: Path) -> int | None:
     if newest_step(folder / CHECKPOINTS) is None:
         return None
     try:
-        return json.loads((folder / START).read_text(encoding="utf-8"))["config"]["sft"]["row_length"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):  # `_check_unfinished` names the damage
+        return _read_start(folder)["config"]["sft"]["row_length"]
+    except UNREADABLE:  # `_check_unfinished` names the damage
         return None
+
+
+def _read_start(folder: Path) -> Any:
+    return json.loads((folder / START).read_text(encoding="utf-8"))
 
 
 class ColdStart:
     """State and checkpoints of a cold start. As a block, it saves its last update if it is interrupted.
 
-    `initial` returns the parameters to begin with, which are donated; it is not called if a checkpoint has
-    them. Raises UserError if the folder holds an unfinished cold start of other settings, or a damaged one.
+    `initial` returns the parameters to begin with, which are donated, unless a checkpoint has them. Raises
+    UserError if the folder holds an unfinished cold start of other settings, or a damaged one.
     """
 
     def __init__(
@@ -455,8 +432,8 @@ class ColdStart:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
-        if kind is None or not whole or self.step == self._saved:
+        is_donated = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+        if kind is None or is_donated or self.step == self._saved:
             return
         try:
             self._save()
@@ -473,9 +450,9 @@ class ColdStart:
 def _check_unfinished(folder: Path, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:
     advice = f"choose another run.dir, or remove {folder / CHECKPOINTS} to begin again"
     try:
-        start = json.loads((folder / START).read_text(encoding="utf-8"))
+        start = _read_start(folder)
         before, hashes = with_defaults(start["config"]), start["identity"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+    except UNREADABLE as error:
         raise UserError(
             f"{folder / START}: lost or damaged, so that the settings of {CHECKPOINTS} are unknown; {advice}"
         ) from error

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages
 from calibadv_jax.config import Config
@@ -36,7 +36,7 @@ from calibadv_jax.run.fingerprints import check_same
 from calibadv_jax.run.folder import check_service, enter_run_folder
 from calibadv_jax.run.model import Model, build_model
 from calibadv_jax.run.state import RunState
-from calibadv_jax.run.trainer import Updated
+from calibadv_jax.run.trainer import UpdateResult
 from calibadv_jax.run.wiring import check_inputs, open_rollouts
 from calibadv_jax.snapshots.checkpoint import newest_step
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 def run(config: Config, kept: Config | None = None) -> None:
     """Train for `learner.steps` steps, or continue from the newest checkpoint of the run's folder.
 
-    `kept` is the config for the run's folder: without the addresses of services that the caller started for
+    `kept` is for the run's folder: without the addresses of services that the caller started for
     this run, so that later readers start them again.
     """
     with joined(config) as hosts:
@@ -64,9 +64,10 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
         from calibadv_jax.snapshots.mirror import open_mirror
 
         mirror = open_mirror(config, console)
-    inputs = (config.policy.path, config.policy.tokenizer, config.policy.lora.init_from)
+    policy = config.policy
+    inputs = mirror.inputs(policy.path, policy.tokenizer, policy.lora.init_from) if mirror else nullcontext()
     with ExitStack() as fetched:
-        hosts.first("run.mirror", lambda: fetched.enter_context(mirror.inputs(*inputs)) if mirror else 0)
+        hosts.first("run.mirror", lambda: fetched.enter_context(inputs))
         model, questions, overlong = _prepare(config, kept, console, hosts, mirror)
     folder = Path(config.run.dir)
     resume = "" if config.checkpoint.resume else "with checkpoint.resume=true "
@@ -84,8 +85,8 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
             return
         with console.phase(f"waiting for {services(config)}", announce=True):
             check = partial(check_service, config, folder) if hosts.is_first else lambda _: None
-            opened = open_rollouts(config, model, folder / "policy", folder / "snapshots", check, hosts)
-            rollouts = stack.enter_context(opened)
+            context = open_rollouts(config, model, folder / "policy", folder / "snapshots", check, hosts)
+            rollouts = stack.enter_context(context)
         with console.phase("loading the parameters", announce=True):
             state = RunState(config, model, questions, rollouts, folder, console, hosts, mirror)
         with hosts.steps(stop), state:  # all save the last step together, signal or not
@@ -101,37 +102,26 @@ def _prepare(
     """
     for line in describe_choices(config):
         console.say(line)
-    questions = load_questions(config.data.train, config.data.columns)
+    data, longest = config.data, config.rollout.max_prompt_length
+    questions = load_questions(data.train, data.columns)
     for line in answer_warnings(questions, "data.train"):
         console.warn(line)
-    check_questions(questions, config.data.weights, config.prompt.template)
+    check_questions(questions, data.weights, config.prompt.template)
     check_inputs(config, console.warn)
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
-        fitting, overlong = fitting_questions(config, questions, model.tokenizer, console)
+        lengths = prompt_lengths(questions, model.tokenizer, config.prompt, longest, make_actions(config))
+        fitting, warning = drop_overlong(questions, lengths, longest, data.overlong_prompts, "data.train")
+        warnings = [warning]
+        if config.evaluate.every:
+            from calibadv_jax.commands.evaluate import validation_questions
+
+            warnings.append(validation_questions(config, model.tokenizer)[1])
+        for line in filter(None, warnings):
+            console.warn(line)
     check_same(config, model, fitting, hosts)
     hosts.first("run folder", lambda: bool(enter_run_folder(kept, model, fitting, console.say, mirror)))
-    return model, fitting, overlong
-
-
-def fitting_questions(
-    config: Config, questions: Sequence[Question], tokenizer: Any, console: Console
-) -> tuple[list[Question], int]:
-    """Return the training questions whose prompts fit, and the number of the others; warn of both data sets.
-
-    Raises UserError if some do not fit and data.overlong_prompts is "refuse".
-    """
-    longest = config.rollout.max_prompt_length
-    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest, make_actions(config))
-    kept, overlong = drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.train")
-    held_out = ""
-    if config.evaluate.every:
-        from calibadv_jax.commands.evaluate import validation_questions
-
-        held_out = validation_questions(config, tokenizer)[1]
-    for warning in filter(None, (overlong, held_out)):
-        console.warn(warning)
-    return kept, len(lengths)
+    return model, fitting, len(lengths)
 
 
 def services(config: Config) -> str:
@@ -173,8 +163,8 @@ def train(state: RunState, stop: Stop, overlong: int = 0) -> None:
 class Step:
     """A step of training: its phases, its signals and its row of metrics.
 
-    The row is written at the end of the block, with the times, if the step was trained. A trained step is
-    saved, so its row must not be lost, whatever ends the block. Step number `first` compiles.
+    The row of a trained step is written at the end of the block, whatever ends it: the step is saved, too.
+    Step number `first` compiles.
     """
 
     def __init__(self, state: RunState, writer: MetricsWriter, stop: Stop, first: int):
@@ -233,7 +223,7 @@ class Step:
         self.row["rollout/overlong_prompts"] = float(overlong)
         return groups, advantages
 
-    def update(self, groups: list[Group], advantages: AdvantageResult) -> Updated:
+    def update(self, groups: list[Group], advantages: AdvantageResult) -> UpdateResult:
         """Train the policy, and the critic with PPO. From here on the step counts."""
         with self._learn("update, compiling" if self._compiles else "update", "update"):
             updated = self.state.update(groups, advantages)
@@ -242,7 +232,7 @@ class Step:
         return updated
 
     def record(
-        self, record: RolloutWriter, groups: list[Group], advantages: AdvantageResult, updated: Updated
+        self, record: RolloutWriter, groups: list[Group], advantages: AdvantageResult, updated: UpdateResult
     ) -> Verdict:
         """Keep the trajectories, and return the verdict of the guards."""
         state, credits = self.state, advantages.credits

@@ -24,7 +24,7 @@ EXPECTED = "a class that is called without arguments, as in examples/own_tool.py
 
 
 def make_actions(config: Config) -> tuple[Action, ...]:
-    """Return the actions in the order of the config; none stand for search alone.
+    """Return the actions in the order of the config; none for search alone.
 
     MCP servers are asked for their tools at the first call. Raises UserError if an action cannot be made, or
     two have the same name.
@@ -32,10 +32,10 @@ def make_actions(config: Config) -> tuple[Action, ...]:
     if config.tools == DEFAULT:
         return ()
     tools = json.dumps([dataclasses.asdict(tool) for tool in config.tools])
-    made = _made(tools, Path(config.run.dir) / LOG, config.log.progress)
-    if isinstance(made, UserError):
-        raise made
-    return made
+    actions = _made(tools, Path(config.run.dir) / LOG, config.log.progress)
+    if isinstance(actions, UserError):
+        raise actions
+    return actions
 
 
 @functools.cache
@@ -46,11 +46,12 @@ def _made(tools: str, log: Path, progress: bool) -> tuple[Action, ...] | UserErr
         for values in json.loads(tools):
             mcp = values.pop("mcp")
             tool = ToolConfig(**values, mcp=mcp and McpConfig(**mcp))
-            made = [] if tool.mcp else [_of_name(tool)]
             if tool.mcp:
-                mcp_actions, warn = load_optional("mcp_tools").mcp_actions, Console(progress).warn
-                made += mcp_actions(tool.mcp, tool.max_length, log, warn)
-            for action in made:
+                mcp_actions = load_optional("mcp_tools").mcp_actions
+                tool_actions = mcp_actions(tool.mcp, tool.max_length, log, Console(progress).warn)
+            else:
+                tool_actions = [_named_action(tool)]
+            for action in tool_actions:
                 _check(action, tool, actions)
                 actions.append(action)
     except UserError as error:
@@ -58,7 +59,7 @@ def _made(tools: str, log: Path, progress: bool) -> tuple[Action, ...] | UserErr
     return tuple(actions)
 
 
-def _of_name(tool: ToolConfig) -> Action:
+def _named_action(tool: ToolConfig) -> Action:
     built_in = {"search": SearchAction, "access": AccessAction}
     if tool.name in built_in:
         return built_in[tool.name](max_length=tool.max_length)
@@ -73,20 +74,20 @@ def _of_name(tool: ToolConfig) -> Action:
             f"tools: {tool.name} must give an object of a subclass of calibadv_jax.Action with"
             " `async def call`, as in examples/own_tool.py"
         )
-    missing = [text for text in ("name", "purpose") if not isinstance(getattr(own, text, None), str)]
-    if missing:
-        raise UserError(f"tools: {tool.name} has no text {missing[0]!r}; see examples/own_tool.py")
+    for text in ("name", "purpose"):
+        if not isinstance(getattr(own, text, None), str):
+            raise UserError(f"tools: {tool.name} has no text {text!r}; see examples/own_tool.py")
     return OwnAction(own, tool.timeout, tool.max_length)
 
 
-def _check(action: Action, tool: ToolConfig, others: list[Action]) -> None:
+def _check(action: Action, tool: ToolConfig, earlier: list[Action]) -> None:
     where = tool.name or (tool.mcp and (tool.mcp.url or tool.mcp.command))
     if not NAME.fullmatch(action.name) or action.name.lower() in RESERVED:
         raise UserError(
             f"tools: {where} has an action named {action.name!r}: it must be letters, digits and underscores,"
             f" and none of {', '.join(RESERVED)}"
         )
-    if any(action.name.lower() == other.name.lower() for other in others):
+    if any(action.name.lower() == other.name.lower() for other in earlier):
         raise UserError(
             f"tools: {where} has an action named {action.name!r}, as another entry has; leave one of them out"
             " (of a server's tools: tools[].mcp.tools names those that are on)"

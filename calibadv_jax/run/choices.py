@@ -14,8 +14,7 @@ from calibadv_jax.run.actions import describe_actions
 def describe_choices(config: Config) -> list[str]:
     """Return lines for the terminal; optional features appear only if they are on.
 
-    Raises UserError if a user's function cannot be loaded, or takes other parameters; or nothing could be
-    learned.
+    Raises UserError if a user's function cannot be loaded or called; or nothing could be learned.
     """
     _check_something_is_learned(config)
     return [
@@ -24,7 +23,7 @@ def describe_choices(config: Config) -> list[str]:
         *check_loss(config.loss),
         *describe_actions(config),
         *check_reward(config.reward),
-        *_switched_on(config),
+        *_options(config),
         *describe_processes(config),
     ]
 
@@ -74,34 +73,24 @@ def _critic(config: Config) -> list[str]:
 
 def describe_adapters(lora: LoraConfig) -> list[str]:
     """Return a line on the adapters that are trained; none without adapters."""
-    if not lora.rank:
-        return []
     begun = f", which begin as those of {lora.init_from}" if lora.init_from else ""
-    return [
+    line = (
         f"adapters ON: rank {lora.rank}, alpha {lora.alpha:g} at {', '.join(lora.targets)}{begun};"
         f" the base stays as it is, in {lora.base_dtype}"
-    ]
+    )
+    return [line] if lora.rank else []
 
 
-def _switched_on(config: Config) -> list[str]:
-    reward, data, lines = config.reward, config.data, describe_adapters(config.policy.lora)
-    if config.learner.share_prefixes:
-        lines.append(
-            "shared prefixes ON: a common beginning of a group's trajectories is computed once per update"
-        )
-    if reward.overlong_penalty:
-        lines.append(
-            f"overlong penalty ON: from {reward.overlong_from} sampled tokens the score falls evenly, by"
-            f" {reward.overlong_penalty:g} at {reward.overlong_until} and beyond"
-        )
-    if config.rollout.replace_tied:
-        lines.append(
-            f"dynamic sampling ON: a step asks up to {config.rollout.replace_tied} further questions in place"
-            " of those whose trajectories all have the same score"
-        )
-    if data.has_curriculum:
-        lines.append(
-            "curriculum ON: a question is left out once after its trajectories had a mean score below"
-            f" {data.rest_below:g} or above {data.rest_above:g}"
-        )
-    return lines
+def _options(config: Config) -> list[str]:
+    reward, data, replace_tied = config.reward, config.data, config.rollout.replace_tied
+    lines = {
+        "shared prefixes ON: a common beginning of a group's trajectories is computed once per"
+        " update": config.learner.share_prefixes,
+        f"overlong penalty ON: from {reward.overlong_from} sampled tokens the score falls evenly, by"
+        f" {reward.overlong_penalty:g} at {reward.overlong_until} and beyond": reward.overlong_penalty,
+        f"dynamic sampling ON: a step asks up to {replace_tied} further questions in place of those whose"
+        " trajectories all have the same score": replace_tied,
+        "curriculum ON: a question is left out once after its trajectories had a mean score below"
+        f" {data.rest_below:g} or above {data.rest_above:g}": data.has_curriculum,
+    }
+    return [*describe_adapters(config.policy.lora), *(line for line, is_on in lines.items() if is_on)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -38,16 +38,14 @@ class Critic:
         """Return copies of the groups whose turns have `values`."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         samples = [make_sample(each, np.zeros(len(each.mask), np.float32)) for each in trajectories]
-        values = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
-        sampled = [index for index, sample in enumerate(samples) if sample.mask.any()]
-        if sampled:
-            batch = [samples[index] for index in sampled]
-            computed = sample_logprobs(self.learner, self.state["params"], batch, self.config.learner)
-            for index, row in zip(sampled, computed, strict=True):
-                values[index] = row
+        rows: Iterator[np.ndarray] = iter(())
+        if batch := [sample for sample in samples if sample.mask.any()]:
+            rows = iter(sample_logprobs(self.learner, self.state["params"], batch, self.config.learner))
         valued = iter(
-            _with_values(trajectory, row[sample.mask])
-            for trajectory, sample, row in zip(trajectories, samples, values, strict=True)
+            _with_values(
+                trajectory, next(rows)[sample.mask] if sample.mask.any() else np.zeros(0, np.float32)
+            )
+            for trajectory, sample in zip(trajectories, samples, strict=True)
         )
         return [replace(group, trajectories=[next(valued) for _ in group.trajectories]) for group in groups]
 

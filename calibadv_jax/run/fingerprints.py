@@ -15,7 +15,7 @@ from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.run.actions import make_actions
-from calibadv_jax.run.model import Base, Model, PolicySource, find_folder
+from calibadv_jax.run.model import AdapterBase, Model, PolicySource, find_folder
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_replies import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import newest_step
@@ -41,19 +41,13 @@ def judge_hash(config: Config) -> str:
 def tools_hash(config: Config) -> str:
     """Return the hash of the actions in the prompt; empty if search is the only one."""
     actions = make_actions(config)
-    described = [[each.name, each.purpose, each.argument, each.may_be_empty] for each in actions]
-    return content_hash(described) if described else ""
+    fields = [[action.name, action.purpose, action.argument, action.may_be_empty] for action in actions]
+    return content_hash(fields) if fields else ""
 
 
-def prompt_hashes(config: Config) -> dict[str, str]:
-    """Return the hashes of the actions and of the judge's prompt, for `evaluation.records.identity`."""
-    return {"tools": tools_hash(config), "judge": judge_hash(config)}
-
-
-def initial_hash(config: Config, model: Model) -> str:
-    """Return the hash of the weights in policy.path; UserError if they are missing or damaged."""
-    weights, _ = find_folder(config, config.policy.path, with_weights=True, resolved=model.pins)
-    return weights_hash(weights)
+def _weights_hash(config: Config, model: Model) -> str:
+    folder, _ = find_folder(config, config.policy.path, with_weights=True, resolved=model.pins)
+    return weights_hash(folder)
 
 
 def _adapters_hash(config: Config) -> str:
@@ -62,25 +56,29 @@ def _adapters_hash(config: Config) -> str:
     return adapters_hash(Path(config.policy.lora.init_from))
 
 
+def _data_hash(questions: Sequence[Question]) -> str:
+    return content_hash([dataclasses.astuple(question) for question in questions])
+
+
 def run_identity(config: Config, model: Model, questions: Sequence[Question]) -> dict[str, str]:
     """Return the hashes of the contents that a run's config only names, by the names in `IDENTITY`."""
     policy = config.policy
     hashes = {
-        "data.content": content_hash([dataclasses.astuple(question) for question in questions]),
+        "data.content": _data_hash(questions),
         "policy.config": content_hash(model.hf_config),
         "policy.vocabulary": model.tokenizer_hash,
         JUDGE: judge_hash(config),
         TOOLS: tools_hash(config),
     }
     if policy.path and (config.keeps_initial_policy or policy.lora.rank):
-        hashes[REFERENCE] = initial_hash(config, model)
+        hashes[REFERENCE] = _weights_hash(config, model)
     if config.keeps_initial_policy and policy.lora.init_from:
         hashes[ADAPTERS] = _adapters_hash(config)
     return {name: value for name, value in hashes.items() if value}
 
 
 def cold_start_identity(
-    config: Config, model: Model, demonstrations: Sequence[Demonstration], base: Base | None
+    config: Config, model: Model, demonstrations: Sequence[Demonstration], base: AdapterBase | None
 ) -> dict[str, str]:
     """Return the hashes of the contents that a cold start's config only names."""
     hashes = {
@@ -88,14 +86,13 @@ def cold_start_identity(
         "policy.config": content_hash(model.hf_config),
         "policy.vocabulary": model.tokenizer_hash,
     }
-    if tools := tools_hash(config):
-        hashes[TOOLS] = tools
-    return hashes | ({REFERENCE: base.sha256} if base else {})
+    tools = tools_hash(config)
+    return hashes | ({TOOLS: tools} if tools else {}) | ({REFERENCE: base.sha256} if base else {})
 
 
 def check_same(config: Config, model: Model, questions: Sequence[Question], hosts: Hosts) -> None:
     """Refuse (UserError) processes that read different files or offer different actions."""
-    hosts.same("data.train", lambda: content_hash([dataclasses.astuple(each) for each in questions]))
+    hosts.same("data.train", lambda: _data_hash(questions))
     hosts.same("policy or tokenizer", lambda: content_hash([model.hf_config, model.tokenizer_hash]))
     hosts.same("file reward.judge.prompt", lambda: judge_hash(config))
     hosts.same("set of actions (key tools)", lambda: tools_hash(config))
@@ -104,7 +101,7 @@ def check_same(config: Config, model: Model, questions: Sequence[Question], host
     lora = config.policy.lora
     # A checkpoint holds neither the policy that the run began with nor the base of its adapters.
     if config.policy.path and (newest is None or config.keeps_initial_policy or lora.rank):
-        hosts.same("set of weights in policy.path", lambda: initial_hash(config, model))
+        hosts.same("set of weights in policy.path", lambda: _weights_hash(config, model))
     if lora.init_from and (newest is None or config.keeps_initial_policy):
         hosts.same("set of adapters in policy.lora.init_from", lambda: _adapters_hash(config))
 
@@ -128,12 +125,12 @@ def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -
         return {}
     if config.url:
         client = RetrieverClient(config, config.url, warn)
-        about = index_identity(client.health())
-        return about if {"identity", "corpus_sha256"} & about.keys() else about | {"url": redact(client.url)}
-    about = {}
+        index = index_identity(client.health())
+        return index if {"identity", "corpus_sha256"} & index.keys() else index | {"url": redact(client.url)}
+    files: dict[str, Any] = {}
     for name, key, path in (("corpus", "modified", config.corpus), ("pages", "pages_modified", config.pages)):
         if path or name == "corpus":
-            about[name] = str(Path(path))
+            files[name] = str(Path(path))
             if Path(path).is_file():
-                about[key] = Path(path).stat().st_mtime_ns
-    return about
+                files[key] = Path(path).stat().st_mtime_ns
+    return files

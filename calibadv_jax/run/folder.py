@@ -23,7 +23,7 @@ from calibadv_jax.metrics.console import table
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
-from calibadv_jax.run.model import Base, Model, base_of
+from calibadv_jax.run.model import Model, base_of
 from calibadv_jax.services.retriever_replies import difference
 from calibadv_jax.services.retriever_replies import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import finish_rollback, newest_step, saved_steps
@@ -55,8 +55,7 @@ def enter_run_folder(
         say: prints how this start differs from the last start, and which steps are trained again.
         mirror: taken over by this start; its configs and inputs are here already.
 
-    Raises UserError if the folder holds steps of another experiment, or of a run that must not be resumed, or
-    it cannot be written.
+    Raises UserError if the folder holds another experiment, must not be resumed, or cannot be written.
     """
     folder = Path(config.run.dir)
     identity = run_identity(config, model, questions)
@@ -70,7 +69,12 @@ def enter_run_folder(
         _say_history(folder, say)
     try:
         add_start(folder, dump_config(config), identity)
-        write_policy_folder(folder / "policy", model, base_of(config, model, config.policy.path))
+        policy, base = folder / "policy", base_of(config, model, config.policy.path)
+        policy.mkdir(exist_ok=True)
+        if base:
+            base.write(policy)
+        write_json(policy / "config.json", model.hf_config)
+        copy_tokenizer(model.tokenizer_folder, policy)
         hub.write_pins(folder, model.pins)
     except OSError as error:
         raise UserError(
@@ -90,35 +94,28 @@ def _logged_steps(folder: Path) -> set[int]:
 
 
 def _say_history(folder: Path, say: Callable[[str], None]) -> None:
-    logged = _logged_steps(folder)
-    trained = logged | kept_steps(folder).keys()
-    begun = newest_step(folder / "checkpoints") or 0
-    again = sum(step > begun for step in trained)
-    if again:
-        newest = f"the newest checkpoint is that of step {begun}" if begun else "there is no checkpoint yet"
+    logged, saved = _logged_steps(folder), newest_step(folder / "checkpoints") or 0
+    if again := sum(step > saved for step in logged | kept_steps(folder).keys()):
+        newest = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
         count = "1 step is" if again == 1 else f"{again} steps are"
         say(f"{count} trained again: {newest} (checkpoint.every)")
-    gone = sum(step not in logged for step in range(1, begun + 1))
-    if gone:
+    if lost := sum(step not in logged for step in range(1, saved + 1)):
         path = folder / "metrics.jsonl"
-        say(f"{path}: {gone} of steps 1 to {begun} have no row (lost, or removed) and will have none")
+        say(f"{path}: {lost} of steps 1 to {saved} have no row (lost, or removed) and will have none")
 
 
 def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
-    """Refuse (UserError) a cold start in sft.output that the config does not describe, or without settings.
-
-    Keys and sections in `may_differ` are not compared.
-    """
+    """Refuse (UserError) a cold start in sft.output with other settings, `may_differ` apart."""
     path = Path(config.run.dir) / COLD_START
     if not path.is_file():
         return
-    kept = read_config(path)
-    if kept is None:
+    values = read_config(path)
+    if values is None:
         raise UserError(
             f"{path}: empty or cut off (was the disk full?); remove {config.sft.output}, and the cold start"
             " is made again"
         )
-    before = with_defaults(rebase_paths(kept, path.parent))
+    before = with_defaults(rebase_paths(values, path.parent))
     now = rebase_paths(kept_values(config), path.parent)
     if config.sft.row_length is None:  # the cold start has chosen it
         now["sft"]["row_length"] = before["sft"]["row_length"]
@@ -127,15 +124,6 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
             f"{config.sft.output}: holds a cold start with other settings ({', '.join(changed)}); choose"
             " another run.dir, or remove the folder"
         )
-
-
-def write_policy_folder(folder: Path, model: Model, base: Base | None = None) -> None:
-    """Write config.json and tokenizer, for export and vLLM workers, and the base of adapters."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if base:
-        base.write(folder)
-    write_json(folder / "config.json", model.hf_config)
-    copy_tokenizer(model.tokenizer_folder, folder)
 
 
 def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> None:
@@ -172,8 +160,7 @@ def _check_resume(
 ) -> None:
     folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
     keys = known_keys().keys() | {*IDENTITY, SERVICE}
-    unknown = [name for name in allowed if name not in keys]
-    if unknown:
+    if unknown := [name for name in allowed if name not in keys]:
         raise UserError(
             f"checkpoint.allow_change names {unknown[0]!r}, which is no key; see docs/configuration.md"
         )
@@ -191,11 +178,11 @@ def _check_resume(
         say(f"{path}: empty or cut off (was the disk full?); {start.path} is compared instead")
     changes = list(_changes(start, config, identity))
     refused = [name for name, _, _, binds in changes if binds and not among(allowed, name)]
-    if changes:
-        rows = [
-            [name, _short(old), _short(new), "refused" if name in refused else "accepted"]
-            for name, old, new, _ in changes
-        ]
+    rows = [
+        [name, _short(old), _short(new), "refused" if name in refused else "accepted"]
+        for name, old, new, _ in changes
+    ]
+    if rows:
         say(table(rows, ["changed since the last start", "then", "now", ""]))
     if refused:
         _refuse(config, start, list(dict.fromkeys(_key_of(name, keys) for name in refused)))
@@ -207,10 +194,9 @@ def _changes(
     """Yield (dotted key, value then, value now, whether it makes another experiment)."""
     before, now = with_defaults(start.config), rebase_paths(kept_values(config), Path(config.run.dir))
     same_decay, same_tools = _decay(before, config) == _decay(now, config), offers_same(before, now)
+    equal = {"learner.steps": same_decay, "learner.optimizer.decay_updates": same_decay, "tools": same_tools}
     for name, old, new in differences(before, now):
-        is_length = name in ("learner.steps", "learner.optimizer.decay_updates")
-        is_same = (is_length and same_decay) or (name == "tools" and same_tools)
-        yield name, old, new, is_binding(name, config) and not is_same
+        yield name, old, new, is_binding(name, config) and not equal.get(name)
     both = start.identity.keys() & identity.keys()
     for name, old, new in differences(start.identity, identity):
         if name not in OPTIONAL or name in both:
@@ -219,16 +205,15 @@ def _changes(
 
 def _decay(values: Mapping[str, Any], config: Config) -> int:
     """Return the updates over which the learning rate falls, for a config as nested values."""
-    learner = dataclasses.replace(
-        config.learner, **{name: values["learner"][name] for name in ("steps", "epochs", "minibatch_size")}
-    )
-    rollout = values["rollout"]
-    updates = total_updates(learner, rollout["questions_per_step"] * rollout["group_size"])
-    return values["learner"]["optimizer"]["decay_updates"] or updates
+    learner, rollout = values["learner"], values["rollout"]
+    lengths = {name: learner[name] for name in ("steps", "epochs", "minibatch_size")}
+    trajectories = rollout["questions_per_step"] * rollout["group_size"]
+    updates = total_updates(dataclasses.replace(config.learner, **lengths), trajectories)
+    return learner["optimizer"]["decay_updates"] or updates
 
 
 def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
-    folder = Path(config.run.dir)
+    folder, mirror = Path(config.run.dir), config.run.mirror
     lost = [name for name in refused if name in IDENTITY and not start.identity]
     number = next(number for number in itertools.count(2) if not Path(f"{folder}-{number}").exists())
     why = f"{', '.join(refused)} changed (table above)"
@@ -242,32 +227,27 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
     if lost:
         why += f": {start.path.with_suffix('.json')} is lost, so that they cannot be compared"
     hint = f"choose another folder, such as run.dir={folder}-{number}"
-    hint += ", and another run.mirror" if config.run.mirror else ""
+    hint += ", and another run.mirror" if mirror else ""
     if lost == list(refused) or all(among(TUNED, name) for name in refused):
         hint += f", or go on with this run all the same: checkpoint.allow_change=[{', '.join(refused)}]"
-    place = f"run.dir={folder}" + (f" or run.mirror={config.run.mirror}" if config.run.mirror else "")
+    place = f"run.dir={folder}" + (f" or run.mirror={mirror}" if mirror else "")
     raise UserError(f"{place} holds another experiment: {why}; {hint}")
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of an earlier start, as `kept_values`; newer keys get their defaults."""
-    config = _over(dataclasses.asdict(Config()), values)
-    defaults = dataclasses.asdict(ToolConfig("search")) | {"name": ""}
-    config["sft"]["phases"] = [dataclasses.asdict(SftPhase()) | phase for phase in config["sft"]["phases"]]
-    config["tools"] = [
-        defaults | ({"name": tool} if isinstance(tool, str) else tool) for tool in config["tools"]
-    ]
+    config = _merged(dataclasses.asdict(Config()), values)
+    phase, tool = dataclasses.asdict(SftPhase()), dataclasses.asdict(ToolConfig("search")) | {"name": ""}
+    config["sft"]["phases"] = [phase | own for own in config["sft"]["phases"]]
+    config["tools"] = [tool | ({"name": own} if isinstance(own, str) else own) for own in config["tools"]]
     return with_references(config)
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for name, value in above.items():
-        old = merged.get(name)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            value = _over(old, value)
-        merged[name] = value
-    return merged
+def _merged(defaults: Any, values: Any) -> Any:
+    if not (isinstance(defaults, Mapping) and isinstance(values, Mapping)):
+        return values
+    own = {name: _merged(defaults.get(name), value) for name, value in values.items()}
+    return {**defaults, **own}
 
 
 def differences(
@@ -306,8 +286,9 @@ def changed_keys(
 
 def is_binding(name: str, config: Config) -> bool:
     """Whether a change of this key makes a resumed run another experiment."""
-    # A longer run is the same one, unless its learning rate depends on the length.
-    if name == "learner.steps":
+    if (
+        name == "learner.steps"
+    ):  # a longer run is the same one, unless its learning rate depends on the length
         optimizer = config.learner.optimizer
         return optimizer.schedule != "constant" and not optimizer.decay_updates
     if among(["policy.init"], name):
@@ -317,10 +298,9 @@ def is_binding(name: str, config: Config) -> bool:
 
 def _key_of(name: str, keys: Collection[str]) -> str:
     """Return the key of an entry, such as data.weights of data.weights.nq; `name` if there is none."""
-    key = name
-    while key and key not in keys:
-        key = key.rpartition(".")[0]
-    return key or name
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in keys), name)
 
 
 def _short(value: Any) -> str:

@@ -60,12 +60,8 @@ class Model:
 def build_model(config: Config, path: str, adapters: Adapters | None = None) -> Model:
     """Return the model of a HuggingFace folder, or of policy.init if `path` is empty.
 
-    Args:
-        path: a folder, or a repository of the hub: OWNER/NAME or OWNER/NAME@REVISION.
-        adapters: of the policy: policy.lora where it is trained, else the adapters of its run.
-
-    Raises UserError if neither is given or usable, or rollout.max_length exceeds the policy's positions,
-    which a vLLM worker would refuse too.
+    `path` is a folder, or a repository of the hub: OWNER/NAME or OWNER/NAME@REVISION. Raises UserError if
+    neither is given or usable, or rollout.max_length exceeds the policy's positions.
     """
     source, pins = find_folder(config, path)
     if path:
@@ -101,7 +97,7 @@ def find_folder(
 ) -> tuple[Path, tuple[hub.Pin, ...]]:
     """Return the folder of a policy or tokenizer, and the pin of its repository if it is on the hub.
 
-    The commit stays the one that the run's folder, or this process (`resolved`), has pinned. UserError if
+    The commit is the one that the run's folder, or this process (`resolved`), has pinned. Raises UserError if
     the repository cannot be fetched, or policy.revision is set for a folder.
     """
     is_policy = bool(name) and name == config.policy.path
@@ -127,30 +123,30 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises UserError if there is none, it has no end-of-text token, or text does not survive a round trip.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such tokenizer folder; set policy.tokenizer or policy.path")
     if not has_tokenizer(folder):
         # transformers would make an empty tokenizer of a model's folder.
-        raise UserError(f"{folder}: no tokenizer files there; set policy.tokenizer to a folder that has them")
+        raise UserError(
+            f"{folder}: no tokenizer files there; set policy.tokenizer or policy.path to a folder with them"
+        )
     try:
         tokenizer = _tokenizer_class(folder).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
+        reason = f"no tokenizer can be loaded: {' '.join(str(error).split())}"
         if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{folder}: its tokenizer is a program of its own (auto_map in tokenizer_config.json), which"
-                " is never run; set policy.tokenizer to a folder with a tokenizer.json and no auto_map"
-            ) from error
-        raise UserError(f"{folder}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
+            reason = (
+                "its tokenizer is a program of its own (auto_map in tokenizer_config.json), which is never"
+                " run; set policy.tokenizer to a folder with a tokenizer.json and no auto_map"
+            )
+        raise UserError(f"{folder}: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no eos_token; add one to tokenizer_config.json")
-    check_round_trip(tokenizer, folder)
+    _check_round_trip(tokenizer, folder)
     return tokenizer
 
 
-def check_round_trip(tokenizer: Any, folder: Path) -> None:
-    """Refuse (UserError) a tokenizer whose decode(encode(text)) lacks a tag or a part of one of `PROBES`."""
+def _check_round_trip(tokenizer: Any, folder: Path) -> None:
     if lost := lost_probes(tokenizer):
         text = PROBES[lost[0]]
         advice = "set policy.tokenizer to a folder whose tokenizer keeps them"
@@ -182,15 +178,11 @@ def lost_probes(tokenizer: Any) -> list[str]:
     lost = []
     for name, text in PROBES.items():
         decoded = decode(tokenizer, encode(tokenizer, text))
-        words, expected = _folded(decoded), _folded(text)
+        words, expected = (unicodedata.normalize("NFKC", each).casefold().split() for each in (decoded, text))
         has_unknown = tokenizer.unk_token is not None and tokenizer.unk_token in decoded
         if words != expected and not (has_unknown and len(words) >= len(expected)):
             lost.append(name)
     return lost
-
-
-def _folded(text: str) -> list[str]:
-    return unicodedata.normalize("NFKC", text).casefold().split()
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -202,9 +194,7 @@ def _tokenizer_class(folder: Path) -> Any:
     # qwen2 AutoTokenizer would take Qwen's own class, which splits text otherwise; and it may import torch.
     path = folder / "tokenizer_config.json"
     saved_as = read_json(path).get("tokenizer_class") if path.is_file() else None
-    if saved_as == BACKEND.__name__:
-        return BACKEND
-    return transformers.AutoTokenizer
+    return BACKEND if saved_as == BACKEND.__name__ else transformers.AutoTokenizer
 
 
 def initial_params(config: Config, model: Model, path: str) -> Params:
@@ -224,20 +214,19 @@ def initial_params(config: Config, model: Model, path: str) -> Params:
     return params
 
 
-def base_of(config: Config, model: Model, path: str) -> Base | None:
+def base_of(config: Config, model: Model, path: str) -> AdapterBase | None:
     """Return the base of a run's adapters, given its folder or repository; None without adapters."""
-    adapters = Adapters.from_config(config.policy.lora)
+    adapters, seed = Adapters.from_config(config.policy.lora), config.run.seed
     if adapters is None:
         return None
-    folder, sha256 = "", ""
-    if path:
-        weights, _ = find_folder(config, path, with_weights=True, resolved=model.pins)
-        folder, sha256 = str(weights.absolute()), weights_hash(weights)
-    return Base(path, folder, sha256, config.run.seed, adapters)
+    if not path:
+        return AdapterBase("", "", "", seed, adapters)
+    folder, _ = find_folder(config, path, with_weights=True, resolved=model.pins)
+    return AdapterBase(path, str(folder.absolute()), weights_hash(folder), seed, adapters)
 
 
 @dataclass(frozen=True)
-class Base:
+class AdapterBase:
     """The frozen model of a run's adapters: checkpoints name it, and do not hold it."""
 
     name: str  # policy.path; empty: random parameters
@@ -266,29 +255,30 @@ class Base:
         """Return the metadata for snapshots of the adapters alone; None for random parameters."""
         if not self.folder:
             return None
-        about = {"folder": self.folder, "sha256": self.sha256}
-        return about | {"base_dtype": self.adapters.base_dtype, "scale": self.adapters.scale}
+        precision = {"base_dtype": self.adapters.base_dtype, "scale": self.adapters.scale}
+        return {"folder": self.folder, "sha256": self.sha256} | precision
 
     def checkpoint_metadata(self) -> dict[str, str]:
         return {"name": self.name, "sha256": self.sha256}
 
     def write(self, folder: Path) -> None:
         """Write base.json beside config.json and tokenizer; the path of a base inside the run is relative."""
-        at, run = self.folder, folder.absolute().parent
-        if at and Path(at).is_relative_to(run):
-            at = str(Path("..") / Path(at).relative_to(run))
-        write_json(folder / BASE, asdict(self) | {"folder": at, "adapters": self.adapters.as_dict()})
+        place, run = self.folder, folder.absolute().parent
+        if place and Path(place).is_relative_to(run):
+            place = str(Path("..") / Path(place).relative_to(run))
+        write_json(folder / BASE, asdict(self) | {"folder": place, "adapters": self.adapters.as_dict()})
 
 
-def read_base(folder: Path) -> Base | None:
+def read_base(folder: Path) -> AdapterBase | None:
     """Read base.json of a run's ``policy`` folder; None without adapters; UserError if damaged."""
     path = folder / BASE
     if not path.is_file():
         return None
     values: dict[str, Any] = read_json(path)
     try:
-        at = values["folder"] and str((folder / values["folder"]).resolve())
-        return Base(**values | {"folder": at, "adapters": Adapters.from_dict(values["adapters"])})
+        place = values["folder"] and str((folder / values["folder"]).resolve())
+        adapters = Adapters.from_dict(values["adapters"])
+        return AdapterBase(**values | {"folder": place, "adapters": adapters})
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{path}: damaged ({error}); train on for a step, which writes it again, or copy it from a backup"
@@ -304,28 +294,29 @@ class PolicySource:
     step: int | None = None  # of a checkpoint; None: the newest of the folder `path`
 
     def __str__(self) -> str:
-        if self.kind == "checkpoint":
-            which = "the newest checkpoint" if self.step is None else f"checkpoint {self.step}"
-            return f"{which} in {self.path}"
-        return f"{'snapshot' if self.kind == 'snapshot' else 'HuggingFace folder'} {self.path}"
+        checkpoint = "the newest checkpoint" if self.step is None else f"checkpoint {self.step}"
+        names = {
+            "checkpoint": f"{checkpoint} in",
+            "snapshot": "snapshot",
+            "huggingface": "HuggingFace folder",
+        }
+        return f"{names[self.kind]} {self.path}"
 
     @property
     def model_folder(self) -> Path:
         """The folder of config.json and tokenizer: ``policy`` in a run."""
-        if self.kind == "huggingface":
-            return self.path
-        return (self.path.parent.parent if self.kind == "snapshot" else self.path.parent) / "policy"
+        policies = {"checkpoint": self.path.parent / "policy", "snapshot": self.path.parent.parent / "policy"}
+        return policies.get(self.kind, self.path)
 
     @property
-    def base(self) -> Base | None:
+    def base(self) -> AdapterBase | None:
         """The base of a checkpoint's adapters; None where it holds every parameter."""
         return read_base(self.model_folder) if self.kind == "checkpoint" else None
 
     @property
     def adapters(self) -> Adapters | None:
         """The adapters that a policy needs to take these parameters."""
-        base = self.base
-        return base.adapters if base else None
+        return self.base.adapters if self.base else None
 
     def at_step(self) -> PolicySource:
         """Return the newest checkpoint by its step, which stays the same while its run goes on."""
@@ -344,7 +335,7 @@ class PolicySource:
         if self.kind == "snapshot":
             from calibadv_jax.snapshots.publish import load_snapshot
 
-            return load_snapshot(self.path, policy, mesh, verify=True)
+            return load_snapshot(self.path, policy, mesh)
         targets = placed_params(policy.abstract_trained, mesh)
         trained = restore_params(self.path, targets, self.step)[0]
         base = self.base
@@ -358,8 +349,6 @@ def find_policy(path: Path) -> PolicySource:
         return PolicySource(path, "snapshot")
     if path.name.isdigit() and path.parent.name == "checkpoints":
         return PolicySource(path.parent, "checkpoint", int(path.name))
-    if path.name == "checkpoints":
-        return PolicySource(path, "checkpoint")
-    if not (path / "config.json").is_file() and (path / "checkpoints").is_dir():
-        return PolicySource(path / "checkpoints", "checkpoint")
-    return PolicySource(path, "huggingface")
+    if path.name != "checkpoints" and not (path / "config.json").is_file():
+        path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    return PolicySource(path, "checkpoint" if path.name == "checkpoints" else "huggingface")

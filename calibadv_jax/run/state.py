@@ -24,7 +24,7 @@ from calibadv_jax.rewards.score import trajectory_scores
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream, any_done
 from calibadv_jax.run.model import Model, base_of
-from calibadv_jax.run.trainer import Trainer, Updated
+from calibadv_jax.run.trainer import Trainer, UpdateResult
 from calibadv_jax.snapshots.checkpoint import EXTRA, ROLLBACK, CheckpointStore, read_rollback
 
 if TYPE_CHECKING:
@@ -37,12 +37,7 @@ class RunState:
     """All that a checkpoint holds: policy, optimizer, critic, order of questions, stream, guards.
 
     Continues from the newest checkpoint of the folder; UserError if it is damaged, or of another policy,
-    optimizer or question file. As a block, it ends by saving the last step.
-
-    Args:
-        rollouts: take every new policy.
-        hosts: the processes that train together.
-        mirror: receives every complete checkpoint.
+    optimizer or question file. As a block, it ends by saving the last step. `mirror` gets every checkpoint.
     """
 
     def __init__(
@@ -73,15 +68,16 @@ class RunState:
         self.step = 0
         newest = self.checkpoints.latest_step()
         self.state: State = self.trainer.begin(is_fresh=newest is None)
-        if newest is None and hosts.is_first:
-            (folder / ROLLBACK).unlink(missing_ok=True)
-        if newest is not None:
-            self._restore(newest, with_guards=True)
-            last = read_rollback(folder)
-            if last.get("step") == self.step:  # the checkpoint is older than the rollback to it
-                self.guards.rollbacks = int(last["rollbacks"])
-            self.rollouts.seed = self.seed
-            console.note(f"resuming from step {self.step}")
+        if newest is None:
+            if hosts.is_first:
+                (folder / ROLLBACK).unlink(missing_ok=True)
+            return
+        self._restore(newest, with_guards=True)
+        last = read_rollback(folder)
+        if last.get("step") == self.step:  # the checkpoint is older than the rollback to it
+            self.guards.rollbacks = int(last["rollbacks"])
+        self.rollouts.seed = self.seed
+        console.note(f"resuming from step {self.step}")
 
     def _make_stream(self) -> RolloutStream:
         rollout, is_alone = self.config.rollout, self.hosts.count == 1
@@ -107,22 +103,22 @@ class RunState:
         """The seed of all draws from now on; changes with every rollback."""
         return attempt_seed(self.config.run.seed, self.guards.rollbacks)
 
-    def update(self, groups: Sequence[Group], advantages: AdvantageResult) -> Updated:
+    def update(self, groups: Sequence[Group], advantages: AdvantageResult) -> UpdateResult:
         """Train on the groups and end the step; `metrics` of the result tell of the questions' order too."""
-        updated = self.trainer.update(self.state, self.step, self.seed, groups, advantages)
-        updated.metrics.update(self._note_scores(groups))
-        self.state = updated.state  # with the step's number: half a step must not be saved as the one before
+        result = self.trainer.update(self.state, self.step, self.seed, groups, advantages)
+        result.metrics.update(self._note_scores(groups))
+        self.state = result.state  # with the step's number: half a step must not be saved as the one before
         self.step += 1
         self.stream.commit()
-        return updated
+        return result
 
     def _note_scores(self, groups: Sequence[Group]) -> dict[str, float]:
         metrics, reward, replaced = {}, self.config.reward, self.stream.replaced
-        for group in groups:
-            scores = [trajectory.relative_score for trajectory in group.trajectories]
-            self.questions.note(group.question.id, scores)
-        for group in replaced:
-            scores = [score / reward.max_score for score in trajectory_scores(group, reward)]
+        scored = [(group, [each.relative_score for each in group.trajectories]) for group in groups]
+        scored += [
+            (group, [s / reward.max_score for s in trajectory_scores(group, reward)]) for group in replaced
+        ]
+        for group, scores in scored:
             self.questions.note(group.question.id, scores)
         if self.config.rollout.replace_tied:
             metrics["rollout/replaced_groups"] = float(len(replaced))
@@ -140,8 +136,8 @@ class RunState:
         tokens = fixed_text(len(self.model.tokenizer), self.config.rollout.max_length)
         with self.hosts.local_work("weights of the samplers"):
             self.rollouts.load(self.step, published)
-            own = self.rollouts.prompt_logprobs(tokens.tolist())
-        processes = self.hosts.exchange("log-probabilities of the samplers", own)
+            local = self.rollouts.prompt_logprobs(tokens.tolist())
+        processes = self.hosts.exchange("log-probabilities of the samplers", local)
         logprobs = [values for samplers in processes for values in samplers.values()]
         return agreement(learner, self.state["params"], self.config.learner, tokens, logprobs)
 
@@ -188,11 +184,11 @@ class RunState:
         self._drop_state()  # there is room for one state
         state, extra = self.checkpoints.restore(step, target)
         try:
-            saved, own = extra.get("base"), self.base.checkpoint_metadata() if self.base else None
-            if (saved or {}).get("sha256") != (own or {}).get("sha256"):
+            saved, base = extra.get("base"), self.base.checkpoint_metadata() if self.base else None
+            if (saved or {}).get("sha256") != (base or {}).get("sha256"):
                 raise UserError(
-                    f"{path}: its adapters belong to another base ({saved} instead of {own}); set policy.path"
-                    " to that one, or choose another run.dir"
+                    f"{path}: its adapters belong to another base ({saved} instead of {base}); set"
+                    " policy.path to that one, or choose another run.dir"
                 )
             self.questions.set_state(extra["questions"])
             self.stream.restore(extra["stream"], self.by_id)
@@ -215,9 +211,8 @@ class RunState:
         writes to run.mirror.
         """
         every = self.config.checkpoint.every
-        is_due = self.step == self.config.learner.steps or bool(
-            every and self.step % every == 0 and not self.guards.in_doubt
-        )
+        is_due = bool(every and self.step % every == 0 and not self.guards.in_doubt)
+        is_due = is_due or self.step == self.config.learner.steps
         with self.hosts.barrier("checkpoint"):  # the save itself is a program of all: nobody may be missing
             if self.mirror:
                 self.mirror.check()
@@ -255,11 +250,11 @@ class RunState:
         """Return the line with which the run ends if a guard stops it."""
         if not self.guards.is_broken:
             return "stopped by guards.action; the state is saved: see the warnings above"
-        newest = self.checkpoints.latest_step()
-        kept = (
-            "no checkpoint was saved" if newest is None else f"the newest checkpoint is that of step {newest}"
+        step = self.checkpoints.latest_step()
+        newest = (
+            "no checkpoint was saved" if step is None else f"the newest checkpoint is that of step {step}"
         )
-        return f"step {self.step} diverged (see the warning above) and is not saved: {kept}"
+        return f"step {self.step} diverged (see the warning above) and is not saved: {newest}"
 
     def __enter__(self) -> RunState:
         return self
@@ -267,7 +262,7 @@ class RunState:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Save the last complete step, whatever stops the run, unless its update failed or diverged.
 
-        A bad step does not take the place of the last good checkpoint either.
+        Nor does a bad step take the place of the last good checkpoint.
         """
         self.stream.close()
         if kind is not None and not self.hosts.in_step:
@@ -280,8 +275,7 @@ class RunState:
             self.console.note(str(error))  # this step is saved in its place, if it can be
         try:
             saved, keep = self.checkpoints.steps(), self.config.checkpoint.keep
-            is_new = self.step not in saved[-1:]
-            if whole and is_new and self.guards.may_save(self.step, saved, keep):
+            if whole and self.step not in saved[-1:] and self.guards.may_save(self.step, saved, keep):
                 self.save()
                 self._wait_for_checkpoint()
         except Exception as error:  # whatever Orbax raises: it must not hide why the run stopped

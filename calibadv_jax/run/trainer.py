@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Updated:
+class UpdateResult:
     """The result of an update."""
 
     state: State  # of the policy; the critic keeps its own
@@ -58,26 +58,23 @@ class Trainer:
         checkpoints lack the base.
         """
         config, model, params = self.config, self.model, None
+        base: Params = {}
+        trained: Params = {}
         if is_fresh or model.policy.adapters:
             params = initial_params(config, model, config.policy.path)
-        self.reference = self._reference(params) if config.keeps_initial_policy else None
+            base, trained = model.policy.split(params)
+        if config.keeps_initial_policy:
+            self.reference = {}  # new adapters change nothing
+            if not base:
+                self.reference = initial_params(config, model, config.policy.path)
+            elif config.policy.lora.init_from:
+                self.reference = jax.tree.map(jnp.copy, trained)
         if config.advantage.has_critic:
             from calibadv_jax.run.critic import Critic
 
-            copied = None
-            if params is not None:  # a frozen base is not copied
-                base, trained = model.policy.split(params)
-                copied = joined(base, jax.tree.map(jnp.copy, trained))
+            copied = None if params is None else joined(base, jax.tree.map(jnp.copy, trained))
             self.critic = Critic(config, model, copied)
         return {} if params is None else self.learner.init(params)
-
-    def _reference(self, params: Params | None) -> Params:
-        config, model = self.config, self.model
-        if params is None or model.policy.adapters is None:
-            return initial_params(config, model, config.policy.path)
-        if not config.policy.lora.init_from:
-            return {}  # new adapters change nothing
-        return jax.tree.map(jnp.copy, model.policy.split(params)[1])
 
     def probe(self, state: State, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
         """Return the groups with the golden answers' log-probabilities of each probed policy, and metrics."""
@@ -88,7 +85,7 @@ class Trainer:
 
     def update(
         self, state: State, step: int, seed: int, groups: Sequence[Group], advantages: AdvantageResult
-    ) -> Updated:
+    ) -> UpdateResult:
         """Train policy and critic after `step` steps; donates `state`. `seed` orders the mini-batches."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         per_token = [values for group in advantages.advantages for values in group]
@@ -113,7 +110,7 @@ class Trainer:
             for trajectory, sample in zip(trajectories, learned.samples, strict=True)
         )
         logprobs = [[next(old) for _ in group.trajectories] for group in groups]
-        return Updated(learned.state, metrics, logprobs, sum(len(sample.tokens) for sample in trained))
+        return UpdateResult(learned.state, metrics, logprobs, sum(len(sample.tokens) for sample in trained))
 
     def progress(self) -> tuple[int, int, str]:
         """Return the computed microbatches, of how many, and the policy's mini-batch, for `Console.live`."""

@@ -24,7 +24,7 @@ from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import check_tags, make_actions
-from calibadv_jax.run.model import Base, Model, read_base
+from calibadv_jax.run.model import AdapterBase, Model, read_base
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.services.retriever_client import RetrieverClient, check_running, open_retriever
 
@@ -51,24 +51,24 @@ def open_services(
     """Yield the URLs of the retriever and of the vLLM workers (none if sampler.name is jax).
 
     Services without a URL in the config are started here, and end with the block; their output goes to the
-    run's folder. The first process starts the retriever for all `hosts`; each has its own workers, which take
+    run's folder. The first process starts the retriever for all `hosts`; each has its own workers, with
     config.json and tokenizer of `model_folder`.
     """
     folder, warn = Path(config.run.dir), Console(config.log.progress).warn
     section = config.retriever if config.has_retriever else config.retriever.at(NO_RETRIEVER)
     with ExitStack() as stack:
-        opened = open_retriever(section, folder / "retriever.log", warn)
-        retriever = hosts.first("retriever", lambda: stack.enter_context(opened))
-        workers: list[str] = []
+        service = open_retriever(section, folder / "retriever.log", warn)
+        retriever = hosts.first("retriever", lambda: stack.enter_context(service))
+        urls: list[str] = []
         if config.sampler.name == "vllm":
             from calibadv_jax.sampler.vllm_worker import open_workers
 
             share, first = own_workers(config.sampler, hosts.index, hosts.count)
             dtype, length = config.sampler_dtype, config.rollout.max_length
-            started = open_workers(share, model_folder, folder, dtype, length, warn, first=first)
+            workers = open_workers(share, model_folder, folder, dtype, length, warn, first=first)
             with hosts.local_work("vLLM workers"):
-                workers = stack.enter_context(started)
-        yield retriever, workers
+                urls = stack.enter_context(workers)
+        yield retriever, urls
 
 
 @contextmanager
@@ -82,10 +82,8 @@ def open_rollouts(
 ) -> Iterator[Rollouts]:
     """Yield rollouts with the configured sampler and retriever, without weights yet.
 
-    Args:
-        model_folder, hosts: as for `open_services`.
-        snapshots: folder in which policies are published for vLLM workers.
-        check_service: called with the reply of the retriever's health endpoint; raises to refuse it.
+    Policies are published for vLLM workers in the folder `snapshots`. `check_service` gets the reply of the
+    retriever's health endpoint, and raises to refuse it.
     """
     actions = make_actions(config)
     check_tags(actions, model.tokenizer)
@@ -97,21 +95,14 @@ def open_rollouts(
         base = read_base(model_folder)
         sampler, publish = _make_sampler(config, model, workers, snapshots, base, hosts)
         judge = config.reward.judge
-        context = RolloutContext(
-            sampler=sampler,
-            retriever=retriever,
-            tokenizer=model.tokenizer,
-            rollout=share,
-            prompt=config.prompt,
-            actions=actions,
-            judge=load_optional("judge").JudgeClient(judge) if judge.url else None,
-        )
+        client = load_optional("judge").JudgeClient(judge) if judge.url else None
+        context = RolloutContext(sampler, retriever, model.tokenizer, share, config.prompt, actions, client)
         with Rollouts(context, config.run.seed, publish) as rollouts:
             yield rollouts
 
 
 def _make_sampler(
-    config: Config, model: Model, workers: list[str], snapshots: Path, base: Base | None, hosts: Hosts
+    config: Config, model: Model, workers: list[str], snapshots: Path, base: AdapterBase | None, hosts: Hosts
 ) -> tuple[Sampler, Callable[[int, Params], Any]]:
     """Return the sampler, and the function that converts a version's parameters for it."""
     stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
@@ -132,7 +123,8 @@ def _make_sampler(
     dtype = config.checkpoint.snapshot_dtype or config.sampler_dtype
     store = SnapshotStore(snapshots, config.checkpoint.snapshots_kept, jnp.dtype(dtype))
     shared = base.shared() if base and config.policy.lora.snapshots == "adapters" else None
-    about: dict[str, Any] = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}
+    metadata: dict[str, Any] = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}
+    metadata |= {"base": shared, "writes": hosts.is_first}
 
     def publish(version: int, params: Params) -> Path:
         if shared:
@@ -140,7 +132,7 @@ def _make_sampler(
         elif model.policy.adapters:
             params = model.policy.merged(params, jnp.dtype(dtype))
         with hosts.barrier("snapshot of the policy"):
-            return store.publish(version, params, **about, base=shared, writes=hosts.is_first)
+            return store.publish(version, params, **metadata)
 
     vocab_size = model.policy.architecture.vocab_size
     return VllmSampler(workers, config.sampler, stops, model.tokenizer_hash, vocab_size), publish

@@ -6,10 +6,10 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -20,17 +20,9 @@ from calibadv_jax.policy.weights import shape_problems, summary
 
 STATE, EXTRA, PARAMS = "state", "extra", "params"
 ROLLBACK = "rollback.json"  # in the run's folder: the last one
-
-
-class SaveBarrier(Protocol):
-    """Where the saving threads of several processes wait for each other."""
-
-    @property
-    def is_broken(self) -> bool: ...
-
-    def __call__(self, *, key: str, timeout_ms: int) -> None: ...
-
-    def reset(self) -> None: ...
+# Ends of Orbax' reads that are thrown away half done: at the closed event loop, or by turning even Python's
+# request to end (GeneratorExit) into an error of their own.
+LATE = ("Event loop is closed", "Encountered error while reading array index")
 
 
 class CheckpointStore:
@@ -39,16 +31,16 @@ class CheckpointStore:
     Args:
         keep: newest checkpoints that are kept; an older one goes when a newer one is complete.
         asynchronous: a checkpoint is written while the caller goes on; `wait` ends when it is complete.
-        barrier: where the threads of several processes wait for each other; None for one process.
+        barrier: a `hosts.exchange.SaveBarrier` of several processes; None for one process.
 
     Raises ValueError if the path has a character that Orbax reads as a pattern.
     """
 
-    def __init__(
-        self, folder: Path, keep: int, asynchronous: bool = False, barrier: SaveBarrier | None = None
-    ):
+    def __init__(self, folder: Path, keep: int, asynchronous: bool = False, barrier: Any = None):
         check_literal(folder)
-        hide_save_tracebacks()
+        _hide_late_errors()
+        logging.getLogger("asyncio").addFilter(_is_retrieved)
+        logging.getLogger("absl").addFilter(_is_no_orbax_traceback)
         self.folder, self._barrier = folder.absolute(), barrier
         self._manager = _open(
             self.folder,
@@ -74,8 +66,9 @@ class CheckpointStore:
 
     def delete_after(self, step: int) -> None:
         self.wait()
-        for later in [later for later in self.steps() if later > step]:
-            self._manager.delete(later)
+        for later in self.steps():
+            if later > step:
+                self._manager.delete(later)
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Write a checkpoint, or begin to: on return `state` may be donated. See `wait`.
@@ -175,8 +168,8 @@ def restore_params(folder: Path, abstract_params: Any, step: int | None = None) 
     They come as `abstract_params`, ShapeDtypeStructs with shardings; other dtypes are cast to theirs.
     Raises UserError if there is no such checkpoint, it is damaged, or it is of another policy.
     """
-    what = "checkpoint" if step is None else f"checkpoint of step {step}"
-    missing = UserError(f"{folder}: no complete {what} there; train first, or set export.source")
+    name = "checkpoint" if step is None else f"checkpoint of step {step}"
+    missing = UserError(f"{folder}: no complete {name} there; train first, or set export.source")
     if not folder.is_dir():
         raise missing
     with _open(folder.absolute(), create=False) as manager:
@@ -207,10 +200,9 @@ def _restore(
     saved_shapes = tensor_shapes(saved.tree)
     if partial:
         saved_shapes = {
-            name: shape for name, shape in saved_shapes.items() if name.partition(".")[0] in abstract
+            name: saved_shapes[name] for name in saved_shapes if name.partition(".")[0] in abstract
         }
-    problems = shape_problems(saved_shapes, tensor_shapes(abstract))
-    if problems:
+    if problems := shape_problems(saved_shapes, tensor_shapes(abstract)):
         raise UserError(
             f"{source}: does not fit this policy and optimizer; use its own config, or another run.dir:"
             f" {summary(problems)}"
@@ -234,11 +226,9 @@ def tensor_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 @contextmanager
 def damage_as_user_error(advice: str, kind: type[UserError] = UserError) -> Iterator[None]:
     """Turn errors of Orbax on damaged, missing or unwritable files into one that begins with `advice`."""
-    before = sys.unraisablehook
-    _hide_unraisable()
+    _hide_late_errors()
     try:
         yield
-        sys.unraisablehook = before
     except Exception as error:
         # What TensorStore finds wrong with the data comes as a bare Exception around the cause.
         is_damage = type(error) is Exception or isinstance(error, ValueError | KeyError | OSError)
@@ -248,45 +238,28 @@ def damage_as_user_error(advice: str, kind: type[UserError] = UserError) -> Iter
         raise kind(f"{advice} ({cause_text(error)})") from error
 
 
-def hide_save_tracebacks() -> None:
-    """Hide what Orbax' threads print of a save that fails; the one who waits for the save gets the error."""
-    _hide_unraisable()
-    logging.getLogger("asyncio").addFilter(_is_retrieved)
-    logging.getLogger("absl").addFilter(_is_no_orbax_traceback)
+def _hide_late_errors() -> None:
+    """Hide the errors of tensors that fail after the first one; the caller gets that of the first.
+
+    Orbax handles tensors side by side. Of the later ones asyncio says that nobody asked how they ended, or
+    Python that the event loop is closed: on the terminal, at any later time.
+    """
+    before = sys.unraisablehook
+    if getattr(before, "hides_late_errors", False):
+        return
+
+    def report(unraisable: Any) -> None:
+        if not str(unraisable.exc_value).startswith(LATE):
+            before(unraisable)
+
+    vars(report)["hides_late_errors"] = True
+    sys.unraisablehook = report
+
+
+def _is_retrieved(record: logging.LogRecord) -> bool:
+    texts = ("exception was never retrieved", "destroyed but it is pending")
+    return not any(text in record.getMessage() for text in texts)
 
 
 def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
-
-
-def _hide_unraisable() -> None:
-    # Orbax handles tensors side by side. Of those that fail after the first one asyncio says that nobody
-    # asked how they ended, or Python that the event loop is closed: on the terminal, at any later time.
-    if sys.unraisablehook is not _unraisable:
-        _unraisable.before, sys.unraisablehook = sys.unraisablehook, _unraisable
-
-
-def _is_retrieved(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    return not any(
-        text in message for text in ("exception was never retrieved", "destroyed but it is pending")
-    )
-
-
-# How Orbax' reads of the other tensors end if they are thrown away half done: some at the closed event loop,
-# some by turning even Python's request to end (GeneratorExit) into an error of their own.
-_LATE = ("Event loop is closed", "Encountered error while reading array index")
-
-
-class _Unraisable:
-    """Python's hook for errors that no code can catch, without those of reads that were given up."""
-
-    def __init__(self) -> None:
-        self.before: Callable[[Any], object] = sys.__unraisablehook__
-
-    def __call__(self, unraisable: Any) -> None:
-        if not str(unraisable.exc_value).startswith(_LATE):
-            self.before(unraisable)
-
-
-_unraisable = _Unraisable()

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json, replacing, replacing_folder, write_json
 from calibadv_jax.core.hub import TOKENIZER_FILES
-from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
+from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import (
@@ -47,7 +47,7 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llam
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """Return the fields of config.json; UserError if there is no such file, or it is no JSON object."""
+    """Return the fields of config.json; UserError without such a file, or if it is no JSON object."""
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a HuggingFace folder with config.json and safetensors")
@@ -60,8 +60,7 @@ def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
     Every device's part is read by itself; the host never holds more than one parameter. Raises UserError
     without safetensors, for a damaged file, or tensors that do not fit the policy (all are listed).
     """
-    with open_weights(_weight_files(folder)) as weights:
-        _check(weights, policy, str(folder))
+    with _policy_weights(folder, policy) as weights:
         return weights.placed(policy.abstract_base, policy.architecture.num_layers, mesh)
 
 
@@ -70,16 +69,14 @@ def check_weights(folder: Path, policy: Policy) -> str:
 
     Raises as `load_params`, apart from the values of tensors, which are not read.
     """
-    files = _weight_files(folder)
-    with open_weights(files) as weights:
-        _check(weights, policy, str(folder), with_values=False)
-        return f"{len(weights.files)} tensors in {len(files)} file(s) of {folder} have the policy's shapes"
+    with _policy_weights(folder, policy, with_values=False) as weights:
+        files = len(set(weights.path_of.values()))
+        return f"{len(weights.files)} tensors in {files} file(s) of {folder} have the policy's shapes"
 
 
 def read_base_tensors(folder: Path, policy: Policy, dtype: Any) -> dict[str, Any]:
     """Return host arrays of `dtype`, as `load_params`."""
-    with open_weights(_weight_files(folder)) as weights:
-        _check(weights, policy, str(folder))
+    with _policy_weights(folder, policy) as weights:
         layers = policy.architecture.num_layers
         arrays = {
             path: from_hf(path, weights.read, layers, (slice(None),) * len(leaf.shape), dtype)
@@ -91,40 +88,35 @@ def read_base_tensors(folder: Path, policy: Policy, dtype: Any) -> dict[str, Any
 def weights_hash(folder: Path) -> str:
     """Return a hash of a folder's weights, at a price that does not grow with their size.
 
-    SHA-256 over every tensor's name, dtype and shape, and over 64 KiB at its beginning, middle and end.
-    How tensors are spread over files does not count. Raises UserError without safetensors, or for a
-    damaged file.
+    SHA-256 over every tensor's name, dtype and shape, and over 64 KiB at its beginning, middle and end; the
+    files do not matter. Raises UserError without safetensors, or for a damaged file.
     """
     digests: dict[str, str] = {}
     for path in _weight_files(folder):
         try:
             with path.open("rb") as file:
-                for name, about, data in _tensor_places(file):
-                    digest = hashlib.sha256(json.dumps([name, about["dtype"], about["shape"]]).encode())
-                    for at in (data.start, (data.start + data.stop - SAMPLED) // 2, data.stop - SAMPLED):
-                        file.seek(max(data.start, at))
-                        digest.update(file.read(min(SAMPLED, len(data))))
-                    digests[name] = digest.hexdigest()
+                digests |= _tensor_digests(file)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: not a full safetensors file ({error}); copy it again") from error
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
 
-def _tensor_places(file: BinaryIO) -> Iterator[tuple[str, dict[str, Any], range]]:
-    """Yield (name, dtype and shape, place of the bytes) of the tensors of a safetensors file.
-
-    Raises ValueError, KeyError, TypeError or AttributeError if it is not one, or was cut off.
-    """
-    size = file.seek(0, 2)
+def _tensor_digests(file: BinaryIO) -> dict[str, str]:
+    size, digests = file.seek(0, 2), {}
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(min(length, size)))
-    for name, about in header.items():
-        if name != "__metadata__":
-            begin, end = (8 + length + offset for offset in about["data_offsets"])
-            if not 0 <= begin <= end <= size:
-                raise ValueError(f"{name} is cut off")
-            yield name, about, range(begin, end)
+    for name in header.keys() - {"__metadata__"}:
+        entry = header[name]
+        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        if not 0 <= begin <= end <= size:
+            raise ValueError(f"{name} is cut off")
+        digest = hashlib.sha256(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+        for start in (begin, (begin + end - SAMPLED) // 2, end - SAMPLED):
+            file.seek(max(begin, start))
+            digest.update(file.read(min(SAMPLED, end - begin)))
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 def save_folder(
@@ -136,15 +128,14 @@ def save_folder(
     max_shard_bytes: int = 4 * 2**30,
     texts: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes a folder that transformers and vLLM load; it appears under its name only when complete.
+    """Write a folder that transformers and vLLM load; it appears under its name only when complete.
 
     Host memory: one shard and one parameter. Parameters must be addressable from this process.
 
     Args:
-        dtype: of the written weights, "bfloat16" or "float32".
         tokenizer_source: folder whose tokenizer files and generation_config.json are copied.
         max_shard_bytes: bytes of one safetensors file, a larger single tensor apart.
-        texts: further files, generation_config.json or README.md, by their names; they win over copied ones.
+        texts: further files by their names; they win over copied ones.
 
     Returns the absolute path of `output`. Raises UserError if that exists and is not an export.
     """
@@ -172,9 +163,9 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 @dataclass
 class Weights:
-    """Open safetensors files: which holds a tensor, and its regions on demand."""
+    """Open safetensors files and their paths, by tensor name."""
 
-    files: dict[str, Any]  # tensor name -> open file
+    files: dict[str, Any]
     path_of: dict[str, Path]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -223,6 +214,13 @@ def open_weights(files: Sequence[Path]) -> Iterator[Weights]:
         yield weights
 
 
+@contextmanager
+def _policy_weights(folder: Path, policy: Policy, with_values: bool = True) -> Iterator[Weights]:
+    with open_weights(_weight_files(folder)) as weights:
+        _check(weights, policy, str(folder), with_values)
+        yield weights
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """Return the single file, else those of the index, as transformers chooses."""
     if (folder / SINGLE).is_file():
@@ -245,13 +243,16 @@ def _weight_files(folder: Path) -> list[Path]:
     raise UserError(f"{folder}: no {SINGLE} and no {INDEX}; give a HuggingFace folder with safetensors")
 
 
-def _check(weights: Weights, policy: Policy, source: str, with_values: bool = True) -> None:
+def _check(weights: Weights, policy: Policy, source: str, with_values: bool) -> None:
     shapes = {name: weights.shape(name) for name in weights.files if not name.endswith("rotary_emb.inv_freq")}
     head, embedding = WEIGHTS["lm_head.kernel"].hf, WEIGHTS["embed.embedding"].hf
     if policy.architecture.tie_word_embeddings and head in shapes:
         shape = shapes.pop(head)
+        regions = ((slice(row, min(row + 4096, shape[0])), slice(None)) for row in range(0, shape[0], 4096))
         is_comparable = with_values and shape == shapes.get(embedding)
-        if is_comparable and not _equal(weights, head, embedding, shape):
+        if is_comparable and not all(
+            np.array_equal(weights.read(head, region), weights.read(embedding, region)) for region in regions
+        ):
             raise UserError(
                 f"{source}: config.json ties the embeddings, but {head} differs from {embedding};"
                 " set tie_word_embeddings to false there"
@@ -263,12 +264,6 @@ def _check(weights: Weights, policy: Policy, source: str, with_values: bool = Tr
             f"{source}: quantised or integer weights are not supported: {', '.join(coded)};"
             " give the folder of the unquantised model"
         )
-
-
-def _equal(weights: Weights, first: str, second: str, shape: Sequence[int]) -> bool:
-    rows, end = 4096, shape[0]
-    regions = ((slice(at, min(at + rows, end)), slice(None)) for at in range(0, end, rows))
-    return all(np.array_equal(weights.read(first, at), weights.read(second, at)) for at in regions)
 
 
 def _write_weights(params: Params, folder: Path, dtype: np.dtype, max_shard_bytes: int) -> None:
@@ -303,14 +298,9 @@ def _complete(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": a.tie_word_embeddings,
         "hidden_act": "silu",
     }
-    given = {name: value for name, value in hf_config.items() if value is not None}
-    # Readers before transformers 5 look for torch_dtype, later ones for dtype.
-    return explicit | given | _rope(a) | {"dtype": dtype, "torch_dtype": dtype}
-
-
-def _rope(a: Architecture) -> dict[str, Any]:
-    """Rotary embeddings for every reader: rope_theta and rope_scaling before transformers 5, then
-    rope_parameters, which a rope_scaling beside it overrules."""
+    present = {name: value for name, value in hf_config.items() if value is not None}
+    # Readers before transformers 5 look for rope_theta, rope_scaling and torch_dtype, later ones for
+    # rope_parameters, which a rope_scaling beside it overrules, and dtype.
     scaling: dict[str, Any] = {"rope_type": "default"}
     if a.rope_scaling is not None:
         scaling = {
@@ -320,8 +310,9 @@ def _rope(a: Architecture) -> dict[str, Any]:
             "high_freq_factor": a.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": a.rope_scaling.original_length,
         }
-    fields = {"rope_theta": a.rope_theta, "rope_parameters": scaling | {"rope_theta": a.rope_theta}}
-    return fields | ({"rope_scaling": scaling} if a.rope_scaling is not None else {})
+    rope = {"rope_theta": a.rope_theta, "rope_parameters": scaling | {"rope_theta": a.rope_theta}}
+    rope |= {"rope_scaling": scaling} if a.rope_scaling is not None else {}
+    return explicit | present | rope | {"dtype": dtype, "torch_dtype": dtype}
 
 
 def _is_tokenizer_file(name: str) -> bool:
@@ -330,11 +321,9 @@ def _is_tokenizer_file(name: str) -> bool:
 
 def refuse_foreign(output: Path) -> None:
     """Raise UserError unless `output` is absent, empty, or an export."""
-    if not output.exists():
-        return
-    if not output.is_dir():
+    if output.is_file():
         raise UserError(f"{output}: is a file; choose another output folder")
-    for file in sorted(output.iterdir()):
+    for file in sorted(output.iterdir()) if output.exists() else ():
         is_config = file.name in (CONFIG, INDEX, "adapter_config.json")
         if not (is_config or _is_tokenizer_file(file.name) or _is_ours(file)):
             raise UserError(
@@ -348,7 +337,7 @@ def _is_ours(file: Path) -> bool:
     if file.suffix != ".safetensors":
         return False
     try:
-        with safe_open(file, framework="np") as opened:
-            return (opened.metadata() or {}).get("writer") == WRITER["writer"]
+        with safe_open(file, framework="np") as weights:
+            return (weights.metadata() or {}).get("writer") == WRITER["writer"]
     except SafetensorError:
         return False

@@ -63,7 +63,7 @@ def bring_newest(config: Config, console: Console) -> None:
             mirror.fetch()
 
 
-class _Taken(UserError):
+class TakenOver(UserError):
     """Another start of the run owns the marker."""
 
 
@@ -100,7 +100,7 @@ class Mirror:
         self._version = _Version()  # that was read or written last
         self._pins: dict[Path, int] = {}  # hard links to a step's files: of the upload, and of the newest
         self._failure = ""  # of the last try
-        self._taken: _Taken | None = None
+        self._taken: TakenOver | None = None
         self._thread: Thread | None = None  # that uploads the newest pin
         self._committing = Lock()
 
@@ -153,7 +153,7 @@ class Mirror:
             if is_newer:
                 self._bring()
         except UserError as error:
-            is_late = isinstance(error, _Taken) or isinstance(error.__cause__, FileNotFoundError)
+            is_late = isinstance(error, TakenOver) or isinstance(error.__cause__, FileNotFoundError)
             if not is_late or tries == 1:  # late: another start has written meanwhile
                 raise
             return self.fetch(claim, tries - 1)
@@ -303,7 +303,7 @@ class Mirror:
         version = self._newest()
         if version.owner.get("token") != self._owner["token"]:
             other = f"process {version.owner.get('process')} on {version.owner.get('host')}"
-            self._taken = _Taken(
+            self._taken = TakenOver(
                 f"{self._key} was taken over by another start of this run ({other}); this one ends"
             )
             raise self._taken

@@ -19,19 +19,16 @@ from calibadv_jax.core.files import read_json, replacing_folder, write_json
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import hf_shapes, shape_problems, summary, to_hf
-from calibadv_jax.snapshots.huggingface import (
-    CARD,
-    WRITER,
-    Weights,
-    copy_tokenizer,
-    open_weights,
-    refuse_foreign,
-)
+from calibadv_jax.snapshots.huggingface import CARD, WRITER, copy_tokenizer, open_weights, refuse_foreign
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 BASE_DTYPE = "base_dtype"  # metadata of ADAPTER: the precision of the base that the adapters were trained on
 MATRIX = re.compile(r".*\.(\w+)\.lora_[AB]\.weight")
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that as policy.path"
+CONVERT = (
+    "it may have changed the base too. PEFT converts PiSSA, OLoRA, CorDA and LoRA-GA: save_pretrained(…,"
+    " path_initial_model_for_weight_conversion=INITIAL_ADAPTER); or "
+)
 # Options of PEFT with which an adapter is its two matrices times lora_alpha / r, and nothing else. Any other
 # option must be off: None, False or empty. The initialisations named here leave the base as it was.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -56,24 +53,23 @@ def load_adapters(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
     Rank, alpha and targets of the policy's adapters must be the folder's. Raises UserError if a file is
     missing or damaged, or the adapters are of another kind than ours or do not fit.
     """
-    for name in (ADAPTER_CONFIG, ADAPTER):
-        if not (folder / name).is_file():
-            raise UserError(
-                f"policy.lora.init_from: {folder / name}: no such file; give a PEFT folder with"
-                f" {ADAPTER_CONFIG} and {ADAPTER}"
-            )
-    assert policy.adapters is not None
-    config = read_json(folder / ADAPTER_CONFIG)
-    _check_config(config, policy.adapters, folder / ADAPTER_CONFIG)
-    with open_weights([folder / ADAPTER]) as weights:
+    adapters, config, path = policy.adapters, _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER)
+    assert adapters is not None
+    _check_config(read_json(config), adapters, config)
+    with open_weights([path]) as weights:
         shapes = {name: weights.shape(name) for name in weights.files}
-        _check_targets(shapes, policy.adapters, folder / ADAPTER)
-        _check_base_dtype(weights, policy.adapters, folder / ADAPTER)
-        problems = shape_problems(shapes, hf_shapes(policy.abstract_trained))
-        if problems:
+        _check_targets(shapes, adapters, path)
+        for file in weights.files.values():
+            dtype = (file.metadata() or {}).get(BASE_DTYPE, adapters.base_dtype)
+            if dtype != adapters.base_dtype:
+                raise UserError(
+                    f"{path}: was trained on a base in {dtype}, but policy.lora.base_dtype is"
+                    f" {adapters.base_dtype}: set policy.lora.base_dtype={dtype}"
+                )
+        if problems := shape_problems(shapes, hf_shapes(policy.abstract_trained)):
             raise UserError(
-                f"{folder / ADAPTER}: {len(problems)} tensor(s) do not fit this policy; give adapters that"
-                f" were made for it: {summary(problems)}"
+                f"{path}: {len(problems)} tensor(s) do not fit this policy; give adapters that were made for"
+                f" it: {summary(problems)}"
             )
         return weights.placed(policy.abstract_trained, policy.architecture.num_layers, mesh)
 
@@ -86,15 +82,10 @@ def save_adapters(
     tokenizer_source: Path | None,
     card: str | None = None,
 ) -> Path:
-    """Writes a folder that PEFT loads; it appears under its name only when complete.
+    """Write a folder that PEFT loads; it appears under its name only when complete.
 
-    Args:
-        params: the adapters; addressable from this process.
-        base: name of the model that they belong to.
-        tokenizer_source: folder whose tokenizer files are copied.
-        card: text of README.md.
-
-    Returns the absolute path of `output`. Raises UserError if that exists and is not an export.
+    `params` are the adapters, addressable from this process, of the model named `base`; `card` is the text
+    of README.md. Returns and raises as `save_folder`.
     """
     output = output.absolute()
     refuse_foreign(output)
@@ -127,11 +118,17 @@ def save_adapters(
 
 def adapters_hash(folder: Path) -> str:
     """Return the SHA-256 of a PEFT folder's adapters; raise UserError if there are none."""
-    path = folder / ADAPTER
-    if not path.is_file():
-        raise UserError(f"policy.lora.init_from: {path}: no such file; give a PEFT folder with {ADAPTER}")
-    with path.open("rb") as file:
+    with _file(folder, ADAPTER).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _file(folder: Path, name: str) -> Path:
+    if not (folder / name).is_file():
+        raise UserError(
+            f"policy.lora.init_from: {folder / name}: no such file; give a PEFT folder with"
+            f" {ADAPTER_CONFIG} and {ADAPTER}"
+        )
+    return folder / name
 
 
 def _check_config(config: Mapping[str, Any], adapters: Adapters, path: Path) -> None:
@@ -139,12 +136,7 @@ def _check_config(config: Mapping[str, Any], adapters: Adapters, path: Path) -> 
         off = value is None or value is False or (isinstance(value, str | list | dict) and not value)
         if name in HARMLESS or (value in PLAIN[name] if name in PLAIN else off):
             continue
-        way_out = MERGE
-        if name == "init_lora_weights":
-            way_out = (
-                "it may have changed the base too. PEFT converts PiSSA, OLoRA, CorDA and LoRA-GA:"
-                " save_pretrained(…, path_initial_model_for_weight_conversion=INITIAL_ADAPTER); or " + MERGE
-            )
+        way_out = (CONVERT if name == "init_lora_weights" else "") + MERGE
         raise UserError(
             f"{path}: {name} is {value!r:.80}, which is not supported; only plain LoRA adapters are:"
             f" {way_out}"
@@ -166,12 +158,11 @@ def _check_config(config: Mapping[str, Any], adapters: Adapters, path: Path) -> 
 
 def _check_targets(shapes: Mapping[str, Any], adapters: Adapters, path: Path) -> None:
     matches = {name: MATRIX.fullmatch(name) for name in shapes}
-    others = sorted(name for name, match in matches.items() if match is None)
     if not matches:
         raise UserError(f"{path}: holds no adapters; save or copy the folder again")
-    if others:
+    if foreign := sorted(name for name, match in matches.items() if match is None):
         raise UserError(
-            f"{path}: holds {summary(others)}, which is not supported; only lora_A.weight and lora_B.weight"
+            f"{path}: holds {summary(foreign)}, which is not supported; only lora_A.weight and lora_B.weight"
             " are. If the embeddings are the base's, unchanged, save the adapter again with PEFT's"
             f" save_embedding_layers=False; else {MERGE}"
         )
@@ -188,13 +179,3 @@ def _check_targets(shapes: Mapping[str, Any], adapters: Adapters, path: Path) ->
             f"{path}: has adapters on {', '.join(targets)}, but policy.lora.targets is"
             f" {', '.join(adapters.targets)}: set policy.lora.targets=[{', '.join(targets)}]"
         )
-
-
-def _check_base_dtype(weights: Weights, adapters: Adapters, path: Path) -> None:
-    for file in weights.files.values():
-        dtype = (file.metadata() or {}).get(BASE_DTYPE, adapters.base_dtype)
-        if dtype != adapters.base_dtype:
-            raise UserError(
-                f"{path}: was trained on a base in {dtype}, but policy.lora.base_dtype is"
-                f" {adapters.base_dtype}: set policy.lora.base_dtype={dtype}"
-            )

@@ -41,16 +41,10 @@ from calibadv_jax.snapshots.huggingface import read_base_tensors, weights_hash
 MANIFEST, TREE = "manifest.json", "params"
 FORMAT = 2
 HASHED_AT_ONCE = min(16, os.cpu_count() or 1)  # tensors; SHA-256 and reading run outside Python's lock
-AGAIN = "damaged snapshot, publish it again"
 
 
 class SnapshotStore:
-    """Publishes snapshots under one folder and prunes old ones.
-
-    Args:
-        keep: newest versions that are kept.
-        dtype: precision of the published parameters.
-    """
+    """Publishes snapshots in precision `dtype` under one folder, and keeps the newest `keep` versions."""
 
     def __init__(self, folder: Path, keep: int, dtype: Any):
         check_literal(folder)
@@ -67,12 +61,12 @@ class SnapshotStore:
         base: Mapping[str, Any] | None = None,
         writes: bool = True,
     ) -> Path:
-        """Writes a version and returns its folder; when it returns, the snapshot is complete.
+        """Write a complete version and return its folder.
 
         All processes whose devices hold the parameters call this together.
 
         Args:
-            base: of parameters that are adapters alone, which stay in their precision; see `adapted`.
+            base: of parameters that are adapters alone, which stay in their precision; see `_with_base`.
             writes: False in the processes that only give their part of the parameters.
 
         This version and later ones that are there already came from a run that was since resumed at an
@@ -101,16 +95,14 @@ class SnapshotStore:
             "tensors": tensors,
         } | ({"base": dict(base) | {"dtype": self.dtype}} if base else {})
         write_json(folder / MANIFEST, manifest)
-        for old in self._complete()[: -self.keep]:
+        complete = sorted((path.parent for path in self.folder.glob(f"v*/{MANIFEST}")), key=_version)
+        for old in complete[: -self.keep]:
             _remove(old)
         return folder
 
-    def _complete(self) -> list[Path]:
-        return sorted((path.parent for path in self.folder.glob(f"v*/{MANIFEST}")), key=_version)
-
 
 def read_manifest(snapshot: Path) -> dict[str, Any]:
-    """Return what a snapshot holds: format, version, tokenizer (hash), config, tensors by dotted path.
+    """Return the manifest: format, version, tokenizer (hash), config, tensors by dotted path.
 
     Raises UserError if the snapshot is incomplete, or of another format.
     """
@@ -128,22 +120,13 @@ def read_manifest(snapshot: Path) -> dict[str, Any]:
     return manifest
 
 
-def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: bool = False) -> Params:
+def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None) -> Params:
     """Return a snapshot's parameters in the policy's shardings and `compute_dtype`: samplers do not train.
 
-    Without a mesh everything is on the first device; `verify` compares every tensor with its hash in the
-    manifest. Raises UserError if it is incomplete, damaged, or of another policy (all differences are
-    listed).
+    Without a mesh everything is on the first device. Raises UserError if it is incomplete, damaged, or of
+    another policy (all differences are listed).
     """
-    manifest = read_manifest(snapshot)
-    tensors = _mapped(snapshot, manifest)
-    if "base" not in manifest:  # what does not fit is found before it is hashed
-        _check_shapes(snapshot, tensor_shapes(tensors), policy)
-    if verify:
-        _verify(snapshot, manifest)
-    if "base" in manifest:
-        tensors = with_base(tensors, manifest, snapshot)
-        _check_shapes(snapshot, tensor_shapes(tensors), policy)
+    tensors = read_tensors(snapshot, policy=policy)
     targets, dtype = flatten(placed_params(policy.abstract_base, mesh)), policy.numerics.compute_dtype
 
     def placed(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -155,81 +138,98 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
     return unflatten({path: placed(path, target) for path, target in targets.items()})
 
 
-def _check_shapes(snapshot: Path, shapes: Mapping[str, tuple[int, ...]], policy: Policy) -> None:
-    problems = shape_problems(shapes, tensor_shapes(policy.abstract_base))
+def read_tensors(
+    snapshot: Path, share: slice = slice(None), policy: Policy | None = None
+) -> dict[str, np.ndarray]:
+    """Return a snapshot's host arrays by dotted path, in the stored precision, compared with their hashes.
+
+    Of one that holds adapters alone, those of the whole policy. Others are views of the snapshot's files.
+
+    Args:
+        share: compared tensors, largest first; other workers of this machine compare the rest.
+        policy: of which the tensors must be.
+
+    Raises UserError if it is incomplete or damaged; or the base of the adapters is not there.
+    """
+    manifest = read_manifest(snapshot)
+    entries: dict[str, Any] = manifest["tensors"]
+    tensors: dict[str, np.ndarray] = {}
+    problems = []
+    for path, entry in entries.items():
+        file, dtype, shape = _file(snapshot, path, entries), jnp.dtype(entry["dtype"]), tuple(entry["shape"])
+        expected = math.prod(shape) * dtype.itemsize
+        if path not in WEIGHTS:
+            problems.append(f"{path} is no parameter of a policy")
+        elif not file.is_file():
+            problems.append(f"{path} is missing")
+        elif (size := file.stat().st_size) != expected:
+            problems.append(f"{path} has {size} bytes instead of {expected}")
+        else:  # "c": writable, as torch wants it; what is written never reaches the file
+            tensors[path] = _turned(path, np.memmap(file, dtype, "c", shape=shape))
+    _raise_damage(snapshot, problems)
+    has_base = "base" in manifest
+    if policy and not has_base:  # before all tensors are hashed
+        _check_shapes(snapshot, tensors, policy)
+    large_first = sorted(entries, key=lambda path: -math.prod(entries[path]["shape"]))
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+        differences = pool.map(partial(_difference, snapshot, entries), large_first[share])
+        _raise_damage(snapshot, [line for line in differences if line])
+    if has_base:
+        tensors = _with_base(tensors, manifest, snapshot)
+        if policy:
+            _check_shapes(snapshot, tensors, policy)
+    return tensors
+
+
+def _difference(snapshot: Path, entries: Mapping[str, Any], path: str) -> str | None:
+    """Return how the file of a tensor differs from its hash.
+
+    It is read, not accessed through the mapping: there a failed disk or network would end the process. The
+    mapping then finds it in the system's cache.
+    """
+    try:
+        with _file(snapshot, path, entries).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    return None if digest == entries[path]["sha256"] else f"{path} differs from {MANIFEST}"
+
+
+def _file(snapshot: Path, path: str, entries: Mapping[str, Any]) -> Path:
+    """Return the file of a tensor's only chunk, as Orbax names it."""
+    return snapshot / TREE / path / ".".join("0" * len(entries[path]["shape"]))
+
+
+def _raise_damage(snapshot: Path, problems: list[str]) -> None:
     if problems:
+        raise UserError(f"{snapshot}: damaged snapshot, publish it again; {summary(problems)}")
+
+
+def _check_shapes(snapshot: Path, tensors: Mapping[str, Any], policy: Policy) -> None:
+    if problems := shape_problems(tensor_shapes(tensors), tensor_shapes(policy.abstract_base)):
         raise UserError(
             f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
             f" {summary(problems)}"
         )
 
 
-def read_tensors(snapshot: Path, share: slice = slice(None)) -> dict[str, np.ndarray]:
-    """Return a snapshot's host arrays by dotted path, in the stored precision, compared with their hashes.
+def _with_base(adapters: Mapping[str, np.ndarray], manifest: Mapping[str, Any], snapshot: Path) -> Any:
+    """Return all parameters on the host by dotted path: base + adapters, as precise as a merged snapshot.
 
-    Of one that holds adapters alone, those of the whole policy. Others are views of the snapshot's files.
-    Of the tensors, largest first, `share` are compared; others of this machine compare the rest. Raises
-    UserError if it is incomplete or damaged; or the base of the adapters is not there.
+    The `adapters` are in float32. The "base" of the `manifest` holds its folder, hash and precision, the
+    scale of the adapters, and the precision of the sum. Raises UserError if the base is not there.
     """
-    manifest = read_manifest(snapshot)
-    tensors = _mapped(snapshot, manifest)
-    _verify(snapshot, manifest, share)
-    return with_base(tensors, manifest, snapshot) if "base" in manifest else tensors
-
-
-def _mapped(snapshot: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return every tensor in the policy's layout: a view of its file, which is not read yet.
-
-    Raises UserError if a file is missing, or has another size than its tensor; or a tensor is not known.
-    """
-    problems, tensors = [], {}
-    for path, entry in manifest["tensors"].items():
-        if path not in WEIGHTS:
-            problems.append(f"{path} is no parameter of a policy")
-            continue
-        file, dtype, shape = _file(snapshot, path, entry), jnp.dtype(entry["dtype"]), tuple(entry["shape"])
-        expected_size = math.prod(shape) * dtype.itemsize
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
-            problems.append(f"{path} is missing")
-        elif size != expected_size:
-            problems.append(f"{path} has {size} bytes instead of {expected_size}")
-        else:  # "c": writable, as torch wants it; what is written never reaches the file
-            tensors[path] = _turned(path, np.memmap(file, dtype, "c", shape=shape))
-    _raise_damage(snapshot, problems)
-    return tensors
-
-
-def _verify(snapshot: Path, manifest: Mapping[str, Any], share: slice = slice(None)) -> None:
-    """Compare the files of tensors with their hashes; raise UserError if some differ or cannot be read.
-
-    They are read, not looked at through the mapping: what a disk or a network cannot give is then an
-    error, where the system would end the process. Whoever looks at the mapping next finds all in the
-    system's cache.
-    """
-    entries = manifest["tensors"]
-
-    def problem(path: str) -> str | None:
-        try:
-            with _file(snapshot, path, entries[path]).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            return f"{path} cannot be read ({error.strerror})"
-        return None if digest == entries[path]["sha256"] else f"{path} differs from {MANIFEST}"
-
-    large_first = sorted(entries, key=lambda path: -math.prod(entries[path]["shape"]))
-    with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        _raise_damage(snapshot, [line for line in pool.map(problem, large_first[share]) if line])
-
-
-def _raise_damage(snapshot: Path, problems: list[str]) -> None:
-    if problems:
-        raise UserError(f"{snapshot}: {AGAIN}; {summary(problems)}")
-
-
-def _file(snapshot: Path, path: str, entry: Mapping[str, Any]) -> Path:
-    """Return the file of a tensor's only chunk, as Orbax names it."""
-    return snapshot / TREE / path / ".".join("0" * len(entry["shape"]))
+    base = manifest["base"]
+    folder = Path(base["folder"])
+    way_out = "mount it there for the worker too, or set policy.lora.snapshots=merged"
+    if not folder.is_dir():
+        raise UserError(f"{snapshot}: the base of its adapters, {folder}, is not there; {way_out}")
+    if weights_hash(folder) != base["sha256"]:
+        raise UserError(f"{snapshot}: {folder} is another model than the base of its adapters; {way_out}")
+    policy = Policy(architecture_from_hf(manifest["config"], f"{snapshot}: config"), Numerics())
+    frozen = read_base_tensors(folder, policy, jnp.dtype(base["base_dtype"]))
+    whole = merged(joined(frozen, unflatten(adapters)), base["scale"], jnp.dtype(base["dtype"]))
+    return {path: np.asarray(leaf) for path, leaf in flatten(whole).items()}
 
 
 def _raw_checkpointer() -> ocp.Checkpointer:
@@ -242,10 +242,7 @@ def _raw_checkpointer() -> ocp.Checkpointer:
     own = jax.process_index()  # of several processes, one writes: Orbax must not wait for the others
     alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
     handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False,
-        use_compression=False,
-        type_handler_registry=registry,
-        multiprocessing_options=alone,
+        use_ocdbt=False, use_compression=False, type_handler_registry=registry, multiprocessing_options=alone
     )
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
@@ -254,38 +251,35 @@ def _is_news(record: logging.LogRecord) -> bool:
     return "Skipping merge of OCDBT" not in record.getMessage()
 
 
-@partial(jax.jit, static_argnames="dtype")
-def _laid_out(params: Params, dtype: str | None) -> dict[str, jax.Array]:
-    """Parameters by dotted path in the layout and, unless it is None, the dtype of a snapshot."""
-    leaves = {path: leaf if dtype is None else leaf.astype(dtype) for path, leaf in flatten(params).items()}
-    return {path: _turned(path, leaf) for path, leaf in leaves.items()}
-
-
 def _turned(path: str, array: Any) -> Any:
     """Convert between the policy's layout and that of a snapshot."""
     return array.swapaxes(-1, -2) if WEIGHTS[path].transposed else array
+
+
+@partial(jax.jit, static_argnames=("dtype", "sharding"))
+def _laid_out(
+    flat: dict[str, jax.Array], dtype: str | None, sharding: NamedSharding | None = None
+) -> dict[str, jax.Array]:
+    """Return parameters in the layout, the dtype (None: unchanged) and the sharding of a snapshot."""
+    leaves = {path: leaf if dtype is None else leaf.astype(dtype) for path, leaf in flat.items()}
+    leaves = {path: _turned(path, leaf) for path, leaf in leaves.items()}
+    return leaves if sharding is None else jax.lax.with_sharding_constraint(leaves, sharding)
 
 
 def _on_host(params: Params, dtype: str | None, writes: bool) -> dict[str, np.ndarray]:
     """Return host arrays of `_laid_out`; nothing if this process does not write."""
     flat = flatten(params)
     if all(leaf.is_fully_addressable for leaf in flat.values()):
-        leaves = _laid_out(params, dtype)
+        leaves = _laid_out(flat, dtype)
         for leaf in leaves.values():
             leaf.copy_to_host_async()  # all of them, before the first is waited for
         return {path: np.asarray(leaf) for path, leaf in leaves.items()}
     arrays = {}
     for path, leaf in flat.items():  # one by one: a device holds one tensor whole, and not the policy
-        whole = _gathered(leaf, WEIGHTS[path].transposed, dtype, replicated(leaf.sharding.mesh))
+        whole = _laid_out({path: leaf}, dtype, replicated(leaf.sharding.mesh))
         if writes:
-            arrays[path] = np.asarray(whole)
+            arrays[path] = np.asarray(whole[path])
     return arrays
-
-
-@partial(jax.jit, static_argnames=("transposed", "dtype", "at"))
-def _gathered(leaf: jax.Array, transposed: bool, dtype: str | None, at: NamedSharding) -> jax.Array:
-    turned = leaf.swapaxes(-1, -2) if transposed else leaf
-    return jax.lax.with_sharding_constraint(turned if dtype is None else turned.astype(dtype), at)
 
 
 def _digest(array: np.ndarray) -> str:
@@ -300,23 +294,3 @@ def _version(folder: Path) -> int:
 def _remove(folder: Path) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)  # first: a half-removed folder must not look complete
     shutil.rmtree(folder)
-
-
-def with_base(adapters: Mapping[str, np.ndarray], manifest: Mapping[str, Any], snapshot: Path) -> Any:
-    """Return all parameters on the host by dotted path: base + adapters, as precise as a merged snapshot.
-
-    The `adapters` are in float32. The "base" of the `manifest` says where the base lies, its hash and
-    precision, what the adapters are multiplied with, and the precision of the sum. Raises UserError if
-    the base is not there, or another model lies there.
-    """
-    base = manifest["base"]
-    folder = Path(base["folder"])
-    way_out = "mount it there for the worker too, or set policy.lora.snapshots=merged"
-    if not folder.is_dir():
-        raise UserError(f"{snapshot}: the base of its adapters, {folder}, is not there; {way_out}")
-    if weights_hash(folder) != base["sha256"]:
-        raise UserError(f"{snapshot}: {folder} is another model than the base of its adapters; {way_out}")
-    policy = Policy(architecture_from_hf(manifest["config"], f"{snapshot}: config"), Numerics())
-    frozen = read_base_tensors(folder, policy, jnp.dtype(base["base_dtype"]))
-    whole = merged(joined(frozen, unflatten(adapters)), base["scale"], jnp.dtype(base["dtype"]))
-    return {path: np.asarray(leaf) for path, leaf in flatten(whole).items()}

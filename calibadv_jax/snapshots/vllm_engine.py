@@ -1,9 +1,8 @@
 """Weight-transfer engine ``orbax``: a vLLM worker takes its weights from a policy snapshot.
 
-vLLM finds `register` through the entry point group ``vllm.general_plugins`` and loads this engine where a
-server was started with ``--weight-transfer-config '{"backend": "orbax"}'``. Runs inside vLLM's workers. Those
-of one tensor-parallel group share the work: each of a machine compares its share of the tensors with their
-hashes, none loads anything unless all have found nothing, and then each reads its own part of every tensor.
+vLLM's workers load it (`vllm_plugin`) if the server was started with ``--weight-transfer-config
+'{"backend": "orbax"}'``. Those of one tensor-parallel group share the work: each of a machine compares its
+share of the tensors with their hashes. If all succeed, each reads its own part of every tensor.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: OrbaxInitInfo) -> None:
-        """Begins a session: a new trainer counts its versions from the start."""
+        """Begin a session: a new trainer counts its versions from the start."""
         jax.config.update("jax_platforms", "cpu")  # the accelerator is vLLM's
         self._session, self._version = init_info, -1
         machines = _of_all(socket.gethostname())
@@ -63,10 +62,9 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         self._share = slice(here.index(get_tp_group().rank_in_group), None, len(here))
 
     def start_weight_update(self) -> None:
-        """Do nothing: a layer-wise reload begins when the snapshot is known to be complete."""
+        """Do nothing: `receive_weights` loads a snapshot in one go, once it is known to be complete."""
 
-    def finish_weight_update(self) -> None:
-        """Do nothing: `receive_weights` loads a snapshot in one go."""
+    finish_weight_update = shutdown = start_weight_update
 
     def receive_weights(self, update_info: OrbaxUpdateInfo) -> None:
         """Load a snapshot into the model.
@@ -94,9 +92,6 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         self._repack_heads()
         self._version = update_info.version
 
-    def shutdown(self) -> None:
-        """Do nothing: nothing is held between updates."""
-
     def _read(self, snapshot: Path, version: int) -> dict[str, np.ndarray]:
         if not hasattr(self, "_session"):
             raise UserError(f"{snapshot}: no session; call /init_weight_transfer_engine first")
@@ -117,10 +112,9 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         return tensors
 
     def _repack_heads(self) -> None:
-        """Renews what a kernel keeps of the output head.
+        """Renew the packed copy of the output head's weights, which a kernel keeps on CPU.
 
-        On CPU the head holds a packed copy of its weights; where it is tied to the embedding, a reload
-        leaves that copy unchanged, and the old weights stay in use.
+        If the head is tied to the embedding, a reload leaves that copy unchanged.
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -139,9 +133,11 @@ def _of_all(value: Any) -> list[Any]:
 
 
 def _refuse_other_model(snapshot: Path, published: Architecture, own: Architecture) -> None:
-    ours, other = asdict(own), asdict(published)
+    fields = asdict(published)
     differences = [
-        f"{name} {other[name]} instead of {ours[name]}" for name in ours if ours[name] != other[name]
+        f"{name} {fields[name]} instead of {value}"
+        for name, value in asdict(own).items()
+        if value != fields[name]
     ]
     if differences:
         raise UserError(f"{snapshot}: snapshot of another model: {'; '.join(differences)}")

@@ -76,27 +76,15 @@ def test_full_disk_is_refused(config, small_disk, capsys):
     assert refuses_full_disk(small_disk, small_disk / "demos.jsonl", lambda: run(config), capsys)
 
 
-def test_demonstrations_in_another_run_are_refused(config, tmp_path):
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made/sft.yaml").touch()
-    with pytest.raises(UserError, match="^sft.demonstrations=.* lies in the folder of another run"):
-        demonstrate.run(config)
-
-
 def test_varied_first_query_is_used(config):
-    write_rows(
-        Path(config.data.train),
-        [row(str(number), "In which city was Bo Dorn born?", ["Lima"], ["p3"]) for number in range(12)],
-    )
-    queries = {}
-    for kind in ("best", "varied"):
-        run(replace(config, sft=replace(config.sft, first_query=kind)))
+    questions = [row(str(n), "In which city was Bo Dorn born?", ["Lima"], ["p3"]) for n in range(12)]
+    write_rows(Path(config.data.train), questions)
+    whole = "In which city was Bo Dorn born?"
+    for kind, queries in (("best", {whole}), ("varied", {whole, "Bo Dorn"})):
+        run(replace(config, sft=replace(config.sft, first_query=kind, row_length=None)))
         made = load_demonstrations(config.sft.demonstrations)
-        turns = [parse_turn(each.turns[0].text, stop_reason="stop") for each in made]
-        queries[kind] = {turn.query for turn in turns}
         assert len(made) == 12
-    assert queries["best"] == {"In which city was Bo Dorn born?"}
-    assert queries["varied"] == {"In which city was Bo Dorn born?", "Bo Dorn"}
+        assert {parse_turn(each.turns[0].text, stop_reason="stop").query for each in made} == queries
 
 
 def test_long_demonstrations_are_left_out(config, capsys):
@@ -116,19 +104,6 @@ def test_long_demonstrations_are_left_out(config, capsys):
         assert "; 1 no supporting_ids (name the passages" in str(caught.value)
 
 
-def test_row_length_follows_the_longest_trajectory(config):
-    run(replace(config, sft=replace(config.sft, row_length=None)))
-    assert len(load_demonstrations(config.sft.demonstrations)) == 3
-
-
-def test_unknown_passage_is_no_missing_id(config):
-    write_rows(
-        Path(config.data.train), [row("1", "Who?", ["Ada"], ["p99"]), row("2", "Where?", ["Rome"], [])]
-    )
-    with pytest.raises(UserError, match=r"1 passage unknown \(the ids.*; 1 no supporting_ids \("):
-        run(config)
-
-
 def test_prompt_is_measured_with_actions_that_it_lists(config):
     """One that has no room left once a calculator is listed is too long; it does not end the command."""
     listed = replace(config, prompt=replace(config.prompt, template="paper"))
@@ -144,7 +119,7 @@ def test_prompt_is_measured_with_actions_that_it_lists(config):
     assert [each.question.id for each in made][0] == "1"
 
 
-def test_what_is_missing_is_said_in_one_line(config):
+def test_what_is_missing_is_said_in_one_line(config, tmp_path):
     for section, changes, message in [
         ("sft", {"demonstrations": "world"}, "sft.demonstrations is 'world': set it to the file to write"),
         ("retriever", {"corpus": ""}, "retriever.corpus is empty: set it to the file of the passages"),
@@ -154,3 +129,11 @@ def test_what_is_missing_is_said_in_one_line(config):
             changes = replace(getattr(config, section), **changes)
         with pytest.raises(UserError, match=message):
             run(replace(config, **{section: changes}))
+    rows = [row("1", "Who?", ["Ada"], ["p99"]), row("2", "Where?", ["Rome"], [])]
+    write_rows(Path(config.data.train), rows)
+    with pytest.raises(UserError, match=r"1 passage unknown \(the ids.*; 1 no supporting_ids \("):
+        run(config)
+    (tmp_path / "made").mkdir(exist_ok=True)
+    (tmp_path / "made/sft.yaml").touch()
+    with pytest.raises(UserError, match="^sft.demonstrations=.* lies in the folder of another run"):
+        demonstrate.run(config)

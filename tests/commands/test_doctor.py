@@ -54,23 +54,17 @@ def config(tmp_path):
     for name, rows in files.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "run.yaml").write_text(
-        json.dumps(
-            {
-                "run": {"dir": str(tmp_path / "run")},
-                "data": {name: str(tmp_path / f"{name}.jsonl") for name in files},
-                "policy": {
-                    "init": SHAPE,
-                    "tokenizer": str(tmp_path / "tokenizer"),
-                    "compute_dtype": "float32",
-                },
-                "rollout": {"max_length": 1024, "max_prompt_length": 512},
-                "learner": {"row_length": 1024},
-                "prompt": {"template": "short", "chat": "off"},
-                "mesh": {"fsdp": 8},
-            }
-        )
-    )
+    policy = {"init": SHAPE, "tokenizer": str(tmp_path / "tokenizer"), "compute_dtype": "float32"}
+    values = {
+        "run": {"dir": str(tmp_path / "run")},
+        "data": {name: str(tmp_path / f"{name}.jsonl") for name in files},
+        "policy": policy,
+        "rollout": {"max_length": 1024, "max_prompt_length": 512},
+        "learner": {"row_length": 1024},
+        "prompt": {"template": "short", "chat": "off"},
+        "mesh": {"fsdp": 8},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
     return load_config(tmp_path / "run.yaml")
 
 
@@ -100,15 +94,22 @@ def test_every_check_passes_and_describes(config, capsys):
     assert "<search> 1" in out  # the tokenizer has a token for every tag
 
 
-def test_failed_check_is_counted_and_others_run(config, capsys):
+def test_failed_check_is_counted_and_others_run(config, capsys, monkeypatch):
+    """Checks that need the same are skipped; one reason counts as one failure."""
     broken = replace(config, data=replace(config.data, train="none.jsonl"))
-    with replying(working_retriever()) as url, pytest.raises(SystemExit) as ended:
-        doctor.run(with_retriever(broken, url))
-    assert ended.value.code == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "1 of 6 checks failed"
-    assert [line.split(":")[0] for line in lines if line.startswith("FAIL")] == ["FAIL questions"]
-    assert any(line.startswith("ok   retriever: ") for line in lines)  # after those that failed
+    missing = replace(config, data=replace(config.data, eval="/nowhere/eval.jsonl"))
+    with replying(working_retriever()) as url:
+        for unfit in (broken, missing):
+            with pytest.raises(SystemExit) as ended:
+                doctor.run(with_retriever(unfit, url))
+            assert ended.value.code == 1
+    output = capsys.readouterr().out
+    first, second = (part.splitlines() for part in output.split("1 of 6 checks failed\n")[:2])
+    assert [line.split(":")[0] for line in first if line.startswith("FAIL")] == ["FAIL questions"]
+    assert any(line.startswith("ok   retriever: ") for line in first)  # after those that failed
+    assert sum("/nowhere/eval.jsonl" in line for line in second) == 1
+    needed = "what failed under 'questions' is needed here too"
+    assert {f"skip policy: {needed}", f"skip retriever: {needed}"} <= set(second)
 
 
 @pytest.mark.parametrize(
@@ -140,20 +141,16 @@ def with_weights(config, folder, **fields):
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_tensors_are_compared_with_config(config, tmp_path, offline):
+def test_tensors_and_tokenizer_are_checked(config, tmp_path, offline):
     check = check_shape if offline else doctor.check_policy
     (line,) = (line for line in check(with_weights(config, tmp_path / "a")) if "file(s)" in line)
     assert line == f"35 tensors in 1 file(s) of {tmp_path / 'a'} have the policy's shapes"
     with pytest.raises(UserError, match=r"tensor\(s\) do not fit config.json: .* instead of \[128\]"):
         check(with_weights(config, tmp_path / "b", head_dim=None))  # which is 128 then
-
-
-@pytest.mark.parametrize("offline", [False, True])
-def test_tokenizer_that_loses_spaces_fails_the_check(config, tmp_path, offline):
     path = tmp_path / "tokenizer" / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
     with pytest.raises(UserError, match="loses spaces"):
-        (check_shape if offline else doctor.check_policy)(config)
+        check(config)
 
 
 def test_questions_that_are_in_both_files_are_warning(config, tmp_path):
@@ -199,25 +196,6 @@ def test_every_worker_is_asked_what_it_serves(config):
             check(first, second)
 
 
-def test_silent_retriever_is_reported(config):
-    routes = working_retriever() | {"/retrieve": (404, {})}
-    with replying(routes) as url, pytest.raises(UserError, match="set retriever.url to a retrieval service"):
-        doctor.check_retriever(with_retriever(config, url))
-
-
-def test_failure_appears_once(config, capsys, monkeypatch):
-    """Other checks that need the same are not checked; one reason counts as one failure."""
-    monkeypatch.setattr(doctor, "CHECKS", [each for each in doctor.CHECKS if each[0] != "sampler"])
-    missing = replace(config, data=replace(config.data, eval="/nowhere/eval.jsonl"))
-    with replying(working_retriever()) as url, pytest.raises(SystemExit):
-        doctor.run(replace(missing, retriever=RetrieverConfig(url=url)))
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("/nowhere/eval.jsonl" in line for line in lines) == 1
-    needed = "what failed under 'questions' is needed here too"
-    assert {f"skip policy: {needed}", f"skip retriever: {needed}"} <= set(lines)
-    assert lines[-1] == "1 of 5 checks failed"
-
-
 def test_mcp_program_that_ends_is_named_once(config, capsys, monkeypatch):
     pytest.importorskip("mcp")
     needed = [check for check in doctor.CHECKS if check[0] in ("calibration", "policy")]
@@ -238,28 +216,14 @@ def test_retriever_without_health_or_results_is_described(config, monkeypatch):
     assert lines[0] == f"{url}: answers, but has no /health that names its corpus and index"
     (question, *_) = load_questions(config.data.eval)
     assert f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?" in lines
-
-
-def test_run_whose_actions_ask_no_retriever_needs_none(config):
-    """It is opened without one; with search among them the doctor asks for it."""
+    silent = working_retriever() | {"/retrieve": (404, {})}
+    with replying(silent) as url, pytest.raises(UserError, match="set retriever.url to a retrieval service"):
+        doctor.check_retriever(with_retriever(config, url))
     none = replace(config, retriever=RetrieverConfig())
     own = replace(none, tools=[ToolConfig("examples.own_tool:Calculator")])
     assert doctor.check_retriever(own) == ["none: no action of tools asks it"]
     with pytest.raises(UserError, match="retriever.url is empty"):
         doctor.check_retriever(none)
-
-
-def test_undivided_heads_are_a_warning(config, capsys):
-    """Online and offline; the policy has 4 heads, two of them key-value heads."""
-    shared = replace(config, mesh=replace(config.mesh, fsdp=4, tensor=2))
-    assert not any("warning" in line for line in doctor.check_policy(shared))
-    wide = replace(config, mesh=replace(config.mesh, fsdp=2, tensor=4))
-    (warning,) = (line for line in doctor.check_policy(wide) if "warning" in line)
-    assert warning.startswith("warning: mesh.tensor is 4, more than the policy's 2 key-value heads")
-    doctor.run(wide, offline=True)
-    output = capsys.readouterr().out
-    assert f"warn policy: {warning.removeprefix('warning: ')}" in output
-    assert output.splitlines()[-1] == "every offline check passed, with 1 warning"
 
 
 def test_unchecked_files_do_not_read_ok(config, capsys):
@@ -283,14 +247,23 @@ def test_too_small_host_fails_and_names_keys(config, capsys, monkeypatch):
     assert "do not fit: this host has 0.0 GiB for 8 devices" in failure and "sampler.slots" in failure
     assert any(line.startswith("ok   policy: tokens of each tag") for line in lines)  # the rest is said too
     assert lines[-1] == "1 of 6 checks failed"
-    doctor.run(config, offline=True)
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("warn policy: ") and "do not fit" in line for line in lines)
-    assert lines[-1] == "every offline check passed, with 1 warning"
     larger = replace(config.learner, microbatch_rows=16)
-    doctor.run(replace(config, mesh=replace(config.mesh, fsdp=16), learner=larger), offline=True)
-    skipped = "skip policy: whether that fits: the mesh has 16 devices, and this machine 8"
-    assert skipped in capsys.readouterr().out
+    for mesh, learner, words in (
+        ({}, config.learner, ("warn policy: ", "do not fit", "every offline check passed, with 1 warning")),
+        (
+            {"fsdp": 2, "tensor": 4},
+            config.learner,
+            ("warn policy: mesh.tensor is 4, more than the policy's 2",),
+        ),
+        (
+            {"fsdp": 16},
+            larger,
+            ("skip policy: whether that fits: the mesh has 16 devices, and this machine 8",),
+        ),
+    ):
+        doctor.run(replace(config, mesh=replace(config.mesh, **mesh), learner=learner), offline=True)
+        output = capsys.readouterr().out
+        assert all(each in output for each in words)
 
 
 @pytest.mark.timeout(20)

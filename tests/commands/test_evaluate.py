@@ -9,17 +9,40 @@ import os
 import signal
 from contextlib import contextmanager
 
+import jax
+import jax.numpy as jnp
 import pytest
+import tiny_policy
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
 from http_rig import Handler, serving
 
-from calibadv_jax.commands.evaluate import choose_policy, report_table
-from calibadv_jax.config import Config, EvaluateConfig, PolicyConfig, RunConfig
+from calibadv_jax.commands.evaluate import choose_policy
+from calibadv_jax.commands.evaluate import run as run_evaluation
+from calibadv_jax.config import (
+    Config,
+    DataConfig,
+    EvaluateConfig,
+    LogConfig,
+    MeshConfig,
+    PolicyConfig,
+    PromptConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplerConfig,
+)
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document, Question
+from calibadv_jax.data.questions import write_questions
 from calibadv_jax.evaluation.methods import METHODS
-from calibadv_jax.run.fingerprints import describe_policy
-from calibadv_jax.run.model import PolicySource
+from calibadv_jax.evaluation.report import table_rows
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.run import model
+from calibadv_jax.snapshots.checkpoint import CheckpointStore
+from calibadv_jax.snapshots.huggingface import save_folder
+from calibadv_jax.snapshots.publish import SnapshotStore
 
 
 @pytest.fixture
@@ -37,53 +60,41 @@ def drawn(prompt, seed):
 
 
 def test_evaluation_uses_its_own_sampling_settings(run):
-    report, sampler = run(evaluate={"temperatures": [0.0, 0.7], "samples": 3}, reward={"shuffle": True})
-    by_temperature = {
-        temperature: {s for s, sampling in sampler.asked if sampling.temperature == temperature}
-        for temperature in (0.0, 0.7)
-    }
+    temperatures = {"temperatures": [0.0, 0.7, 0.0], "samples": 3}
+    report, sampler = run(evaluate=temperatures, reward={"shuffle": True})
+    sessions = {t: {s for s, sampling in sampler.asked if sampling.temperature == t} for t in (0.0, 0.7)}
     assert {sampling.temperature for _, sampling in sampler.asked} == {0.0, 0.7}
-    assert [len(sessions) for sessions in by_temperature.values()] == [8, 24]
-    assert not by_temperature[0.0] & by_temperature[0.7]  # sessions of their own
+    assert [len(names) for names in sessions.values()] == [8, 24] and not sessions[0.0] & sessions[0.7]
     seeds = [sampling.seed for _, sampling in sampler.asked if sampling.temperature == 0.7]
     assert len(set(seeds)) == len(seeds) == 48
-    assert list(report.means) == ["0", "0.7"]
+    assert list(report.means) == ["0", "0.7"] and sampler.loaded == [0]
     for name, count in (("0", 1), ("0.7", 3)):
         for source, right in (("a", 1), ("b", 0), ("all", 0.5), ("average", 0.5)):
-            result = report.means[name][source]
+            result, questions = report.means[name][source], 8 if source in ("all", "average") else 4
             assert [result[metric] for metric in ("f1", "em", "cover_em")] == [right] * 3
             assert (result["format"], result["answered"], result["searches"]) == (1, 1, 1)
-            questions = 8 if source in ("all", "average") else 4
-            assert (result["questions"], result["trajectories"], result["failed"]) == (
-                questions, questions * count, 0
-            )  # fmt: skip
-    assert sampler.loaded == [0]
-
-
-def test_tokens_are_those_that_the_policy_sampled(run):
-    report, _ = run()
-    output = [len("<think>t</think><search>a 0</search>"), len("<think>t</think><answer>yes</answer>")]
-    assert report.means["0"]["a"]["tokens"] == sum(output)
-
-
-def test_seeds_depend_on_the_run_seed_only(run):
-    def seeds(seed):
-        _, sampler = run(run={"seed": seed}, evaluate={"temperatures": [1.0]})
+            numbers = [result[metric] for metric in ("questions", "trajectories", "failed")]
+            assert numbers == [questions, questions * count, 0]
+    output = len("<think>t</think><search>a 0</search>") + len("<think>t</think><answer>yes</answer>")
+    assert report.means["0"]["a"]["tokens"] == output
+    for seed, are_same in ((0, True), (1, False)):
         run.file(".jsonl").unlink()
-        return sorted(sampling.seed for _, sampling in sampler.asked)
-
-    assert seeds(0) == seeds(0) != seeds(1)
-
-
-def test_repeated_temperature_is_sampled_once(run):
-    report, sampler = run(evaluate={"temperatures": [0.0, 0.0]})
-    assert report.means["0"]["all"]["questions"] == 8 and len(sampler.asked) == 16
+        _, again = run(run={"seed": seed}, evaluate=temperatures, reward={"shuffle": True})
+        drawn = {sampling.seed for _, sampling in again.asked if sampling.temperature == 0.7}
+        assert (drawn == set(seeds)) == are_same
 
 
 def test_limit_takes_from_all_sources(run):
-    report, sampler = run(data={"eval_limit": 4})
+    run.questions = {"a.jsonl": QUESTIONS[:4], "b.jsonl": QUESTIONS[4:]}
+    run(evaluate={"resamples": 0})
+    assert [row["id"] for row in rows(run)] == [question.id for question in QUESTIONS]
+    report, sampler = run(data={"eval_limit": 4}, evaluate={"resamples": 0})
     assert {source: report.means["0"][source]["trajectories"] for source in "ab"} == {"a": 2, "b": 2}
-    assert len(sampler.asked) == 2 * 4
+    assert report.intervals["0"]["all"] == {} and "[" not in run.file(".md").read_text()
+    chosen = [row["id"] for row in rows(run)]
+    for seed in (1, 77):  # which does not matter
+        run(data={"eval_limit": 4}, run={"seed": seed})
+        assert [row["id"] for row in rows(run)] == chosen
 
 
 def test_every_question_is_kept_with_its_transcripts(run):
@@ -114,14 +125,8 @@ def test_report_and_tables_agree(run):
     assert (line["questions"], line["trajectories"], line["failed"]) == ("4", "16", "0")
     greedy = [line for line in lines if line["temperature"] == "0"]
     assert {line["pass@4"] for line in greedy} == {""} != {line["pass@4"]}
-    printed = report_table(report).splitlines()
-    assert printed[0].split()[:5] == ["temperature", "data", "f1", "em", "cover_em"]
-    assert len(printed) == 2 + 2 * 4
-
-
-def test_without_resamples_there_are_no_intervals(run):
-    report, _ = run(evaluate={"resamples": 0})
-    assert report.intervals["0"]["all"] == {} and "[" not in run.file(".md").read_text()
+    headers, cells = table_rows(report)
+    assert headers[:5] == ["temperature", "data", "f1", "em", "cover_em"] and len(cells) == 2 * 4
 
 
 def test_failed_trajectories_are_counted_and_sampled_again(run):
@@ -138,12 +143,13 @@ def test_failed_trajectories_are_counted_and_sampled_again(run):
 
 
 def test_too_many_failures_end_it_and_lose_nothing(run):
+    keys = {"rollout": {"max_failed_share": 0.0, "max_concurrency": 1}}
     run.shelf = Shelf({"b 3": RequestFailed("retriever", "gone")})
     with pytest.raises(UserError, match="1 of 8 trajectories failed, more than rollout.max_failed_share=0"):
-        run(rollout={"max_failed_share": 0.0, "max_concurrency": 1})
+        run(**keys)
     assert not run.file(".json").exists() and len(rows(run)) == 8
     run.shelf = Shelf()
-    report, sampler = run(rollout={"max_failed_share": 0.0, "max_concurrency": 1})
+    report, sampler = run(**keys)
     assert len(sampler.asked) == 2 and report.means["0"]["all"]["questions"] == 8
 
 
@@ -152,25 +158,21 @@ def test_failed_source_has_no_means(run):
     report, _ = run(rollout={"max_failed_share": 0.5})
     assert report.means["0"]["a"] == {"questions": 0, "trajectories": 0, "failed": 4}
     assert "em" not in report.means["0"]["average"] and report.means["0"]["all"]["em"] == 0
-    line = next(line for line in report_table(report).splitlines() if line.split()[1] == "a")
-    assert line.split()[2:] == ["-"] * 7 + ["0", "0", "4"]
+    [cells] = [cells for cells in table_rows(report)[1] if cells[1] == "a"]
+    assert cells[2:] == ["-"] * 7 + [0, 0, 4]
 
 
-def same_files(run, folder):
-    return [run.file(end).read_bytes() == (folder / f"evaluation{end}").read_bytes() for end in ENDS]
+def contents(run):
+    return [run.file(end).read_bytes() for end in (".json", ".md", ".csv", ".jsonl")]
 
 
-ENDS = (".json", ".md", ".csv", ".jsonl")
-
-
-@pytest.mark.parametrize("stop_after", [0, 1, 7, 20, 47])
-def test_interrupted_evaluation_resumes_to_the_same_table(run, tmp_path, stop_after):
+@pytest.mark.parametrize("stop_after", [0, 7, 20, 47])
+def test_interrupted_evaluation_resumes_to_the_same_table(run, stop_after):
     keys = {"evaluate": {"temperatures": [0.0, 1.0], "samples": 2}, "rollout": {"max_concurrency": 3}}
     run(Scripted(drawn), **keys)
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    for end in ENDS:
-        os.rename(run.file(end), whole / f"evaluation{end}")
+    whole = contents(run)
+    for end in (".json", ".jsonl"):
+        run.file(end).unlink()
     with pytest.raises(Stopped):
         run(Scripted(drawn, stop_after=stop_after), **keys)
     assert not run.file(".json").exists()
@@ -180,9 +182,9 @@ def test_interrupted_evaluation_resumes_to_the_same_table(run, tmp_path, stop_af
     _, sampler = run(Scripted(drawn), **keys)
     trajectories = {session for session, _ in sampler.asked}
     assert len(trajectories) == 8 * (1 + 2) - sum(1 if n < 8 else 2 for n in range(kept))
-    assert same_files(run, whole) == [True] * 4
+    assert contents(run) == whole
     _, sampler = run(Scripted(drawn), **keys)
-    assert sampler.asked == [] and same_files(run, whole) == [True] * 4
+    assert sampler.asked == [] and contents(run) == whole
 
 
 @pytest.mark.timeout(60)
@@ -208,42 +210,25 @@ def test_signal_keeps_the_answers_so_far(run, capfd):
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "continues"),
     [
-        {"run": {"seed": 1}},
-        {"evaluate": {"method": "empty_retriever"}},
-        {"rollout": {"max_searches": 1}},
-        {"retriever": {"topk": 5}},
-        {"prompt": {"template": "Tell: {question}"}},
-        {"tools": ["search", "access"]},
-        {"reward": {"answer": "examples.own_reward:short_way"}},
+        ({"run": {"seed": 1}}, False),
+        ({"evaluate": {"method": "empty_retriever"}}, False),
+        ({"rollout": {"max_searches": 1}}, False),
+        ({"retriever": {"topk": 5}}, False),
+        ({"prompt": {"template": "Tell: {question}"}}, False),
+        ({"tools": ["search", "access"]}, False),
+        ({"reward": {"answer": "examples.own_reward:short_way"}}, False),
+        ({"retriever": {"index": "elsewhere", "patience": 3}}, True),
+        ({"rollout": {"max_concurrency": 2}}, True),
     ],
     ids=str,
 )
-def test_another_evaluation_is_not_continued(run, changed):
+def test_only_the_same_evaluation_is_continued(run, changed, continues):
     run()
     _, sampler = run(**changed)
-    assert len({session for session, _ in sampler.asked}) == 8
+    assert len({session for session, _ in sampler.asked}) == (0 if continues else 8)
     assert len(rows(run)) == 8
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"retriever": {"index": "elsewhere", "patience": 3}}, {"rollout": {"max_concurrency": 2}}],
-    ids=str,
-)
-def test_speed_and_place_do_not_make_it_another(run, changed):
-    run()
-    assert run(**changed)[1].asked == []
-
-
-@pytest.mark.parametrize("seed", [1, 2, 77])
-def test_limit_chooses_questions_independent_of_seed(run, seed):
-    run.questions = {"eval.jsonl": [Question(str(n), f"a {n}", ("yes",), "a") for n in range(50)]}
-    run(data={"eval_limit": 5})
-    first = [row["id"] for row in rows(run)]
-    run(data={"eval_limit": 5}, run={"seed": seed})
-    assert [row["id"] for row in rows(run)] == first
 
 
 def test_changed_and_new_questions_are_sampled(run):
@@ -269,6 +254,8 @@ def test_foreign_file_is_not_overwritten(run):
     with pytest.raises(UserError, match=r"evaluation.jsonl:1: no evaluation, content, .*give another file"):
         run()
     assert run.file(".jsonl").read_text() == '{"id": "1"}\n'
+    with pytest.raises(ValueError, match=r"output is 'scores.jsonl': it must end in .json"):
+        EvaluateConfig(output="scores.jsonl")
 
 
 def test_validation_is_a_fixed_sample_and_writes_nothing(run):
@@ -301,17 +288,6 @@ def test_policy_is_named_trained_or_initial(tmp_path):
     assert choose_policy(chosen).path == named
 
 
-def test_newest_checkpoint_is_pinned_by_step(tmp_path):
-    for step in (3, 20):
-        (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
-    source = PolicySource(tmp_path / "checkpoints", "checkpoint")
-    newest = source.at_step()
-    (tmp_path / "checkpoints/21").mkdir()
-    assert newest == dataclasses.replace(source, step=20) == newest.at_step()
-    assert describe_policy(newest)["step"] == 20
-    assert describe_policy(dataclasses.replace(source, step=3))["step"] == 3
-
-
 def test_unusable_policy_replaces_nothing(run, monkeypatch):
     run()
     before = run.file(".jsonl").read_text()
@@ -323,18 +299,6 @@ def test_unusable_policy_replaces_nothing(run, monkeypatch):
     with pytest.raises(UserError, match="no weights"):
         run(run={"seed": 1})
     assert run.file(".jsonl").read_text() == before
-
-
-def test_output_must_be_a_json_file():
-    with pytest.raises(ValueError, match=r"output is 'scores.jsonl': it must end in .json"):
-        EvaluateConfig(output="scores.jsonl")
-
-
-def test_several_files_are_one_evaluation(run):
-    run.questions = {"a.jsonl": QUESTIONS[:4], "b.jsonl": QUESTIONS[4:]}
-    report, _ = run()
-    assert list(report.means["0"]) == ["all", "average", "a", "b"]
-    assert [row["id"] for row in rows(run)] == [question.id for question in QUESTIONS]
 
 
 def test_weights_overwritten_in_place_are_asked_again(run):
@@ -371,9 +335,8 @@ def test_another_service_is_another_evaluation(run, other):
     with service(**SERVICE) as first, service(**moved) as same, service(**SERVICE | other) as second:
         assert len(run(**first)[1].asked) == 16 and run(**same)[1].asked == []
         assert len(run(**second)[1].asked) == 16
-        assert {row["retriever"].get("corpus_sha256") for row in rows(run)} == {
-            other.get("corpus_sha256", "c1")
-        }
+        corpora = {row["retriever"].get("corpus_sha256") for row in rows(run)}
+        assert corpora == {other.get("corpus_sha256", "c1")}
 
 
 def test_service_without_description_is_its_address(run):
@@ -386,10 +349,13 @@ def test_service_without_description_is_its_address(run):
 
 
 @pytest.mark.parametrize("method", ["direct", "empty_retriever"])
-def test_method_without_search_asks_no_service(run, method):
+def test_method_without_search_asks_no_service(run, method, capsys):
     keys = {"evaluate": {"method": method}}
     run(**keys, retriever={"url": "http://127.0.0.1:9"})
     assert run(**keys, retriever={"url": "http://127.0.0.1:10"})[1].asked == []
+    with pytest.raises(UserError, match="cannot be reached"):
+        run(retriever={"url": "http://127.0.0.1:9", "patience": 0.3})
+    assert "retriever http://127.0.0.1:9" in capsys.readouterr().err
 
 
 def test_rewritten_corpus_or_pages_are_another_evaluation(run, tmp_path):
@@ -403,27 +369,17 @@ def test_rewritten_corpus_or_pages_are_another_evaluation(run, tmp_path):
     assert len(run(**keys)[1].asked) == 16
 
 
-def test_waiting_for_a_service_is_reported(run, capsys):
-    with pytest.raises(UserError, match="cannot be reached"):
-        run(retriever={"url": "http://127.0.0.1:9", "patience": 0.3})
-    assert "retriever http://127.0.0.1:9" in "".join(capsys.readouterr())
-
-
 LONG = Question("long", "why " * 40, ("yes",), "a")
 
 
-def test_overlong_prompt_is_refused_before_sampling(run):
-    run.questions = {"eval.jsonl": [*QUESTIONS, LONG]}
-    sampler = Scripted()
+def test_overlong_prompts_are_refused_or_left_out(run, capsys):
+    run.questions = {"eval.jsonl": [LONG, *QUESTIONS]}
+    keys, sampler = {"rollout": {"max_prompt_length": 100}}, Scripted()
     words = r"data.eval: the prompts of 1 of 9 questions are longer than .*=100, .* 171 tokens \(.*'long'\)"
     with pytest.raises(UserError, match=words):
-        run(sampler, rollout={"max_prompt_length": 100})
+        run(sampler, **keys)
     assert sampler.asked == sampler.loaded == []
-
-
-def test_overlong_prompts_are_left_out_and_reported(run, capsys):
-    run.questions = {"eval.jsonl": [LONG, *QUESTIONS]}
-    keys = {"rollout": {"max_prompt_length": 100}, "data": {"overlong_prompts": "leave_out"}}
+    keys["data"] = {"overlong_prompts": "leave_out"}
     report, _ = run(**keys)
     assert report.means["0"]["all"]["questions"] == 8
     result = json.loads(run.file(".json").read_text())["overlong_prompts"]
@@ -435,23 +391,56 @@ def test_overlong_prompts_are_left_out_and_reported(run, capsys):
 
 
 def test_passages_are_cut_to_the_prompt_length(run):
-    """Two passages of a million letters, and room for 300 and the question."""
-    run.shelf = Shelf()
+    """Two passages of a million letters, and room for 300 and the question; then for none."""
+
+    def prompts(room, observation):
+        config = {"max_prompt_length": room, "max_observation_length": observation, "max_length": 4000}
+        run.file(".jsonl").unlink(missing_ok=True)
+        return run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)[1].prompts
+
     run.shelf.documents = [Document("1", "first", "word " * 200_000), Document("2", "second", "x")]
-    config = {"max_prompt_length": 200, "max_observation_length": 400, "max_length": 4000}
-    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
-    assert {len(prompt) for prompt in sampler.prompts} == {600}
-    assert all('Passage 1: "first" word word' in prompt for prompt in sampler.prompts)
-    assert not any("second" in prompt for prompt in sampler.prompts)
-    assert [prompt.strip()[-3:] for prompt in sampler.prompts] == [question.text for question in QUESTIONS]
-
-
-def test_question_without_room_gets_no_passages(run):
+    texts = prompts(200, 400)
+    assert {len(prompt) for prompt in texts} == {600}
+    assert all('Passage 1: "first" word word' in prompt and "second" not in prompt for prompt in texts)
+    assert [prompt.strip()[-3:] for prompt in texts] == [question.text for question in QUESTIONS]
+    run.shelf.documents = None
     bare = len(METHODS["rag"].template.format(question="Question: a 0"))
-    config = {"max_prompt_length": bare - 10, "max_observation_length": 15, "max_length": 4000}
-    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
-    assert {len(prompt) for prompt in sampler.prompts} == {bare + 5}
-    config |= {"max_observation_length": 10}
-    run.file(".jsonl").unlink()
-    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
-    assert {len(prompt) for prompt in sampler.prompts} == {bare}
+    for room, length in ((15, bare + 5), (10, bare)):
+        assert {len(prompt) for prompt in prompts(bare - 10, room)} == {length}
+
+
+@pytest.mark.slow
+def test_policy_of_folder_checkpoint_and_snapshot_agrees(tmp_path, monkeypatch):
+    """With the embedded sampler, without search, on one device."""
+    monkeypatch.setattr(model, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
+    shape, tokenizer, run = tiny_policy.SHAPE | {"eos_token_id": 1}, tmp_path / "tokenizer", tmp_path / "run"
+    build_word_tokenizer().save_pretrained(tokenizer)
+    params = jax.jit(Policy(architecture_from_hf(shape), Numerics()).init)(jax.random.key(0))
+    save_folder(params, shape, run / "policy", "float32", tokenizer)
+    write_questions(tmp_path / "eval.jsonl", QUESTIONS)
+    store = CheckpointStore(run / "checkpoints", keep=2)
+    for step, values in ((3, params), (4, jax.tree.map(jnp.zeros_like, params))):
+        state = {"params": values, "opt_state": jax.tree.leaves(values), "updates": jnp.int32(0)}
+        store.save(step, state, {})
+    store.close()
+    snapshots = SnapshotStore(run / "snapshots", keep=1, dtype=jnp.float32)
+    snapshots.publish(3, params, hf_config=shape, tokenizer_hash="")
+    keys = {"method": "direct", "template": "Question: {question}\n", "resamples": 100}
+    config = dataclasses.replace(
+        Config(),
+        data=DataConfig(eval=str(tmp_path / "eval.jsonl")),
+        prompt=PromptConfig(chat="off"),
+        rollout=RolloutConfig(max_turn_length=24, max_prompt_length=64, max_length=128),
+        sampler=SamplerConfig(slots=3, decode_chunk=8, prefill_chunk=16),
+        mesh=MeshConfig(fsdp=1),
+        log=LogConfig(progress=False),
+    )
+    texts, steps = [], []
+    for place in ("policy", "checkpoints/3", "snapshots/v000003", ""):
+        output = tmp_path / f"{len(texts)}.json"
+        evaluate = EvaluateConfig(policy=str(run / place), output=str(output), **keys)
+        run_evaluation(dataclasses.replace(config, evaluate=evaluate))
+        rows = map(json.loads, output.with_suffix(".jsonl").read_text().splitlines())
+        texts.append([row["trajectories"][0]["turns"][0]["text"] for row in rows])
+        steps.append(json.loads(output.read_text())["policy"]["step"])
+    assert texts[0] == texts[1] == texts[2] != texts[3] and steps == [None, 3, 3, 4]

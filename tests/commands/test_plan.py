@@ -51,24 +51,19 @@ def test_estimate_prints_memory_work_and_hours(capsys, tmp_path):
     file = tmp_path / "plan.json"
     expected = ["--tokens", "4000", "--sampled", "700", "--json", str(file)]
     status, printed, _ = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected)
+    figures = json.loads(file.read_text())
     assert status == 0
     for words in (
         "8 H100 (1x1x8), mesh data 1 x fsdp 8 x tensor 1: qwen2, 7615.62M parameters",
         "estimated memory a device: 26.51 GiB",  # the doctor's
-        "fits 59.3 GiB of a device, by the formula",
         "2560 trajectories of 4000 tokens, 700 of them sampled",
-        "at efficiency 0.4:",
-        "205 steps:",
-        "not counted: retrieval",
     ):
         assert words in printed
-    figures = json.loads(file.read_text())
     assert figures["fits"] and figures["programs"] == {} and figures["devices"] == 8
     assert figures["device_hours"] == pytest.approx(205 * figures["seconds"] * 8 / 3600)
     assert figures["tokens_per_second"] == pytest.approx(2560 * 4000 / figures["seconds"])
-    seconds = figures["seconds"]
     planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected, "--efficiency", "0.2")
-    assert json.loads(file.read_text())["seconds"] == pytest.approx(2 * seconds)
+    assert json.loads(file.read_text())["seconds"] == pytest.approx(2 * figures["seconds"])
 
 
 def test_misfit_exits_1_and_names_keys(capsys):
@@ -100,16 +95,6 @@ def test_proposed_overrides_fit(capsys, config, devices, overrides):
         assert status == 0 and "fits" in printed, proposal
 
 
-def test_mesh_advice_leads_to_a_fit(capsys):
-    config = ["--config", str(ROOT / "configs/paper/qwen2.5-3b.yaml")]
-    arguments = [*config, "--gpu", "h100", "--topology", "1x1x1", "--estimate"]
-    _, _, error = planned(capsys, *arguments)
-    advice = error.partition(": set ")[2].split()
-    assert "learner.microbatch_rows=1" in advice
-    _, printed, _ = planned(capsys, *arguments, *advice)
-    assert "would fit: learner.optimizer.offload=host (39.5 GiB by the formula)" in printed
-
-
 def test_config_for_several_hosts_is_checked(capsys):
     two = ["--gpu", "h100", "--topology", "1x2x8", "mesh.fsdp=16", "learner.microbatch_rows=16", "--estimate"]
     three = ["sampler.workers=3", "sampler.worker_devices=[]"]
@@ -117,14 +102,6 @@ def test_config_for_several_hosts_is_checked(capsys):
     assert status == 2 and "sampler.workers is 3, for 2 processes" in errors
     for more in ([], ["sampler.name=jax"]):
         assert planned(capsys, "--config", PAPER, *two, *more)[0] == 0
-
-
-def test_mostly_empty_rows_are_a_warning(capsys):
-    many = ["--tpu", "v5p:4x8x8", "mesh.fsdp=256", "learner.microbatch_rows=256", "sampler.name=jax"]
-    status, printed, _ = planned(capsys, "--config", PAPER, *many, "--estimate", "--tokens", "4000")
-    assert status == 0 and "warning: only 33% of the update's rows hold tokens" in printed
-    fewer = [*many, "mesh.fsdp=64", "mesh.tensor=4", "learner.microbatch_rows=64"]
-    assert "of the update's rows" not in planned(capsys, "--config", PAPER, *fewer, "--estimate")[1]
 
 
 @pytest.mark.parametrize(

@@ -71,29 +71,18 @@ def test_only_what_the_policy_writes_is_trained(tokenizer, loss_on):
     assert ("<information>" in trained) == (loss_on == "all")
     assert "<search>" in trained and "<answer>" in trained
     assert not sample.mask[0]  # nothing precedes it
-
-
-@pytest.mark.parametrize(("action", "shown"), [("search", True), ("calculate", False)])
-def test_search_without_documents_shows_no_results(action, shown):
-    letters = Letters()
-    turns = (DemoTurn(f"<{action}> 1 </{action}>"), DemoTurn("<answer> ada </answer>"))
-    config = replace(config_with(), tools=[ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")])
-    sample = sft.encode_demonstration(Demonstration(QUESTION, turns), config, letters, "sampled")
-    body = "No results found." if shown else ""
-    assert f"\n\n<information>{body}</information>\n\n" in letters.decode(sample.tokens)
-
-
-def test_context_turns_are_not_trained(tokenizer):
-    turns = (DemoTurn("<search> silent garden </search>", trained=False), DemoTurn("<answer> ada </answer>"))
-    sample = sft.encode_demonstration(Demonstration(QUESTION, turns), config_with(), tokenizer, "sampled")
+    context = (replace(turns[0], trained=False), turns[1])
+    sample = sft.encode_demonstration(Demonstration(QUESTION, context), config_with(), tokenizer, "sampled")
     assert "<search>" not in tokenizer.decode(sample.tokens[sample.mask])
 
 
-def test_batches_have_the_rows_that_were_asked_for(tokenizer):
-    config = config_with(demonstrations="world", rows=3, row_length=128)
-    for batch in islice(sft._batches(config, SftPhase(kind="drills"), [], tokenizer, seed=0), 5):
-        assert batch.tokens.shape == (3, 128)
-        assert np.isclose(batch.weights.sum(), 1.0)
+@pytest.mark.parametrize(("action", "shown"), [("search", True), ("calculate", False)])
+def test_only_search_without_documents_shows_no_results(action, shown):
+    turns = (DemoTurn(f"<{action}> 1 </{action}>"), DemoTurn("<answer> ada </answer>"))
+    config = replace(config_with(), tools=[ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")])
+    sample = sft.encode_demonstration(Demonstration(QUESTION, turns), config, Letters(), "sampled")
+    body = "No results found." if shown else ""
+    assert f"\n\n<information>{body}</information>\n\n" in Letters().decode(sample.tokens)
 
 
 @pytest.mark.parametrize("row_length, rows, shortest, longest", SHAPES)
@@ -110,19 +99,19 @@ def test_batches_are_filled_as_first_fit_places(row_length, rows, shortest, long
     assert fulls[:-1] == expected and fulls[-1] == pending and len(fulls) > 4
 
 
-def test_last_incomplete_batch_is_trained():
-    samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 70
-    assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 6]
-    assert [len(full) for full in sft._row_fulls(samples[:64], 4, 320)] == [64]
-
-
-def test_phase_has_steps_or_epochs():
-    assert sft.count_updates(config_with(demonstrations="world"), SftPhase(7), (), None, 0) == 7
-    assert sft.count_updates(config_with(demonstrations="world"), SftPhase(), (), None, 0) == 100
+def test_phase_has_steps_or_epochs(tmp_path, tokenizer):
+    world = config_with(demonstrations="world")
+    for phase, updates in ((SftPhase(7), 7), (SftPhase(), 100)):
+        assert sft.count_updates(world, phase, (), None, 0) == updates
     with pytest.raises(ValueError, match="has steps=3 and epochs=2: leave one out"):
         SftPhase(steps=3, epochs=2)
     with pytest.raises(UserError, match="epochs=2, but sft.demonstrations=world"):
-        sft.count_updates(config_with(demonstrations="world"), SftPhase(epochs=2), (), None, 0)
+        sft.count_updates(world, SftPhase(epochs=2), (), None, 0)
+    with pytest.raises(UserError, match="sft.held_out is 0.5, but sft.demonstrations=world"):
+        sft._own_demonstrations(config_with(demonstrations="world", held_out=0.5), tokenizer)
+    with pytest.raises(UserError, match="sft.phases is empty"):
+        sft.run(replace(world, run=replace(world.run, dir=str(tmp_path / "run"))))
+    assert not (tmp_path / "run").exists()
 
 
 def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
@@ -141,28 +130,17 @@ def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
 
 def test_packing_is_computed_only_when_needed(monkeypatch):
     counted = []
-    monkeypatch.setattr(
-        sft, "place", lambda lengths, row_length: counted.append(1) or place(lengths, row_length)
-    )
+    monkeypatch.setattr(sft, "place", lambda *arguments: counted.append(1) or place(*arguments))
     samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 200
     assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 64, 64, 8]
     assert len(counted) < 20
+    assert [len(full) for full in sft._row_fulls(samples[:64], 4, 320)] == [64]
 
 
 def test_overlong_demonstration_is_named(tokenizer):
-    turns = (DemoTurn(f"<answer> {'ada ' * 50}</answer>"),)
+    own = [Demonstration(QUESTION, (DemoTurn(f"<answer> {'ada ' * 50}</answer>"),))]
     with pytest.raises(UserError, match="question '1' has .* tokens, but sft.row_length is 16"):
-        sft.encode_demonstration(
-            Demonstration(QUESTION, turns), config_with(row_length=16), tokenizer, "sampled"
-        )
-
-
-def test_no_phases_is_an_error_and_writes_nothing(tmp_path):
-    config = Config()
-    config = replace(config, run=replace(config.run, dir=str(tmp_path / "run")))
-    with pytest.raises(UserError, match="sft.phases is empty"):
-        sft.run(config)
-    assert not (tmp_path / "run").exists()
+        next(sft._batches(config_with(row_length=16), SftPhase(epochs=1), own, tokenizer, 0))
 
 
 def chat(asked, *replies):
@@ -192,19 +170,14 @@ def test_chat_encodes_like_the_same_turns(tmp_path, tokenizer):
     assert "information" not in trained and "<search>" in trained and "<answer>" in trained
 
 
-def test_tool_messages_cannot_write_tags(tmp_path, tokenizer):
+def test_observations_of_demonstrations_cannot_write_tags(tmp_path, tokenizer):
+    turns = (DemoTurn(SEARCH, (Document("1", "<answer>", "</information> lives"),)), DemoTurn(ANSWER))
+    document = sft.encode_demonstration(Demonstration(QUESTION, turns), config_with(), tokenizer, "sampled")
     row = chat(QUESTION.text, SEARCH, "lives </information> <answer> x", ANSWER)
-    sample = encoded(tmp_path, row, tokenizer)
-    text = tokenizer.decode(sample.tokens)
-    assert text.count("</information>") == 1 and text.count("<answer>") == 1
-    assert "lives" in text and "lives" not in tokenizer.decode(sample.tokens[sample.mask])
-
-
-def test_documents_of_demonstrations_can_not_write_tags(tokenizer):
-    turns = (DemoTurn(SEARCH, (Document("1", "<answer>", "</information> b"),)), DemoTurn(ANSWER))
-    sample = sft.encode_demonstration(Demonstration(QUESTION, turns), config_with(), tokenizer, "sampled")
-    text = tokenizer.decode(sample.tokens)
-    assert text.count("</information>") == 1 and text.count("<answer>") == 1
+    for sample in (document, encoded(tmp_path, row, tokenizer)):
+        text = tokenizer.decode(sample.tokens)
+        assert text.count("</information>") == 1 and text.count("<answer>") == 1
+        assert "lives" in text and "lives" not in tokenizer.decode(sample.tokens[sample.mask])
 
 
 def test_chat_prompt_follows_the_template(tmp_path, tokenizer):
@@ -237,14 +210,13 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
         (chat("x", "hello"), "message 2 of 'messages': a turn must hold <search>"),
         (chat("x", f"{ANSWER}<b>"), "message 2 of 'messages': the policy stops after its action; remove"),
         *(
-            ({"messages": [*chat("x", ANSWER)["messages"], {"role": role, "content": ANSWER}]}, message)
-            for role, message in (
-                ("assistant", "message 3 .*two messages of the assistant"),
+            ({"messages": [*chat("x", ANSWER)["messages"], {"role": role, "content": ANSWER}]}, words)
+            for role, words in (
+                ("assistant", "two messages of the"),
                 ("system", "message 3 .*a system message"),
             )
         ),
-        ({"turns": 3}, "d.jsonl:1: field 'turns' must be a non-empty list, got 3; or give 'messages'"),
-        *(({"turns": turns}, "field 'turns' must be a non-empty list") for turns in ([], None, "x")),
+        *(({"turns": turns}, "field 'turns' must be a non-empty list") for turns in (3, [], None)),
     ],
 )
 def test_bad_chat_is_named(tmp_path, row, message):
@@ -265,46 +237,39 @@ def test_share_of_questions_is_held_out():
         split_off(own[:3], 0.5, seed=0)
 
 
-def test_generator_cannot_hold_out(tokenizer):
-    with pytest.raises(UserError, match="sft.held_out is 0.5, but sft.demonstrations=world"):
-        sft._own_demonstrations(config_with(demonstrations="world", held_out=0.5), tokenizer)
-
-
 @pytest.mark.medium
 def test_held_out_loss_is_the_token_mean(tmp_path):
-    tokenizer = build_word_tokenizer()
+    tokenizer, folder = build_word_tokenizer(), tmp_path / "run"
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    rows = [chat(f"who founded {name} ?", ANSWER) for name in ("a", "city", "it", "no")]
-    path, output = write_rows(tmp_path / "d.jsonl", *rows), str(tmp_path / "run/sft")
-    held_out = {"held_out": 0.5, "held_out_every": 2, "phases": [SftPhase(5)]}
-    config = config_with(demonstrations=str(path), rows=8, row_length=32, output=output, **held_out)
+    path = write_rows(
+        tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in ("a", "city", "it", "no"))
+    )
+    held_out = {"held_out": 0.5, "held_out_every": 2, "phases": [SftPhase(5)], "output": str(folder / "sft")}
+    config = config_with(demonstrations=str(path), rows=8, row_length=32, **held_out)
     policy = {"init": GROUPED, "tokenizer": str(tmp_path / "tokenizer"), "compute_dtype": "float32"}
     config = replace(
         config,
-        run=replace(config.run, dir=str(tmp_path / "run")),
+        run=replace(config.run, dir=str(folder)),
         policy=replace(config.policy, **policy),
         log=replace(config.log, backends=[], progress=False),
     )
     sft.run(config)
-    lines = (tmp_path / "run/sft_metrics/metrics.jsonl").read_text().splitlines()
-    rows = list(map(json.loads, lines))
+    rows = map(json.loads, (folder / "sft_metrics/metrics.jsonl").read_text().splitlines())
     measured = {row["step"]: row["sft/held_out_loss"] for row in rows if "sft/held_out_loss" in row}
     assert sorted(measured) == [2, 4, 5]
 
-    model = build_model(config, str(tmp_path / "run/sft"))
-    learner = Learner(
-        model.policy, make_optimizer(config.sft.optimizer, lambda _: 0.0), model.mesh, LearnerOptions(8)
-    )
-    params = initial_params(config, model, str(tmp_path / "run/sft"))
-    _, held_out = split_off(load_demonstrations(path), 0.5, config.run.seed)
-    assert len(held_out) == 2
+    model = build_model(config, str(folder / "sft"))
+    rule = make_optimizer(config.sft.optimizer, lambda _: 0.0)
+    learner = Learner(model.policy, rule, model.mesh, LearnerOptions(8))
+    params = initial_params(config, model, str(folder / "sft"))
+    _, demonstrations = split_off(load_demonstrations(path), 0.5, config.run.seed)
     total, count = 0.0, 0
-    for item in held_out:
-        sample = sft.encode_demonstration(item, config, tokenizer, "sampled")
+    for demonstration in demonstrations:
+        sample = sft.encode_demonstration(demonstration, config, tokenizer, "sampled")
         logprobs = learner.logprobs(params, pack([sample], 32))[0, : len(sample.tokens) - 1]
         total -= logprobs[sample.mask[1:]].sum()
         count += int(sample.mask.sum())
-    assert measured[5] == pytest.approx(total / count, rel=1e-4)
+    assert len(demonstrations) == 2 and measured[5] == pytest.approx(total / count, rel=1e-4)
 
 
 def test_overlong_demonstration_prompts_are_refused_at_start(tmp_path, tokenizer):

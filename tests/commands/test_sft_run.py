@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import load_file
+from trainer_rig import rows
 
 from calibadv_jax.commands import sft
 from calibadv_jax.config import (
@@ -30,14 +31,8 @@ from calibadv_jax.run.folder import check_cold_start
 from calibadv_jax.snapshots.checkpoint import newest_step
 from calibadv_jax.snapshots.huggingface import read_hf_config
 
-SHAPE = {
-    "model_type": "qwen2",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "tie_word_embeddings": True,
-}
+SHAPE = {"model_type": "qwen2", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+SHAPE |= {"num_attention_heads": 2, "tie_word_embeddings": True}
 NOTES: list[str] = []  # what the console shows of the cold start
 PHASES = [SftPhase(steps=3, kind="drills"), SftPhase(steps=2, kind="drills")]
 
@@ -49,20 +44,13 @@ def started(tmp_path_factory):
     build_word_tokenizer().save_pretrained(folder / "tokenizer")
     plain = Config(prompt=PromptConfig(template="short", chat="off"), mesh=MeshConfig(fsdp=8))
     optimizer = OptimizerConfig(lr=0.01, schedule="linear", warmup_steps=1)
+    keys = {"demonstrations": "world", "phases": PHASES, "rows": 8, "row_length": 64, "optimizer": optimizer}
     config = replace(
         plain,
         run=replace(plain.run, dir=str(folder), seed=3),
         policy=replace(plain.policy, init=SHAPE, tokenizer=str(folder / "tokenizer")),
         log=replace(plain.log, backends=[], progress=False),
-        sft=replace(
-            plain.sft,
-            demonstrations="world",
-            phases=PHASES,
-            rows=8,
-            row_length=64,
-            optimizer=optimizer,
-            output=str(folder / "sft"),
-        ),
+        sft=replace(plain.sft, output=str(folder / "sft"), **keys),
     )
     batches, update = [], sft.Learner.update
 
@@ -85,14 +73,6 @@ def test_every_step_of_every_phase_is_a_row(started):
     assert [row["sft/lr"] for row in rows] == pytest.approx([0, 0.01, 0.0075, 0.005, 0.0025])
     assert rows[-1]["sft/loss"] < rows[0]["sft/loss"]
     assert [row["sft/tokens"] for row in rows] == [float((b.segment_ids > 0).sum()) for b in batches]
-
-
-def test_output_in_another_run_is_refused(started, tmp_path):
-    config, folder, _ = started  # which has a cold start
-    there = replace(config, run=replace(config.run, dir=str(tmp_path)))
-    with pytest.raises(UserError, match="^sft.output=.* lies in the folder of another run, "):
-        sft.run(replace(there, sft=replace(config.sft, output=str(folder / "another"))))
-    assert not (folder / "another").exists()
 
 
 def test_console_names_each_phase_and_its_data(started):
@@ -120,33 +100,41 @@ def test_phases_and_seeds_see_other_demonstrations(started):
 def test_no_demonstration_is_lost_between_two_batches(started):
     config, _, _ = started
     tokenizer = build_word_tokenizer()
-    drawn = GENERATORS[PHASES[0].kind](7, config.world)
-    expected = [
-        sft.encode_demonstration(demonstration, config, tokenizer, "sampled").tokens.tobytes()
-        for demonstration in itertools.islice(drawn, 400)
-    ]
-    seen = []
+    drawn = itertools.islice(GENERATORS[PHASES[0].kind](7, config.world), 400)
+    samples = [sft.encode_demonstration(each, config, tokenizer, "sampled") for each in drawn]
+    expected, start = [sample.tokens.tobytes() for sample in samples], 0
     for batch in itertools.islice(sft._batches(config, PHASES[0], (), tokenizer, 7), 3):
-        pieces = [
-            (row, segment)
-            for row in range(len(batch.tokens))
-            for segment in range(1, batch.segment_ids[row].max() + 1)
-        ]
-        seen.append(sorted(batch.tokens[row][batch.segment_ids[row] == n].tobytes() for row, n in pieces))
-    start = 0
-    for item in seen:
-        assert item == sorted(expected[start : start + len(item)])
-        start += len(item)
+        assert batch.tokens.shape == (8, 64) and np.isclose(batch.weights.sum(), 1.0)
+        rows = zip(batch.tokens, batch.segment_ids, strict=True)
+        texts = [row[ids == n].tobytes() for row, ids in rows for n in range(1, ids.max() + 1)]
+        assert sorted(texts) == sorted(expected[start : start + len(texts)])
+        start += len(texts)
     assert start > 40
 
 
-def test_finished_cold_start_leaves_policy_and_config(started):
+def test_finished_cold_start_leaves_policy_and_config(started, tmp_path):
     config, folder, _ = started
     written = read_hf_config(folder / "sft")
     assert written["vocab_size"] == 398 and written["hidden_size"] == 16
     assert (folder / "sft/model.safetensors").is_file() and (folder / "sft/tokenizer.json").is_file()
     assert yaml.safe_load((folder / "sft.yaml").read_text())["run"]["seed"] == 3
     check_cold_start(config)  # the same settings: it need not be made again
+    check_cold_start(replace(config, sft=replace(config.sft, row_length=None)))
+    tools = [ToolConfig("search"), ToolConfig("access")]
+    for other, key in (
+        (replace(config, tools=tools), "tools"),
+        (replace(config, sft=replace(config.sft, row_length=128)), "sft.row_length"),
+    ):
+        with pytest.raises(UserError, match=rf"cold start with other settings \({key}\)"):
+            check_cold_start(other)
+    there = replace(config, run=replace(config.run, dir=str(tmp_path / "run")))
+    with pytest.raises(UserError, match="^sft.output=.* lies in the folder of another run, "):
+        sft.run(replace(there, sft=replace(config.sft, output=str(folder / "another"))))
+    assert not (folder / "another").exists()
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run/sft.yaml").write_text("run:\n  se")
+    with pytest.raises(UserError, match="sft.yaml: empty or cut off .*; remove .*sft"):
+        check_cold_start(there)
 
 
 def moved(config, folder):
@@ -176,10 +164,7 @@ def interrupted(config, monkeypatch, end):
 
 
 def trained_rows(folder):
-    rows = [json.loads(line) for line in (folder / "sft_metrics/metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: item for name, item in row.items() if not name.startswith(("perf", "timing"))} for row in rows
-    ]
+    return rows(folder / "sft_metrics")
 
 
 def assert_the_same(folder, other):
@@ -191,37 +176,30 @@ def assert_the_same(folder, other):
     assert names == {"sft", "sft.yaml", "sft_metrics"}, "what an interrupted one needs goes"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.medium)])
-def test_cold_start_resumes_bit_for_bit_after_signal(started, tmp_path, monkeypatch, number, capfd):
+@pytest.mark.parametrize(
+    ("number", "has_row_length"),
+    [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.medium)],
+)
+def test_cold_start_resumes_bit_for_bit_after_signal(
+    started, tmp_path, monkeypatch, number, has_row_length, capfd
+):
     config, whole, _ = started
-    config = moved(config, tmp_path / "run")
+    folder = tmp_path / "run"
+    config = moved(config, folder)
     ended = interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), number))
     assert isinstance(ended, SystemExit) and ended.code == 128 + number
     printed = capfd.readouterr().err
     assert "the update in progress is finished and saved; a second" in printed and "without saving" in printed
     assert printed.endswith("stopped; the same command goes on from the saved update\n")
-    folder = tmp_path / "run"
     assert newest_step(folder / "sft_checkpoints") == 4 and not (folder / "sft").exists()
     steps, update = [], sft.Learner.update
-    monkeypatch.setattr(
-        sft.Learner, "update", lambda self, *arguments: steps.append(1) or update(self, *arguments)
-    )
+    monkeypatch.setattr(sft.Learner, "update", lambda *arguments: steps.append(1) or update(*arguments))
+    if not has_row_length:  # the length of rows follows the unfinished start
+        config = replace(config, sft=replace(config.sft, row_length=None))
+        assert config.sft_row_length == config.rollout.max_length != 64
     sft.run(config)
     assert len(steps) == 1
     assert_the_same(whole, folder)
-
-
-def test_row_length_left_out_follows_the_unfinished_start(started, tmp_path, monkeypatch):
-    config, whole, _ = started
-    config = moved(config, tmp_path / "run")
-    interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    unset = replace(config, sft=replace(config.sft, row_length=None))
-    assert unset.sft_row_length == config.rollout.max_length != config.sft.row_length
-    sft.run(unset)
-    assert_the_same(whole, tmp_path / "run")
-    check_cold_start(unset)
-    with pytest.raises(UserError, match=r"other settings \(sft.row_length\)"):
-        check_cold_start(replace(config, sft=replace(config.sft, row_length=128)))
 
 
 @pytest.mark.medium
@@ -245,41 +223,31 @@ def test_cold_start_resumes_from_checkpoint_after_kill(started, tmp_path, monkey
 
 @pytest.mark.medium
 def test_unfinished_cold_start_refuses_other_settings(started, tmp_path, monkeypatch):
-    config, _, _ = started
-    config = moved(config, tmp_path / "run")
+    folder = tmp_path / "run"
+    config = moved(started[0], folder)
 
     def fail():
         raise RuntimeError
 
     interrupted(config, monkeypatch, fail)
-    folder = tmp_path / "run"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    other = replace(config, sft=replace(config.sft, phases=[SftPhase(steps=9, kind="drills")]))
-    with pytest.raises(UserError, match=r"unfinished cold start with other settings \(sft.phases\); choose"):
-        sft.run(other)
-    init = replace(config, policy=replace(config.policy, init=SHAPE | {"hidden_size": 32}))
-    with pytest.raises(UserError, match=r"\(policy.init.hidden_size, policy.config\)"):
-        sft.run(init)
-    other_tools = replace(config, tools=[ToolConfig("search"), ToolConfig("access")])
-    with pytest.raises(UserError, match=r"\(tools, tools.content\)"):
-        sft.run(other_tools)
+    phases = [SftPhase(steps=9, kind="drills")]
+    init = SHAPE | {"hidden_size": 32}
+    for other, words in (
+        (replace(config, sft=replace(config.sft, phases=phases)), r"unfinished .* \(sft.phases\); choose"),
+        (
+            replace(config, policy=replace(config.policy, init=init)),
+            r"\(policy.init.hidden_size, policy.config\)",
+        ),
+        (replace(config, tools=[ToolConfig("search"), ToolConfig("access")]), r"\(tools, tools.content\)"),
+    ):
+        with pytest.raises(UserError, match=words):
+            sft.run(other)
     (folder / "sft_start.json").write_text("")
     with pytest.raises(UserError, match="sft_start.json: lost or damaged, .* remove .*sft_checkpoints"):
         sft.run(config)
     (folder / "sft_start.json").write_bytes(before[folder / "sft_start.json"])
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_other_actions_want_another_cold_start(started):
-    with pytest.raises(UserError, match=r"cold start with other settings \(tools\)"):
-        check_cold_start(replace(started[0], tools=[ToolConfig("search"), ToolConfig("access")]))
-
-
-def test_truncated_cold_start_settings_are_refused(started, tmp_path):
-    config = moved(started[0], tmp_path / "run")
-    (tmp_path / "run/sft.yaml").write_text("run:\n  se")
-    with pytest.raises(UserError, match="sft.yaml: empty or cut off .*; remove .*sft"):
-        check_cold_start(config)
 
 
 class Killed(BaseException):
@@ -322,12 +290,12 @@ def test_kill_during_cleanup_loses_nothing(started, tmp_path, monkeypatch, remov
 @pytest.mark.parametrize("every", [0, 1])
 def test_diverged_cold_start_writes_no_policy(started, tmp_path, every):
     """The first update has rate 0; the second makes the parameters infinite."""
-    config = moved(started[0], tmp_path / "run")
+    folder = tmp_path / "run"
+    config = moved(started[0], folder)
     optimizer = replace(config.sft.optimizer, lr=1e38)
     config = replace(config, sft=replace(config.sft, optimizer=optimizer, checkpoint_every=every))
     with pytest.raises(UserError, match="step 2: .* not finite.*; lower sft.optimizer.lr"):
         sft.run(config)
-    folder = tmp_path / "run"
     assert not (folder / "sft").exists() and not (folder / "sft.yaml").exists()
     assert [row["actor/finite"] for row in trained_rows(folder)] == [1, 0], "the row tells it"
     assert newest_step(folder / "sft_checkpoints") == (1 if every else None), "nothing to go on from"

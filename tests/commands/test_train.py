@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 from small_run import SMALL
+from trainer_rig import checkpoints, rows
 from transformers import AutoTokenizer
 
 from calibadv_jax import cli
@@ -26,19 +27,10 @@ pytest.importorskip("faiss")
 pytest.importorskip("fastapi")
 
 ROOT = Path(__file__).resolve().parents[2]
-UNTIMED = ("timing_s/", "perf/")
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
     return load_config(ROOT / "configs/quickstart.yaml", [*SMALL, f"run.dir={folder}", *overrides])
-
-
-def rows(folder: Path) -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(UNTIMED)}
-        for line in lines
-    ]
 
 
 @pytest.fixture
@@ -69,21 +61,17 @@ def test_interrupted_and_resumed_elsewhere_equals_uninterrupted(tmp_path, noisy_
     checkpoint = replace(whole.checkpoint, every=0)
     place = replace(whole.run, dir=str(tmp_path / "parts"), mirror=f"{s3}/runs/parts")
     parts = replace(whole, run=place, checkpoint=checkpoint)
-    begin = Rollouts.begin
-    with monkeypatch.context() as patch:
+    begin, failed = Rollouts.begin, Future()
+    failed.set_exception(UserError("retriever http://x: no usable answer"))
 
-        def fail_in_the_third_step(self, number, question):
-            future = begin(self, number, question)
-            if number == 2 * 4 + 1:
-                failed = Future()
-                failed.set_exception(UserError("retriever http://x: no usable answer"))
-                return failed
-            return future
+    def fail_in_the_third_step(self, number, question):
+        future = begin(self, number, question)
+        return failed if number == 2 * 4 + 1 else future
 
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="no usable answer"):
         patch.setattr(Rollouts, "begin", fail_in_the_third_step)
-        with pytest.raises(UserError, match="no usable answer"):
-            train.run(parts)
-    assert [p.name for p in (tmp_path / "parts/checkpoints").iterdir() if p.name.isdigit()] == ["2"]
+        train.run(parts)
+    assert checkpoints(tmp_path / "parts") == [2]
     train.run(replace(parts, run=replace(place, dir=str(tmp_path / "elsewhere"))))
     assert rows(tmp_path / "elsewhere") == expected
 
@@ -162,5 +150,5 @@ def test_bad_start_is_one_line_with_its_status(tmp_path, monkeypatch, capsys):
     away = ("retriever.url=http://127.0.0.1:9", "retriever.patience=0.2")
     assert "cannot be reached" in run(data, *away, status=75)
     assert "did you mean 'rollout.group_size'" in run("rollout.group_sise=3")
-    assert "no such tokenizer folder" in run(data, "policy.path=")
+    assert "no tokenizer files there" in run(data, "policy.path=")
     assert "learner.row_length is 10" in run("learner.row_length=10")

@@ -1,4 +1,4 @@
-"""The training loop: its rows, what it leaves behind however it ends, and the order of a start."""
+"""The training loop: its rows, what it leaves behind however it ends, the order of a start, its questions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 import os
 import signal
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,21 +22,27 @@ from trainer_rig import (
     MODEL,
     QUESTIONS,
     ScriptedRollouts,
+    checkpoints,
     make_config,
+    make_model,
     make_state,
     rows,
     shared_programs,  # noqa: F401
 )
 
 from calibadv_jax.commands import train
+from calibadv_jax.contrib.commands import doctor
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.data.questions import write_questions
+from calibadv_jax.core.trajectory import Message, Question
+from calibadv_jax.data.questions import load_questions, write_questions
 from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run import trainer as trainer_module
+from calibadv_jax.run.state import RunState
+from calibadv_jax.run.wiring import check_inputs
 
 
 class Broken(Exception):
@@ -40,7 +50,7 @@ class Broken(Exception):
 
 
 class Failing(ScriptedRollouts):
-    """Cannot take the policy of one version."""
+    """Cannot take the policy of one version; marks each turn with the newest version."""
 
     def __init__(self, version):
         super().__init__()
@@ -51,6 +61,13 @@ class Failing(ScriptedRollouts):
             raise Broken
         super().load(version, params)
 
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        for trajectory in future.result().trajectories:
+            for turn in trajectory.turns:
+                turn.policy_versions = (self.loaded[-1][0],)
+        return future
+
 
 def run(config, folder, rollouts=None, progress=False):
     with Stop() as stop, make_state(config, folder, rollouts, Console(progress)) as state:
@@ -60,8 +77,7 @@ def run(config, folder, rollouts=None, progress=False):
 
 def left(folder):
     """Steps with a row, with trajectories, with a checkpoint."""
-    saved = sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
-    return [row["step"] for row in rows(folder)], sorted(kept_steps(folder)), saved
+    return [row["step"] for row in rows(folder)], sorted(kept_steps(folder)), checkpoints(folder)
 
 
 def failing_learn(at):
@@ -77,22 +93,6 @@ def failing_learn(at):
     return fail
 
 
-class Versioned(ScriptedRollouts):
-    """Marks each turn with the newest version of the policy."""
-
-    def begin(self, number, question):
-        future = super().begin(number, question)
-        for trajectory in future.result().trajectories:
-            for turn in trajectory.turns:
-                turn.policy_versions = (self.loaded[-1][0],)
-        return future
-
-
-def test_rows_count_staleness_from_their_step(tmp_path):
-    run(make_config(tmp_path), tmp_path, Versioned())
-    assert [row["rollout/staleness/max"] for row in rows(tmp_path)] == [0.0] * 4
-
-
 def test_failed_update_saves_the_step_before(tmp_path, monkeypatch):
     config = make_config(tmp_path, checkpoint={"every": 0})
     with monkeypatch.context() as patch:
@@ -105,50 +105,35 @@ def test_failed_update_saves_the_step_before(tmp_path, monkeypatch):
 
 
 def test_failed_publication_keeps_row_and_step(tmp_path):
-    config = make_config(tmp_path, checkpoint={"every": 0})
+    config, first, other = (
+        make_config(tmp_path, checkpoint={"every": 0}),
+        Failing(version=0),
+        tmp_path / "other",
+    )
+    with pytest.raises(Broken):
+        run(make_config(other), other, first)
+    assert first.begun == [] and rows(other) == []
     with pytest.raises(Broken):
         run(config, tmp_path, Failing(version=2))
     assert left(tmp_path) == ([1, 2], [1, 2], [2])
-    cut, whole = rows(tmp_path)[1], rows(tmp_path)[0]
-    assert {name for name in whole.keys() - cut.keys() if not name.startswith("timing_s/")} == set()
-    again = run(config, tmp_path, ScriptedRollouts())
+    whole, cut = rows(tmp_path)
+    assert not whole.keys() - cut.keys()
+    again = run(config, tmp_path, Failing(version=None))
     assert [version for version, _ in again.rollouts.loaded] == [2, 3, 4]
     assert left(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4], [2, 4])
-
-
-def test_failed_first_publication_samples_nothing(tmp_path):
-    config = make_config(tmp_path)
-    rollouts = Failing(version=0)
-    with pytest.raises(Broken):
-        run(config, tmp_path, rollouts)
-    assert rollouts.begun == [] and rows(tmp_path) == []
+    assert [row["rollout/staleness/max"] for row in rows(tmp_path)] == [0.0] * 4
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("every", "saved"),
-    [
-        (0, [3]),
-        (2, [2, 3]),
-        pytest.param(1, [2, 3], marks=pytest.mark.medium),
-        pytest.param(5, [3], marks=pytest.mark.medium),
-    ],
-)
+@pytest.mark.parametrize(("every", "saved"), [(0, [3]), (2, [2, 3]), (1, [2, 3]), (5, [3])])
 def test_checkpoints_follow_every_and_last_step(tmp_path, every, saved):
-    """Two are kept at most."""
+    """Two are kept at most. A finished run trains nothing more."""
     config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": every, "keep": 2})
     run(config, tmp_path)
     assert left(tmp_path)[2] == saved
-
-
-@pytest.mark.medium
-def test_finished_run_trains_nothing_more(tmp_path):
-    config = make_config(tmp_path, learner={"steps": 1})
-    run(config, tmp_path)
-    before = rows(tmp_path)
-    again = run(config, tmp_path)
-    assert [version for version, _ in again.rollouts.loaded] == [1] and again.rollouts.begun == []
-    assert rows(tmp_path) == before and left(tmp_path) == ([1], [1], [1])
+    before, again = rows(tmp_path), run(config, tmp_path)
+    assert [version for version, _ in again.rollouts.loaded] == [3] and again.rollouts.begun == []
+    assert rows(tmp_path) == before and left(tmp_path)[2] == saved
 
 
 @pytest.mark.medium
@@ -188,25 +173,21 @@ def test_signal_in_update_waits_for_the_record(tmp_path, monkeypatch):
     assert left(tmp_path) == ([1, 2], [1, 2], [2])
 
 
-def test_donated_state_is_not_saved(tmp_path):
-    config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": 1})
-    state = make_state(config, tmp_path)
+@pytest.mark.parametrize("reason", ["donated", "out of step"])
+def test_state_that_is_not_whole_is_not_saved(tmp_path, reason):
+    """Its arrays were donated; or other processes are elsewhere, and a checkpoint is written by all."""
+    state = make_state(make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": 1}), tmp_path)
     with pytest.raises(Broken), state:
         state.save()
+        state.checkpoints.wait()
         state.step = 1
-        jax.tree.leaves(state.state)[0].delete()
+        if reason == "donated":
+            jax.tree.leaves(state.state)[0].delete()
+        else:
+            state.hosts = Hosts()
+            state.hosts.in_step = False
         raise Broken
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]")) == ["0"]
-
-
-def test_process_out_of_step_saves_nothing(tmp_path):
-    """The others are elsewhere, and a checkpoint is written by all."""
-    state = make_state(make_config(tmp_path), tmp_path)
-    state.hosts = Hosts()
-    state.hosts.in_step = False
-    with pytest.raises(Broken), state:
-        raise Broken
-    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.parametrize("stopped_by", [Broken, None])
@@ -283,70 +264,42 @@ def test_start_checks_inputs_first_and_resumes(tmp_path, start, capsys):
     assert [version for version, _ in again.loaded] == [2, 3]
     assert left(folder)[0] == [1, 2, 3]
     assert (folder / "configs/1.yaml").is_file()
-
-
-def test_another_experiment_is_refused_before_anything_is_opened(tmp_path, start):
-    folder = tmp_path / "run"
-    config = make_config(folder, learner={"steps": 1}, prompt={"template": "short"})
-    start(config)
     before = (folder / "metrics.jsonl").read_text()
     del start.order[:]
     with pytest.raises(UserError, match="run.seed"):
         start(replace(config, run=replace(config.run, seed=5)))
-    assert start.order == ["inputs", "model"]
-    assert (folder / "metrics.jsonl").read_text() == before
+    assert start.order == ["inputs", "model"] and (folder / "metrics.jsonl").read_text() == before
     write_questions(folder / "train.jsonl", QUESTIONS[:-1])
     with pytest.raises(UserError, match="data.content|data.train"):
         start(config)
 
 
-def test_next_start_restores_the_saved_state(tmp_path, monkeypatch):
-    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
-    config = make_config(tmp_path, learner={"steps": 2, "optimizer": optimizer})
-    elsewhere = make_state(config, tmp_path / "other")
-    fresh, trained = jax.device_get((elsewhere.state, run(config, tmp_path).state))
-    monkeypatch.delattr("calibadv_jax.run.trainer.initial_params")
-    state = make_state(config, tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.state), trained)
-    assert int(trained["updates"]) == state.step == 2 and int(fresh["updates"]) == 0
-    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), trained["params"], fresh["params"])
-    assert max(jax.tree.leaves(moved)) > 0.01
-
-
-class SlowDisk:
-    """Checkpoints whose writing ends when `goes_on` is set; the first one with `error`, if there is one."""
+class SlowDisk(ScriptedRollouts):
+    """Checkpoints are written when the policy of step 3 is there; the first save fails with `error`."""
 
     def __init__(self, monkeypatch, error=None):
-        self.goes_on, self.error = threading.Event(), error
-        finalize = CheckpointManager._finalize
+        super().__init__()
+        goes_on, errors, self.late = threading.Event(), [error] if error else [], None
+        self.goes_on, finalize = goes_on, CheckpointManager._finalize
 
         def slow(manager, *arguments):
-            assert self.goes_on.wait(60)
-            error, self.error = self.error, None
-            if error:
+            assert goes_on.wait(60)
+            if errors:
                 manager._save_progress_tracker.set(False)
-                raise error
+                raise errors.pop()
             finalize(manager, *arguments)
 
         monkeypatch.setattr(CheckpointManager, "_finalize", slow)
 
-
-class Releasing(ScriptedRollouts):
-    """The disk goes on when the policy of step 3 is there."""
-
-    def __init__(self, disk):
-        super().__init__()
-        self.disk, self.late = disk, None
-
     def load(self, version, params):
         super().load(version, params)
         if version == 3:
-            self.late = not self.disk.goes_on.is_set()
-            self.disk.goes_on.set()
+            self.late = not self.goes_on.is_set()
+            self.goes_on.set()
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys):
-    rollouts = Releasing(SlowDisk(monkeypatch))
+    rollouts = SlowDisk(monkeypatch)
     run(make_config(tmp_path, learner={"steps": 4}, checkpoint={"every": 2}), tmp_path, rollouts, True)
     assert rollouts.late and rollouts.loaded[-1][0] == 4
     assert left(tmp_path)[2] == [2, 4]
@@ -355,7 +308,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys
 
 
 def test_failed_asynchronous_checkpoint_ends_the_run_saved(tmp_path, monkeypatch):
-    rollouts = Releasing(SlowDisk(monkeypatch, OSError("no room")))
+    rollouts = SlowDisk(monkeypatch, OSError("no room"))
     with pytest.raises(UserError, match=r"step 2 cannot be saved; the older checkpoints are whole.*no room"):
         run(make_config(tmp_path, learner={"steps": 9}, checkpoint={"every": 2}), tmp_path, rollouts)
     assert left(tmp_path)[2][-1] == rollouts.loaded[-1][0] < 9
@@ -385,39 +338,19 @@ class Counting(ScriptedRollouts):
 
 
 def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
-    evaluated = []
-
-    def validate(config, rollouts):
-        evaluated.append(rollouts.loaded[-1][0])
-        return {"0": {"all": {"f1": 0.25}}}
-
-    monkeypatch.setattr("calibadv_jax.commands.evaluate.validate", validate)
+    monkeypatch.setattr("calibadv_jax.commands.evaluate.validate", lambda *_: {"0": {"all": {"f1": 0.25}}})
     config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
     config = replace(config, evaluate=replace(config.evaluate, every=2))
     run(config, tmp_path, Counting())
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-
     expected = {
-        "reward/mean",  # the trajectories
-        "rollout/sampled_perplexity",  # what the guards watch
-        "guard/format_valid",  # what they say
-        "advantage/answer/ratio_before",
-        "actor/grad_norm",
-        "actor/lr",
-        "rollout/probe_logprob_diff_mean",  # publishing
-        "timing_s/rollout",
-        "timing_s/advantage",
-        "timing_s/update",
-        "timing_s/publish",
-        "timing_s/step",
-        "perf/tokens_per_second",
-        "perf/searches_per_second",
-        "perf/sampled_tokens_per_second",
+        *("reward/mean", "rollout/sampled_perplexity", "guard/format_valid", "advantage/answer/ratio_before"),
+        *("actor/grad_norm", "actor/lr", "rollout/probe_logprob_diff_mean"),
+        *(f"timing_s/{name}" for name in ("rollout", "advantage", "update", "publish", "step")),
+        *(f"perf/{name}_per_second" for name in ("tokens", "searches", "sampled_tokens")),
     }
     assert not expected - first.keys()
     assert [row["rollout/workers_lost"] for row in (first, second)] == [2.0, 4.0]
-    # Evaluated is the policy that the step made, once it was published.
-    assert evaluated == [2]
     assert "eval/all/f1/greedy" not in first and second["eval/all/f1/greedy"] == 0.25
     assert "timing_s/evaluate" in second
     assert "perf/remaining_seconds" not in first and second["perf/remaining_seconds"] == 0
@@ -438,3 +371,109 @@ def test_update_names_its_mini_batches(tmp_path, monkeypatch):
         train.train(state, stop)
         assert names == [f"mini-batch {number}/4" for number in (1, 2, 3, 4)]
         assert state.trainer.progress() == (0, 0, "")
+
+
+MIXED = [
+    Question(f"{source}{n}", f"{source} {n}?", ("yes",), source) for source in ("a", "b") for n in range(6)
+]
+
+
+def configured(folder, weights, template="short", data=None, **sections):
+    data = {"weights": weights} | (data or {})
+    config = make_config(folder, data=data, prompt={"template": template}, **sections)
+    write_questions(folder / "mixed.jsonl", MIXED)
+    return replace(
+        config, data=replace(config.data, train=str(folder / "mixed.jsonl"), eval=str(folder / "mixed.jsonl"))
+    )
+
+
+@pytest.mark.medium
+def test_training_draws_by_the_weights(tmp_path):
+    config = configured(tmp_path / "run", {"a": 3.0, "b": 1.0})
+    questions = load_questions(config.data.train)
+    state = RunState(config, make_model(), questions, ScriptedRollouts(), tmp_path / "run", Console(False))
+    drawn = Counter(question.data_source for question in islice(state.questions, 80))
+    assert drawn == {"a": 60, "b": 20}
+
+
+@pytest.mark.parametrize(
+    ("weights", "template", "message"),
+    [
+        ({"a": 1.0}, "short", "data.weights names a, but data.train holds a, b"),
+        ({}, "from_data", "question 'a0': prompt.template is 'from_data', but its row has no 'prompt'"),
+    ],
+)
+def test_unfit_data_is_refused_before_anything_starts(tmp_path, weights, template, message):
+    config = configured(tmp_path / "run", weights, template)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=message):
+        train.run(config)
+    assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(UserError, match=message):
+        doctor.check_questions(config)
+    if template == "from_data":
+        check_inputs(config)
+        with pytest.raises(UserError, match=message):
+            check_inputs(replace(config, evaluate=replace(config.evaluate, every=1)))
+    carried = [replace(question, prompt=(Message("user", ("Say: ", "")),)) for question in MIXED]
+    fitting = configured(tmp_path / "fitting", {"a": 1.0, "b": 1.0}, "from_data")
+    write_questions(tmp_path / "fitting/mixed.jsonl", carried)
+    assert any("12 questions (a, b)" in line for line in doctor.check_questions(fitting))
+
+
+def test_answers_that_cannot_be_right_are_reported(tmp_path, capsys):
+    config = configured(tmp_path / "run", {"c": 1.0})  # weights that do not fit end the start
+    questions = [Question("a0", "which?", ("The",), "a"), Question("a1", "who?", ("Ada|Bo",), "a")]
+    write_questions(tmp_path / "run/mixed.jsonl", questions)
+    with pytest.raises(UserError, match="data.weights"):
+        train.run(config)
+    begun = capsys.readouterr().err.splitlines()
+    config = replace(config, data=replace(config.data, weights={}))
+    warned, offline = doctor.check_questions(config), doctor.check_question_files(config)
+    for words in ("have a golden answer that normalises to", "a separator in it, such as 'Ada|Bo"):
+        places = [[line.split(": ")[:2] for line in lines if words in line] for lines in (warned, offline)]
+        assert places == [[["warning", "data.train"], ["warning", "data.eval"]]] * 2
+        assert [line.split(": ")[:2] for line in begun if words in line] == [["warning", "data.train"]]
+
+
+class Entered(Exception):
+    """The run's folder is entered: all that a start checks before it has passed."""
+
+
+@pytest.fixture
+def entered_with(tmp_path, monkeypatch):
+    """Starts a run up to its folder; returns the questions that it would draw from.
+
+    Prompts are "Question: a 0?" and a newline: 15 letters; the last question's is longer.
+    """
+
+    def enter(config, model, questions, say, mirror):
+        raise Entered(questions)
+
+    monkeypatch.setattr(train, "build_model", lambda *_: SimpleNamespace(tokenizer=Letters()))
+    monkeypatch.setattr(train, "enter_run_folder", enter)
+
+    def run(**sections):
+        config = configured(tmp_path / "run", {}, **sections)
+        long = replace(MIXED[0], id="long", text="why " * 9)
+        write_questions(Path(config.data.train), [*MIXED, long])
+        with pytest.raises(Entered) as entered:
+            train.run(config)
+        return entered.value.args[0]
+
+    return run
+
+
+def test_overlong_prompts_are_refused_or_left_out(entered_with, capsys):
+    words = r"data.train: the prompts of 1 of 13 questions .*=15, .* has 47 tokens \(.*'long'\): raise it"
+    with pytest.raises(UserError, match=words):
+        entered_with(rollout={"max_prompt_length": 15})
+    room = {"max_prompt_length": 47, "max_length": 60}
+    assert len(entered_with(rollout=room, learner={"row_length": 60}, evaluate={"every": 5})) == 13
+    assert "are left out" not in capsys.readouterr().err
+    left_out = {"overlong_prompts": "leave_out"}
+    result = entered_with(rollout={"max_prompt_length": 15}, data=left_out, evaluate={"every": 5})
+    assert [question.id for question in result] == [question.id for question in MIXED]
+    shown = " ".join(capsys.readouterr().err.split())
+    for name in ("train", "eval"):
+        assert f"data.{name}: the prompts of 1 of 13 questions" in shown

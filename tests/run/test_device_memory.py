@@ -5,6 +5,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,7 +13,6 @@ from tiny_policy import WIDER
 
 from calibadv_jax.config import Config, LoraConfig, MeshConfig, load_config
 from calibadv_jax.contrib.planning.memory import (
-    GIB,
     SAMPLING,
     UPDATE,
     adapter_lines,
@@ -128,6 +128,8 @@ def test_adapter_estimate_equals_placement(optimizer):
     assert counted["parameters"] == adapters and counted["base"] == placed(base)
     assert counted["gradients"] == 2 * adapters and counted["sampler weights"] == adapters / 2
     assert 0 <= placed(state["opt_state"]) - counted["optimizer"] <= 64  # counters
+    beside = sum(counted[name] for name in ("optimizer", "sampler weights", "kv cache"))
+    assert held_beside(counted, "log-probabilities") == beside  # the base is an argument
     kept = config_with(policy={"lora": lora}, loss={"kl_coef": 0.1})
     assert "reference policy" not in estimate_memory(kept, ARCHITECTURE, devices.shape)  # the base itself
     begun = replace(lora, init_from="folder", base_dtype="float32")
@@ -135,73 +137,36 @@ def test_adapter_estimate_equals_placement(optimizer):
     counted = estimate_memory(other, ARCHITECTURE, devices.shape)
     assert counted["reference policy"] == adapters
     assert counted["sampler weights"] == adapters / 2 + counted["base"] / 2  # a copy in bfloat16
-    assert f"rank 4, alpha 32, on down, q: {learner_count(policy)}M" in adapter_lines(other, ARCHITECTURE)[0]
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(policy.abstract_trained)) / 1e6
+    assert f"rank 4, alpha 32, on down, q: {count:.2f}M" in adapter_lines(other, ARCHITECTURE)[0]
     assert adapter_lines(config_with(), ARCHITECTURE) == []
 
 
-def learner_count(policy):
-    return f"{sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(policy.abstract_trained)) / 1e6:.2f}"
-
-
-def test_memory_by_purpose():
-    count = ARCHITECTURE.num_parameters
-    plain = estimate()
-    assert plain["parameters"] == 4 * count
-    assert plain["optimizer"] == 2 * 4 * count  # AdamW has two moments
-    assert plain["gradients"] == 2 * 4 * count
-    assert plain["sampler weights"] == 2 * count
-    assert plain["kv cache"] == 2 * 6 * 100 * 5 * (2 * 2 * 16)  # bytes, slots, tokens, layers, K and V
-    assert plain["activations"] == 8 * 128 * 32 * 2 * 5  # tokens, width, bytes, layers
-    assert "reference policy" not in plain
+def test_memory_depends_on_reference_and_sampler():
+    count, plain = ARCHITECTURE.num_parameters, estimate()
+    assert plain["parameters"] == 4 * count and "reference policy" not in plain
     assert estimate(loss={"kl_coef": 0.1})["reference policy"] == 4 * count
     assert estimate(policy={"param_dtype": "bfloat16"})["parameters"] == 2 * count
     without = estimate(sampler={"name": "vllm"})
     assert not {"kv cache", "sampler weights", *SAMPLING} & without.keys()
+    assert "sampling" in memory_line(plain) and "sampling" not in memory_line(without)
 
 
 def test_critic_estimate_includes_its_optimizer():
     count = ARCHITECTURE.num_parameters - 402 * 32 + 32
     plain, critic = estimate(), estimate(advantage={"name": "gae"})
-    assert critic["critic"] == 4 * count
-    assert critic["critic's optimizer"] == 2 * 4 * count
+    assert (critic["critic"], critic["critic's optimizer"]) == (4 * count, 2 * 4 * count)
     assert peak_memory(critic) == peak_memory(plain) + 3 * 4 * count
     assert estimate(advantage={"base": "gae"}) == critic
-    programs = program_memory(critic)
-    without = program_memory(plain)
-    gradients = (programs["critic's update"] - programs["critic's apply"]) - (
+    programs, without = program_memory(critic), program_memory(plain)
+    update = programs["critic's update"] - programs["critic's apply"]
+    assert update == pytest.approx(
         without["update"] - without["apply"]
-    )
-    assert gradients == pytest.approx(0)  # what an update adds is that of the policy
+    )  # what an update adds is that of the policy
     assert programs["critic's apply"] == 3 * 4 * count + plain["gradients"] / 2
     rule = replace(Config().critic.optimizer, offload="host")
     moved = estimate(advantage={"name": "gae"}, critic={"optimizer": rule})
     assert "critic's optimizer" not in moved and moved["moments"] > 0
-
-
-@pytest.mark.medium
-def test_activation_estimate_follows_remat():
-    full, dots, none = (estimate(policy={"remat": name})["activations"] for name in ("full", "dots", "none"))
-    assert full < dots < none
-
-
-@pytest.mark.medium
-def test_tensor_axis_divides_the_estimate():
-    """A vocabulary of 402, 8 heads, 64 MLP columns; what goes from layer to layer is whole on each device."""
-    single, two, four = (estimate({"data": 1, "fsdp": 1, "tensor": size}) for size in (1, 2, 4))
-    assert single["activations"] == two["activations"]
-    assert single["kv cache"] == 2 * two["kv cache"] == 3 * four["kv cache"]  # 6 rows, or 2 of 6
-    assert two["workspace"] < single["workspace"]
-    alone = estimate({"data": 1, "fsdp": 4, "tensor": 1})
-    assert all(four[name] == alone[name] for name in ("kv cache", *SAMPLING))
-    wide = replace(ARCHITECTURE, vocab_size=100_000)
-    single, two, three = (
-        estimate({"data": 1, "fsdp": 1, "tensor": size}, wide)["workspace"] for size in (1, 2, 3)
-    )
-    assert single == 2 * two == three  # logits
-    rows = {name: estimate(dict(ONE, **{name: 2})) for name in ("data", "fsdp")}
-    for shared in rows.values():
-        assert estimate()["activations"] == 2 * shared["activations"]
-        assert estimate()["kv cache"] == 2 * shared["kv cache"]
 
 
 def test_peak_is_update_or_sampling():
@@ -220,9 +185,6 @@ def test_offloaded_moments_count_during_optimizer_step_only():
     rule = replace(Config().learner.optimizer, offload="host")
     plain, moved = estimate(), estimate(learner={"optimizer": rule})
     assert moved["optimizer"] == 0 and moved["moments"] == plain["optimizer"] / 2
-    wide = replace(ARCHITECTURE, vocab_size=100_000, tie_word_embeddings=True)
-    largest = estimate(ONE, wide, learner={"optimizer": rule})["moments"]
-    assert largest == 2 * 2 * 4 * 100_000 * 32  # old and new, two moments, bytes, vocabulary, width
     held = moved["parameters"] + moved["sampler weights"] + moved["kv cache"]
     large = moved | {"activations": 100 * moved["moments"]}
     assert peak_memory(large) == held + sum(large[name] for name in UPDATE)
@@ -231,27 +193,9 @@ def test_offloaded_moments_count_during_optimizer_step_only():
     assert "optimizer's step: moments" in memory_line(moved)
 
 
-def test_base_is_an_argument_of_the_log_probabilities():
-    adapted = estimate(policy={"lora": LoraConfig(rank=4)})
-    others = {name: adapted[name] for name in ("optimizer", "sampler weights", "kv cache")}
-    assert held_beside(adapted, "log-probabilities") == sum(others.values())
-
-
-def test_memory_line_lists_every_part():
-    output = {"parameters": 4.0, "optimizer": 8.0, "gradients": 2.0, "activations": 1.0, "workspace": 0.5}
-    output |= {"sampler weights": 2.0, "kv cache": 6.0, "prefill": 0.25, "decode": 0.75}
-    assert memory_line({name: value * GIB for name, value in output.items()}) == (
-        "estimated memory a device: 23.50 GiB (parameters 4.00, optimizer 8.00, sampler weights 2.00,"
-        " kv cache 6.00; update: gradients 2.00, activations 1.00, workspace 0.50;"
-        " sampling: prefill 0.25, decode 0.75)"
-    )
-    assert "sampling" not in memory_line(estimate(sampler={"name": "vllm"}))
-
-
 @pytest.mark.parametrize(
     ("heads", "tensor", "expected"),
     [
-        ((8, 2), 1, []),
         ((8, 2), 2, []),
         ((8, 2), 4, [("4, more than the policy's 2 key-value heads", "1 or 2")]),
         (
@@ -272,39 +216,28 @@ def test_undivided_heads_are_warned_of(heads, tensor, expected):
         assert line.endswith(f"; set mesh.tensor to {sizes} and mesh.fsdp to the rest")
 
 
-class Device:
-    """A device with so much memory."""
-
-    def __init__(self, limit, platform):
-        self.limit, self.platform = limit, platform
-
-    def memory_stats(self):
-        return {"bytes_limit": self.limit}
-
-
 def test_too_small_device_is_reported(monkeypatch):
     config = config_with(mesh={"fsdp": 8})
     estimated = estimate_memory(config, ARCHITECTURE, {"data": 1, "fsdp": 8, "tensor": 1})
-    needed = peak_memory(estimated)
+    needed, memory = peak_memory(estimated), "calibadv_jax.contrib.planning.memory"
     assert needed < sum(estimated.values())
 
     def lines(limit, platform="gpu"):
-        monkeypatch.setattr(jax, "local_devices", lambda: [Device(limit, platform)])
+        device = SimpleNamespace(platform=platform, memory_stats=lambda: {"bytes_limit": limit})
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
         return memory_lines(estimated, 8)
 
     assert len(lines(needed)) == 1  # update and sampler are not at work together
     assert re.match(r"failed: 0\.0 GiB .*: the device has 0\.0 GiB; raise mesh\.fsdp", lines(needed - 1)[-1])
-    assert "times the estimate" not in lines(needed - 1)[-1]
     assert len(lines(1.7 * needed, "tpu")) == 1
     close = lines(1.5 * needed, "tpu")[-1]
     assert close.startswith("warning: ") and "programs can need 1.6 times the estimate" in close
-    assert "times the estimate" not in lines(needed - 1, "tpu")[-1]
+    for platform in ("gpu", "tpu"):
+        assert "times the estimate" not in lines(needed - 1, platform)[-1]
     assert lines(None)[-1].startswith("not checked: ")
-    monkeypatch.setattr(
-        "calibadv_jax.contrib.planning.memory.host_memory", lambda: 8 * needed
-    )  # which eight devices share
+    monkeypatch.setattr(f"{memory}.host_memory", lambda: 8 * needed)  # which eight devices share
     assert len(lines(None, "cpu")) == 1
-    monkeypatch.setattr("calibadv_jax.contrib.planning.memory.host_memory", lambda: 8 * needed - 8)
+    monkeypatch.setattr(f"{memory}.host_memory", lambda: 8 * needed - 8)
     assert re.match(r"failed: .*: this host has 0\.0 GiB for 8 devices; choose less", lines(None, "cpu")[-1])
 
 
@@ -320,14 +253,13 @@ def test_host_memory_respects_container_limit(monkeypatch, tmp_path):
         assert host_memory() == (bytes_ or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def test_sizes_of_accelerators_are_told_on_a_cpu(monkeypatch):
+def test_sizes_of_accelerators_are_warned_of_on_cpu(monkeypatch):
     own, overlay = ROOT / "configs/own_data.yaml", ROOT / "configs/cpu.yaml"
     (warning,) = cpu_lines(load_config(own))
     for key in ("sampler.slots (64)", "rollout.max_length (16384)", "learner.row_length (16384)"):
         assert key in warning
     assert warning.startswith("warning: ") and "policy.compute_dtype=float32" in warning
-    assert "configs/cpu.yaml" in warning
     assert cpu_lines(load_config([own, overlay])) == []
     assert cpu_lines(load_config(ROOT / "configs/quickstart.yaml")) == []
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device(1, "gpu")])
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
     assert cpu_lines(load_config(own)) == []

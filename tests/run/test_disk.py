@@ -6,8 +6,6 @@ import shutil
 import pytest
 from trainer_rig import ScriptedRollouts, make_config, rows, run
 
-from calibadv_jax.config import Config, dump_config
-from calibadv_jax.config.kept import add_start, newest_start
 from calibadv_jax.core.errors import UserError
 
 pytestmark = pytest.mark.medium
@@ -31,20 +29,3 @@ def test_full_disk_is_reported_and_next_start_continues(small_disk):
     ballast.unlink()
     run(config, ScriptedRollouts(), folder)
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
-
-
-def test_start_on_full_disk_keeps_older_start(small_disk):
-    folder, ballast = small_disk / "run", small_disk / "ballast"
-    text = dump_config(Config())
-    add_start(folder, text, {"data.content": "a"})
-    for room in (0, 4096):
-        free = shutil.disk_usage(small_disk).free
-        ballast.write_bytes(b"x" * (free - room))
-        with pytest.raises(OSError) as caught:
-            add_start(folder, text * 3, {"data.content": "b"})
-        assert caught.value.errno == errno.ENOSPC
-        ballast.unlink()
-        start = newest_start(folder)
-        assert (start.path.name, start.identity, start.damaged) == ("0.yaml", {"data.content": "a"}, ())
-    add_start(folder, text, {"data.content": "b"})
-    assert newest_start(folder).path.name == "1.yaml"

@@ -19,7 +19,7 @@ from trainer_rig import (
 )
 
 from calibadv_jax.commands.export import export
-from calibadv_jax.config import ExportConfig, LoraConfig, PolicyConfig, RunConfig
+from calibadv_jax.config import ExportConfig, LoraConfig, RunConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.adapters import Adapters, split
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -94,29 +94,23 @@ def test_killed_and_resumed_equals_uninterrupted(whole, base, tmp_path):
 
 def test_checkpoint_holds_adapters_and_names_base(whole, base):
     folder, loaded = whole
-    stored = json.loads((folder / "checkpoints/4/state/_METADATA").read_text())
-    names = set(stored["tree_metadata"])
+    source = find_policy(folder)
+    assert source.adapters == ADAPTERS
+    params = source.params(MODEL.policy, MODEL.mesh)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), loaded[-1][1])
+    names = set(json.loads((folder / "checkpoints/4/state/_METADATA").read_text())["tree_metadata"])
     assert not any("kernel" in name or "embedding" in name for name in names)
     assert sum("lora_a" in name for name in names) == 3 * len(LORA.targets)  # and both moments
     extra = json.loads((folder / "checkpoints/4/extra/metadata").read_text())
     assert extra["base"]["name"] == str(base) and len(extra["base"]["sha256"]) == 64
 
 
-def test_checkpoint_policy_equals_the_sampling_policy(whole):
-    folder, loaded = whole
-    source = find_policy(folder)
-    assert source.adapters == ADAPTERS
-    params = source.params(MODEL.policy, MODEL.mesh)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), loaded[-1][1])
-
-
 def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
     folder, loaded = whole
-    run_of = RunConfig(dir=str(folder))
     outputs = ExportConfig(
         output=str(tmp_path / "hf"), adapter_output=str(tmp_path / "adapter"), dtype="float32"
     )
-    config = replace(make_config(tmp_path), run=run_of, export=outputs)
+    config = replace(config_of(tmp_path, base), run=RunConfig(dir=str(folder)), export=outputs)
     plain = Policy(MODEL.policy.architecture, Numerics())
     result = load_params(export(config), plain, MODEL.mesh)
     expected = MODEL.policy.merged(jax.tree.map(jnp.asarray, loaded[-1][1]), jnp.float32)
@@ -128,14 +122,19 @@ def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     again = load_adapters(adapter, MODEL.policy, MODEL.mesh)
     jax.tree.map(np.testing.assert_array_equal, again, split(loaded[-1][1])[1])
-    (folder / "checkpoints/4").rename(folder / "checkpoints/4x")  # nothing of it is taken for another's
-    try:
-        with pytest.raises(UserError, match="no complete checkpoint"):
-            export(
-                replace(config, export=replace(outputs, source=str(folder / "checkpoints/4"))), adapter=True
-            )
-    finally:
-        (folder / "checkpoints/4x").rename(folder / "checkpoints/4")
+    card = (export(config, adapter=True) / "README.md").read_text()  # over the former export, card and all
+    assert 'library_name: "peft"' in card and "| step | 4 |" in card
+    assert (
+        f'from_pretrained("{base.name}", torch_dtype=torch.float32)' in card and str(base.parent) not in card
+    )
+    (tmp_path / "plain/checkpoints").mkdir(parents=True)
+    for source, words in (
+        ("plain/checkpoints", "no checkpoint with adapters"),
+        ("run/checkpoints/9", "no complete"),
+    ):
+        source = folder.parent / source if source.startswith("run") else tmp_path / source
+        with pytest.raises(UserError, match=words):
+            export(replace(config, export=replace(outputs, source=str(source))), adapter=True)
 
 
 def test_adapter_snapshot_reads_as_merged_policy(whole, base, tmp_path):
@@ -188,38 +187,15 @@ def test_initial_adapters_come_from_init_from(whole, base, tmp_path):
     for params in (begun.state["params"], begun.trainer.reference):
         whole_policy = begun.trainer.learner.whole(params)
         jax.tree.map(np.testing.assert_array_equal, whole_policy, loaded[-1][1])
-
-    def refused(change, words):
-        adapters = Adapters.from_config(replace(LORA, **change))
+    for change, words in (
+        ({"rank": 3}, "r is 2, but policy.lora.rank is 3: set policy.lora.rank=2"),
+        ({"alpha": 3.0}, "lora_alpha is 4.0, but policy.lora.alpha is 3: set policy.lora.alpha=4.0"),
+        ({"targets": ["q"]}, r"on down, q, but .* is q: set policy.lora.targets=\[down, q\]"),
+        (None, "adapter_model.safetensors: no such file"),
+    ):
+        if change is None:
+            (adapter / "adapter_model.safetensors").unlink()
+        adapters = Adapters.from_config(replace(LORA, **(change or {})))
         with pytest.raises(UserError, match=words) as caught:
             load_adapters(adapter, Policy(MODEL.policy.architecture, Numerics(), adapters), None)
         assert "\n" not in str(caught.value)
-
-    refused({"rank": 3}, "r is 2, but policy.lora.rank is 3: set policy.lora.rank=2")
-    refused({"alpha": 3.0}, "lora_alpha is 4.0, but policy.lora.alpha is 3: set policy.lora.alpha=4.0")
-    refused({"targets": ["q"]}, r"on down, q, but .* is q: set policy.lora.targets=\[down, q\]")
-    (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(UserError, match="adapter_model.safetensors: no such file"):
-        load_adapters(adapter, MODEL.policy, None)
-
-
-def test_adapter_export_has_a_model_card(whole, base, tmp_path):
-    folder, _ = whole
-    config = replace(
-        config_of(tmp_path, base),
-        run=RunConfig(dir=str(folder)),
-        export=ExportConfig(adapter_output=str(tmp_path / "adapter")),
-    )
-    text = (export(config, adapter=True) / "README.md").read_text()
-    assert 'library_name: "peft"' in text and "| step | 4 |" in text
-    assert f'from_pretrained("{base.name}", torch_dtype=torch.float32)' in text
-    assert str(base.parent) not in text
-    export(config, adapter=True)  # over the former export, card and all
-
-
-def test_run_without_adapters_exports_none(tmp_path):
-    folder = tmp_path / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    config = replace(make_config(tmp_path), run=RunConfig(dir=str(folder)), policy=PolicyConfig())
-    with pytest.raises(UserError, match="no checkpoint with adapters"):
-        export(config, adapter=True)

@@ -19,7 +19,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.run.model import (
-    Base,
+    AdapterBase,
     Model,
     build_model,
     find_policy,
@@ -60,6 +60,12 @@ def of_whole_texts():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
 
 
+def set_class(folder, name, **fields):
+    """Change the tokenizer_class of a saved tokenizer."""
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name} | fields))
+
+
 @pytest.mark.parametrize(
     ("make", "lost"),
     [
@@ -87,22 +93,18 @@ def test_lost_probes_are_what_decoding_lacks(make, lost):
 def test_tokenizer_class_that_loses_spaces_is_refused(tmp_path):
     """GPT-2's class makes a byte-level tokenizer of the words of another kind of file."""
     build_word_tokenizer().save_pretrained(tmp_path)
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
+    set_class(tmp_path, "GPT2Tokenizer")
     with pytest.raises(UserError) as refused:
         load_tokenizer(tmp_path)
     message = str(refused.value)
     assert message.startswith(f"{tmp_path}: the tokenizer, read as GPT2Tokenizer by transformers ")
     assert "loses spaces, digits, " in message and "'who wrote it in the city' becomes '" in message
     assert message.endswith("set tokenizer_class to TokenizersBackend in tokenizer_config.json there")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "TokenizersBackend"}))
+    set_class(tmp_path, "TokenizersBackend")
     assert load_tokenizer(tmp_path).encode("who") == build_word_tokenizer().encode("who")
-
-
-def test_tokenizer_file_that_loses_digits_is_refused(tmp_path):
-    of_bytes(normalizers.Replace(Regex(r"\d"), "")).save_pretrained(tmp_path)
+    of_bytes(normalizers.Replace(Regex(r"\d"), "")).save_pretrained(tmp_path / "other")
     with pytest.raises(UserError, match="loses digits: .* becomes ' and '; set policy.tokenizer"):
-        load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_unusable_tokenizer_is_one_line(tmp_path, kind, words):
     config = replace(config, policy=replace(config.policy, tokenizer=str(folder)))
     with pytest.raises(UserError, match=words):
         build_model(config, str(folder) if kind else "")
-    with pytest.raises(UserError, match="no such tokenizer folder"):
+    with pytest.raises(UserError, match="no tokenizer files there"):
         load_tokenizer(tmp_path / "absent")
 
 
@@ -163,7 +165,7 @@ def test_base_is_kept_beside_the_run(tmp_path):
     adapters, folder = Adapters(2, 4.0, ("q",), "float32"), tmp_path / "run/policy"
     folder.mkdir(parents=True)
     for place, kept in ((tmp_path / "run/sft", "../sft"), (tmp_path / "hf", str(tmp_path / "hf")), ("", "")):
-        base = Base("name", str(place), "0" * 64, 3, adapters)
+        base = AdapterBase("name", str(place), "0" * 64, 3, adapters)
         base.write(folder)
         assert json.loads((folder / "base.json").read_text())["folder"] == kept
         assert read_base(folder) == base and (base.shared() is None) == (not place)
@@ -219,22 +221,16 @@ def test_tokenizer_splits_alike_beside_a_policy(tmp_path, model_type):
 
 
 @pytest.mark.medium
-def test_tokenizer_class_of_the_model_is_kept(tmp_path):
-    of_bytes().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen2"}))
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))
-    assert type(load_tokenizer(tmp_path)).__name__ == "Qwen2Tokenizer"
-
-
-@pytest.mark.medium
-def test_tokenizer_with_own_code_is_refused(tmp_path, monkeypatch):
+def test_tokenizer_class_is_kept_unless_own_code(tmp_path, monkeypatch):
     """transformers would ask on the terminal whether to run it."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
-    build_word_tokenizer().save_pretrained(tmp_path)
-    path, ran = tmp_path / "tokenizer_config.json", tmp_path / "ran"
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    of_bytes().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen2"}))
+    set_class(tmp_path, "Qwen2Tokenizer")
+    assert type(load_tokenizer(tmp_path)).__name__ == "Qwen2Tokenizer"
+    (tmp_path / "config.json").unlink()  # else transformers takes the class of its model_type
+    set_class(tmp_path, "Own", auto_map={"AutoTokenizer": [None, "own.Own"]})
+    ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
     with pytest.raises(UserError, match=r"its tokenizer is a program of its own \(auto_map in") as refused:
         load_tokenizer(tmp_path)
@@ -247,11 +243,8 @@ def test_embedded_sampler_imports_no_torch(tmp_path):
     program = f"""
 import sys
 from calibadv_jax.contrib.commands import ask
-from calibadv_jax.commands import evaluate
-from calibadv_jax.commands import export
+from calibadv_jax.commands import evaluate, export, sft, train
 from calibadv_jax.run import model
-from calibadv_jax.commands import sft
-from calibadv_jax.commands import train
 model.load_tokenizer({str(tmp_path)!r})
 sys.stdout.write(" ".join({{"torch", "sympy", "scipy.stats"}} & sys.modules.keys()))
 """

@@ -16,6 +16,7 @@ from trainer_rig import (
     MODEL,
     QUESTIONS,
     ScriptedRollouts,
+    checkpoints,
     make_config,
     make_state,
     rows,
@@ -25,7 +26,6 @@ from trainer_rig import (
 )
 
 from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.commands.train import services
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.hosts.exchange import Hosts
@@ -33,7 +33,6 @@ from calibadv_jax.learner.step import Learned
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.rollout.stream import RolloutStream
 
 
 def scored(config, numbers):
@@ -43,25 +42,26 @@ def scored(config, numbers):
 
 
 def test_start_from_a_checkpoint_loads_no_weights(tmp_path):
-    run(make_config(tmp_path, learner={"steps": 2}), ScriptedRollouts(), tmp_path)
-    config = make_config(tmp_path, policy={"path": str(tmp_path / "lost")})
-    assert make_state(config, tmp_path).step == 2
+    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
+    learner = {"steps": 2, "optimizer": optimizer}
+    rollouts = run(make_config(tmp_path, learner=learner), ScriptedRollouts(), tmp_path)
+    config = make_config(tmp_path, learner=learner, policy={"path": str(tmp_path / "lost")})
+    state = make_state(config, tmp_path)
+    assert int(state.state["updates"]) == state.step == 2
+    first, last = rollouts.loaded[0][1], rollouts.loaded[-1][1]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.state["params"]), last)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), first, last)
+    assert max(jax.tree.leaves(moved)) > 0.01
     with pytest.raises(UserError, match="lost"):
         make_state(config, tmp_path / "new")
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
     """Stopped while step 4 of 6 is drawn; without the checkpoint of the stop, as if it had been killed."""
     optimizer = make_config(tmp_path / "x").learner.optimizer
     learner = {"steps": 6, "optimizer": replace(optimizer, lr=0.01, warmup_steps=2)}
     whole = make_config(tmp_path / "whole", learner=learner, checkpoint={"every": 0})
-    taken = []
-    take = RolloutStream.take
-    monkeypatch.setattr(
-        RolloutStream, "take", lambda self, step, *more: taken.append(step) or take(self, step, *more)
-    )
     expected = run(whole, ScriptedRollouts(), tmp_path / "whole")
-    assert taken == [0, 1, 2, 3, 4, 5]
     parts = make_config(tmp_path / "parts", learner=learner)
     first = ScriptedRollouts(fails_at=3 * 2 + 1)
     with pytest.raises(RuntimeError, match="the machine is gone"):
@@ -81,7 +81,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
     assert all(row["reward/mean"] == pytest.approx(1 / 3) for row in written)  # one of three is right
     assert all(row["actor/grad_norm"] > 0 for row in written)
     assert [row["actor/lr"] for row in written[:2]] == pytest.approx([0, 0.005])
-    assert sorted(int(path.name) for path in (tmp_path / "parts/checkpoints").glob("[0-9]")) == [4, 6]
+    assert checkpoints(tmp_path / "parts") == [4, 6]
     steps = [f"step_{step}.parquet" for step in range(1, 7)]
     assert sorted(path.name for path in (tmp_path / "parts/rollouts").iterdir()) == steps
 
@@ -110,25 +110,6 @@ def test_kept_step_replays_to_same_advantages_and_loss(tmp_path):
             assert row["actor/sampler_mismatch"] > 0.1
 
 
-@pytest.mark.parametrize(
-    ("sampler", "words"),
-    [
-        ({}, "the retriever"),
-        ({"name": "vllm", "urls": ["http://a", "http://b"]}, "the retriever and 2 vLLM workers"),
-        ({"name": "vllm"}, "the retriever and 1 vLLM worker, which takes minutes"),
-    ],
-)
-def test_services_are_named_for_the_terminal(tmp_path, sampler, words):
-    message = services(make_config(tmp_path, sampler=sampler))
-    assert message.partition(" (")[0] == words
-    assert ("vllm_worker_*.log" in message) == (words.endswith("minutes"))
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 class Labelled(Console):
     """A console that keeps the labels of what it shows."""
 
@@ -144,11 +125,10 @@ def test_console_shows_steps_and_phases(tmp_path):
     assert first == "the first step compiles; the steps after it are faster"
     assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2", "checkpoint saved at step 2"]
     other = make_config(tmp_path / "b", learner={"steps": 1, "row_length": 16, "microbatch_rows": 8})
-    run(other, ScriptedRollouts(), tmp_path / "b", console := Labelled(stream=Terminal()))
+    (stream := io.StringIO()).isatty = lambda: True
+    run(other, ScriptedRollouts(), tmp_path / "b", console := Labelled(stream=stream))
     parts = ["rollouts", "rewards and advantages", "update, compiling", "keeping the trajectories"]
-    assert console.labels == [
-        *("publishing the policy", *parts, "publishing the policy", "saving a checkpoint")
-    ]
+    assert console.labels == ["publishing the policy", *parts, "publishing the policy", "saving a checkpoint"]
 
 
 @pytest.mark.medium
@@ -168,20 +148,17 @@ def test_kl_term_compares_with_initial_policy(tmp_path):
 
 @pytest.mark.parametrize(("temperature", "used"), [(0.7, 0.7), (0.0, 1.0)])
 def test_learner_uses_the_sampling_temperature(tmp_path, temperature, used):
-    config = make_config(tmp_path, rollout={"temperature": temperature}, policy={"logprob_chunk": 5})
-    state = make_state(config, tmp_path)
-    options = state.trainer.learner.options
-    assert (options.temperature, options.logprob_chunk, options.rows) == (used, 5, 8)
-    assert (options.row_length, options.offload) == (config.learner.row_length, False)
-    assert state.trainer.reference is None  # without a KL term nothing is kept for it
-
-
-def test_schedule_ends_with_the_run(tmp_path):
     """Six trajectories in mini-batches of four, three times over, for five steps: thirty updates."""
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1.0, schedule="linear")
     learner = {"steps": 5, "minibatch_size": 4, "epochs": 3, "optimizer": optimizer}
-    schedule = make_state(make_config(tmp_path, learner=learner), tmp_path).trainer.schedule
-    assert [float(schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
+    sections = {"rollout": {"temperature": temperature}, "policy": {"logprob_chunk": 5}, "learner": learner}
+    config = make_config(tmp_path, **sections)
+    trainer = make_state(config, tmp_path).trainer
+    options = trainer.learner.options
+    assert (options.temperature, options.logprob_chunk, options.offload) == (used, 5, False)
+    assert (options.rows, options.row_length) == (config.learner.microbatch_rows, config.learner.row_length)
+    assert trainer.reference is None  # without a KL term nothing is kept for it
+    assert [float(trainer.schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
 
 
 class Twice(Hosts):
@@ -210,9 +187,8 @@ def test_published_weights_are_compared_with_workers(tmp_path):
     result = state.publish()
     assert result["rollout/workers"] == 2
     state.hosts, rollouts.metrics = Twice(), lambda: {"rollout/workers_lost": 3.0}
-    assert state.publish()["rollout/workers"] == 4 and state.sampler_metrics() == {
-        "rollout/workers_lost": 6.0
-    }
+    assert state.publish()["rollout/workers"] == 4
+    assert state.sampler_metrics() == {"rollout/workers_lost": 6.0}
     assert result["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
     assert result["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -30,36 +29,39 @@ from calibadv_jax.record.reader import read_metadata
 from calibadv_jax.record.schema import kept_steps
 
 
-def test_rollback_restores_last_good_checkpoint_with_new_seed(tmp_path):
+class Mirror:
+    """Notes the calls; what it has of later steps goes before they go here."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *step: self.calls.append((name, *step))
+
+
+def test_rollback_restores_last_good_checkpoint_with_new_seed(tmp_path, monkeypatch):
+    drawn, random_state = [], train.random_state
+    monkeypatch.setattr(train, "random_state", lambda *of: drawn.append(of) or random_state(*of))
     config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
-    rollouts = run(config, Collapsing(), tmp_path)
+    with Stop() as stop, make_state(config, tmp_path, rollouts := Collapsing()) as state:
+        state.mirror = mirror = Mirror()
+        train.train(state, stop)
     # Step 4 (groups 6 and 7) collapses; the newest checkpoint before it is that of step 2.
     assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]
     assert [number for number, _ in rollouts.begun] == [*range(8), *range(4, 12)]
     assert rollouts.seed != 0
+    seeds = [(0, step) for step in range(4)] + [(rollouts.seed, step) for step in range(2, 6)]
+    assert drawn == [(seed, step, "reward") for seed, step in seeds]
     written = rows(tmp_path)
     assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
     assert all(row["guard/sampled_perplexity"] == 0 for row in written)
     kept = {step: read_metadata(path)["seed"] for step, path in kept_steps(tmp_path).items()}
     assert list(kept) == [1, 2, 3, 4, 5, 6]
     assert kept[1] == kept[2] == "0" and kept[3] == kept[4] == str(rollouts.seed)  # those of the way back
-    back = rollouts.loaded[2][1], rollouts.loaded[5][1]
-    jax.tree.map(np.testing.assert_array_equal, *back)
-    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [4, 6]
-
-
-def test_mirror_follows_the_rollback(tmp_path):
-    """What it has of later steps goes before they go here."""
-    calls = []
-    config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
-    with Stop() as stop, make_state(config, tmp_path, Collapsing()) as state:
-        state.mirror = SimpleNamespace(
-            check=lambda: None,
-            put=lambda step: calls.append(("put", step)),
-            drop_after=lambda step: calls.append(("drop", step)),
-        )
-        train.train(state, stop)
-    assert calls == [("put", 2), ("drop", 2), ("put", 2), ("put", 4), ("put", 6)]
+    jax.tree.map(np.testing.assert_array_equal, rollouts.loaded[2][1], rollouts.loaded[5][1])
+    assert checkpoints(tmp_path) == [4, 6]
+    copied = [call for call in mirror.calls if call != ("check",)]
+    assert copied == [("put", 2), ("drop_after", 2), ("put", 2), ("put", 4), ("put", 6)]
 
 
 def test_rollback_deletes_checkpoints_of_bad_steps(tmp_path):
@@ -119,11 +121,11 @@ def test_guard_stops_the_run_with_state_saved(tmp_path, capsys):
         run(config, Collapsing(), tmp_path)
     assert [row["guard/sampled_perplexity"] for row in rows(tmp_path)] == [0, 0, 0, 1]
     assert "warning: step 4: the policy samples improbable tokens" in capsys.readouterr().err
-    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [2, 4]
+    assert checkpoints(tmp_path) == [2, 4]
 
 
 class Breaking(ScriptedRollouts):
-    """The numbers of some groups are no numbers, unless others are drawn than at first."""
+    """The log-probabilities of some groups are NaN, unless another seed is drawn."""
 
     def __init__(self, broken):
         super().__init__()
@@ -156,28 +158,28 @@ BREAKING = {"loss": {"importance_cap": 2.0}, "learner": {"steps": 7, "row_length
 
 
 def test_run_without_finite_updates_ends(tmp_path, capsys):
-    config = make_config(tmp_path, checkpoint={"every": 1, "keep": 9}, **BREAKING)
+    config = make_config(tmp_path / "a", checkpoint={"every": 1, "keep": 9}, **BREAKING)
     with pytest.raises(UserError, match="step 5 diverged .* the newest checkpoint is that of step 2"):
-        run(config, Breaking(range(4, 14)), tmp_path)
-    assert checkpoints(tmp_path) == [1, 2]
-    assert [row["guard/numbers"] for row in rows(tmp_path)] == [0, 0, 1, 1, 1]
+        run(config, Breaking(range(4, 14)), tmp_path / "a")
+    assert checkpoints(tmp_path / "a") == [1, 2]
+    assert [row["guard/numbers"] for row in rows(tmp_path / "a")] == [0, 0, 1, 1, 1]
     assert "no update was finite for 3 steps" in capsys.readouterr().err
-
-
-def test_single_nonfinite_step_is_skipped(tmp_path):
-    config = make_config(tmp_path, **BREAKING)
-    run(config, Breaking((4, 5)), tmp_path)
-    assert [row["actor/skipped"] for row in rows(tmp_path)] == [0, 0, 1, 0, 0, 0, 0]
-    assert checkpoints(tmp_path)[-1] == 7
+    run(make_config(tmp_path / "b", **BREAKING), Breaking((4, 5)), tmp_path / "b")  # a single step is skipped
+    assert [row["actor/skipped"] for row in rows(tmp_path / "b")] == [0, 0, 1, 0, 0, 0, 0]
+    assert checkpoints(tmp_path / "b")[-1] == 7
 
 
 @pytest.mark.medium
 def test_nonfinite_updates_trigger_rollback(tmp_path):
     guards = {"action": "rollback", "max_sampled_perplexity": None}  # which the scripted tokens exceed
-    config = make_config(tmp_path, guards=guards, **BREAKING)
-    rollouts = run(config, Breaking(range(4, 14)), tmp_path)
+    rollouts = run(
+        make_config(tmp_path / "a", guards=guards, **BREAKING), Breaking(range(4, 14)), tmp_path / "a"
+    )
     assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]
-    assert [row["guard/numbers"] for row in rows(tmp_path)] == [0] * 7
+    assert [row["guard/numbers"] for row in rows(tmp_path / "a")] == [0] * 7
+    config = make_config(tmp_path / "b", checkpoint={"every": 5}, guards=GUARDED | {"action": "rollback"})
+    with pytest.raises(UserError, match="no checkpoint is as old as the last good step 3"):
+        run(config, Collapsing(), tmp_path / "b")
 
 
 class Tying(ScriptedRollouts):
@@ -204,26 +206,3 @@ def test_tied_steps_are_no_collapse(tmp_path):
         assert absent <= first.keys() and not absent & row.keys()
     lines = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
     assert ["entropy" in line for line in lines] == [True, False, False, False]
-
-
-@pytest.mark.medium
-def test_without_a_good_checkpoint_a_rollback_says_so(tmp_path):
-    guards = GUARDED | {"action": "rollback"}
-    config = make_config(tmp_path, checkpoint={"every": 5}, guards=guards)
-    with pytest.raises(UserError, match="no checkpoint is as old as the last good step 3"):
-        run(config, Collapsing(), tmp_path)
-
-
-def test_rollback_draws_other_reward_permutations(tmp_path, monkeypatch):
-    drawn, random_state = [], train.random_state
-
-    def noted(seed, step, purpose):
-        drawn.append((seed, step, purpose))
-        return random_state(seed, step, purpose)
-
-    monkeypatch.setattr(train, "random_state", noted)
-    config = make_config(tmp_path, learner={"steps": 4}, guards=GUARDED | {"action": "rollback"})
-    rollouts = run(config, Collapsing(), tmp_path)
-    assert drawn == [(0, step, "reward") for step in range(4)] + [
-        (rollouts.seed, step, "reward") for step in (2, 3)
-    ]

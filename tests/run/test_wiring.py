@@ -18,7 +18,7 @@ from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.run import wiring
-from calibadv_jax.run.model import Base
+from calibadv_jax.run.model import AdapterBase
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.snapshots.publish import read_manifest
@@ -105,7 +105,7 @@ def test_snapshots_hold_adapters_or_the_sum(tmp_path, model, opened, monkeypatch
     adapters = Adapters(2, 4.0, ("q",), "float32")
     model = replace(model, policy=Policy(model.policy.architecture, Numerics(), adapters))
     (tmp_path / "policy").mkdir()
-    Base("base", str(tmp_path), "0" * 64, 0, adapters).write(tmp_path / "policy")
+    AdapterBase("base", str(tmp_path), "0" * 64, 0, adapters).write(tmp_path / "policy")
     lora = LoraConfig(rank=2, targets=["q"], snapshots="adapters" if shares else "merged")
     checkpoint = {"snapshot_dtype": "bfloat16"}
     config = make_config(
@@ -123,37 +123,33 @@ def test_snapshots_hold_adapters_or_the_sum(tmp_path, model, opened, monkeypatch
 
 
 def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypatch):
-    stored = []
+    stored, samplers = [], []
 
     class Store:
         def __init__(self, *arguments):
             stored.append(arguments)
 
-        def publish(self, version, params, **about):
-            stored.append((version, params, about))
+        def publish(self, version, params, **metadata):
+            stored.append((version, params, metadata))
             return tmp_path / "v000007"
-
-    monkeypatch.setattr("calibadv_jax.snapshots.publish.SnapshotStore", Store)
-    made = {}
 
     class Sampler(VllmSampler):
         def __init__(self, urls, config, stops, tokenizer_hash, vocab_size):
-            made.update(urls=urls, hash=tokenizer_hash, size=vocab_size)
+            samplers.append((urls, tokenizer_hash, vocab_size))
 
         async def close(self):
             opened.append("sampler closed")
 
+    monkeypatch.setattr("calibadv_jax.snapshots.publish.SnapshotStore", Store)
     monkeypatch.setattr("calibadv_jax.sampler.vllm_sampler.VllmSampler", Sampler)
     policy = {"compute_dtype": "float32"}  # so the snapshots are in it, too
     config = make_config(tmp_path, sampler={"name": "vllm"}, checkpoint={"snapshots_kept": 5}, policy=policy)
-    with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots") as rollouts:
-        assert opened[1] == (
-            "workers", config.sampler, tmp_path / "policy", tmp_path, config.policy.compute_dtype, 16, 0
-        )  # fmt: skip
-        assert made["urls"] == ["http://127.0.0.1:8"] and made["hash"] == model.tokenizer_hash
-        assert made["size"] == 24
+    folder = tmp_path / "policy"
+    with wiring.open_rollouts(config, model, folder, tmp_path / "snapshots") as rollouts:
+        assert opened[1] == ("workers", config.sampler, folder, tmp_path, config.policy.compute_dtype, 16, 0)
+        assert samplers == [(["http://127.0.0.1:8"], model.tokenizer_hash, 24)]
         assert rollouts.publish(7, {"p": 1}) == tmp_path / "v000007"
     assert opened[2:] == ["sampler closed", "workers closed", "retriever closed"]
-    about = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}
-    about |= {"base": None, "writes": True}
-    assert stored == [(tmp_path / "snapshots", 5, "float32"), (7, {"p": 1}, about)]
+    metadata = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}
+    metadata |= {"base": None, "writes": True}
+    assert stored == [(tmp_path / "snapshots", 5, "float32"), (7, {"p": 1}, metadata)]

@@ -70,35 +70,19 @@ def abstract(policy, mesh=None):
     return whole | {"params": params}
 
 
-def test_only_a_complete_step_is_a_checkpoint(tmp_path):
-    (tmp_path / "3.orbax-checkpoint-tmp-0").mkdir()
-    assert saved_steps(tmp_path / "absent") == saved_steps(tmp_path) == []
-    (tmp_path / "3").mkdir()
-    assert saved_steps(tmp_path) == [3]
-
-
-def test_state_and_extra_come_back_exactly(tiny, store, state):
-    """Named tuples and empty states of the optimizer included: the next update is the same."""
-    assert store.latest_step() is None
-    store.save(3, state, EXTRA)
-    assert store.latest_step() == 3
-    restored, extra = store.restore(3, abstract(tiny.policy))
-    assert extra == EXTRA
-    assert tiny.same(restored, state)
-    assert tiny.same(updated(restored), updated(state))
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_state_may_be_donated_once_saved(tiny, state, tmp_path, asynchronous):
+def test_saved_state_may_be_donated_and_returns(tiny, state, tmp_path, asynchronous):
+    """Named tuples and empty states of the optimizer included: the next update is the same."""
     store = CheckpointStore(tmp_path / "checkpoints", 2, asynchronous)
-    expected, mine = jax.device_get(state), jax.tree.map(jnp.copy, state)
-    store.save(1, mine, {})
-    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)
-    overwrite(mine)
-    assert store.wait() == 1 and store.wait() is None and not store.is_writing()
-    restored, _ = store.restore(1, abstract(tiny.policy))
+    assert store.latest_step() is None
+    expected, donated = jax.device_get(state), jax.tree.map(jnp.copy, state)
+    store.save(3, donated, EXTRA)
+    jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)(donated)
+    assert store.wait() == 3 and store.wait() is None and not store.is_writing()
+    restored, extra = store.restore(3, abstract(tiny.policy))
     store.close()
-    assert tiny.same(jax.device_get(restored), expected)
+    assert extra == EXTRA and tiny.same(jax.device_get(restored), expected)
+    assert tiny.same(updated(restored), updated(state))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -141,7 +125,7 @@ def test_path_with_a_pattern_is_refused(tmp_path, name):
         CheckpointStore(tmp_path / name / "checkpoints", keep=1)
 
 
-def test_another_mesh_takes_the_checkpoint_over(tiny, store, state):
+def test_checkpoint_restores_on_another_mesh(tiny, store, state):
     store.save(1, state, {})
     target = abstract(tiny.policy, make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)))
     restored, _ = store.restore(1, target)
@@ -151,40 +135,34 @@ def test_another_mesh_takes_the_checkpoint_over(tiny, store, state):
     assert tiny.same(jax.device_get(restored), jax.device_get(state))
 
 
-def test_a_new_process_sees_the_newest_complete_checkpoints(tiny, store, state, tmp_path):
+def test_new_process_sees_newest_complete_checkpoints(tiny, store, state, tmp_path):
     for step in (1, 2, 5):
         store.save(step, state, {"step": step})
     store.close()
-    folder = tmp_path / "checkpoints"
+    folder, cut = tmp_path / "checkpoints", tmp_path / "cut/9.orbax-checkpoint-tmp-0"
     assert sorted(path.name for path in folder.iterdir()) == ["2", "5"]
-    shutil.copytree(folder / "5", folder / "9.orbax-checkpoint-tmp-0")  # as an interrupted save leaves it
-    shutil.copytree(folder / "9.orbax-checkpoint-tmp-0", tmp_path / "cut/9.orbax-checkpoint-tmp-0")
-    assert [sorted(saved_steps(tmp_path / name)) for name in ("checkpoints", "cut", "absent")] == [
-        [2, 5],
-        [],
-        [],
-    ]
+    for place in (folder / cut.name, cut):  # as an interrupted save leaves it
+        shutil.copytree(folder / "5", place)
+    assert sorted(saved_steps(folder)) == [2, 5]
+    assert saved_steps(cut.parent) == saved_steps(tmp_path / "absent") == []
     assert restore_params(folder, placed_params(tiny.policy.abstract_params, None, jnp.float32))[1] == 5
     again = CheckpointStore(folder, keep=2)
-    assert again.latest_step() == 5
-    assert again.restore(5, abstract(tiny.policy))[1] == {"step": 5}
+    assert again.latest_step() == 5 and again.restore(5, abstract(tiny.policy))[1] == {"step": 5}
     again.close()
 
 
-def test_a_step_that_can_not_follow_is_refused_and_not_dropped(store, state):
+def test_earlier_step_or_invalid_extra_is_refused(store, state):
+    """Before anything is written."""
+    with pytest.raises(TypeError):
+        store.save(1, state, {"state": object()})
+    assert store.latest_step() is None
     store.save(5, state, {})
     for step in (5, 4):
         with pytest.raises(UserError, match=f"holds step 5 of an earlier run, step {step} cannot follow"):
             store.save(step, state, {})
 
 
-def test_extra_that_is_not_json_fails_before_anything_is_written(store, state):
-    with pytest.raises(TypeError):
-        store.save(1, state, {"state": object()})
-    assert store.latest_step() is None
-
-
-def test_another_architecture_or_optimizer_is_refused_with_all_differences(tiny, store, state):
+def test_other_architecture_or_optimizer_is_refused(tiny, store, state):
     store.save(1, state, {})
     with pytest.raises(UserError, match="1: does not fit this policy and optimizer") as caught:
         store.restore(1, abstract(tiny.other))
@@ -223,11 +201,11 @@ def given_up():
 @pytest.mark.medium
 @pytest.mark.usefixtures("swept")
 @pytest.mark.filterwarnings("ignore")
-def test_the_other_tensors_of_a_damaged_checkpoint_are_not_heard(tiny, store, state, caplog, monkeypatch):
+def test_errors_of_other_tensors_are_hidden(tiny, store, state, caplog, monkeypatch):
     """Orbax reads them side by side. asyncio would tell of each that failed later, Python of each that came
     when the event loop was closed."""
-    heard = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda report: heard.append(str(report.exc_value)))
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda report: reported.append(str(report.exc_value)))
     store.save(1, state, EXTRA)
     for path in (store.folder / "1/state").rglob("d/*"):
         path.write_bytes(b"")
@@ -247,21 +225,25 @@ def test_the_other_tensors_of_a_damaged_checkpoint_are_not_heard(tiny, store, st
     gc.collect()
     for words in ("Event loop is closed", "something else"):
         sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(words)))
-    assert heard == ["something else"]
+    assert reported == ["something else"]
 
 
-def test_parameters_alone_in_another_precision(tiny, store, state):
+def test_parameters_alone_are_restored_in_other_precision(tiny, store, state, tmp_path):
     """What export reads: neither the optimizer nor its state is known."""
     store.save(4, state, {})
-    params, step = restore_params(
-        store.folder, placed_params(tiny.policy.abstract_params, None, jnp.bfloat16)
-    )
+    half = placed_params(tiny.policy.abstract_params, None, jnp.bfloat16)
+    params, step = restore_params(store.folder, half)
     assert step == 4
     assert tiny.same(params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state["params"]))
-    with pytest.raises(UserError, match="has shape"):
-        restore_params(store.folder, placed_params(tiny.other.abstract_params, None, jnp.float32))
-    with pytest.raises(UserError, match="no complete checkpoint of step 7 there"):
-        restore_params(store.folder, placed_params(tiny.policy.abstract_params, None, jnp.float32), step=7)
+    other = placed_params(tiny.other.abstract_params, None, jnp.float32)
+    for folder, target, step, message in (
+        (store.folder, other, None, "has shape"),
+        (store.folder, half, 7, "no complete checkpoint of step 7 there"),
+        (tmp_path / "absent", half, None, "absent: no complete checkpoint there; train first"),
+    ):
+        with pytest.raises(UserError, match=message):
+            restore_params(folder, target, step)
+    assert not (tmp_path / "absent").exists()
 
 
 def test_other_errors_are_no_damage():
@@ -269,14 +251,7 @@ def test_other_errors_are_no_damage():
         raise ZeroDivisionError
 
 
-def test_no_checkpoint_is_one_line(tiny, tmp_path):
-    with pytest.raises(UserError, match="absent: no complete checkpoint there; train first"):
-        restore_params(tmp_path / "absent", placed_params(tiny.policy.abstract_params, None, jnp.float32))
-    assert not (tmp_path / "absent").exists()
-
-
-def test_all_that_numerics_leave_out(tiny):
-    """The same checkpoint serves any way of computing: a policy's tree does not depend on Numerics."""
+def test_tree_does_not_depend_on_numerics(tiny):
     other = Policy(tiny.policy.architecture, Numerics(jnp.bfloat16, jnp.bfloat16, "full", "xla", 8))
     assert jax.tree.structure(other.abstract_params) == jax.tree.structure(tiny.policy.abstract_params)
 

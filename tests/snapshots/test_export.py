@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from calibadv_jax.commands.export import export
 from calibadv_jax.config import (
@@ -26,7 +26,6 @@ from calibadv_jax.config import (
     dump_config,
     load_config,
 )
-from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import find_policy
@@ -67,37 +66,48 @@ def with_source(config, source, **changes):
     return replace(config, export=replace(config.export, source=source, **changes))
 
 
-def test_the_newest_checkpoint_is_the_default(tiny, run, tmp_path):
+def test_source_is_newest_named_step_or_snapshot(tiny, run, tmp_path):
     config, params = run
-    assert export(config) == tmp_path / "hf"
-    assert tiny.same(load_params(tmp_path / "hf", tiny.policy, None), params[2])
-    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    elsewhere, output = replace(config, run=RunConfig(dir=str(tmp_path / "another"))), tmp_path / "hf"
 
+    def exported(*arguments, **changes):
+        assert export(with_source(*arguments, **changes)) == output
+        return load_params(output, tiny.policy, None)
 
-def test_a_step_and_a_snapshot_of_any_run_can_be_named(tiny, run, tmp_path):
-    config, params = run
-    elsewhere = replace(config, run=RunConfig(dir=str(tmp_path / "another")))
-    export(with_source(elsewhere, f"{config.run.dir}/checkpoints/1"))
-    assert tiny.same(load_params(tmp_path / "hf", tiny.policy, None), params[1])
-    export(with_source(elsewhere, f"{config.run.dir}/snapshots/v000002"))
+    assert tiny.same(exported(config, "", max_shard_gib=4000 / 2**30), params[2])
+    assert len(list(output.glob("*.safetensors"))) > 1 and (output / "tokenizer.json").is_file()
+    assert tiny.same(exported(elsewhere, f"{config.run.dir}/checkpoints/1"), params[1])
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params[2])
-    assert tiny.same(load_params(tmp_path / "hf", tiny.policy, None), rounded)
+    assert tiny.same(exported(elsewhere, f"{config.run.dir}/snapshots/v000002"), rounded)
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
+        ("", "evaluation.json: not valid JSON"),
+        ("{run}/snapshots/v000002", "differs from manifest.json"),
         ("{run}/checkpoints/3", "no complete checkpoint of step 3"),
         ("{run}/snapshots/v000009", "v000009: not a complete snapshot"),
         ("{run}/nothing", "no complete checkpoint there"),
         ("{run}/../nothing/checkpoints", "policy/config.json: no such file"),
     ],
 )
-def test_a_source_that_is_not_there_is_one_line(run, source, words):
+def test_unusable_source_or_file_is_one_line(run, tmp_path, source, words):
     config, _ = run
+    tensor = Path(config.run.dir) / "snapshots/v000002/params/embed.embedding/0.0"
+    tensor.write_bytes(tensor.read_bytes()[::-1])
+    (tmp_path / "evaluation.json").write_text("{")
+    damaged = replace(config, evaluate=EvaluateConfig(output=str(tmp_path / "evaluation.json")))
     with pytest.raises(UserError) as caught:
-        export(with_source(config, source.format(run=config.run.dir)))
+        export(with_source(damaged, source.format(run=config.run.dir)))
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_foreign_readme_is_not_overwritten(run, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/README.md").write_text("My notes.")
+    with pytest.raises(UserError, match="holds README.md, which is not an export's"):
+        export(run[0])
 
 
 def card_of(folder):
@@ -106,7 +116,7 @@ def card_of(folder):
     return yaml.safe_load(front), text
 
 
-def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_path, monkeypatch):
+def test_card_describes_training_and_prompt(run, tmp_path, monkeypatch):
     """From the config of the run's last start, not from the export's own."""
     config, _ = run
     trained = replace(
@@ -149,7 +159,7 @@ def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_p
 
 
 @pytest.mark.parametrize(("source", "step"), [("", 2), ("snapshots/v000002", 2), ("checkpoints/1", 1)])
-def test_the_card_has_the_scores_of_this_policy_and_of_no_other(run, tmp_path, source, step):
+def test_card_has_scores_of_this_policy_only(run, tmp_path, source, step):
     config, _ = run
     here = with_source(config, f"{config.run.dir}/{source}" if source else "")
     policy = find_policy(Path(here.export.source or f"{config.run.dir}/checkpoints"))
@@ -173,21 +183,6 @@ def test_the_card_has_the_scores_of_this_policy_and_of_no_other(run, tmp_path, s
     assert "0.500" not in card_of(tmp_path / "hf")[1]
 
 
-def test_damaged_snapshot_is_not_exported(run):
-    config, _ = run
-    snapshot = Path(config.run.dir) / "snapshots/v000002"
-    tensor = snapshot / "params/embed.embedding/0.0"
-    tensor.write_bytes(tensor.read_bytes()[::-1])
-    with pytest.raises(UserError, match="differs from manifest.json"):
-        export(with_source(config, str(snapshot)))
-
-
-def test_model_folder_with_checkpoints_is_no_run(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.json").touch()
-    assert find_policy(tmp_path).kind == "huggingface"
-
-
 def test_card_names_the_variable_of_a_key(run, tmp_path, monkeypatch):
     config, _ = run
     monkeypatch.setenv("MY_KEY", "hunter2")
@@ -201,69 +196,20 @@ def test_card_names_the_variable_of_a_key(run, tmp_path, monkeypatch):
         (tmp_path / f"run/configs/{number}.yaml").write_text(dump_config(replace(config, tools=tools)))
 
 
-def test_it_is_sampled_as_in_training(tiny, run, tmp_path):
+def test_export_samples_as_in_training(tiny, run, tmp_path):
     """The first policy's temperature and penalties are not those of the training; its tokens are."""
     config, _ = run
-    former = {
-        "temperature": 0.7,
-        "top_k": 20,
-        "repetition_penalty": 1.05,
-        "pad_token_id": 3,
-        "eos_token_id": 1,
-    }
+    former = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05, "pad_token_id": 3}
     (tmp_path / "run/policy/config.json").write_text(json.dumps(tiny.config | {"pad_token_id": 7}))
     (tmp_path / "run/policy/generation_config.json").write_text(json.dumps(former))
     export(replace(config, rollout=replace(config.rollout, temperature=0.9, top_p=0.95)))
     written = json.loads((tmp_path / "hf/generation_config.json").read_text())
-    assert written == {
-        "eos_token_id": tiny.config["eos_token_id"],
-        "pad_token_id": 3,
-        "do_sample": True,
-        "repetition_penalty": 1.0,
-        "temperature": 0.9,
-        "top_p": 0.95,
-        "top_k": 0,
-    }
+    sampling = {"do_sample": True, "repetition_penalty": 1.0, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
+    assert written == {"eos_token_id": tiny.config["eos_token_id"], "pad_token_id": 3} | sampling
     loaded = GenerationConfig.from_pretrained(tmp_path / "hf")
     assert (loaded.top_k, loaded.top_p, loaded.do_sample) == (0, 0.95, True)
     export(replace(config, rollout=replace(config.rollout, temperature=0.0)))
     assert json.loads((tmp_path / "hf/generation_config.json").read_text())["do_sample"] is False
-
-
-def test_tokenizer_and_chat_template_come_along(run, tmp_path):
-    config, _ = run
-    tokenizer = build_word_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "run/policy")
-    export(config)
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert loaded.get_vocab() == tokenizer.get_vocab()
-    assert loaded.apply_chat_template([{"content": "who"}], tokenize=False) == "[who]"
-
-
-def test_large_weights_are_written_in_several_files(tiny, run, tmp_path):
-    config, params = run
-    export(with_source(config, "", max_shard_gib=4000 / 2**30))
-    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
-    files = set(index["weight_map"].values())
-    assert len(files) > 1 and files == {path.name for path in (tmp_path / "hf").glob("*.safetensors")}
-    assert tiny.same(load_params(tmp_path / "hf", tiny.policy, None), params[2])
-
-
-def test_somebody_elses_readme_is_not_overwritten(run, tmp_path):
-    config, _ = run
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf/README.md").write_text("My notes.")
-    with pytest.raises(UserError, match="holds README.md, which is not an export's"):
-        export(config)
-
-
-def test_a_damaged_evaluation_is_one_line(run, tmp_path):
-    config, _ = run
-    (tmp_path / "evaluation.json").write_text("{")
-    damaged = replace(config, evaluate=EvaluateConfig(output=str(tmp_path / "evaluation.json")))
-    with pytest.raises(UserError, match="evaluation.json: not valid JSON"):
-        export(damaged)
 
 
 @pytest.mark.parametrize("adapter", [False, True])

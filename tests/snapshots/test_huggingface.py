@@ -39,19 +39,20 @@ def folder(tiny, tmp_path):
     return output
 
 
-def test_what_is_written_comes_back(tiny, folder):
-    assert sorted(path.name for path in folder.iterdir()) == [
+def test_written_folder_loads_unchanged(tiny, folder):
+    names = [
         "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "model.safetensors",
         "tokenizer.json",
     ]
+    assert sorted(path.name for path in folder.iterdir()) == names
     assert tiny.same(load_params(folder, tiny.policy, None), tiny.params)
     assert architecture_from_hf(read_hf_config(folder)) == tiny.policy.architecture
 
 
-def test_fields_with_differing_defaults_are_written_out(tmp_path):
+def test_fields_with_differing_defaults_are_written(tmp_path):
     sparse = {"model_type": "qwen2", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 8}
     sparse |= {"num_hidden_layers": 1, "num_attention_heads": 4, "rms_norm_eps": None}
     policy = Policy(architecture_from_hf(sparse), Numerics())
@@ -67,7 +68,7 @@ def test_fields_with_differing_defaults_are_written_out(tmp_path):
     assert read_hf_config(tmp_path / "other")["rope_theta"] == architecture_from_hf(both).rope_theta == 3e4
 
 
-def test_bfloat16_is_stored_rounded_and_loaded_in_the_asked_precision(tiny, tmp_path):
+def test_bfloat16_is_stored_rounded_and_widened(tiny, tmp_path):
     save_folder(tiny.params, tiny.config, tmp_path / "half", "bfloat16", None)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params)
     half = Policy(tiny.policy.architecture, Numerics(param_dtype=jnp.bfloat16))
@@ -84,29 +85,29 @@ def test_parameters_are_loaded_into_their_shardings(tiny, folder):
     assert tiny.same(jax.device_get(params), jax.device_get(tiny.params))
 
 
-def test_an_export_is_replaced_and_nothing_else_is(tiny, folder):
+def test_only_an_export_is_replaced(tiny, folder):
+    def refused(output, words):
+        with pytest.raises(UserError, match=words):
+            save_folder(tiny.params, tiny.config, output, "float32", None)
+
     doubled = jax.tree.map(lambda leaf: leaf * 2, tiny.params)
     save_folder(doubled, tiny.config, folder, "float32", None, max_shard_bytes=4000)
     assert not (folder / "model.safetensors").exists() and not (folder / "tokenizer.json").exists()
     assert tiny.same(load_params(folder, tiny.policy, None), doubled)
     (folder / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="hf: holds thesis.tex, which is not an export's; choose another"):
-        save_folder(tiny.params, tiny.config, folder, "float32", None)
+    refused(folder, "hf: holds thesis.tex, which is not an export's; choose another")
     (folder / "thesis.tex").rename(folder.parent / "config.json")
+    refused(folder.parent / "config.json", "config.json: is a file; choose another output folder")
     shutil.rmtree(folder)
     folder.mkdir()
     save_file(dict(to_hf(tiny.params)), folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="holds model.safetensors, which is not an export's"):
-        save_folder(tiny.params, tiny.config, folder, "float32", None)
+    refused(folder, "holds model.safetensors, which is not an export's")
     (folder / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(UserError, match="holds model.safetensors, which is not an export's"):
-        save_folder(tiny.params, tiny.config, folder, "float32", None)
-    with pytest.raises(UserError, match="config.json: is a file; choose another output folder"):
-        save_folder(tiny.params, tiny.config, folder.parent / "config.json", "float32", None)
+    refused(folder, "holds model.safetensors, which is not an export's")
     assert [path.name for path in folder.parent.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_failed_export_leaves_the_old_one(tiny, folder):
+def test_failed_export_leaves_the_old_one(tiny, folder):
     """A parameter of no known name stops the export half-way."""
     with pytest.raises(KeyError):
         save_folder(tiny.params | {"foreign": tiny.params["embed"]}, tiny.config, folder, "float32", None)
@@ -122,7 +123,7 @@ def rewrite(folder, change):
     )
 
 
-def test_one_error_lists_missing_extra_and_misshapen_tensors(tiny, folder):
+def test_error_lists_all_unfit_tensors(tiny, folder):
     def change(tensors):
         del tensors["model.norm.weight"]
         tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(4, np.float32)
@@ -159,101 +160,79 @@ def test_headers_of_sharded_weights_are_compared(tiny, tmp_path):
         check_weights(folder, other)
 
 
-def test_a_tied_model_may_carry_an_equal_head_only(tiny, folder):
+def test_unfit_tensors_are_refused(tiny, folder):
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
     assert tiny.same(load_params(folder, tiny.policy, None), tiny.params)
     rewrite(folder, lambda tensors: tensors["lm_head.weight"].__setitem__((-1, -1), 9.0))
     with pytest.raises(UserError, match="lm_head.weight differs from model.embed_tokens.weight; set"):
         load_params(folder, tiny.policy, None)
     assert check_weights(folder, tiny.policy).endswith("the policy's shapes"), "values are not read"
-
-
-def test_integer_weights_are_refused(tiny, folder):
+    rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": np.ones(16, np.int8)}))
     with pytest.raises(UserError, match=r"not supported: model.norm.weight \(I8\)"):
         load_params(folder, tiny.policy, None)
 
 
-def break_weights(folder, how):
-    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if how == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-10])
-        return "not a full safetensors file"
-    weights.unlink()
-    if how == "pickled":
-        (folder / "pytorch_model.bin").write_bytes(b"")
-        return "only PyTorch .bin weights; convert them"
-    if how == "shard missing":
-        index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
-        return "do not exist: model-00001-of-00002.safetensors"
-    if how == "shard outside":
-        (folder.parent / "b.safetensors").write_bytes(b"")
-        index.write_text(json.dumps({"weight_map": {"a": "../b.safetensors"}}))
-        return "do not exist: ../b.safetensors"
-    if how == "index empty":
-        index.write_text("{}")
-        return "field 'weight_map' is missing"
-    return "no model.safetensors and no model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(
-    "how", ["truncated", "pickled", "shard missing", "shard outside", "index empty", "none"]
+    ("name", "content", "words"),
+    [
+        ("model.safetensors", b"cut off", "not a full safetensors file"),
+        ("pytorch_model.bin", b"", "only PyTorch .bin weights; convert them"),
+        (INDEX, b'{"weight_map": {"a": "model-1.safetensors"}}', "do not exist: model-1.safetensors"),
+        (INDEX, b'{"weight_map": {"a": "../b.safetensors"}}', "do not exist: ../b.safetensors"),
+        (INDEX, b"{}", "field 'weight_map' is missing"),
+        ("none", b"", f"no model.safetensors and no {INDEX}"),
+        ("config.json", None, "no such file"),
+        ("config.json", b"{", "not valid JSON"),
+        ("config.json", b"[1]", "expected a JSON object, got list"),
+    ],
 )
-def test_unusable_weight_files_are_one_line(tiny, folder, how):
-    words = break_weights(folder, how)
+def test_unusable_file_is_one_line(tiny, folder, name, content, words):
+    (folder / "model.safetensors").unlink()
+    (folder.parent / "b.safetensors").write_bytes(b"")
+    (folder / name).write_bytes(content) if content is not None else (folder / name).unlink()
     with pytest.raises(UserError) as caught:
+        read_hf_config(folder)
         load_params(folder, tiny.policy, None)
     assert words in str(caught.value) and str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(None, "no such file"), ("{", "not valid JSON"), ("[1]", "expected a JSON object, got list")],
-)
-def test_unusable_configs_are_one_line(tmp_path, content, words):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=words):
-        read_hf_config(tmp_path)
-
-
-def test_a_hash_tells_weights_apart_wherever_they_differ_and_however_they_lie(tmp_path):
+def test_weights_hash_depends_on_contents_only(tmp_path):
     """Tensors of three times what is read of each: a block at the beginning, the middle and the end."""
     count = 3 * SAMPLED // 2  # of two bytes
-    rng = np.random.default_rng(0)
+    rng, numbers = np.random.default_rng(0), iter(range(99))
     tensors = {f"t{n}": rng.integers(0, 9, count).astype(np.float16) for n in range(3)}
     tensors["small"] = np.ones(3, np.float32)
 
-    def hashed(name, *files):
-        folder = tmp_path / name
+    def hashed(*files):
+        folder = tmp_path / str(next(numbers))
         folder.mkdir()
-        if len(files) == 1:
-            save_file(files[0], folder / "model.safetensors", metadata={"by": name})
-        else:
-            names = [f"model-{n}.safetensors" for n in range(len(files))]
-            for path, some in zip(names, files, strict=True):
-                save_file(some, folder / path)
-            places = {tensor: path for path, some in zip(names, files, strict=True) for tensor in some}
-            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        places = {}
+        for n, shard in enumerate(files):
+            name = f"model-{n}.safetensors" if len(files) > 1 else "model.safetensors"
+            save_file(shard, folder / name, metadata={"by": folder.name})
+            places |= dict.fromkeys(shard, name)
+        (folder / INDEX).write_text(json.dumps({"weight_map": places}))
         return weights_hash(folder)
 
-    expected = hashed("a", tensors)
+    expected = hashed(tensors)
     halves = [{"t0": tensors["t0"], "small": tensors["small"]}, {"t1": tensors["t1"], "t2": tensors["t2"]}]
-    assert hashed("b", *halves) == expected == hashed("c", tensors)
-    for number, at in enumerate((0, count // 2, count - 1)):
+    assert hashed(*halves) == expected == hashed(tensors)
+    for index in (0, count // 2, count - 1):
         changed = tensors["t2"].copy()
-        changed[at] += 1
-        assert hashed(f"d{number}", tensors | {"t2": changed}) != expected
-    assert hashed("e", tensors | {"small": np.array([1, 1, 2], np.float32)}) != expected
-    assert hashed("f", tensors | {"small": np.ones((3, 1), np.float32)}) != expected
-    assert (
-        hashed("g", {"u" if name == "small" else name: tensor for name, tensor in tensors.items()})
-        != expected
-    )
+        changed[index] += 1
+        assert hashed(tensors | {"t2": changed}) != expected
+    for small in (np.array([1, 1, 2], np.float32), np.ones((3, 1), np.float32)):
+        assert hashed(tensors | {"small": small}) != expected
+    renamed = {"u" if name == "small" else name: tensor for name, tensor in tensors.items()}
+    assert hashed(renamed) != expected
 
 
 @pytest.mark.parametrize("left", [0, 5, 40, -1])
-def test_weights_that_were_cut_off_have_no_hash(tmp_path, left):
+def test_truncated_weights_have_no_hash(tmp_path, left):
     path = tmp_path / "model.safetensors"
     save_file({"a": np.ones(9, np.float32)}, path)
     path.write_bytes(path.read_bytes()[:left])

@@ -40,6 +40,7 @@ from calibadv_jax.snapshots.checkpoint import ROLLBACK, CheckpointStore, finish_
 from calibadv_jax.snapshots.mirror import MARKER, OBJECTS, bring_newest, open_mirror
 
 pytestmark = pytest.mark.medium
+QUIET = Console(progress=False)
 HOLD = """
 import sys
 from pathlib import Path
@@ -59,9 +60,13 @@ def config_at(folder, url, **sections):
     return make_config(folder, **sections | {"run": {"dir": str(folder), "mirror": str(url)}})
 
 
-def start(config, rollouts=None, console=None, identity=None):
+def opened(folder, url, **sections):
+    return open_mirror(config_at(folder, url, **sections), QUIET)
+
+
+def start(config, rollouts=None, console=QUIET, identity=None):
     """What `calibadv train` does with run.mirror, on scripted rollouts."""
-    folder, console = Path(config.run.dir), console or Console(progress=False)
+    folder = Path(config.run.dir)
     mirror = open_mirror(config, console)
     mirror.fetch(claim=True)
     add_start(folder, "run: {seed: 0}\n", identity or {})
@@ -88,6 +93,17 @@ def fail_with(error):
         raise error
 
     return fail
+
+
+def acting(act, kind=ScriptedRollouts):
+    """Rollouts that call `act` with the version and the seed whenever they load a policy."""
+
+    class Acting(kind):
+        def load(self, version, params):
+            super().load(version, params)
+            act(version, self.seed)
+
+    return Acting()
 
 
 def until(condition):
@@ -123,7 +139,7 @@ def is_whole(store):
     return names == {path.name for path in (store / OBJECTS).iterdir()}
 
 
-def test_another_machine_goes_on_as_if_nothing_had_happened(tmp_path, s3):
+def test_another_machine_continues_bit_for_bit(tmp_path, s3):
     whole = make_config(tmp_path / "whole", learner={"steps": 6}, checkpoint={"every": 2})
     expected = make_state(whole, tmp_path / "whole")
     with Stop() as stop, expected:
@@ -159,8 +175,7 @@ def test_interrupted_upload_leaves_the_older_checkpoint(tmp_path, monkeypatch):
         patch.setattr(mirror_module, "PATIENCE", 0.5)
         start(config_at(tmp_path / "a", store, learner={"steps": 4}))
     assert steps_at(store) == [2]
-    there = config_at(tmp_path / "b", store, learner={"steps": 2})
-    assert open_mirror(there, Console(progress=False)).fetch()
+    assert opened(tmp_path / "b", store).fetch()
     assert checkpoints(tmp_path / "b") == [2]
     # The first machine comes back: it has the newer step, and copies it.
     start(config_at(tmp_path / "a", store, learner={"steps": 4}))
@@ -169,30 +184,27 @@ def test_interrupted_upload_leaves_the_older_checkpoint(tmp_path, monkeypatch):
 
 def test_store_that_is_away_stops_nothing(tmp_path, monkeypatch, capsys):
     """Reported once when it goes and once when it is back; what was missed is copied then."""
-    store, away = tmp_path / "store", threading.Event()
-    create = ObjectStore.create
+    store, away, create = tmp_path / "store", threading.Event(), ObjectStore.create
 
     def create_or_fail(self, name, data):
         if away.is_set():
             raise ConnectionError("no route to host")
         return create(self, name, data)
 
-    class Watching(ScriptedRollouts):
-        def load(self, version, params):
-            super().load(version, params)
-            if version == 2:
-                away.set()
-            if version == 4:
-                until(lambda: copier._failure)
-            if version == 6:
-                away.clear()
-                until(lambda: not copier._failure)
+    def act(version, _):
+        if version == 2:
+            away.set()
+        if version == 4:
+            until(lambda: copier._failure)
+        if version == 6:
+            away.clear()
+            until(lambda: not copier._failure)
 
     monkeypatch.setattr(ObjectStore, "create", create_or_fail)
     config = config_at(tmp_path / "a", store, learner={"steps": 8}, checkpoint={"every": 1})
     copier = open_mirror(config, Console())
     monkeypatch.setattr(mirror_module, "Mirror", lambda *_: copier)
-    start(config, Watching(), Console())
+    start(config, acting(act), Console())
     lines = capsys.readouterr().err
     assert lines.count("no route to host") == 1 and lines.count("can be written again") == 1
     assert steps_at(store)[-1] == 8 and is_whole(store)
@@ -202,17 +214,15 @@ def test_older_start_ends_after_a_takeover(tmp_path):
     store = tmp_path / "store"
     config = config_at(tmp_path / "a", store, learner={"steps": 20}, checkpoint={"every": 1})
 
-    class Overtaken(ScriptedRollouts):
-        def load(self, version, params):
-            super().load(version, params)
-            if version == 3:
-                start(config_at(tmp_path / "b", store, learner={"steps": 5}))
-            elif version > 3:
-                threading.Event().wait(0.2)  # the copying thread needs a moment to find it out
+    def act(version, _):
+        if version == 3:
+            start(config_at(tmp_path / "b", store, learner={"steps": 5}))
+        elif version > 3:
+            threading.Event().wait(0.2)  # the copying thread needs a moment to find it out
 
     match = "was taken over by another start of this run \\(process [0-9]+ on "
     with pytest.raises(UserError, match=match) as ended:
-        start(config, Overtaken())
+        start(config, acting(act))
     assert exit_status(ended.value) == 2  # a restart would take it from the newer one
     assert steps_at(store)[-1] == 5 and is_whole(store)
     assert checkpoints(tmp_path / "a")[-1] < 20
@@ -235,25 +245,15 @@ def test_lost_answer_is_no_takeover(tmp_path, monkeypatch):
     assert len(lost) == 2 and steps_at(store) == [2, 4] and is_whole(store)
 
 
-def test_store_without_conditional_puts_is_refused(tmp_path, monkeypatch):
+def test_store_without_conditional_put_is_refused(tmp_path, monkeypatch):
     def replace_object(self, name, data):
         (tmp_path / "store" / name).parent.mkdir(parents=True, exist_ok=True)
         return bool((tmp_path / "store" / name).write_bytes(data))
 
     monkeypatch.setattr(ObjectStore, "create", replace_object)
-    mirror = open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False))
+    mirror = opened(tmp_path / "a", tmp_path / "store")
     with pytest.raises(UserError, match="the store ignores conditional puts"):
         mirror.fetch(claim=True)
-
-
-def test_checkpoints_without_a_config_are_not_replaced(tmp_path):
-    """Whose they are is not known."""
-    store = tmp_path / "store"
-    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    save_step(config_at(tmp_path / "b", ""), 1)
-    with pytest.raises(UserError, match=r"holds another run than run\.dir=.*b;"):
-        open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
-    assert checkpoints(tmp_path / "b") == [1]
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
@@ -274,7 +274,7 @@ def test_older_start_cannot_write_its_marker(tmp_path, monkeypatch, s3, kind):
         patch.setattr(mirror_module, "Mirror", lambda *rest: mirrors.append(mirror_of(*rest)) or mirrors[-1])
         start(older)
     assert steps_at(url) == [2, 3]
-    assert open_mirror(config_at(tmp_path / "c", url), Console(progress=False)).fetch()
+    assert opened(tmp_path / "c", url).fetch()
     assert checkpoints(tmp_path / "c") == [2, 3]
 
 
@@ -292,14 +292,14 @@ def test_slow_store_gets_the_newest_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(DirFileSystem, "put", put_slowly)
     start(config_at(folder, store, learner={"steps": 8}, checkpoint={"every": 1, "keep": 1}))
     assert steps_at(store) == [8] and len(uploads) < 8 and is_whole(store)
-    assert open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
+    assert opened(tmp_path / "b", store).fetch()
     files = [path for path in (folder / "checkpoints/8").rglob("*") if path.is_file()]
     for path in files:
         assert (tmp_path / "b" / path.relative_to(folder)).read_bytes() == path.read_bytes()
     assert files and not (folder / ".mirror").exists()
 
 
-def test_step_that_was_trained_again_replaces_the_older_one(tmp_path):
+def test_retrained_step_replaces_the_older_one(tmp_path):
     """As after a rollback: the number is the same, the checkpoint is not."""
     store, folder = tmp_path / "store", tmp_path / "a"
     config = config_at(folder, store, learner={"steps": 2})
@@ -314,33 +314,22 @@ def test_step_that_was_trained_again_replaces_the_older_one(tmp_path):
         assert not path.startswith("checkpoints/") or name not in before
 
 
-def test_fetch_removes_checkpoints_that_the_store_lacks(tmp_path):
-    store, parts = tmp_path / "store", {"checkpoint": {"every": 1, "keep": 1}}
-    start(config_at(tmp_path / "a", store, learner={"steps": 1}, **parts))
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    start(config_at(tmp_path / "a", store, learner={"steps": 3}, **parts))
-    assert open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
-    assert checkpoints(tmp_path / "b") == steps_at(store) == [3]
-
-
-def test_rollback_deletes_checkpoints_from_the_store_first(tmp_path):
+def test_rollback_deletes_stored_checkpoints_first(tmp_path):
     """Else a machine that is lost before the next checkpoint would go on from the bad one."""
     store, seen = tmp_path / "store", []
 
-    class Back(Collapsing):
-        def load(self, version, params):
-            super().load(version, params)
-            if version == 5:
-                until(lambda: steps_at(store)[-1] == 4)  # bad, as step 5 will show
-            if version == 3 and self.seed:
-                seen.append(steps_at(store))
+    def act(version, seed):
+        if version == 5:
+            until(lambda: steps_at(store)[-1] == 4)  # bad, as step 5 will show
+        if version == 3 and seed:
+            seen.append(steps_at(store))
 
-    start(rollback_config(tmp_path / "a", store), Back())
+    start(rollback_config(tmp_path / "a", store), acting(act, Collapsing))
     assert seen == [[1, 2, 3]] and steps_at(store) == [1, 2, 3, 4, 5, 6]
     assert marker(store)["rollbacks"] == 1
 
 
-def test_upload_under_way_is_dropped_by_a_rollback(tmp_path, monkeypatch):
+def test_rollback_drops_an_upload_in_progress(tmp_path, monkeypatch):
     store, uploading, rolled_back = tmp_path / "store", threading.Event(), threading.Event()
     put, ended = DirFileSystem.put, threading.Event()
 
@@ -353,27 +342,25 @@ def test_upload_under_way_is_dropped_by_a_rollback(tmp_path, monkeypatch):
         if is_bad:
             ended.set()
 
-    class Back(Collapsing):
-        def load(self, version, params):
-            super().load(version, params)
-            if version == 5:
-                uploading.wait()
-            if version == 3 and self.seed:
-                assert steps_at(store) == [1, 2, 3]
-                rolled_back.set()
-                ended.wait()
-                until(lambda: is_whole(store))  # the next copy removes its objects
-                assert steps_at(store) == [1, 2, 3]
+    def act(version, seed):
+        if version == 5:
+            uploading.wait()
+        if version == 3 and seed:
+            assert steps_at(store) == [1, 2, 3]
+            rolled_back.set()
+            ended.wait()
+            until(lambda: is_whole(store))  # the next copy removes its objects
+            assert steps_at(store) == [1, 2, 3]
 
     monkeypatch.setattr(DirFileSystem, "put", put_late)
-    start(rollback_config(tmp_path / "a", store), Back())
+    start(rollback_config(tmp_path / "a", store), acting(act, Collapsing))
     assert ended.is_set() and steps_at(store) == [1, 2, 3, 4, 5, 6] and is_whole(store)
 
 
 def test_rollback_spares_objects_of_an_upload(tmp_path, monkeypatch):
     config, put = config_at(tmp_path / "a", tmp_path / "store"), DirFileSystem.put
     save_step(config, 1)
-    mirror = open_mirror(config, Console(progress=False))
+    mirror = open_mirror(config, QUIET)
     mirror.fetch(claim=True)
     monkeypatch.setattr(mirror_module, "PATIENCE", 10.0)
     monkeypatch.setattr(DirFileSystem, "put", lambda *of, **more: put(*of, **more) or mirror.drop_after(1))
@@ -389,44 +376,39 @@ def rollback_config(folder, store):
 
 
 @pytest.mark.parametrize("is_deleted", [True, False])
-def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch, is_deleted):
+def test_deleted_checkpoint_stays_deleted_after_kill(tmp_path, monkeypatch, is_deleted):
     """The store is away at the rollback, and the run is killed then; an older machine comes back too."""
     store, folder = tmp_path / "store", tmp_path / "a"
-    create = ObjectStore.create
+    create, killed = ObjectStore.create, RuntimeError("killed")
 
-    class Killed(Collapsing):
-        def load(self, version, params):
-            super().load(version, params)
-            if version == 5:
-                until(lambda: steps_at(store)[-1] == 4)
-                shutil.copytree(folder, tmp_path / "older", ignore=shutil.ignore_patterns(".*"))
-                monkeypatch.setattr(ObjectStore, "create", fail)
-            if version == 3 and self.seed:
-                raise RuntimeError("killed")
-
-    def fail(self, name, data):
-        raise ConnectionError("no route to host")
+    def act(version, seed):
+        if version == 5:
+            until(lambda: steps_at(store)[-1] == 4)
+            shutil.copytree(folder, tmp_path / "older", ignore=shutil.ignore_patterns(".*"))
+            monkeypatch.setattr(ObjectStore, "create", fail_with(ConnectionError("no route to host")))
+        if version == 3 and seed:
+            raise killed
 
     monkeypatch.setattr(mirror_module, "HURRY", 0.0)
     with pytest.raises(RuntimeError, match="killed"), monkeypatch.context() as patch:
         if not is_deleted:
-            patch.setattr(CheckpointStore, "delete_after", fail_with(RuntimeError("killed")))
-        start(rollback_config(folder, store), Killed())
+            patch.setattr(CheckpointStore, "delete_after", fail_with(killed))
+        start(rollback_config(folder, store), acting(act, Collapsing))
     monkeypatch.setattr(ObjectStore, "create", create)
     assert steps_at(store)[-1] == 4 and checkpoints(folder) == [1, 2, 3] + [4] * (not is_deleted)
     finish_rollback(folder)
     assert checkpoints(folder) == [1, 2, 3]
-    mirror = open_mirror(rollback_config(folder, store), Console(progress=False))
+    mirror = open_mirror(rollback_config(folder, store), QUIET)
     assert not mirror.fetch(claim=True)
     assert checkpoints(folder) == steps_at(store) == [1, 2, 3]
     with mirror:
         pass
-    older = open_mirror(rollback_config(tmp_path / "older", store), Console(progress=False))
+    older = open_mirror(rollback_config(tmp_path / "older", store), QUIET)
     assert checkpoints(tmp_path / "older")[-1] == 4
     assert older.fetch() and checkpoints(tmp_path / "older") == [1, 2, 3]
 
 
-def test_kill_between_any_operations_leaves_a_whole_copy(tmp_path, monkeypatch):
+def test_kill_at_any_operation_leaves_whole_copy(tmp_path, monkeypatch):
     """Of a start that takes the copy over, rolls back and copies its next checkpoint."""
     left = [0]
 
@@ -446,7 +428,7 @@ def test_kill_between_any_operations_leaves_a_whole_copy(tmp_path, monkeypatch):
 
     def machine(number, name):
         folder = tmp_path / f"{name}-{number}"
-        mirror = open_mirror(config_at(folder, tmp_path / f"store-{number}"), Console(progress=False))
+        mirror = opened(folder, tmp_path / f"store-{number}")
         return folder, mirror, mirror.fetch(claim=True)
 
     def train_to(folder, mirror, step):
@@ -482,7 +464,7 @@ def test_kill_between_any_operations_leaves_a_whole_copy(tmp_path, monkeypatch):
     assert {tuple(steps) for steps in seen} == {(1, 2), (1,), (1, 3)} and seen[-1] == [1, 3]
 
 
-def test_killed_fetch_brings_no_dropped_checkpoint_back(tmp_path, monkeypatch):
+def test_killed_fetch_restores_no_dropped_checkpoint(tmp_path, monkeypatch):
     """The note of the rollback comes last: until then the store is newer than the dropped checkpoints."""
     store = tmp_path / "store"
     start(rollback_config(tmp_path / "a", store), Collapsing())
@@ -490,7 +472,7 @@ def test_killed_fetch_brings_no_dropped_checkpoint_back(tmp_path, monkeypatch):
     shutil.copytree(tmp_path / "a", older)
     (older / ROLLBACK).unlink()
     save_step(config_at(older, ""), 9)
-    mirror = open_mirror(rollback_config(older, store), Console(progress=False))
+    mirror = open_mirror(rollback_config(older, store), QUIET)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
         patch.setattr(mirror_module.shutil, "rmtree", fail_with(OSError("killed")))
         mirror.fetch()
@@ -498,38 +480,11 @@ def test_killed_fetch_brings_no_dropped_checkpoint_back(tmp_path, monkeypatch):
     assert checkpoints(older) == steps_at(store)
 
 
-def test_full_disk_leaves_the_copy_whole(tmp_path, small_disk):
-    """The marker above all: cut off, it would hide every checkpoint, and refuse every start."""
-    store, folder = small_disk / "store", tmp_path / "a"
-    start(config_at(folder, store, learner={"steps": 2}))
-    ballast = small_disk / "ballast"
-    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(b"x" * 4096)
-    config = config_at(folder, store, learner={"steps": 2})
-    mirror = open_mirror(config, Console(progress=False))
-    with pytest.raises(
-        EnvironmentFailure, match=r"run\.mirror=.* cannot be used \(.*No space left.*make room"
-    ):
-        mirror.fetch(claim=True)
-    assert steps_at(store) == [2]
-    ballast.unlink()
-    mirror.fetch(claim=True)
-    with mirror:
-        ballast.write_bytes(b"x" * max(0, shutil.disk_usage(small_disk).free - 8192))
-        (folder / "larger").write_bytes(b"y" * 65536)
-        mirror.put(2)
-        until(lambda: mirror._failure)
-        assert "No space left" in mirror._failure and steps_at(store) == [2]
-        ballast.unlink()
-    assert stored(store, "larger").read_bytes() == b"y" * 65536
-
-
 def test_interrupted_fetch_is_no_other_run(tmp_path, monkeypatch):
     """No file has its name before it is whole, the first config neither, by which runs are told apart."""
     store = tmp_path / "store"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    mirror = open_mirror(config_at(tmp_path / "b", store), Console(progress=False))
+    mirror = opened(tmp_path / "b", store)
     get = DirFileSystem.get
 
     def cut(self, objects, files):
@@ -548,7 +503,7 @@ def test_interrupted_fetch_is_no_other_run(tmp_path, monkeypatch):
 
 
 def test_reading_command_takes_the_lock_only_to_fetch(tmp_path):
-    store, console = tmp_path / "store", Console(progress=False)
+    store, console = tmp_path / "store", QUIET
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
     here, there = (config_at(tmp_path / name, store) for name in "ab")
     for config, is_newer in ((here, False), (there, True)):
@@ -565,9 +520,10 @@ def test_reading_command_takes_the_lock_only_to_fetch(tmp_path):
 @pytest.mark.parametrize("name", ["", "copy", ".."])
 def test_folder_within_the_other_is_refused(tmp_path, name):
     """The copy would hold copies of itself."""
-    config = config_at(tmp_path / "a", tmp_path / "a" / name)
     with pytest.raises(UserError, match="lie in one another; choose a folder elsewhere"):
-        open_mirror(config, Console(progress=False))
+        opened(tmp_path / "a", tmp_path / "a" / name)
+    with pytest.raises(ValueError, match="run.mirror"):  # a store is no folder of a run
+        make_config(tmp_path, run={"dir": "s3://a/b"})
 
 
 def test_path_outside_of_the_run_is_refused(tmp_path):
@@ -583,12 +539,12 @@ def test_path_outside_of_the_run_is_refused(tmp_path):
         files = version["files"] | {path: version["files"]["metrics.jsonl"]}
         file.write_text(json.dumps(version | {"files": files}))
         with pytest.raises(UserError, match=re.escape(f"{path!r} is no file of a run")):
-            open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
+            opened(tmp_path / "b", store).fetch()
     assert not list(tmp_path.rglob("stolen")) and not list((tmp_path / "b").rglob(".lock"))
     assert checkpoints(tmp_path / "b") == []
 
 
-def test_rewound_run_leaves_no_trajectories_of_dropped_steps(tmp_path):
+def test_rewound_run_drops_later_trajectories(tmp_path):
     store, folder = tmp_path / "store", tmp_path / "a"
     stray = folder / "rollouts/step_9.parquet"
     stray.parent.mkdir(parents=True)
@@ -600,34 +556,33 @@ def test_rewound_run_leaves_no_trajectories_of_dropped_steps(tmp_path):
     assert stored(store, "rollouts/step_3.parquet").is_file()
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_run_on_other_data_is_refused(tmp_path, steps):
-    """Its config has the same text; it may be behind the run in the store, or further."""
+@pytest.mark.parametrize(("steps", "content"), [(1, "b"), (4, "b"), (1, None)])
+def test_run_on_other_data_is_refused(tmp_path, steps, content):
+    """Its config has the same text, or is lost; it may be behind the run in the store, or further."""
     store, folder = tmp_path / "store", tmp_path / "b"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}), identity={"data.content": "a"})
-    config = config_at(folder, "")
-    save_step(config, steps)
-    add_start(folder, "run: {seed: 0}\n", {"data.content": "b"})
+    save_step(config_at(folder, ""), steps)
+    if content:
+        add_start(folder, "run: {seed: 0}\n", {"data.content": content})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"run\.mirror=.*store holds another run than run\.dir=.*b;"):
-        open_mirror(config_at(folder, store), Console(progress=False)).fetch(claim=True)
+        opened(folder, store).fetch(claim=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("text", ["{", '{"files": {"a": 1}}', "[]"])
-def test_place_that_is_no_copy_is_refused(tmp_path, text):
-    place = tmp_path / "store" / MARKER
-    place.mkdir(parents=True)
-    (place / "00000001").write_text(text)
-    with pytest.raises(UserError, match="marker is not of a run's copy"):
-        open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False)).fetch()
-
-
-def test_copy_in_the_older_format_is_refused(tmp_path):
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store/mirror.json").write_text('{"format": 1, "checkpoints": {}}')
-    with pytest.raises(UserError, match="older format .mirror.json.; choose another place"):
-        open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False)).fetch()
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        *((f"{MARKER}/00000001", text) for text in ("{", '{"files": {"a": 1}}', "[]")),
+        ("mirror.json", '{"format": 1, "checkpoints": {}}'),  # of an older version
+    ],
+)
+def test_place_that_is_no_copy_is_refused(tmp_path, file, text):
+    place = tmp_path / "store" / file
+    place.parent.mkdir(parents=True)
+    place.write_text(text)
+    with pytest.raises(UserError, match="choose another place"):
+        opened(tmp_path / "a", tmp_path / "store").fetch()
 
 
 def test_copy_with_a_cut_file_is_refused(tmp_path):
@@ -637,7 +592,7 @@ def test_copy_with_a_cut_file_is_refused(tmp_path):
     path = max((path for path in files if path.startswith("checkpoints/")), key=lambda path: files[path][1])
     stored(store, path).write_bytes(stored(store, path).read_bytes()[:-1])
     with pytest.raises(UserError, match=rf"{path}.* not as long as its marker says"):
-        open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
+        opened(tmp_path / "b", store).fetch()
     assert checkpoints(tmp_path / "b") == []
 
 
@@ -662,15 +617,10 @@ def test_end_of_a_run_names_the_missing_step(tmp_path, monkeypatch, capsys):
 
 
 def test_missing_bucket_is_one_line(tmp_path, s3):
-    mirror = open_mirror(config_at(tmp_path, "s3://other/run"), Console(progress=False))
+    mirror = opened(tmp_path, "s3://other/run")
     assert not mirror.fetch()
     with pytest.raises(UserError, match=r"^run\.mirror=s3://other/run cannot be used \(.*bucket.*\); check"):
         mirror.fetch(claim=True)
-
-
-def test_store_as_run_dir_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"s3://a/b is no folder.*set run\.mirror to it"):
-        make_config(tmp_path, run={"dir": "s3://a/b"})
 
 
 def test_stalled_fetch_ends_and_slow_one_goes_on(tmp_path, monkeypatch):
@@ -691,10 +641,10 @@ def test_stalled_fetch_ends_and_slow_one_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(DirFileSystem, "get", lambda *_: hanging.wait())
     with pytest.raises(EnvironmentFailure, match=r"has not answered for 0\.6"):
-        open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
+        opened(tmp_path / "b", store).fetch()
     hanging.set()
     assert checkpoints(tmp_path / "b") == []
     monkeypatch.setattr(DirFileSystem, "get", get_slowly)
-    mirror = open_mirror(config_at(tmp_path / "c", store), Console(progress=False))
+    mirror = opened(tmp_path / "c", store)
     with mirror.inputs() as count:
         assert count == 2
