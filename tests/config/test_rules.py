@@ -65,7 +65,7 @@ def critic(warmup, base):
         (None, {"rollout": LIMITS | {"max_prompt_length": 99}}),
         ("worker_devices names 1 workers, but", {"sampler": {"workers": 2, "worker_devices": ["0"]}}),
         *((None, {"sampler": {"workers": 2, "worker_devices": names}}) for names in ([], ["0", "1"])),
-        ("critic.warmup_steps is 4, but the run has", critic(4, "gae")),
+        ("critic.warmup_steps is 4, but must be below learner.steps", critic(4, "gae")),
         *((None, critic(*case)) for case in ((0, "gae"), (3, "gae"), (4, "grpo"))),
         ("but checkpoint.every is 0", {"checkpoint": {"every": 0}, "guards": {"action": "rollback"}}),
     ],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
+from calibadv_jax.config.sections.section import SECTION, Mark, Section
 from calibadv_jax.core.own_function import is_address
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
@@ -35,7 +36,7 @@ BY_SEQUENCE = ("gspo", "gmpo", "sapo")
 
 
 @dataclass(frozen=True, config=SECTION)
-class LossConfig:
+class LossConfig(Section):
     name: str = "vanilla"
     """Loss of the policy: vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance,
     balance_detached, sapo, dppo_tv, dppo_kl or dro (docs/losses.md), or a function of your own as
@@ -119,73 +120,48 @@ class LossConfig:
         # With old_logprobs=sampler the ratio is already that of learner to sampler; gpg has no ratio.
         return self.importance_cap > 0 or (self.old_logprobs == "sampler" and self.name != "gpg")
 
-    @model_validator(mode="after")
-    def _loss_reads_every_key(self) -> LossConfig:
-        if is_address(self.name):
-            return self
-        refuse_if(
-            self.name not in LOSS_KEYS,
-            f"loss.name is {self.name}: it must be one of {', '.join(LOSS_KEYS)}, or a function of your own"
-            " as package.module:function",
-        )
-        unread = {key for keys in LOSS_KEYS.values() for key in keys} - set(LOSS_KEYS[self.name])
+    def _faults(self) -> Iterator[str]:
+        yield from () if is_address(self.name) else self._unread_keys()
+        if self.name in BY_SEQUENCE and self.aggregation != "sequence_mean":
+            yield f"loss.name={self.name} is a mean over trajectories: set loss.aggregation=sequence_mean"
+        for key in ("dual_clip", "importance_high"):
+            if 0 < (value := getattr(self, key)) <= 1:
+                yield f"loss.{key} is {value}: it must be above 1, or 0 for none"
+        if 0 < self.drop_above < (clip := 1 + self.clip_high):
+            yield f"drop_above is {self.drop_above}, below the clip at {clip}: set it above, or 0 for none"
+        if self.cov_low >= self.cov_high:
+            yield f"loss.cov_low is {self.cov_low}, but must be below loss.cov_high = {self.cov_high}"
+        if (self.aggregation == "sequence_sum_norm") != bool(self.length_norm):
+            yield (
+                f"loss.aggregation is {self.aggregation}, and loss.length_norm is {self.length_norm}: set"
+                " loss.length_norm, the longest response in tokens, with aggregation=sequence_sum_norm only"
+            )
+        if self.masks_by_mismatch and self.old_logprobs == "sampler":
+            yield (
+                "loss.importance_low, importance_high and reject_by compare the sampler with"
+                " loss.old_logprobs: set loss.old_logprobs=recompute, or leave them out"
+            )
+        if self.importance_level != "token" and not (
+            self.importance_cap or self.importance_low or self.importance_high
+        ):
+            yield (
+                f"importance_level={self.importance_level} is for importance_cap, importance_low and"
+                " importance_high, but none is set: set one, or leave it out"
+            )
+        if (self.reject_by == "none") != (self.reject_above == 0):
+            yield "loss.reject_by and loss.reject_above: set both, or leave both out"
+        if self.reject_by == "none" and self.reject_over != "token":
+            yield f"reject_over={self.reject_over} is for reject_by, which is none: set it, or neither"
+
+    def _unread_keys(self) -> Iterator[str]:
+        if self.name not in LOSS_KEYS:
+            own = "a function of your own as package.module:function"
+            yield f"loss.name is {self.name}: it must be one of {', '.join(LOSS_KEYS)}, or {own}"
+        unread = {key for keys in LOSS_KEYS.values() for key in keys}.difference(LOSS_KEYS[self.name])
         fields: Any = LossConfig
         for key, field in fields.__pydantic_fields__.items():
-            value = getattr(self, key)
-            refuse_if(
-                key in unread and value != field.default,
-                f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _values_fit_together(self) -> LossConfig:
-        refuse_if(
-            self.name in BY_SEQUENCE and self.aggregation != "sequence_mean",
-            f"loss.name={self.name} is a mean over trajectories, but loss.aggregation is {self.aggregation}:"
-            " set loss.aggregation=sequence_mean",
-        )
-        for key in ("dual_clip", "importance_high"):
-            value = getattr(self, key)
-            refuse_if(0 < value <= 1, f"loss.{key} is {value}: it must be above 1, or 0 for none")
-        refuse_if(
-            0 < self.drop_above < 1 + self.clip_high,
-            f"loss.drop_above is {self.drop_above}, below the clip at {1 + self.clip_high}: set it above, or"
-            " 0 for none",
-        )
-        refuse_if(
-            self.cov_low >= self.cov_high,
-            f"loss.cov_low is {self.cov_low}, but must be below loss.cov_high = {self.cov_high}",
-        )
-        is_normed = self.aggregation == "sequence_sum_norm"
-        refuse_if(
-            is_normed != bool(self.length_norm),
-            f"loss.aggregation is {self.aggregation}, and loss.length_norm is {self.length_norm}: set"
-            " loss.length_norm, to the longest response in tokens, with loss.aggregation=sequence_sum_norm"
-            " only",
-        )
-        refuse_if(
-            self.masks_by_mismatch and self.old_logprobs == "sampler",
-            "loss.importance_low, importance_high and reject_by compare the sampler with loss.old_logprobs,"
-            " which are the sampler's own: set loss.old_logprobs=recompute, or leave them out",
-        )
-        weighs = self.importance_cap > 0 or self.importance_low > 0 or self.importance_high > 0
-        refuse_if(
-            self.importance_level != "token" and not weighs,
-            f"loss.importance_level={self.importance_level} is for loss.importance_cap, importance_low and"
-            " importance_high, but none is set: set one, or leave it out",
-        )
-        refuse_if(
-            (self.reject_by == "none") != (self.reject_above == 0),
-            f"loss.reject_by is {self.reject_by}, and loss.reject_above is {self.reject_above:g}: set both,"
-            " or leave both out",
-        )
-        refuse_if(
-            self.reject_by == "none" and self.reject_over != "token",
-            f"loss.reject_over={self.reject_over} is for loss.reject_by, which is none: set it, or leave"
-            " reject_over out",
-        )
-        return self
+            if key in unread and (value := getattr(self, key)) != field.default:
+                yield f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out"
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -255,7 +231,7 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-class SftPhase:
+class SftPhase(Section):
     steps: PositiveInt | None = None
     """Optimizer updates; null: 100, or as many as `epochs` needs."""
     epochs: PositiveInt | None = None
@@ -266,12 +242,9 @@ class SftPhase:
     loss_on: Literal["sampled", "all"] = "sampled"
     """Tokens with a loss. sampled: the policy's own; all: documents and prompt too."""
 
-    @model_validator(mode="after")
-    def _one_length(self) -> SftPhase:
-        refuse_if(
-            self.steps and self.epochs, f"has steps={self.steps} and epochs={self.epochs}: leave one out"
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        if self.steps and self.epochs:
+            yield f"has steps={self.steps} and epochs={self.epochs}: leave one out"
 
 
 @dataclass(frozen=True, config=SECTION)

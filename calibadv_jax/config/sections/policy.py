@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
+from calibadv_jax.config.sections.section import SECTION, Mark, Section
 
 REST = -1  # size of a mesh axis that takes the devices which the other axes leave
 
@@ -18,7 +19,7 @@ LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 
 
 @dataclass(frozen=True, config=SECTION)
-class LoraConfig:
+class LoraConfig(Section):
     rank: NonNegativeInt = 0
     """Rank of the adapters, which alone are trained. 0: no adapters; every parameter is trained."""
     alpha: PositiveFloat = 32.0
@@ -36,24 +37,20 @@ class LoraConfig:
     @field_validator("targets")
     @classmethod
     def _has_targets(cls, targets: list[LoraTarget]) -> list[LoraTarget]:
-        refuse_if(
-            not targets or len(set(targets)) < len(targets),
-            f"must name at least one of {', '.join(LORA_TARGETS)}, and none twice",
-        )
+        if not targets or len(set(targets)) < len(targets):
+            raise ValueError(f"must name at least one of {', '.join(LORA_TARGETS)}, and none twice")
         return targets
 
-    @model_validator(mode="after")
-    def _init_has_a_rank(self) -> LoraConfig:
-        refuse_if(
-            self.init_from and not self.rank,
-            f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: set it to the rank"
-            " (r) of that folder's adapter_config.json, or leave init_from out",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        if self.init_from and not self.rank:
+            yield (
+                f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: set it to the rank"
+                " (r) of that folder's adapter_config.json, or leave init_from out"
+            )
 
 
 @dataclass(frozen=True, config=SECTION)
-class PolicyConfig:
+class PolicyConfig(Section):
     path: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
     """Policy to start from: a HuggingFace folder, or OWNER/NAME of the hub."""
     revision: str = ""
@@ -77,18 +74,16 @@ class PolicyConfig:
     lora: Annotated[LoraConfig, Mark.COLD_START] = Field(default_factory=LoraConfig)
     """Adapters that are trained in place of the policy's own parameters (docs/lora.md)."""
 
-    @model_validator(mode="after")
-    def _workers_can_read_the_base(self) -> PolicyConfig:
-        refuse_if(
-            self.lora.snapshots == "adapters" and not (self.path and self.lora.rank),
-            "policy.lora.snapshots=adapters needs adapters (policy.lora.rank above 0) and a base that a"
-            " worker can read (policy.path): set both, or policy.lora.snapshots=merged",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        if self.lora.snapshots == "adapters" and not (self.path and self.lora.rank):
+            yield (
+                "policy.lora.snapshots=adapters needs adapters (policy.lora.rank above 0) and a base that a"
+                " worker can read (policy.path): set both, or policy.lora.snapshots=merged"
+            )
 
 
 @dataclass(frozen=True, config=SECTION)
-class MeshConfig:
+class MeshConfig(Section):
     data: int = 1
     """Replicas of the parameters. One of the three sizes of the mesh may be -1: all remaining devices."""
     fsdp: int = -1
@@ -108,17 +103,14 @@ class MeshConfig:
     @field_validator("data", "fsdp", "tensor")
     @classmethod
     def _is_a_size(cls, size: int) -> int:
-        refuse_if(size < 1 and size != REST, "must be at least 1, or -1 for all remaining devices")
+        if size < 1 and size != REST:
+            raise ValueError("must be at least 1, or -1 for all remaining devices")
         return size
 
-    @model_validator(mode="after")
-    def _one_axis_takes_the_rest(self) -> MeshConfig:
-        refuse_if(
-            list(self.sizes.values()).count(REST) > 1,
-            f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}: only one of them can be -1,"
-            " which stands for all remaining devices",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        if list(self.sizes.values()).count(REST) > 1:
+            sizes = f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}"
+            yield f"{sizes}: only one of them can be -1, which stands for all remaining devices"
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
+from calibadv_jax.config.sections.section import SECTION, Mark, Section
 from calibadv_jax.core.files import check_literal
 
 
@@ -34,10 +27,10 @@ class RunConfig:
     @field_validator("dir")
     @classmethod
     def _check_dir(cls, value: str) -> str:
-        refuse_if(
-            "://" in value,
-            f"{value} is no folder of a file system; set run.mirror to it and run.dir to a folder",
-        )
+        if "://" in value:
+            raise ValueError(
+                f"{value} is no folder of a file system; set run.mirror to it, run.dir to a folder"
+            )
         check_literal(Path(value))
         return value
 
@@ -85,7 +78,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-class EvaluateConfig:
+class EvaluateConfig(Section):
     policy: str = ""
     """Policy to evaluate: a HuggingFace folder, OWNER/NAME[@REVISION] of the hub, a run, its folder of
     checkpoints, a checkpoint or a snapshot; empty: the newest checkpoint of run.dir, else policy.path."""
@@ -113,10 +106,9 @@ class EvaluateConfig:
     """JSON file of the scores. Beside it come the tables (.md, .csv) and the questions with their transcripts
     (.jsonl), from which an interrupted evaluation continues."""
 
-    @model_validator(mode="after")
-    def _output_is_json(self) -> EvaluateConfig:
-        refuse_if(not self.output.endswith(".json"), f"output is {self.output!r}: it must end in .json")
-        return self
+    def _faults(self) -> Iterator[str]:
+        if not self.output.endswith(".json"):
+            yield f"output is {self.output!r}: it must end in .json"
 
 
 @dataclass(frozen=True, config=SECTION)
