@@ -151,9 +151,10 @@ class Group:
     @staticmethod
     def of(question: Question, attempts: Iterable[Trajectory]) -> Group:
         """Group all attempts; those with an `error` have failed."""
-        attempts = list(attempts)
-        finished = [attempt for attempt in attempts if attempt.error is None]
-        return Group(question, finished, [attempt for attempt in attempts if attempt.error is not None])
+        parts: tuple[list[Trajectory], list[Trajectory]] = ([], [])
+        for attempt in attempts:
+            parts[attempt.error is not None].append(attempt)
+        return Group(question, *parts)
 
     @property
     def attempts(self) -> list[Trajectory]:

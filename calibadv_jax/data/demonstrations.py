@@ -13,7 +13,7 @@ import numpy as np
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, parse_turn, well_formed
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.files import read_jsonl
+from calibadv_jax.data.files import read_rows
 from calibadv_jax.data.layouts import MARKER, question_of
 from calibadv_jax.data.questions import parse_question
 
@@ -52,11 +52,10 @@ def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[D
     file or a malformed row, with file and line.
     """
     demonstrations = []
-    for where, row in read_jsonl(path, "demonstrations"):
-        key = next((name for name in CHATS if name in row), None)
-        demonstrations.append(
-            _parse_chat(row, key, where, grammar) if key else _parse_ours(row, where, grammar)
-        )
+    for where, row in read_rows(path, "demonstrations"):
+        key = next((name for name in CHATS if name in row), "turns")
+        parse = _parse_turns if key == "turns" else _parse_chat
+        demonstrations.append(parse(row, key, where, grammar))
     if not demonstrations:
         raise UserError(f"{path}: no demonstrations in it")
     return demonstrations
@@ -67,8 +66,7 @@ def split_off(
 ) -> tuple[list[Demonstration], list[Demonstration]]:
     """Return training and held-out demonstrations; all of a question are on the same side.
 
-    `share` of the questions are held out, at least one if above 0. Raises UserError if none is left to train
-    on.
+    `share` of the questions are held out, at least one if above 0. Raises UserError if none is left to train.
     """
     texts = list(dict.fromkeys(each.question.text for each in demonstrations))
     count = max(1, round(share * len(texts))) if share else 0
@@ -81,15 +79,14 @@ def split_off(
     return training, [each for each in demonstrations if each.question.text in chosen]
 
 
-def _parse_ours(row: dict[str, Any], where: str, grammar: Grammar) -> Demonstration:
-    turns = row.get("turns")
+def _parse_turns(row: dict[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:
+    turns = row.get(key)
     if not isinstance(turns, list) or not turns:
         raise UserError(
             f"{where}: field 'turns' must be a non-empty list, got {turns!r}; or give 'messages' of a chat"
         )
-    return Demonstration(
-        parse_question(row, where), tuple(_parse_turn(turn, where, grammar) for turn in turns)
-    )
+    parsed = tuple(_parse_turn(turn, where, grammar) for turn in turns)
+    return Demonstration(parse_question(row, where), parsed)
 
 
 def _parse_turn(turn: object, where: str, grammar: Grammar) -> DemoTurn:

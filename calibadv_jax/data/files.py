@@ -56,13 +56,11 @@ _SUFFIXES = re.compile(r"(\.(jsonl?|parquet|tsv|csv|gz))+$", re.IGNORECASE)
 def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Path, str]]:
     """Yield every file and the data_source of its rows that name none.
 
-    Args:
-        sources: a file, a list of files, or data_source -> file. A file is a path, a pattern such as
-            ``train-*.parquet``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE`` or ``OWNER/NAME``, the
-            only data file of a dataset repository.
-        default_source: data_source where `sources` names none; empty: from the file's name.
+    It is named by `sources`, else `default_source`, else taken from the file's name.
 
-    Raises UserError if nothing is named, a pattern matches nothing, or the hub has no such file.
+    `sources`: a file, a list of files, or data_source -> file. A file is a path, a pattern such as
+    ``train-*.parquet``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE`` or ``OWNER/NAME``, the only data file of
+    a dataset repository. Raises UserError if nothing is named, or there is no such file.
     """
     if isinstance(sources, Mapping):
         named = [(str(file), name) for name, file in sources.items()]
@@ -78,17 +76,14 @@ def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Pat
 def _expand(name: str) -> list[Path]:
     if name.startswith(hub.DATASETS):
         return hub.fetch_data(name)
-    path = Path(name)
-    if path.exists():
-        return [path]
-    if glob.has_magic(name):
-        paths = [Path(match) for match in sorted(glob.glob(name))]
-        if not paths:
-            raise UserError(f"{name}: no file matches; correct data.train or data.eval")
-        return paths
     if hub.is_repository(name):
         return hub.fetch_data(f"{hub.DATASETS}{name}")
-    return [path]
+    if Path(name).exists() or not glob.has_magic(name):
+        return [Path(name)]
+    paths = [Path(match) for match in sorted(glob.glob(name))]
+    if not paths:
+        raise UserError(f"{name}: no file matches; correct data.train or data.eval")
+    return paths
 
 
 def source_of(path: Path) -> str:
@@ -102,14 +97,14 @@ def source_of(path: Path) -> str:
     return (path.parent.name or stem) if words[0] in SPLITS else stem
 
 
-def read_rows(path: str | Path, what: str = "questions") -> Iterator[tuple[str, DataRow]]:
+def read_rows(path: str | Path, contents: str = "questions") -> Iterator[tuple[str, DataRow]]:
     """Yield (place, row) of every row: ``file:line`` for lines of text, ``file row N`` otherwise, from 1.
 
-    Raises UserError if there is no such file of `what`, it is not UTF-8 or broken, or a row is no object.
+    Raises UserError if there is no such file of `contents`, it is not UTF-8 or broken, or a row is no object.
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such file of {what}")
+        raise UserError(f"{path}: no such file of {contents}")
     with path.open("rb") as file:
         head = file.read(len(PARQUET))
     if head == PARQUET:
@@ -119,23 +114,13 @@ def read_rows(path: str | Path, what: str = "questions") -> Iterator[tuple[str, 
         yield from _text(path, cast(BinaryIO, opened))
 
 
-def read_jsonl(path: str | Path, what: str) -> Iterator[tuple[str, DataRow]]:
-    """Yield (``file:line``, row) for every line that is not blank; UserError as `read_rows`."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file of {what}")
-    with _readable(path), path.open("rb") as file:
-        yield from _lines(path, file)
-
-
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: not UTF-8 text ({error.reason}) and no parquet; save it as UTF-8, or as parquet"
-        ) from error
+        fault = f"not UTF-8 text ({error.reason}) and no parquet"
+        raise UserError(f"{path}: {fault}; save it as UTF-8, or as parquet") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: broken gzip file ({error}); copy it again") from error
 
@@ -199,9 +184,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, DataRow]]:
             for number, row in enumerate(rows, 1):
                 yield f"{path} row {number}", dict.fromkeys(names) | row
     except (pa.ArrowException, OSError) as error:
-        raise UserError(
-            f"{path}: broken parquet file ({' '.join(str(error).split())}); copy it again"
-        ) from error
+        fault = f"broken parquet file ({' '.join(str(error).split())})"
+        raise UserError(f"{path}: {fault}; copy it again") from error
 
 
 def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
@@ -223,10 +207,8 @@ def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
                 continue
             where = f"{path}:{reader.line_num}"
             if len(cells) != len(header):
-                raise UserError(
-                    f"{where}: {len(cells)} columns, but the header has {len(header)} ({', '.join(header)});"
-                    " correct the row"
-                )
+                columns = f"the header has {len(header)} ({', '.join(header)})"
+                raise UserError(f"{where}: {len(cells)} columns, but {columns}; correct the row")
             row = zip(header, cells, strict=True)
             yield where, {name: _cell(text) for name, text in row}
     except csv.Error as error:
@@ -236,9 +218,8 @@ def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
 def _dpr(cells: list[str], where: str) -> DataRow:
     answers = parse_list(cells[1]) if len(cells) == 2 else None
     if answers is None:
-        raise UserError(
-            f"{where}: expected a question, a tab and a list of answers, got {cells!r}; correct the row"
-        )
+        fault = f"expected a question, a tab and a list of answers, got {cells!r}"
+        raise UserError(f"{where}: {fault}; correct the row")
     return {"question": cells[0], "answers": answers}
 
 

@@ -18,15 +18,9 @@ from calibadv_jax.core.tags import Grammar, turn_flaw, whole_turn
 from calibadv_jax.core.trajectory import Group, Trajectory
 
 
-def _normalised(golden_answers: Sequence[str]) -> list[str]:
-    if not golden_answers:
-        raise ValueError("a prediction cannot be scored without golden answers")
-    return [normalise_answer(golden) for golden in golden_answers]
-
-
 def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
     """Return 1.0 if the normalised prediction equals any normalised golden answer, else 0.0."""
-    return float(normalise_answer(prediction) in _normalised(golden_answers))
+    return float(normalise_answer(prediction) in map(normalise_answer, golden_answers))
 
 
 def cover_em(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -35,7 +29,7 @@ def cover_em(prediction: str, golden_answers: Sequence[str]) -> float:
     A golden answer that normalises to nothing ("The") covers every prediction, as upstream.
     """
     normalised = normalise_answer(prediction)
-    return float(any(golden in normalised for golden in _normalised(golden_answers)))
+    return float(any(golden in normalised for golden in map(normalise_answer, golden_answers)))
 
 
 def f1(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -46,7 +40,7 @@ def f1(prediction: str, golden_answers: Sequence[str]) -> float:
     """
     words = Counter(normalise_answer(prediction).split())
     best = 0.0
-    for golden in _normalised(golden_answers):
+    for golden in map(normalise_answer, golden_answers):
         golden_words = Counter(golden.split())
         common = (words & golden_words).total()
         if common:
@@ -60,11 +54,8 @@ ANSWER_REWARDS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "f1": f1,
     "cover_em": cover_em,
 }
-# Names of reward/NAME that are logged already.
-TAKEN = (
-    *(*ANSWER_REWARDS, JUDGE, JUDGE_AGREEMENT, "format", "format_valid", "overlong_penalty"),
-    *("mean", "max", "min"),
-)
+METRICS = (*ANSWER_REWARDS, JUDGE, JUDGE_AGREEMENT, "format", "format_valid", "overlong_penalty")
+LOGGED_NAMES = (*METRICS, "mean", "max", "min")  # of reward/NAME
 
 
 def format_flaw(trajectory: Trajectory) -> str:
@@ -141,22 +132,18 @@ def own_score(address: str, trajectory: Trajectory) -> float:
     try:
         score = float(function(trajectory))
     except Exception as error:  # a function of the user's own may raise anything
-        raise UserError(
-            f"reward.answer: {address} failed on an answer to question {question!r}: {failure(error)}; it"
-            " must return a number for every trajectory"
-        ) from error
+        place = f"{address} failed on an answer to question {question!r}: {failure(error)}"
+        raise UserError(f"reward.answer: {place}; it must return a number for every trajectory") from error
     if not math.isfinite(score):
-        raise UserError(
-            f"reward.answer: {address} gave {score} for an answer to question {question!r}; it must return a"
-            " finite number"
-        )
+        place = f"{address} gave {score} for an answer to question {question!r}"
+        raise UserError(f"reward.answer: {place}; it must return a finite number")
     return score
 
 
 def _answer_reward(trajectory: Trajectory, scores: Mapping[str, float], config: RewardConfig) -> float:
     if JUDGE in config.weights and trajectory.answer is not None and JUDGE not in trajectory.metrics:
         raise UserError(
-            "reward.answer names judge, but nobody has judged these trajectories: only a run with"
+            "reward.answer names judge, but these trajectories have no verdict: only a run with"
             " reward.judge.url asks, while it samples"
         )
     scores = {JUDGE: trajectory.metrics.get(JUDGE, 0.0), **scores}
@@ -174,11 +161,9 @@ def check_reward(config: RewardConfig) -> list[str]:
     for address in filter(is_address, config.weights):
         _load_own(address)
         name = metric_name(address)
-        if name in TAKEN or names.count(name) > 1:
-            raise UserError(
-                f"reward.answer: {address} would be logged as reward/{name}, which is another metric's name;"
-                " rename the function"
-            )
+        if name in LOGGED_NAMES or names.count(name) > 1:
+            other = f"would be logged as reward/{name}, which is another metric's name"
+            raise UserError(f"reward.answer: {address} {other}; rename the function")
     lines = []
     if config.judge.url:
         lines.append(f"judge ON: {config.judge.model} at {config.judge.url} is asked about every answer")
@@ -214,11 +199,10 @@ def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.G
     """
     scored = [score_trajectory(trajectory, config) for group in groups for trajectory in group.trajectories]
     if config.shuffle:
+        sources = [scored[index] for index in rng.permutation(len(scored))]
         scored = [
-            replace(
-                trajectory, answer_score=scored[source].answer_score, format_valid=scored[source].format_valid
-            )
-            for trajectory, source in zip(scored, rng.permutation(len(scored)), strict=True)
+            replace(trajectory, answer_score=source.answer_score, format_valid=source.format_valid)
+            for trajectory, source in zip(scored, sources, strict=True)
         ]
     remaining = iter(scored)
     return [replace(group, trajectories=[next(remaining) for _ in group.trajectories]) for group in groups]

@@ -205,7 +205,7 @@ def test_data_sets_by_file_pattern_or_alone(hub):
         ("hf://datasets/owner/flash/dev.jsonl", f"no file 'dev.jsonl'; {files}"),
         ("hf://datasets/owner", "expected hf://datasets/OWNER/NAME/FILE"),
         ("owner/none", "0 data files; .* such as hf://datasets/owner/none/train.jsonl .its data files: none"),
-        ("hf://datasets/owner/a..b", "owner/a..b: no name of a repository"),
+        ("hf://datasets/owner/a..b", "owner/a..b .dataset on http.*: no name of a repository"),
     ):
         with pytest.raises(UserError, match=message):
             load_questions(name)
