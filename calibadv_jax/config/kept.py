@@ -40,8 +40,7 @@ def start_files(run: Path) -> list[Path]:
 def newest_start(run: Path) -> Start | None:
     """Return the newest start whose files are whole, with rebased paths; None if the folder has none.
 
-    If the hashes of every start are lost, the newest start with a config counts. Raises UserError if
-    every config is damaged.
+    If the hashes of every start are lost, the newest start with a config counts; UserError if none has one.
     """
     damaged: list[Path] = []
     without_hashes = None
@@ -55,19 +54,18 @@ def newest_start(run: Path) -> Start | None:
             without_hashes = Start(path, config, {}, tuple(damaged))
     if damaged and without_hashes is None:
         raise UserError(
-            f"{damaged[0]}: empty or cut off (was the disk full?), and no older start is whole; write the"
-            f" run's config there (calibadv train --config FILE --dry-run > {damaged[0]}), or choose another"
-            " run.dir"
+            f"{damaged[0]}: empty or cut off, and no older start is whole; write the run's config there"
+            f" (calibadv train --config FILE --dry-run > {damaged[0]}), or choose another run.dir"
         )
     return without_hashes
 
 
 def run_hash(run: Path) -> str:
     """Return the hash of a run's first start: config, questions, model, vocabulary; empty before it."""
-    files = [run / FOLDER / name for name in ("0.yaml", "0.json")]
-    if not files[0].is_file():
+    files = [file for name in ("0.yaml", "0.json") if (file := run / FOLDER / name).is_file()]
+    if not files or files[0].suffix == ".json":
         return ""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def add_start(run: Path, config: str, identity: Mapping[str, str]) -> None:
@@ -120,11 +118,8 @@ def follow_run(
 ) -> dict[str, Any]:
     """Return a file's nested values with the paths inside its run.dir inside `folder`, the new run.dir.
 
-    An input stays in the folder of the file's run, where it is only read, unless `folder` holds it too.
-
-    Args:
-        outputs: dotted keys of what commands write, which always moves.
-        with_inputs: whether inputs always move: the command makes them itself.
+    The keys of `outputs` always move. An input stays in the folder of the file's run, where it is only read,
+    unless `folder` holds it too, or the command makes it itself (`with_inputs`).
     """
     moved = _rebased(values, folder, lambda key, path: with_inputs or key in outputs or Path(path).exists())
     run, moved_run = values.get("run"), moved.get("run")
@@ -140,10 +135,8 @@ def refuse_other_run(path: Path, key: str, run: Path) -> None:
     place, own = path.resolve(), run.resolve()
     owner = next((folder for folder in (place, *place.parents) if folder == own or _is_run(folder)), own)
     if owner != own:
-        raise UserError(
-            f"{key}={path} lies in the folder of another run, {owner}; choose a place in run.dir={run}, or"
-            " outside of every run"
-        )
+        advice = f"choose a place in run.dir={run}, or outside of every run"
+        raise UserError(f"{key}={path} lies in the folder of another run, {owner}; {advice}")
 
 
 def _is_run(folder: Path) -> bool:

@@ -65,11 +65,10 @@ def load_config(
     The type of an override's key decides how its value is read: text is taken literally (but for quotes
     around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
 
-    Raises UserError for a missing file, bad YAML, an unknown key (with the key that was probably meant), or
-    a bad value.
+    Raises UserError for a missing file, bad YAML, an unknown key (with a hint), or a bad value.
     """
-    given = [paths] if isinstance(paths, str | Path) else paths
-    files = [file for path in given for file in _read(find_config(Path(path)), ())]
+    names = [paths] if isinstance(paths, str | Path) else paths
+    files = [file for name in names for file in _read(find_config(Path(name)), ())]
     return _merged(files, overrides, with_inputs)
 
 
@@ -114,8 +113,7 @@ def _merged(
 ) -> Config:
     """Merge files, by name, each over the file before it, and overrides over all files."""
     merged, sources = _resolved(files, overrides)
-    run = str(merged["run"]["dir"])
-    setter = _last_setter("run.dir", sources)
+    run, setter = str(merged["run"]["dir"]), _last_setter("run.dir", sources)
     followed = [
         (name, loaded if name == setter else _following(loaded, run, with_inputs)) for name, loaded in files
     ]
@@ -192,9 +190,9 @@ def _checked(loaded: Any, name: str) -> DictConfig:
     """Return a file's values if they are a mapping of known sections and keys."""
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{name}: expected a mapping of sections, got a list")
-    if named := [key for key in SERVICE_KEYS if key in loaded]:
+    if keys := [key for key in SERVICE_KEYS if key in loaded]:
         raise UserError(
-            f"{name}: holds options of the retrieval service ({', '.join(named)}), and is no config of a run;"
+            f"{name}: holds options of the retrieval service ({', '.join(keys)}), and is no config of a run;"
             f" start the service with it: scripts/launch_retriever.sh --config {name}"
         )
     values: Any = OmegaConf.to_container(loaded)
@@ -251,30 +249,27 @@ def _note_references(config: DictConfig, resolved: Any) -> None:
         return
     named = OmegaConf.create(map_texts(raw, _escaped))  # resolves to the references themselves
 
-    def walk(node: Any, value: Any, key: str) -> None:
-        if isinstance(node, dict) and isinstance(value, dict):
-            for name in node:
-                walk(node[name], value[name], f"{key}.{name}".lstrip("."))
-        elif isinstance(node, list) and isinstance(value, list):
-            for index, pair in enumerate(zip(node, value, strict=True)):
-                walk(*pair, f"{key}.{index}")
-        elif isinstance(node, str) and isinstance(value, str) and "${" in node:
-            reference = _reference(named, key, node, value)
-            if reference != value:
-                _references[key, value] = reference
+    values: dict[str, str] = {}
+    map_texts(resolved, lambda key, value: values.setdefault(key, value))
 
-    walk(raw, resolved, "")
+    def note(key: str, text: str) -> str:
+        value = values.get(key)
+        if value is not None and "${" in text and (reference := _reference(named, key, text, value)) != value:
+            _references[key, value] = reference
+        return text
+
+    map_texts(raw, note)
 
 
-def _reference(named: Any, key: str, node: str, value: str) -> str:
-    """Return the text of a key that resolves to `value`; `value` itself if it refers to no variable."""
+def _reference(named: Any, key: str, text: str, value: str) -> str:
+    """Return a text for a key that resolves to `value`; `value` itself if it refers to no variable."""
     try:
         reference = OmegaConf.select(named, key)
-        if "oc.env" not in node and reference == value:
+        if "oc.env" not in text and reference == value:
             return value
-        return str(reference) if OmegaConf.create({"value": reference}).value == value else node
+        return str(reference) if OmegaConf.create({"value": reference}).value == value else text
     except OmegaConfBaseException:  # a reference within another resolver
-        return node
+        return text
 
 
 def _escaped(_: str, text: str) -> str:
@@ -297,9 +292,8 @@ def _validate(merged: Any, sources: Sequence[Source]) -> Config:
             lines.setdefault(_blamed(item, sources), []).append(_line(item, overridden))
         raise UserError("; ".join(f"{name}: {'; '.join(texts)}" for name, texts in lines.items())) from error
     except TypeError as error:
-        raise UserError(
-            f"{_all_files(sources)}: {error}: values are text, numbers, true, false, null, lists and mappings"
-        ) from error
+        form = "values are text, numbers, true, false, null, lists and mappings"
+        raise UserError(f"{_all_files(sources)}: {error}: {form}") from error
 
 
 def _names(node: Any, prefix: str = "") -> set[str]:
