@@ -6,7 +6,6 @@ own input, so that a public clone notices the same faults.
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +16,12 @@ from packaging.requirements import Requirement
 
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.contrib.commands.prepare_data import prepare
-from calibadv_jax.contrib.report.gather import gather
-from calibadv_jax.contrib.report.runs import group_runs, read_runs
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import Message, Question, Trajectory, Turn
+from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rewards.score import format_flaw
 from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import load_tokenizer
@@ -52,13 +48,9 @@ def test_llama_class_over_bytes_loses_nothing(shared):
         assert decode(tokenizer, encode(tokenizer, text)) == text
 
 
-@pytest.mark.parametrize("name", ["qwen2_raises", "qwen3_thinking", "qwen3_no_head_dim"])
-def test_tokenizers_that_keep_text_are_accepted(shared, name):
-    assert load_tokenizer(shared / "cases/models" / name).eos_token == "<|im_end|>"
-
-
 def test_qwen3_without_head_dim_has_128(shared):
     folder = shared / "cases/models/qwen3_no_head_dim"
+    assert load_tokenizer(folder).eos_token == "<|im_end|>"
     architecture = architecture_from_hf(read_hf_config(folder))
     assert architecture.head_dim == 128
     assert "tensors in 1 file(s)" in check_weights(folder, Policy(architecture, Numerics()))
@@ -74,28 +66,18 @@ def prompt_of(folder, messages=(USER,), **config):
 
 
 def test_thought_that_template_opens_counts(shared):
+    """The score of such a first turn: tests/rewards/test_format.py."""
     folder = shared / "cases/models/qwen3_thinking"
     ids, opening = prompt_of(folder)
     assert opening == "<think>\n"
     assert np.array_equal(prompt_of(folder, prepend_think=True)[0], ids)
-    texts = {
-        "search": "a </think>\n<search> b </search>",
-        "answer": "<think> c </think><answer> Ada </answer>",
-    }
-    turns = [Turn(kind, ids, np.zeros(len(ids)), text, observation_ids=ids) for kind, text in texts.items()]
-    question = Question("q", "Who wrote it?", ("Ada",), "test")
-    assert not format_flaw(Trajectory(question, ids, turns, first_opening=opening))
-    assert format_flaw(Trajectory(question, ids, turns))
 
 
 def test_template_that_refuses_a_role_is_one_line(shared):
     folder = shared / "cases/models/qwen2_raises"
     assert prompt_of(folder)[1] == ""
-    messages = (Message("system", ("You help.",)), USER)
-    with pytest.raises(
-        UserError, match=f"{folder} fails on messages of the role system and user: .*System role"
-    ):
-        prompt_of(folder, messages)
+    with pytest.raises(UserError, match=f"{folder} fails on messages of the role system and user: .*System"):
+        prompt_of(folder, (Message("system", ("You help.",)), USER))
 
 
 # ---- lora: adapters of PEFT and verl ----
@@ -124,34 +106,22 @@ def test_adapter_that_is_not_plain_is_refused(shared, case, words):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("skyrl", [("who wrote Emma?", ("Jane Austen",))]),
-        ("promptr1", [("Who wrote Emma?", ("Jane Austen",))]),
-        (
-            "split",
-            [("Who painted the harbour?", ("Ada Berk", "A. Berk")), ("Capital of Italy?", ("Rome", "Roma"))],
-        ),
-        ("boolq", [("is the mill in rome", ("yes",)), ("is the harbour old", ("no",))]),
-        ("browsecomp_plus", [("who painted it?", ("Ada",))]),
-    ],
-)
-def test_rows_of_peers_are_read(shared, name, expected):
-    questions = load_questions(shared / f"cases/rows/{name}.jsonl")
-    assert [(question.text, question.golden_answers) for question in questions] == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
+        ("skyrl", [("Jane Austen",)]),
+        ("promptr1", [("Jane Austen",)]),
+        ("split", [("Ada Berk", "A. Berk"), ("Rome", "Roma")]),
+        ("boolq", [("yes",), ("no",)]),
+        ("browsecomp_plus", [("Ada",)]),
         ("nan", [("5",)]),
         ("letters", [("—",)]),
         ("ours", [("5",), ("Ada",), ("Rome",), ("Austen",)]),
         ("ours_nosrc", [("5",), ("Ada",), ("Rome",), ("Austen",)]),
     ],
 )
-def test_rows_without_possible_answer_are_dropped(shared, tmp_path, name, expected):
+def test_rows_of_peers_are_read_or_dropped(shared, tmp_path, name, expected):
     prepare(shared / f"cases/rows/{name}.jsonl", tmp_path / "out.jsonl")
     questions = load_questions(tmp_path / "out.jsonl")
     assert [question.golden_answers for question in questions] == expected
+    assert not any("Think" in question.text or "think" in question.text for question in questions)
 
 
 # ---- retriever: queries without a hit, indexes with their own ids ----
@@ -178,19 +148,6 @@ def test_index_with_ids_from_one_is_refused(shared, monkeypatch):
     monkeypatch.setattr("retriever.indexes.index.make_encoder", lambda *_: encoder)
     with pytest.raises(RetrieverError, match="its ids are not the row numbers 0 … 4 of the corpus .*id 5"):
         open_index(folder / "idmap_from_one.index", load_corpus(folder / "en.jsonl"), IndexOptions("e5"))
-
-
-# ---- metrics: names with a slash ----
-
-
-def test_data_source_with_slash_has_a_curve(tmp_path):
-    """No input lies in the folder: the README names the metric."""
-    name = "eval/hotpotqa/hotpot_qa/f1/greedy"
-    rows = [{"step": step, "reward/mean": step / 4, name: step / 2} for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section, _ = gather(group_runs(read_runs([tmp_path]))).sections
-    curves = {chart.figure.key: chart.panels[0].curves[0].mean.tolist() for chart in section.charts}
-    assert curves == {"reward": [0.25, 0.5], "evaluation_f1": [0.5, 1.0]}
 
 
 # ---- versions: bounds of dependencies ----
