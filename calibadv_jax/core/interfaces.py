@@ -38,7 +38,6 @@ class Completion:
 class Closable(Protocol):
     async def close(self) -> None:
         """Close the connections of the running event loop."""
-        ...
 
 
 class Sampler(Closable, Protocol):
@@ -46,11 +45,9 @@ class Sampler(Closable, Protocol):
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
         """Sample a completion; RequestFailed: this request failed; UserError: no request can succeed."""
-        ...
 
     def release(self, session: str) -> None:
         """Allow the cache of an ended trajectory to be reused."""
-        ...
 
     async def load(self, version: int, published: Any) -> None:
         """Sample with these parameters from now on; `version` of the policy ascends within a run.
@@ -58,18 +55,15 @@ class Sampler(Closable, Protocol):
         `published`, as the sampler takes it: the folder of a snapshot, or the parameters on devices, which
         may be donated after the return.
         """
-        ...
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Return log-probabilities float32 [T - 1] of tokens 1 … T - 1, by the name of each copy of weights.
 
         Empty if the weights are the learner's own.
         """
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the program's start, by their names in metrics.jsonl."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,6 @@ class Judge(Closable, Protocol):
 
     async def score(self, trajectory: Trajectory) -> dict[str, float]:
         """Return metrics of a trajectory that has answered; errors as those of `Action.call`."""
-        ...
 
 
 class Retriever(Closable, Protocol):
@@ -127,8 +120,6 @@ class Retriever(Closable, Protocol):
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         """Return the documents of each query, best first."""
-        ...
 
     async def access(self, addresses: Sequence[str]) -> list[Document | None]:
         """Return the page at each address; None where there is none."""
-        ...

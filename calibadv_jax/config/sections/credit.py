@@ -34,8 +34,7 @@ def _choices(*names: str) -> Any:
 class JudgeConfig(Section):
     url: Annotated[str, Mark.UNLEARNED, Mark.NO_ANSWER] = ""
     """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1, that judges every answer
-    (reward/judge, for reward.answer). The environment variable JUDGE_TOKEN is sent as a bearer token. Empty:
-    no judge."""
+    (reward/judge, for reward.answer). JUDGE_TOKEN is sent as a bearer token. Empty: no judge."""
     model: str = ""
     """Model of the request."""
     prompt: str = ""
@@ -116,9 +115,8 @@ CALIBRATED = "calibadv"
 @dataclass(frozen=True, config=SECTION)
 class AdvantageConfig:
     name: Annotated[str, _choices(CALIBRATED, *ESTIMATORS)] = CALIBRATED
-    """calibadv: the advantages of `base`, calibrated by turn (arXiv 2604.18235). The others are not
-    calibrated; docs/credit.md has their formulas. package.module:function: a function of your own, see
-    examples/own_advantage.py."""
+    """calibadv: the advantages of `base`, calibrated by turn (arXiv 2604.18235). The others: docs/credit.md.
+    package.module:function: a function of your own, see examples/own_advantage.py."""
     base: Annotated[str, _choices(*ESTIMATORS)] = "grpo"
     """calibadv: the estimator whose advantages are calibrated; any `name` but calibadv."""
     normalize_std: bool = True
@@ -136,9 +134,8 @@ class AdvantageConfig:
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """gae: lambda. 1: score less the critic's value; 0: change of the value up to the next sampled token."""
     probes: Annotated[list[Literal["current", "initial"]], Mark.UNLEARNED] = Field(default_factory=list)
-    """Policies under which the golden answer's log-probability after every turn is kept for `calibadv audit`,
-    though the estimator does not need it: current (before the step's update) for igpo and a2tgpo, initial (of
-    the run's start) for tips."""
+    """Policies whose log-probability of the golden answer after every turn is kept for `calibadv audit`:
+    current (before the step's update) for igpo and a2tgpo, initial (of the run's start) for tips."""
     soft_penalty: bool = True
     """calibadv: make a negative advantage of a search turn smaller by its correctness."""
     softening: Literal["plain", "aggressive", "upper_limit", "reset"] = "plain"

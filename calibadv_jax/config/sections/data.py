@@ -36,9 +36,8 @@ class DataConfig(Section):
     eval_limit: Annotated[NonNegativeInt, Mark.UNLEARNED, Mark.PER_RUN] = 0
     """Questions to evaluate on, spread evenly over the data sources; 0: all questions."""
     overlong_prompts: Annotated[Literal["refuse", "leave_out"], Mark.UNLEARNED] = "refuse"
-    """Questions whose prompt is longer than rollout.max_prompt_length, and demonstrations longer than
-    sft.row_length. refuse: the command ends at its start; leave_out: it goes on without them and prints their
-    number (verl: data.filter_overlong_prompts)."""
+    """Prompts longer than rollout.max_prompt_length, and demonstrations longer than sft.row_length. refuse:
+    the command ends at its start; leave_out (verl: filter_overlong_prompts): it goes on without them."""
     shuffle: bool = True
     """Shuffle the training questions anew in every epoch."""
     rest_above: float = Field(default=1.0, ge=0, le=1)

@@ -38,9 +38,8 @@ BY_SEQUENCE = ("gspo", "gmpo", "sapo")
 @dataclass(frozen=True, config=SECTION)
 class LossConfig(Section):
     name: str = "vanilla"
-    """Loss of the policy: vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance,
-    balance_detached, sapo, dppo_tv, dppo_kl or dro (docs/losses.md), or a function of your own as
-    package.module:function."""
+    """vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance, balance_detached, sapo, dppo_tv,
+    dppo_kl or dro (docs/losses.md), or a function of your own as package.module:function."""
     clip_low: NonNegativeFloat = 0.2
     """PPO clip: lower bound 1 - clip_low of the importance ratio. gmpo: of its logarithm, -clip_low. dppo_tv,
     dppo_kl: largest distance of probabilities for a token with a negative advantage."""
@@ -74,9 +73,8 @@ class LossConfig(Section):
     cov_kl_coef: NonNegativeFloat = 1.0
     """kl_cov: weight of the chosen tokens' distance |log ratio|."""
     aggregation: Aggregation = "token_mean"
-    """token_mean: mean over the trained tokens of the mini-batch; sequence_mean: over its trajectories, of
-    their token means; sequence_sum: of their sums; sequence_sum_norm: of their sums divided by length_norm
-    (Dr. GRPO)."""
+    """token_mean: mean over the mini-batch's trained tokens; sequence_mean: over its trajectories, of their
+    token means; sequence_sum: of their sums; sequence_sum_norm (Dr. GRPO): of sums divided by length_norm."""
     length_norm: NonNegativeInt = 0
     """sequence_sum_norm: divisor of each trajectory's sum, in tokens, such as rollout.max_length."""
     kl_coef: NonNegativeFloat = 0.0
@@ -86,8 +84,7 @@ class LossConfig(Section):
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus; 0: off."""
     old_logprobs: Literal["recompute", "sampler"] = "recompute"
-    """Denominator of the importance ratio. recompute: the learner's log-probabilities before the first
-    update; sampler: the sampler's."""
+    """Denominator of the importance ratio. recompute: the learner's, before its first update; or sampler."""
     importance_cap: NonNegativeFloat = 0.0
     """Largest weight of the truncated importance sampling between sampler and learner; 0: off."""
     importance_level: Literal["token", "sequence", "sequence_geometric"] = "token"
@@ -190,9 +187,8 @@ class OptimizerConfig:
     max_grad_norm: PositiveFloat = 1.0
     """Largest global norm of a gradient; larger gradients are scaled down to it."""
     offload: Annotated[Literal["none", "host"], Mark.UNLEARNED] = "none"
-    """host: keep the optimizer's moments in host memory; a quarter of them, or those of the largest
-    parameter, are on the devices during an update. Costs two copies of the moments an update; on the CPU it
-    saves nothing."""
+    """host: keep the optimizer's moments in host memory; an update has a quarter of them, or those of the
+    largest parameter, on the devices, and costs two copies. On the CPU it saves nothing."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -254,9 +250,8 @@ class SftConfig:
     demonstrations: str = ""
     """JSONL file of demonstrations (docs/data.md), or the name of a generator: world."""
     first_query: Literal["best", "varied"] = "best"
-    """First query of `calibadv demonstrate`. best: the query with the best hits, mostly the question itself;
-    varied: drawn for each question among the question and its titles that lead to all supporting passages, so
-    that RL can choose among kinds of query."""
+    """First query of `calibadv demonstrate`. best: that with the best hits, mostly the question; varied: drawn
+    among the question and its titles that lead to all supporting passages, so that RL can choose."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
     """Share of the file's questions that are not trained on; their loss is sft/held_out_loss."""
     held_out_every: PositiveInt = 20

@@ -129,8 +129,7 @@ class ExportConfig:
 class GuardsConfig:
     action: Literal["log", "stop", "rollback"] = "log"
     """What happens when a guard trips. log: a warning, since the thresholds are rules of thumb; stop: the run
-    ends with its state saved; rollback: the run goes back to the last good checkpoint and on with other
-    random draws."""
+    saves and ends; rollback: it goes back to the last good checkpoint and on with other random draws."""
     patience: PositiveInt = 3
     """Steps in a row beyond a threshold before its guard trips."""
     max_rollbacks: NonNegativeInt = 3

@@ -40,10 +40,7 @@ def credential_faults(key: str, urls: str | list[str], token_variable: str = "")
 
 
 class Mark(Enum):
-    """Role of a key in a run: stands at the key's field, or at a section's field for all keys of the section.
-
-    `keys.marked` reads the marks.
-    """
+    """Role of a key, at its field, or at a section's field for all keys of the section; see `keys.marked`."""
 
     UNLEARNED = auto()  # learning does not depend on it: a resumed run may have another value
     LEARNED = auto()  # in a section that is UNLEARNED: learning depends on this key
