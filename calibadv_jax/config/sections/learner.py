@@ -250,8 +250,8 @@ class SftConfig:
     demonstrations: str = ""
     """JSONL file of demonstrations (docs/data.md), or the name of a generator: world."""
     first_query: Literal["best", "varied"] = "best"
-    """First query of `calibadv demonstrate`. best: that with the best hits, mostly the question; varied: drawn
-    among the question and its titles that lead to all supporting passages, so that RL can choose."""
+    """First query of `calibadv demonstrate`. best: that with the best hits, mostly the question; varied:
+    drawn among the question and its titles that lead to all supporting passages, so that RL can choose."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
     """Share of the file's questions that are not trained on; their loss is sft/held_out_loss."""
     held_out_every: PositiveInt = 20
