@@ -204,13 +204,10 @@ def parse(
     after ``--help``, and 2 after a mistake that was reported in one line.
     """
     parser = _Parser(prog=program, description=description, allow_abbrev=False)
-    text = (
-        "YAML file of the run, or the name of a shipped config (calibadv configs); of several, later"
-        " ones win, key by key" + (f"; default: {', '.join(map(str, configs))}" if configs else "")
-    )
-    parser.add_argument(
-        "--config", type=Path, required=not configs, action="append", metavar="FILE", help=text
-    )
+    text = "YAML file of the run, or a shipped config (calibadv configs); later ones win, key by key"
+    text += f"; default: {', '.join(map(str, configs))}" if configs else ""
+    is_needed = not configs
+    parser.add_argument("--config", type=Path, required=is_needed, action="append", metavar="FILE", help=text)
     for name, option in options.items():
         if isinstance(option, Value):
             kind: dict[str, Any] = {"metavar": option.metavar, "type": type(option.default)}

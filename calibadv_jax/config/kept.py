@@ -62,10 +62,10 @@ def newest_start(run: Path) -> Start | None:
 
 def run_hash(run: Path) -> str:
     """Return the hash of a run's first start: config, questions, model, vocabulary; empty before it."""
-    files = [file for name in ("0.yaml", "0.json") if (file := run / FOLDER / name).is_file()]
-    if not files or files[0].suffix == ".json":
+    files = [run / FOLDER / name for name in ("0.yaml", "0.json")]
+    if not files[0].is_file():
         return ""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
 def add_start(run: Path, config: str, identity: Mapping[str, str]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import field
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.credit import AdvantageConfig, RewardConfig
@@ -42,7 +43,7 @@ class Config(Section):
     prompt: Annotated[PromptConfig, Mark.COLD_START] = PromptConfig()
     rollout: Annotated[RolloutConfig, Mark.TUNED] = RolloutConfig()
     sampler: Annotated[SamplerConfig, Mark.UNLEARNED, Mark.TUNED] = SamplerConfig()
-    tools: Annotated[list[ToolConfig], Mark.COLD_START] = Field(
+    tools: Annotated[list[ToolConfig], Mark.COLD_START] = field(
         default_factory=lambda: [ToolConfig("search")]
     )
     """Actions of the policy before it answers (docs/tools.md); a name alone is an entry: [search, access]."""
@@ -104,10 +105,8 @@ class Config(Section):
         if self.guards.action == "rollback":
             yield from self._rollback_faults()
         if (width := self.learner.row_length) < (longest := self.rollout.max_length):
-            yield (
-                f"learner.row_length is {width}, but a trajectory may have rollout.max_length = {longest}"
-                " tokens: raise the first or lower the second"
-            )
+            fault = f"learner.row_length is {width}, but rollout.max_length = {longest}"
+            yield f"{fault}: raise the first or lower the second"
         yield from self._sampler_faults()
 
     def _rollback_faults(self) -> Iterator[str]:
@@ -127,25 +126,16 @@ class Config(Section):
         staleness = f"rollout.max_staleness is {rollout.max_staleness}, but"
         dtype = f"sampler.dtype is {sampler.dtype}, but"
         if rollout.max_staleness and not is_vllm:
-            yield (
-                f"{staleness} sampler.name={sampler.name} samples on the learner's own devices: set it to 0,"
-                " or sampler.name=vllm"
-            )
+            yield f"{staleness} sampler.name={sampler.name} samples on the learner's own devices: set it to 0"
         if rollout.max_staleness and not is_corrected:
-            yield (
-                f"{staleness} the loss does not correct for trajectories of older policies: set"
-                " loss.importance_cap=2, or rollout.max_staleness=0"
-            )
+            way_out = "set loss.importance_cap=2, or rollout.max_staleness=0"
+            yield f"{staleness} the loss does not correct for trajectories of older policies: {way_out}"
         if sampler.dtype and not is_vllm:
-            yield (
-                f"{dtype} sampler.name={sampler.name} samples in the learner's policy.compute_dtype: leave"
-                " sampler.dtype out, or set sampler.name=vllm"
-            )
+            way_out = "leave sampler.dtype out, or set sampler.name=vllm"
+            yield f"{dtype} sampler.name={sampler.name} samples in policy.compute_dtype: {way_out}"
         if sampler.dtype not in ("", self.policy.compute_dtype) and not is_corrected:
-            yield (
-                f"{dtype} the loss does not correct for policy.compute_dtype={self.policy.compute_dtype}: set"
-                " loss.importance_cap=2, or leave sampler.dtype out"
-            )
+            way_out = "set loss.importance_cap=2, or leave sampler.dtype out"
+            yield f"{dtype} the loss does not correct for another policy.compute_dtype: {way_out}"
         if (rollout.top_p < 1 or rollout.top_k > 0) and loss.compares_with_sampler and is_vllm:
             yield (
                 "vLLM reports log-probabilities after top_p and top_k, which the learner cannot recompute:"

@@ -62,10 +62,8 @@ def read_pins(folder: Path) -> list[Pin]:
     try:
         return TypeAdapter(list[Pin]).validate_json(path.read_bytes())
     except ValueError as error:
-        raise UserError(
-            f"{path}: damaged, so that the run's commits are lost; remove it, and the run takes those that"
-            " policy.revision names now"
-        ) from error
+        advice = "remove it, and the run takes the commits that policy.revision names now"
+        raise UserError(f"{path}: damaged, so that the run's commits are lost; {advice}") from error
 
 
 def write_pins(folder: Path, pins: Iterable[Pin]) -> None:
@@ -113,11 +111,8 @@ def fetch_data(address: str) -> list[Path]:
     revision = revision.replace("%2F", "/") or "main"
     with _errors(repository, "dataset", revision):
         if pattern:
-            folder = Path(
-                snapshot_download(
-                    repository, repo_type="dataset", revision=revision, allow_patterns=[pattern]
-                )
-            )
+            patterns = {"revision": revision, "allow_patterns": [pattern]}
+            folder = Path(snapshot_download(repository, repo_type="dataset", **patterns))
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             matches = [p for p in files if fnmatch.fnmatchcase(p.relative_to(folder).as_posix(), pattern)]
             if matches:

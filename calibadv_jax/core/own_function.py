@@ -58,17 +58,14 @@ def own_function(address: str, key: str, parameters: tuple[str, ...], expected: 
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         is_absent = missing and f"{module_name}.".startswith(f"{missing}.")
         advice = "PYTHONPATH must name the folder that holds it" if is_absent else "correct it"
-        raise UserError(
-            f"{key} is {address}, but importing {module_name} failed: {failure(error)}; {advice}"
-        ) from error
+        fault = f"importing {module_name} failed: {failure(error)}"
+        raise UserError(f"{key} is {address}, but {fault}; {advice}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"{key} is {address}, but {module_name} has no function {name}; expected: {expected}")
     try:
         inspect.signature(function).bind(*parameters)
     except (TypeError, ValueError) as error:
-        call = f"({', '.join(parameters)}): {error}"
-        raise UserError(
-            f"{key} is {address}, but it cannot be called with {call}; expected: {expected}"
-        ) from error
+        fault = f"it cannot be called with ({', '.join(parameters)}): {error}"
+        raise UserError(f"{key} is {address}, but {fault}; expected: {expected}") from error
     return function

@@ -50,9 +50,7 @@ class Stop:
             received, self._sent = os.pipe()
             os.set_blocking(self._sent, False)
             self._sent_before = signal.set_wakeup_fd(self._sent, warn_on_full_buffer=False)
-            self._watcher = threading.Thread(
-                target=self._watch, args=(received,), name="signals", daemon=True
-            )
+            self._watcher = threading.Thread(target=self._watch, args=(received,), daemon=True)
             self._watcher.start()
         return self
 

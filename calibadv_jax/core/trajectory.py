@@ -108,9 +108,8 @@ class Trajectory:
     @property
     def response_ids(self) -> np.ndarray:
         """int32 [T]: sampled and observation tokens of all turns, in order."""
-        return _joined(
-            (part for turn in self.turns for part in (turn.token_ids, turn.observation_ids)), np.int32
-        )
+        pairs = ((turn.token_ids, turn.observation_ids) for turn in self.turns)
+        return _joined((part for pair in pairs for part in pair), np.int32)
 
     @property
     def mask(self) -> np.ndarray:

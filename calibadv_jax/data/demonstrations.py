@@ -71,9 +71,7 @@ def split_off(
     texts = list(dict.fromkeys(each.question.text for each in demonstrations))
     count = max(1, round(share * len(texts))) if share else 0
     if count and count >= len(texts):
-        raise UserError(
-            f"sft.held_out={share:g} takes all {len(texts)} questions of sft.demonstrations: lower it"
-        )
+        raise UserError(f"sft.held_out={share:g} takes all {len(texts)} questions of the file: lower it")
     chosen = {texts[index] for index in np.random.default_rng(seed).permutation(len(texts))[:count]}
     training = [each for each in demonstrations if each.question.text not in chosen]
     return training, [each for each in demonstrations if each.question.text in chosen]
@@ -82,9 +80,7 @@ def split_off(
 def _parse_turns(row: dict[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:
     turns = row.get(key)
     if not isinstance(turns, list) or not turns:
-        raise UserError(
-            f"{where}: field 'turns' must be a non-empty list, got {turns!r}; or give 'messages' of a chat"
-        )
+        raise UserError(f"{where}: 'turns' must be a non-empty list, or give 'messages'; got {turns!r}")
     parsed = tuple(_parse_turn(turn, where, grammar) for turn in turns)
     return Demonstration(parse_question(row, where), parsed)
 
@@ -109,9 +105,8 @@ def _parse_turn(turn: object, where: str, grammar: Grammar) -> DemoTurn:
 def _check_action(text: str, where: str, grammar: Grammar) -> None:
     if parse_turn(text, "eos", grammar).kind == "invalid":
         ways = [f"<{name}> {'query' if name == 'search' else '…'} </{name}>" for name in grammar.actions]
-        raise UserError(
-            f"{where}: a turn must hold {', '.join(ways)} or <answer> answer </answer>, got {text[:80]!r}"
-        )
+        ways.append("<answer> answer </answer>")
+        raise UserError(f"{where}: a turn must hold {' or '.join(ways)}, got {text[:80]!r}")
 
 
 def _parse_chat(row: Mapping[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:
@@ -182,9 +177,7 @@ def _chat_turn(text: str, trained: bool, where: str, grammar: Grammar) -> DemoTu
     text = text.strip()
     _check_action(text, where, grammar)
     if not text.endswith(grammar.stop_strings):
-        raise UserError(
-            f"{where}: the policy stops after its action; remove what follows the tag in {text[-60:]!r}"
-        )
+        raise UserError(f"{where}: the policy stops after its action; remove what follows in {text[-60:]!r}")
     return DemoTurn(text, trained=trained)
 
 

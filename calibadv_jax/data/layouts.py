@@ -63,10 +63,8 @@ def layout_of(row: DataRow, where: str, columns: ColumnsConfig = NO_COLUMNS) -> 
         names = columns.question or "question", columns.answer or "answer"
         for name in names:
             if _value(row, name) is _MISSING:
-                raise UserError(
-                    f"{where}: no key {name!r}: the keys are {keys}; name another key (--question, --answer;"
-                    " data.columns)"
-                )
+                fault = f"no key {name!r}: the keys are {keys}"
+                raise UserError(f"{where}: {fault}; name another key (--question, --answer; data.columns)")
         return Layout("the layout of data.columns", "", partial(_columns, *names))
     for layout in LAYOUTS:
         if row.keys() >= set(layout.keys.split()):
@@ -94,10 +92,8 @@ def values_of(value: Any, where: str, key: str) -> list[Any]:
     for item in value if isinstance(value, list | tuple) else [value]:
         elements = parse_list(item) if isinstance(item, str) else None
         if elements is None and item is value and isinstance(item, str) and OPEN_LIST.match(item):
-            raise UserError(
-                f"{where}: key {key!r} begins as a list, but is none: {item[:80]!r}; write"
-                ' ["first", "second"]'
-            )
+            fault = f"key {key!r} begins as a list, but is none: {item[:80]!r}"
+            raise UserError(f'{where}: {fault}; write ["first", "second"]')
         values += [item] if elements is None else elements
     values = [value for value in map(without_nan, values) if value is not None and value != ""]
     for value in values:
@@ -154,10 +150,8 @@ def question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
         prompt = prompt[-1].get("content")
     *before, text = (prompt if isinstance(prompt, str) else "").split(MARKER)
     if len(before) > 1 or (needs_marker and not before):
-        raise UserError(
-            f"{where}: key 'question' is missing, and the prompt does not hold {MARKER!r} exactly once; add"
-            " the key"
-        )
+        fault = f"key 'question' is missing, and the prompt does not hold {MARKER!r} exactly once"
+        raise UserError(f"{where}: {fault}; add the key")
     lines = [line.strip() for line in text.split("<|")[0].splitlines() if line.strip()] or [""]
     is_cut = not lines[0].endswith("?") and any(line.endswith("?") for line in lines[1:])
     if is_cut or _INSTRUCTION.search(lines[0]):

@@ -90,10 +90,8 @@ def check_questions(questions: Sequence[Question], weights: Mapping[str, float],
         )
     bare = next((question for question in questions if not question.prompt), None)
     if template == "from_data" and bare:
-        raise UserError(
-            f"question {bare.id!r}: prompt.template is 'from_data', but its row has no 'prompt'; choose"
-            " another template"
-        )
+        fault = "prompt.template is 'from_data', but its row has no 'prompt'"
+        raise UserError(f"question {bare.id!r}: {fault}; choose another template")
 
 
 def _endless(indices: Sequence[int], seed: int, shuffle: bool) -> grain.MapDataset:

@@ -75,10 +75,8 @@ def _read(layout: Layout, row: dict[str, Any], where: str, source: str, place: s
     try:
         fields = layout.read(row, where)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"{where}: a value is not what {layout.name} has there ({reason}); correct the row"
-        ) from error
+        fault = f"a value is not what {layout.name} has there ({type(error).__name__}: {error})"
+        raise UserError(f"{where}: {fault}; correct the row") from error
     if layout is OURS and fields.id is not None and fields.data_source:
         return fields
     source = fields.data_source or layout.source or source

@@ -98,10 +98,9 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
     if not golden_answers:
         raise ValueError(f"question {trajectory.question.id!r} has no golden answers")
     answer = trajectory.answer
-    scores = {
-        name: 0.0 if answer is None else reward(answer, golden_answers)
-        for name, reward in ANSWER_REWARDS.items()
-    }
+    scores = dict.fromkeys(ANSWER_REWARDS, 0.0)
+    if answer is not None:
+        scores = {name: reward(answer, golden_answers) for name, reward in ANSWER_REWARDS.items()}
     scores |= {metric_name(name): own_score(name, trajectory) for name in config.weights if is_address(name)}
     is_valid = not format_flaw(trajectory)
     score = _answer_reward(trajectory, scores, config) if is_valid or not config.format else 0.0

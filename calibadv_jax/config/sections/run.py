@@ -29,7 +29,7 @@ class RunConfig:
     def _check_dir(cls, value: str) -> str:
         if "://" in value:
             raise ValueError(
-                f"{value} is no folder of a file system; set run.mirror to it, run.dir to a folder"
+                f"{value} is no folder of a file system; set run.mirror to it, run.dir to another"
             )
         check_literal(Path(value))
         return value
