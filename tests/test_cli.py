@@ -92,13 +92,6 @@ def test_dry_run_prints_every_key(config_file, capsys):
     assert values == (7, "elsewhere/sft", "calibadv")
 
 
-def below(cause: Exception):
-    def run(_: Config) -> None:
-        raise UserError("run.dir=runs/x cannot be written") from cause
-
-    return run
-
-
 def disk_error(number: int):
     return raising(OSError(number, os.strerror(number), "a/metrics.jsonl"))
 
@@ -112,11 +105,7 @@ def disk_error(number: int):
         (raising(UserError("q.jsonl:3: no answers; add one")), 2, "error: q.jsonl:3: no answers; add one\n"),
         (raising(EnvironmentFailure("a lock is held")), 75, "error: a lock is held\n"),
         (raising(RequestFailed("retriever", "is away")), 75, "error: is away\n"),
-        (below(OSError(errno.ENOSPC, "No space left", "runs/x")), 75, "error: run.dir=runs/x cannot be"),
-        (below(EnvironmentFailure("a lock is held")), 75, "error: run.dir=runs/x cannot be written\n"),
         (disk_error(errno.ENOSPC), 75, "error: a/metrics.jsonl: No space left on device; fix that"),
-        (disk_error(errno.EDQUOT), 75, "error: a/metrics.jsonl: Disk quota exceeded; fix that"),
-        (disk_error(errno.EROFS), 2, "error: a/metrics.jsonl: Read-only file system; fix that"),
         (disk_error(errno.EACCES), 2, "error: a/metrics.jsonl: Permission denied; fix that"),
     ],
 )
