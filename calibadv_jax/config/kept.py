@@ -132,15 +132,15 @@ def follow_run(
 
 def refuse_other_run(path: Path, key: str, run: Path) -> None:
     """Refuse (UserError) an output, of a config key, inside a run's folder that is not `run`."""
+
+    def is_run(folder: Path) -> bool:
+        return (folder / "sft.yaml").is_file() or any(map(run_of, folder.glob("configs/*.yaml")))
+
     place, own = path.resolve(), run.resolve()
-    owner = next((folder for folder in (place, *place.parents) if folder == own or _is_run(folder)), own)
+    owner = next((folder for folder in (place, *place.parents) if folder == own or is_run(folder)), own)
     if owner != own:
         advice = f"choose a place in run.dir={run}, or outside of every run"
         raise UserError(f"{key}={path} lies in the folder of another run, {owner}; {advice}")
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "sft.yaml").is_file() or any(run_of(path) for path in folder.glob("configs/*.yaml"))
 
 
 def _rebased(values: Mapping[str, Any], folder: str, moves: Callable[[str, str], bool]) -> dict[str, Any]:

@@ -117,17 +117,21 @@ def _parse_chat(row: Mapping[str, Any], key: str, where: str, grammar: Grammar) 
         raise UserError(f"{where}: no message of an assistant in {key!r}; remove the row")
     begin = roles.index("assistant")
     turns: list[DemoTurn] = []
-    for number in range(begin, len(messages)):
-        role, text, trained = messages[number]
+    for number, (role, text, trained) in enumerate(messages[begin:], begin):
+        place = f"{where}: message {number + 1} of {key!r}"
+        if role == "system":
+            raise UserError(f"{place}: a system message inside the chat")
         if role == "assistant":
             if number > begin and roles[number - 1] == "assistant":
                 raise UserError(
-                    f"{where}: message {number + 1} of {key!r}: two messages of the assistant follow each"
-                    " other; put what the search returned between them, or join them"
+                    f"{place}: two messages of the assistant follow each other; put what the search returned"
+                    " between them, or join them"
                 )
-            turns.append(_chat_turn(text, trained, f"{where}: message {number + 1} of {key!r}", grammar))
-        elif role == "system":
-            raise UserError(f"{where}: message {number + 1} of {key!r}: a system message inside the chat")
+            _check_action(text := text.strip(), place, grammar)
+            if not text.endswith(grammar.stop_strings):
+                advice = f"remove what follows the tag in {text[-60:]!r}"
+                raise UserError(f"{place}: the policy stops after its action; {advice}")
+            turns.append(DemoTurn(text, trained=trained))
         else:
             match = _INFORMATION.fullmatch(text)
             observed = f"{turns[-1].observation}\n{(match.group(1) if match else text).strip()}".strip()
@@ -171,14 +175,6 @@ def _question_text(
         raise UserError(f"{where}: {key!r}: the message before the assistant's first must be a user's")
     text = prompt[-1][1]
     return question_of(text, where) if text.count(MARKER) == 1 else text.strip()
-
-
-def _chat_turn(text: str, trained: bool, where: str, grammar: Grammar) -> DemoTurn:
-    text = text.strip()
-    _check_action(text, where, grammar)
-    if not text.endswith(grammar.stop_strings):
-        raise UserError(f"{where}: the policy stops after its action; remove what follows in {text[-60:]!r}")
-    return DemoTurn(text, trained=trained)
 
 
 def _with_documents(turn: DemoTurn) -> DemoTurn:

@@ -16,7 +16,6 @@ import sys
 import tokenize
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -110,14 +109,9 @@ def read_rows(path: str | Path, contents: str = "questions") -> Iterator[tuple[s
     if head == PARQUET:
         yield from _parquet(path)
         return
-    with _readable(path), gzip.open(path) if head.startswith(GZIP) else path.open("rb") as opened:
-        yield from _text(path, cast(BinaryIO, opened))
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
     try:
-        yield
+        with gzip.open(path) if head.startswith(GZIP) else path.open("rb") as opened:
+            yield from _text(path, cast(BinaryIO, opened))
     except UnicodeDecodeError as error:
         fault = f"not UTF-8 text ({error.reason}) and no parquet"
         raise UserError(f"{path}: {fault}; save it as UTF-8, or as parquet") from error

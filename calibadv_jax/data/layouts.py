@@ -166,8 +166,8 @@ def _golden(row: DataRow, where: str) -> Fields:
     """Ours and FlashRAG."""
     answers = texts(row.get("golden_answers"), where, "golden_answers")
     supporting = values_of(row.get("supporting_ids"), where, "supporting_ids")
-    fields = (row.get(key) for key in ("id", "question"))
-    return Fields(*fields, answers, row.get("data_source"), supporting, row.get("prompt"))
+    name, question, source, prompt = (row.get(key) for key in ("id", "question", "data_source", "prompt"))
+    return Fields(name, question, answers, source, supporting, prompt)
 
 
 def _hotpot(row: DataRow, where: str) -> Fields:

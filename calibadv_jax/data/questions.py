@@ -64,7 +64,8 @@ def read_questions(
         try:
             fields = _read(layout, row, where, source, f"{path.name.partition('.')[0]}_{number}")
             if columns.separator:
-                fields = replace(fields, answers=_split(fields.answers, columns.separator))
+                parts = (part.strip() for text in fields.answers for part in text.split(columns.separator))
+                fields = replace(fields, answers=list(dict.fromkeys(filter(None, parts))) or fields.answers)
             yield where, _question(fields, where, prompts)
         except NoAnswer as reason:
             reason.source = well_formed(str(row.get("data_source") or layout.source or source))
@@ -85,11 +86,6 @@ def _read(layout: Layout, row: dict[str, Any], where: str, source: str, place: s
         name = f"{source}_{name}"
     question = fields.question.strip() if isinstance(fields.question, str) else fields.question
     return replace(fields, id=name, question=question, data_source=source)
-
-
-def _split(answers: Iterable[str], separator: str) -> list[str]:
-    parts = (part.strip() for answer in answers for part in answer.split(separator))
-    return list(dict.fromkeys(filter(None, parts))) or list(answers)
 
 
 def parse_question(row: dict[str, Any], where: str) -> Question:
