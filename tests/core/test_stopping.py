@@ -50,17 +50,6 @@ def test_held_work_is_finished_before_the_stop():
     assert end.value.code == 143 and done == ["update"]
 
 
-def test_second_signal_ends_the_process():
-    program = (
-        "import os, signal, sys\nfrom calibadv_jax.core.stopping import Stop\n"
-        "with Stop() as stop, stop.held():\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n    print('held', flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n    print('went on', flush=True)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (130, "held\n")
-
-
 BLOCKED = """
 import ctypes
 from calibadv_jax.core.stopping import Stop

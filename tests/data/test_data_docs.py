@@ -19,11 +19,8 @@ from retriever import prepare_corpus
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/data.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"```(?:json|text) (\S+)\n(.*?)```", TEXT, re.DOTALL))
-COMMANDS = [
-    line for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()
-]
-
-
+BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 QUESTIONS = sorted((ROOT / "examples/questions").iterdir())
 EXPECTED = """
 2wikimultihopqa_8813: Who is the mother of the director of Polish-Russian War? Małgorzata Braunek

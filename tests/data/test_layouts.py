@@ -33,11 +33,8 @@ def verl(number, question="who?", **changes):
 
 MAGAZINE = {"question": "Which was first?", "answer": "Arthur's Magazine"}
 FACTS = {"id": "5a7a", "supporting_facts": {"title": ["a"], "sent_id": [0]}, "context": {"title": ["a"]}}
-TRIVIA = {
-    "Question": "Which lake?",
-    "QuestionId": "tc_1",
-    "Answer": {"Value": "Como", "Aliases": ["Lago", "Como"]},
-}
+COMO = {"Value": "Como", "Aliases": ["Lago", "Como"]}
+TRIVIA = {"Question": "Which lake?", "QuestionId": "tc_1", "Answer": COMO}
 HUB_TRIVIA = {
     "question": "Which lake?",
     "question_id": "tc_1",
@@ -92,10 +89,8 @@ def test_rows_below_a_key_are_read(tmp_path):
 
 def test_content_decides_the_format(tmp_path):
     parquet = write_rows(tmp_path / "q.parquet", verl(1), verl(2)).rename(tmp_path / "q.jsonl")
-    packed = tmp_path / "again.parquet"
-    packed.write_bytes(
-        gzip.compress(b"\xef\xbb\xbf" + b"".join(json.dumps(verl(n)).encode() + b"\n" for n in (1, 2)))
-    )
+    packed, lines = tmp_path / "again.parquet", "\n".join(json.dumps(verl(n)) for n in (1, 2))
+    packed.write_bytes(gzip.compress(b"\xef\xbb\xbf" + lines.encode()))
     assert load_questions(parquet) == load_questions(packed)
     assert len(load_questions(parquet)) == 2
 
@@ -197,9 +192,7 @@ def test_unknown_layout_is_refused_with_its_keys(tmp_path):
 def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BATCH", 2)
     with pytest.raises(UserError, match="q.parquet row 4: key 'answer' holds no answer"):
-        load_questions(
-            write_rows(tmp_path / "q.parquet", ASKED, ASKED, ASKED, {"question": "x", "answer": ""})
-        )
+        load_questions(write_rows(tmp_path / "q.parquet", ASKED, ASKED, ASKED, ASKED | {"answer": ""}))
 
 
 @pytest.mark.parametrize(

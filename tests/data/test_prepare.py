@@ -64,18 +64,11 @@ def test_lone_surrogates_of_rows_are_replaced(tmp_path):
     assert (question.text, question.golden_answers) == ("Who is \ufffd?", ("a\ufffd",))
 
 
-@pytest.mark.parametrize(
-    ("item", "other", "equal"),
-    [
-        ("Who wrote it?", "who WROTE it", True),
-        ("Straße", "STRASSE", True),
-        ("ﬁsh", "fish", True),
-        ("Who wrote it?", "Who wrote that?", False),
-        ("???", "!!!", False),
-    ],
-)
-def test_questions_are_compared_by_their_words(item, other, equal):
-    assert (question_key(item) == question_key(other)) == equal
+def test_questions_are_compared_by_their_words():
+    for question, other in (("Who wrote it?", "who WROTE it"), ("Straße", "STRASSE"), ("ﬁsh", "fish")):
+        assert question_key(question) == question_key(other)
+    for question, other in (("Who wrote it?", "Who wrote that?"), ("???", "!!!")):
+        assert question_key(question) != question_key(other)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
