@@ -45,8 +45,8 @@ def newest_start(run: Path) -> Start | None:
     damaged: list[Path] = []
     without_hashes = None
     for path in reversed(start_files(run)):
-        kept, identity = read_config(path), _read_identity(path.with_suffix(".json"))
-        config = None if kept is None else rebase_paths(kept, run)
+        values, identity = read_config(path), _read_identity(path.with_suffix(".json"))
+        config = None if values is None else rebase_paths(values, run)
         if config is not None and identity is not None:
             return Start(path, config, identity, tuple(damaged))
         damaged.append(path if config is None else path.with_suffix(".json"))
@@ -136,9 +136,9 @@ def refuse_other_run(path: Path, key: str, run: Path) -> None:
     def is_run(folder: Path) -> bool:
         return (folder / "sft.yaml").is_file() or any(map(run_of, folder.glob("configs/*.yaml")))
 
-    place, own = path.resolve(), run.resolve()
-    owner = next((folder for folder in (place, *place.parents) if folder == own or is_run(folder)), own)
-    if owner != own:
+    place, home = path.resolve(), run.resolve()
+    owner = next((folder for folder in (place, *place.parents) if folder == home or is_run(folder)), home)
+    if owner != home:
         advice = f"choose a place in run.dir={run}, or outside of every run"
         raise UserError(f"{key}={path} lies in the folder of another run, {owner}; {advice}")
 

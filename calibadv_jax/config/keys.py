@@ -196,5 +196,5 @@ def _of_peers(peers: list[PeerKey]) -> str:
     if not peers[0].keys:
         return f"it has no counterpart: {notes}" + (f" ({page})" if page else "")
     keys = list(dict.fromkeys(" and ".join(map(repr, peer.keys)) for peer in peers))[:3]
-    more = "; ".join(filter(None, (notes, page)))
-    return f"did you mean {' or '.join(keys)}?{f' ({more})' if more else ''}"
+    details = "; ".join(filter(None, (notes, page)))
+    return f"did you mean {' or '.join(keys)}?{f' ({details})' if details else ''}"

@@ -99,8 +99,8 @@ def kept_values(config: Config) -> dict[str, Any]:
     # Of a config that was not loaded.
     defaults = re.findall(r"'(\$\{[^']*)'", str(dataclasses.asdict(Config())))
     values = dataclasses.asdict(config)
-    kept: dict[str, Any] = keep(values, with_references(values))
-    return kept
+    texts: dict[str, Any] = keep(values, with_references(values))
+    return texts
 
 
 def with_references(values: Any) -> Any:
@@ -247,24 +247,24 @@ def _note_references(config: DictConfig, resolved: Any) -> None:
     raw = OmegaConf.to_container(config)
     if "oc.env" not in str(raw):
         return
-    named = OmegaConf.create(map_texts(raw, _escaped))  # resolves to the references themselves
+    escaped = OmegaConf.create(map_texts(raw, _escaped))  # resolves to the references themselves
 
     values: dict[str, str] = {}
     map_texts(resolved, lambda key, value: values.setdefault(key, value))
 
     def note(key: str, text: str) -> str:
         value = values.get(key)
-        if value is not None and "${" in text and (reference := _reference(named, key, text, value)) != value:
-            _references[key, value] = reference
+        if value is not None and "${" in text:
+            _references[key, value] = _reference(escaped, key, text, value)
         return text
 
     map_texts(raw, note)
 
 
-def _reference(named: Any, key: str, text: str, value: str) -> str:
+def _reference(escaped: Any, key: str, text: str, value: str) -> str:
     """Return a text for a key that resolves to `value`; `value` itself if it refers to no variable."""
     try:
-        reference = OmegaConf.select(named, key)
+        reference = OmegaConf.select(escaped, key)
         if "oc.env" not in text and reference == value:
             return value
         return str(reference) if OmegaConf.create({"value": reference}).value == value else text
@@ -288,8 +288,8 @@ def _validate(merged: Any, sources: Sequence[Source]) -> Config:
     except ValidationError as error:
         overridden = {key for name, keys in sources if name == COMMAND_LINE for key in keys}
         lines: dict[str, list[str]] = {}
-        for item in error.errors():
-            lines.setdefault(_blamed(item, sources), []).append(_line(item, overridden))
+        for fault in error.errors():
+            lines.setdefault(_blamed(fault, sources), []).append(_line(fault, overridden))
         raise UserError("; ".join(f"{name}: {'; '.join(texts)}" for name, texts in lines.items())) from error
     except TypeError as error:
         form = "values are text, numbers, true, false, null, lists and mappings"

@@ -91,9 +91,9 @@ def _own_name(path: Path, end: str) -> Path:
 def _leftovers(path: Path, end: str) -> list[Path]:
     """Return the hidden names beside `path` of killed processes of this machine."""
     names = re.compile(re.escape(f".{path.name}.{socket.gethostname()}.") + r"(\d+)" + re.escape(end))
-    others = path.parent.iterdir() if path.parent.is_dir() else ()
-    matches = ((other, names.fullmatch(other.name)) for other in others)
-    return [other for other, match in matches if match and not _is_alive(int(match[1]))]
+    paths = path.parent.iterdir() if path.parent.is_dir() else ()
+    matches = ((path, names.fullmatch(path.name)) for path in paths)
+    return [path for path, match in matches if match and not _is_alive(int(match[1]))]
 
 
 def _is_alive(pid: int) -> bool:

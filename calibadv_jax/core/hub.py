@@ -68,9 +68,9 @@ def read_pins(folder: Path) -> list[Pin]:
 
 def write_pins(folder: Path, pins: Iterable[Pin]) -> None:
     """Add pins to the run's; they replace earlier pins of the same repository and revision."""
-    kept = {(pin.repository, pin.revision): pin for pin in (*read_pins(folder), *pins)}
-    if kept:
-        write_json(folder / PINS, [asdict(pin) for pin in kept.values()])
+    merged = {(pin.repository, pin.revision): pin for pin in (*read_pins(folder), *pins)}
+    if merged:
+        write_json(folder / PINS, [asdict(pin) for pin in merged.values()])
 
 
 def is_repository(name: str) -> bool:

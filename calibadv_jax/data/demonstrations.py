@@ -73,8 +73,10 @@ def split_off(
     if count and count >= len(texts):
         raise UserError(f"sft.held_out={share:g} takes all {len(texts)} questions of the file: lower it")
     chosen = {texts[index] for index in np.random.default_rng(seed).permutation(len(texts))[:count]}
-    training = [each for each in demonstrations if each.question.text not in chosen]
-    return training, [each for each in demonstrations if each.question.text in chosen]
+    parts: tuple[list[Demonstration], list[Demonstration]] = ([], [])
+    for demonstration in demonstrations:
+        parts[demonstration.question.text in chosen].append(demonstration)
+    return parts
 
 
 def _parse_turns(row: dict[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:

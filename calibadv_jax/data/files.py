@@ -62,12 +62,12 @@ def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Pat
     a dataset repository. Raises UserError if nothing is named, or there is no such file.
     """
     if isinstance(sources, Mapping):
-        named = [(str(file), name) for name, file in sources.items()]
+        pairs = [(str(file), name) for name, file in sources.items()]
     else:
-        named = [(str(file), "") for file in ([sources] if isinstance(sources, str | Path) else sources)]
-    if not named or not all(file for file, _ in named):
+        pairs = [(str(file), "") for file in ([sources] if isinstance(sources, str | Path) else sources)]
+    if not pairs or not all(file for file, _ in pairs):
         raise UserError("no question file: set data.train and data.eval")
-    for file, source in named:
+    for file, source in pairs:
         for path in _expand(file):
             yield path, source or default_source or source_of(path)
 

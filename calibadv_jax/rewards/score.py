@@ -161,8 +161,8 @@ def check_reward(config: RewardConfig) -> list[str]:
         _load_own(address)
         name = metric_name(address)
         if name in LOGGED_NAMES or names.count(name) > 1:
-            other = f"would be logged as reward/{name}, which is another metric's name"
-            raise UserError(f"reward.answer: {address} {other}; rename the function")
+            fault = f"would be logged as reward/{name}, which is another metric's name"
+            raise UserError(f"reward.answer: {address} {fault}; rename the function")
     lines = []
     if config.judge.url:
         lines.append(f"judge ON: {config.judge.model} at {config.judge.url} is asked about every answer")

@@ -97,8 +97,8 @@ class MeshConfig(Section):
 
     def sizes_on(self, devices: int) -> dict[str, int]:
         """Return the sizes on this number of devices: -1 is what the others leave, and 1 at least."""
-        rest = max(1, devices // math.prod(size for size in self.sizes.values() if size != REST))
-        return {name: rest if size == REST else size for name, size in self.sizes.items()}
+        remaining = max(1, devices // math.prod(size for size in self.sizes.values() if size != REST))
+        return {name: remaining if size == REST else size for name, size in self.sizes.items()}
 
     @field_validator("data", "fsdp", "tensor")
     @classmethod
