@@ -6,13 +6,13 @@ import difflib
 import functools
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic.dataclasses import is_pydantic_dataclass
+from pydantic.fields import FieldInfo
 
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.section import Mark
@@ -61,25 +61,20 @@ def find_peer_keys(dotted: str) -> tuple[list[PeerKey], int]:
     return [key for key in best if key.keys] or best, longest
 
 
-def known_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
+def _walk(section: Any, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in getattr(section, "__pydantic_fields__", {}).items():
+        yield prefix + name, field
+        yield from _walk(field.annotation, f"{prefix}{name}.")
+
+
+def known_keys() -> dict[str, Any]:
     """Return the type of every key by its dotted name, sections included; not of sections in a list."""
-    keys: dict[str, Any] = {}
-    for name, kind in _fields(section).items():
-        keys[prefix + name] = kind
-        if isinstance(kind, type):
-            keys |= known_keys(kind, f"{prefix}{name}.")
-    return keys
+    return {name: field.annotation for name, field in _walk(Config)}
 
 
-def marked(mark: Mark, section: type = Config, prefix: str = "") -> tuple[str, ...]:
-    """Dotted names of the keys and sections whose field has this mark; not those inside such a section."""
-    names: list[str] = []
-    for name, kind in _fields(section).items():
-        if mark in section.__pydantic_fields__[name].metadata:  # type: ignore[attr-defined]
-            names.append(prefix + name)
-        elif isinstance(kind, type):
-            names += marked(mark, kind, f"{prefix}{name}.")
-    return tuple(names)
+def marked(mark: Mark) -> tuple[str, ...]:
+    """Return the dotted names of the keys and sections whose field has this mark."""
+    return tuple(name for name, field in _walk(Config) if mark in field.metadata)
 
 
 def among(keys: Iterable[str], name: str) -> bool:
@@ -134,10 +129,8 @@ def counterpart(dotted: str) -> str:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """Name -> type of a section's keys; empty if `kind` is no section."""
-    if not is_pydantic_dataclass(kind):
-        return {}
-    return {name: field.annotation for name, field in kind.__pydantic_fields__.items()}
+    """Return the types of a section's keys; empty if `kind` is no section."""
+    return {name: field.annotation for name, field in getattr(kind, "__pydantic_fields__", {}).items()}
 
 
 def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
