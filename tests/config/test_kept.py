@@ -199,7 +199,7 @@ def test_start_without_its_hashes_is_none(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "left"),
+    ("name", "content"),
     [
         ("1.yaml", ""),
         ("1.yaml", WHOLE[:1000]),  # in the middle of a line, which may be YAML
@@ -211,9 +211,9 @@ def test_start_without_its_hashes_is_none(tmp_path, monkeypatch):
         ("1.json", "[]"),
     ],
 )
-def test_older_start_replaces_a_damaged_one(run, name, left):
+def test_older_start_replaces_a_damaged_one(run, name, content):
     path = run / "configs" / name
-    path.write_bytes(left if isinstance(left, bytes) else left.encode())
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     start = newest_start(run)
     assert (start.path.name, start.config["run"]["seed"]) == ("0.yaml", 1)
     assert start.damaged == (path,)
@@ -242,8 +242,8 @@ def test_damaged_starts_are_refused(run):
 
 def test_keys_newer_than_the_run_have_defaults(run):
     (run / "configs/1.yaml").write_text("run: {seed: 7}\n")
-    given = replace(Config(), learner=replace(Config().learner, steps=9))
-    values = training_config(given, find_policy(run / "checkpoints"))
+    config = replace(Config(), learner=replace(Config().learner, steps=9))
+    values = training_config(config, find_policy(run / "checkpoints"))
     assert values["run"]["seed"] == 7 and values["learner"]["steps"] == Config().learner.steps
 
 

@@ -112,16 +112,6 @@ def test_revision_is_used(hub, tmp_path, policy_folder, by_key):
     assert [pin.commit for pin in build_model(config, path).pins] == [first]
 
 
-def test_another_revision_is_another_experiment(hub, tmp_path, policy_folder):
-    first = hub.add("owner/policy", policy_folder)
-    config = configured(tmp_path, path="owner/policy")
-    enter_run_folder(config, build_model(config, "owner/policy"), QUESTIONS, print)
-    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
-    changed = configured(tmp_path, path="owner/policy", revision=first)
-    with pytest.raises(UserError, match="another experiment: policy.revision changed"):
-        enter_run_folder(changed, build_model(changed, "owner/policy"), QUESTIONS, lambda _: None)
-
-
 def test_evaluation_and_tokenizer_accept_a_repository(hub, tmp_path, policy_folder):
     hub.add("owner/policy", policy_folder)
     config = configured(tmp_path, path=str(policy_folder), tokenizer="owner/policy")

@@ -39,7 +39,10 @@ def test_last_tag_says_whether_a_thought_is_open(opening, expected):
         ("<think> a b </think>\n<search> who \n is </search>", ("search", "a b", "who \n is", "")),
         ("<think> c </think><answer> Ann </answer>", ("answer", "c", "", "Ann")),
         (" a </think><search>x</search>", ("search", "", "x", "")),  # the prompt opened the thought
-        *((f"<search> x </search>{rest}", ("search", "", "x", "")) for rest in (".", "<answer>y</answer>")),
+        *(
+            (f"<search> x </search>{ending}", ("search", "", "x", ""))
+            for ending in (".", "<answer>y</answer>")
+        ),
         ("<think> I could <search> x </search>", ("search", "", "x", "")),
         ("<think> so <answer> y </answer> </think>", ("answer", "so <answer> y </answer>", "", "y")),
         ("<answer> half <search> x </search>", ("search", "", "x", "")),

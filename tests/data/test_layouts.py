@@ -282,7 +282,7 @@ def test_columns_of_an_unknown_layout_are_named(tmp_path):
 
 def test_answers_that_cannot_be_right_are_named():
     answers = [("A",), ("The The", "Matt"), ("Ada|Bo",), ("Ada|Bo", "Cy"), ("—",)]
-    questions = [Question(str(n), f"q{n}", given, "x") for n, given in enumerate(answers)]
+    questions = [Question(str(n), f"q{n}", golden, "x") for n, golden in enumerate(answers)]
     empty, joined = answer_warnings(questions, "data.train")
     assert empty.startswith("data.train: 2 of 5 questions have a golden answer that normalises to nothing")
     assert "('A',) of '0'; 1 have no other" in empty

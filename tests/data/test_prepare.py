@@ -44,13 +44,13 @@ def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
     assert report.reasons == ["duplicate", "no answer", "overlap", "too long"]
     hotpotqa, nq = ["hotpotqa", 3, 1, 0, 0, 1, 1], ["nq", 3, 1, 1, 1, 0, 0]
     assert report.rows() == [hotpotqa, nq, ["all", 6, 2, 1, 1, 1, 1]]
-    kept = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    saved = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     names = ["data_source", "read", "written", *report.reasons]
-    assert kept["counts"][0] == dict(zip(names, hotpotqa, strict=True))
-    assert kept["renamed"] == 1
-    assert kept["examples"]["duplicate"] == [{"row": f"{train}:2", "question": "who  wrote «silent garden»"}]
-    assert kept["examples"]["no answer"][0]["row"] == f"{train}:3"
-    assert "golden_answers" in kept["examples"]["no answer"][0]["question"]
+    assert saved["counts"][0] == dict(zip(names, hotpotqa, strict=True))
+    assert saved["renamed"] == 1
+    assert saved["examples"]["duplicate"] == [{"row": f"{train}:2", "question": "who  wrote «silent garden»"}]
+    assert saved["examples"]["no answer"][0]["row"] == f"{train}:3"
+    assert "golden_answers" in saved["examples"]["no answer"][0]["question"]
     many = write_rows(tmp_path / "many.jsonl", *(row(n, "Same?") for n in range(20)))
     report = prepare(str(many), tmp_path / "out.jsonl")
     assert len(report.examples["duplicate"]) == module.EXAMPLES and counts(report)["all"] == [20, 1]
@@ -156,8 +156,8 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
     assert report.rows()[0] == ["nq", 3, 2, 1] and report.reasons == ["empty answer"]
     written = [question.golden_answers for question in load_questions(tmp_path / "out.jsonl")]
     assert written == [("Rome",), ("May|June",)]
-    kept = json.loads((tmp_path / "out.jsonl.report.json").read_text())
-    assert (kept["empty_answers"], kept["joined_answers"]) == (1, 1)
+    saved = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert (saved["empty_answers"], saved["joined_answers"]) == (1, 1)
     more = write_rows(tmp_path / "more.jsonl", row(2, "Who else?"))
     with pytest.raises(SystemExit):
         cli.calibadv(["prepare-data", str(train), str(more), "--output", str(tmp_path / "out.jsonl")])

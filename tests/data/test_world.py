@@ -141,20 +141,20 @@ def test_passage_of_a_page_answers_nothing():
 
 @pytest.mark.parametrize("truth", [0.0, 0.4, 1.0])
 def test_share_of_true_rumours(truth):
-    rng, right = np.random.default_rng(0), []
+    rng, is_true = np.random.default_rng(0), []
     for _ in range(10):
         facts = make_facts(WorldConfig(rumour=1, rumour_truth=truth), rng, COUNTS, "train")
         passages = dict(write_passages(facts, rng))
         for _ in range(40):
-            asked = ask(facts, "rumour", rng)
-            name, bridge = asked.searches
-            assert f"{asked.statements[0]}." in passages[name]
-            assert f"{asked.statements[1]}." in passages[bridge]
+            question = ask(facts, "rumour", rng)
+            name, bridge = question.searches
+            assert f"{question.statements[0]}." in passages[name]
+            assert f"{question.statements[1]}." in passages[bridge]
             stated = rumour_of(passages[name])
             assert stated.startswith(bridge)
-            right.append(stated == asked.statements[1])
-            assert asked.answer not in asked.text and facts.rumours[name].object not in asked.text
-    assert np.mean(right) == pytest.approx(truth, abs=0.1 if 0 < truth < 1 else 0)
+            is_true.append(stated == question.statements[1])
+            assert question.answer not in question.text and facts.rumours[name].object not in question.text
+    assert np.mean(is_true) == pytest.approx(truth, abs=0.1 if 0 < truth < 1 else 0)
 
 
 def test_rumours_answer_only_their_questions(rumours):
@@ -198,8 +198,8 @@ def test_more_words_move_no_token():
     plain, pages = build_word_tokenizer().get_vocab(), build_word_tokenizer(pages=True).get_vocab()
     ages = build_word_tokenizer(pages=True, ages=True).get_vocab()
     assert plain == {word: pages[word] for word in plain}
-    kept = {word: index for word, index in pages.items() if "access" not in word}
-    assert kept == {word: ages[word] for word in kept}
+    words = {word: index for word, index in pages.items() if "access" not in word}
+    assert words == {word: ages[word] for word in words}
 
 
 @pytest.mark.medium
