@@ -10,6 +10,7 @@ import csv
 import glob
 import gzip
 import io
+import itertools
 import json
 import re
 import sys
@@ -24,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from calibadv_jax.core import hub
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, one_line
 
 DataRow = dict[str, Any]
 Sources = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
@@ -106,12 +107,13 @@ def read_rows(path: str | Path, contents: str = "questions") -> Iterator[tuple[s
         raise UserError(f"{path}: no such file of {contents}")
     with path.open("rb") as file:
         head = file.read(len(PARQUET))
-    if head == PARQUET:
-        yield from _parquet(path)
-        return
     try:
         with gzip.open(path) if head.startswith(GZIP) else path.open("rb") as opened:
-            yield from _text(path, cast(BinaryIO, opened))
+            rows = _parquet(path) if head == PARQUET else _text(path, cast(BinaryIO, opened))
+            for where, row in rows:
+                if not isinstance(row, dict):
+                    raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
+                yield where, row
     except UnicodeDecodeError as error:
         fault = f"not UTF-8 text ({error.reason}) and no parquet"
         raise UserError(f"{path}: {fault}; save it as UTF-8, or as parquet") from error
@@ -119,7 +121,7 @@ def read_rows(path: str | Path, contents: str = "questions") -> Iterator[tuple[s
         raise UserError(f"{path}: broken gzip file ({error}); copy it again") from error
 
 
-def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, DataRow]]:
+def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     head = file.read(HEAD)
     file.seek(0)
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
@@ -133,7 +135,7 @@ def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, DataRow]]:
         yield from _table(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
 
 
-def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, DataRow]]:
+def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8-sig"), 1):
         if not line.strip():
             continue
@@ -142,34 +144,26 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, DataRow]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: not valid JSON ({error.msg}); each line is one object") from error
-        yield where, _an_object(row, where)
+        yield where, row
 
 
-def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, DataRow]]:
+def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
         for number, row in enumerate(ijson.items(file, prefix, use_float=True), 1):
-            where = f"{path} row {number}"
-            yield where, _an_object(row, where)
+            yield f"{path} row {number}", row
     except ijson.JSONError as error:
         file.seek(0)
         try:
             rows = json.load(file)  # reads NaN, which Python and pandas write and ijson refuses
         except ValueError:
-            text = " ".join(str(error).split())
-            raise UserError(f"{path}: not valid JSON ({text}); copy it again") from error
-        for later, row in enumerate(rows if prefix == "item" else rows["Data"], 1):
-            if later > number:
-                yield f"{path} row {later}", _an_object(row, f"{path} row {later}")
+            raise UserError(f"{path}: not valid JSON ({one_line(error)}); copy it again") from error
+        rows = rows if prefix == "item" else rows["Data"]
+        for later, row in enumerate(rows[number:], number + 1):
+            yield f"{path} row {later}", row
 
 
-def _an_object(row: Any, where: str) -> DataRow:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    return row
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, DataRow]]:
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -178,8 +172,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, DataRow]]:
             for number, row in enumerate(rows, 1):
                 yield f"{path} row {number}", dict.fromkeys(names) | row
     except (pa.ArrowException, OSError) as error:
-        fault = f"broken parquet file ({' '.join(str(error).split())})"
-        raise UserError(f"{path}: {fault}; copy it again") from error
+        raise UserError(f"{path}: broken parquet file ({one_line(error)}); copy it again") from error
 
 
 def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
@@ -191,10 +184,12 @@ def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
     try:
         header = next(reader)
         if len(header) == 2 and header[1].lstrip().startswith("["):
-            yield f"{path}:1", _dpr(header, f"{path}:1")
-            for cells in reader:
-                where = f"{path}:{reader.line_num}"
-                yield where, _dpr(cells, where)
+            for cells in itertools.chain([header], reader):
+                answers = parse_list(cells[1]) if len(cells) == 2 else None
+                if answers is None:
+                    fault = f"expected a question, a tab and a list of answers, got {cells!r}"
+                    raise UserError(f"{path}:{reader.line_num}: {fault}; correct the row")
+                yield f"{path}:{reader.line_num}", {"question": cells[0], "answers": answers}
             return
         for cells in reader:
             if not cells:
@@ -207,14 +202,6 @@ def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
             yield where, {name: _cell(text) for name, text in row}
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not a table ({error}); correct the row") from error
-
-
-def _dpr(cells: list[str], where: str) -> DataRow:
-    answers = parse_list(cells[1]) if len(cells) == 2 else None
-    if answers is None:
-        fault = f"expected a question, a tab and a list of answers, got {cells!r}"
-        raise UserError(f"{where}: {fault}; correct the row")
-    return {"question": cells[0], "answers": answers}
 
 
 def _cell(text: str) -> str | bool | int:
