@@ -22,7 +22,8 @@ def check_literal(folder: Path) -> None:
     """Raise ValueError for a wildcard or backslash in a path, which Orbax would read as a pattern."""
     path = str(folder.absolute())
     if pattern := re.search(r"[*?\[\\]", path):
-        raise ValueError(f"{path}: checkpoints cannot lie in a folder with {pattern[0]!r} in it; rename it")
+        fault = f"checkpoints cannot lie in a folder with {pattern[0]!r} in its path"
+        raise ValueError(f"{path}: {fault}; rename it")
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def test_resolved_config_reads_back_as_itself(write):
         ("learner: 3", "learner: must be a section with keys of its own"),
         ("learner:", "leave it out for the defaults (got null)"),
         ("learner: {steps: 0}", "learner.steps: must be greater than 0 (got 0)"),
-        ("mesh: {fsdp: 0}", "mesh.fsdp: must be at least 1, or -1"),
+        ("mesh: {fsdp: 0}", "mesh: fsdp is 0: must be at least 1, or -1"),
         ("mesh: {data: -1}", "mesh: data=-1, fsdp=-1 and tensor=1"),
         ("world: {one_hop: 0, two_hop: 0, comparison: 0}", "world: one_hop, two_hop, comparison, rumour and"),
         ("world: {rumour: 1, cities: 1}", "people, cities and companies must be 2 or more"),

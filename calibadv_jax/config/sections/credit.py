@@ -6,15 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark, Section, credential_faults
@@ -113,7 +105,7 @@ CALIBRATED = "calibadv"
 
 
 @dataclass(frozen=True, config=SECTION)
-class AdvantageConfig:
+class AdvantageConfig(Section):
     name: Annotated[str, _choices(CALIBRATED, *ESTIMATORS)] = CALIBRATED
     """calibadv: the advantages of `base`, calibrated by turn (arXiv 2604.18235). The others: docs/credit.md.
     package.module:function: a function of your own, see examples/own_advantage.py."""
@@ -182,10 +174,7 @@ class AdvantageConfig:
         needed = {ESTIMATORS.get(self.estimator, "")} & {"current", "initial"}
         return tuple(sorted({*self.probes, *needed}))
 
-    @field_validator("name", "base")
-    @classmethod
-    def _is_known(cls, name: str, info: ValidationInfo) -> str:
-        names = (CALIBRATED, *ESTIMATORS) if info.field_name == "name" else ESTIMATORS
-        if name not in names and not is_address(name):
-            raise ValueError(f"must be one of {', '.join(names)}, or a function of your own as {OWN}")
-        return name
+    def _faults(self) -> Iterator[str]:
+        for key, names in (("name", (CALIBRATED, *ESTIMATORS)), ("base", tuple(ESTIMATORS))):
+            if (name := getattr(self, key)) not in names and not is_address(name):
+                yield f"advantage.{key}: must be one of {', '.join(names)}, or your own as {OWN}, not {name}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark, Section
@@ -34,14 +34,9 @@ class LoraConfig(Section):
     """What vLLM workers load. merged: the whole policy. adapters: megabytes instead of gigabytes; the worker
     adds them to the base, which it reads from policy.path."""
 
-    @field_validator("targets")
-    @classmethod
-    def _has_targets(cls, targets: list[LoraTarget]) -> list[LoraTarget]:
-        if not targets or len(set(targets)) < len(targets):
-            raise ValueError(f"must name at least one of {', '.join(LORA_TARGETS)}, and none twice")
-        return targets
-
     def _faults(self) -> Iterator[str]:
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            yield f"targets must name at least one of {', '.join(LORA_TARGETS)}, and none twice"
         if self.init_from and not self.rank:
             yield (
                 f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: set it to the rank"
@@ -100,14 +95,10 @@ class MeshConfig(Section):
         remaining = max(1, devices // math.prod(size for size in self.sizes.values() if size != REST))
         return {name: remaining if size == REST else size for name, size in self.sizes.items()}
 
-    @field_validator("data", "fsdp", "tensor")
-    @classmethod
-    def _is_a_size(cls, size: int) -> int:
-        if size < 1 and size != REST:
-            raise ValueError("must be at least 1, or -1 for all remaining devices")
-        return size
-
     def _faults(self) -> Iterator[str]:
+        for name, size in self.sizes.items():
+            if size < 1 and size != REST:
+                yield f"{name} is {size}: must be at least 1, or -1 for all remaining devices"
         if list(self.sizes.values()).count(REST) > 1:
             sizes = f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}"
             yield f"{sizes}: only one of them can be -1, which stands for all remaining devices"

@@ -7,7 +7,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark, Section
@@ -15,7 +15,7 @@ from calibadv_jax.core.files import check_literal
 
 
 @dataclass(frozen=True, config=SECTION)
-class RunConfig:
+class RunConfig(Section):
     dir: Annotated[str, Mark.UNLEARNED, Mark.OUTPUT] = "runs/default"
     """Folder of everything the run writes, on a disk or a mounted file system."""
     mirror: Annotated[str, Mark.UNLEARNED] = ""
@@ -24,15 +24,10 @@ class RunConfig:
     seed: Annotated[NonNegativeInt, Mark.COLD_START] = 0
     """Seed of initial parameters, order of questions and sampling."""
 
-    @field_validator("dir")
-    @classmethod
-    def _check_dir(cls, value: str) -> str:
-        if "://" in value:
-            raise ValueError(
-                f"{value} is no folder of a file system; set run.mirror to it, run.dir to another"
-            )
-        check_literal(Path(value))
-        return value
+    def _faults(self) -> Iterator[str]:
+        if "://" in self.dir:
+            yield f"{self.dir} is no folder of a file system; set run.mirror to it, and run.dir to a folder"
+        check_literal(Path(self.dir))
 
 
 @dataclass(frozen=True, config=SECTION)
