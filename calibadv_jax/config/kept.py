@@ -54,8 +54,9 @@ def newest_start(run: Path) -> Start | None:
             without_hashes = Start(path, config, {}, tuple(damaged))
     if damaged and without_hashes is None:
         raise UserError(
-            f"{damaged[0]}: empty or cut off (was the disk full?), and no older start is whole; write the run's"
-            f" config there (calibadv train --config FILE --dry-run > {damaged[0]}), or choose another run.dir"
+            f"{damaged[0]}: empty or cut off (was the disk full?), and no older start is whole; write the"
+            f" run's config there (calibadv train --config FILE --dry-run > {damaged[0]}), or choose another"
+            " run.dir"
         )
     return without_hashes
 

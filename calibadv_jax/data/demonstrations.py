@@ -82,7 +82,8 @@ def split_off(
 def _parse_turns(row: dict[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:
     turns = row.get(key)
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"{where}: 'turns' must be a non-empty list, or give 'messages'; got {turns!r}")
+        fault = f"field 'turns' must be a non-empty list, got {turns!r}"
+        raise UserError(f"{where}: {fault}; or give 'messages' of a chat")
     parsed = tuple(_parse_turn(turn, where, grammar) for turn in turns)
     return Demonstration(parse_question(row, where), parsed)
 

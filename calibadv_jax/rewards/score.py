@@ -142,7 +142,7 @@ def own_score(address: str, trajectory: Trajectory) -> float:
 def _answer_reward(trajectory: Trajectory, scores: Mapping[str, float], config: RewardConfig) -> float:
     if JUDGE in config.weights and trajectory.answer is not None and JUDGE not in trajectory.metrics:
         raise UserError(
-            "reward.answer names judge, but these trajectories have no verdict: only a run with"
+            "reward.answer names judge, but nobody has judged these trajectories: only a run with"
             " reward.judge.url asks, while it samples"
         )
     scores = {JUDGE: trajectory.metrics.get(JUDGE, 0.0), **scores}
