@@ -1,8 +1,7 @@
 """The command line: ``calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]``.
 
-Some commands work on files instead of a config and have their own arguments: see TOOLS. ``python -m
-calibadv_jax COMMAND`` does the same, and ``python -m calibadv_jax.train`` trains. The config is read and
-checked before the command's libraries are imported, so that a mistake is reported at once.
+``python -m calibadv_jax COMMAND`` does the same. The config is read and checked before the command's
+libraries are imported, so that a mistake is reported at once.
 """
 
 from __future__ import annotations
@@ -106,19 +105,19 @@ class _Parser(argparse.ArgumentParser):
 
 def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command that the first argument names; ``help`` and ``--version`` are answered here."""
-    command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    command, *words = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if command == "--version":
         sys.stdout.write(f"calibadv {version('calibadv-jax')}\n")
         sys.exit(0)
-    if command == "help" and rest:
-        command, *rest = rest[0], "--help"
+    if command == "help" and words:
+        command, *words = words[0], "--help"
     if command in ("-h", "--help", "help"):
         sys.stdout.write(_overview())
         sys.exit(0)
     if command in PROGRAMS:
-        os.execv(sys.executable, [sys.executable, "-m", PROGRAMS[command][0], *rest])
+        os.execv(sys.executable, [sys.executable, "-m", PROGRAMS[command][0], *words])
     if command in TOOLS:
-        _run_tool(command, rest)
+        _run_tool(command, words)
     if command not in COMMANDS:
         names = [*COMMANDS, *TOOLS, *PROGRAMS]
         near = difflib.get_close_matches(command, names, n=1)
@@ -127,19 +126,17 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
         sys.exit(INPUT_STATUS)
     if argv is None and command in (*CORE, "quickstart"):
         use_large_pages()
-    main(command, lambda config, **options: _load(command).run(config, **options), rest)
+    main(command, lambda config, **options: _load(command).run(config, **options), words)
 
 
 def _overview() -> str:
     usage = "usage: calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]"
     tools = TOOLS | {name: text for name, (_, text) in PROGRAMS.items()}
     width = max(map(len, COMMANDS | tools))
-    with_config, without = (
-        [f"  {name:{width}}  {text}" for name, text in commands.items()] for commands in (COMMANDS, tools)
-    )
-    more = "calibadv help COMMAND says more; calibadv --version"
-    lines = [usage, "", "commands:", *with_config, "", "commands without a config:", *without, "", more, ""]
-    return "\n".join(lines)
+    lines = [usage]
+    for title, commands in (("commands", COMMANDS), ("commands without a config", tools)):
+        lines += ["", f"{title}:", *(f"  {name:{width}}  {text}" for name, text in commands.items())]
+    return "\n".join([*lines, "", "calibadv help COMMAND says more; calibadv --version", ""])
 
 
 def module_of(command: str) -> str:
@@ -182,7 +179,16 @@ def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = 
     is_quickstart = command == "quickstart"
     default = [Path("quickstart")] if is_quickstart else None
     arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command, {}), default)
-    end(lambda: _with_config(run, arguments, makes_inputs=is_quickstart))
+
+    def run_with_config() -> None:
+        config = load_config(arguments.configs, arguments.overrides, with_inputs=is_quickstart)
+        if arguments.dry_run:
+            sys.stdout.write(dump_config(config))
+        else:
+            tune_for_cpu(_divides_by(CPU_DEVICES, config))
+            run(config, **arguments.options)
+
+    end(run_with_config)
 
 
 def parse(
@@ -194,18 +200,14 @@ def parse(
 ) -> Arguments:
     """Parse `argv` (default: the process's arguments), with the `options` of the command `program`.
 
-    `configs` are used if none is given; None: at least one must be given.
-
-    Raises:
-        SystemExit: status 0 after ``--help``, 2 after a mistake that was reported in one line.
+    `configs` are used if none is given; None: at least one must be given. Raises SystemExit with status 0
+    after ``--help``, and 2 after a mistake that was reported in one line.
     """
     parser = _Parser(prog=program, description=description, allow_abbrev=False)
-    text = (
-        "YAML file of the run, or the name of a shipped config (calibadv configs); of several, later"
-        " ones win, key by key" + ("" if configs is None else f"; default: {', '.join(map(str, configs))}")
-    )
-    required = configs is None
-    parser.add_argument("--config", type=Path, required=required, action="append", metavar="FILE", help=text)
+    text = "YAML file of the run, or a shipped config (calibadv configs); later ones win, key by key"
+    text += f"; default: {', '.join(map(str, configs))}" if configs else ""
+    is_needed = not configs
+    parser.add_argument("--config", type=Path, required=is_needed, action="append", metavar="FILE", help=text)
     for name, option in options.items():
         if isinstance(option, Value):
             kind: dict[str, Any] = {"metavar": option.metavar, "type": type(option.default)}
@@ -218,21 +220,10 @@ def parse(
     parsed, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         hint = counterpart(unknown[0].partition("=")[0].strip("-").replace("-", "_"))
-        parser.error(
-            f"unknown option {unknown[0]!r}; config keys are written key.path=value, without dashes"
-            + (f"; {hint}" if hint else "")
-        )
+        fault = f"unknown option {unknown[0]!r}; config keys are written key.path=value, without dashes"
+        parser.error("; ".join(filter(None, (fault, hint))))
     chosen = {name: getattr(parsed, name) for name in options}
     return Arguments(parsed.config or configs or [], parsed.overrides, parsed.dry_run, chosen)
-
-
-def _with_config(run: Callable[..., object], arguments: Arguments, makes_inputs: bool) -> None:
-    config = load_config(arguments.configs, arguments.overrides, with_inputs=makes_inputs)
-    if arguments.dry_run:
-        sys.stdout.write(dump_config(config))
-    else:
-        tune_for_cpu(_divides_by(CPU_DEVICES, config))
-        run(config, **arguments.options)
 
 
 def _divides_by(devices: int, config: Config) -> bool:
@@ -262,9 +253,8 @@ def end(work: Callable[[], object]) -> NoReturn:
         number = storage_errno(error)
         if number is None:
             raise
-        place = storage_path(error) or "a file"
-        text = f"error: {place}: {os.strerror(number)}; fix that, then give the same command again"
-        sys.stderr.write(f"{text}\n")
+        place = f"{storage_path(error) or 'a file'}: {os.strerror(number)}"
+        sys.stderr.write(f"error: {place}; fix that, then give the same command again\n")
         leave(exit_status(error))
     leave(0)
 

@@ -40,14 +40,13 @@ def start_files(run: Path) -> list[Path]:
 def newest_start(run: Path) -> Start | None:
     """Return the newest start whose files are whole, with rebased paths; None if the folder has none.
 
-    If the hashes of every start are lost, the newest start with a config counts. Raises UserError if
-    every config is damaged.
+    If the hashes of every start are lost, the newest start with a config counts; UserError if none has one.
     """
     damaged: list[Path] = []
     without_hashes = None
     for path in reversed(start_files(run)):
-        kept, identity = read_config(path), _read_identity(path.with_suffix(".json"))
-        config = None if kept is None else rebase_paths(kept, run)
+        values, identity = read_config(path), _read_identity(path.with_suffix(".json"))
+        config = None if values is None else rebase_paths(values, run)
         if config is not None and identity is not None:
             return Start(path, config, identity, tuple(damaged))
         damaged.append(path if config is None else path.with_suffix(".json"))
@@ -120,11 +119,8 @@ def follow_run(
 ) -> dict[str, Any]:
     """Return a file's nested values with the paths inside its run.dir inside `folder`, the new run.dir.
 
-    An input stays in the folder of the file's run, where it is only read, unless `folder` holds it too.
-
-    Args:
-        outputs: dotted keys of what commands write, which always moves.
-        with_inputs: whether inputs always move: the command makes them itself.
+    The keys of `outputs` always move. An input stays in the folder of the file's run, where it is only read,
+    unless `folder` holds it too, or the command makes it itself (`with_inputs`).
     """
     moved = _rebased(values, folder, lambda key, path: with_inputs or key in outputs or Path(path).exists())
     run, moved_run = values.get("run"), moved.get("run")
@@ -137,17 +133,15 @@ def follow_run(
 
 def refuse_other_run(path: Path, key: str, run: Path) -> None:
     """Refuse (UserError) an output, of a config key, inside a run's folder that is not `run`."""
-    place, own = path.resolve(), run.resolve()
-    owner = next((folder for folder in (place, *place.parents) if folder == own or _is_run(folder)), own)
-    if owner != own:
-        raise UserError(
-            f"{key}={path} lies in the folder of another run, {owner}; choose a place in run.dir={run}, or"
-            " outside of every run"
-        )
 
+    def is_run(folder: Path) -> bool:
+        return (folder / "sft.yaml").is_file() or any(map(run_of, folder.glob("configs/*.yaml")))
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "sft.yaml").is_file() or any(run_of(path) for path in folder.glob("configs/*.yaml"))
+    place, home = path.resolve(), run.resolve()
+    owner = next((folder for folder in (place, *place.parents) if folder == home or is_run(folder)), home)
+    if owner != home:
+        advice = f"choose a place in run.dir={run}, or outside of every run"
+        raise UserError(f"{key}={path} lies in the folder of another run, {owner}; {advice}")
 
 
 def _rebased(values: Mapping[str, Any], folder: str, moves: Callable[[str, str], bool]) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import difflib
 import functools
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic.dataclasses import is_pydantic_dataclass
+from pydantic.fields import FieldInfo
 
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.section import Mark
@@ -39,15 +39,13 @@ class PeerKey:
 def peer_keys() -> tuple[PeerKey, ...]:
     """Return the keys of other trainers, from the table beside this module."""
     table = yaml.safe_load(_PEER_TABLE.read_text(encoding="utf-8"))
-    parts = [
-        (trainer, name, *text.partition("; "))
-        for trainer, rows in table.items()
-        for name, text in rows.items()
-    ]
-    return tuple(
-        PeerKey("" if trainer == _SHORT_NAMES else trainer, name, tuple(filter(None, keys.split(", "))), note)
-        for trainer, name, keys, _, note in parts
-    )
+    keys = []
+    for trainer, rows in table.items():
+        for name, text in rows.items():
+            names, _, note = text.partition("; ")
+            trainer_name = "" if trainer == _SHORT_NAMES else trainer
+            keys.append(PeerKey(trainer_name, name, tuple(filter(None, names.split(", "))), note))
+    return tuple(keys)
 
 
 def find_peer_keys(dotted: str) -> tuple[list[PeerKey], int]:
@@ -58,31 +56,25 @@ def find_peer_keys(dotted: str) -> tuple[list[PeerKey], int]:
     words = dotted.split(".")
     best, longest = [key for key in peer_keys() if key.name == dotted], len(words)
     while longest and not best:
-        end = words[-longest:]
-        best = [key for key in peer_keys() if key.name.split(".")[-longest:] == end]
+        best = [key for key in peer_keys() if key.name.split(".")[-longest:] == words[-longest:]]
         longest -= not best
     return [key for key in best if key.keys] or best, longest
 
 
-def known_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
+def _walk(section: Any, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in getattr(section, "__pydantic_fields__", {}).items():
+        yield prefix + name, field
+        yield from _walk(field.annotation, f"{prefix}{name}.")
+
+
+def known_keys() -> dict[str, Any]:
     """Return the type of every key by its dotted name, sections included; not of sections in a list."""
-    keys: dict[str, Any] = {}
-    for name, kind in _fields(section).items():
-        keys[prefix + name] = kind
-        if isinstance(kind, type):
-            keys |= known_keys(kind, f"{prefix}{name}.")
-    return keys
+    return {name: field.annotation for name, field in _walk(Config)}
 
 
-def marked(mark: Mark, section: type = Config, prefix: str = "") -> tuple[str, ...]:
-    """Dotted names of the keys and sections whose field has this mark; not those inside such a section."""
-    names: list[str] = []
-    for name, kind in _fields(section).items():
-        if mark in section.__pydantic_fields__[name].metadata:  # type: ignore[attr-defined]
-            names.append(prefix + name)
-        elif isinstance(kind, type):
-            names += marked(mark, kind, f"{prefix}{name}.")
-    return tuple(names)
+def marked(mark: Mark) -> tuple[str, ...]:
+    """Return the dotted names of the keys and sections whose field has this mark."""
+    return tuple(name for name, field in _walk(Config) if mark in field.metadata)
 
 
 def among(keys: Iterable[str], name: str) -> bool:
@@ -101,7 +93,7 @@ def type_of(dotted: str) -> Any:
     return kind
 
 
-def refuse_unknown(given: Any, source: str) -> None:
+def refuse_unknown(values: Any, source: str) -> None:
     """Refuse (UserError) an unknown key of a nested mapping, with `source` and the key probably meant."""
 
     def walk(node: Any, kind: Any, prefix: str) -> None:
@@ -117,7 +109,7 @@ def refuse_unknown(given: Any, source: str) -> None:
                     raise UserError(f"{source}: unknown key {_with_hint(f'{prefix}{name}', value, fields)}")
                 walk(value, fields[name], f"{prefix}{name}.")
 
-    walk(given, Config, "")
+    walk(values, Config, "")
 
 
 def drop_removed(values: dict[str, Any]) -> None:
@@ -137,10 +129,8 @@ def counterpart(dotted: str) -> str:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """Name -> type of a section's keys; empty if `kind` is no section."""
-    if not is_pydantic_dataclass(kind):
-        return {}
-    return {name: field.annotation for name, field in kind.__pydantic_fields__.items()}
+    """Return the types of a section's keys; empty if `kind` is no section."""
+    return {name: field.annotation for name, field in getattr(kind, "__pydantic_fields__", {}).items()}
 
 
 def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
@@ -179,8 +169,9 @@ def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
         return _of_peers(find_peer_keys(near[0])[0])
     if top not in _fields(Config) and any(key.name.startswith(f"{top}.") for key in peer_keys()):
         return ""  # a rare key of another trainer: a similar name means something else
-    last = sorted({key.rpartition(".")[2] for key in keys})
-    if near := difflib.get_close_matches(name, last, n=1, cutoff=0.75):
+    if near := difflib.get_close_matches(
+        name, sorted({key.rpartition(".")[2] for key in keys}), n=1, cutoff=0.75
+    ):
         similar = [key for key in keys if key.rpartition(".")[2] == near[0]]
         return _question([key for key in similar if top and key.startswith(f"{top}.")] or similar)
     return ""
@@ -197,6 +188,6 @@ def _of_peers(peers: list[PeerKey]) -> str:
     notes = "; ".join(list(dict.fromkeys(peer.note for peer in peers if peer.note))[:3])
     if not peers[0].keys:
         return f"it has no counterpart: {notes}" + (f" ({page})" if page else "")
-    meant = list(dict.fromkeys(" and ".join(map(repr, peer.keys)) for peer in peers))[:3]
-    more = "; ".join(filter(None, (notes, page)))
-    return f"did you mean {' or '.join(meant)}?{f' ({more})' if more else ''}"
+    keys = list(dict.fromkeys(" and ".join(map(repr, peer.keys)) for peer in peers))[:3]
+    details = "; ".join(filter(None, (notes, page)))
+    return f"did you mean {' or '.join(keys)}?{f' ({details})' if details else ''}"

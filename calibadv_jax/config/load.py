@@ -65,11 +65,10 @@ def load_config(
     The type of an override's key decides how its value is read: text is taken literally (but for quotes
     around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
 
-    Raises UserError for a missing file, bad YAML, an unknown key (with the key that was probably meant), or
-    a bad value.
+    Raises UserError for a missing file, bad YAML, an unknown key (with a hint), or a bad value.
     """
-    given = [paths] if isinstance(paths, str | Path) else paths
-    files = [file for path in given for file in _read(find_config(Path(path)), ())]
+    names = [paths] if isinstance(paths, str | Path) else paths
+    files = [file for name in names for file in _read(find_config(Path(name)), ())]
     return _merged(files, overrides, with_inputs)
 
 
@@ -100,8 +99,8 @@ def kept_values(config: Config) -> dict[str, Any]:
     # Of a config that was not loaded.
     defaults = re.findall(r"'(\$\{[^']*)'", str(dataclasses.asdict(Config())))
     values = dataclasses.asdict(config)
-    kept: dict[str, Any] = keep(values, with_references(values))
-    return kept
+    texts: dict[str, Any] = keep(values, with_references(values))
+    return texts
 
 
 def with_references(values: Any) -> Any:
@@ -114,8 +113,7 @@ def _merged(
 ) -> Config:
     """Merge files, by name, each over the file before it, and overrides over all files."""
     merged, sources = _resolved(files, overrides)
-    run = str(merged["run"]["dir"])
-    setter = _last_setter("run.dir", sources)
+    run, setter = str(merged["run"]["dir"]), _last_setter("run.dir", sources)
     followed = [
         (name, loaded if name == setter else _following(loaded, run, with_inputs)) for name, loaded in files
     ]
@@ -192,9 +190,9 @@ def _checked(loaded: Any, name: str) -> DictConfig:
     """Return a file's values if they are a mapping of known sections and keys."""
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{name}: expected a mapping of sections, got a list")
-    if named := [key for key in SERVICE_KEYS if key in loaded]:
+    if keys := [key for key in SERVICE_KEYS if key in loaded]:
         raise UserError(
-            f"{name}: holds options of the retrieval service ({', '.join(named)}), and is no config of a run;"
+            f"{name}: holds options of the retrieval service ({', '.join(keys)}), and is no config of a run;"
             f" start the service with it: scripts/launch_retriever.sh --config {name}"
         )
     values: Any = OmegaConf.to_container(loaded)
@@ -249,32 +247,29 @@ def _note_references(config: DictConfig, resolved: Any) -> None:
     raw = OmegaConf.to_container(config)
     if "oc.env" not in str(raw):
         return
-    named = OmegaConf.create(map_texts(raw, _escaped))  # resolves to the references themselves
+    escaped = OmegaConf.create(map_texts(raw, _escaped))  # resolves to the references themselves
 
-    def walk(node: Any, value: Any, key: str) -> None:
-        if isinstance(node, dict) and isinstance(value, dict):
-            for name in node:
-                walk(node[name], value[name], f"{key}.{name}".lstrip("."))
-        elif isinstance(node, list) and isinstance(value, list):
-            for index, pair in enumerate(zip(node, value, strict=True)):
-                walk(*pair, f"{key}.{index}")
-        elif isinstance(node, str) and isinstance(value, str) and "${" in node:
-            reference = _reference(named, key, node, value)
-            if reference != value:
-                _references[key, value] = reference
+    values: dict[str, str] = {}
+    map_texts(resolved, lambda key, value: values.setdefault(key, value))
 
-    walk(raw, resolved, "")
+    def note(key: str, text: str) -> str:
+        value = values.get(key)
+        if value is not None and "${" in text:
+            _references[key, value] = _reference(escaped, key, text, value)
+        return text
+
+    map_texts(raw, note)
 
 
-def _reference(named: Any, key: str, node: str, value: str) -> str:
-    """Return the text of a key that resolves to `value`; `value` itself if it refers to no variable."""
+def _reference(escaped: Any, key: str, text: str, value: str) -> str:
+    """Return a text for a key that resolves to `value`; `value` itself if it refers to no variable."""
     try:
-        reference = OmegaConf.select(named, key)
-        if "oc.env" not in node and reference == value:
+        reference = OmegaConf.select(escaped, key)
+        if "oc.env" not in text and reference == value:
             return value
-        return str(reference) if OmegaConf.create({"value": reference}).value == value else node
+        return str(reference) if OmegaConf.create({"value": reference}).value == value else text
     except OmegaConfBaseException:  # a reference within another resolver
-        return node
+        return text
 
 
 def _escaped(_: str, text: str) -> str:
@@ -293,13 +288,12 @@ def _validate(merged: Any, sources: Sequence[Source]) -> Config:
     except ValidationError as error:
         overridden = {key for name, keys in sources if name == COMMAND_LINE for key in keys}
         lines: dict[str, list[str]] = {}
-        for item in error.errors():
-            lines.setdefault(_blamed(item, sources), []).append(_line(item, overridden))
+        for fault in error.errors():
+            lines.setdefault(_blamed(fault, sources), []).append(_line(fault, overridden))
         raise UserError("; ".join(f"{name}: {'; '.join(texts)}" for name, texts in lines.items())) from error
     except TypeError as error:
-        raise UserError(
-            f"{_all_files(sources)}: {error}: values are text, numbers, true, false, null, lists and mappings"
-        ) from error
+        form = "values are text, numbers, true, false, null, lists and mappings"
+        raise UserError(f"{_all_files(sources)}: {error}: {form}") from error
 
 
 def _names(node: Any, prefix: str = "") -> set[str]:

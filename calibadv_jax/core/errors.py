@@ -21,10 +21,7 @@ REFUSAL = "refused by calibadv_jax: "  # start of every refusal by our engine in
 
 
 class UserError(Exception):
-    """Bad input: one line that names the file, key or value, and how to fix it.
-
-    Entry points print it as ``error: …`` without a traceback and exit with `exit_status`.
-    """
+    """Bad input: one line that names the file, key or value, and how to fix it; see `cli.main`."""
 
 
 class EnvironmentFailure(UserError):
@@ -45,9 +42,8 @@ def storage_errno(error: BaseException) -> int | None:
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno is not None:
             return cause.errno if cause.errno in UNWRITABLE else None
-        quoted = (number for number in UNWRITABLE if os.strerror(number) in str(cause))
-        if (number := next(quoted, None)) is not None:
-            return number
+        if quoted := [number for number in UNWRITABLE if os.strerror(number) in str(cause)]:
+            return quoted[0]
     return None
 
 
@@ -62,7 +58,7 @@ def storage_path(error: BaseException) -> str | None:
 
 
 def is_lost_process(error: BaseException) -> bool:
-    """Whether an error or a cause of it is that JAX lost the connection to another process of the run."""
+    """Return whether JAX lost the connection to another process of the run."""
     return any(_LOST_PROCESS.match(str(cause)) for cause in _causes(error))
 
 
@@ -82,22 +78,17 @@ def cause_text(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
+    yield error
+    if error.__cause__ is not None:
+        yield from _causes(error.__cause__)
 
 
 class RequestFailed(EnvironmentFailure):
-    """A service failed one request: within a rollout this ends its trajectory and not the run.
-
-    Args:
-        service: one word, such as "sampler" or "retriever".
-    """
+    """A service failed one request: within a rollout this ends its trajectory and not the run."""
 
     def __init__(self, service: str, message: str):
         super().__init__(message)
-        self.service = service
+        self.service = service  # one word, such as "sampler" or "retriever"
 
 
 class ActionRefused(Exception):

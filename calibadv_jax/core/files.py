@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterable, Iterator
@@ -20,11 +21,9 @@ PARTIAL, PREVIOUS = ".partial", ".previous"  # suffixes of files being written, 
 def check_literal(folder: Path) -> None:
     """Raise ValueError for a wildcard or backslash in a path, which Orbax would read as a pattern."""
     path = str(folder.absolute())
-    pattern = next((character for character in path if character in "*?[\\"), "")
-    if pattern:
-        raise ValueError(
-            f"{path}: checkpoints cannot lie in a folder with {pattern!r} in its path; rename it"
-        )
+    if pattern := re.search(r"[*?\[\\]", path):
+        fault = f"checkpoints cannot lie in a folder with {pattern[0]!r} in its path"
+        raise ValueError(f"{path}: {fault}; rename it")
 
 
 @contextmanager
@@ -48,8 +47,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield another name beside `path` to write to, which becomes `path` if the block succeeds.
 
     The data are on the disk before the name: after a power failure no file is empty. Two processes that
-    write one path at the same time replace each other's complete file. Raises OSError if it cannot be
-    written; an older file of this name is unchanged.
+    write one path replace each other's complete file. After an error the older file is unchanged.
     """
     for leftover in _leftovers(path, PARTIAL):
         leftover.unlink(missing_ok=True)
@@ -65,11 +63,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """As `replacing`, for a folder.
-
-    The next process that writes `path` removes the leftovers of a killed process, and restores the older
-    folder if it was killed during the exchange.
-    """
+    """As `replacing`, for a folder; the next writer restores the older one after a kill in the exchange."""
     for previous in _leftovers(path, PREVIOUS):
         if not path.exists():
             previous.rename(path)
@@ -97,13 +91,10 @@ def _own_name(path: Path, end: str) -> Path:
 
 def _leftovers(path: Path, end: str) -> list[Path]:
     """Return the hidden names beside `path` of killed processes of this machine."""
-    start = f".{path.name}.{socket.gethostname()}."
-    leftovers = []
-    for other in path.parent.iterdir() if path.parent.is_dir() else ():
-        pid = other.name.removeprefix(start).removesuffix(end)
-        if other.name == f"{start}{pid}{end}" and pid.isdigit() and not _is_alive(int(pid)):
-            leftovers.append(other)
-    return leftovers
+    names = re.compile(re.escape(f".{path.name}.{socket.gethostname()}.") + r"(\d+)" + re.escape(end))
+    paths = path.parent.iterdir() if path.parent.is_dir() else ()
+    matches = ((path, names.fullmatch(path.name)) for path in paths)
+    return [path for path, match in matches if match and not _is_alive(int(match[1]))]
 
 
 def _is_alive(pid: int) -> bool:

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import huggingface_hub
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is the HTTP client's
     EntryNotFoundError,
     GatedRepoError,
@@ -27,6 +25,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     RevisionNotFoundError,
     RevisionResolutionError,
 )
+from pydantic import TypeAdapter
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, one_line
 from calibadv_jax.core.files import write_json
@@ -61,22 +60,17 @@ def read_pins(folder: Path) -> list[Pin]:
     if not path.is_file():
         return []
     try:
-        pins = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(pins, list):
-            raise TypeError(f"{type(pins).__name__} instead of a list")
-        return [Pin(**pin) for pin in pins]
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{path}: damaged, so that the commits that the run began with are not known; remove it, and the"
-            " run takes those that policy.revision names now"
-        ) from error
+        return TypeAdapter(list[Pin]).validate_json(path.read_bytes())
+    except ValueError as error:
+        advice = "remove it, and the run takes the commits that policy.revision names now"
+        raise UserError(f"{path}: damaged, so that the run's commits are lost; {advice}") from error
 
 
 def write_pins(folder: Path, pins: Iterable[Pin]) -> None:
     """Add pins to the run's; they replace earlier pins of the same repository and revision."""
-    kept = {(pin.repository, pin.revision): pin for pin in (*read_pins(folder), *pins)}
-    if kept:
-        write_json(folder / PINS, [asdict(pin) for pin in kept.values()])
+    merged = {(pin.repository, pin.revision): pin for pin in (*read_pins(folder), *pins)}
+    if merged:
+        write_json(folder / PINS, [asdict(pin) for pin in merged.values()])
 
 
 def is_repository(name: str) -> bool:
@@ -86,103 +80,87 @@ def is_repository(name: str) -> bool:
 
 
 def resolve(repository: str, revision: str) -> Pin:
-    """Return the commit that a branch or tag names now, or the cached commit if the hub cannot be reached.
-
-    Raises UserError without such a repository or revision, permission, or network if nothing is in the
-    cache.
-    """
+    """Return the commit that a branch or tag names now, or the cached commit if the hub cannot be reached."""
     revision = revision or "main"
     if _COMMIT.fullmatch(revision):
         return Pin(repository, revision, revision)
     with _errors(repository, "model", revision):
-        folder = huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=["config.json"]
-        )
+        folder = snapshot_download(repository, revision=revision, allow_patterns=["config.json"])
     return Pin(repository, revision, Path(folder).name)
 
 
 def fetch_model(pin: Pin, with_weights: bool) -> Path:
-    """Return the folder with the repository's config and tokenizer, and its weights. Errors as `resolve`."""
+    """Return the folder with the repository's config and tokenizer, and its weights."""
     patterns = [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())]
     with _errors(pin.repository, "model", pin.commit):
-        return Path(
-            huggingface_hub.snapshot_download(pin.repository, revision=pin.commit, allow_patterns=patterns)
-        )
+        return Path(snapshot_download(pin.repository, revision=pin.commit, allow_patterns=patterns))
 
 
 def fetch_data(address: str) -> list[Path]:
     """Return the files of a dataset repository: ``hf://datasets/OWNER/NAME[@REVISION][/FILE]``.
 
-    FILE may be a pattern. Without it the repository must hold exactly one data file. Raises UserError as
-    `resolve`; for no such file; or several without FILE.
+    FILE may be a pattern. Without it the repository must hold exactly one data file.
     """
-    parts = address.removeprefix(DATASETS).split("/", 2)
-    if len(parts) < 2:
+    owner, _, path = address.removeprefix(DATASETS).partition("/")
+    if not path:
         raise UserError(f"{address}: expected {DATASETS}OWNER/NAME/FILE")
-    name, _, revision = parts[1].partition("@")
-    repository, pattern = f"{parts[0]}/{name}", parts[2] if len(parts) > 2 else ""
+    name, _, pattern = path.partition("/")
+    name, _, revision = name.partition("@")
+    repository = f"{owner}/{name}"
     # A branch such as refs/convert/parquet is written with %2F.
     revision = revision.replace("%2F", "/") or "main"
     with _errors(repository, "dataset", revision):
         if pattern:
-            folder = huggingface_hub.snapshot_download(
-                repository, repo_type="dataset", revision=revision, allow_patterns=[pattern]
-            )
-            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-            names = [path.relative_to(folder).as_posix() for path in files]
-            matches = [p for p, name in zip(files, names, strict=True) if fnmatch.fnmatchcase(name, pattern)]
+            patterns = {"revision": revision, "allow_patterns": [pattern]}
+            folder = Path(snapshot_download(repository, repo_type="dataset", **patterns))
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            matches = [p for p in files if fnmatch.fnmatchcase(p.relative_to(folder).as_posix(), pattern)]
             if matches:
                 return matches
-        info = huggingface_hub.HfApi().dataset_info(repository, revision=revision)
+        info = HfApi().dataset_info(repository, revision=revision)
         data = sorted(f.rfilename for f in info.siblings or () if f.rfilename.endswith(DATA_SUFFIXES))
-        there = f"its data files: {', '.join(data) or 'none'}"
+        listing = f"its data files: {', '.join(data) or 'none'}"
         if pattern:
-            raise UserError(f"{DATASETS}{repository}: no file {pattern!r}; {there}")
+            raise UserError(f"{DATASETS}{repository}: no file {pattern!r}; {listing}")
         if len(data) != 1:
             example = data[0] if data else "train.jsonl"
             raise UserError(
                 f"{DATASETS}{repository}: {len(data)} data files; name the files that you mean, such as"
-                f" {DATASETS}{repository}/{example} ({there})"
+                f" {DATASETS}{repository}/{example} ({listing})"
             )
-        return [
-            Path(huggingface_hub.hf_hub_download(repository, data[0], repo_type="dataset", revision=info.sha))
-        ]
+        return [Path(hf_hub_download(repository, data[0], repo_type="dataset", revision=info.sha))]
+
+
+# The hub's errors, narrower types first, and the advice that follows the repository's name.
+_OFFLINE = (
+    "not a folder here, not in the cache, and the hub cannot be reached; correct the path, connect to the"
+    " network, or download it elsewhere and give the folder"
+)
+_NO_REVISION = "no revision {revision!r}; correct policy.revision or what follows @"
+_ADVICE: dict[type[Exception], str] = {
+    GatedRepoError: "access is granted on request; ask for it on {page}, then set HF_TOKEN",
+    RepositoryNotFoundError: "neither a folder here nor a repository there; correct the name, or set HF_TOKEN"
+    " if it is private",
+    RevisionNotFoundError: _NO_REVISION,
+    RevisionResolutionError: _NO_REVISION,
+    LocalEntryNotFoundError: _OFFLINE,
+    OfflineModeIsEnabled: _OFFLINE,
+    EntryNotFoundError: "a file is missing there: {text}; choose another revision",
+    HfHubHTTPError: "cannot be downloaded: {text}; try again later",
+    HTTPError: _OFFLINE,
+    HFValidationError: "no name of a repository ({text})",
+}
 
 
 @contextmanager
 def _errors(repository: str, kind: str, revision: str) -> Iterator[None]:
     """Raise huggingface_hub's errors as one line that names the repository and the way out."""
     hub = constants.ENDPOINT
-    place = f"{repository} ({kind} on {hub})"
-    offline = UserError(
-        f"{place}: not a folder here, not in the cache, and the hub cannot be reached; correct the path,"
-        " connect to the network, or download it elsewhere and give the folder"
-    )
     try:
         yield
-    except GatedRepoError as error:
+    except tuple(_ADVICE) as error:
+        failure, advice = next(item for item in _ADVICE.items() if isinstance(error, item[0]))
         page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repository}"
-        raise UserError(
-            f"{place}: access is granted on request; ask for it on {page}, then set HF_TOKEN"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"{place}: neither a folder here nor a repository there; correct the name, or set HF_TOKEN if it"
-            " is private"
-        ) from error
-    except (RevisionNotFoundError, RevisionResolutionError) as error:
-        raise UserError(
-            f"{place}: no revision {revision!r}; correct policy.revision or what follows @"
-        ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise offline from error
-    except EntryNotFoundError as error:
-        text = one_line(error)
-        raise UserError(f"{place}: a file is missing there: {text}; choose another revision") from error
-    except HTTPError as error:
-        if not isinstance(error, HfHubHTTPError):
-            raise offline from error
-        text = one_line(error)
-        raise EnvironmentFailure(f"{place}: cannot be downloaded: {text}; try again later") from error
-    except HFValidationError as error:
-        raise UserError(f"{repository}: no name of a repository ({one_line(error)})") from error
+        advice = advice.format(revision=revision, page=page, text=one_line(error))
+        error_type = EnvironmentFailure if failure is HfHubHTTPError else UserError
+        raise error_type(f"{repository} ({kind} on {hub}): {advice}") from error

@@ -38,45 +38,32 @@ class Completion:
 class Closable(Protocol):
     async def close(self) -> None:
         """Close the connections of the running event loop."""
-        ...
 
 
 class Sampler(Closable, Protocol):
     """Token-in, token-out. `session` names a trajectory, so that a backend can reuse its KV cache."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
-        """Sample a completion.
-
-        Raises:
-            RequestFailed: this request failed; others may succeed.
-            UserError: no request can succeed.
-        """
-        ...
+        """Sample a completion; RequestFailed: this request failed; UserError: no request can succeed."""
 
     def release(self, session: str) -> None:
         """Allow the cache of an ended trajectory to be reused."""
-        ...
 
     async def load(self, version: int, published: Any) -> None:
-        """Sample with these parameters from now on.
+        """Sample with these parameters from now on; `version` of the policy ascends within a run.
 
-        Args:
-            version: of the policy; ascending within a run.
-            published: the parameters on devices, which may be donated after the return, or the folder of
-                their snapshot, as the sampler takes them.
+        `published`, as the sampler takes it: the folder of a snapshot, or the parameters on devices, which
+        may be donated after the return.
         """
-        ...
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Return log-probabilities float32 [T - 1] of tokens 1 … T - 1, by the name of each copy of weights.
 
         Empty if the weights are the learner's own.
         """
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the program's start, by their names in metrics.jsonl."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -108,10 +95,8 @@ class Action(ABC):
     async def call(self, argument: Any) -> Reply:
         """Execute the action.
 
-        Raises:
-            ActionRefused, QueryRefused: it refuses this argument; the policy reads so, and goes on.
-            RequestFailed: there is no reply: the trajectory has failed.
-            UserError: there can be none for any trajectory.
+        Raises ActionRefused or QueryRefused where it refuses this argument: the policy reads so, and goes on;
+        RequestFailed without a reply: the trajectory has failed; UserError if no trajectory can have one.
         """
 
     def render(self, reply: Reply) -> str:
@@ -127,28 +112,14 @@ class Judge(Closable, Protocol):
     """Scores answers with another model."""
 
     async def score(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return metrics of a trajectory that has answered.
-
-        Raises:
-            RequestFailed: there is no verdict: the trajectory has failed.
-            UserError: there can be none for any trajectory.
-        """
-        ...
+        """Return metrics of a trajectory that has answered; errors as those of `Action.call`."""
 
 
 class Retriever(Closable, Protocol):
-    """Returns documents for queries.
-
-    Raises:
-        QueryRefused: the service refuses one of these queries.
-        RequestFailed: these queries failed; others may succeed.
-        UserError: no query can succeed.
-    """
+    """Returns documents for queries; errors as those of `Action.call`."""
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         """Return the documents of each query, best first."""
-        ...
 
     async def access(self, addresses: Sequence[str]) -> list[Document | None]:
         """Return the page at each address; None where there is none."""
-        ...

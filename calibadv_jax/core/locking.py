@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, one_line
@@ -25,44 +25,30 @@ _held: dict[Path, int] = {}  # files that this process has locked
 _guard = threading.Lock()
 
 
-@contextmanager
-def locked_run(folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
+def locked_run(folder: Path, warn: Callable[[str], None]) -> AbstractContextManager[None]:
     """Lock the folder of a run, which is made when missing; see `locked`."""
-    with locked(folder / LOCK, f"run.dir={folder}", warn):
-        yield
+    return locked(folder / LOCK, f"run.dir={folder}", warn)
+
+
+def locked_output(path: Path, key: str, warn: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Lock a file or folder that is written whole, `path` of the config key, by a name beside it."""
+    return locked(path.with_name(f".{path.name}{LOCK}"), f"{key}={path}", warn)
 
 
 @contextmanager
-def locked_output(path: Path, key: str, warn: Callable[[str], None]) -> Iterator[None]:
-    """Lock a file or folder that is written whole, by a name beside it; see `locked`.
-
-    Args:
-        key: config key of `path`, for messages.
-    """
-    with locked(path.with_name(f".{path.name}{LOCK}"), f"{key}={path}", warn):
-        yield
-
-
-@contextmanager
-def locked(path: Path, what: str, warn: Callable[[str], None]) -> Iterator[None]:
+def locked(path: Path, setting: str, warn: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock file `path` while the block runs; the file names its owner and goes with the block.
 
-    A process that has the lock gets it again. Its children and copies do not have it.
-
-    Args:
-        what: ``key=value`` of the locked place, for messages.
-        warn: called if the file system has no locks; the block runs all the same.
-
-    Raises:
-        EnvironmentFailure: another process has it, which the message names.
-        UserError: the file cannot be made.
+    A process that has the lock gets it again. Its children and copies do not have it. Messages name the place
+    by `setting`, ``key=value``. Without locks of the file system `warn` is called, and the block runs all the
+    same. Raises EnvironmentFailure, which names the other owner, or UserError if the file cannot be made.
     """
     place = path.absolute()
     with _guard:
         is_first = place not in _held
         if is_first:
             folder_is_new = not place.parent.exists()
-            _held[place] = _take(place, what, warn)
+            _held[place] = _take(place, setting, warn)
     try:
         yield
     finally:
@@ -76,7 +62,7 @@ def locked(path: Path, what: str, warn: Callable[[str], None]) -> Iterator[None]
                 os.close(_held.pop(place))
 
 
-def _take(path: Path, what: str, warn: Callable[[str], None]) -> int:
+def _take(path: Path, setting: str, warn: Callable[[str], None]) -> int:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,24 +70,23 @@ def _take(path: Path, what: str, warn: Callable[[str], None]) -> int:
         except FileNotFoundError:
             continue  # its owner has just removed the folder that it made
         except OSError as error:
-            raise UserError(
-                f"{what} cannot be written ({one_line(error)}: {error.filename}); choose another folder"
-            ) from error
+            reason = f"{one_line(error)}: {error.filename}"
+            raise UserError(f"{setting} cannot be written ({reason}); choose another folder") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             owner = os.pread(file, 1000, 0).decode(errors="replace").strip() or "another process"
             os.close(file)
             raise EnvironmentFailure(
-                f"{what} is in use by {owner}; wait until it has ended, stop it, or choose another folder"
+                f"{setting} is in use by {owner}; wait until it has ended, stop it, or choose another folder"
             ) from error
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 os.close(file)
                 raise
             warn(
-                f"{what}: its file system has no locks ({one_line(error)}), so nothing stops a second process"
-                " from writing there; start no other run there"
+                f"{setting}: its file system has no locks ({one_line(error)}), so nothing stops a second"
+                " process from writing there; start no other run there"
             )
             return file
         if path.is_file() and os.fstat(file).st_ino == path.stat().st_ino:
@@ -111,11 +96,10 @@ def _take(path: Path, what: str, warn: Callable[[str], None]) -> int:
 
 
 def _sign(file: int) -> None:
-    """Write the owner into the file; a full disk does not matter."""
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:LONGEST_COMMAND]
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     text = f"process {os.getpid()} on {socket.gethostname()} since {since} ({' '.join(command.split())})"
-    with suppress(OSError):
+    with suppress(OSError):  # the lock holds on a full disk too
         os.ftruncate(file, 0)
         os.pwrite(file, text.encode(errors="replace"), 0)
 

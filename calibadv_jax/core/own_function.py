@@ -46,34 +46,26 @@ def load_optional(name: str) -> ModuleType:
 
 @functools.cache  # every step calls it
 def own_function(address: str, key: str, parameters: tuple[str, ...], expected: str) -> Callable[..., Any]:
-    """Import a function of the user's own.
+    """Import a function of the user's own; `expected` is its signature, for messages.
 
-    Args:
-        key: of the config, for messages.
-        parameters: its arguments, by position.
-        expected: its whole signature, for messages.
-
-    Raises UserError if the module cannot be imported, has no such function, or it takes other parameters.
+    Raises UserError if the module cannot be imported, has no such function, or it does not take `parameters`,
+    its arguments by position.
     """
     module_name, _, name = address.partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a module of the user's own may raise anything
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        advice = "correct it"
-        if missing and f"{module_name}.".startswith(f"{missing}."):
-            advice = "PYTHONPATH must name the folder that holds it"
-        raise UserError(
-            f"{key} is {address}, but importing {module_name} failed: {failure(error)}; {advice}"
-        ) from error
+        is_absent = missing and f"{module_name}.".startswith(f"{missing}.")
+        advice = "PYTHONPATH must name the folder that holds it" if is_absent else "correct it"
+        fault = f"importing {module_name} failed: {failure(error)}"
+        raise UserError(f"{key} is {address}, but {fault}; {advice}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"{key} is {address}, but {module_name} has no function {name}; expected: {expected}")
     try:
         inspect.signature(function).bind(*parameters)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{key} is {address}, but it cannot be called with ({', '.join(parameters)}): {error};"
-            f" expected: {expected}"
-        ) from error
+        fault = f"it cannot be called with ({', '.join(parameters)}): {error}"
+        raise UserError(f"{key} is {address}, but {fault}; expected: {expected}") from error
     return function

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import NoReturn, ParamSpec, TypeVar
 
 CALLED = 143  # status of a process that stops because another one does: as after SIGTERM
+UNWAITED = "unwaited"  # name of threads that the end of the process does not wait for
 GRACE = 5.0  # seconds for which the end of the process waits for unwaited work
 
 P = ParamSpec("P")
@@ -27,16 +28,13 @@ class Stop:
     """Within the block, the first signal raises SystemExit in the main thread, or at the end of `held` work.
 
     The status is 143 for SIGTERM and 130 for SIGINT. A second signal ends the process at once. Each signal
-    is answered on standard error at once.
-
-    Args:
-        finishes: message of a signal within `held` work.
-        saves: message of another signal.
-        then: how the work can go on, for the last message.
+    is answered on standard error at once: with `finishes` within `held` work, else with `saves`. The last
+    message says with `then` how the work can go on.
     """
 
     def __init__(self, finishes: str = "", saves: str = "", then: str = "") -> None:
         self._finishes, self._saves, self._then = finishes, saves, then
+        self._loss = ", without saving" if finishes else ""
         self.status: int | None = None
         self.was_called = False  # by another process of the run, not by a signal
         self._held = 0  # blocks of `held` work that are open
@@ -52,9 +50,7 @@ class Stop:
             received, self._sent = os.pipe()
             os.set_blocking(self._sent, False)
             self._sent_before = signal.set_wakeup_fd(self._sent, warn_on_full_buffer=False)
-            self._watcher = threading.Thread(
-                target=lambda: self._watch(received), name="signals", daemon=True
-            )
+            self._watcher = threading.Thread(target=self._watch, args=(received,), daemon=True)
             self._watcher.start()
         return self
 
@@ -79,18 +75,14 @@ class Stop:
         self._count += 1
         if self._count > 1:
             self._end(number)
-        what = self._finishes if self._held else self._saves
-        _say(f"{_name(number)}: {what or 'stopping'}; a second {_name(number)} ends at once{self._loss}")
+        answer = (self._finishes if self._held else self._saves) or "stopping"
+        _say(f"{_name(number)}: {answer}; a second {_name(number)} ends at once{self._loss}")
 
     def _end(self, number: int) -> None:
         if self._ending.acquire(blocking=False):
             _say(f"{_name(number)}: ended at once{self._loss}")
             os._exit(128 + number)
         time.sleep(GRACE)  # the other thread ends the process
-
-    @property
-    def _loss(self) -> str:
-        return ", without saving" if self._finishes else ""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -145,10 +137,6 @@ def _say(text: str) -> None:
         os.write(2, f"{start}{text}\n".encode())
 
 
-class _Unwaited(threading.Thread):
-    """A thread that the end of the process does not wait for."""
-
-
 def in_daemon_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     """Run work in a thread of its own; `leave` ends the process before it is done."""
     future: Future[T] = Future()
@@ -161,7 +149,7 @@ def in_daemon_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
         except BaseException as error:  # any error is passed to the caller
             future.set_exception(error)
 
-    _Unwaited(target=run, name="unwaited", daemon=True).start()
+    threading.Thread(target=run, name=UNWAITED, daemon=True).start()
     return future
 
 
@@ -181,7 +169,7 @@ def leave(status: str | int | None) -> NoReturn:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a further Ctrl-C ends without a traceback
     deadline = time.monotonic() + GRACE
-    working = [thread for thread in threading.enumerate() if isinstance(thread, _Unwaited)]
+    working = [thread for thread in threading.enumerate() if thread.name == UNWAITED]
     for thread in working:
         thread.join(max(0.0, deadline - time.monotonic()))
     if not any(thread.is_alive() for thread in working):

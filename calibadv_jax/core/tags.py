@@ -96,14 +96,12 @@ class ParsedTurn:
 
 def numbered(documents: Sequence[Document]) -> str:
     """List neutralised documents for an observation; the last one loses the space at its end."""
-    return "\n".join(
-        f'Doc {number}(Title: "{document.title}") {document.text}'
-        for number, document in enumerate(documents, 1)
-    ).strip()
+    lines = (f'Doc {n}(Title: "{shown.title}") {shown.text}' for n, shown in enumerate(documents, 1))
+    return "\n".join(lines).strip()
 
 
 def refusal(name: str, reason: str) -> str:
-    """Return the observation of an action that refuses its body; `reason` is neutralised already."""
+    """Return the observation of an action that refuses its body, for a neutralised reason."""
     return f"The action {name} does not take this: {reason}"
 
 
@@ -140,16 +138,13 @@ def with_open_tag(text: str) -> str:
 
 
 def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRAMMAR) -> ParsedTurn:
-    """Return the first closed action of a segment, wherever it stands, as Search-R1 does.
+    """Return the first closed action of a `whole_turn` without its end-of-text token, as Search-R1 does.
 
     An action inside the thought is executed too: sampling stops at its closing tag, and the reward judges
     the format. Text after the closing tag is ignored: the last sampled token may carry some. An action with
     an empty body is invalid unless it may be empty, and so is an action with a protocol tag in its body; an
-    empty answer is an answer.
-
-    Args:
-        text: the `whole_turn`, without its end-of-text token.
-        stop_reason: a segment without action is unfinished after "length" and "abort", otherwise invalid.
+    empty answer is an answer. Without an action, a segment is unfinished after "length" and "abort", else
+    invalid.
     """
     _, think = _first_closed(_OPEN_THINK, text) or ("", "")
     action = _first_closed(grammar.opens_action, text)
@@ -167,14 +162,13 @@ def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRA
 
 def _first_closed(opening: re.Pattern[str], text: str) -> tuple[str, str] | None:
     """Return name and stripped body of the first closed element; in linear time, unlike a lazy pattern."""
-    last_close: dict[str, int] = {}
+    unclosed: set[str] = set()
     for tag in opening.finditer(text):
         name, start = tag.group(1), tag.end()
-        close = f"</{name}>"
-        if name not in last_close:
-            last_close[name] = text.rfind(close)
-        if start <= last_close[name]:
-            return name, text[start : text.index(close, start)].strip()
+        end = -1 if name in unclosed else text.find(f"</{name}>", start)
+        if end >= 0:
+            return name, text[start:end].strip()
+        unclosed.add(name)
     return None
 
 
@@ -184,15 +178,13 @@ def split_at_tags(text: str, grammar: Grammar = SEARCH_GRAMMAR) -> list[str]:
 
 
 def turn_flaw(text: str, kind: TurnKind, grammar: Grammar = SEARCH_GRAMMAR) -> str:
-    """Return why a segment is not exactly a thought and the element of its kind; empty if it is.
+    """Return why a segment, with its opening, is not exactly a thought and the element of its kind, if so.
 
-    Args:
-        text: the segment, with `Trajectory.opening` before it.
-        kind: as `parse_turn` gives it; "invalid" and "unfinished" always have a flaw.
+    `kind` is as `parse_turn` gives it; "invalid" and "unfinished" always have a flaw.
     """
     names: list[str] = []
     opened = ""
-    *pieces, rest = split_at_tags(text, grammar)
+    *pieces, ending = split_at_tags(text, grammar)
     for before, tag in zip(pieces[::2], pieces[1::2], strict=True):
         name = tag.strip("</>")
         if opened and tag != f"</{opened}>":
@@ -207,13 +199,12 @@ def turn_flaw(text: str, kind: TurnKind, grammar: Grammar = SEARCH_GRAMMAR) -> s
         opened = "" if opened else name
     if opened:
         return f"<{opened}> is not closed"
-    if rest.strip():
-        return _stray(rest, f"after </{names[-1]}>" if names else "", text, grammar)
+    if ending.strip():
+        return _stray(ending, f"after </{names[-1]}>" if names else "", text, grammar)
     return "" if names == ["think", kind] else _wrong_elements(names, kind, grammar)
 
 
 def _stray(stray: str, where: str, text: str, grammar: Grammar) -> str:
-    """Return the flaw of a segment with text outside its elements."""
     if unknown := _ANY_TAG.search(stray):
         tag = " ".join(unknown[0][:_LONGEST_TAG].split())
         return f"unknown action {tag}: there are {_listed(grammar)}, written exactly so"
@@ -225,7 +216,6 @@ def _listed(grammar: Grammar) -> str:
 
 
 def _wrong_elements(names: Sequence[str], kind: TurnKind, grammar: Grammar) -> str:
-    """Return the flaw of a segment whose elements are closed, but are not a thought and then its kind."""
     actions = [name for name in names if name not in ("think", "information")]
     if "information" in names:
         return "<information> is for the environment alone"
@@ -245,10 +235,8 @@ def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH
     """Return untrusted text without anything that could be taken for the protocol; idempotent.
 
     Angle brackets of tags become square brackets; headers of documents and notices of invalid or refused
-    actions lose their exact form; every string of `extra` but blank ones is broken up.
-
-    Args:
-        extra: the tokenizer's control tokens; see `rollout.observation.added_token_strings`.
+    actions lose their exact form; every string of `extra`, the tokenizer's control tokens
+    (`rollout.observation.added_token_strings`), but blank ones is broken up.
     """
     text = well_formed(text)
     while True:  # a replacement can create a new match: repeat until nothing changes
@@ -284,13 +272,13 @@ def well_formed_json(body: bytes) -> bytes:
 
 def printable(text: str) -> str:
     """Return one line without control characters."""
-    words = " ".join(text.split())
-    return "".join(letter for letter in words if unicodedata.category(letter) not in ("Cc", "Cf", "Cs"))
+    line = " ".join(text.split())
+    return "".join(letter for letter in line if unicodedata.category(letter) not in ("Cc", "Cf", "Cs"))
 
 
 def _defused(tag: re.Match[str]) -> str:
-    name, rest = tag.groups()
-    return f"[{name}" if rest is None else f"[{name}{rest}]"
+    name, attributes = tag.groups()
+    return f"[{name}" if attributes is None else f"[{name}{attributes}]"
 
 
 def _broken(token: str) -> str:

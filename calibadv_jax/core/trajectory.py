@@ -108,9 +108,8 @@ class Trajectory:
     @property
     def response_ids(self) -> np.ndarray:
         """int32 [T]: sampled and observation tokens of all turns, in order."""
-        return _joined(
-            (part for turn in self.turns for part in (turn.token_ids, turn.observation_ids)), np.int32
-        )
+        pairs = ((turn.token_ids, turn.observation_ids) for turn in self.turns)
+        return _joined((part for pair in pairs for part in pair), np.int32)
 
     @property
     def mask(self) -> np.ndarray:
@@ -151,9 +150,10 @@ class Group:
     @staticmethod
     def of(question: Question, attempts: Iterable[Trajectory]) -> Group:
         """Group all attempts; those with an `error` have failed."""
-        attempts = list(attempts)
-        finished = [attempt for attempt in attempts if attempt.error is None]
-        return Group(question, finished, [attempt for attempt in attempts if attempt.error is not None])
+        parts: tuple[list[Trajectory], list[Trajectory]] = ([], [])
+        for attempt in attempts:
+            parts[attempt.error is not None].append(attempt)
+        return Group(question, *parts)
 
     @property
     def attempts(self) -> list[Trajectory]:

@@ -13,7 +13,7 @@ import numpy as np
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, parse_turn, well_formed
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.files import read_jsonl
+from calibadv_jax.data.files import read_rows
 from calibadv_jax.data.layouts import MARKER, question_of
 from calibadv_jax.data.questions import parse_question
 
@@ -52,11 +52,10 @@ def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[D
     file or a malformed row, with file and line.
     """
     demonstrations = []
-    for where, row in read_jsonl(path, "demonstrations"):
-        key = next((name for name in CHATS if name in row), None)
-        demonstrations.append(
-            _parse_chat(row, key, where, grammar) if key else _parse_ours(row, where, grammar)
-        )
+    for where, row in read_rows(path, "demonstrations"):
+        key = next((name for name in CHATS if name in row), "turns")
+        parse = _parse_turns if key == "turns" else _parse_chat
+        demonstrations.append(parse(row, key, where, grammar))
     if not demonstrations:
         raise UserError(f"{path}: no demonstrations in it")
     return demonstrations
@@ -67,29 +66,26 @@ def split_off(
 ) -> tuple[list[Demonstration], list[Demonstration]]:
     """Return training and held-out demonstrations; all of a question are on the same side.
 
-    `share` of the questions are held out, at least one if above 0. Raises UserError if none is left to train
-    on.
+    `share` of the questions are held out, at least one if above 0. Raises UserError if none is left to train.
     """
     texts = list(dict.fromkeys(each.question.text for each in demonstrations))
     count = max(1, round(share * len(texts))) if share else 0
     if count and count >= len(texts):
-        raise UserError(
-            f"sft.held_out={share:g} takes all {len(texts)} questions of sft.demonstrations: lower it"
-        )
+        raise UserError(f"sft.held_out={share:g} takes all {len(texts)} questions of the file: lower it")
     chosen = {texts[index] for index in np.random.default_rng(seed).permutation(len(texts))[:count]}
-    training = [each for each in demonstrations if each.question.text not in chosen]
-    return training, [each for each in demonstrations if each.question.text in chosen]
+    parts: tuple[list[Demonstration], list[Demonstration]] = ([], [])
+    for demonstration in demonstrations:
+        parts[demonstration.question.text in chosen].append(demonstration)
+    return parts
 
 
-def _parse_ours(row: dict[str, Any], where: str, grammar: Grammar) -> Demonstration:
-    turns = row.get("turns")
+def _parse_turns(row: dict[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:
+    turns = row.get(key)
     if not isinstance(turns, list) or not turns:
-        raise UserError(
-            f"{where}: field 'turns' must be a non-empty list, got {turns!r}; or give 'messages' of a chat"
-        )
-    return Demonstration(
-        parse_question(row, where), tuple(_parse_turn(turn, where, grammar) for turn in turns)
-    )
+        fault = f"field 'turns' must be a non-empty list, got {turns!r}"
+        raise UserError(f"{where}: {fault}; or give 'messages' of a chat")
+    parsed = tuple(_parse_turn(turn, where, grammar) for turn in turns)
+    return Demonstration(parse_question(row, where), parsed)
 
 
 def _parse_turn(turn: object, where: str, grammar: Grammar) -> DemoTurn:
@@ -112,9 +108,8 @@ def _parse_turn(turn: object, where: str, grammar: Grammar) -> DemoTurn:
 def _check_action(text: str, where: str, grammar: Grammar) -> None:
     if parse_turn(text, "eos", grammar).kind == "invalid":
         ways = [f"<{name}> {'query' if name == 'search' else '…'} </{name}>" for name in grammar.actions]
-        raise UserError(
-            f"{where}: a turn must hold {', '.join(ways)} or <answer> answer </answer>, got {text[:80]!r}"
-        )
+        ways.append("<answer> answer </answer>")
+        raise UserError(f"{where}: a turn must hold {' or '.join(ways)}, got {text[:80]!r}")
 
 
 def _parse_chat(row: Mapping[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:
@@ -125,17 +120,21 @@ def _parse_chat(row: Mapping[str, Any], key: str, where: str, grammar: Grammar) 
         raise UserError(f"{where}: no message of an assistant in {key!r}; remove the row")
     begin = roles.index("assistant")
     turns: list[DemoTurn] = []
-    for number in range(begin, len(messages)):
-        role, text, trained = messages[number]
+    for number, (role, text, trained) in enumerate(messages[begin:], begin):
+        place = f"{where}: message {number + 1} of {key!r}"
+        if role == "system":
+            raise UserError(f"{place}: a system message inside the chat")
         if role == "assistant":
             if number > begin and roles[number - 1] == "assistant":
                 raise UserError(
-                    f"{where}: message {number + 1} of {key!r}: two messages of the assistant follow each"
-                    " other; put what the search returned between them, or join them"
+                    f"{place}: two messages of the assistant follow each other; put what the search returned"
+                    " between them, or join them"
                 )
-            turns.append(_chat_turn(text, trained, f"{where}: message {number + 1} of {key!r}", grammar))
-        elif role == "system":
-            raise UserError(f"{where}: message {number + 1} of {key!r}: a system message inside the chat")
+            _check_action(text := text.strip(), place, grammar)
+            if not text.endswith(grammar.stop_strings):
+                advice = f"remove what follows the tag in {text[-60:]!r}"
+                raise UserError(f"{place}: the policy stops after its action; {advice}")
+            turns.append(DemoTurn(text, trained=trained))
         else:
             match = _INFORMATION.fullmatch(text)
             observed = f"{turns[-1].observation}\n{(match.group(1) if match else text).strip()}".strip()
@@ -179,16 +178,6 @@ def _question_text(
         raise UserError(f"{where}: {key!r}: the message before the assistant's first must be a user's")
     text = prompt[-1][1]
     return question_of(text, where) if text.count(MARKER) == 1 else text.strip()
-
-
-def _chat_turn(text: str, trained: bool, where: str, grammar: Grammar) -> DemoTurn:
-    text = text.strip()
-    _check_action(text, where, grammar)
-    if not text.endswith(grammar.stop_strings):
-        raise UserError(
-            f"{where}: the policy stops after its action; remove what follows the tag in {text[-60:]!r}"
-        )
-    return DemoTurn(text, trained=trained)
 
 
 def _with_documents(turn: DemoTurn) -> DemoTurn:

@@ -10,13 +10,13 @@ import csv
 import glob
 import gzip
 import io
+import itertools
 import json
 import re
 import sys
 import tokenize
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from calibadv_jax.core import hub
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, one_line
 
 DataRow = dict[str, Any]
 Sources = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
@@ -56,21 +56,19 @@ _SUFFIXES = re.compile(r"(\.(jsonl?|parquet|tsv|csv|gz))+$", re.IGNORECASE)
 def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Path, str]]:
     """Yield every file and the data_source of its rows that name none.
 
-    Args:
-        sources: a file, a list of files, or data_source -> file. A file is a path, a pattern such as
-            ``train-*.parquet``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE`` or ``OWNER/NAME``, the
-            only data file of a dataset repository.
-        default_source: data_source where `sources` names none; empty: from the file's name.
+    It is named by `sources`, else `default_source`, else taken from the file's name.
 
-    Raises UserError if nothing is named, a pattern matches nothing, or the hub has no such file.
+    `sources`: a file, a list of files, or data_source -> file. A file is a path, a pattern such as
+    ``train-*.parquet``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE`` or ``OWNER/NAME``, the only data file of
+    a dataset repository. Raises UserError if nothing is named, or there is no such file.
     """
     if isinstance(sources, Mapping):
-        named = [(str(file), name) for name, file in sources.items()]
+        pairs = [(str(file), name) for name, file in sources.items()]
     else:
-        named = [(str(file), "") for file in ([sources] if isinstance(sources, str | Path) else sources)]
-    if not named or not all(file for file, _ in named):
+        pairs = [(str(file), "") for file in ([sources] if isinstance(sources, str | Path) else sources)]
+    if not pairs or not all(file for file, _ in pairs):
         raise UserError("no question file: set data.train and data.eval")
-    for file, source in named:
+    for file, source in pairs:
         for path in _expand(file):
             yield path, source or default_source or source_of(path)
 
@@ -78,17 +76,14 @@ def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Pat
 def _expand(name: str) -> list[Path]:
     if name.startswith(hub.DATASETS):
         return hub.fetch_data(name)
-    path = Path(name)
-    if path.exists():
-        return [path]
-    if glob.has_magic(name):
-        paths = [Path(match) for match in sorted(glob.glob(name))]
-        if not paths:
-            raise UserError(f"{name}: no file matches; correct data.train or data.eval")
-        return paths
     if hub.is_repository(name):
         return hub.fetch_data(f"{hub.DATASETS}{name}")
-    return [path]
+    if Path(name).exists() or not glob.has_magic(name):
+        return [Path(name)]
+    paths = [Path(match) for match in sorted(glob.glob(name))]
+    if not paths:
+        raise UserError(f"{name}: no file matches; correct data.train or data.eval")
+    return paths
 
 
 def source_of(path: Path) -> str:
@@ -102,45 +97,31 @@ def source_of(path: Path) -> str:
     return (path.parent.name or stem) if words[0] in SPLITS else stem
 
 
-def read_rows(path: str | Path, what: str = "questions") -> Iterator[tuple[str, DataRow]]:
+def read_rows(path: str | Path, contents: str = "questions") -> Iterator[tuple[str, DataRow]]:
     """Yield (place, row) of every row: ``file:line`` for lines of text, ``file row N`` otherwise, from 1.
 
-    Raises UserError if there is no such file of `what`, it is not UTF-8 or broken, or a row is no object.
+    Raises UserError if there is no such file of `contents`, it is not UTF-8 or broken, or a row is no object.
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such file of {what}")
+        raise UserError(f"{path}: no such file of {contents}")
     with path.open("rb") as file:
         head = file.read(len(PARQUET))
-    if head == PARQUET:
-        yield from _parquet(path)
-        return
-    with _readable(path), gzip.open(path) if head.startswith(GZIP) else path.open("rb") as opened:
-        yield from _text(path, cast(BinaryIO, opened))
-
-
-def read_jsonl(path: str | Path, what: str) -> Iterator[tuple[str, DataRow]]:
-    """Yield (``file:line``, row) for every line that is not blank; UserError as `read_rows`."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file of {what}")
-    with _readable(path), path.open("rb") as file:
-        yield from _lines(path, file)
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
     try:
-        yield
+        with gzip.open(path) if head.startswith(GZIP) else path.open("rb") as opened:
+            rows = _parquet(path) if head == PARQUET else _text(path, cast(BinaryIO, opened))
+            for where, row in rows:
+                if not isinstance(row, dict):
+                    raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
+                yield where, row
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: not UTF-8 text ({error.reason}) and no parquet; save it as UTF-8, or as parquet"
-        ) from error
+        fault = f"not UTF-8 text ({error.reason}) and no parquet"
+        raise UserError(f"{path}: {fault}; save it as UTF-8, or as parquet") from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: broken gzip file ({error}); copy it again") from error
 
 
-def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, DataRow]]:
+def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     head = file.read(HEAD)
     file.seek(0)
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
@@ -154,7 +135,7 @@ def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, DataRow]]:
         yield from _table(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
 
 
-def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, DataRow]]:
+def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8-sig"), 1):
         if not line.strip():
             continue
@@ -163,34 +144,26 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, DataRow]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: not valid JSON ({error.msg}); each line is one object") from error
-        yield where, _an_object(row, where)
+        yield where, row
 
 
-def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, DataRow]]:
+def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
         for number, row in enumerate(ijson.items(file, prefix, use_float=True), 1):
-            where = f"{path} row {number}"
-            yield where, _an_object(row, where)
+            yield f"{path} row {number}", row
     except ijson.JSONError as error:
         file.seek(0)
         try:
             rows = json.load(file)  # reads NaN, which Python and pandas write and ijson refuses
         except ValueError:
-            text = " ".join(str(error).split())
-            raise UserError(f"{path}: not valid JSON ({text}); copy it again") from error
-        for later, row in enumerate(rows if prefix == "item" else rows["Data"], 1):
-            if later > number:
-                yield f"{path} row {later}", _an_object(row, f"{path} row {later}")
+            raise UserError(f"{path}: not valid JSON ({one_line(error)}); copy it again") from error
+        rows = rows if prefix == "item" else rows["Data"]
+        for later, row in enumerate(rows[number:], number + 1):
+            yield f"{path} row {later}", row
 
 
-def _an_object(row: Any, where: str) -> DataRow:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    return row
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, DataRow]]:
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -199,9 +172,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, DataRow]]:
             for number, row in enumerate(rows, 1):
                 yield f"{path} row {number}", dict.fromkeys(names) | row
     except (pa.ArrowException, OSError) as error:
-        raise UserError(
-            f"{path}: broken parquet file ({' '.join(str(error).split())}); copy it again"
-        ) from error
+        raise UserError(f"{path}: broken parquet file ({one_line(error)}); copy it again") from error
 
 
 def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
@@ -213,33 +184,24 @@ def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
     try:
         header = next(reader)
         if len(header) == 2 and header[1].lstrip().startswith("["):
-            yield f"{path}:1", _dpr(header, f"{path}:1")
-            for cells in reader:
-                where = f"{path}:{reader.line_num}"
-                yield where, _dpr(cells, where)
+            for cells in itertools.chain([header], reader):
+                answers = parse_list(cells[1]) if len(cells) == 2 else None
+                if answers is None:
+                    fault = f"expected a question, a tab and a list of answers, got {cells!r}"
+                    raise UserError(f"{path}:{reader.line_num}: {fault}; correct the row")
+                yield f"{path}:{reader.line_num}", {"question": cells[0], "answers": answers}
             return
         for cells in reader:
             if not cells:
                 continue
             where = f"{path}:{reader.line_num}"
             if len(cells) != len(header):
-                raise UserError(
-                    f"{where}: {len(cells)} columns, but the header has {len(header)} ({', '.join(header)});"
-                    " correct the row"
-                )
+                columns = f"the header has {len(header)} ({', '.join(header)})"
+                raise UserError(f"{where}: {len(cells)} columns, but {columns}; correct the row")
             row = zip(header, cells, strict=True)
             yield where, {name: _cell(text) for name, text in row}
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not a table ({error}); correct the row") from error
-
-
-def _dpr(cells: list[str], where: str) -> DataRow:
-    answers = parse_list(cells[1]) if len(cells) == 2 else None
-    if answers is None:
-        raise UserError(
-            f"{where}: expected a question, a tab and a list of answers, got {cells!r}; correct the row"
-        )
-    return {"question": cells[0], "answers": answers}
 
 
 def _cell(text: str) -> str | bool | int:

@@ -50,33 +50,29 @@ class Fields:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout: rows with all its `keys` have it; `source` is the data_source of rows that name none."""
-
     name: str
-    keys: frozenset[str]
+    keys: str  # separated by spaces: rows with all of them have this layout
     read: Callable[[DataRow, str], Fields]
-    source: str = ""
+    source: str = ""  # data_source of rows that name none
 
 
 def layout_of(row: DataRow, where: str, columns: ColumnsConfig = NO_COLUMNS) -> Layout:
     """Return the layout of the named columns, or else the first whose keys the row has; UserError if none."""
+    keys = ", ".join(map(str, row)) or "none"
     if columns.question or columns.answer:
         names = columns.question or "question", columns.answer or "answer"
-        missing = next((name for name in names if _value(row, name) is _MISSING), None)
-        if missing is not None:
-            raise UserError(
-                f"{where}: no key {missing!r}: the keys are {', '.join(map(str, row))}; name another key"
-                " (--question, --answer; data.columns)"
-            )
-        read = partial(_columns, *names)
-        return Layout("the layout of data.columns", frozenset(), read)
+        for name in names:
+            if _value(row, name) is _MISSING:
+                fault = f"no key {name!r}: the keys are {keys}"
+                raise UserError(f"{where}: {fault}; name another key (--question, --answer; data.columns)")
+        return Layout("the layout of data.columns", "", partial(_columns, *names))
     for layout in LAYOUTS:
-        if layout.keys <= row.keys():
+        if row.keys() >= set(layout.keys.split()):
             return layout
     raise UserError(
-        f"{where}: no known layout: the keys are {', '.join(map(str, row)) or 'none'}; give every row 'id',"
-        " 'question' and 'golden_answers', or name the columns (calibadv prepare-data --question KEY --answer"
-        " KEY, or data.columns.question and data.columns.answer); docs/data.md lists the known layouts"
+        f"{where}: no known layout: the keys are {keys}; give 'id', 'question' and 'golden_answers', or name"
+        " the columns (calibadv prepare-data --question KEY --answer KEY, or data.columns.question and"
+        " data.columns.answer); docs/data.md lists the known layouts"
     )
 
 
@@ -94,34 +90,28 @@ def values_of(value: Any, where: str, key: str) -> list[Any]:
     """
     values: list[Any] = []
     for item in value if isinstance(value, list | tuple) else [value]:
-        written = parse_list(item) if isinstance(item, str) else None
-        if written is None and item is value and isinstance(item, str) and OPEN_LIST.match(item):
-            raise UserError(
-                f"{where}: key {key!r} begins as a list, but is none: {item[:80]!r}; write"
-                ' ["first", "second"]'
-            )
-        values += [item] if written is None else written
+        elements = parse_list(item) if isinstance(item, str) else None
+        if elements is None and item is value and isinstance(item, str) and OPEN_LIST.match(item):
+            fault = f"key {key!r} begins as a list, but is none: {item[:80]!r}"
+            raise UserError(f'{where}: {fault}; write ["first", "second"]')
+        values += [item] if elements is None else elements
     values = [value for value in map(without_nan, values) if value is not None and value != ""]
     for value in values:
         if not isinstance(value, bool | str | int | float):
-            raise UserError(
-                f"{where}: key {key!r} must be text or a list of texts, got {value!r}; correct the row"
-            )
+            form = "must be text or a list of texts"
+            raise UserError(f"{where}: key {key!r} {form}, got {value!r}; correct the row")
     return values
 
 
 def texts(value: Any, where: str, key: str) -> list[str]:
-    """Return the distinct golden answers of a value as texts; booleans become yes and no.
-
-    Raises NoAnswer if nothing is left, and UserError as `values_of`.
-    """
-    kept: list[str] = []
+    """Return the distinct golden answers of a value as texts, booleans as yes and no; NoAnswer if none."""
+    answers: list[str] = []
     for answer in values_of(value, where, key):
         text = ("no", "yes")[answer] if isinstance(answer, bool) else str(answer)
-        kept += filter(None, map(str.strip, _SEPARATOR.split(text)))
-    if not kept:
+        answers += filter(None, map(str.strip, _SEPARATOR.split(text)))
+    if not answers:
         raise NoAnswer(f"{where}: key {key!r} holds no answer; remove the row (calibadv prepare-data does)")
-    return list(dict.fromkeys(kept))
+    return list(dict.fromkeys(answers))
 
 
 def _verl(row: DataRow, where: str) -> Fields:
@@ -130,13 +120,11 @@ def _verl(row: DataRow, where: str) -> Fields:
     reward, extra = row.get(key), row.get("extra_info") or {}
     if not isinstance(reward, dict) or not isinstance(extra, dict):
         raise UserError(f"{where}: {key!r} and 'extra_info' must be objects; correct the row")
-    truth = reward.get("ground_truth")
-    target = truth
-    if isinstance(truth, dict):
-        target = next((truth[name] for name in ("target", *ANSWERS) if truth.get(name) is not None), None)
-    answers = texts(
-        row.get("golden_answers") if target is None else target, where, f"{key}.ground_truth.target"
-    )
+    target = reward.get("ground_truth")
+    if isinstance(target, dict):
+        target = next((target[name] for name in ("target", *ANSWERS) if target.get(name) is not None), None)
+    target = row.get("golden_answers") if target is None else target
+    answers = texts(target, where, f"{key}.ground_truth.target")
     question = row.get("question") or without_nan(extra.get("question"))
     if question is None:
         question = question_of(row.get("prompt"), where)
@@ -158,21 +146,17 @@ def question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
 
     Without `needs_marker`, a prompt without "Question:" begins with the question.
     """
-    content = prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
-        content = prompt[-1].get("content")
-    text = content if isinstance(content, str) else ""
-    *before, text = text.split(MARKER)
+        prompt = prompt[-1].get("content")
+    *before, text = (prompt if isinstance(prompt, str) else "").split(MARKER)
     if len(before) > 1 or (needs_marker and not before):
-        raise UserError(
-            f"{where}: key 'question' is missing, and the prompt does not hold {MARKER!r} exactly once; add"
-            " the key"
-        )
+        fault = f"key 'question' is missing, and the prompt does not hold {MARKER!r} exactly once"
+        raise UserError(f"{where}: {fault}; add the key")
     lines = [line.strip() for line in text.split("<|")[0].splitlines() if line.strip()] or [""]
     is_cut = not lines[0].endswith("?") and any(line.endswith("?") for line in lines[1:])
     if is_cut or _INSTRUCTION.search(lines[0]):
         raise UserError(
-            f"{where}: key 'question' is missing, and in the prompt the question cannot be separated from the"
+            f"{where}: key 'question' is missing, and in the prompt it cannot be separated from the"
             f" instructions ({text.strip()[:80]!r}); add the key"
         )
     return lines[0]
@@ -180,14 +164,10 @@ def question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
 
 def _golden(row: DataRow, where: str) -> Fields:
     """Ours and FlashRAG."""
-    return Fields(
-        row.get("id"),
-        row.get("question"),
-        texts(row.get("golden_answers"), where, "golden_answers"),
-        row.get("data_source"),
-        values_of(row.get("supporting_ids"), where, "supporting_ids"),
-        row.get("prompt"),
-    )
+    answers = texts(row.get("golden_answers"), where, "golden_answers")
+    supporting = values_of(row.get("supporting_ids"), where, "supporting_ids")
+    name, question, source, prompt = (row.get(key) for key in ("id", "question", "data_source", "prompt"))
+    return Fields(name, question, answers, source, supporting, prompt)
 
 
 def _hotpot(row: DataRow, where: str) -> Fields:
@@ -197,8 +177,7 @@ def _hotpot(row: DataRow, where: str) -> Fields:
 def _musique(row: DataRow, where: str) -> Fields:
     if row.get("answerable") is False:
         raise NoAnswer(f"{where}: key 'answerable' is false; remove the row (calibadv prepare-data does)")
-    answers = texts(row.get("answer"), where, "answer")
-    aliases = row.get("answer_aliases") or []
+    answers, aliases = texts(row.get("answer"), where, "answer"), row.get("answer_aliases") or []
     answers += aliases if isinstance(aliases, list) else [aliases]
     return Fields(_id(row), row.get("question"), texts(answers, where, "answer_aliases"))
 
@@ -253,14 +232,9 @@ def _browsecomp(question: str, row: DataRow, where: str) -> Fields:
     """BrowseComp and BrowseComp-Plus, encrypted as published (openai/simple-evals) or not."""
     canary = row.get("canary")
     row = row | {key: _decrypt(row.get(key), canary) for key in (question, "answer") if canary}
-    documents = row.get("gold_docs") or []
-    return Fields(
-        row.get("query_id"),
-        row.get(question),
-        texts(row.get("answer"), where, "answer"),
-        row.get("data_source"),
-        [document["docid"] for document in documents],
-    )
+    answers = texts(row.get("answer"), where, "answer")
+    documents = [document["docid"] for document in row.get("gold_docs") or []]
+    return Fields(row.get("query_id"), row.get(question), answers, row.get("data_source"), documents)
 
 
 def _decrypt(text: Any, canary: Any) -> Any:
@@ -277,38 +251,34 @@ def _id(row: DataRow) -> Any:
     return next((row[key] for key in IDS if row.get(key) is not None), None)
 
 
-def _layout(name: str, keys: str, read: Callable[[DataRow, str], Fields], source: str = "") -> Layout:
-    return Layout(name, frozenset(keys.split()), read, source)
-
-
 IDS = ("id", "_id", "question_id", "query_id", "qid")
 QUESTIONS = ("question", "Question", "query", "problem", "Prompt")
 ANSWERS = ("answers", "answer", "Answer", "golden_answers", "ground_truth")
-OURS = _layout("calibadv_jax, FlashRAG", "question golden_answers", _golden)
+OURS = Layout("calibadv_jax, FlashRAG", "question golden_answers", _golden)
 LAYOUTS = (
-    _layout("verl", "reward_model", _verl),
-    _layout("verl", "reward_spec", _verl),
+    Layout("verl", "reward_model", _verl),
+    Layout("verl", "reward_spec", _verl),
     OURS,
-    _layout("RLinf", "prompt solutions", partial(_prompted, "solutions", needs_marker=True)),
-    _layout("TriviaQA", "Question Answer QuestionId", _trivia, "triviaqa"),
-    _layout("TriviaQA", "question answer question_source", _trivia, "triviaqa"),
-    _layout("PopQA", "question possible_answers", partial(_columns, "question", "possible_answers"), "popqa"),
-    _layout("MuSiQue", "question paragraphs answerable", _musique, "musique"),
-    _layout("MuSiQue", "question question_decomposition", _musique, "musique"),
-    _layout("2WikiMultiHopQA", "question supporting_facts evidences", _hotpot, "2wikimultihopqa"),
-    _layout("HotpotQA", "question supporting_facts", _hotpot, "hotpotqa"),
-    _layout("HotpotQA", "_id question context", _hotpot, "hotpotqa"),  # test sets have no answer
-    _layout("Natural Questions", "question_text annotations", _natural, "nq"),
-    _layout("Natural Questions", "question annotations", _natural_hub, "nq"),
-    _layout("FRAMES", "Prompt Answer reasoning_types", partial(_columns, "Prompt", "Answer"), "frames"),
-    _layout("BrowseComp", "problem answer canary", partial(_browsecomp, "problem"), "browsecomp"),
-    _layout("BrowseComp-Plus", "query query_id answer", partial(_browsecomp, "query"), "browsecomp_plus"),
+    Layout("RLinf", "prompt solutions", partial(_prompted, "solutions", needs_marker=True)),
+    Layout("TriviaQA", "Question Answer QuestionId", _trivia, "triviaqa"),
+    Layout("TriviaQA", "question answer question_source", _trivia, "triviaqa"),
+    Layout("PopQA", "question possible_answers", partial(_columns, "question", "possible_answers"), "popqa"),
+    Layout("MuSiQue", "question paragraphs answerable", _musique, "musique"),
+    Layout("MuSiQue", "question question_decomposition", _musique, "musique"),
+    Layout("2WikiMultiHopQA", "question supporting_facts evidences", _hotpot, "2wikimultihopqa"),
+    Layout("HotpotQA", "question supporting_facts", _hotpot, "hotpotqa"),
+    Layout("HotpotQA", "_id question context", _hotpot, "hotpotqa"),  # test sets have no answer
+    Layout("Natural Questions", "question_text annotations", _natural, "nq"),
+    Layout("Natural Questions", "question annotations", _natural_hub, "nq"),
+    Layout("FRAMES", "Prompt Answer reasoning_types", partial(_columns, "Prompt", "Answer"), "frames"),
+    Layout("BrowseComp", "problem answer canary", partial(_browsecomp, "problem"), "browsecomp"),
+    Layout("BrowseComp-Plus", "query query_id answer", partial(_browsecomp, "query"), "browsecomp_plus"),
     *(
-        _layout("question and answer", f"{question} {answer}", partial(_columns, question, answer))
+        Layout("question and answer", f"{question} {answer}", partial(_columns, question, answer))
         for answer, question in itertools.product(ANSWERS, QUESTIONS)
     ),
     *(
-        _layout("TRL", f"prompt {answer}", partial(_prompted, answer))
-        for answer in ("ground_truth", "solution", "answer")
+        Layout("TRL", f"prompt {key}", partial(_prompted, key))
+        for key in ("ground_truth", "solution", "answer")
     ),
 )

@@ -15,13 +15,9 @@ from calibadv_jax.core.trajectory import Question
 class QuestionIterator:
     """Questions without end. The state counts questions: a resumed run may take another number a step.
 
-    Args:
-        weights: data_source -> its share of the questions, in any unit, with epochs of its own; empty: every
-            question once an epoch.
-        rest_below, rest_above: a question with a mean score outside, by `note`, is skipped once;
-            rest_above 1: no limit.
-
-    Raises UserError if weights and questions do not name the same data sources.
+    `weights`: data_source -> its share of the questions, in any unit, with epochs of its own; empty: every
+    question once an epoch. A question whose mean score is below `rest_below` or above `rest_above` (1: none)
+    is skipped once.
     """
 
     def __init__(
@@ -94,10 +90,8 @@ def check_questions(questions: Sequence[Question], weights: Mapping[str, float],
         )
     bare = next((question for question in questions if not question.prompt), None)
     if template == "from_data" and bare:
-        raise UserError(
-            f"question {bare.id!r}: prompt.template is 'from_data', but its row has no 'prompt'; choose"
-            " another template"
-        )
+        fault = "prompt.template is 'from_data', but its row has no 'prompt'"
+        raise UserError(f"question {bare.id!r}: {fault}; choose another template")
 
 
 def _endless(indices: Sequence[int], seed: int, shuffle: bool) -> grain.MapDataset:

@@ -26,8 +26,7 @@ _JOINED = re.compile(r"\S(?:\s*[|;\n]+\s*| / )\S")
 def load_questions(sources: Sources, columns: ColumnsConfig = NO_COLUMNS) -> list[Question]:
     """Return the questions of files (see `find_files`) in any layout of `data.layouts`, in the order given.
 
-    Raises UserError for a missing file, a malformed row, no golden answer, an id used twice; with file and
-    line.
+    Raises UserError with the place for a missing file, a malformed row, no golden answer, a repeated id.
     """
     questions: list[Question] = []
     seen: dict[str, str] = {}
@@ -55,8 +54,7 @@ def read_questions(
 
     Rows in our layout with id and data_source keep the id. Others get the id ``DATA_SOURCE_ID``, since ids of
     published files repeat in other data sets; without an id, the file's name and the place in it. `source` is
-    the data_source of rows that name none. Raises UserError for a missing file or malformed row, with file
-    and line.
+    the data_source of rows that name none.
     """
     layout: Layout | None = None
     prompts: dict[Message, Message] = {}  # nearly all rows share a prompt: kept once
@@ -66,7 +64,8 @@ def read_questions(
         try:
             fields = _read(layout, row, where, source, f"{path.name.partition('.')[0]}_{number}")
             if columns.separator:
-                fields = replace(fields, answers=_split(fields.answers, columns.separator))
+                parts = (part.strip() for text in fields.answers for part in text.split(columns.separator))
+                fields = replace(fields, answers=list(dict.fromkeys(filter(None, parts))) or fields.answers)
             yield where, _question(fields, where, prompts)
         except NoAnswer as reason:
             reason.source = well_formed(str(row.get("data_source") or layout.source or source))
@@ -77,23 +76,16 @@ def _read(layout: Layout, row: dict[str, Any], where: str, source: str, place: s
     try:
         fields = layout.read(row, where)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{where}: a value is not what {layout.name} has there ({type(error).__name__}: {error}); correct"
-            " the row"
-        ) from error
+        fault = f"a value is not what {layout.name} has there ({type(error).__name__}: {error})"
+        raise UserError(f"{where}: {fault}; correct the row") from error
     if layout is OURS and fields.id is not None and fields.data_source:
         return fields
     source = fields.data_source or layout.source or source
     name = place if fields.id is None else fields.id
-    if isinstance(name, str | int) and not isinstance(name, bool):
-        name = str(name) if str(name).startswith(f"{source}_") else f"{source}_{name}"
+    if type(name) in (str, int) and not str(name).startswith(f"{source}_"):
+        name = f"{source}_{name}"
     question = fields.question.strip() if isinstance(fields.question, str) else fields.question
     return replace(fields, id=name, question=question, data_source=source)
-
-
-def _split(answers: Iterable[str], separator: str) -> list[str]:
-    parts = (part.strip() for answer in answers for part in answer.split(separator))
-    return list(dict.fromkeys(filter(None, parts))) or list(answers)
 
 
 def parse_question(row: dict[str, Any], where: str) -> Question:
@@ -110,9 +102,8 @@ def _question(fields: Fields, where: str, prompts: dict[Message, Message]) -> Qu
     values = {"id": name, "question": fields.question, "data_source": fields.data_source}
     for key, value in values.items():
         if not isinstance(value, str) or not value.strip():
-            raise UserError(
-                f"{where}: field {key!r} must be a non-empty string, got {value!r}; correct or remove the row"
-            )
+            fault = f"field {key!r} must be a non-empty string, got {value!r}"
+            raise UserError(f"{where}: {fault}; correct or remove the row")
     text = well_formed(str(fields.question))
     return Question(
         well_formed(str(name)),
@@ -127,20 +118,19 @@ def _question(fields: Fields, where: str, prompts: dict[Message, Message]) -> Qu
 def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
     """Return warnings of golden answers that look wrong; `key` is the config key of the files."""
     lines = []
-    empty = [question for question in questions if not all(map(normalise_answer, question.golden_answers))]
-    if empty:
+    count = f"of {len(questions)} questions have a golden answer"
+    if empty := [each for each in questions if not all(map(normalise_answer, each.golden_answers))]:
         hopeless = sum(not any(map(normalise_answer, question.golden_answers)) for question in empty)
         lines.append(
-            f"{key}: {len(empty)} of {len(questions)} questions have a golden answer that normalises to"
-            f" nothing, such as {empty[0].golden_answers} of {empty[0].id!r}; {hopeless} have no other: no"
-            " answer to them is right; calibadv prepare-data leaves these answers out"
+            f"{key}: {len(empty)} {count} that normalises to nothing, such as {empty[0].golden_answers} of"
+            f" {empty[0].id!r}; {hopeless} have no other: no answer to them is right; calibadv prepare-data"
+            " leaves these answers out"
         )
-    joined = [question for question in questions if is_joined(question)]
-    if joined:
+    if joined := list(filter(is_joined, questions)):
         lines.append(
-            f"{key}: {len(joined)} of {len(questions)} questions have a golden answer with a separator in it,"
-            f" such as {joined[0].golden_answers[0]!r} of {joined[0].id!r}; if these are several answers, set"
-            " data.columns.separator (calibadv prepare-data --separator)"
+            f"{key}: {len(joined)} {count} with a separator in it, such as {joined[0].golden_answers[0]!r} of"
+            f" {joined[0].id!r}; if these are several answers, set data.columns.separator (calibadv"
+            " prepare-data --separator)"
         )
     return lines
 
@@ -170,8 +160,8 @@ def _parse_prompt(
         messages.append(prompts.setdefault(message, message))
     if messages[-1].role != "user":
         raise UserError(
-            f"{where}: the last message of 'prompt' is of role {messages[-1].role!r}: the policy answers a"
-            " user; remove what follows the user's last message"
+            f"{where}: the last message of 'prompt' is of role {messages[-1].role!r}; remove what follows the"
+            " user's last message, which the policy answers"
         )
     return tuple(messages)
 

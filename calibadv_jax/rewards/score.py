@@ -18,15 +18,9 @@ from calibadv_jax.core.tags import Grammar, turn_flaw, whole_turn
 from calibadv_jax.core.trajectory import Group, Trajectory
 
 
-def _normalised(golden_answers: Sequence[str]) -> list[str]:
-    if not golden_answers:
-        raise ValueError("a prediction cannot be scored without golden answers")
-    return [normalise_answer(golden) for golden in golden_answers]
-
-
 def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
     """Return 1.0 if the normalised prediction equals any normalised golden answer, else 0.0."""
-    return float(normalise_answer(prediction) in _normalised(golden_answers))
+    return float(normalise_answer(prediction) in map(normalise_answer, golden_answers))
 
 
 def cover_em(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -35,7 +29,7 @@ def cover_em(prediction: str, golden_answers: Sequence[str]) -> float:
     A golden answer that normalises to nothing ("The") covers every prediction, as upstream.
     """
     normalised = normalise_answer(prediction)
-    return float(any(golden in normalised for golden in _normalised(golden_answers)))
+    return float(any(golden in normalised for golden in map(normalise_answer, golden_answers)))
 
 
 def f1(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -46,7 +40,7 @@ def f1(prediction: str, golden_answers: Sequence[str]) -> float:
     """
     words = Counter(normalise_answer(prediction).split())
     best = 0.0
-    for golden in _normalised(golden_answers):
+    for golden in map(normalise_answer, golden_answers):
         golden_words = Counter(golden.split())
         common = (words & golden_words).total()
         if common:
@@ -60,11 +54,8 @@ ANSWER_REWARDS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "f1": f1,
     "cover_em": cover_em,
 }
-# Names of reward/NAME that are logged already.
-TAKEN = (
-    *(*ANSWER_REWARDS, JUDGE, JUDGE_AGREEMENT, "format", "format_valid", "overlong_penalty"),
-    *("mean", "max", "min"),
-)
+METRICS = (*ANSWER_REWARDS, JUDGE, JUDGE_AGREEMENT, "format", "format_valid", "overlong_penalty")
+LOGGED_NAMES = (*METRICS, "mean", "max", "min")  # of reward/NAME
 
 
 def format_flaw(trajectory: Trajectory) -> str:
@@ -107,10 +98,9 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
     if not golden_answers:
         raise ValueError(f"question {trajectory.question.id!r} has no golden answers")
     answer = trajectory.answer
-    scores = {
-        name: 0.0 if answer is None else reward(answer, golden_answers)
-        for name, reward in ANSWER_REWARDS.items()
-    }
+    scores = dict.fromkeys(ANSWER_REWARDS, 0.0)
+    if answer is not None:
+        scores = {name: reward(answer, golden_answers) for name, reward in ANSWER_REWARDS.items()}
     scores |= {metric_name(name): own_score(name, trajectory) for name in config.weights if is_address(name)}
     is_valid = not format_flaw(trajectory)
     score = _answer_reward(trajectory, scores, config) if is_valid or not config.format else 0.0
@@ -141,15 +131,11 @@ def own_score(address: str, trajectory: Trajectory) -> float:
     try:
         score = float(function(trajectory))
     except Exception as error:  # a function of the user's own may raise anything
-        raise UserError(
-            f"reward.answer: {address} failed on an answer to question {question!r}: {failure(error)}; it"
-            " must return a number for every trajectory"
-        ) from error
+        place = f"{address} failed on an answer to question {question!r}: {failure(error)}"
+        raise UserError(f"reward.answer: {place}; it must return a number for every trajectory") from error
     if not math.isfinite(score):
-        raise UserError(
-            f"reward.answer: {address} gave {score} for an answer to question {question!r}; it must return a"
-            " finite number"
-        )
+        place = f"{address} gave {score} for an answer to question {question!r}"
+        raise UserError(f"reward.answer: {place}; it must return a finite number")
     return score
 
 
@@ -174,11 +160,9 @@ def check_reward(config: RewardConfig) -> list[str]:
     for address in filter(is_address, config.weights):
         _load_own(address)
         name = metric_name(address)
-        if name in TAKEN or names.count(name) > 1:
-            raise UserError(
-                f"reward.answer: {address} would be logged as reward/{name}, which is another metric's name;"
-                " rename the function"
-            )
+        if name in LOGGED_NAMES or names.count(name) > 1:
+            fault = f"would be logged as reward/{name}, which is another metric's name"
+            raise UserError(f"reward.answer: {address} {fault}; rename the function")
     lines = []
     if config.judge.url:
         lines.append(f"judge ON: {config.judge.model} at {config.judge.url} is asked about every answer")
@@ -214,11 +198,10 @@ def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.G
     """
     scored = [score_trajectory(trajectory, config) for group in groups for trajectory in group.trajectories]
     if config.shuffle:
+        sources = [scored[index] for index in rng.permutation(len(scored))]
         scored = [
-            replace(
-                trajectory, answer_score=scored[source].answer_score, format_valid=scored[source].format_valid
-            )
-            for trajectory, source in zip(scored, rng.permutation(len(scored)), strict=True)
+            replace(trajectory, answer_score=source.answer_score, format_valid=source.format_valid)
+            for trajectory, source in zip(scored, sources, strict=True)
         ]
     remaining = iter(scored)
     return [replace(group, trajectories=[next(remaining) for _ in group.trajectories]) for group in groups]

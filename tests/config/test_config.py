@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from calibadv_jax.config import Config, counterpart, dump_config, known_keys, load_config
+from calibadv_jax.config import Config, OptimizerConfig, counterpart, dump_config, known_keys, load_config
 from calibadv_jax.config.keys import PEER_PAGE, REMOVED, peer_keys
 from calibadv_jax.core.errors import UserError
 from scripts import document_config, document_peer_keys
@@ -19,9 +19,10 @@ def write(tmp_path: Path):
     """Writes config files by name and returns their paths; a text without a name is run.yaml."""
 
     def write(text: str = "", **texts: str) -> list[Path]:
-        for name, content in (texts or {"run": text}).items():
-            (tmp_path / f"{name}.yaml").write_text(content)
-        return [tmp_path / f"{name}.yaml" for name in texts or {"run": text}]
+        paths = {tmp_path / f"{name}.yaml": content for name, content in (texts or {"run": text}).items()}
+        for path, content in paths.items():
+            path.write_text(content)
+        return list(paths)
 
     return write
 
@@ -35,12 +36,9 @@ def refusal(paths: list[Path], *overrides: str) -> str:
 
 
 def value_of(config, key: str):
-    value = config
+    value = dataclasses.asdict(config)
     for name in key.replace("[", ".").replace("]", "").split("."):
-        if isinstance(value, list):
-            value = value[int(name)]
-        else:
-            value = value[name] if isinstance(value, dict) else getattr(value, name)
+        value = value[int(name) if isinstance(value, list) else name]
     return value
 
 
@@ -59,16 +57,11 @@ def test_overrides_win_over_the_file(write):
     assert config.export.output == "runs/b/hf", "an interpolation sees the override"
 
 
-def test_sections_in_lists_and_free_mappings(write):
-    config = load_config(
-        write("sft: {phases: [{steps: 5, loss_on: all}]}\npolicy: {init: {a: qwen2, b: 64}}")
-    )
+def test_resolved_config_reads_back_as_itself(write):
+    sections = "sft: {phases: [{steps: 5, loss_on: all}]}\npolicy: {init: {a: qwen2, b: 64}}"
+    config = load_config(write(f"run: {{dir: runs/x}}\nlearner: {{steps: 4}}\n{sections}"))
     assert (config.sft.phases[0].steps, config.sft.phases[0].loss_on) == (5, "all")
     assert config.policy.init == {"a": "qwen2", "b": 64}
-
-
-def test_resolved_config_reads_back_as_itself(write):
-    config = load_config(write("run: {dir: runs/x}\nlearner: {steps: 4}\n"))
     assert load_config(write(dump_config(config))) == config
     assert set(yaml.safe_load(dump_config(config))) == {f.name for f in dataclasses.fields(Config)}
 
@@ -77,10 +70,7 @@ def test_resolved_config_reads_back_as_itself(write):
     ("text", "part"),
     [
         ("learner: {steps: many}", 'learner.steps: must be an integer, without quotes (got "many")'),
-        ("learner: {steps: true}", "learner.steps: must be an integer"),
-        ("learner: {optimizer: {lr: '1e-3'}}", "learner.optimizer.lr: must be a number"),
         ("learner: {optimizer: {lr: .nan}}", "learner.optimizer.lr: must be a finite number"),
-        ("log: {progress: 'no'}", "log.progress: must be true or false"),
         ("run: {dir: 2026_11_21}", "run.dir: must be text: put the value in quotes (got 20261121)"),
         ("run: {dir: 'runs/lr[1e-3]'}", "runs/lr[1e-3]"),
         ("prompt: {chat: off}", "prompt.chat: must be 'auto', 'on' or 'off', in quotes"),
@@ -91,21 +81,11 @@ def test_resolved_config_reads_back_as_itself(write):
         ("learner: 3", "learner: must be a section with keys of its own"),
         ("learner:", "leave it out for the defaults (got null)"),
         ("learner: {steps: 0}", "learner.steps: must be greater than 0 (got 0)"),
-        ("rollout: {top_p: 1.5}", "rollout.top_p: must be less than or equal to 1"),
-        ("data: {eval_limit: -1}", "data.eval_limit: must be greater than or equal to 0"),
-        ("evaluate: {temperatures: [0, -1]}", "evaluate.temperatures.1: must be greater than or equal"),
-        ("sft: {optimizer: {beta2: 1.0}}", "sft.optimizer.beta2: must be less than 1"),
-        ("mesh: {fsdp: 0}", "mesh.fsdp: must be at least 1, or -1"),
-        ("mesh: {tensor: -2}", "mesh.tensor: must be at least 1, or -1"),
+        ("mesh: {fsdp: 0}", "mesh: fsdp is 0: must be at least 1, or -1"),
         ("mesh: {data: -1}", "mesh: data=-1, fsdp=-1 and tensor=1"),
-        ("run: {seed: -1}", "run.seed: must be greater than or equal to 0"),
         ("world: {one_hop: 0, two_hop: 0, comparison: 0}", "world: one_hop, two_hop, comparison, rumour and"),
         ("world: {rumour: 1, cities: 1}", "people, cities and companies must be 2 or more"),
         ("advantage: {name: ppo}", "advantage.name: must be one of calibadv, grpo, "),
-        ("advantage: {adjust: both}", "advantage.adjust: must be 'positive', 'negative' or 'clip'"),
-        ("learner: {row_length: 100}", "rollout.max_length"),
-        ("rollout: {max_prompt_length: 20000}", "rollout: max_prompt_length is 20000"),
-        ("learner: [1, 2", "not valid YAML"),
         ("- a\n- b\n", "expected a mapping of sections"),
         ("run: {dir: '${run.folder}'}", "run.folder"),
     ],
@@ -120,8 +100,6 @@ def test_bad_value_is_refused_with_its_key(write, text, part):
         (r"run.dir='runs/a\\b'", r"'\\' in its path"),
         ("learner.steps=0", "learner.steps: must be greater than 0 (got 0 on the command line)"),
         ("evaluate.temperatures=[-1]", "evaluate.temperatures.0: must be greater than or equal to 0"),
-        ("learner.optimizer.beta1=1", "learner.optimizer.beta1: must be less than 1"),
-        ("learner.optimizer.beta2=-0.1", "learner.optimizer.beta2: must be greater than or equal to 0"),
         ("learner.steps", "not of the form key.path=value"),
         ("=3", "not of the form key.path=value"),
         ("evaluate.temperatures=[1", "command line: evaluate.temperatures=[1: not valid YAML"),
@@ -157,18 +135,16 @@ def test_bad_override_is_refused_with_its_key(write, override, part):
         ("policy.init.hidden_size=64", 64),
         ("sft.phases.0.steps=7", 7),
         ("sft.phases[0].kind=drills", "drills"),
+        (
+            "sft.optimizer={beta1: 0.5}",
+            dataclasses.asdict(OptimizerConfig(lr=1e-5, beta1=0.5)),
+        ),  # it is merged
     ],
 )
 def test_key_type_decides_how_override_is_read(write, override, expected):
-    value = value_of(
-        load_config(write("sft: {phases: [{steps: 5}]}"), [override]), override.partition("=")[0]
-    )
+    config = load_config(write("sft: {phases: [{steps: 5}]}"), [override])
+    value = value_of(config, override.partition("=")[0])
     assert value == expected and type(value) is type(expected)
-
-
-def test_section_on_the_command_line_is_merged(write):
-    config = load_config(write("learner: {steps: 4}"), ["learner={epochs: 2}"])
-    assert (config.learner.steps, config.learner.epochs) == (4, 2)
 
 
 OPTIMIZERS = "did you mean 'learner.optimizer{0}' or 'critic.optimizer{0}' or 'sft.optimizer{0}'?"
@@ -183,7 +159,6 @@ OPTIMIZERS = "did you mean 'learner.optimizer{0}' or 'critic.optimizer{0}' or 's
         ("advantage: {lambda: 1}", "did you mean 'advantage.target_ratio'?"),
         ("rollout: {max_new_tokens: 5}", "did you mean 'rollout.max_turn_length'?"),
         ("rollout: {grop_size: 5}", "did you mean 'rollout.group_size'?"),
-        ("run: {grop_size: 5}", "did you mean 'rollout.group_size'?"),
         ("run: {microbatch_row: 5}", "did you mean 'learner.microbatch_rows'?"),
         ("sft: {phases: {first: {steps: 5}}}", "unknown key 'sft.phases.first.steps'"),
         ("optimizer: {lr: 1}", OPTIMIZERS.format("")),
@@ -191,16 +166,8 @@ OPTIMIZERS = "did you mean 'learner.optimizer{0}' or 'critic.optimizer{0}' or 's
         ("lerner: {steps: 1}", "unknown key 'lerner'; did you mean 'learner'?"),
         ("sft: {phases: [{steps: 5}, {step: 5}]}", "unknown key 'sft.phases.1.step'; did you mean"),
         ("actor: {optim: {lr: 1}}", "unknown key 'actor.optim.lr'; did you mean 'learner.optimizer.lr'"),
-        ("rollout: {n: 5}", "did you mean 'rollout.group_size'?"),
-        ("retriever: {topk_retrieval: 20}", "did you mean 'retriever.retrieval_topk'?"),
         ("xyzzy: {}", "unknown key 'xyzzy'; every key is in docs/configuration.md"),
-        # of other trainers
-        ("data: {max_obs_length: 500}", "max_obs_length'; did you mean 'rollout.max_observation_length'?"),
-        ("actor_rollout_ref: {rollout: {n_agent: 5}}", "n_agent'; did you mean 'rollout.group_size'?"),
         ("reranker: {topk: 3}", "'reranker.topk'; did you mean 'retriever.rerank_topk'?"),
-        ("tools: {search: {topk: 3}}", "'tools.search.topk'; did you mean 'retriever.topk'?"),
-        ("max_completion_length: 512", "did you mean 'rollout.max_turn_length'?"),
-        ("grpo_config: {num_generations: 2}", "did you mean 'rollout.group_size'?"),
         # of earlier versions
         ("policy: {lora: {dropout: 0.1}}", "'policy.lora.dropout'; it has no counterpart: with dropout"),
     ],
@@ -215,23 +182,16 @@ def test_unknown_key_of_file_gets_a_hint(write, text, part):
         ("learner={step: 3}", "command line: unknown key 'learner.step'; did you mean 'learner.steps'?"),
         ("sft.phases.0.step=1", "sft.phases.0.step: unknown key"),
         ("lr=1", OPTIMIZERS.format(".lr")),
-        ("seed=1", "did you mean 'run.seed' or 'world.seed'?"),
-        ("temperature=1", "did you mean 'rollout.temperature'?"),
-        ("trainer.steps=3", "unknown key 'trainer.steps'; did you mean 'learner.steps'?"),
         ("+learner.steps=1", "unknown key '+learner'; did you mean 'learner'?"),
         # of other trainers: the end of the name is enough
         ("reranker.select_num=3", "did you mean 'retriever.rerank_topk'?"),
         ("data.max_obs_length=1", "did you mean 'rollout.max_observation_length'? (Search-R1: "),
         ("max_completion_length=1", "did you mean 'rollout.max_turn_length'? (it limits one turn"),
-        ("data.max_start_length=1", "did you mean 'rollout.max_prompt_length'?"),
         ("data.max_prompt_length=1", "did you mean 'rollout.max_prompt_length' or 'rollout.max_length'? (in"),
-        ("train_files=1", "did you mean 'data.train'?"),
-        ("total_training_steps=1", "did you mean 'learner.steps'?"),
         ("num_generation=1", "did you mean 'rollout.group_size'?"),
         ("actor_rollout_ref.rollout.agent.num_workers=1", "; every key is in docs/configuration.md"),
         ("optim.lr=1", "did you mean 'learner.optimizer.lr' or 'critic.optimizer.lr'?"),
         ("clip_ratio=1", "did you mean 'loss.clip_low' and 'loss.clip_high'?"),
-        ("model.path=1", "did you mean 'policy.path'?"),
         ("critic.model.path=1", "has no counterpart: the critic begins as a copy of the policy"),
     ],
 )
@@ -272,21 +232,6 @@ def test_every_key_is_described():
     keys = document_config.keys()
     assert len(keys) > 100
     assert not [f"{key.section}.{key.name}" for key in keys if not key.meaning]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "| `learner.epochs=1` | integer > 0 | Passes over the step's trajectories. |",
-        "| `learner.optimizer.name=adamw` | `adamw`, `muon` |",
-        "| `rollout.top_p=1.0` | number > 0, ≤ 1 |",
-        "| `sampler.urls=[]` | list of text |",
-        "| `policy.init={}` | mapping |",
-        "| `sft.phases[].steps=null` | integer > 0 or null |",
-    ],
-)
-def test_page_shows_values_limits_and_defaults(line):
-    assert line in document_config.page()
 
 
 def test_later_files_win_key_by_key(write):

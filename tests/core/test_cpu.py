@@ -28,21 +28,17 @@ def test_cpu_runs_have_two_devices_and_a_cache(monkeypatch, tmp_path):
     assert [os.environ[name] for name in VARIABLES] == ["2", str(tmp_path / "calibadv/jax"), str(2**31)]
 
 
-def test_process_without_a_home_has_no_cache(monkeypatch):
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    cpu.tune_for_cpu(True)
-    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
-
-
-@pytest.mark.parametrize("why", ["one core", "indivisible", "accelerator", "JAX is loaded"])
-def test_number_of_devices_stays(monkeypatch, why):
+@pytest.mark.parametrize("why", ["one core", "indivisible", "accelerator", "JAX is loaded", "no home"])
+def test_number_of_devices_or_cache_stays(monkeypatch, why):
     monkeypatch.setattr(os, "cpu_count", lambda: 1 if why == "one core" else 4)
+    if why == "no home":
+        monkeypatch.setattr("os.path.expanduser", lambda path: path)
     if why == "accelerator":
         monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     if why == "JAX is loaded":
         monkeypatch.setitem(sys.modules, "jax", object())
     cpu.tune_for_cpu(why != "indivisible")
-    assert "JAX_NUM_CPU_DEVICES" not in os.environ
+    assert ("JAX_NUM_CPU_DEVICES" in os.environ) == (why == "no home")
     assert ("JAX_COMPILATION_CACHE_DIR" in os.environ) == (why in ("one core", "indivisible"))
 
 

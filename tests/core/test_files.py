@@ -23,20 +23,13 @@ from calibadv_jax.core.files import (
 PACKAGE = Path(__file__).resolve().parents[2] / "calibadv_jax"
 # Files of folders that appear as a whole, or that are written line by line; and the logs of child services.
 APPENDED = {
-    "contrib/commands/demonstrate.py",
-    "core/files.py",
-    "data/questions.py",
-    "contrib/commands/prepare_data.py",
-    "contrib/worlds/world.py",
-    "evaluation/records.py",
-    "metrics/writer.py",
-    "contrib/pages/site.py",
-    "record/writer.py",
-    "services/child_process.py",
-    "services/object_store.py",
-    "snapshots/huggingface.py",
-    "snapshots/peft.py",
-    "contrib/commands/select_rollouts.py",
+    *(
+        "core/files.py",
+        "contrib/commands/prepare_data.py",
+        "contrib/worlds/world.py",
+        "evaluation/records.py",
+    ),
+    *("contrib/pages/site.py", "services/object_store.py", "snapshots/huggingface.py", "snapshots/peft.py"),
 }
 
 

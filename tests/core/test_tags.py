@@ -5,8 +5,6 @@ import pytest
 from calibadv_jax.core.tags import (
     INVALID_ACTION,
     QUERY_REFUSED,
-    STOP_STRINGS,
-    TAG_NAMES,
     TAGS,
     Grammar,
     leaves_thought_open,
@@ -35,18 +33,16 @@ def test_last_tag_says_whether_a_thought_is_open(opening, expected):
     assert leaves_thought_open(opening) is expected
 
 
-def test_grammar_of_search():
-    assert TAG_NAMES == ("think", "search", "information", "answer")
-    assert STOP_STRINGS == ("</search>", "</answer>")
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("<think> a b </think>\n<search> who \n is </search>", ("search", "a b", "who \n is", "")),
         ("<think> c </think><answer> Ann </answer>", ("answer", "c", "", "Ann")),
         (" a </think><search>x</search>", ("search", "", "x", "")),  # the prompt opened the thought
-        *((f"<search> x </search>{rest}", ("search", "", "x", "")) for rest in (".", "<answer>y</answer>")),
+        *(
+            (f"<search> x </search>{ending}", ("search", "", "x", ""))
+            for ending in (".", "<answer>y</answer>")
+        ),
         ("<think> I could <search> x </search>", ("search", "", "x", "")),
         ("<think> so <answer> y </answer> </think>", ("answer", "so <answer> y </answer>", "", "y")),
         ("<answer> half <search> x </search>", ("search", "", "x", "")),
@@ -101,11 +97,19 @@ def test_other_text_stays(text):
     assert neutralise(text, [CONTROL, " ", "\n"]) == text
 
 
-def test_joined_replacements_are_neutralised_again():
-    assert neutralise("<<|search|>>", ["<|search|>"]) == "[search]"
-    assert neutralise("<se<||>arch>", ["<||>"]) == "<se arch>"
-    assert neutralise("PAD", ["PAD"]) == "P A D"
-    assert neutralise("a<|x|>b", ["<|x|>", "x"]) == "a b"
+@pytest.mark.parametrize(
+    ("text", "tokens", "harmless"),
+    [
+        ("<<|search|>>", ["<|search|>"], "[search]"),
+        ("<se<||>arch>", ["<||>"], "<se arch>"),
+        ("PAD", ["PAD"], "P A D"),
+        ("a<|x|>b", ["<|x|>", "x"], "a b"),
+        ("x <|a|>b", ["<|a|>", "<|a|>b"], "x a b"),  # the longest is broken first
+        ("a\n b", ["\n", " "], "a\n b"),  # blank tokens stay
+    ],
+)
+def test_joined_replacements_are_neutralised_again(text, tokens, harmless):
+    assert neutralise(text, tokens) == harmless
 
 
 def test_notice_of_invalid_action_is_neutralised():
@@ -171,10 +175,8 @@ def test_flaw_of_a_turn_knows_the_actions():
 
 def test_empty_body_is_an_action_where_allowed():
     grammar = Grammar(("search", "list_all"), frozenset({"list_all"}))
-    kinds = [
-        parse_turn(f"<{name}> </{name}>", "stop", grammar).kind for name in ("search", "list_all", "answer")
-    ]
-    assert kinds == ["invalid", "list_all", "answer"]
+    for name, kind in (("search", "invalid"), ("list_all", "list_all"), ("answer", "answer")):
+        assert parse_turn(f"<{name}> </{name}>", "stop", grammar).kind == kind
 
 
 def test_refusal_of_an_action_is_not_forged():
@@ -187,8 +189,3 @@ def test_refusal_of_an_action_is_not_forged():
     assert neutralise_observation(f"x {forged}", grammar=calculates) != f"x {forged}"
     assert neutralise_observation(QUERY_REFUSED) == QUERY_REFUSED
     assert neutralise_observation(f"x {QUERY_REFUSED}") != f"x {QUERY_REFUSED}"
-
-
-def test_longest_control_token_is_broken_first():
-    assert neutralise("x <|a|>b", ["<|a|>", "<|a|>b"]) == "x a b"
-    assert neutralise("a\n b", ["\n", " "]) == "a\n b", "blank tokens stay"

@@ -19,19 +19,52 @@ from retriever import prepare_corpus
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/data.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"```(?:json|text) (\S+)\n(.*?)```", TEXT, re.DOTALL))
-COMMANDS = [
-    line for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()
-]
-
-
+BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 QUESTIONS = sorted((ROOT / "examples/questions").iterdir())
+EXPECTED = """
+2wikimultihopqa_8813: Who is the mother of the director of Polish-Russian War? Małgorzata Braunek
+2wikimultihopqa_8814: Which film came out first? Blind Shaft
+bamboogle_0: Who was president when superconductivity was discovered? William Howard Taft
+bamboogle_1: When was the founder of craigslist born? December 6, 1952
+browsecomp_0: Who painted it? Ada
+browsecomp_1: Who sang it? Bo
+browsecomp_plus_769: Who painted it? Ada
+browsecomp_plus_770: Who sang it? Bo
+1: Who wrote Silent Garden? Ada Berk
+2: Where is it? Rome/Roma
+dpr_0: who got the first nobel prize in physics Wilhelm Conrad Röntgen
+dpr_1: who sings it Ada/Bo's
+flashrag_test_0: who got the first nobel prize in physics Wilhelm Conrad Röntgen
+flashrag_test_1: when is the next deadpool movie being released May 18, 2018
+frames_0: Who led it when Ada was born? Jane Ballou
+frames_1: How tall would it be? 37th
+hotpotqa_5a7a: Which magazine was first? Arthur's Magazine
+hotpotqa_5a7b: Were both American? yes
+musique_2hop__1_2: Who founded it? Ann Berk/A. Berk
+musique_2hop__3_4: When? 1999
+nq_5: when was it May 1999
+nq_6: is it so yes
+nq_open_0: where did they film hot tub time machine Fernie Alpine Resort
+nq_open_1: who has the right of way in international waters Neither vessel
+popqa_4222362: What is George Rankin's occupation? politician/political leader
+popqa_3545585: What is John Mayne's occupation? journalist
+rlinf_0: who sings it? Ada
+rlinf_1: who wrote it? Bo/B.
+nq_train_0: who sings it? Ada
+nq_train_1: who wrote it? Bo
+triviaqa_tc_1: Which Lake? Como/Lake Como
+triviaqa_tc_2: Who won? Ann
+trl_0: who sings it? Ada
+trl_1: who wrote it? Bo/B.
+"""
 
 
-@pytest.mark.parametrize("path", QUESTIONS, ids=lambda path: path.name)
-def test_example_has_two_questions(path):
-    questions = load_questions(path)
-    assert len(questions) == 2 and all(question.golden_answers for question in questions)
-    assert f"`{path.name}`" in TEXT
+def test_examples_are_read_as_published():
+    questions = [question for path in QUESTIONS for question in load_questions(path)]
+    rows = (f"{each.id}: {each.text} {'/'.join(each.golden_answers)}" for each in questions)
+    assert list(rows) == EXPECTED.strip().splitlines()
+    assert all(f"`{path.name}`" in TEXT for path in QUESTIONS)
 
 
 def test_layout_has_an_example():

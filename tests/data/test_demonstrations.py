@@ -18,11 +18,10 @@ def row(*turns, **changes):
 
 
 def test_every_field_arrives_in_order(tmp_path):
-    documents = [
-        {"id": 7, "title": "Garden", "text": "by Ada"},
-        {"title": "Other", "text": ""},  # known by its title
-        {"id": "x", "title": "Garden", "text": "a second one of that title"},
-    ]
+    fields = [("7", "Garden", "by Ada"), ("Other", "Other", ""), ("x", "Garden", "a second of that title")]
+    documents = [{"id": name, "title": title, "text": text} for name, title, text in fields]
+    documents[0]["id"] = 7
+    del documents[1]["id"]  # known by its title
     path = write_rows(
         tmp_path / "demos.jsonl",
         row({"text": SEARCH, "documents": documents}, ANSWER),
@@ -30,17 +29,8 @@ def test_every_field_arrives_in_order(tmp_path):
     )
     first, second = load_demonstrations(path)
     assert first.question == Question("1", "who?", ("ada", "Ada L."), "mine")
-    assert first.turns == (
-        DemoTurn(
-            SEARCH,
-            (
-                Document("7", "Garden", "by Ada"),
-                Document("Other", "Other", ""),
-                Document("x", "Garden", "a second one of that title"),
-            ),
-        ),
-        DemoTurn(ANSWER["text"]),
-    )
+    shown = tuple(Document(*values) for values in fields)
+    assert first.turns == (DemoTurn(SEARCH, shown), DemoTurn(ANSWER["text"]))
     assert second.question.supporting_ids == ("7",) and len(second.turns) == 1
 
 

@@ -40,11 +40,8 @@ def test_several_files_are_read_in_the_order_given(tmp_path):
     assert sources_of(load_questions([popqa, nq])) == ["popqa", "nq", "nq"]
     assert sources_of(load_questions(f"{tmp_path}/*/train.jsonl")) == ["nq", "nq", "popqa"]
     assert [question.id for question in load_questions({"mine": nq})] == ["mine_0", "mine_1"]
-
-
-def test_data_source_of_the_row_wins(tmp_path):
     path = write(tmp_path / "nq/train.jsonl", 1, data_source="theirs")
-    assert sources_of(load_questions({"mine": path})) == ["theirs"]
+    assert sources_of(load_questions({"mine": path})) == ["theirs"], "that of the row wins"
 
 
 def test_nothing_that_fits_is_one_line(tmp_path):

@@ -31,104 +31,46 @@ def verl(number, question="who?", **changes):
     } | changes
 
 
-HOTPOT = {
-    "_id": "5a7a",
-    "question": "Which magazine was first?",
-    "answer": "Arthur's Magazine",
-    "type": "comparison",
-    "level": "medium",
-    "supporting_facts": [["Arthur's Magazine", 0]],
-    "context": [["Arthur's Magazine", ["It was American."]]],
-}
-TRIVIA = {
-    "Question": "Which lake?",
-    "QuestionId": "tc_1",
-    "QuestionSource": "http://x/",
-    "Answer": {"Value": "Como", "Aliases": ["Lake Como", "Como"], "NormalizedAliases": ["lake como"]},
-    "SearchResults": [],
-}
-MUSIQUE = {
-    "id": "2hop__1_2",
-    "paragraphs": [],
-    "question": "Who?",
-    "question_decomposition": [],
-    "answer": "Ann",
-    "answer_aliases": ["A. Berk", "Ann"],
-    "answerable": True,
-}
-NATURAL = {
-    "example_id": 55,
-    "question_text": "when was it",
-    "document_text": "It was <P> in May 1999 .",
-    "annotations": [
-        {"short_answers": [{"start_token": 4, "end_token": 6}], "yes_no_answer": "NONE"},
-        {"short_answers": [], "yes_no_answer": "YES"},
-    ],
-}
-
-
-def without(row, key):
-    return {name: value for name, value in row.items() if name != key}
-
-
-TOKENS = [{"token": t, "html_token": t == "d"} for t in [*"abc", "May", "d", "1999"]]
-SPAN = [{"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "YES"}]
-HUB_NOTES = {"short_answers": [{"text": ["May 1999"]}, {"text": []}], "yes_no_answer": [-1, 1]}
-DISTRACTOR = {"id": "5a7a", "supporting_facts": {"title": ["a"], "sent_id": [0]}, "context": {"title": ["a"]}}
-WHICH = {"index": 3, "question": "which?"}
-TARGET = {"ground_truth": {"target": ["me"], "answers": ["you"]}}
-ANSWERS = {"ground_truth": {"answers": ["me"], "answer": "you"}}
-RLINF = "<|im_start|>user\nReason in <think>. Question: where?<|im_end|>\n<|im_start|>assistant\n<think>"
+MAGAZINE = {"question": "Which was first?", "answer": "Arthur's Magazine"}
+FACTS = {"id": "5a7a", "supporting_facts": {"title": ["a"], "sent_id": [0]}, "context": {"title": ["a"]}}
+COMO = {"Value": "Como", "Aliases": ["Lago", "Como"]}
+TRIVIA = {"Question": "Which lake?", "QuestionId": "tc_1", "Answer": COMO}
 HUB_TRIVIA = {
     "question": "Which lake?",
     "question_id": "tc_1",
     "question_source": "http://x/",
-    "answer": {"aliases": ["Lake Como"], "value": "Como", "normalized_value": "como"},
+    "answer": {"aliases": ["Lago"], "value": "Como", "normalized_value": "como"},
 }
-MAGAZINE = f"5a7a {HOTPOT['question']} Arthur's Magazine"
+MUSIQUE = {"id": "2hop__1", "paragraphs": [], "question": "Who?", "answer": "Ann", "answerable": True}
+TOKENS = [{"token": t, "html_token": t == "d"} for t in [*"abc", "May", "d", "1999"]]
+SPAN = [{"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "YES"}]
+NATURAL = {"example_id": 55, "question_text": "when was it", "document_tokens": TOKENS, "annotations": SPAN}
+HUB_NOTES = {"short_answers": [{"text": ["May 1999"]}, {"text": []}], "yes_no_answer": [-1, 1]}
+HUB_NATURAL = {"id": "797", "question": {"text": "when was it"}, "annotations": HUB_NOTES}
+WHICH = {"index": 3, "question": "which?"}
+TARGET = {"ground_truth": {"target": ["me"], "answers": ["you"]}}
+ANSWERS = {"ground_truth": {"answers": ["me"], "answer": "you"}}
+RLINF = "<|im_start|>user\nReason in <think>. Question: where?<|im_end|>\n<|im_start|>assistant\n<think>"
+CONTEXTS = {"dataset": "nq", "question": "Who?", "answers": ["Ann"], "positive_ctxs": []}
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "expected"),  # id, question, answers, data source
+    ("name", "row", "expected"),  # id, question, answers, data source; docs/data.md has the usual rows
     [
         ("q.parquet", verl(7), "nq_train_7 who? me nq"),
         ("q.parquet", verl(7, id="test_0", question="who"), "nq_test_0 who me nq"),
         ("q.jsonl", verl(7, extra_info=WHICH, reward_model=TARGET), "nq_3 which? me nq"),
         ("q.parquet", verl(0, reward_model={"ground_truth": "20 July"}), "nq_train_0 who? 20 July nq"),
-        (
-            "q.jsonl",
-            verl(0, reward_model=ANSWERS),
-            "nq_train_0 who? me nq",
-        ),
+        ("q.jsonl", verl(0, reward_model=ANSWERS), "nq_train_0 who? me nq"),
         ("nq/a.jsonl", {"id": "nq4", "question": "who?", "golden_answers": ["me"]}, "nq_nq4 who? me nq"),
         ("nq/a.jsonl", {"id": "a_0", "question": "who?", "golden_answers": ["me"]}, "nq_a_0 who? me nq"),
         ("popqa/a.jsonl", {"id": 4, "question": "?", "golden_answers": ["me", 5]}, "popqa_4 ? me/5 popqa"),
-        ("hotpot_train_v1.1.json", HOTPOT, f"hotpotqa_{MAGAZINE} hotpotqa"),
-        ("distractor/a.parquet", without(HOTPOT, "_id") | DISTRACTOR, f"hotpotqa_{MAGAZINE} hotpotqa"),
-        ("dev.json", HOTPOT | {"evidences": [["a", "b"]]}, f"2wikimultihopqa_{MAGAZINE} 2wikimultihopqa"),
-        ("x.json", TRIVIA, "triviaqa_tc_1 Which lake? Como/Lake Como triviaqa"),
-        ("x.parquet", HUB_TRIVIA, "triviaqa_tc_1 Which lake? Como/Lake Como triviaqa"),
-        ("musique_ans_v1.0_dev.jsonl", MUSIQUE, "musique_2hop__1_2 Who? Ann/A. Berk musique"),
-        ("v1.0-simplified.jsonl", NATURAL, "nq_55 when was it May 1999/yes nq"),
-        (
-            "full.jsonl",
-            without(NATURAL, "document_text") | {"document_tokens": TOKENS, "annotations": SPAN},
-            "nq_55 when was it May 1999/yes nq",
-        ),
-        (
-            "natural.parquet",
-            {"id": "797", "question": {"text": "when was it", "tokens": ["when"]}, "annotations": HUB_NOTES},
-            "nq_797 when was it May 1999/yes nq",
-        ),
-        ("NQ-open.dev.jsonl", {"question": "when?", "answer": ["1999"]}, "nq_NQ-open_0 when? 1999 nq"),
-        ("bamboogle.parquet", {"Question": "Who?", "Answer": "Ann"}, "bamboogle_0 Who? Ann bamboogle"),
-        ("q.jsonl", {"prompt": RLINF, "solutions": ["Rome", "Roma"]}, "q_0 where? Rome/Roma q"),
+        ("a.parquet", MAGAZINE | FACTS, "hotpotqa_5a7a Which was first? Arthur's Magazine hotpotqa"),
+        ("x.parquet", HUB_TRIVIA, "triviaqa_tc_1 Which lake? Como/Lago triviaqa"),
+        ("full.jsonl", NATURAL, "nq_55 when was it May 1999/yes nq"),
+        ("natural.parquet", HUB_NATURAL, "nq_797 when was it May 1999/yes nq"),
         ("mine.jsonl", {"qid": 3, "question": "Who?", "answers": ["Ann"]}, "mine_3 Who? Ann mine"),
-        (
-            "biencoder-nq-dev.json",
-            {"dataset": "nq", "question": "Who?", "answers": ["Ann"], "positive_ctxs": []},
-            "nq_biencoder-nq-dev_0 Who? Ann nq",
-        ),
+        ("biencoder-nq-dev.json", CONTEXTS, "nq_biencoder-nq-dev_0 Who? Ann nq"),
     ],
 )
 def test_published_rows_are_questions(tmp_path, name, row, expected):
@@ -137,47 +79,18 @@ def test_published_rows_are_questions(tmp_path, name, row, expected):
     assert f"{question.id} {question.text} {answers} {question.data_source}" == expected
 
 
-WEB = {"Data": [TRIVIA, TRIVIA | {"QuestionId": "tc_2"}], "Domain": "Web", "Version": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        (
-            "web-train.json",
-            json.dumps(WEB, indent=4),
-            [(f"triviaqa_tc_{n}", "Which lake?", ("Como", "Lake Como")) for n in (1, 2)],
-        ),
-        (
-            "popQA.tsv",
-            "id\tsubj\tquestion\tpossible_answers\n"
-            '4222362\tGeorge Rankin\t"What is ""Rankin""?"\t"[""politician"", ""pol""]"\n',
-            [("popqa_4222362", 'What is "Rankin"?', ("politician", "pol"))],
-        ),
-        (
-            "Bamboogle Prerelease.csv",
-            'Question,Answer\n"Who, then?",Ann\n',
-            [("bamboogle_Bamboogle Prerelease_0", "Who, then?", ("Ann",))],
-        ),
-        (
-            "nq-test.qa.csv",
-            "who was it\t['Ann', \"B's\"]\nwhere\t['Rome']\n",
-            [("nq_nq-test_0", "who was it", ("Ann", "B's")), ("nq_nq-test_1", "where", ("Rome",))],
-        ),
-    ],
-)
-def test_published_files_are_read(tmp_path, name, text, expected):
-    (tmp_path / name).write_text(text)
-    questions = load_questions(tmp_path / name)
-    assert [(question.id, question.text, question.golden_answers) for question in questions] == expected
+def test_rows_below_a_key_are_read(tmp_path):
+    web = {"Data": [TRIVIA, TRIVIA | {"QuestionId": "tc_2"}], "Domain": "Web", "Version": 1.0}
+    (tmp_path / "web-train.json").write_text(json.dumps(web, indent=4))
+    questions = load_questions(tmp_path / "web-train.json")
+    assert [question.id for question in questions] == ["triviaqa_tc_1", "triviaqa_tc_2"]
+    assert questions[0].golden_answers == ("Como", "Lago")
 
 
 def test_content_decides_the_format(tmp_path):
     parquet = write_rows(tmp_path / "q.parquet", verl(1), verl(2)).rename(tmp_path / "q.jsonl")
-    packed = tmp_path / "again.parquet"
-    packed.write_bytes(
-        gzip.compress(b"\xef\xbb\xbf" + b"".join(json.dumps(verl(n)).encode() + b"\n" for n in (1, 2)))
-    )
+    packed, lines = tmp_path / "again.parquet", "\n".join(json.dumps(verl(n)) for n in (1, 2))
+    packed.write_bytes(gzip.compress(b"\xef\xbb\xbf" + lines.encode()))
     assert load_questions(parquet) == load_questions(packed)
     assert len(load_questions(parquet)) == 2
 
@@ -260,7 +173,7 @@ VALUES = st.recursive(
 @given(layout=st.sampled_from(LAYOUTS), values=st.lists(VALUES, min_size=14, max_size=14))
 def test_any_row_is_a_question_or_refused(tmp_path_factory, layout, values):
     optional = ("id", "prompt", "answer", "answer_aliases", "extra_info", "supporting_ids", "answerable")
-    row = dict(zip(sorted({*layout.keys, *optional}), values, strict=False))
+    row = dict(zip(sorted({*layout.keys.split(), *optional}), values, strict=False))
     path = tmp_path_factory.getbasetemp() / "hostile.jsonl"
     path.write_text(json.dumps(row) + "\n")
     try:
@@ -279,9 +192,7 @@ def test_unknown_layout_is_refused_with_its_keys(tmp_path):
 def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BATCH", 2)
     with pytest.raises(UserError, match="q.parquet row 4: key 'answer' holds no answer"):
-        load_questions(
-            write_rows(tmp_path / "q.parquet", ASKED, ASKED, ASKED, {"question": "x", "answer": ""})
-        )
+        load_questions(write_rows(tmp_path / "q.parquet", ASKED, ASKED, ASKED, ASKED | {"answer": ""}))
 
 
 @pytest.mark.parametrize(
@@ -371,7 +282,7 @@ def test_columns_of_an_unknown_layout_are_named(tmp_path):
 
 def test_answers_that_cannot_be_right_are_named():
     answers = [("A",), ("The The", "Matt"), ("Ada|Bo",), ("Ada|Bo", "Cy"), ("—",)]
-    questions = [Question(str(n), f"q{n}", given, "x") for n, given in enumerate(answers)]
+    questions = [Question(str(n), f"q{n}", golden, "x") for n, golden in enumerate(answers)]
     empty, joined = answer_warnings(questions, "data.train")
     assert empty.startswith("data.train: 2 of 5 questions have a golden answer that normalises to nothing")
     assert "('A',) of '0'; 1 have no other" in empty

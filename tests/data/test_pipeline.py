@@ -28,7 +28,7 @@ def test_resumed_pipeline_goes_on_exactly(shuffle, weights):
     assert (list(islice(other, 37)) == begun) == (not shuffle)
 
 
-QUESTIONS = [Question(f"q{number}", "?", ("a",), "nq") for number in range(20)]
+QUESTIONS = make(20, "q")
 
 
 def drawn(seed, shuffle, count=40):
@@ -36,16 +36,10 @@ def drawn(seed, shuffle, count=40):
     return [int(next(iterator).id[1:]) for _ in range(count)]
 
 
-def test_unshuffled_questions_repeat_the_file_order():
+def test_seed_and_epoch_decide_the_order():
     assert drawn(0, False) == list(range(20)) * 2 == drawn(1, False)
-
-
-def test_seed_decides_the_order():
     assert drawn(0, True) == drawn(0, True)
     assert len({tuple(drawn(seed, True, 20)) for seed in range(5)} | {tuple(range(20))}) == 6
-
-
-def test_no_epoch_repeats_the_order_of_another():
     order = drawn(0, True, 6 * 20)
     epochs = [order[start : start + 20] for start in range(0, 120, 20)]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
@@ -53,8 +47,7 @@ def test_no_epoch_repeats_the_order_of_another():
 
 
 def test_too_easy_or_hard_question_is_skipped_once():
-    made = [QuestionIterator(QUESTIONS, 0, False, None, 0.25, 0.75) for _ in range(2)]
-    first, resumed = made
+    first, resumed = (QuestionIterator(QUESTIONS, 0, False, None, 0.25, 0.75) for _ in range(2))
     assert [next(first).id for _ in range(20)] == [question.id for question in QUESTIONS]
     for name, scores in {
         "q1": [1, 1, 0.5],  # too easy
@@ -66,7 +59,7 @@ def test_too_easy_or_hard_question_is_skipped_once():
         first.note(name, scores)
     assert first.resting == 2
     resumed.set_state(json.loads(json.dumps(first.get_state())))
-    for item in made:
+    for item in (first, resumed):
         expected = ["q0", *(f"q{number}" for number in range(3, 20)), *(f"q{number}" for number in range(5))]
         assert [next(item).id for _ in expected] == expected
         assert item.get_state() == {"drawn": 45} and item.resting == 0
@@ -81,18 +74,7 @@ def test_by_default_no_question_rests():
         DataConfig(rest_below=0.5, rest_above=0.5)
 
 
-def sources_of(questions):
-    return [question.data_source for question in questions]
-
-
-MIXED = [
-    Question(f"{source}{n}", "?", ("a",), source)
-    for source, size in (("nq", 6), ("hotpotqa", 90))
-    for n in range(size)
-]
-
-
-WEIGHTS = {"nq": 3.0, "hotpotqa": 1.0}
+MIXED, WEIGHTS = make(6, "nq") + make(90, "hotpotqa"), {"nq": 3.0, "hotpotqa": 1.0}
 
 
 @pytest.mark.medium
@@ -102,7 +84,8 @@ def test_mixture_has_its_shares_everywhere(shuffle):
     reordered = dict(reversed(WEIGHTS.items()))
     assert list(islice(QuestionIterator(MIXED, 0, shuffle, reordered), 400)) == drawn
     for start in range(0, 400, 40):
-        assert Counter(sources_of(drawn[start : start + 40])) == {"nq": 30, "hotpotqa": 10}
+        part = drawn[start : start + 40]
+        assert Counter(question.data_source for question in part) == {"nq": 30, "hotpotqa": 10}
     nq = [item.id for item in drawn if item.data_source == "nq"]
     epochs = [nq[start : start + 6] for start in range(0, 300, 6)]
     assert all(len(set(epoch)) == 6 for epoch in epochs), "a source has epochs of its own"
@@ -112,8 +95,8 @@ def test_mixture_has_its_shares_everywhere(shuffle):
 
 
 def test_sources_of_one_size_are_not_shuffled_alike():
-    questions = [Question(f"{source}{n}", "?", ("a",), source) for source in "ab" for n in range(20)]
-    drawn = list(islice(QuestionIterator(questions, 0, True, {"a": 1, "b": 1}), 40))
+    iterator = QuestionIterator(make(20, "a") + make(20, "b"), 0, True, {"a": 1, "b": 1})
+    drawn = list(islice(iterator, 40))
     orders = [[item.id[1:] for item in drawn if item.data_source == source] for source in "ab"]
     assert orders[0] != orders[1]
 

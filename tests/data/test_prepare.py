@@ -42,58 +42,41 @@ def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
     written = [(question.id, question.text) for question in load_questions(tmp_path / "out.jsonl")]
     assert written == [("1", "Who wrote Silent Garden?"), ("1_2", "Another of this id")]
     assert report.reasons == ["duplicate", "no answer", "overlap", "too long"]
-    assert report.rows() == [
-        ["hotpotqa", 3, 1, 0, 0, 1, 1],
-        ["nq", 3, 1, 1, 1, 0, 0],
-        ["all", 6, 2, 1, 1, 1, 1],
-    ]
-    kept = json.loads((tmp_path / "out.jsonl.report.json").read_text())
-    assert kept["counts"][0] == dict(
-        zip(["data_source", "read", "written", *report.reasons], report.rows()[0], strict=True)
-    )
-    assert kept["renamed"] == 1
-    assert kept["examples"]["duplicate"] == [{"row": f"{train}:2", "question": "who  wrote «silent garden»"}]
-    assert kept["examples"]["no answer"][0]["row"] == f"{train}:3"
-    assert "golden_answers" in kept["examples"]["no answer"][0]["question"]
+    hotpotqa, nq = ["hotpotqa", 3, 1, 0, 0, 1, 1], ["nq", 3, 1, 1, 1, 0, 0]
+    assert report.rows() == [hotpotqa, nq, ["all", 6, 2, 1, 1, 1, 1]]
+    saved = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    names = ["data_source", "read", "written", *report.reasons]
+    assert saved["counts"][0] == dict(zip(names, hotpotqa, strict=True))
+    assert saved["renamed"] == 1
+    assert saved["examples"]["duplicate"] == [{"row": f"{train}:2", "question": "who  wrote «silent garden»"}]
+    assert saved["examples"]["no answer"][0]["row"] == f"{train}:3"
+    assert "golden_answers" in saved["examples"]["no answer"][0]["question"]
+    many = write_rows(tmp_path / "many.jsonl", *(row(n, "Same?") for n in range(20)))
+    report = prepare(str(many), tmp_path / "out.jsonl")
+    assert len(report.examples["duplicate"]) == module.EXAMPLES and counts(report)["all"] == [20, 1]
 
 
 def test_lone_surrogates_of_rows_are_replaced(tmp_path):
-    half = "\ud83d"
-    odd = row(2, f"Who is {half}?", f"nq{half}", golden_answers=[f"a{half}"])
-    train = write_rows(tmp_path / "train.jsonl", row(1, f"Who {half}?", f"nq{half}", golden_answers=[]), odd)
-    report = prepare(str(train), tmp_path / "out.parquet")
-    assert report.rows()[0] == ["nq\ufffd", 2, 1, 1]
+    odd = row(2, "Who is \ud83d?", "nq\ud83d", golden_answers=["a\ud83d"])
+    train = write_rows(tmp_path / "train.jsonl", odd | {"id": 1, "golden_answers": []}, odd)
+    assert prepare(str(train), tmp_path / "out.parquet").rows()[0] == ["nq\ufffd", 2, 1, 1]
     (question,) = load_questions(tmp_path / "out.parquet")
     assert (question.text, question.golden_answers) == ("Who is \ufffd?", ("a\ufffd",))
 
 
-def test_examples_are_few(tmp_path):
-    train = write_rows(tmp_path / "train.jsonl", *(row(n, "Same?") for n in range(20)))
-    report = prepare(str(train), tmp_path / "out.jsonl")
-    assert len(report.examples["duplicate"]) == module.EXAMPLES and counts(report)["all"] == [20, 1]
-
-
-@pytest.mark.parametrize(
-    ("item", "other", "equal"),
-    [
-        ("Who wrote it?", "who WROTE it", True),
-        ("Straße", "STRASSE", True),
-        ("ﬁsh", "fish", True),
-        ("Who wrote it?", "Who wrote that?", False),
-        ("???", "!!!", False),
-    ],
-)
-def test_questions_are_compared_by_their_words(item, other, equal):
-    assert (question_key(item) == question_key(other)) == equal
+def test_questions_are_compared_by_their_words():
+    for question, other in (("Who wrote it?", "who WROTE it"), ("Straße", "STRASSE"), ("ﬁsh", "fish")):
+        assert question_key(question) == question_key(other)
+    for question, other in (("Who wrote it?", "Who wrote that?"), ("???", "!!!")):
+        assert question_key(question) != question_key(other)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_both_output_formats_hold_the_same(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(module, "BATCH", 2)
-    prompts = [
-        [{"role": "system", "content": "x"}, {"role": "user", "content": f"Say: q{n}?"}] for n in range(5)
-    ]
-    rows = [row(n, f"q{n}?", prompt=prompts[n], supporting_ids=["7"]) for n in range(5)]
+    system = {"role": "system", "content": "x"}
+    prompts = [[system, {"role": "user", "content": f"Say: q{n}?"}] for n in range(5)]
+    rows = [row(n, f"q{n}?", prompt=prompt, supporting_ids=["7"]) for n, prompt in enumerate(prompts)]
     train = write_rows(tmp_path / "train.jsonl", *rows, row(9, "no prompt?"))
     prepare(str(train), tmp_path / f"out{suffix}")
     assert load_questions(tmp_path / f"out{suffix}") == load_questions(train)
@@ -148,12 +131,8 @@ def test_command_prints_the_counts(files, tmp_path, capsys):
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     header = "data source read written no answer other data source overlap too long"
-    assert lines[0].split() == header.split()
-    assert [line.split() for line in lines[2:5]] == [
-        ["hotpotqa", "3", "1", "0", "0", "1", "1"],
-        ["nq", "3", "0", "1", "2", "0", "0"],
-        ["all", "6", "1", "1", "2", "1", "1"],
-    ]
+    rows = ["hotpotqa 3 1 0 0 1 1", "nq 3 0 1 2 0 0", "all 6 1 1 2 1 1"]
+    assert [" ".join(line.split()) for line in (lines[0], *lines[2:5])] == [header, *rows]
     assert [question.text for question in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
 
 
@@ -177,8 +156,8 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
     assert report.rows()[0] == ["nq", 3, 2, 1] and report.reasons == ["empty answer"]
     written = [question.golden_answers for question in load_questions(tmp_path / "out.jsonl")]
     assert written == [("Rome",), ("May|June",)]
-    kept = json.loads((tmp_path / "out.jsonl.report.json").read_text())
-    assert (kept["empty_answers"], kept["joined_answers"]) == (1, 1)
+    saved = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert (saved["empty_answers"], saved["joined_answers"]) == (1, 1)
     more = write_rows(tmp_path / "more.jsonl", row(2, "Who else?"))
     with pytest.raises(SystemExit):
         cli.calibadv(["prepare-data", str(train), str(more), "--output", str(tmp_path / "out.jsonl")])

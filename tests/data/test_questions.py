@@ -1,6 +1,7 @@
 """Question files: rows, what they must hold, and which are chosen."""
 
 import json
+from collections import Counter
 
 import pytest
 from rows_rig import write_rows
@@ -23,9 +24,7 @@ def make(count, source="nq"):
     [
         ("{nope", "q.jsonl:2: not valid JSON"),
         ("[1]", "q.jsonl:2: expected a JSON object, got list"),
-        (GOOD | {"id": "2", "question": " "}, "q.jsonl:2: field 'question' must be a non-empty string"),
         (GOOD | {"id": "2", "golden_answers": []}, "q.jsonl:2: key 'golden_answers' holds no answer"),
-        (GOOD | {"id": "2", "golden_answers": [""]}, "q.jsonl:2: key 'golden_answers' holds no answer"),
         ({"id": "2", "golden_answers": ["me"]}, "q.jsonl:2: field 'question' must be"),
         (GOOD | {"id": "2", "supporting_ids": {"a": 1}}, "q.jsonl:2: key 'supporting_ids' must be text or a"),
         (GOOD, "q.jsonl:2: id '1' was used before, at .*q.jsonl:1"),
@@ -60,9 +59,7 @@ def test_missing_and_empty_files(tmp_path):
 
 def test_select_evenly_takes_from_every_source():
     chosen = select_evenly(make(50, "a") + make(3, "b"), 10, seed=0)
-    sources = [question.data_source for question in chosen]
-    assert sources.count("b") == 3
-    assert sources.count("a") == 7
+    assert Counter(question.data_source for question in chosen) == {"a": 7, "b": 3}
     assert select_evenly(make(5), 10, seed=0) == make(5)
     few = select_evenly(make(9, "a") + make(9, "b") + make(9, "c"), 4, seed=0)
     assert {question.data_source for question in few} == {"a", "b", "c"}
@@ -80,7 +77,6 @@ def test_question_with_lone_surrogate_can_be_written(tmp_path):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("data.train=a.jsonl", "a.jsonl"),
         ("data.train=2026_11", "2026_11"),
         ("data.train=[a.jsonl, 7]", ["a.jsonl", "7"]),
         ("data.train={nq: a.jsonl}", {"nq": "a.jsonl"}),
@@ -90,14 +86,9 @@ def test_question_with_lone_surrogate_can_be_written(tmp_path):
 def test_data_train_takes_path_list_or_mapping(tmp_path, override, expected):
     (tmp_path / "c.yaml").write_text("data: {train: {mine: x.jsonl}, weights: {mine: 2}}\n")
     config = load_config(tmp_path / "c.yaml", [override, "data.weights={nq: 0.5, mine: 1}"])
-    assert config.data.train == expected
-    assert config.data.weights == {"nq": 0.5, "mine": 1.0}
-
-
-def test_weight_must_be_positive(tmp_path):
-    (tmp_path / "c.yaml").write_text("data: {weights: {nq: 0}}\n")
+    assert config.data.train == expected and config.data.weights == {"nq": 0.5, "mine": 1.0}
     with pytest.raises(UserError, match="data.weights.nq: must be greater than 0"):
-        load_config(tmp_path / "c.yaml")
+        load_config(tmp_path / "c.yaml", ["data.weights={nq: 0}"])
 
 
 @pytest.mark.parametrize(

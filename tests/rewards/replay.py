@@ -20,17 +20,17 @@ def replay(response: str, golden_answers: Sequence[str]) -> Trajectory:
     Text after an answer is taken for the rest of the token that closed it; end-of-text is not read.
     """
     trajectory = Trajectory(Question("q", "?", tuple(golden_answers), "test"), np.zeros(1, np.int32))
-    rest = response.removesuffix("<|endoftext|>")
-    while rest:
-        segment = SEGMENT.match(rest)
-        text = rest if segment is None else segment.group()
-        rest = rest[len(text) :]
+    remaining = response.removesuffix("<|endoftext|>")
+    while remaining:
+        segment = SEGMENT.match(remaining)
+        text = remaining if segment is None else segment.group()
+        remaining = remaining[len(text) :]
         parsed = parse_turn(text, stop_reason="eos" if segment is None else "stop")
-        shown = OBSERVATION.match(rest) if parsed.kind == "search" else None
+        shown = OBSERVATION.match(remaining) if parsed.kind == "search" else None
         num_observed = 0 if shown is None else shown.end()
-        rest = rest[num_observed:]
+        remaining = remaining[num_observed:]
         if parsed.kind == "answer":
-            text, rest = text + rest, ""
+            text, remaining = text + remaining, ""
         turn = Turn(parsed.kind, np.zeros(3, np.int32), np.zeros(3, np.float32), text, parsed.think)
         turn.query, turn.answer = parsed.query, parsed.answer
         turn.observation_ids = np.zeros(num_observed, np.int32)

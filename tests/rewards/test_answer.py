@@ -9,7 +9,7 @@ import pytest
 from replay import replay
 
 from calibadv_jax.config import RewardConfig
-from calibadv_jax.rewards.score import cover_em, exact_match, f1, normalise_answer, score_trajectory
+from calibadv_jax.rewards.score import f1, normalise_answer, score_trajectory
 
 LOCAL = Path(__file__).resolve().parents[1] / "golden_local" / "answer_scores.json"
 
@@ -63,17 +63,12 @@ def test_authors_values(shared):
         ("a\tman, an ant\nand THE theatre", "man ant and theatre"),
         ("l'été — “99”", "lété — “99”"),  # only ASCII punctuation goes
         ("a-the", "athe"),  # punctuation goes before articles
+        ("North–the–South of a  Sea", "north– –south of sea"),  # a gap where no space stands, as in SQuAD
         ("", ""),
     ],
 )
 def test_normalise(text, expected):
     assert normalise_answer(text) == expected
-
-
-@pytest.mark.parametrize("score", [exact_match, cover_em, f1])
-def test_no_golden_answers_is_an_error(score):
-    with pytest.raises(ValueError, match="golden answers"):
-        score("Rome", [])
 
 
 def test_equal_fractions_are_equal_doubles():
@@ -90,8 +85,3 @@ def test_repeated_word_counts_on_both_sides():
     assert f1("new york", ["new new york city"]) == 2 * 2 / (2 + 4)
     assert f1("bora bora", ["bora bora island"]) == 2 * 2 / (2 + 3)
     assert f1("yes yes yes yes", ["yes"]) == 2 * 1 / (4 + 1)
-
-
-def test_article_leaves_a_gap_where_no_space_stands():
-    """As in SQuAD's normalisation; a dash that is not ASCII is no punctuation."""
-    assert normalise_answer("North–the–South of a  Sea") == "north– –south of sea"

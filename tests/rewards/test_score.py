@@ -76,23 +76,14 @@ def test_long_trajectory_loses_evenly_more(tokens, penalty):
         trajectory.turns[1].token_ids = np.arange(tokens - 2, dtype=np.int32)
         trajectory = score_trajectory(trajectory, config)
         assert trajectory.answer_score == pytest.approx(score - penalty)
-        assert (
-            trajectory.metrics["overlong_penalty"] == pytest.approx(penalty)
-            and trajectory.metrics["f1"] == score
-        )
+        assert trajectory.metrics["overlong_penalty"] == pytest.approx(penalty)
+        assert trajectory.metrics["f1"] == score
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"overlong_penalty": 1},
-        {"overlong_penalty": 1, "overlong_from": 5, "overlong_until": 5},
-        {"overlong_until": 5},
-    ],
-)
-def test_penalty_without_a_range_is_refused(keys):
+@pytest.mark.parametrize(("penalty", "start", "end"), [(1, 0, 0), (1, 5, 5), (0, 0, 5)])
+def test_penalty_without_a_range_is_refused(penalty, start, end):
     with pytest.raises(ValueError, match="overlong_from"):
-        RewardConfig(**keys)
+        RewardConfig(overlong_penalty=penalty, overlong_from=start, overlong_until=end)
 
 
 @pytest.mark.parametrize("answer", [None, "Rome"])
@@ -103,10 +94,7 @@ def test_question_without_golden_answers(answer):
 
 def step():
     answers = ["Rome", "Rome city", "Milan", None, "Rome of old", "Rome or Milan or Turin"]
-    return [
-        Group(ROME, [attempt(a) for a in answers]),
-        Group(ROME, [attempt(a, has_search=False) for a in answers]),
-    ]
+    return [Group(ROME, [attempt(text, has_search) for text in answers]) for has_search in (True, False)]
 
 
 def rewards(groups):
@@ -114,24 +102,17 @@ def rewards(groups):
 
 
 def test_shuffled_rewards_are_the_same_pairs_elsewhere():
-    groups = step()
-    true = score_groups(groups, RewardConfig(), np.random.default_rng(0))
-    shuffled = score_groups(groups, RewardConfig(shuffle=True), np.random.default_rng(0))
-    assert rewards(shuffled) != rewards(true)
+    groups, used = step(), np.random.default_rng(0)
+    true = score_groups(groups, RewardConfig(), used)
+    assert used.random() == np.random.default_rng(0).random(), "unshuffled scores draw nothing"
+    shuffled, again = (
+        score_groups(groups, RewardConfig(shuffle=True), np.random.default_rng(0)) for _ in "12"
+    )
+    assert rewards(again) == rewards(shuffled) != rewards(true)
     assert sorted(rewards(shuffled)) == sorted(rewards(true))
     assert any(trajectory.answer_score > 0 for trajectory in shuffled[1].trajectories), "stays in its group"
     for before, after in zip(true, shuffled, strict=True):
         assert [t.metrics for t in before.trajectories] == [t.metrics for t in after.trajectories]
-
-
-def test_shuffling_is_repeatable_and_otherwise_draws_nothing():
-    groups = step()
-    first = score_groups(groups, RewardConfig(shuffle=True), np.random.default_rng(3))
-    second = score_groups(groups, RewardConfig(shuffle=True), np.random.default_rng(3))
-    assert rewards(first) == rewards(second)
-    used, unused = np.random.default_rng(0), np.random.default_rng(0)
-    score_groups(groups, RewardConfig(), used)
-    assert used.random() == unused.random()
 
 
 def test_trajectory_that_failed_takes_no_part_in_the_shuffle():
@@ -139,9 +120,8 @@ def test_trajectory_that_failed_takes_no_part_in_the_shuffle():
     for group in groups:
         group.failed.append(group.trajectories.pop(3))  # without an answer: 0
     groups = score_groups(groups, RewardConfig(), np.random.default_rng(0))
-    before = sorted((t.answer_score, t.format_valid) for g in groups for t in g.trajectories)
+    before = sorted(rewards(groups))
     for seed in range(5):
         groups = score_groups(groups, RewardConfig(shuffle=True), np.random.default_rng(seed))
-        after = sorted((t.answer_score, t.format_valid) for g in groups for t in g.trajectories)
-        assert after == before
+        assert sorted(rewards(groups)) == before
         assert all(group.failed[0].answer_score == 0 for group in groups)

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials, refuse_if
+from calibadv_jax.config.sections.section import SECTION, Mark, Section, credential_faults
 from calibadv_jax.core.own_function import is_address
 
 ANSWER_REWARDS = ("f1", "em", "cover_em")
@@ -31,11 +23,10 @@ def _choices(*names: str) -> Any:
 
 
 @dataclass(frozen=True, config=SECTION)
-class JudgeConfig:
+class JudgeConfig(Section):
     url: Annotated[str, Mark.UNLEARNED, Mark.NO_ANSWER] = ""
     """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1, that judges every answer
-    (reward/judge, for reward.answer). The environment variable JUDGE_TOKEN is sent as a bearer token. Empty:
-    no judge."""
+    (reward/judge, for reward.answer). JUDGE_TOKEN is sent as a bearer token. Empty: no judge."""
     model: str = ""
     """Model of the request."""
     prompt: str = ""
@@ -50,18 +41,14 @@ class JudgeConfig:
     max_concurrency: Annotated[PositiveInt, Mark.UNLEARNED, Mark.NO_ANSWER] = 64
     """Requests at the same time at most."""
 
-    @model_validator(mode="after")
-    def _is_whole(self) -> JudgeConfig:
-        refuse_credentials("url", self.url, "JUDGE_TOKEN")
-        refuse_if(
-            bool(self.url) != bool(self.model),
-            f"url is {self.url!r} and model is {self.model!r}: set both to ask a judge, or neither",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        yield from credential_faults("url", self.url, "JUDGE_TOKEN")
+        if bool(self.url) != bool(self.model):
+            yield f"url is {self.url!r} and model is {self.model!r}: set both to ask a judge, or neither"
 
 
 @dataclass(frozen=True, config=SECTION)
-class RewardConfig:
+class RewardConfig(Section):
     answer: str | dict[str, float] = "f1"
     """Reward of an answer. f1, em, cover_em: agreement with the best golden answer; judge: the verdict of
     reward.judge; package.module:function: your own, at most 1 (examples/own_reward.py). Several with weights,
@@ -88,34 +75,22 @@ class RewardConfig:
         """Largest reward of an answer, if every function of the user's own gives 1 at most."""
         return math.fsum(weight for weight in self.weights.values() if weight > 0) or 1.0
 
-    @model_validator(mode="after")
-    def _values_fit(self) -> RewardConfig:
-        refuse_if(
-            not self.weights, "answer names no reward: name one, such as f1, or several with their weights"
-        )
+    def _faults(self) -> Iterator[str]:
+        if not self.weights:
+            yield "answer names no reward: name one, such as f1, or several with their weights"
         names = (*ANSWER_REWARDS, JUDGE)
         for name, weight in self.weights.items():
-            refuse_if(
-                name not in names and not is_address(name),
-                f"answer names {name!r}: must be one of {', '.join(names)}, or your own function as {OWN}",
-            )
-            refuse_if(
-                not weight, f"answer gives {name} the weight 0: leave it out, it is logged all the same"
-            )
-        refuse_if(
-            JUDGE in self.weights and not self.judge.url,
-            "answer names judge, but there is none: set judge.url and judge.model",
-        )
-        refuse_if(
-            self.overlong_penalty and self.overlong_until <= self.overlong_from,
-            f"overlong_penalty is {self.overlong_penalty:g}, but overlong_until ({self.overlong_until}) is"
-            f" not above overlong_from ({self.overlong_from}): set both, in tokens",
-        )
-        refuse_if(
-            not self.overlong_penalty and (self.overlong_from or self.overlong_until),
-            "overlong_from and overlong_until do nothing without overlong_penalty: set it, or leave them out",
-        )
-        return self
+            if name not in names and not is_address(name):
+                yield f"answer names {name!r}: must be one of {', '.join(names)}, or your own as {OWN}"
+            if not weight:
+                yield f"answer gives {name} the weight 0: leave it out, it is logged all the same"
+        if JUDGE in self.weights and not self.judge.url:
+            yield "answer names judge, but there is none: set judge.url and judge.model"
+        start, end = self.overlong_from, self.overlong_until
+        if self.overlong_penalty and end <= start:
+            yield f"overlong_penalty needs overlong_until ({end}) above overlong_from ({start}), in tokens"
+        if not self.overlong_penalty and (start or end):
+            yield "overlong_from and overlong_until do nothing: set overlong_penalty, or leave them out"
 
 
 # Name -> its need: golden_logprobs under this policy, or a critic. The registry of estimators stands on a
@@ -130,11 +105,10 @@ CALIBRATED = "calibadv"
 
 
 @dataclass(frozen=True, config=SECTION)
-class AdvantageConfig:
+class AdvantageConfig(Section):
     name: Annotated[str, _choices(CALIBRATED, *ESTIMATORS)] = CALIBRATED
-    """calibadv: the advantages of `base`, calibrated by turn (arXiv 2604.18235). The others are not
-    calibrated; docs/credit.md has their formulas. package.module:function: a function of your own, see
-    examples/own_advantage.py."""
+    """calibadv: the advantages of `base`, calibrated by turn (arXiv 2604.18235). The others: docs/credit.md.
+    package.module:function: a function of your own, see examples/own_advantage.py."""
     base: Annotated[str, _choices(*ESTIMATORS)] = "grpo"
     """calibadv: the estimator whose advantages are calibrated; any `name` but calibadv."""
     normalize_std: bool = True
@@ -152,9 +126,8 @@ class AdvantageConfig:
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """gae: lambda. 1: score less the critic's value; 0: change of the value up to the next sampled token."""
     probes: Annotated[list[Literal["current", "initial"]], Mark.UNLEARNED] = Field(default_factory=list)
-    """Policies under which the golden answer's log-probability after every turn is kept for `calibadv audit`,
-    though the estimator does not need it: current (before the step's update) for igpo and a2tgpo, initial (of
-    the run's start) for tips."""
+    """Policies whose log-probability of the golden answer after every turn is kept for `calibadv audit`:
+    current (before the step's update) for igpo and a2tgpo, initial (of the run's start) for tips."""
     soft_penalty: bool = True
     """calibadv: make a negative advantage of a search turn smaller by its correctness."""
     softening: Literal["plain", "aggressive", "upper_limit", "reset"] = "plain"
@@ -201,12 +174,7 @@ class AdvantageConfig:
         needed = {ESTIMATORS.get(self.estimator, "")} & {"current", "initial"}
         return tuple(sorted({*self.probes, *needed}))
 
-    @field_validator("name", "base")
-    @classmethod
-    def _is_known(cls, name: str, info: ValidationInfo) -> str:
-        names = (CALIBRATED, *ESTIMATORS) if info.field_name == "name" else ESTIMATORS
-        refuse_if(
-            name not in names and not is_address(name),
-            f"must be one of {', '.join(names)}, or a function of your own as {OWN}",
-        )
-        return name
+    def _faults(self) -> Iterator[str]:
+        for key, names in (("name", (CALIBRATED, *ESTIMATORS)), ("base", tuple(ESTIMATORS))):
+            if (name := getattr(self, key)) not in names and not is_address(name):
+                yield f"advantage.{key}: must be one of {', '.join(names)}, or your own as {OWN}, not {name}"

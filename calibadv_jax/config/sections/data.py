@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
+from calibadv_jax.config.sections.section import SECTION, Mark, Section
 from calibadv_jax.core.tags import OPEN_THINK
 
 
@@ -23,7 +24,7 @@ class ColumnsConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-class DataConfig:
+class DataConfig(Section):
     train: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED] = ""
     """Training questions: a file, a list of files, or data_source: file (docs/data.md)."""
     eval: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED, Mark.PER_RUN] = ""
@@ -35,9 +36,8 @@ class DataConfig:
     eval_limit: Annotated[NonNegativeInt, Mark.UNLEARNED, Mark.PER_RUN] = 0
     """Questions to evaluate on, spread evenly over the data sources; 0: all questions."""
     overlong_prompts: Annotated[Literal["refuse", "leave_out"], Mark.UNLEARNED] = "refuse"
-    """Questions whose prompt is longer than rollout.max_prompt_length, and demonstrations longer than
-    sft.row_length. refuse: the command ends at its start; leave_out: it goes on without them and prints their
-    number (verl: data.filter_overlong_prompts)."""
+    """Prompts longer than rollout.max_prompt_length, and demonstrations longer than sft.row_length. refuse:
+    the command ends at its start; leave_out (verl: filter_overlong_prompts): it goes on without them."""
     shuffle: bool = True
     """Shuffle the training questions anew in every epoch."""
     rest_above: float = Field(default=1.0, ge=0, le=1)
@@ -50,17 +50,13 @@ class DataConfig:
     def has_curriculum(self) -> bool:
         return self.rest_below > 0 or self.rest_above < 1
 
-    @model_validator(mode="after")
-    def _some_question_is_asked(self) -> DataConfig:
-        refuse_if(
-            self.rest_below >= self.rest_above,
-            f"rest_below is {self.rest_below:g}, but must be below rest_above ({self.rest_above:g})",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        if self.rest_below >= self.rest_above:
+            yield f"rest_below is {self.rest_below:g}, but must be below rest_above ({self.rest_above:g})"
 
 
 @dataclass(frozen=True, config=SECTION)
-class PromptConfig:
+class PromptConfig(Section):
     template: str = "paper"
     """Built-in template (paper, short), a text with {question}, or from_data: the prompt of each row."""
     chat: Literal["auto", "on", "off"] = "auto"
@@ -79,17 +75,15 @@ class PromptConfig:
         """Text before every turn; before the first turn the prompt may hold another."""
         return OPEN_THINK if self.prepend_think else ""
 
-    @model_validator(mode="after")
-    def _arguments_are_the_templates_own(self) -> PromptConfig:
+    def _faults(self) -> Iterator[str]:
         for name in ("messages", "conversation", "tokenize", "add_generation_prompt", "date_string"):
             if name in self.chat_template_kwargs:
                 instead = "set prompt.date_string" if name == "date_string" else "leave it out"
-                raise ValueError(f"chat_template_kwargs may not hold {name!r}: {instead}")
-        return self
+                yield f"chat_template_kwargs may not hold {name!r}: {instead}"
 
 
 @dataclass(frozen=True, config=SECTION)
-class WorldConfig:
+class WorldConfig(Section):
     dir: Annotated[str, Mark.PER_RUN, Mark.OUTPUT] = ""
     """Folder of the generated encyclopedia; empty: none is made."""
     seed: Annotated[NonNegativeInt, Mark.PER_RUN] = 0
@@ -123,15 +117,8 @@ class WorldConfig:
     misread: float = Field(default=0.0, ge=0, le=1)
     """Share of demonstrations of the cold start that search beyond a rumour and answer with a wrong fact."""
 
-    @model_validator(mode="after")
-    def _can_be_drawn(self) -> WorldConfig:
-        refuse_if(
-            self.one_hop + self.two_hop + self.comparison + self.rumour + self.age == 0,
-            "one_hop, two_hop, comparison, rumour and age are all 0: give at least one a share",
-        )
-        refuse_if(
-            self.rumour and min(self.people, self.cities, self.companies) < 2,
-            "a false rumour names another person, city or company: people, cities and companies must be"
-            " 2 or more",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        if not any((self.one_hop, self.two_hop, self.comparison, self.rumour, self.age)):
+            yield "one_hop, two_hop, comparison, rumour and age are all 0: give at least one a share"
+        if self.rumour and min(self.people, self.cities, self.companies) < 2:
+            yield "rumours name others: people, cities and companies must be 2 or more"

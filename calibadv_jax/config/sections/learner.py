@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
+from calibadv_jax.config.sections.section import SECTION, Mark, Section
 from calibadv_jax.core.own_function import is_address
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
@@ -35,11 +36,10 @@ BY_SEQUENCE = ("gspo", "gmpo", "sapo")
 
 
 @dataclass(frozen=True, config=SECTION)
-class LossConfig:
+class LossConfig(Section):
     name: str = "vanilla"
-    """Loss of the policy: vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance,
-    balance_detached, sapo, dppo_tv, dppo_kl or dro (docs/losses.md), or a function of your own as
-    package.module:function."""
+    """vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance, balance_detached, sapo, dppo_tv,
+    dppo_kl or dro (docs/losses.md), or a function of your own as package.module:function."""
     clip_low: NonNegativeFloat = 0.2
     """PPO clip: lower bound 1 - clip_low of the importance ratio. gmpo: of its logarithm, -clip_low. dppo_tv,
     dppo_kl: largest distance of probabilities for a token with a negative advantage."""
@@ -73,9 +73,8 @@ class LossConfig:
     cov_kl_coef: NonNegativeFloat = 1.0
     """kl_cov: weight of the chosen tokens' distance |log ratio|."""
     aggregation: Aggregation = "token_mean"
-    """token_mean: mean over the trained tokens of the mini-batch; sequence_mean: over its trajectories, of
-    their token means; sequence_sum: of their sums; sequence_sum_norm: of their sums divided by length_norm
-    (Dr. GRPO)."""
+    """token_mean: mean over the mini-batch's trained tokens; sequence_mean: over its trajectories, of their
+    token means; sequence_sum: of their sums; sequence_sum_norm (Dr. GRPO): of sums divided by length_norm."""
     length_norm: NonNegativeInt = 0
     """sequence_sum_norm: divisor of each trajectory's sum, in tokens, such as rollout.max_length."""
     kl_coef: NonNegativeFloat = 0.0
@@ -85,8 +84,7 @@ class LossConfig:
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus; 0: off."""
     old_logprobs: Literal["recompute", "sampler"] = "recompute"
-    """Denominator of the importance ratio. recompute: the learner's log-probabilities before the first
-    update; sampler: the sampler's."""
+    """Denominator of the importance ratio. recompute: the learner's, before its first update; or sampler."""
     importance_cap: NonNegativeFloat = 0.0
     """Largest weight of the truncated importance sampling between sampler and learner; 0: off."""
     importance_level: Literal["token", "sequence", "sequence_geometric"] = "token"
@@ -119,73 +117,48 @@ class LossConfig:
         # With old_logprobs=sampler the ratio is already that of learner to sampler; gpg has no ratio.
         return self.importance_cap > 0 or (self.old_logprobs == "sampler" and self.name != "gpg")
 
-    @model_validator(mode="after")
-    def _loss_reads_every_key(self) -> LossConfig:
-        if is_address(self.name):
-            return self
-        refuse_if(
-            self.name not in LOSS_KEYS,
-            f"loss.name is {self.name}: it must be one of {', '.join(LOSS_KEYS)}, or a function of your own"
-            " as package.module:function",
-        )
-        unread = {key for keys in LOSS_KEYS.values() for key in keys} - set(LOSS_KEYS[self.name])
+    def _faults(self) -> Iterator[str]:
+        yield from () if is_address(self.name) else self._unread_keys()
+        if self.name in BY_SEQUENCE and self.aggregation != "sequence_mean":
+            yield f"loss.name={self.name} is a mean over trajectories: set loss.aggregation=sequence_mean"
+        for key in ("dual_clip", "importance_high"):
+            if 0 < (value := getattr(self, key)) <= 1:
+                yield f"loss.{key} is {value}: it must be above 1, or 0 for none"
+        if 0 < self.drop_above < (clip := 1 + self.clip_high):
+            yield f"drop_above is {self.drop_above}, below the clip at {clip}: set it above, or 0 for none"
+        if self.cov_low >= self.cov_high:
+            yield f"loss.cov_low is {self.cov_low}, but must be below loss.cov_high = {self.cov_high}"
+        if (self.aggregation == "sequence_sum_norm") != bool(self.length_norm):
+            yield (
+                f"loss.aggregation is {self.aggregation}, and loss.length_norm is {self.length_norm}: set"
+                " loss.length_norm, the longest response in tokens, with aggregation=sequence_sum_norm only"
+            )
+        if self.masks_by_mismatch and self.old_logprobs == "sampler":
+            yield (
+                "loss.importance_low, importance_high and reject_by compare the sampler with"
+                " loss.old_logprobs: set loss.old_logprobs=recompute, or leave them out"
+            )
+        if self.importance_level != "token" and not (
+            self.importance_cap or self.importance_low or self.importance_high
+        ):
+            yield (
+                f"importance_level={self.importance_level} is for importance_cap, importance_low and"
+                " importance_high, but none is set: set one, or leave it out"
+            )
+        if (self.reject_by == "none") != (self.reject_above == 0):
+            yield "loss.reject_by and loss.reject_above: set both, or leave both out"
+        if self.reject_by == "none" and self.reject_over != "token":
+            yield f"reject_over={self.reject_over} is for reject_by, which is none: set it, or neither"
+
+    def _unread_keys(self) -> Iterator[str]:
+        if self.name not in LOSS_KEYS:
+            own = "a function of your own as package.module:function"
+            yield f"loss.name is {self.name}: it must be one of {', '.join(LOSS_KEYS)}, or {own}"
+        unread = {key for keys in LOSS_KEYS.values() for key in keys}.difference(LOSS_KEYS[self.name])
         fields: Any = LossConfig
         for key, field in fields.__pydantic_fields__.items():
-            value = getattr(self, key)
-            refuse_if(
-                key in unread and value != field.default,
-                f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _values_fit_together(self) -> LossConfig:
-        refuse_if(
-            self.name in BY_SEQUENCE and self.aggregation != "sequence_mean",
-            f"loss.name={self.name} is a mean over trajectories, but loss.aggregation is {self.aggregation}:"
-            " set loss.aggregation=sequence_mean",
-        )
-        for key in ("dual_clip", "importance_high"):
-            value = getattr(self, key)
-            refuse_if(0 < value <= 1, f"loss.{key} is {value}: it must be above 1, or 0 for none")
-        refuse_if(
-            0 < self.drop_above < 1 + self.clip_high,
-            f"loss.drop_above is {self.drop_above}, below the clip at {1 + self.clip_high}: set it above, or"
-            " 0 for none",
-        )
-        refuse_if(
-            self.cov_low >= self.cov_high,
-            f"loss.cov_low is {self.cov_low}, but must be below loss.cov_high = {self.cov_high}",
-        )
-        is_normed = self.aggregation == "sequence_sum_norm"
-        refuse_if(
-            is_normed != bool(self.length_norm),
-            f"loss.aggregation is {self.aggregation}, and loss.length_norm is {self.length_norm}: set"
-            " loss.length_norm, to the longest response in tokens, with loss.aggregation=sequence_sum_norm"
-            " only",
-        )
-        refuse_if(
-            self.masks_by_mismatch and self.old_logprobs == "sampler",
-            "loss.importance_low, importance_high and reject_by compare the sampler with loss.old_logprobs,"
-            " which are the sampler's own: set loss.old_logprobs=recompute, or leave them out",
-        )
-        weighs = self.importance_cap > 0 or self.importance_low > 0 or self.importance_high > 0
-        refuse_if(
-            self.importance_level != "token" and not weighs,
-            f"loss.importance_level={self.importance_level} is for loss.importance_cap, importance_low and"
-            " importance_high, but none is set: set one, or leave it out",
-        )
-        refuse_if(
-            (self.reject_by == "none") != (self.reject_above == 0),
-            f"loss.reject_by is {self.reject_by}, and loss.reject_above is {self.reject_above:g}: set both,"
-            " or leave both out",
-        )
-        refuse_if(
-            self.reject_by == "none" and self.reject_over != "token",
-            f"loss.reject_over={self.reject_over} is for loss.reject_by, which is none: set it, or leave"
-            " reject_over out",
-        )
-        return self
+            if key in unread and (value := getattr(self, key)) != field.default:
+                yield f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out"
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -214,9 +187,8 @@ class OptimizerConfig:
     max_grad_norm: PositiveFloat = 1.0
     """Largest global norm of a gradient; larger gradients are scaled down to it."""
     offload: Annotated[Literal["none", "host"], Mark.UNLEARNED] = "none"
-    """host: keep the optimizer's moments in host memory; a quarter of them, or those of the largest
-    parameter, are on the devices during an update. Costs two copies of the moments an update; on the CPU it
-    saves nothing."""
+    """host: keep the optimizer's moments in host memory; an update has a quarter of them, or those of the
+    largest parameter, on the devices, and costs two copies. On the CPU it saves nothing."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -255,7 +227,7 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-class SftPhase:
+class SftPhase(Section):
     steps: PositiveInt | None = None
     """Optimizer updates; null: 100, or as many as `epochs` needs."""
     epochs: PositiveInt | None = None
@@ -266,12 +238,9 @@ class SftPhase:
     loss_on: Literal["sampled", "all"] = "sampled"
     """Tokens with a loss. sampled: the policy's own; all: documents and prompt too."""
 
-    @model_validator(mode="after")
-    def _one_length(self) -> SftPhase:
-        refuse_if(
-            self.steps and self.epochs, f"has steps={self.steps} and epochs={self.epochs}: leave one out"
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        if self.steps and self.epochs:
+            yield f"has steps={self.steps} and epochs={self.epochs}: leave one out"
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -281,9 +250,8 @@ class SftConfig:
     demonstrations: str = ""
     """JSONL file of demonstrations (docs/data.md), or the name of a generator: world."""
     first_query: Literal["best", "varied"] = "best"
-    """First query of `calibadv demonstrate`. best: the query with the best hits, mostly the question itself;
-    varied: drawn for each question among the question and its titles that lead to all supporting passages, so
-    that RL can choose among kinds of query."""
+    """First query of `calibadv demonstrate`. best: that with the best hits, mostly the question; varied:
+    drawn among the question and its titles that lead to all supporting passages, so that RL can choose."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
     """Share of the file's questions that are not trained on; their loss is sft/held_out_loss."""
     held_out_every: PositiveInt = 20

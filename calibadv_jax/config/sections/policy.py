@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
+from calibadv_jax.config.sections.section import SECTION, Mark, Section
 
 REST = -1  # size of a mesh axis that takes the devices which the other axes leave
 
@@ -18,7 +19,7 @@ LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 
 
 @dataclass(frozen=True, config=SECTION)
-class LoraConfig:
+class LoraConfig(Section):
     rank: NonNegativeInt = 0
     """Rank of the adapters, which alone are trained. 0: no adapters; every parameter is trained."""
     alpha: PositiveFloat = 32.0
@@ -33,27 +34,18 @@ class LoraConfig:
     """What vLLM workers load. merged: the whole policy. adapters: megabytes instead of gigabytes; the worker
     adds them to the base, which it reads from policy.path."""
 
-    @field_validator("targets")
-    @classmethod
-    def _has_targets(cls, targets: list[LoraTarget]) -> list[LoraTarget]:
-        refuse_if(
-            not targets or len(set(targets)) < len(targets),
-            f"must name at least one of {', '.join(LORA_TARGETS)}, and none twice",
-        )
-        return targets
-
-    @model_validator(mode="after")
-    def _init_has_a_rank(self) -> LoraConfig:
-        refuse_if(
-            self.init_from and not self.rank,
-            f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: set it to the rank"
-            " (r) of that folder's adapter_config.json, or leave init_from out",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            yield f"targets must name at least one of {', '.join(LORA_TARGETS)}, and none twice"
+        if self.init_from and not self.rank:
+            yield (
+                f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: set it to the rank"
+                " (r) of that folder's adapter_config.json, or leave init_from out"
+            )
 
 
 @dataclass(frozen=True, config=SECTION)
-class PolicyConfig:
+class PolicyConfig(Section):
     path: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
     """Policy to start from: a HuggingFace folder, or OWNER/NAME of the hub."""
     revision: str = ""
@@ -77,18 +69,16 @@ class PolicyConfig:
     lora: Annotated[LoraConfig, Mark.COLD_START] = Field(default_factory=LoraConfig)
     """Adapters that are trained in place of the policy's own parameters (docs/lora.md)."""
 
-    @model_validator(mode="after")
-    def _workers_can_read_the_base(self) -> PolicyConfig:
-        refuse_if(
-            self.lora.snapshots == "adapters" and not (self.path and self.lora.rank),
-            "policy.lora.snapshots=adapters needs adapters (policy.lora.rank above 0) and a base that a"
-            " worker can read (policy.path): set both, or policy.lora.snapshots=merged",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        if self.lora.snapshots == "adapters" and not (self.path and self.lora.rank):
+            yield (
+                "policy.lora.snapshots=adapters needs adapters (policy.lora.rank above 0) and a base that a"
+                " worker can read (policy.path): set both, or policy.lora.snapshots=merged"
+            )
 
 
 @dataclass(frozen=True, config=SECTION)
-class MeshConfig:
+class MeshConfig(Section):
     data: int = 1
     """Replicas of the parameters. One of the three sizes of the mesh may be -1: all remaining devices."""
     fsdp: int = -1
@@ -102,23 +92,16 @@ class MeshConfig:
 
     def sizes_on(self, devices: int) -> dict[str, int]:
         """Return the sizes on this number of devices: -1 is what the others leave, and 1 at least."""
-        rest = max(1, devices // math.prod(size for size in self.sizes.values() if size != REST))
-        return {name: rest if size == REST else size for name, size in self.sizes.items()}
+        remaining = max(1, devices // math.prod(size for size in self.sizes.values() if size != REST))
+        return {name: remaining if size == REST else size for name, size in self.sizes.items()}
 
-    @field_validator("data", "fsdp", "tensor")
-    @classmethod
-    def _is_a_size(cls, size: int) -> int:
-        refuse_if(size < 1 and size != REST, "must be at least 1, or -1 for all remaining devices")
-        return size
-
-    @model_validator(mode="after")
-    def _one_axis_takes_the_rest(self) -> MeshConfig:
-        refuse_if(
-            list(self.sizes.values()).count(REST) > 1,
-            f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}: only one of them can be -1,"
-            " which stands for all remaining devices",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        for name, size in self.sizes.items():
+            if size < 1 and size != REST:
+                yield f"{name} is {size}: must be at least 1, or -1 for all remaining devices"
+        if list(self.sizes.values()).count(REST) > 1:
+            sizes = f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}"
+            yield f"{sizes}: only one of them can be -1, which stands for all remaining devices"
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials, refuse_if
+from calibadv_jax.config.sections.section import SECTION, Mark, Section, credential_faults
 
 NO_RETRIEVER = "http://no-retriever.invalid"  # url of methods that never search: no service is opened
 NO_MODEL = ("hashed", "bm25")  # encoders without weights
@@ -16,7 +17,7 @@ ROUTE, PAGE_ROUTE = "/retrieve", "/access"  # of the service, which the client a
 
 
 @dataclass(frozen=True, config=SECTION)
-class RetrieverConfig:
+class RetrieverConfig(Section):
     url: Annotated[str | list[str], Mark.PER_RUN, Mark.NO_ANSWER] = ""
     """Base URL of a running service, or of several with the same index, which share the queries; failing ones
     are left out until they answer again. Empty: start one as a child process from `corpus` and `index`. The
@@ -57,49 +58,35 @@ class RetrieverConfig:
         """Return the config of the same searches, answered by a running service."""
         return replace(self, url=url, model="", reranker="")
 
-    @model_validator(mode="after")
-    def _keys_fit(self) -> RetrieverConfig:
+    def _faults(self) -> Iterator[str]:
+        yield from credential_faults("url", self.url, "RETRIEVER_TOKEN")
         for url in [self.url] if isinstance(self.url, str) else self.url:
-            refuse_credentials("url", url, "RETRIEVER_TOKEN")
             base = url.rstrip("/").removesuffix(ROUTE)
-            refuse_if(
-                base != url.rstrip("/"),
-                f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}",
-            )
+            if base != url.rstrip("/"):
+                yield f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}"
         for key, option in (("model", "retriever_model"), ("reranker", "reranker_model")):
-            refuse_if(
-                self.url and getattr(self, key),
-                f"{key} is for a service that is started here, but url names {self.url}: start that service"
-                f" with --{option}, or leave out one of the two keys",
-            )
-        refuse_if(
-            self.model and self.encoder in NO_MODEL,
-            f"model {self.model!r} would be without effect: the encoder {self.encoder} has none; set"
-            " encoder=dense, or leave it out",
-        )
-        refuse_if(
-            self.page_address.count("{}") != 1,
-            f"page_address is {self.page_address!r}, but must contain {{}} once",
-        )
+            if self.url and getattr(self, key):
+                yield (
+                    f"{key} is for a service that is started here, but url names {self.url}: start that"
+                    f" service with --{option}, or leave out one of the two keys"
+                )
+        if self.model and self.encoder in NO_MODEL:
+            yield f"model: the encoder {self.encoder} has none; set encoder=dense, or leave model out"
+        if self.page_address.count("{}") != 1:
+            yield f"page_address is {self.page_address!r}, but must contain {{}} once"
         keep = self.rerank_topk or 0
-        refuse_if(
-            bool(self.retrieval_topk) != bool(keep),
-            f"retrieval_topk is {self.retrieval_topk} and rerank_topk is {self.rerank_topk}: to rerank, set"
-            " both (the paper: retrieval_topk=20, rerank_topk=3); else leave both out",
-        )
-        refuse_if(
-            keep > self.retrieval_topk,
-            f"rerank_topk is {keep}, but only retrieval_topk = {self.retrieval_topk} documents are looked up:"
-            " raise the second or lower the first",
-        )
-        refuse_if(
-            self.reranker and not keep,
-            f"reranker {self.reranker!r} would be without effect: set retrieval_topk=20 and rerank_topk=3, or"
-            " leave it out",
-        )
-        refuse_if(
-            keep and not self.url and self.corpus and not self.reranker,
-            "rerank_topk is set, but the service that is started here has no reranker: set reranker to a"
-            " cross-encoder, such as cross-encoder/ms-marco-MiniLM-L12-v2",
-        )
-        return self
+        if bool(self.retrieval_topk) != bool(keep):
+            yield (
+                f"retrieval_topk is {self.retrieval_topk} and rerank_topk is {self.rerank_topk}: to rerank,"
+                " set both (the paper: retrieval_topk=20, rerank_topk=3); else leave both out"
+            )
+        if keep > self.retrieval_topk:
+            above = f"rerank_topk is {keep}, above retrieval_topk = {self.retrieval_topk}"
+            yield f"{above}: raise the second or lower the first"
+        if self.reranker and not keep:
+            yield f"reranker {self.reranker!r} would be without effect: set rerank_topk, or leave it out"
+        if keep and not self.url and self.corpus and not self.reranker:
+            yield (
+                "rerank_topk is set, but the service that is started here has no reranker: set reranker to a"
+                " cross-encoder, such as cross-encoder/ms-marco-MiniLM-L12-v2"
+            )

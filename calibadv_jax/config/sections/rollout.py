@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials, refuse_if
+from calibadv_jax.config.sections.section import SECTION, Mark, Section, credential_faults
 from calibadv_jax.core.own_function import is_address
 
 OF_RETRIEVER = ("search", "access")
@@ -15,7 +16,7 @@ OWN_TOOL = "my_package.my_module:Tool"
 
 
 @dataclass(frozen=True, config=SECTION)
-class RolloutConfig:
+class RolloutConfig(Section):
     questions_per_step: Annotated[PositiveInt, Mark.NO_ANSWER] = 512
     """Questions per training step."""
     group_size: Annotated[PositiveInt, Mark.NO_ANSWER] = 5
@@ -53,18 +54,14 @@ class RolloutConfig:
     """Most further questions of a step in place of those whose trajectories all have the same score (dynamic
     sampling of DAPO); 0: none. After them tied groups fill the step."""
 
-    @model_validator(mode="after")
-    def _prompt_fits(self) -> RolloutConfig:
-        refuse_if(
-            self.max_prompt_length >= self.max_length,
-            f"max_prompt_length is {self.max_prompt_length},"
-            f" but must be below max_length ({self.max_length})",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        if self.max_prompt_length >= self.max_length:
+            size = self.max_prompt_length
+            yield f"max_prompt_length is {size}, but must be below max_length ({self.max_length})"
 
 
 @dataclass(frozen=True, config=SECTION)
-class SamplerConfig:
+class SamplerConfig(Section):
     name: Annotated[Literal["jax", "vllm"], Mark.LEARNED] = "jax"
     """jax: sample in the trainer's process, on its mesh; vllm: on servers that load policy snapshots."""
     slots: PositiveInt = 64
@@ -91,19 +88,14 @@ class SamplerConfig:
     patience: PositiveFloat = 600.0
     """vllm: seconds without a usable worker until the start ends, or a trajectory fails."""
 
-    @model_validator(mode="after")
-    def _workers_have_devices(self) -> SamplerConfig:
-        for url in self.urls:
-            refuse_credentials("urls", url)
-        refuse_if(
-            self.worker_devices and len(self.worker_devices) != self.workers,
-            f"worker_devices names {len(self.worker_devices)} workers, but workers is {self.workers}",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        yield from credential_faults("urls", self.urls)
+        if self.worker_devices and len(self.worker_devices) != self.workers:
+            yield f"worker_devices names {len(self.worker_devices)} workers, but workers is {self.workers}"
 
 
 @dataclass(frozen=True, config=SECTION)
-class McpConfig:
+class McpConfig(Section):
     command: str = ""
     """Command line of a server that is started here and speaks MCP on its standard input and output."""
     url: str = ""
@@ -115,18 +107,14 @@ class McpConfig:
     patience: PositiveFloat = 300.0
     """Seconds for which the server may be away; then the trajectory that calls it has failed."""
 
-    @model_validator(mode="after")
-    def _is_one_server(self) -> McpConfig:
-        refuse_credentials("url", self.url, "MCP_TOKEN")
-        refuse_if(
-            bool(self.command.strip()) == bool(self.url),
-            "mcp needs a command to start, or the url of a running server: give one of them",
-        )
-        return self
+    def _faults(self) -> Iterator[str]:
+        yield from credential_faults("url", self.url, "MCP_TOKEN")
+        if bool(self.command.strip()) == bool(self.url):
+            yield "mcp needs a command to start, or the url of a running server: give one of them"
 
 
 @dataclass(frozen=True, config=SECTION)
-class ToolConfig:
+class ToolConfig(Section):
     name: Annotated[str, Field(json_schema_extra={"enum": [*OF_RETRIEVER, OWN_TOOL]})] = ""
     """search: documents for a query; access: one page of the retrieval service, by its address;
     package.module:Class: an action of your own, see examples/own_tool.py."""
@@ -137,17 +125,9 @@ class ToolConfig:
     timeout: PositiveFloat = 60.0
     """Seconds for one call of an action of your own; then the trajectory has failed."""
 
-    @model_validator(mode="after")
-    def _is_known(self) -> ToolConfig:
-        refuse_if(bool(self.name) == bool(self.mcp), "give a name, or an mcp server")
-        refuse_if(
-            self.name and self.name not in OF_RETRIEVER and not is_address(self.name),
-            f"name is {self.name!r}: must be one of {', '.join(OF_RETRIEVER)}, or a class of your own as"
-            f" {OWN_TOOL}",
-        )
-        return self
-
-
-def tool_of(entry: Any) -> Any:
-    """Return an entry of `tools` as a section: a text is its name."""
-    return {"name": entry} if isinstance(entry, str) else entry
+    def _faults(self) -> Iterator[str]:
+        if bool(self.name) == bool(self.mcp):
+            yield "give a name, or an mcp server"
+        if self.name and self.name not in OF_RETRIEVER and not is_address(self.name):
+            own = f"a class of your own as {OWN_TOOL}"
+            yield f"name is {self.name!r}: must be one of {', '.join(OF_RETRIEVER)}, or {own}"

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, refuse_if
+from calibadv_jax.config.sections.section import SECTION, Mark, Section
 from calibadv_jax.core.files import check_literal
 
 
 @dataclass(frozen=True, config=SECTION)
-class RunConfig:
+class RunConfig(Section):
     dir: Annotated[str, Mark.UNLEARNED, Mark.OUTPUT] = "runs/default"
     """Folder of everything the run writes, on a disk or a mounted file system."""
     mirror: Annotated[str, Mark.UNLEARNED] = ""
@@ -31,15 +24,10 @@ class RunConfig:
     seed: Annotated[NonNegativeInt, Mark.COLD_START] = 0
     """Seed of initial parameters, order of questions and sampling."""
 
-    @field_validator("dir")
-    @classmethod
-    def _check_dir(cls, value: str) -> str:
-        refuse_if(
-            "://" in value,
-            f"{value} is no folder of a file system; set run.mirror to it and run.dir to a folder",
-        )
-        check_literal(Path(value))
-        return value
+    def _faults(self) -> Iterator[str]:
+        if "://" in self.dir:
+            yield f"{self.dir} is no folder of a file system; set run.mirror to it, and run.dir to a folder"
+        check_literal(Path(self.dir))
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -85,7 +73,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, config=SECTION)
-class EvaluateConfig:
+class EvaluateConfig(Section):
     policy: str = ""
     """Policy to evaluate: a HuggingFace folder, OWNER/NAME[@REVISION] of the hub, a run, its folder of
     checkpoints, a checkpoint or a snapshot; empty: the newest checkpoint of run.dir, else policy.path."""
@@ -113,10 +101,9 @@ class EvaluateConfig:
     """JSON file of the scores. Beside it come the tables (.md, .csv) and the questions with their transcripts
     (.jsonl), from which an interrupted evaluation continues."""
 
-    @model_validator(mode="after")
-    def _output_is_json(self) -> EvaluateConfig:
-        refuse_if(not self.output.endswith(".json"), f"output is {self.output!r}: it must end in .json")
-        return self
+    def _faults(self) -> Iterator[str]:
+        if not self.output.endswith(".json"):
+            yield f"output is {self.output!r}: it must end in .json"
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -137,8 +124,7 @@ class ExportConfig:
 class GuardsConfig:
     action: Literal["log", "stop", "rollback"] = "log"
     """What happens when a guard trips. log: a warning, since the thresholds are rules of thumb; stop: the run
-    ends with its state saved; rollback: the run goes back to the last good checkpoint and on with other
-    random draws."""
+    saves and ends; rollback: it goes back to the last good checkpoint and on with other random draws."""
     patience: PositiveInt = 3
     """Steps in a row beyond a threshold before its guard trips."""
     max_rollbacks: NonNegativeInt = 3

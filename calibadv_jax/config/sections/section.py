@@ -1,11 +1,14 @@
-"""What all sections share: pydantic's settings, marks, and the check of URLs."""
+"""What all sections share: pydantic's settings, rules between keys, marks, and the check of URLs."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from enum import Enum, auto
+from typing import Self
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, model_validator
+from pydantic.dataclasses import dataclass
 
 # Unknown keys, nan and inf are refused; the text under a field is its description (docs/configuration.md).
 SECTION = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -14,26 +17,30 @@ SECTION = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrin
 _CREDENTIALS = re.compile(r"(?:[a-z+.-]*:)?/*(?:[^/?#]*@|[^/?#:\[]*:(?!\d*(?:[/?#]|$))[^@]*@)", re.IGNORECASE)
 
 
-def refuse_if(condition: object, message: str) -> None:
-    """Raise ValueError, which pydantic turns into a message with the section's name."""
-    if condition:
-        raise ValueError(message)
+@dataclass(frozen=True, config=SECTION)
+class Section:
+    """A section with rules between its keys; the first fault is refused with a ValueError."""
+
+    def _faults(self) -> Iterator[str]:
+        """Yield what cannot work, and the way out."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_faults(self) -> Self:
+        for fault in self._faults():
+            raise ValueError(fault)
+        return self
 
 
-def refuse_credentials(key: str, url: str, token_variable: str = "") -> None:
-    """Raise ValueError for a URL with a user or a password, which would stand in the run's folder."""
+def credential_faults(key: str, urls: str | list[str], token_variable: str = "") -> Iterator[str]:
+    """Refuse URLs with a user or a password, which would stand in the run's folder."""
     token = f", and set the environment variable {token_variable} to a token" if token_variable else ""
-    refuse_if(
-        _CREDENTIALS.match(url),
-        f"{key} holds a user or a password, which messages and logs would show; take them out{token}",
-    )
+    if any(map(_CREDENTIALS.match, [urls] if isinstance(urls, str) else urls)):
+        yield f"{key} holds a user or a password, which messages and logs would show; take them out{token}"
 
 
 class Mark(Enum):
-    """Role of a key in a run: stands at the key's field, or at a section's field for all keys of the section.
-
-    `keys.marked` reads the marks.
-    """
+    """Role of a key, at its field, or at a section's field for all keys of the section; see `keys.marked`."""
 
     UNLEARNED = auto()  # learning does not depend on it: a resumed run may have another value
     LEARNED = auto()  # in a section that is UNLEARNED: learning depends on this key
