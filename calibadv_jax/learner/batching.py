@@ -11,8 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from calibadv_jax.config import Aggregation
+
+Arrays = Sequence[np.ndarray]  # of each sample, or of each batch
 
 WIDTHS = (Fraction(1), Fraction(1, 2), Fraction(3, 4), Fraction(1, 4), Fraction(3, 8))  # most useful first
 WORTH = 0.01  # share of the cost that another width must save: it takes a compilation
@@ -83,15 +86,7 @@ def token_weights(
     ]
 
 
-def weight_total(weights: Sequence[np.ndarray], aggregation: Aggregation) -> float:
-    """Return the sum of `token_weights`: 1 for the means."""
-    if aggregation in ("token_mean", "sequence_mean"):
-        return 1.0
-    return float(sum(values.sum() for values in weights))
-
-
 def content_of(samples: Sequence[Sample]) -> str:
-    """Return a hash of the samples' arrays."""
     content = hashlib.sha256()
     for sample in samples:
         for array in (sample.tokens, sample.mask, sample.advantages, sample.logprobs):
@@ -133,10 +128,8 @@ class Plan:
     @property
     def positions(self) -> list[int]:
         """Return the computed positions of each shape, empty rows of a microbatch included."""
-        return [
-            -(-rows // shape.rows) * shape.rows * shape.length
-            for rows, shape in zip(self.num_rows, self.shapes, strict=True)
-        ]
+        pairs = zip(self.num_rows, self.shapes, strict=True)
+        return [-(-rows // shape.rows) * shape.rows * shape.length for rows, shape in pairs]
 
     @property
     def cost(self) -> float:
@@ -148,20 +141,14 @@ def rows_at(length: int, rows: int, row_length: int) -> int:
     return rows * max(1, row_length // length)
 
 
-def row_widths(row_length: int, count: int) -> list[int]:
-    """Return `row_length` and the `count` - 1 most useful narrower widths, widest first."""
-    return sorted({int(row_length * share) for share in WIDTHS[:count]} - {0}, reverse=True)
-
-
 def row_shapes(row_length: int, rows: int, count: int, cost: Callable[[int], float]) -> list[RowShape]:
-    """Return the rows of `count` widths that a learner computes, for `plan`.
+    """Return rows of `row_length` and of the `count` - 1 most useful narrower widths, widest first.
 
     Args:
-        row_length: of the widest rows.
         rows: of a microbatch of the widest rows.
         cost: of a position, by the length of its row.
     """
-    widths = row_widths(row_length, count)
+    widths = sorted({int(row_length * share) for share in WIDTHS[:count]} - {0}, reverse=True)
     return [RowShape(width, rows_at(width, rows, row_length), cost(width)) for width in widths]
 
 
@@ -172,32 +159,23 @@ def place(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int
 
 
 def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
-    """Return the cheapest of several first-fit decreasing packings into rows of some of these widths.
+    """Return the cheapest of several first-fit decreasing packings into rows of some `shapes`, widest first.
 
     Attention computes more for a token in a wide row than in a narrow one, but a long sample needs a wide
     row. Long samples open rows of the narrowest chosen width that holds them; the space left there, and in
     the empty rows of the last microbatch, is offered to shorter samples. Several numbers of microbatches of
-    the widest rows are tried, and other orders of few samples.
-
-    Args:
-        shapes: widest first. Each is compiled once.
-
-    Raises ValueError if a sample is longer than a row.
+    the widest rows are tried, and other orders of few samples. ValueError if a sample is longer than a row.
     """
     longest = max(lengths, default=0)
     if longest > shapes[0].length:
         index = int(np.argmax(lengths))
         raise ValueError(f"sample {index} has {longest} tokens, but a row holds {shapes[0].length}")
-    choices = [
-        list(chosen)
-        for count in range(1, len(shapes) + 1)
-        for chosen in combinations(shapes, count)
-        if chosen[0].length >= longest
-    ]
     plans = (
         _laid(lengths, order, chosen, more)
         for order in _orders(lengths, len(shapes))
-        for chosen in choices
+        for count in range(1, len(shapes) + 1)
+        for chosen in combinations(shapes, count)
+        if chosen[0].length >= longest
         for more in _offers(lengths, chosen)
     )
     return min(plans, key=lambda candidate: candidate.cost * (1.0 + WORTH * len(candidate.shapes)))
@@ -221,10 +199,7 @@ def _orders(lengths: Sequence[int], num_shapes: int) -> Iterator[list[int]]:
 
 
 def _laid(lengths: Sequence[int], order: list[int], shapes: Sequence[RowShape], more: int) -> Plan:
-    """Lay samples in `order` into rows of the useful `shapes`.
-
-    `more` microbatches of the widest rows are offered to all samples, besides those that long ones open.
-    """
+    """Lay samples in `order`; `more` microbatches of the widest rows are offered besides those needed."""
     placements: dict[int, Placement] = {}
     used: list[RowShape] = []
     num_rows: list[int] = []
@@ -236,11 +211,10 @@ def _laid(lengths: Sequence[int], order: list[int], shapes: Sequence[RowShape], 
         if not needed and not offered and (limit or used):
             continue
         rows = _Bins(shape.length, len(left) + offered)
-        placed = {index: rows.put(lengths[index], opens=True) for index in needed}
+        placed = {index: rows.put(lengths[index], len(used), opens=True) for index in needed}
         rows.count = -(-rows.count // shape.rows) * shape.rows + offered
-        placed |= {index: rows.put(lengths[index], opens=False) for index in left if index not in placed}
-        batch = len(used)
-        placements |= {index: replace(at, batch=batch) for index, at in placed.items() if at is not None}
+        placed |= {index: rows.put(lengths[index], len(used)) for index in left if index not in placed}
+        placements |= {index: place for index, place in placed.items() if place is not None}
         used.append(shape)
         num_rows.append(int(np.count_nonzero(rows.segments)))
     return Plan([placements[index] for index in range(len(lengths))], used, num_rows)
@@ -255,7 +229,7 @@ class _Bins:
         self.segments = np.zeros(most, np.int64)
         self.count = 0  # rows that may be used
 
-    def put(self, length: int, opens: bool) -> Placement | None:
+    def put(self, length: int, batch: int, opens: bool = False) -> Placement | None:
         """Place a sample in the first row that has room, if need be in a new one; None: nowhere."""
         fits = self.free[: self.count] >= length
         row = int(np.argmax(fits)) if fits.any() else self.count
@@ -266,107 +240,83 @@ class _Bins:
         start = self.length - int(self.free[row])
         self.free[row] -= length
         self.segments[row] += 1
-        return Placement(row, start, length, int(self.segments[row]))
+        return Placement(row, start, length, int(self.segments[row]), batch)
 
 
 # --- Packed rows ---
 
 
 class Rows:
-    """Samples laid end to end in packed rows.
+    """Samples laid end to end in packed rows of some `shapes`, widest first; errors as `plan`.
 
-    Args:
-        shapes: of the rows that may be used, widest first.
+    Attributes:
         weights: float32 [T] of each sample; default: 0, for a pass that computes no loss.
-
-    Raises ValueError if a sample is longer than a row.
+        tokens: number of tokens of all samples.
+        computed: number of columns with a token.
+        positions: number of computed columns, empty rows of a microbatch included.
     """
 
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        shapes: Sequence[RowShape],
-        weights: Sequence[np.ndarray] | None = None,
-    ):
+    def __init__(self, samples: Sequence[Sample], shapes: Sequence[RowShape], weights: Arrays | None = None):
         nothing = (np.zeros(len(sample.tokens), np.float32) for sample in samples)
         self.samples, self.weights = samples, list(nothing if weights is None else weights)
+        self.tokens = self.computed = sum(len(sample.tokens) for sample in samples)
         self.plan = self._planned(shapes)
+        self.positions = sum(self.plan.positions)
 
-    def _planned(self, shapes: Sequence[RowShape]) -> Plan:
-        return plan([len(sample.tokens) for sample in self.samples], shapes)
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of all samples."""
-        return sum(len(sample.tokens) for sample in self.samples)
-
-    @property
-    def computed(self) -> int:
-        """Return the number of columns with a token."""
-        return self.tokens
-
-    @property
-    def positions(self) -> int:
-        """Return the number of computed columns, empty rows of a microbatch included."""
-        return sum(self.plan.positions)
-
-    def batches(self, factors: Sequence[np.ndarray] | None = None) -> list[Batch]:
+    def batches(self, factors: Arrays | None = None) -> list[Batch]:
         """Return the rows [R, L], a batch for each used width L.
 
         Args:
             factors: float32 [T] of each sample, for a loss with a `BatchFactor`.
         """
-        batches = self._empty(factors)
-        for index, (sample, at) in enumerate(zip(self.samples, self.plan.placements, strict=True)):
-            batch, here = batches[at.batch], slice(at.start, at.start + at.length)
-            batch.tokens[at.row, here] = sample.tokens
-            batch.positions[at.row, here] = np.arange(at.length)
-            batch.segment_ids[at.row, here] = at.segment
-            self._fill(batch, at.row, slice(here.start, here.stop - 1), index, slice(1, None), factors)
-        return batches
-
-    def _empty(self, factors: Sequence[np.ndarray] | None) -> list[Batch]:
         widths = [shape.length for shape in self.plan.shapes]
         batches = [_empty(shape) for shape in zip(self.plan.num_rows, widths, strict=True)]
+        self._lay(batches)
         for batch in batches if factors is not None else ():
             batch.factors = np.zeros_like(batch.weights)
+        for index, placement, columns, tokens in self._columns():
+            batch, place, sample = batches[placement.batch], (placement.row, columns), self.samples[index]
+            old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
+            batch.targets[place] = sample.tokens[tokens]
+            batch.advantages[place] = sample.advantages[tokens]
+            batch.sampler_logprobs[place] = sample.logprobs[tokens]
+            batch.old_logprobs[place] = old[tokens]
+            batch.weights[place] = self.weights[index][tokens]
+            if factors is not None:
+                batch.factors[place] = factors[index][tokens]
         return batches
 
-    def _fill(
-        self,
-        batch: Batch,
-        row: int,
-        columns: slice,
-        index: int,
-        tokens: slice | np.ndarray,
-        factors: Sequence[np.ndarray] | None,
-    ) -> None:
-        """Write the loss's inputs of these tokens of a sample into these columns."""
-        sample = self.samples[index]
-        old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
-        batch.targets[row, columns] = sample.tokens[tokens]
-        batch.advantages[row, columns] = sample.advantages[tokens]
-        batch.sampler_logprobs[row, columns] = sample.logprobs[tokens]
-        batch.old_logprobs[row, columns] = old[tokens]
-        batch.weights[row, columns] = self.weights[index][tokens]
-        if factors is not None:
-            batch.factors[row, columns] = factors[index][tokens]
+    def by_sample(self, values: Arrays) -> list[np.ndarray]:
+        """Return values [R, L] of each batch by sample, [T]: entry t belongs to token t, others are 0."""
+        results = [np.zeros(len(sample.tokens), values[0].dtype) for sample in self.samples]
+        for index, placement, columns, tokens in self._columns():
+            results[index][tokens] = values[placement.batch][placement.row, columns]
+        return results
 
-    def taken(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return values [R, L] of each batch by sample, [T]: entry t belongs to token t, entry 0 is 0."""
-        return [
-            np.concatenate(
-                [np.zeros(1, values[p.batch].dtype), values[p.batch][p.row, p.start : p.start + p.length - 1]]
-            )
-            for p in self.plan.placements
-        ]
+    def _planned(self, shapes: Sequence[RowShape]) -> Plan:
+        return plan([len(sample.tokens) for sample in self.samples], shapes)
+
+    def _lay(self, batches: Sequence[Batch]) -> None:
+        """Write the computed columns."""
+        for sample, placement in zip(self.samples, self.plan.placements, strict=True):
+            batch, start = batches[placement.batch], placement.start
+            place = placement.row, slice(start, start + placement.length)
+            batch.tokens[place] = sample.tokens
+            batch.positions[place] = np.arange(placement.length)
+            batch.segment_ids[place] = placement.segment
+
+    def _columns(self) -> Iterator[tuple[int, Placement, slice, slice | np.ndarray]]:
+        """Yield each sample's number and place, its columns of the loss, and the tokens that they are of."""
+        for index, placement in enumerate(self.plan.placements):
+            start, end = placement.start, placement.start + placement.length
+            yield index, placement, slice(start, end - 1), slice(1, None)
 
 
 def pack(
     samples: Sequence[Sample],
     row_length: int,
     aggregation: Aggregation = "token_mean",
-    weights: Sequence[np.ndarray] | None = None,
+    weights: Arrays | None = None,
 ) -> Batch:
     """Pack samples into rows of `row_length`; `weights` replace those of `aggregation`."""
     weights = token_weights(samples, aggregation) if weights is None else weights
@@ -376,14 +326,12 @@ def pack(
 def microbatches(batch: Batch, rows: int) -> Iterator[Batch]:
     """Cut [R, L] into batches [rows, L], at least one, the last one filled up with empty rows."""
     for start in range(0, max(1, len(batch.tokens)), rows):
-        part = jax.tree.map(lambda array, at=start: array[at : at + rows], batch)
+        part = jax.tree.map(lambda array, start=start: array[start : start + rows], batch)
         padding = (0, rows - len(part.tokens)), (0, 0)
         yield jax.tree.map(lambda array, padding=padding: np.pad(array, padding), part)
 
 
-def abstract_batch(
-    shape: tuple[int, ...], sharding: jax.sharding.Sharding, shares_prefixes: bool = False
-) -> Batch:
+def abstract_batch(shape: tuple[int, ...], sharding: NamedSharding, shares_prefixes: bool) -> Batch:
     """Return ShapeDtypeStructs of a batch, for compiling ahead of time."""
     batch = _empty((0, 0))
     if shares_prefixes:
@@ -404,8 +352,7 @@ def _empty(shape: tuple[int, int]) -> Batch:
 class Tree:
     """A prefix tree of samples. Its nodes are numbered in depth-first order."""
 
-    samples: list[int]  # their numbers
-    paths: list[np.ndarray]  # int64 [T] of each sample: the node of each of its tokens
+    paths: dict[int, np.ndarray]  # int64 [T] of each sample, by its number: the node of each of its tokens
     tokens: np.ndarray  # int32 [N]
     positions: np.ndarray  # int32 [N], from the root
     ends: np.ndarray  # int32 [N], one past the last node below this one: the first that does not see it
@@ -419,61 +366,47 @@ class SharedRows(Rows):
     of the tree of their tokens is computed once, in depth-first order, and sees its ancestors. The trained
     tokens of a sample stand in columns of its own beside the tree, each with the node whose state predicts
     it. Loss and gradient are those of `Rows`; only the order of sums differs. The common prefix of all
-    samples stands once at the beginning of every row.
+    samples stands once at the beginning of every row. `by_sample` returns the values of trained tokens.
     """
 
     def _planned(self, shapes: Sequence[RowShape]) -> Plan:
-        if max(map(len, (sample.tokens for sample in self.samples)), default=0) > shapes[0].length:
+        if max((len(sample.tokens) for sample in self.samples), default=0) > shapes[0].length:
             return super()._planned(shapes)  # raises
         self.common = _shared_by_all(self.samples)
         self.trees = list(trees(self.samples, shapes[0].length, self.common))
-        needed = [max(len(tree.tokens) - self.common, tree.num_trained) for tree in self.trees]
-        own = [_longer(shape, -self.common) for shape in shapes if shape.length > self.common]
-        packing = plan(needed, own)
-        return replace(packing, shapes=[_longer(shape, self.common) for shape in packing.shapes])
+        own = [len(tree.tokens) - self.common for tree in self.trees]
+        needed = [max(count, tree.num_trained) for count, tree in zip(own, self.trees, strict=True)]
+        narrowed = [replace(shape, length=shape.length - self.common) for shape in shapes]
+        packing = plan(needed, [shape for shape in narrowed if shape.length > 0])
+        self.computed = sum(packing.num_rows) * self.common + sum(own)
+        return replace(packing, shapes=[replace(s, length=s.length + self.common) for s in packing.shapes])
 
-    @property
-    def computed(self) -> int:
-        own = sum(len(tree.tokens) - self.common for tree in self.trees)
-        return sum(self.plan.num_rows) * self.common + own
-
-    def batches(self, factors: Sequence[np.ndarray] | None = None) -> list[Batch]:
-        batches = self._empty(factors)
+    def _lay(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
             batch.sources, batch.ends = np.zeros_like(batch.tokens), np.zeros_like(batch.tokens)
-        for tree, at in zip(self.trees, self.plan.placements, strict=True):
-            batch, row, own = batches[at.batch], at.row, slice(self.common, None)
-            here = slice(self.common + at.start, len(tree.tokens) + at.start)
+        for tree, placement in zip(self.trees, self.plan.placements, strict=True):
+            batch, row, start = batches[placement.batch], placement.row, placement.start
+            common, own = slice(self.common), slice(self.common, None)
+            place = row, slice(self.common + start, len(tree.tokens) + start)
             for of_rows, of_tree in ((batch.tokens, tree.tokens), (batch.positions, tree.positions)):
-                of_rows[row, : self.common] = of_tree[: self.common]
-                of_rows[row, here] = of_tree[own]
-            batch.ends[row, : self.common] = batch.ends.shape[1]
-            batch.ends[row, here] = tree.ends[own] + at.start
-        for index, before, trained, at, here in self._columns():
-            batch, row = batches[at.batch], at.row
-            batch.sources[row, here] = np.where(before < self.common, before, before + at.start)
-            batch.segment_ids[row, here] = index + 1
-            self._fill(batch, row, here, index, trained, factors)
-        return batches
+                of_rows[row, common], of_rows[place] = of_tree[common], of_tree[own]
+            batch.ends[row, common], batch.ends[place] = batch.ends.shape[1], tree.ends[own] + start
+        paths = {index: path for tree in self.trees for index, path in tree.paths.items()}
+        for index, placement, columns, trained in self._columns():
+            batch, place, before = (
+                batches[placement.batch],
+                (placement.row, columns),
+                paths[index][trained - 1],
+            )
+            batch.sources[place] = np.where(before < self.common, before, before + placement.start)
+            batch.segment_ids[place] = index + 1
 
-    def taken(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the values of the trained tokens as `Rows.taken` does; entries of others are 0."""
-        taken = [np.zeros(len(sample.tokens), values[0].dtype) for sample in self.samples]
-        for index, _, trained, at, here in self._columns():
-            taken[index][trained] = values[at.batch][at.row, here]
-        return taken
-
-    def _columns(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, Placement, slice]]:
-        """Yield each sample's number, the nodes before its trained tokens, these tokens, the place of its
-        tree, and the columns of the loss that its trained tokens take.
-        """
-        for tree, at in zip(self.trees, self.plan.placements, strict=True):
-            start = at.start
-            for index, path in zip(tree.samples, tree.paths, strict=True):
+    def _columns(self) -> Iterator[tuple[int, Placement, slice, Any]]:
+        for tree, placement in zip(self.trees, self.plan.placements, strict=True):
+            start = placement.start
+            for index in tree.paths:
                 trained = _trained(self.samples[index])
-                end = start + len(trained)
-                yield index, path[trained - 1], trained, at, slice(start, end)
-                start = end
+                yield index, placement, slice(start, start := start + len(trained)), trained
 
 
 def trees(samples: Sequence[Sample], most: int, common: int) -> Iterator[Tree]:
@@ -483,45 +416,37 @@ def trees(samples: Sequence[Sample], most: int, common: int) -> Iterator[Tree]:
         common: length of the prefix of all samples. It and a tree's trained tokens are `most` at most, too.
     """
     order = sorted(range(len(samples)), key=lambda index: samples[index].tokens.astype(">u4").tobytes())
-    chosen: list[int] = []
-    begins: list[int] = []
+    shared: dict[int, int] = {}  # of a tree: number of a sample -> tokens that it shares with the one before
     nodes = trained = 0
+    last: Sample | None = None
     for index in order:
         sample, more, same = samples[index], len(_trained(samples[index])), 0
-        if chosen:
-            last = samples[chosen[-1]]
-            same = _shared(last.tokens, sample.tokens)
+        if last is not None:
+            same = _common_prefix(last.tokens, sample.tokens)
             is_other = same < min(len(last.prompt_ids), len(sample.prompt_ids))
             if is_other or nodes + len(sample.tokens) - same > most or trained + more > most - common:
-                yield _tree(samples, chosen, begins, trained)
-                chosen, begins, nodes, trained, same = [], [], 0, 0, 0
-        chosen.append(index)
-        begins.append(same)
+                yield _tree(samples, shared, trained)
+                shared, nodes, trained, same = {}, 0, 0, 0
+        shared[index], last = same, sample
         nodes += len(sample.tokens) - same
         trained += more
-    if chosen:
-        yield _tree(samples, chosen, begins, trained)
+    if shared:
+        yield _tree(samples, shared, trained)
 
 
-def _tree(samples: Sequence[Sample], chosen: list[int], shared: list[int], num_trained: int) -> Tree:
+def _tree(samples: Sequence[Sample], shared: dict[int, int], num_trained: int) -> Tree:
     """Make a tree of samples in the order of their tokens; `shared` counts tokens of the sample before."""
-    paths: list[np.ndarray] = []
+    paths: dict[int, np.ndarray] = {}
     last, count = np.zeros(0, np.int64), 0
-    for index, same in zip(chosen, shared, strict=True):
-        new = len(samples[index].tokens) - same
-        last = np.concatenate([last[:same], np.arange(count, count + new)])
-        paths.append(last)
-        count += new
+    for index, same in shared.items():
+        start, count = count, count + len(samples[index].tokens) - same
+        paths[index] = last = np.concatenate([last[:same], np.arange(start, count)])
     tokens, positions, ends = np.zeros((3, count), np.int32)
-    for index, path in zip(chosen, paths, strict=True):
+    for index, path in paths.items():
         tokens[path] = samples[index].tokens
         positions[path] = np.arange(len(path))
         ends[path] = path[-1] + 1  # of the last path through the node
-    return Tree(chosen, paths, tokens, positions, ends, num_trained)
-
-
-def _longer(shape: RowShape, tokens: int) -> RowShape:
-    return replace(shape, length=shape.length + tokens)
+    return Tree(paths, tokens, positions, ends, num_trained)
 
 
 def _trained(sample: Sample) -> np.ndarray:
@@ -529,8 +454,7 @@ def _trained(sample: Sample) -> np.ndarray:
     return np.flatnonzero(sample.mask[1:]) + 1
 
 
-def _shared(first: np.ndarray, second: np.ndarray) -> int:
-    """Return the length of the common prefix."""
+def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     return int(np.argmax(differs)) if differs.any() else length
@@ -541,5 +465,5 @@ def _shared_by_all(samples: Sequence[Sample]) -> int:
     if len(samples) < 2:
         return 0
     first = samples[0].tokens
-    shared = min(_shared(first, sample.tokens) for sample in samples)
+    shared = min(_common_prefix(first, sample.tokens) for sample in samples)
     return min(shared, *(min(len(sample.prompt_ids), len(sample.tokens) - 1) for sample in samples))

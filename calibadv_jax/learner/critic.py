@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.sharding import Mesh
 
 from calibadv_jax.config import Config, LearnerConfig
@@ -22,7 +23,7 @@ from calibadv_jax.learner.optimizer import make_optimizer
 from calibadv_jax.learner.step import make_sample, mini_batches, packed
 from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.sharding import param_shardings
-from calibadv_jax.policy.transformer import Critic, Params, Policy
+from calibadv_jax.policy.transformer import CriticDecoder, Params, Policy
 
 
 class CriticLearner(Learner):
@@ -30,42 +31,34 @@ class CriticLearner(Learner):
 
     metrics_of = "critic"
 
-    def _values(
-        self, base: Params, params: Params, microbatch: Batch, used: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+    def _values(self, base: Params, params: Params, batch: Batch, used: Any = None) -> tuple[Array, Array]:
         critic = self.policy.merge(joined(base, params))
-        assert isinstance(critic, Critic)
-        values = critic.values(states(critic, microbatch))
+        assert isinstance(critic, CriticDecoder)
+        values = critic.values(states(critic, batch))
         return values, jnp.zeros_like(values)
 
 
 def critic_of(policy: Policy) -> Policy:
     """Return a critic of the policy's shape, with a value head, and with adapters if the policy has some."""
     architecture = replace(policy.architecture, tie_word_embeddings=True)
-    return Policy(architecture, policy.numerics, policy.adapters, Critic)
+    return Policy(architecture, policy.numerics, policy.adapters, CriticDecoder)
 
 
 def critic_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.Schedule) -> CriticLearner:
     """Return the learner of a policy's critic; UserError as `learner.policy_learner`."""
-    settings, optimizer = config.learner, config.critic.optimizer
-    options = LearnerOptions(
-        settings.microbatch_rows,
-        row_length=settings.row_length,
-        offload=optimizer.offload == "host",
-        shares_prefixes=settings.share_prefixes,
-    )
+    optimizer = config.critic.optimizer
+    options = LearnerOptions.from_config(config, optimizer)
     return CriticLearner(critic_of(policy), make_optimizer(optimizer, schedule), mesh, options)
 
 
 def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:
     """Return a policy's parameters with the head of a critic, in their shardings; no array is copied."""
-    head = jax.tree.map(
-        lambda leaf, at: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), at),
-        critic.abstract_params["value_head"],
-        param_shardings(critic.abstract_params, mesh)["value_head"],
+    abstract, shardings = (
+        tree["value_head"] for tree in (critic.abstract_params, param_shardings(critic.abstract_params, mesh))
     )
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
     shared = {name: params[name] for name in critic.abstract_params if name != "value_head"}
-    return shared | {"value_head": head}
+    return shared | {"value_head": jax.device_put(zeros, shardings)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +70,12 @@ class ValueLoss:
 
     clip: float  # 0: none
 
-    def __call__(
-        self, values: jax.Array, _: jax.Array, batch: Batch, reference: Any
-    ) -> tuple[jax.Array, Metrics]:
+    def __call__(self, values: Array, _: Array, batch: Batch, reference: Any) -> tuple[Array, Metrics]:
         error = (values - batch.advantages) ** 2
         clipped = jnp.zeros(error.shape, bool)
         if self.clip > 0:
-            near = jnp.clip(values, batch.old_logprobs - self.clip, batch.old_logprobs + self.clip)
-            bounded = (near - batch.advantages) ** 2
+            bounded = jnp.clip(values, batch.old_logprobs - self.clip, batch.old_logprobs + self.clip)
+            bounded = (bounded - batch.advantages) ** 2
             clipped = bounded > error
             error = jnp.maximum(error, bounded)
         loss = 0.5 * jnp.sum(batch.weights * error)
@@ -93,12 +84,11 @@ class ValueLoss:
 
 def value_sample(trajectory: Trajectory, values: np.ndarray, returns: np.ndarray) -> Sample:
     """Return a critic's sample, given the sampled tokens' values before the step and returns, both [n]."""
-    mask = trajectory.mask
-    targets, old = np.zeros((2, len(mask)), np.float32)
-    targets[mask], old[mask] = returns, values
-    sample = make_sample(trajectory, targets)
-    before = np.zeros(len(trajectory.prompt_ids), np.float32)
-    return replace(sample, old_logprobs=np.concatenate([before, old]))
+    sample = make_sample(trajectory, np.zeros(len(trajectory.mask)))
+    sample.advantages[sample.mask] = returns
+    old = np.zeros_like(sample.advantages)
+    old[sample.mask] = values
+    return replace(sample, old_logprobs=old)
 
 
 def learn_values(
@@ -111,8 +101,7 @@ def learn_values(
 ) -> tuple[State, dict[str, float]]:
     """Train on the step's samples in mini-batches; every sampled token weighs the same.
 
-    Returns:
-        The new state, and means over the updates; no metrics where no sample has a sampled token.
+    Returns the new state and means over the updates; no metrics where no sample has a sampled token.
     """
     history: list[dict[str, float]] = []
     for chosen in mini_batches(samples, config, rng):

@@ -11,16 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.sharding import Mesh
 
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, OptimizerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches, rows_at
 from calibadv_jax.learner.losses import LossFunction, Metrics
 from calibadv_jax.learner.optimizer import SplitStep, make_optimizer
 from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.logprobs import token_logprobs
-from calibadv_jax.policy.sharding import batch_sharding, param_shardings, placed_params, replicated
+from calibadv_jax.policy.sharding import (
+    batch_sharding,
+    param_shardings,
+    placed_params,
+    replicated,
+    with_shardings,
+)
 from calibadv_jax.policy.transformer import SHARING, Decoder, Params, Policy, keys_computed
 from calibadv_jax.policy.weights import flatten, unflatten
 
@@ -40,6 +47,19 @@ class LearnerOptions:
     offload: bool = False  # the optimizer's moments lie in host memory between the updates
     shares_prefixes: bool = False  # samples share computed tokens, see `batching.SharedRows`
     rows_key: str = "learner.microbatch_rows"  # the config key of `rows`, for messages
+
+    @classmethod
+    def from_config(cls, config: Config, optimizer: OptimizerConfig) -> LearnerOptions:
+        """Return the options of a run's training steps with the policy's or the critic's optimizer."""
+        return cls(
+            config.learner.microbatch_rows,
+            config.rollout.temperature or 1.0,
+            config.policy.logprob_chunk,
+            config.learner.row_length,
+            entropy_gradient=config.loss.entropy_coef != 0,
+            offload=optimizer.offload == "host",
+            shares_prefixes=config.learner.share_prefixes,
+        )
 
     def check(self, policy: Policy, mesh: Mesh) -> None:
         """Raise UserError if the devices cannot divide the rows, or the kernel cannot share tokens."""
@@ -77,30 +97,39 @@ class Learner:
         options.check(policy, mesh)
         self.policy, self.optimizer, self.mesh, self.options = policy, optimizer, mesh, options
         self.base: Params = {}
-        self._kept = self._shardings(jax.eval_shape(self._state_of, policy.abstract_trained), options.offload)
+        abstract = jax.eval_shape(self._state_of, policy.abstract_trained)
+        self._state_shardings = self._shardings(abstract, options.offload)
+        self._placed = param_shardings(policy.abstract_trained, mesh)
         self._accumulate: dict[LossFunction, jax.stages.Wrapped] = {}
-        self._apply = self._make_apply()
-        placed = param_shardings(policy.abstract_trained, mesh)
-        self._nothing = jax.jit(self._zeros, out_shardings=placed)
+        self._apply: SplitStep | jax.stages.Wrapped
+        if options.offload:
+            placed = jax.tree.leaves(self._shardings(abstract, offload=False))
+            owners = jax.tree.leaves(self._owners(abstract))
+            self._apply = SplitStep(self._applied, self.abstract_state(), placed, owners)
+        else:
+            self._apply = jax.jit(
+                self._applied, donate_argnums=0, out_shardings=(self._state_shardings, None)
+            )
+        zeros = functools.partial(optax.tree.zeros_like, policy.abstract_trained, jnp.float32)
+        self._zeros = jax.jit(zeros, out_shardings=self._placed)
         self._is_shared = jax.process_count() > 1  # not the mesh's: it may be a topology's
         # Every process holds all of the values that it reads.
-        read: dict[str, Any] = {"out_shardings": replicated(mesh)} if self._is_shared else {}
-        self._logprobs = jax.jit(lambda base, params, batch: self._values(base, params, batch)[0], **read)
+        whole = replicated(mesh) if self._is_shared else None
+        self._logprobs = jax.jit(lambda *arguments: self._values(*arguments)[0], out_shardings=whole)
         self._norm = jax.jit(optax.tree.norm)
         self._pass: tuple[list[Any], int] = [], 0  # in progress: results of microbatches, and their number
         self.updates = 0  # of this object, for progress
 
     def abstract_state(self) -> State:
         """Return ShapeDtypeStructs with shardings, for restoring a checkpoint."""
-        shapes = jax.eval_shape(self._state_of, self.policy.abstract_trained)
-        return jax.tree.map(
-            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, self._kept
+        return with_shardings(
+            jax.eval_shape(self._state_of, self.policy.abstract_trained), self._state_shardings
         )
 
     def init(self, params: Params) -> State:
         """Return the first state. `params` must be in their shardings; the trained ones are donated."""
         self.base, trained = self.policy.split(params)
-        return jax.jit(self._state_of, out_shardings=self._kept, donate_argnums=0)(trained)
+        return jax.jit(self._state_of, out_shardings=self._state_shardings, donate_argnums=0)(trained)
 
     def whole(self, params: Params) -> Params:
         """Join the base and these parameters; no array is copied."""
@@ -122,8 +151,8 @@ class Learner:
             self._accumulate[loss] = self._compile(loss)
         parts: list[Metrics] = []
         with jax.set_mesh(self.mesh):
-            gradients = self._nothing()
-            for microbatch in self._placed(batches, parts):
+            gradients = self._zeros()
+            for microbatch in self._microbatches(batches, parts):
                 gradients, metrics = self._accumulate[loss](
                     self.base, state, gradients, microbatch, reference
                 )
@@ -141,9 +170,9 @@ class Learner:
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
         """Return the log-probabilities of the targets of packed rows: float32 [R, L]."""
-        parts: list[jax.Array] = []
+        parts: list[Array] = []
         with jax.set_mesh(self.mesh):
-            for microbatch in self._placed([batch], parts):
+            for microbatch in self._microbatches([batch], parts):
                 parts.append(self._logprobs(self.base, params, microbatch))
         values = np.concatenate(jax.device_get(parts))[: batch.tokens.shape[0]]
         self._pass = [], 0
@@ -167,9 +196,8 @@ class Learner:
         not be attached: they may be a topology's (``jax.experimental.topologies``).
         """
         with jax.set_mesh(self.mesh):
-            base, state, gradients = self._abstract_base(), self.abstract_state(), self._abstract_gradients()
-            microbatch = self._abstract_microbatch(length)
-            return self._compile(loss).lower(base, state, gradients, microbatch, None)
+            arguments = self._abstract_base(), self.abstract_state(), self._abstract_gradients()
+            return self._compile(loss).lower(*arguments, self._abstract_microbatch(length), None)
 
     def lower_apply(self) -> jax.stages.Lowered:
         """Lower the optimizer's step with a sum of gradients, as `lower_update`."""
@@ -184,7 +212,17 @@ class Learner:
             params, microbatch = self.abstract_state()["params"], self._abstract_microbatch(length)
             return self._logprobs.lower(self._abstract_base(), params, microbatch)
 
-    def _placed(self, batches: Sequence[Batch], parts: list[Any]) -> Iterator[Batch]:
+    def _abstract_base(self) -> Params:
+        return placed_params(self.policy.split(self.policy.abstract_params)[0], self.mesh)
+
+    def _abstract_gradients(self) -> Params:
+        return placed_params(self.policy.abstract_trained, self.mesh, jnp.float32)
+
+    def _abstract_microbatch(self, length: int) -> Batch:
+        shape = self._rows_at(length), length
+        return abstract_batch(shape, batch_sharding(self.mesh), self.options.shares_prefixes)
+
+    def _microbatches(self, batches: Sequence[Batch], parts: list[Any]) -> Iterator[Batch]:
         """Yield every microbatch, on the devices; `parts` takes their results."""
         self._pass = parts, sum(-(-len(b.tokens) // self._rows_at(b.tokens.shape[1])) for b in batches)
         for batch in batches:
@@ -196,17 +234,16 @@ class Learner:
 
     def _put(self, microbatch: Batch) -> Batch:
         """Place a microbatch; every process has all of it, and puts its own rows."""
-        at = batch_sharding(self.mesh)
+        rows = batch_sharding(self.mesh)
         if not self._is_shared:
-            return jax.device_put(microbatch, at)
-        return jax.tree.map(
-            lambda rows: jax.make_array_from_process_local_data(at, rows, rows.shape), microbatch
-        )
+            return jax.device_put(microbatch, rows)
+        put = jax.make_array_from_process_local_data
+        return jax.tree.map(lambda array: put(rows, array, array.shape), microbatch)
 
     def _compile(self, loss: LossFunction) -> jax.stages.Wrapped:
         def objective(
             params: Params, base: Params, microbatch: Batch, reference: Params | None
-        ) -> tuple[jax.Array, Metrics]:
+        ) -> tuple[Array, Metrics]:
             trained = microbatch.weights != 0
             logprobs, entropies = self._values(base, params, microbatch, trained)
             reference_logprobs = None
@@ -222,46 +259,21 @@ class Learner:
             more, metrics = jax.grad(objective, has_aux=True)(state["params"], base, microbatch, reference)
             return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more), metrics
 
-        placed = param_shardings(self.policy.abstract_trained, self.mesh)
         # Unused arguments stay, so that the compiler's plan of the memory counts the optimizer's state.
-        return jax.jit(accumulate, donate_argnums=2, keep_unused=True, out_shardings=(placed, None))
-
-    def _make_apply(self) -> SplitStep | jax.stages.Wrapped:
-        if not self.options.offload:
-            return jax.jit(self._applied, donate_argnums=0, out_shardings=(self._kept, None))
-        state = self.abstract_state()
-        owners = jax.tree.leaves(self._owners(state))
-        placed = jax.tree.leaves(self._shardings(state, offload=False))
-        return SplitStep(self._applied, state, placed, owners)
+        return jax.jit(accumulate, donate_argnums=2, keep_unused=True, out_shardings=(self._placed, None))
 
     def _applied(self, state: State, gradients: Params) -> tuple[State, Metrics]:
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
         changes, opt_state = self.optimizer.update(gradients, state["opt_state"], state["params"])
-        new = {
-            "params": optax.apply_updates(state["params"], changes),
-            "opt_state": opt_state,
-            "updates": state["updates"] + 1,
-        }
+        params = optax.apply_updates(state["params"], changes)
+        new = {"params": params, "opt_state": opt_state, "updates": state["updates"] + 1}
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
         return new, {f"{self.metrics_of}/grad_norm": norm, f"{self.metrics_of}/skipped": 1.0 - finite}
 
-    def _zeros(self) -> Params:
-        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.policy.abstract_trained)
-
-    def _abstract_gradients(self) -> Params:
-        return placed_params(self.policy.abstract_trained, self.mesh, jnp.float32)
-
-    def _abstract_base(self) -> Params:
-        return placed_params(self.policy.split(self.policy.abstract_params)[0], self.mesh)
-
-    def _abstract_microbatch(self, length: int) -> Batch:
-        shape = self._rows_at(length), length
-        return abstract_batch(shape, batch_sharding(self.mesh), self.options.shares_prefixes)
-
     def _values(
-        self, base: Params, params: Params, microbatch: Batch, used: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+        self, base: Params, params: Params, microbatch: Batch, used: Array | None = None
+    ) -> tuple[Array, Array]:
         """Return log-probabilities of the targets and entropies, both float32 [R, L].
 
         Args:
@@ -269,24 +281,21 @@ class Learner:
                 agent's rows hold documents, and the head is a large part of a small model.
         """
         decoder, options = self.policy.merge(joined(base, params)), self.options
-        hidden = states(decoder, microbatch)
         # More rows: as many logits at once.
         chunk = max(1, options.logprob_chunk * options.rows // len(microbatch.tokens))
-        return token_logprobs(
-            decoder, hidden, microbatch.targets, options.temperature, chunk, options.entropy_gradient, used
-        )
+        settings = options.temperature, chunk, options.entropy_gradient, used
+        return token_logprobs(decoder, states(decoder, microbatch), microbatch.targets, *settings)
 
     def _state_of(self, params: Params) -> State:
-        return {
-            "params": params,
-            "opt_state": self.optimizer.init(params),
-            "updates": jnp.zeros((), jnp.int32),
-        }
+        updates = jnp.zeros((), jnp.int32)
+        return {"params": params, "opt_state": self.optimizer.init(params), "updates": updates}
 
     def _shardings(self, state: State, offload: bool) -> State:
         """Place moments with their parameter, or in host memory near it."""
         placed = flatten(param_shardings(self.policy.abstract_trained, self.mesh))
-        moments = {name: at.with_memory_kind(HOST) if offload else at for name, at in placed.items()}
+        moments = dict(placed)
+        if offload:
+            moments = {path: sharding.with_memory_kind(HOST) for path, sharding in placed.items()}
         placed[""] = moments[""] = replicated(self.mesh)
         return {
             part: jax.tree.map((moments if part == "opt_state" else placed).__getitem__, names)
@@ -295,27 +304,26 @@ class Learner:
 
     def _owners(self, state: State) -> State:
         """Return the parameter that each leaf of the state belongs to; "" for leaves that all share."""
-        names = unflatten({name: name for name in flatten(self.policy.abstract_trained)})
+        paths = unflatten({path: path for path in flatten(self.policy.abstract_trained)})
         moments = optax.tree.map_params(
             self.optimizer,
-            lambda leaf, name: leaf if _is_masked(leaf) else name,
+            lambda leaf, path: leaf if _is_masked(leaf) else path,
             state["opt_state"],
-            names,
+            paths,
             transform_non_params=lambda leaf: "",
             is_leaf=_is_masked,
         )
-        return {"params": names, "opt_state": moments, "updates": ""}
+        return {"params": paths, "opt_state": moments, "updates": ""}
 
 
-def states(decoder: Decoder, batch: Batch) -> jax.Array:
+def states(decoder: Decoder, batch: Batch) -> Array:
     """Return the state that predicts the target of each column, [R, L, D]."""
     hidden = decoder(batch.tokens, batch.positions, batch.segment_ids, batch.ends)
     return hidden if batch.sources is None else jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)
 
 
 def _is_masked(leaf: Any) -> bool:
-    """Return whether a part of the optimizer leaves this parameter to another part."""
-    return isinstance(leaf, optax.MaskedNode)
+    return isinstance(leaf, optax.MaskedNode)  # this part of the optimizer leaves it to another part
 
 
 def init_params(policy: Policy, mesh: Mesh, seed: int, only_trained: bool = False) -> Params:
@@ -324,9 +332,8 @@ def init_params(policy: Policy, mesh: Mesh, seed: int, only_trained: bool = Fals
         return _initializer(policy, mesh, only_trained)(jax.random.key(seed))
 
 
-@functools.lru_cache(maxsize=4)
-def _initializer(policy: Policy, mesh: Mesh, only_trained: bool) -> Callable[[jax.Array], Params]:
-    """Return the program; cached, since a policy and the reference of its KL term are drawn by one."""
+@functools.lru_cache(maxsize=4)  # a policy and the reference of its KL term are drawn by one program
+def _initializer(policy: Policy, mesh: Mesh, only_trained: bool) -> Callable[[Array], Params]:
     if only_trained:
         trained = param_shardings(policy.abstract_trained, mesh)
         return jax.jit(lambda key: policy.split(policy.init(key))[1], out_shardings=trained)
@@ -335,14 +342,5 @@ def _initializer(policy: Policy, mesh: Mesh, only_trained: bool) -> Callable[[ja
 
 def policy_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.Schedule) -> Learner:
     """Return the learner of a run's training steps; UserError as `LearnerOptions.check`."""
-    settings = config.learner
-    options = LearnerOptions(
-        settings.microbatch_rows,
-        config.rollout.temperature or 1.0,
-        config.policy.logprob_chunk,
-        settings.row_length,
-        entropy_gradient=config.loss.entropy_coef != 0,
-        offload=settings.optimizer.offload == "host",
-        shares_prefixes=settings.share_prefixes,
-    )
-    return Learner(policy, make_optimizer(settings.optimizer, schedule), mesh, options)
+    options = LearnerOptions.from_config(config, config.learner.optimizer)
+    return Learner(policy, make_optimizer(config.learner.optimizer, schedule), mesh, options)

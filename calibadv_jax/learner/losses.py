@@ -1,9 +1,6 @@
 """Losses of the policy: the sum of `Batch.weights` times a term of each token.
 
-From top to bottom: the tokens that a loss reads (`Tokens`), statistics of the whole mini-batch
-(`BatchFactor`), the formulas, their registry (`LOSSES`), the user's own losses, the correction for the
-sampler's policy, and the function that the learner minimises (`PolicyLoss`). The names and the config keys
-that each loss reads stand in `config.sections.learner.LOSS_KEYS`.
+The names and the config keys that each loss reads stand in `config.sections.learner.LOSS_KEYS`.
 """
 
 from __future__ import annotations
@@ -16,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from numpy.random import Generator
 
 from calibadv_jax.config import Config, LossConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.own_function import failure, is_address, own_function
-from calibadv_jax.learner.batching import Batch, Sample
+from calibadv_jax.learner.batching import Arrays, Batch, Sample
 
 LOG_RATIO_LIMIT = 20.0  # as in the CalibAdv authors' code: exp stays finite
 KL_LIMIT = 10.0
@@ -34,8 +33,8 @@ TOKEN_METRICS = frozenset(
 EXPECTED = "def my_loss(tokens: Tokens, config: LossConfig) -> tuple[jax.Array, jax.Array]"
 RETURNED = "the terms to minimise (float32 [R, L]) and which tokens are clipped (bool [R, L])"
 
-Metrics = dict[str, jax.Array]
-LossFunction = Callable[[jax.Array, jax.Array, Batch, Any], tuple[jax.Array, Metrics]]
+Metrics = dict[str, Array]
+LossFunction = Callable[[Array, Array, Batch, Any], tuple[Array, Metrics]]
 
 
 # --- Tokens ---
@@ -46,47 +45,30 @@ LossFunction = Callable[[jax.Array, jax.Array, Batch, Any], tuple[jax.Array, Met
 class Tokens:
     """Packed rows [R, L], float32 unless noted. Sequences lie one after the other in a row."""
 
-    logprobs: jax.Array  # of the current policy: the gradient flows through them
-    old_logprobs: jax.Array  # the ratio's denominator
-    log_ratio: jax.Array  # logprobs - old_logprobs, clipped to ±LOG_RATIO_LIMIT
-    advantages: jax.Array
-    trained: jax.Array  # bool; the other columns must have no influence
-    segment_ids: jax.Array  # int32, the sequence's number in its row; 0 = padding
-    factors: jax.Array | None  # of the loss's `BatchFactor`; None: it has none
+    logprobs: Array  # of the current policy: the gradient flows through them
+    old_logprobs: Array  # the ratio's denominator
+    log_ratio: Array  # logprobs - old_logprobs, clipped to ±LOG_RATIO_LIMIT
+    advantages: Array
+    trained: Array  # bool; the other columns must have no influence
+    segment_ids: Array  # int32, the sequence's number in its row; 0 = padding
+    factors: Any  # of the loss's `BatchFactor`; None: it has none
 
     @property
-    def ratio(self) -> jax.Array:
+    def ratio(self) -> Array:
         return jnp.exp(self.log_ratio)
 
     @property
-    def required_factors(self) -> jax.Array:
-        """Return `factors`; ValueError if the batch has none."""
-        if self.factors is None:
-            raise ValueError("this loss needs batch.factors, which learner.step lays beside the samples")
-        return self.factors
+    def none_clipped(self) -> Array:
+        return jnp.zeros(self.trained.shape, bool)
 
 
-@jax.jit
-def segment_sums(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Return the sum over each token's sequence, at every token of it: [R, L]."""
-    return _over_segments(jnp.add, values, segment_ids)
-
-
-@jax.jit
-def segment_maxima(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Return the maximum over each token's sequence, at every token of it, of values >= 0: [R, L]."""
-    return _over_segments(jnp.maximum, values, segment_ids)
-
-
-def _over_segments(reduce: Callable[..., jax.Array], values: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def _over_segments(reduce: Callable[..., Array], values: Array, segment_ids: Array) -> Array:
     """Reduce, with neutral element 0, by a scan: the same order on every device, and rows stay on theirs."""
     edges = segment_ids[:, 1:] != segment_ids[:, :-1]
     edge = jnp.ones((len(segment_ids), 1), bool)
     starts, ends = jnp.concatenate([edge, edges], axis=1), jnp.concatenate([edges, edge], axis=1)
 
-    def combine(
-        left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    def combine(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
         begins = right[1]
         return jnp.where(begins, right[0], reduce(left[0], right[0])), left[1] | begins
 
@@ -96,7 +78,13 @@ def _over_segments(reduce: Callable[..., jax.Array], values: jax.Array, segment_
     return spread
 
 
-def segment_means(values: jax.Array, tokens: Tokens) -> jax.Array:
+# (values, segment_ids) -> the sum or the maximum, of values >= 0, over each token's sequence, at every token
+# of it: [R, L].
+segment_sums = jax.jit(functools.partial(_over_segments, jnp.add))
+segment_maxima = jax.jit(functools.partial(_over_segments, jnp.maximum))
+
+
+def segment_means(values: Array, tokens: Tokens) -> Array:
     """Return the mean over the trained tokens of each token's sequence; 0 if it has none."""
     count = segment_sums(tokens.trained.astype(jnp.float32), tokens.segment_ids)
     total = segment_sums(jnp.where(tokens.trained, values, 0.0), tokens.segment_ids)
@@ -132,16 +120,16 @@ class TrainedTokens:
 
 # A factor of each token, float64 [N], from statistics of the whole mini-batch. It is computed on the host in
 # float64, so that neither the size of a microbatch nor the packing changes it.
-BatchFactor = Callable[[TrainedTokens, LossConfig, np.random.Generator], np.ndarray]
+BatchFactor = Callable[[TrainedTokens, LossConfig, Generator], np.ndarray]
 
 
-def positive_mean_factor(trained: TrainedTokens, config: LossConfig, rng: np.random.Generator) -> np.ndarray:
+def positive_mean_factor(trained: TrainedTokens, config: LossConfig, rng: Generator) -> np.ndarray:
     """lld: turn the weighted sum over tokens with a positive advantage into their mean."""
     positive = trained.advantages > 0
     return np.where(positive, 1.0 / (max(1, positive.sum()) * trained.weights), 0.0)
 
 
-def balance_factor(trained: TrainedTokens, config: LossConfig, rng: np.random.Generator) -> np.ndarray:
+def balance_factor(trained: TrainedTokens, config: LossConfig, rng: Generator) -> np.ndarray:
     """balance: the published rule, whose factor on negative advantages cancels their gradient by its own.
 
     With S the sum of the terms with a positive advantage the loss is (balance_ratio - 1) |S|; 0 if all
@@ -152,9 +140,7 @@ def balance_factor(trained: TrainedTokens, config: LossConfig, rng: np.random.Ge
     return np.where(trained.advantages > 0, 1.0 - config.balance_ratio, 0.0)
 
 
-def balance_detached_factor(
-    trained: TrainedTokens, config: LossConfig, rng: np.random.Generator
-) -> np.ndarray:
+def balance_detached_factor(trained: TrainedTokens, config: LossConfig, rng: Generator) -> np.ndarray:
     """balance_detached: scale the negative side's terms to `balance_ratio` times the positive side's."""
     if not trained.has_both_signs:
         return np.zeros(len(trained.advantages))
@@ -165,21 +151,20 @@ def balance_detached_factor(
     return np.where(advantages < 0, config.balance_ratio * positive / negative, 1.0)
 
 
-def clip_cov_factor(trained: TrainedTokens, config: LossConfig, rng: np.random.Generator) -> np.ndarray:
+def clip_cov_factor(trained: TrainedTokens, config: LossConfig, rng: Generator) -> np.ndarray:
     """clip_cov: 0 for a few tokens, drawn at random among unclipped ones of large covariance; else 1."""
     ratio, advantages, covariance = trained.ratio, trained.advantages, trained.covariance
     bounded = np.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
     unclipped = bounded * advantages >= ratio * advantages
     candidates = np.flatnonzero(unclipped & (covariance > config.cov_low) & (covariance < config.cov_high))
-    count = _cov_count(len(advantages), config)
-    if len(candidates) > count:
+    if len(candidates) > (count := _cov_count(len(advantages), config)):
         candidates = rng.choice(candidates, count, replace=False)
     factors = np.ones(len(advantages))
     factors[candidates] = 0.0
     return factors
 
 
-def kl_cov_factor(trained: TrainedTokens, config: LossConfig, rng: np.random.Generator) -> np.ndarray:
+def kl_cov_factor(trained: TrainedTokens, config: LossConfig, rng: Generator) -> np.ndarray:
     """kl_cov: 1 for the tokens of largest covariance, 0 for others.
 
     Ties are broken by the order of the samples. A covariance of exactly 0 is never chosen: without any
@@ -198,11 +183,11 @@ def _cov_count(num_tokens: int, config: LossConfig) -> int:
 
 # --- Formulas: the term to minimise, float32 [R, L], and which tokens are clipped, bool [R, L] ---
 
-Terms = tuple[jax.Array, jax.Array]
+Terms = tuple[Array, Array]
 TokenLoss = Callable[[Tokens, LossConfig], Terms]
 
 
-def clipped_ratio(ratio: jax.Array, advantages: jax.Array, config: LossConfig) -> Terms:
+def clipped_ratio(ratio: Array, advantages: Array, config: LossConfig) -> Terms:
     """PPO: the pessimistic side of ratio and clipped ratio."""
     bounded = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
     objective = jnp.minimum(ratio * advantages, bounded * advantages)
@@ -221,7 +206,6 @@ def vanilla(tokens: Tokens, config: LossConfig) -> Terms:
 
 
 def cispo(tokens: Tokens, config: LossConfig) -> Terms:
-    """REINFORCE with a clipped ratio as weight: a clipped token keeps its gradient."""
     ratio = jax.lax.stop_gradient(tokens.ratio)
     weight = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
     clipped = weight != ratio
@@ -231,8 +215,7 @@ def cispo(tokens: Tokens, config: LossConfig) -> Terms:
 
 
 def gpg(tokens: Tokens, config: LossConfig) -> Terms:
-    """REINFORCE without a ratio."""
-    return -tokens.logprobs * tokens.advantages, jnp.zeros(tokens.trained.shape, bool)
+    return -tokens.logprobs * tokens.advantages, tokens.none_clipped
 
 
 def gspo(tokens: Tokens, config: LossConfig) -> Terms:
@@ -247,7 +230,6 @@ def gspo(tokens: Tokens, config: LossConfig) -> Terms:
 
 
 def gmpo(tokens: Tokens, config: LossConfig) -> Terms:
-    """The geometric mean of clipped token ratios times the sequence's mean advantage."""
     sign, log_ratio = jnp.sign(tokens.advantages), tokens.logprobs - tokens.old_logprobs
     bounded = jnp.clip(log_ratio, -config.clip_low, config.clip_high)
     limited = sign * jnp.minimum(sign * log_ratio, sign * bounded)
@@ -257,9 +239,8 @@ def gmpo(tokens: Tokens, config: LossConfig) -> Terms:
 
 
 def scaled_vanilla(tokens: Tokens, config: LossConfig) -> Terms:
-    """vanilla times the batch factor of balance, balance_detached or clip_cov."""
     terms, clipped = vanilla(tokens, config)
-    return tokens.required_factors * terms, clipped
+    return tokens.factors * terms, clipped
 
 
 def kl_cov(tokens: Tokens, config: LossConfig) -> Terms:
@@ -268,19 +249,18 @@ def kl_cov(tokens: Tokens, config: LossConfig) -> Terms:
     It is 0 within LOG_RATIO_ROUNDING, where rounding would choose the side.
     """
     distance = jnp.where(jnp.abs(tokens.log_ratio) > LOG_RATIO_ROUNDING, jnp.abs(tokens.log_ratio), 0.0)
-    terms = -tokens.ratio * tokens.advantages + config.cov_kl_coef * tokens.required_factors * distance
-    return terms, jnp.zeros(tokens.trained.shape, bool)
+    terms = -tokens.ratio * tokens.advantages + config.cov_kl_coef * tokens.factors * distance
+    return terms, tokens.none_clipped
 
 
 def sapo(tokens: Tokens, config: LossConfig) -> Terms:
-    """A smooth gate in place of the clip: the gradient falls with the distance of the ratio from 1."""
+    """The gradient falls with the distance of the ratio from 1."""
     tau = jnp.where(tokens.advantages > 0, config.tau_positive, config.tau_negative)
     gate = jax.nn.sigmoid(tau * (tokens.ratio - 1.0)) * (4.0 / tau)
-    return -gate * tokens.advantages, jnp.zeros(tokens.trained.shape, bool)
+    return -gate * tokens.advantages, tokens.none_clipped
 
 
 def dppo_tv(tokens: Tokens, config: LossConfig) -> Terms:
-    """REINFORCE weighted by the ratio, without tokens whose probability has moved too far as pushed."""
     moved = jnp.exp(tokens.logprobs) - jnp.exp(tokens.old_logprobs)
     beyond = jnp.where(tokens.advantages > 0, moved > config.clip_high, moved < -config.clip_low)
     return _inside_trust_region(tokens, beyond, config)
@@ -289,25 +269,23 @@ def dppo_tv(tokens: Tokens, config: LossConfig) -> Terms:
 def dppo_kl(tokens: Tokens, config: LossConfig) -> Terms:
     """As dppo_tv, by the KL divergence of "this token or another one" under the two policies."""
     new, old = jnp.exp(tokens.logprobs), jnp.exp(tokens.old_logprobs)
-    others = jnp.log((1.0 - old + OTHER_TOKENS_EPSILON) / (1.0 - new + OTHER_TOKENS_EPSILON))
-    divergence = old * (tokens.old_logprobs - tokens.logprobs) + (1.0 - old) * others
+    odds = jnp.log((1.0 - old + OTHER_TOKENS_EPSILON) / (1.0 - new + OTHER_TOKENS_EPSILON))
+    divergence = old * (tokens.old_logprobs - tokens.logprobs) + (1.0 - old) * odds
     positive = tokens.advantages > 0
     moved = jnp.where(positive, new > old, new < old)
     beyond = moved & (divergence > jnp.where(positive, config.clip_high, config.clip_low))
     return _inside_trust_region(tokens, beyond, config)
 
 
-def _inside_trust_region(tokens: Tokens, beyond: jax.Array, config: LossConfig) -> Terms:
+def _inside_trust_region(tokens: Tokens, beyond: Array, config: LossConfig) -> Terms:
     weight = jax.lax.stop_gradient(jnp.minimum(tokens.ratio, config.ratio_cap))
     terms = -tokens.advantages * weight * tokens.logprobs
     return jnp.where(beyond, 0.0, terms), beyond
 
 
 def dro(tokens: Tokens, config: LossConfig) -> Terms:
-    """REINFORCE, and a quadratic penalty on the distance from the policy that sampled."""
     distance = tokens.logprobs - tokens.old_logprobs  # not clipped: it pulls back from anywhere
-    terms = -tokens.logprobs * tokens.advantages + 0.5 * config.dro_beta * distance**2
-    return terms, jnp.zeros(tokens.trained.shape, bool)
+    return -tokens.logprobs * tokens.advantages + 0.5 * config.dro_beta * distance**2, tokens.none_clipped
 
 
 def lld(tokens: Tokens, config: LossConfig) -> Terms:
@@ -319,9 +297,9 @@ def lld(tokens: Tokens, config: LossConfig) -> Terms:
     """
     terms, clipped = vanilla(tokens, config)
     fallen = jnp.where(tokens.log_ratio <= LOG_RATIO_ROUNDING, -tokens.log_ratio, 0.0)
-    penalty = config.lld_coef * tokens.required_factors * fallen
+    penalty = config.lld_coef * tokens.factors * fallen
     if config.lld_gating:
-        has_fallen = (tokens.log_ratio < -LOG_RATIO_ROUNDING) & (tokens.required_factors > 0)
+        has_fallen = (tokens.log_ratio < -LOG_RATIO_ROUNDING) & (tokens.factors > 0)
         num_fallen = segment_sums(has_fallen.astype(penalty.dtype), tokens.segment_ids)
         penalty = jnp.where(num_fallen > 0, penalty, 0.0)
     return terms + penalty, clipped
@@ -351,8 +329,7 @@ LOSSES: dict[str, Loss] = {
     "gpg": Loss(gpg, "REINFORCE: no ratio and no clip"),
     "clip_cov": Loss(
         scaled_vanilla,
-        "PPO without a few tokens of large covariance of advantage and log-probability; one more forward"
-        " pass an update",
+        "PPO without a few tokens of large covariance of advantage and log-probability",
         clip_cov_factor,
         needs_logprobs=True,
         every_sample=True,
@@ -360,7 +337,7 @@ LOSSES: dict[str, Loss] = {
     "kl_cov": Loss(
         kl_cov,
         "no clip; the tokens of largest covariance of advantage and log-probability are held near the policy"
-        " that sampled them; one more forward pass an update",
+        " that sampled them",
         kl_cov_factor,
         needs_logprobs=True,
         every_sample=True,
@@ -391,8 +368,7 @@ LOSSES: dict[str, Loss] = {
     ),
     "balance_detached": Loss(
         scaled_vanilla,
-        "PPO with the terms of negative advantages rescaled to balance_ratio times those of positive ones;"
-        " one more forward pass an update",
+        "PPO with the terms of negative advantages rescaled to balance_ratio times those of positive ones",
         balance_detached_factor,
         needs_logprobs=True,
     ),
@@ -421,30 +397,27 @@ def check_loss(config: LossConfig) -> list[str]:
     """Return the summary of the loss, empty for the default. UserError if an own loss cannot be used."""
     loss = find_loss(config.name)
     if is_address(config.name):
-        _check_returned(loss.terms, config)
-    return [] if config.name == "vanilla" else [f"loss {config.name}: {loss.summary}"]
-
-
-def _check_returned(function: TokenLoss, config: LossConfig) -> None:
-    shape = 2, 4
-    numbers = jax.ShapeDtypeStruct(shape, jnp.float32)
-    flags, ids = jax.ShapeDtypeStruct(shape, jnp.bool_), jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    def call(numbers: jax.Array, flags: jax.Array, ids: jax.Array) -> Terms:
-        return function(Tokens(numbers, numbers, numbers, numbers, flags, ids, None), config)
-
-    returned = jax.eval_shape(call, numbers, flags, ids)
-    fits = isinstance(returned, tuple) and [getattr(x, "shape", None) for x in returned] == [shape, shape]
-    if not fits or returned[0].dtype != jnp.float32 or returned[1].dtype != jnp.bool_:
-        raise UserError(f"loss.name is {config.name}, but it must return {RETURNED}; expected: {EXPECTED}")
+        numbers, flags, ids = (
+            jax.ShapeDtypeStruct((2, 4), dtype) for dtype in (jnp.float32, bool, jnp.int32)
+        )
+        tokens = Tokens(numbers, numbers, numbers, numbers, flags, ids, None)  # type: ignore[arg-type]
+        returned = jax.eval_shape(lambda tokens: loss.terms(tokens, config), tokens)
+        arrays = returned if isinstance(returned, tuple) else ()
+        types = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in arrays]
+        if types != [((2, 4), jnp.float32), ((2, 4), jnp.bool_)]:
+            raise UserError(
+                f"loss.name is {config.name}, but it must return {RETURNED}; expected: {EXPECTED}"
+            )
+    cost = "; one more forward pass an update" if loss.needs_logprobs else ""
+    return [] if config.name == "vanilla" else [f"loss {config.name}: {loss.summary}{cost}"]
 
 
 # --- Correction for tokens that another policy sampled than the one that is trained ---
 
 
 def corrected_for_sampler(
-    terms: jax.Array, gap: jax.Array, tokens: Tokens, config: LossConfig
-) -> tuple[jax.Array, jax.Array | None]:
+    terms: Array, gap: Array, tokens: Tokens, config: LossConfig
+) -> tuple[Array, Array | None]:
     """Apply truncated and masked importance weights; all terms stay in the mean, masked ones as 0.
 
     Args:
@@ -474,7 +447,7 @@ def corrected_for_sampler(
     return jnp.where(masked, 0.0, terms), masked
 
 
-def _mismatch(gap: jax.Array, tokens: Tokens, config: LossConfig) -> jax.Array:
+def _mismatch(gap: Array, tokens: Tokens, config: LossConfig) -> Array:
     """Return each token's measure that `reject_above` bounds, float32 [R, L]."""
     gap = jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     measure = 0.5 * gap**2 if config.reject_by == "k2" else jnp.exp(gap) - 1.0 - gap
@@ -490,13 +463,13 @@ def _mismatch(gap: jax.Array, tokens: Tokens, config: LossConfig) -> jax.Array:
 # --- The functions that the learner minimises ---
 
 
-def _low_variance_kl(difference: jax.Array) -> jax.Array:
+def _low_variance_kl(difference: Array) -> Array:
     """k3 of Schulman, "Approximating KL divergence": exp(d) - d - 1 with d = reference - policy."""
     difference = jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return jnp.clip(jnp.exp(difference) - difference - 1.0, -KL_LIMIT, KL_LIMIT)
 
 
-KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
+KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {
     "kl": lambda difference: -difference,
     "abs": jnp.abs,
     "mse": lambda difference: 0.5 * difference**2,
@@ -529,47 +502,29 @@ class PolicyLoss:
         return bool(np.any(sample.advantages[sample.mask]))
 
     def factors(
-        self,
-        samples: Sequence[Sample],
-        weights: Sequence[np.ndarray],
-        logprobs: Sequence[np.ndarray] | None,
-        rng: np.random.Generator,
+        self, samples: Sequence[Sample], weights: Arrays, logprobs: Arrays | None, rng: Generator
     ) -> list[np.ndarray] | None:
         """Return the batch factor of every token, float32 [T] a sample; None if the loss has none.
 
         Args:
             logprobs: of the current policy, float32 [T] a sample; None: the ratio's denominator.
-            rng: of losses that draw tokens.
         """
         if self.definition.batch_factor is None:
             return None
-        factors = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
-        if not any(sample.mask.any() for sample in samples):
-            return factors
-        old = [s.logprobs if s.old_logprobs is None else s.old_logprobs for s in samples]
-        new = old if logprobs is None else logprobs
-
-        def trained_values(arrays: Sequence[np.ndarray]) -> np.ndarray:
-            pairs = zip(samples, arrays, strict=True)
-            return np.concatenate([values[sample.mask] for sample, values in pairs]).astype(np.float64)
-
-        trained = TrainedTokens(
-            trained_values([sample.advantages for sample in samples]),
-            trained_values(weights),
-            trained_values(new),
-            trained_values(new if self.on_policy else old),
-        )
-        factor = self.definition.batch_factor(trained, self.config, rng)
-        start = 0
-        for sample, values in zip(samples, factors, strict=True):
-            count = int(sample.mask.sum())
-            values[sample.mask] = factor[start : start + count]
-            start += count
-        return factors
+        mask = np.concatenate([np.zeros(0, bool), *(sample.mask for sample in samples)])
+        factors = np.zeros(len(mask), np.float32)
+        if mask.any():
+            old = [s.logprobs if s.old_logprobs is None else s.old_logprobs for s in samples]
+            new = old if logprobs is None else logprobs
+            columns = [s.advantages for s in samples], weights, new, new if self.on_policy else old
+            trained = (np.concatenate(arrays)[mask].astype(np.float64) for arrays in columns)
+            factors[mask] = self.definition.batch_factor(TrainedTokens(*trained), self.config, rng)
+        ends = np.cumsum([len(sample.tokens) for sample in samples])
+        return np.split(factors, ends)[:-1]
 
     def __call__(
-        self, logprobs: jax.Array, entropies: jax.Array, batch: Batch, reference: jax.Array | None
-    ) -> tuple[jax.Array, Metrics]:
+        self, logprobs: Array, entropies: Array, batch: Batch, reference: Array | None
+    ) -> tuple[Array, Metrics]:
         config = self.config
         old = jax.lax.stop_gradient(logprobs) if self.on_policy else batch.old_logprobs
         log_ratio = jnp.clip(logprobs - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -621,8 +576,8 @@ def policy_loss(config: Config) -> PolicyLoss:
 
 
 def negative_log_likelihood(
-    logprobs: jax.Array, entropies: jax.Array, batch: Batch, reference: jax.Array | None
-) -> tuple[jax.Array, Metrics]:
+    logprobs: Array, entropies: Array, batch: Batch, reference: Array | None
+) -> tuple[Array, Metrics]:
     """Supervised fine-tuning: mean negative log-probability (nats a token)."""
     loss = -jnp.sum(batch.weights * logprobs)
     return loss, {"sft/entropy": jnp.sum(batch.weights * entropies)}

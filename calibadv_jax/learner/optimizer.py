@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from calibadv_jax.policy.transformer import Params
 
 State = dict[str, Any]
 Step = Callable[[State, Params], tuple[State, Metrics]]
+Leaves = dict[int, Any]  # some leaves of a state, by their index
 STACKED_MATRICES = ("kernel", LORA_A, LORA_B)  # last names of the layers' matrices
 
 
@@ -48,7 +50,7 @@ def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule
 
 
 def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
-    """Return the learning rate by update of a whole run, of the policy's or the critic's optimizer."""
+    """Return the learning rate by update of a run, of the policy's or the critic's optimizer."""
     trajectories = config.rollout.questions_per_step * config.rollout.group_size
     return make_schedule(optimizer, total_updates(config.learner, trajectories))
 
@@ -56,8 +58,9 @@ def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Return the clip of the global gradient norm, then AdamW or Muon.
 
-    Muon orthogonalises the stacked layer matrices, each device those of some layers; embeddings, head, norms
-    and biases get AdamW.
+    Muon takes stacked layer matrices [L, in, out] for L matrices, and orthogonalises them, each device those
+    of some layers: the devices would all compute the same otherwise. Embeddings, head, norms and biases get
+    AdamW.
     """
     if config.name == "muon":
         ratio = config.adam_lr / config.lr if config.adam_lr else 1.0
@@ -70,10 +73,11 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
             adam_learning_rate=lambda count: ratio * schedule(count),
             weight_decay=config.weight_decay,
             adam_weight_decay=config.weight_decay,
-            muon_weight_dimension_numbers=_muon_dimensions,
+            muon_weight_dimension_numbers=_by_matrix(lambda _: MuonDimensionNumbers(1, 2), lambda _: None),
         )
+        by_layers = _by_matrix(lambda gradient: constrain(gradient, "stack"), lambda gradient: gradient)
         rule = optax.GradientTransformation(
-            orthogonalise.init, lambda updates, *more: orthogonalise.update(_by_layers(updates), *more)
+            orthogonalise.init, lambda updates, *more: orthogonalise.update(by_layers(updates), *more)
         )
     else:
         moments = config.beta1, config.beta2, config.eps
@@ -81,29 +85,18 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), rule)
 
 
-def _is_matrix(path: Any) -> bool:
-    return path[0].key == "layers" and path[-1].key in STACKED_MATRICES
+def _by_matrix(of_matrix: Callable[[Any], Any], of_others: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def leaf(path: Any, leaf: Any) -> Any:
+        is_matrix = path[0].key == "layers" and path[-1].key in STACKED_MATRICES
+        return of_matrix(leaf) if is_matrix else of_others(leaf)
 
-
-def _by_layers(gradients: Any) -> Any:
-    """Split stacked matrices by layers over the devices, which would all compute the same otherwise."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: constrain(leaf, "stack") if _is_matrix(path) else leaf, gradients
-    )
-
-
-def _muon_dimensions(params: Any) -> Any:
-    """Take stacked matrices [L, in, out] for L independent matrices; everything else is None (AdamW)."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: MuonDimensionNumbers(1, 2) if _is_matrix(path) else None, params
-    )
+    return functools.partial(jax.tree_util.tree_map_with_path, leaf)
 
 
 def _decayed(params: Any) -> Any:
     """Decay the weights of matrices only."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in (*STACKED_MATRICES, "embedding"), params
-    )
+    names = (*STACKED_MATRICES, "embedding")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, params)
 
 
 class SplitStep:
@@ -124,10 +117,8 @@ class SplitStep:
     ) -> None:
         self._step, self._placed, self._owners = step, placed, owners
         self._abstract, self._tree = jax.tree.flatten(abstract)
-        sizes = {
-            name: math.prod(leaf.shape) for name, leaf in zip(owners, self._abstract, strict=True) if name
-        }
-        groups = parts(sizes)
+        shapes = {name: leaf.shape for name, leaf in zip(owners, self._abstract, strict=True) if name}
+        groups = parts({name: math.prod(shape) for name, shape in shapes.items()})
         groups[-1].append("")  # shared leaves are read by every part, and changed by the last
         self._parts = [(names, self._compiled(names)) for names in groups]
 
@@ -144,33 +135,32 @@ class SplitStep:
         names, part = self._parts[0]
         return part.lower(*self._divided(self._abstract, names), gradients)
 
-    def _divided(self, leaves: Sequence[Any], names: Sequence[str]) -> tuple[dict[int, Any], dict[int, Any]]:
+    def _divided(self, leaves: Sequence[Any], names: Sequence[str]) -> tuple[Leaves, Leaves]:
         """Return the leaves of these parameters, and of others that lie on the devices, by index."""
-        mine = {index: leaf for index, leaf in enumerate(leaves) if self._owners[index] in names}
-        near = (index for index, leaf in enumerate(self._abstract) if leaf.sharding == self._placed[index])
-        return mine, {index: leaves[index] for index in near if index not in mine}
+        own = {index: leaf for index, leaf in enumerate(leaves) if self._owners[index] in names}
+        on_devices = (
+            index for index, leaf in enumerate(self._abstract) if leaf.sharding == self._placed[index]
+        )
+        return own, {index: leaves[index] for index in on_devices if index not in own}
 
     def _compiled(self, names: Sequence[str]) -> jax.stages.Wrapped:
-        kept = {index: leaf.sharding for index, leaf in self._divided(self._abstract, names)[0].items()}
+        shardings = {index: leaf.sharding for index, leaf in self._divided(self._abstract, names)[0].items()}
         # Unused arguments stay, so that the compiler's plan of the memory counts all parameters.
-        return jax.jit(self._part, donate_argnums=0, keep_unused=True, out_shardings=(kept, None))
+        return jax.jit(self._part, donate_argnums=0, keep_unused=True, out_shardings=(shardings, None))
 
-    def _part(
-        self, mine: dict[int, Any], others: dict[int, Any], gradients: Params
-    ) -> tuple[dict[int, Any], Metrics]:
-        moved = {index: jax.device_put(leaf, self._placed[index]) for index, leaf in mine.items()}
-        near = others | moved
+    def _part(self, own: Leaves, other: Leaves, gradients: Params) -> tuple[Leaves, Metrics]:
+        present = other | {index: jax.device_put(leaf, self._placed[index]) for index, leaf in own.items()}
         leaves = [
-            near[index] if index in near else jnp.zeros(leaf.shape, leaf.dtype)
+            present[index] if index in present else jnp.zeros(leaf.shape, leaf.dtype)
             for index, leaf in enumerate(self._abstract)
         ]
         state, metrics = self._step(jax.tree.unflatten(self._tree, leaves), gradients)
         new = jax.tree.leaves(state)
-        return {index: new[index] for index in mine}, metrics
+        return {index: new[index] for index in own}, metrics
 
 
 def most_at_once(sizes: Collection[int]) -> float:
-    """Peak number of elements on the devices, given the parameter sizes: the largest, or a quarter."""
+    """Return the peak number of elements on the devices: of the largest parameter, or a quarter of all."""
     return max(max(sizes), sum(sizes) / 4)
 
 

@@ -6,21 +6,14 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.random import Generator
 
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.trajectory import Trajectory
-from calibadv_jax.learner.batching import (
-    Batch,
-    Rows,
-    Sample,
-    SharedRows,
-    row_shapes,
-    token_weights,
-    weight_total,
-)
+from calibadv_jax.learner.batching import Arrays, Batch, Rows, Sample, SharedRows, row_shapes, token_weights
 from calibadv_jax.learner.learner import State
 from calibadv_jax.learner.losses import TOKEN_METRICS, LossFunction, PolicyLoss
 from calibadv_jax.policy.transformer import Params
@@ -75,7 +68,7 @@ def learn(
     samples: Sequence[Sample],
     config: LearnerConfig,
     loss: PolicyLoss,
-    rng: np.random.Generator,
+    rng: Generator,
     reference: Params | None = None,
 ) -> Learned:
     """Train on the step's samples, `config.epochs` times in mini-batches of `config.minibatch_size`.
@@ -94,15 +87,17 @@ def learn(
     history: list[dict[str, float]] = []
     counts: Counter[str] = Counter()
     for chosen in mini_batches(samples, config, rng):
-        weights = token_weights([samples[index] for index in chosen], aggregation, loss.config.length_norm)
-        kept = [at for at, index in enumerate(chosen) if moving[index]]
-        computed = [samples[chosen[at]] for at in kept]
-        rows = packed(learner, computed, config, [weights[at] for at in kept])
-        needs_logprobs = loss.definition.needs_logprobs and kept
+        members = [samples[index] for index in chosen]
+        weights = token_weights(members, aggregation, loss.config.length_norm)
+        pairs = [pair for *pair, index in zip(members, weights, chosen, strict=True) if moving[index]]
+        rows = packed(learner, [sample for sample, _ in pairs], config, [values for _, values in pairs])
+        needs_logprobs = loss.definition.needs_logprobs and pairs
         current = _logprobs(learner, state["params"], rows) if needs_logprobs else None
         batches = rows.batches(loss.factors(rows.samples, rows.weights, current, rng))
         state, metrics = learner.update(state, batches, loss, reference)
-        share = float(sum(batch.weights.sum() for batch in batches)) / weight_total(weights, aggregation)
+        is_mean = aggregation in ("token_mean", "sequence_mean")  # whose weights sum to 1
+        total = 1.0 if is_mean else float(sum(values.sum() for values in weights))
+        share = float(sum(batch.weights.sum() for batch in batches)) / total
         fill = rows.computed / max(1, sum(batch.tokens.size for batch in batches))
         history.append(metrics | {"actor/computed_share": share, "actor/row_fill": fill})
         counts["tokens"] += rows.tokens
@@ -129,11 +124,7 @@ def fixed_text(vocab_size: int, max_length: int) -> np.ndarray:
 
 
 def agreement(
-    learner: Updater,
-    params: Params,
-    config: LearnerConfig,
-    tokens: np.ndarray,
-    worker_logprobs: Sequence[np.ndarray],
+    learner: Updater, params: Params, config: LearnerConfig, tokens: np.ndarray, worker_logprobs: Arrays
 ) -> dict[str, float]:
     """Compare the log-probabilities of a text under each worker's weights with the learner's, after a swap.
 
@@ -155,34 +146,27 @@ def agreement(
 
 
 def _logprobs(learner: Updater, params: Params, rows: Rows) -> list[np.ndarray]:
-    return rows.taken([learner.logprobs(params, batch) for batch in rows.batches()])
+    return rows.by_sample([learner.logprobs(params, batch) for batch in rows.batches()])
 
 
 def packed(
-    learner: Updater,
-    samples: Sequence[Sample],
-    config: LearnerConfig,
-    weights: Sequence[np.ndarray] | None = None,
+    learner: Updater, samples: Sequence[Sample], config: LearnerConfig, weights: Arrays | None = None
 ) -> Rows:
-    """Pack the samples, with the `weights` of their tokens, into rows of the widths of the config."""
+    """Pack samples into rows of the widths of the config; `weights` as in `Rows`."""
     shapes = row_shapes(config.row_length, config.microbatch_rows, config.row_widths, learner.position_cost)
     return (SharedRows if config.share_prefixes else Rows)(samples, shapes, weights)
 
 
-def mini_batches(
-    samples: Sequence[Sample], config: LearnerConfig, rng: np.random.Generator
-) -> Iterator[np.ndarray]:
+def mini_batches(samples: Sequence[Sample], config: LearnerConfig, rng: Generator) -> Iterator[np.ndarray]:
     """Yield numbers of samples with a token to train, `config.minibatch_size` at a time, each epoch."""
     trained = np.flatnonzero([sample.mask.any() for sample in samples])
     if not len(trained):
         return
-    shuffled = list(trained[:, None])
-    if config.shuffle == "groups":  # in the order in which their prompts are first met
-        groups: dict[bytes, list[int]] = {}
-        for number in trained.tolist():
-            groups.setdefault(samples[number].prompt_ids.tobytes(), []).append(number)
-        shuffled = [np.array(group) for group in groups.values()]
-    size = config.minibatch_size or len(trained)
+    groups: dict[Any, list[int]] = {}  # whose members stay together, in the order in which they are first met
+    for number in trained.tolist():
+        key = samples[number].prompt_ids.tobytes() if config.shuffle == "groups" else number
+        groups.setdefault(key, []).append(number)
+    shuffled, size = list(groups.values()), config.minibatch_size or len(trained)
     for _ in range(config.epochs):
         order = rng.permutation(len(shuffled)) if size < len(trained) else range(len(shuffled))
         numbers = np.concatenate([shuffled[place] for place in order])
@@ -191,7 +175,6 @@ def mini_batches(
 
 
 def _means(history: Sequence[Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, float]:
-    """Return a step's metrics, given those of its updates."""
     means = {"actor/updates": float(len(history))}
     for name in history[0]:
         total = math.fsum(metrics[name] for metrics in history)

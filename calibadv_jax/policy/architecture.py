@@ -45,29 +45,27 @@ class Architecture:
     qk_norm: bool
 
     @property
-    def num_parameters(self) -> int:
-        """Trained parameters."""
+    def layer_matrices(self) -> int:
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def num_parameters(self) -> int:
         biases = self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
         biases += self.out_bias * self.hidden_size
         biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + biases + norms
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        return self.num_layers * (self.layer_matrices + biases + norms) + embeddings + self.hidden_size
 
     def flops_per_token(self, context: float) -> float:
         """Return a forward pass' floating-point operations for a token that attends to `context` others.
 
         2 per multiply-accumulate; without the embedding look-up, with the output head.
         """
-        matrices = self.num_layers * (
-            self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-            + 3 * self.hidden_size * self.intermediate_size
-        )
-        head = self.vocab_size * self.hidden_size
+        matrices = self.num_layers * self.layer_matrices + self.vocab_size * self.hidden_size
         attention = 2 * self.num_layers * self.num_heads * self.head_dim * context
-        return 2.0 * (matrices + head + attention)
+        return 2.0 * (matrices + attention)
 
 
 def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
@@ -126,9 +124,8 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | 
         return theta, None
     if kind != "llama3":
         raise UserError(f"{source}: rope_type is {kind!r}; supported are 'default' and 'llama3'")
-    needed: dict[str, Any] = {
-        name: parameters.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor")
-    }
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    needed: dict[str, Any] = {name: parameters.get(name) for name in names}
     length = "original_max_position_embeddings"
     needed[length] = config.get(length) or parameters.get(length) or config.get("max_position_embeddings")
     if missing := [name for name, value in needed.items() if value is None]:

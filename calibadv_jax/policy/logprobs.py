@@ -2,44 +2,44 @@
 
 `_logprobs` has a gradient of its own: `_forward` computes the log-probabilities and entropies a chunk of
 tokens at a time, `_backward` computes the logits of a chunk again. Both run on every device with its own
-parts of rows and vocabulary (`Layout`). `_Head` holds the formulas for the logits of a chunk, `_Chunks` the
-places of the tokens of each chunk.
+parts of rows and vocabulary (`VocabLayout`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from calibadv_jax.policy.kernels.custom_gradients import inner_product
-from calibadv_jax.policy.sharding import Layout, layout_of
+from calibadv_jax.policy.sharding import VocabLayout, vocab_layout
 from calibadv_jax.policy.transformer import Decoder
 
 PARTS = 8  # chunks of a row, at least: where few tokens are used, little of the last chunk is in vain
 
 Arrays = tuple[Any, ...]
+Pair = tuple[Array, Array]
 
 
 def token_logprobs(
     decoder: Decoder,
-    hidden: jax.Array,
-    targets: jax.Array,
+    hidden: Array,
+    targets: Array,
     temperature: float,
     chunk: int,
     entropy_gradient: bool = True,
-    used: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    used: Array | None = None,
+) -> Pair:
     """Return the log-probability of each target and the entropy of its distribution (nats), float32 [B, T].
 
-    Computes at most `chunk` used tokens a row at a time; the backward pass recomputes their logits. If one
-    chunk is the whole row, all tokens are computed at once, and the logits are kept. The head's weights are
-    gathered once in each direction.
+    Computes at most `chunk` used tokens a row at a time. If one chunk is the whole row, all tokens are
+    computed at once, and the logits are kept. The head's weights are gathered once in each direction.
 
     Args:
         hidden: [B, T, D], the state that predicts the target of the same column.
@@ -50,17 +50,19 @@ def token_logprobs(
     """
     weights, vocab_first = decoder.head()
     width, vocab = weights.shape[::-1] if vocab_first else weights.shape
-    layout = layout_of(hidden.shape[0], width, vocab)
-    head = _Head(layout, vocab_first, decoder.numerics.compute_dtype, temperature, chunk, entropy_gradient)
+    layout = vocab_layout(hidden.shape[0], width, vocab)
+    head = _OutputHead(
+        layout, vocab_first, decoder.numerics.compute_dtype, temperature, chunk, entropy_gradient
+    )
     used = jnp.ones(targets.shape, bool) if used is None else used
     return _logprobs(head, hidden, weights, targets, used)
 
 
 @dataclass(frozen=True)
-class _Head:
+class _OutputHead:
     """The output head as far as it is known at compilation."""
 
-    layout: Layout
+    layout: VocabLayout
     vocab_first: bool  # the weights are [V, D], else [D, V]
     dtype: Any
     temperature: float
@@ -69,24 +71,19 @@ class _Head:
 
     @property
     def weights_spec(self) -> Any:
-        axes = ("vocab", "width") if self.vocab_first else ("width", "vocab")
-        return self.layout.spec(*axes)
+        return self.layout.spec("vocab", "width") if self.vocab_first else self.layout.spec("width", "vocab")
 
-    @property
-    def width_axis(self) -> int:
-        return 1 if self.vocab_first else 0
-
-    def gathered(self, weights: jax.Array) -> jax.Array:
+    def gathered(self, weights: Array) -> Array:
         """Return the weights in the compute dtype, with the whole width."""
-        return self.layout.gathered(weights.astype(self.dtype), self.width_axis)
+        return self.layout.gathered(weights.astype(self.dtype), int(self.vocab_first))
 
-    def logits(self, states: jax.Array, weights: jax.Array) -> jax.Array:
+    def logits(self, states: Array, weights: Array) -> Array:
         """Return the logits of states [B, C, D], float32 [B, C, V]; see `Decoder.logits`."""
         product = "btd,vd->btv" if self.vocab_first else "btd,dv->btv"
         logits = jnp.einsum(product, states.astype(self.dtype), weights, preferred_element_type=jnp.float32)
         return logits / self.temperature
 
-    def values(self, logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def values(self, logits: Array, targets: Array) -> Arrays:
         """Return log-probabilities, entropies and log-sum-exps, float32 [B, C]."""
         layout = self.layout
         largest = logits.max(-1)
@@ -102,7 +99,7 @@ class _Head:
         normaliser = largest + jnp.log(total)
         return chosen - normaliser, normaliser - expected, normaliser
 
-    def logits_gradient(self, logits: jax.Array, targets: jax.Array, saved: Arrays) -> jax.Array:
+    def logits_gradient(self, logits: Array, targets: Array, saved: Iterable[Array]) -> Array:
         """Return the gradient of the logits before the temperature, [B, C, V] of the compute dtype.
 
         Args:
@@ -117,9 +114,7 @@ class _Head:
             change += probabilities * (normaliser - entropies - logits) * to_entropies
         return (change / self.temperature).astype(self.dtype)
 
-    def input_gradients(
-        self, change: jax.Array, states: jax.Array, weights: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def input_gradients(self, change: Array, states: Array, weights: Array) -> Pair:
         """Return the gradients of the states [B, C, D], and of the weights' whole width, in float32.
 
         All tokens are one axis: see `custom_gradients.rows_product`.
@@ -134,71 +129,63 @@ class _Head:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logprobs(
-    head: _Head, hidden: jax.Array, weights: jax.Array, targets: jax.Array, used: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _logprobs(head: _OutputHead, hidden: Array, weights: Array, targets: Array, used: Array) -> Pair:
     return _forward(head, hidden, weights, targets, used)[0]
 
 
 def _forward(
-    head: _Head, hidden: jax.Array, weights: jax.Array, targets: jax.Array, used: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], Arrays]:
+    head: _OutputHead, hidden: Array, weights: Array, targets: Array, used: Array
+) -> tuple[Pair, Arrays]:
     keeps_logits = hidden.shape[1] <= head.chunk
 
-    def local(hidden: jax.Array, weights: jax.Array, targets: jax.Array, used: jax.Array) -> Arrays:
+    def local(hidden: Array, weights: Array, targets: Array, used: Array) -> Arrays:
         weights = head.gathered(weights)
         if keeps_logits:
             logits = head.logits(hidden, weights)
             return *head.values(logits, targets), logits
         chunks = _Chunks.of(used, head)
 
-        def compute(number: jax.Array, results: Arrays) -> Arrays:
+        def compute(number: Array, results: Arrays) -> Arrays:
             states, chunk_targets = chunks.read(number, (hidden, targets))
             return chunks.write(number, results, head.values(head.logits(states, weights), chunk_targets))
 
-        return chunks.loop(compute, (jnp.zeros(targets.shape, jnp.float32),) * 3)
+        return jax.lax.fori_loop(0, chunks.count, compute, (jnp.zeros(targets.shape, jnp.float32),) * 3)
 
     rows = head.layout.spec("rows", None)
     inputs = head.layout.spec("rows", None, None), head.weights_spec, rows, rows
     outputs = (rows, rows, rows, head.layout.spec("rows", None, "vocab"))[: 4 if keeps_logits else 3]
-    logprobs, *rest = head.layout.on_devices(local, inputs, outputs)(hidden, weights, targets, used)
-    return (logprobs, rest[0]), (hidden, weights, targets, used, *rest)
+    logprobs, *more = head.layout.on_devices(local, inputs, outputs)(hidden, weights, targets, used)
+    return (logprobs, more[0]), (hidden, weights, targets, used, *more)
 
 
-def _backward(
-    head: _Head, saved: Arrays, gradients: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, None, None]:
-    def local(
-        hidden: jax.Array, weights: jax.Array, of_rows: Arrays, kept: Arrays
-    ) -> tuple[jax.Array, jax.Array]:
+def _backward(head: _OutputHead, saved: Arrays, gradients: Pair) -> tuple[Array, Array, None, None]:
+    def local(hidden: Array, weights: Array, of_rows: Arrays, logits: Arrays) -> Pair:
         whole = head.gathered(weights)
         targets, used, *values = of_rows
-        if kept:
-            change = head.logits_gradient(kept[0], targets, tuple(values))
+        if logits:
+            change = head.logits_gradient(logits[0], targets, values)
             to_hidden, total = head.input_gradients(change, hidden, whole)
         else:
             chunks = _Chunks.of(used, head)
 
-            def compute(number: jax.Array, carry: Arrays) -> Arrays:
+            def compute(number: Array, carry: Arrays) -> Arrays:
                 to_hidden, total = carry
                 states, chunk_targets, *chunk_values = chunks.read(number, (hidden, targets, *values))
-                logits = head.logits(states, whole)
-                change = head.logits_gradient(logits, chunk_targets, tuple(chunk_values))
+                change = head.logits_gradient(head.logits(states, whole), chunk_targets, chunk_values)
                 to_states, to_weights = head.input_gradients(change, states, whole)
                 return *chunks.write(number, (to_hidden,), (to_states,)), total + to_weights
 
             start = jnp.zeros(hidden.shape, hidden.dtype), jnp.zeros(whole.shape, jnp.float32)
-            to_hidden, total = chunks.loop(compute, start)
-        return to_hidden, head.layout.scattered(total, head.width_axis).astype(weights.dtype)
+            to_hidden, total = jax.lax.fori_loop(0, chunks.count, compute, start)
+        return to_hidden, head.layout.scattered(total, int(head.vocab_first)).astype(weights.dtype)
 
-    hidden, weights, targets, used, entropies, normaliser, *kept = saved
-    rows, states = head.layout.spec("rows", None), head.layout.spec("rows", None, None)
-    logits = tuple(head.layout.spec("rows", None, "vocab") for _ in kept)
+    hidden, weights, targets, used, entropies, normaliser, *logits = saved
+    spec, weights_spec = head.layout.spec, head.weights_spec
     of_rows = targets, used, normaliser, entropies, *gradients
-    inputs = states, head.weights_spec, (rows,) * len(of_rows), logits
-    run = head.layout.on_devices(local, inputs, (states, head.weights_spec))
-    to_hidden, to_weights = run(hidden, weights, of_rows, tuple(kept))
-    return to_hidden, to_weights, None, None
+    rows, states = (spec("rows", None),) * len(of_rows), spec("rows", None, None)
+    inputs = states, weights_spec, rows, (spec("rows", None, "vocab"),) * len(logits)
+    run = head.layout.on_devices(local, inputs, (states, weights_spec))
+    return *run(hidden, weights, of_rows, tuple(logits)), None, None
 
 
 _logprobs.defvjp(_forward, _backward)
@@ -208,36 +195,34 @@ _logprobs.defvjp(_forward, _backward)
 class _Chunks:
     """The used tokens of a device's rows, `size` at a time, from whatever rows."""
 
-    columns: jax.Array  # int32 [n * size]: their places in rows laid end to end; past the end: no token
+    columns: Array  # int32 [n * size]: their places in rows laid end to end; past the end: no token
     size: int
-    count: jax.Array  # of chunks with a token
+    count: Array  # of chunks with a token
 
     @classmethod
-    def of(cls, used: jax.Array, head: _Head) -> _Chunks:
+    def of(cls, used: Array, head: _OutputHead) -> _Chunks:
         """Divide the tokens `used`, bool [B, T]."""
         rows, length = used.shape
         size, total = rows * min(head.chunk, math.ceil(length / PARTS)), used.size
         whole = math.ceil(total / size) * size
         columns = jnp.nonzero(used.reshape(-1), size=whole, fill_value=total)[0]
+        count, axes = -(-used.sum() // size), head.layout.rows
         # As many on every device: the devices that share a row's vocabulary must not wait for each other.
-        return cls(columns, size, head.layout.largest_of_rows(-(-used.sum() // size)))
+        return cls(columns, size, jax.lax.pmax(count, axes) if axes else count)
 
-    def loop(self, body: Callable[[jax.Array, Arrays], Arrays], start: Arrays) -> Arrays:
-        return jax.lax.fori_loop(0, self.count, body, start)
-
-    def read(self, number: jax.Array, arrays: Arrays) -> Arrays:
+    def read(self, number: Array, arrays: Arrays) -> Arrays:
         """Read the chunk [1, size, ...] of each array [B, T, ...]; zeros where there is no token."""
-        here = self._columns(number)
+        columns = self._columns(number)
         rows = (x.reshape(-1, *x.shape[2:]) for x in arrays)
-        return tuple(x.at[here].get(mode="fill", fill_value=0)[None] for x in rows)
+        return tuple(x.at[columns].get(mode="fill", fill_value=0)[None] for x in rows)
 
-    def write(self, number: jax.Array, arrays: Arrays, values: Arrays) -> Arrays:
+    def write(self, number: Array, arrays: Arrays, values: Arrays) -> Arrays:
         """Write values [1, size, ...] of a chunk into arrays [B, T, ...]."""
-        here = self._columns(number)
+        columns = self._columns(number)
         return tuple(
-            x.reshape(-1, *x.shape[2:]).at[here].set(of[0], mode="drop").reshape(x.shape)
-            for x, of in zip(arrays, values, strict=True)
+            x.reshape(-1, *x.shape[2:]).at[columns].set(value[0], mode="drop").reshape(x.shape)
+            for x, value in zip(arrays, values, strict=True)
         )
 
-    def _columns(self, number: jax.Array) -> jax.Array:
+    def _columns(self, number: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(self.columns, number * self.size, self.size)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -50,14 +51,18 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
             f" {len(devices)} device(s); set one axis to -1 to take the rest"
         )
     mesh = jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
-    if jax.process_count() > 1 and _owners(mesh) != sorted(_owners(mesh)):
+    if jax.process_count() > 1 and _processes(mesh) != sorted(_processes(mesh)):
         # `LocalCopy` needs the devices of a process beside each other.
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-        mesh = Mesh(np.array(ordered).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+        mesh = _auto_mesh(np.array(ordered).reshape(sizes), MESH_AXES)
     return mesh
 
 
-def _owners(mesh: Mesh) -> list[int]:
+def _auto_mesh(devices: np.ndarray, axes: tuple[str, ...]) -> Mesh:
+    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _processes(mesh: Mesh) -> list[int]:
     return [device.process_index for device in mesh.devices.flat]
 
 
@@ -78,11 +83,10 @@ def local_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
 
 
 class LocalCopy:
-    """Copies parameters of several processes' devices onto the devices of each process.
+    """Copies parameters of several processes' devices onto the devices of each process, in `dtype`.
 
     Args:
         mesh: of all processes' devices, of which each process has as many.
-        dtype: of the copy.
         split: `Policy.split`. The frozen parameters are copied once: they must be the same in every call.
 
     Attributes:
@@ -92,21 +96,16 @@ class LocalCopy:
     def __init__(self, mesh: Mesh, dtype: Any, split: Callable[[Any], tuple[Any, Any]]):
         self._split = split
         self._frozen: Any = None
-        count = len(set(_owners(mesh)))
-        sizes = local_sizes(mesh.shape, mesh.size // count)
-        shape = count, *(sizes[name] for name in MESH_AXES)
-        self._all = Mesh(
-            mesh.devices.reshape(shape), ("process", *MESH_AXES), axis_types=(AxisType.Auto,) * 4
-        )
-        own = sorted(set(_owners(mesh))).index(jax.process_index())
-        self.mesh = Mesh(self._all.devices[own], MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-        self._gather = jax.jit(
-            lambda params: jax.tree.map(
-                lambda leaf, at: jax.lax.with_sharding_constraint(jnp.array(leaf, dtype, copy=True), at),
-                params,
-                param_shardings(params, self._all),
-            )
-        )
+        processes = sorted(set(_processes(mesh)))
+        sizes = local_sizes(mesh.shape, mesh.size // len(processes))
+        devices = mesh.devices.reshape(len(processes), *sizes.values())
+        self.mesh = _auto_mesh(devices[processes.index(jax.process_index())], MESH_AXES)
+        every = _auto_mesh(devices, ("process", *MESH_AXES))
+
+        def copy(leaf: Array, sharding: NamedSharding) -> Array:
+            return jax.lax.with_sharding_constraint(jnp.array(leaf, dtype, copy=True), sharding)
+
+        self._gather = jax.jit(lambda params: jax.tree.map(copy, params, param_shardings(params, every)))
 
     def __call__(self, params: Any) -> Any:
         """Copy parameters; all processes call this together."""
@@ -116,14 +115,12 @@ class LocalCopy:
         return joined(self._frozen, self._copied(trained))
 
     def _copied(self, params: Any) -> Any:
+        def local(leaf: Array, sharding: NamedSharding) -> Array:
+            shards = [shard.data for shard in leaf.addressable_shards]
+            return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
         gathered = self._gather(params)
-        return jax.tree.map(
-            lambda leaf, at: jax.make_array_from_single_device_arrays(
-                leaf.shape, at, [shard.data for shard in leaf.addressable_shards]
-            ),
-            gathered,
-            param_shardings(gathered, self.mesh),
-        )
+        return jax.tree.map(local, gathered, param_shardings(gathered, self.mesh))
 
 
 def spec(*axes: str | None) -> P:
@@ -131,13 +128,13 @@ def spec(*axes: str | None) -> P:
     return P(*(None if axis is None else RULES[axis] for axis in axes))
 
 
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+def constrain(x: Array, *axes: str | None) -> Array:
     """Pin an intermediate array to the table's layout; no effect outside `jax.set_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, spec(*axes))
 
 
-def pin_rows(x: jax.Array) -> jax.Array:
+def pin_rows(x: Array) -> Array:
     """Pin [B, n, D] with n > 1 inside a `vmap` over the devices' groups of rows: weights are gathered.
 
     Else the compiler may split D and sum over the devices after every product, which costs far more for many
@@ -163,22 +160,21 @@ def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any = None) -> Any:
-    """Return parameters as ShapeDtypeStructs of `dtype` with shardings; no mesh: the first device.
+    """Return parameters as ShapeDtypeStructs with shardings; no mesh: the first device.
 
-    Args:
-        abstract: nested dict of leaves with a shape, such as `Policy.abstract_params`.
-        dtype: None: each leaf's own.
+    `abstract` is a nested dict of leaves with a shape; without `dtype` they keep their own.
     """
-    if mesh is None:
-        device = SingleDeviceSharding(jax.local_devices()[0])
-        shardings = jax.tree.map(lambda _: device, abstract)
-    else:
-        shardings = param_shardings(abstract, mesh)
-    return jax.tree.map(
-        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=at),
-        abstract,
-        shardings,
-    )
+    if mesh is not None:
+        return with_shardings(abstract, param_shardings(abstract, mesh), dtype)
+    device = SingleDeviceSharding(jax.local_devices()[0])
+    return with_shardings(abstract, jax.tree.map(lambda _: device, abstract), dtype)
+
+
+def with_shardings(abstract: Any, shardings: Any, dtype: Any = None) -> Any:
+    def struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(struct, abstract, shardings)
 
 
 def cache_axes(num_kv_heads: int, tensor: int) -> tuple[str, str | None]:
@@ -200,9 +196,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) -> int:
     """Return the number of devices along an axis of the mesh, or along several."""
-    if names is None:
-        return 1
-    return int(np.prod([mesh.shape[name] for name in ((names,) if isinstance(names, str) else names)]))
+    return math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
 
 
 # --- The two weights that are as large as the vocabulary ---
@@ -211,7 +205,7 @@ def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) ->
 
 
 @dataclass(frozen=True)
-class Layout:
+class VocabLayout:
     """Mesh axes over which the rows of a batch, the width D and the vocabulary V are split; empty: none.
 
     Methods are called by each device with its own parts.
@@ -232,46 +226,41 @@ class Layout:
         names = {"rows": self.rows or None, "width": self.width, "vocab": self.vocab, None: None}
         return P(*(names[axis] for axis in axes))
 
-    def first(self, size: int) -> jax.Array | int:
+    def first(self, size: int) -> Array | int:
         """Return the first of the `size` entries of the vocabulary that this device holds."""
         return 0 if self.vocab is None else jax.lax.axis_index(self.vocab) * size
 
-    def over_vocab(self, x: jax.Array) -> jax.Array:
-        """Sum over all parts of the vocabulary."""
+    def over_vocab(self, x: Array) -> Array:
         return x if self.vocab is None else jax.lax.psum(x, self.vocab)
 
-    def gathered(self, weights: jax.Array, axis: int) -> jax.Array:
+    def gathered(self, weights: Array, axis: int) -> Array:
         """Gather the whole width of the weights, which is their `axis`."""
         if self.width is None:
             return weights
         return jax.lax.all_gather(weights, self.width, axis=axis, tiled=True)
 
-    def scattered(self, gradient: jax.Array, axis: int) -> jax.Array:
+    def scattered(self, gradient: Array, axis: int) -> Array:
         """Sum all devices' gradients of the whole width, and return this device's part."""
         if self.width is not None:
             gradient = jax.lax.psum_scatter(gradient, self.width, scatter_dimension=axis, tiled=True)
         return self.over_replicas(gradient)
 
-    def largest_of_rows(self, x: jax.Array) -> jax.Array:
-        """Return the largest value over the devices."""
-        return jax.lax.pmax(x, self.rows) if self.rows else x
-
-    def over_replicas(self, gradient: jax.Array) -> jax.Array:
+    def over_replicas(self, gradient: Array) -> Array:
         """Sum over the rows' axes that do not split the width."""
-        others = tuple(name for name in self.rows if name != self.width)
-        return jax.lax.psum(gradient, others) if others else gradient
+        axes = tuple(name for name in self.rows if name != self.width)
+        return jax.lax.psum(gradient, axes) if axes else gradient
 
 
-def layout_of(num_rows: int, width: int, vocab: int) -> Layout:
+def vocab_layout(num_rows: int, width: int, vocab: int) -> VocabLayout:
     """Return the layout by the table of `sharding` on the current mesh; undivided if rows do not divide."""
     mesh = jax.sharding.get_abstract_mesh()
     batch, embed, heads = RULES["batch"], RULES["embed"], RULES["vocab"]
     assert isinstance(batch, tuple) and isinstance(embed, str) and isinstance(heads, str)
     if mesh.empty or num_rows % axis_size(mesh, batch):
-        return Layout()
+        return VocabLayout()
 
     def fitted(size: int, name: str) -> str | None:
         return name if axis_size(mesh, name) > 1 and size % axis_size(mesh, name) == 0 else None
 
     rows = tuple(name for name in batch if axis_size(mesh, name) > 1)
-    return Layout(rows, fitted(width, embed), fitted(vocab, heads))
+    return VocabLayout(rows, fitted(width, embed), fitted(vocab, heads))

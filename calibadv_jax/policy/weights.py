@@ -11,6 +11,7 @@ from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from calibadv_jax.core.errors import UserError
 
@@ -32,31 +33,30 @@ class Weight:
         return "{layer}" in self.hf
 
 
-def _layer(name: str, *axes: str, transposed: bool = False) -> Weight:
-    return Weight("model.layers.{layer}." + name, ("layers", *axes), transposed)
+LAYER, PEFT = "model.layers.{layer}.", "base_model.model."  # what names of layers, and PEFT's, begin with
 
 
-def _with_adapters(table: dict[str, Weight]) -> dict[str, Weight]:
-    """Add the adapters that the stacked products may have, named as in PEFT's files."""
-    extended = dict(table)
-    for path, weight in table.items():
-        if weight.stacked and weight.transposed:
-            layers, inner, outer = weight.axes
-            name = PEFT + weight.hf.removesuffix("weight")
-            module = path.removesuffix("kernel")
-            extended[module + "lora_a"] = Weight(name + "lora_A.weight", (layers, inner, "rank"), True)
-            extended[module + "lora_b"] = Weight(name + "lora_B.weight", (layers, "rank", outer), True)
-    return extended
+def _layer(name: str, axis: str) -> Weight:
+    return Weight(LAYER + name, ("layers", axis))
 
 
-PEFT = "base_model.model."  # what PEFT's names begin with
-_PLAIN: dict[str, Weight] = {
+def _product(module: str, name: str, inner: str, outer: str) -> dict[str, Weight]:
+    """Return the weight of a layer's product, and the adapter that it may have."""
+    adapter = f"{PEFT}{LAYER}{name}.lora_"
+    return {
+        f"{module}.kernel": Weight(f"{LAYER}{name}.weight", ("layers", inner, outer), transposed=True),
+        f"{module}.lora_a": Weight(adapter + "A.weight", ("layers", inner, "rank"), transposed=True),
+        f"{module}.lora_b": Weight(adapter + "B.weight", ("layers", "rank", outer), transposed=True),
+    }
+
+
+WEIGHTS: dict[str, Weight] = {
     "embed.embedding": Weight("model.embed_tokens.weight", ("vocab", "embed")),
     "layers.attn_norm.scale": _layer("input_layernorm.weight", "norm"),
-    "layers.attn.q.kernel": _layer("self_attn.q_proj.weight", "embed", "heads", transposed=True),
-    "layers.attn.k.kernel": _layer("self_attn.k_proj.weight", "embed", "kv_heads", transposed=True),
-    "layers.attn.v.kernel": _layer("self_attn.v_proj.weight", "embed", "kv_heads", transposed=True),
-    "layers.attn.o.kernel": _layer("self_attn.o_proj.weight", "heads", "embed", transposed=True),
+    **_product("layers.attn.q", "self_attn.q_proj", "embed", "heads"),
+    **_product("layers.attn.k", "self_attn.k_proj", "embed", "kv_heads"),
+    **_product("layers.attn.v", "self_attn.v_proj", "embed", "kv_heads"),
+    **_product("layers.attn.o", "self_attn.o_proj", "heads", "embed"),
     "layers.attn.q.bias": _layer("self_attn.q_proj.bias", "heads"),
     "layers.attn.k.bias": _layer("self_attn.k_proj.bias", "kv_heads"),
     "layers.attn.v.bias": _layer("self_attn.v_proj.bias", "kv_heads"),
@@ -64,9 +64,9 @@ _PLAIN: dict[str, Weight] = {
     "layers.attn.q_norm.scale": _layer("self_attn.q_norm.weight", "norm"),
     "layers.attn.k_norm.scale": _layer("self_attn.k_norm.weight", "norm"),
     "layers.mlp_norm.scale": _layer("post_attention_layernorm.weight", "norm"),
-    "layers.mlp.gate.kernel": _layer("mlp.gate_proj.weight", "embed", "mlp", transposed=True),
-    "layers.mlp.up.kernel": _layer("mlp.up_proj.weight", "embed", "mlp", transposed=True),
-    "layers.mlp.down.kernel": _layer("mlp.down_proj.weight", "mlp", "embed", transposed=True),
+    **_product("layers.mlp.gate", "mlp.gate_proj", "embed", "mlp"),
+    **_product("layers.mlp.up", "mlp.up_proj", "embed", "mlp"),
+    **_product("layers.mlp.down", "mlp.down_proj", "mlp", "embed"),
     "layers.mlp.gate.bias": _layer("mlp.gate_proj.bias", "mlp"),
     "layers.mlp.up.bias": _layer("mlp.up_proj.bias", "mlp"),
     "layers.mlp.down.bias": _layer("mlp.down_proj.bias", "norm"),
@@ -74,30 +74,18 @@ _PLAIN: dict[str, Weight] = {
     "lm_head.kernel": Weight("lm_head.weight", ("embed", "vocab"), transposed=True),
     "value_head.kernel": Weight("score.weight", ("norm", "norm"), transposed=True),  # of a critic
 }
-WEIGHTS = _with_adapters(_PLAIN)
 
 
-def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(params: dict[str, Any]) -> dict[str, Any]:
     """Flatten a nested dict to {dotted path: leaf}."""
-    flat: dict[str, Any] = {}
-    for name, value in params.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
+    return flatten_dict(params, sep=".")
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Nest {dotted path: leaf}."""
-    nested: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, name = path.split(".")
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return nested
+    return unflatten_dict(dict(flat), sep=".")
 
 
-def to_hf(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+def to_hf(params: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield HuggingFace names and host arrays, one layer at a time, of a nested dict of arrays."""
     for path, value in flatten(params).items():
         weight = WEIGHTS[path]
@@ -106,7 +94,7 @@ def to_hf(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
             yield weight.hf.format(layer=index), part.T if weight.transposed else part
 
 
-def hf_shapes(abstract: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def hf_shapes(abstract: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return HuggingFace name -> shape, for a nested dict of arrays or ShapeDtypeStructs."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path, leaf in flatten(abstract).items():
@@ -117,11 +105,8 @@ def hf_shapes(abstract: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_hf(shapes: Mapping[str, tuple[int, ...]], abstract: Mapping[str, Any], source: str) -> None:
-    """Compare a checkpoint's HuggingFace names and shapes with the policy's.
-
-    Raises UserError with the first missing, extra and misshapen tensors and the count of the rest.
-    """
+def check_hf(shapes: Mapping[str, tuple[int, ...]], abstract: dict[str, Any], source: str) -> None:
+    """Raise UserError if a checkpoint's HuggingFace names and shapes are not the policy's."""
     problems = shape_problems(shapes, hf_shapes(abstract))
     if problems:
         raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {summary(problems)}")
@@ -144,24 +129,22 @@ def shape_problems(
 
 def summary(problems: Sequence[str]) -> str:
     """Join the first few problems and the count of the rest, on one line."""
-    rest = len(problems) - LISTED
-    return "; ".join(problems[:LISTED]) + (f"; and {rest} more" if rest > 0 else "")
+    more = len(problems) - LISTED
+    return "; ".join(problems[:LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def from_hf(
     path: str, read: Callable[[str, Region], np.ndarray], num_layers: int, region: Region, dtype: Any
 ) -> np.ndarray:
-    """Assemble a region of our parameter at dotted `path`, in `dtype`.
+    """Assemble a region of our parameter at dotted `path`, in `dtype`; nothing else is read.
 
     Args:
         read: (HuggingFace name, region of that tensor) -> host array.
-        region: of our array; nothing else is read.
     """
     weight = WEIGHTS[path]
     layers, inner = (range(num_layers)[region[0]], region[1:]) if weight.stacked else (range(1), region)
-    hf_region = inner[::-1] if weight.transposed else inner
-    tensors = [read(weight.hf.format(layer=layer), hf_region) for layer in layers]
-    parts = [tensor.T if weight.transposed else tensor for tensor in tensors]
+    names = [weight.hf.format(layer=layer) for layer in layers]
+    parts = [read(name, inner[::-1]).T if weight.transposed else read(name, inner) for name in names]
     if not weight.stacked:
         return np.ascontiguousarray(parts[0], dtype)
     stacked: np.ndarray = np.stack(parts, dtype=dtype, casting="unsafe")

@@ -44,16 +44,16 @@ def packed(cases, config, rng=None, on_policy=False, order=None, row_length=ROW,
     (laid,) = rows.batches(factors)
     (batch,) = microbatches(laid, ROWS)
     columns = np.zeros((ROWS, row_length), np.float32)
-    for at, values in zip(rows.plan.placements, new, strict=True):
-        columns[at.row, at.start : at.start + at.length - 1] = values[1:]
+    for placement, values in zip(rows.plan.placements, new, strict=True):
+        columns[placement.row, placement.start : placement.start + placement.length - 1] = values[1:]
 
     def objective(logprobs):
         return loss(logprobs, jnp.zeros_like(logprobs), batch, None)
 
     (value, metrics), gradient = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(columns))
-    gradients = rows.taken([np.asarray(gradient)])
-    back = [gradients[order.index(index)][1:] for index in range(len(cases))]
-    return float(value), back, {name: float(number) for name, number in metrics.items()}
+    gradients = rows.by_sample([np.asarray(gradient)])
+    in_order = [gradients[order.index(index)][1:] for index in range(len(cases))]
+    return float(value), in_order, {name: float(number) for name, number in metrics.items()}
 
 
 def batch_of(advantages, old, sampler=None):

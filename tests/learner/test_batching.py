@@ -1,28 +1,13 @@
 """Packing: every token at its place, weights that sum to one, few shapes."""
 
 import dataclasses
-import itertools
 
 import jax
 import numpy as np
 import pytest
 
 from calibadv_jax.learner import batching
-from calibadv_jax.learner.batching import (
-    Rows,
-    RowShape,
-    Sample,
-    content_of,
-    microbatches,
-    pack,
-    place,
-    plan,
-    row_shapes,
-    row_widths,
-    rows_at,
-    token_weights,
-    weight_total,
-)
+from calibadv_jax.learner.batching import Rows, RowShape, Sample, pack, place, plan, token_weights
 
 
 def make(length, trained, start=0):
@@ -37,18 +22,18 @@ def test_packed_samples_lie_at_their_placements():
     batch = pack(samples, 12)
     placements, rows = place([5, 9, 3, 7, 4], 12)
     assert batch.tokens.shape == (rows, 12) == (3, 12)
-    for sample, at in zip(samples, placements, strict=True):
-        here = slice(at.start, at.start + at.length)
-        np.testing.assert_array_equal(batch.tokens[at.row, here], sample.tokens)
-        np.testing.assert_array_equal(batch.positions[at.row, here], np.arange(at.length))
-        assert len(set(batch.segment_ids[at.row, here])) == 1
-        np.testing.assert_array_equal(batch.targets[at.row, here][:-1], sample.tokens[1:])
-        assert batch.weights[at.row, at.start + at.length - 1] == 0  # nothing follows the last token
+    for sample, placement in zip(samples, placements, strict=True):
+        columns = placement.row, slice(placement.start, placement.start + placement.length)
+        np.testing.assert_array_equal(batch.tokens[columns], sample.tokens)
+        np.testing.assert_array_equal(batch.positions[columns], np.arange(placement.length))
+        assert len(set(batch.segment_ids[columns])) == 1
+        np.testing.assert_array_equal(batch.targets[columns][:-1], sample.tokens[1:])
+        assert batch.weights[columns][-1] == 0  # nothing follows the last token
 
 
 def test_microbatches_keep_order_and_pad_the_end():
     batch = pack([make(10, 1, 100 * index) for index in range(5)], 10)
-    split = list(microbatches(batch, 2))
+    split = list(batching.microbatches(batch, 2))
     assert [part.tokens.shape for part in split] == [(2, 10)] * 3
     rows = np.concatenate([part.tokens for part in split])
     np.testing.assert_array_equal(rows[:5], batch.tokens)
@@ -57,15 +42,15 @@ def test_microbatches_keep_order_and_pad_the_end():
 
 
 def test_nothing_is_one_empty_microbatch():
-    (part,) = microbatches(pack([], 10), 2)
+    (part,) = batching.microbatches(pack([], 10), 2)
     assert part.tokens.shape == (2, 10) and not any(leaf.any() for leaf in jax.tree.leaves(part))
 
 
 def test_old_logprobs_are_the_samplers_unless_recomputed():
     plain = make(5, 2)
     recomputed = dataclasses.replace(plain, old_logprobs=plain.logprobs - 1)
-    for given, old in ((plain, plain.logprobs), (recomputed, plain.logprobs - 1)):
-        batch = pack([given], 5)
+    for case, old in ((plain, plain.logprobs), (recomputed, plain.logprobs - 1)):
+        batch = pack([case], 5)
         np.testing.assert_array_equal(batch.old_logprobs[0, :4], old[1:])
         np.testing.assert_array_equal(batch.sampler_logprobs[0, :4], plain.logprobs[1:])
 
@@ -76,7 +61,11 @@ def test_content_depends_on_every_array(name):
     changed = getattr(samples[1], name).copy()
     changed[-1] = not changed[-1] if name == "mask" else changed[-1] + 1
     other = [samples[0], dataclasses.replace(samples[1], **{name: changed})]
-    assert content_of(samples) == content_of([make(5, 2), make(3, 1)]) != content_of(other)
+    assert (
+        batching.content_of(samples)
+        == batching.content_of([make(5, 2), make(3, 1)])
+        != batching.content_of(other)
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,29 +84,31 @@ def test_weights_of_trained_tokens_by_aggregation(aggregation, sums):
     np.testing.assert_allclose([values.sum() for values in weights], sums, rtol=1e-6)
     assert all(len(set(values[sample.mask])) <= 1 for values, sample in zip(weights, samples, strict=True))
     assert not any(values[~sample.mask].any() for values, sample in zip(weights, samples, strict=True))
-    assert weight_total(weights, aggregation) == pytest.approx(sum(sums))
     assert not token_weights([make(5, 0)], aggregation, 1)[0].any()
 
 
 def shapes(*widths, rows=2, cost=lambda width: 1.0):
-    return [RowShape(width, rows_at(width, rows, widths[0]), cost(width)) for width in widths]
+    return [RowShape(width, batching.rows_at(width, rows, widths[0]), cost(width)) for width in widths]
 
 
 def random_lengths(seed, count=40, longest=64):
     return np.random.default_rng(seed).integers(1, longest + 1, count).tolist()
 
 
-def test_widths_are_shares_of_the_row_length():
-    assert row_widths(16384, 1) == [16384]
-    assert row_widths(16384, 2) == [16384, 8192]
-    assert row_widths(16384, 3) == [16384, 12288, 8192]
-    assert row_widths(384, 5) == [384, 288, 192, 144, 96]
-    assert row_widths(1, 5) == [1]
-
-
-def test_narrow_microbatch_has_no_more_tokens():
-    assert [rows_at(width, 8, 16384) for width in row_widths(16384, 5)] == [8, 8, 16, 16, 32]
-    assert rows_at(20000, 8, 16384) == rows_at(7, 8, 0) == 8
+@pytest.mark.parametrize(
+    ("length", "count", "widths", "rows"),
+    [
+        (16384, 1, [16384], [8]),
+        (16384, 2, [16384, 8192], [8, 16]),
+        (16384, 3, [16384, 12288, 8192], [8, 8, 16]),
+        (384, 5, [384, 288, 192, 144, 96], [8, 8, 16, 16, 32]),
+        (1, 5, [1], [8]),
+    ],
+)
+def test_narrow_microbatch_has_no_more_tokens(length, count, widths, rows):
+    expected = [RowShape(*shape, shape[0] + 1) for shape in zip(widths, rows, strict=True)]
+    assert batching.row_shapes(length, 8, count, lambda width: width + 1) == expected
+    assert batching.rows_at(20000, 8, 16384) == batching.rows_at(7, 8, 0) == 8
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -127,10 +118,12 @@ def test_no_two_samples_share_a_column(seed):
     sizes = zip(packing.num_rows, packing.shapes, strict=True)
     taken_columns = [np.zeros((n, shape.length), int) for n, shape in sizes]
     segments = set()
-    for length, at in zip(lengths, packing.placements, strict=True):
-        assert at.length == length and at.start + length <= packing.shapes[at.batch].length
-        taken_columns[at.batch][at.row, at.start : at.start + length] += 1
-        segments.add((at.batch, at.row, at.segment))
+    for length, placement in zip(lengths, packing.placements, strict=True):
+        assert (
+            placement.length == length and placement.start + length <= packing.shapes[placement.batch].length
+        )
+        taken_columns[placement.batch][placement.row, placement.start : placement.start + length] += 1
+        segments.add((placement.batch, placement.row, placement.segment))
     assert all(columns.max() == 1 and columns[:, 0].all() for columns in taken_columns)
     assert len(segments) == len(lengths)
 
@@ -165,26 +158,20 @@ def test_long_sample_leaves_others_in_narrow_rows():
     lengths = [40, *[16] * 16]
     packing = plan(lengths, shapes(64, 48, 16, rows=1, cost=lambda width: 1.0 + width))
     assert [shape.length for shape in packing.shapes] == [48, 16]
-    assert [at.batch for at in packing.placements] == [0, *[1] * 16]
+    assert [placement.batch for placement in packing.placements] == [0, *[1] * 16]
 
 
 def test_one_width_is_first_fit_decreasing():
     assert place([5, 3, 4, 4], 8)[1] == 2
     placements, num_rows = place([5, 9, 3, 7, 4], 12)
     assert num_rows == 3
-    assert [(at.row, at.start, at.segment) for at in placements] == [
-        (1, 7, 2),
-        (0, 0, 1),
-        (0, 9, 2),
-        (1, 0, 1),
-        (2, 0, 1),
-    ]
+    expected = [(1, 7, 2), (0, 0, 1), (0, 9, 2), (1, 0, 1), (2, 0, 1)]
+    assert [(place.row, place.start, place.segment) for place in placements] == expected
 
 
 def test_nothing_takes_no_rows():
     packing = plan([], shapes(64, 32))
-    assert packing.placements == [] and packing.num_rows == [0] and packing.positions == [0]
-    assert packing.shapes[0].length == 64
+    assert (packing.placements, packing.num_rows, packing.shapes) == ([], [0], shapes(64, 32)[:1])
 
 
 def test_too_long_a_sample_is_named():
@@ -196,24 +183,24 @@ def test_rows_of_two_widths_return_samples():
     rng = np.random.default_rng(0)
     samples = []
     for length in (30, 12, 9, 16, 3):
-        mask = np.arange(length) > 1
-        tokens = rng.integers(0, 99, length).astype(np.int32)
+        tokens, mask = rng.integers(0, 99, length).astype(np.int32), np.arange(length) > 1
         samples.append(Sample(tokens, mask, rng.normal(size=length).astype(np.float32), -tokens / 7 * mask))
     weights = token_weights(samples, "token_mean")
     rows = Rows(samples, shapes(32, 16, rows=1, cost=lambda w: w**2), weights)
     batches = rows.batches()
-    widths = [shape.length for shape in rows.plan.shapes]
-    assert len(widths) == 2
-    assert [batch.tokens.shape for batch in batches] == list(zip(rows.plan.num_rows, widths, strict=True))
-    for field in ("tokens", "weights", "advantages", "sampler_logprobs"):
-        pairs = zip(samples, weights, strict=True)
-        apart = [pack([sample], 32, weights=[weight]) for sample, weight in pairs]
-        kept = itertools.chain(*(getattr(batch, field)[batch.segment_ids > 0] for batch in batches))
-        expected = itertools.chain(*(getattr(batch, field)[batch.segment_ids > 0] for batch in apart))
-        assert sorted(kept) == sorted(expected)
-    back = rows.taken([batch.sampler_logprobs for batch in batches])
-    for sample, values in zip(samples, back, strict=True):
-        np.testing.assert_allclose(values[1:], sample.logprobs[1:], rtol=1e-6)
+    assert [batch.tokens.shape[1] for batch in batches] == [32, 16]
+    assert [len(batch.tokens) for batch in batches] == rows.plan.num_rows
+
+    def of_samples(field):
+        return rows.by_sample([getattr(batch, field) for batch in batches])
+
+    expected = [(sample.tokens, sample.advantages, sample.logprobs) for sample in samples]
+    columns = zip(*map(of_samples, ("targets", "advantages", "sampler_logprobs", "weights")), strict=True)
+    for sample, weight, values in zip(expected, weights, columns, strict=True):
+        for array, column in zip((*sample, weight), values, strict=True):
+            np.testing.assert_allclose(column, [0, *array[1:]], rtol=1e-6)
+    tokens = np.concatenate([batch.tokens[batch.segment_ids > 0] for batch in batches])
+    assert sorted(tokens) == sorted(np.concatenate([sample.tokens for sample in samples]))
 
 
 def test_remaining_samples_take_a_narrower_row():
@@ -229,7 +216,7 @@ def test_few_samples_are_laid_in_other_orders_too():
     assert packing.positions == [4 * 1024, 2 * 768]  # in falling order they take six wide rows
     assert packing == plan(lengths, shapes(1024, 768, 512))
     alone = plan(lengths, shapes(1024))
-    assert [at.row for at in alone.placements][6:8] == [0, 1] and alone.num_rows == [6]
+    assert [placement.row for placement in alone.placements][6:8] == [0, 1] and alone.num_rows == [6]
 
 
 def test_many_samples_are_laid_in_few_ways(monkeypatch):
@@ -237,7 +224,7 @@ def test_many_samples_are_laid_in_few_ways(monkeypatch):
     laid, real = [], batching._laid
     monkeypatch.setattr(batching, "_laid", lambda *a: laid.append(1) or real(*a))
     lengths = np.random.default_rng(0).integers(100, 16_384, 2_560).tolist()
-    shapes = row_shapes(16_384, 8, 3, lambda width: 1.0 + width / 65_536)
+    shapes = batching.row_shapes(16_384, 8, 3, lambda width: 1.0 + width / 65_536)
     packing = plan(lengths, shapes)
     assert len(laid) <= 7  # choices of three widths, one way each
     assert packing.cost <= plan(lengths, shapes[:1]).cost

@@ -14,14 +14,8 @@ from tiny_policy import NARROW, mesh_of, single_device, tiny
 
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.learner.critic import (
-    CriticLearner,
-    ValueLoss,
-    critic_of,
-    critic_params,
-    learn_values,
-    value_sample,
-)
+from calibadv_jax.learner import critic as critics
+from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of, critic_params, learn_values
 from calibadv_jax.learner.learner import LearnerOptions, init_params
 from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.policy.adapters import Adapters
@@ -57,19 +51,14 @@ def policy():
     return tiny(CONFIG)
 
 
-def trajectory(seed, score):
-    """Two turns with an observation between them."""
-    rng = np.random.default_rng(seed)
-
-    def turn(kind, observed):
-        ids = rng.integers(0, 16, (2, 3)).astype(np.int32)
-        values = rng.random(3).astype(np.float32)
-        return Turn(kind, ids[0], np.zeros(3, np.float32), observation_ids=ids[1][:observed], values=values)
-
+def critic_sample(seed, score):
+    """A sample of two turns with an observation between them; every return is the score."""
+    ids = np.random.default_rng(seed).integers(0, 16, (3, 3)).astype(np.int32)
+    nothing = np.zeros(3, np.float32)
+    turns = [Turn("search", ids[0], nothing, observation_ids=ids[1][:2]), Turn("answer", ids[2], nothing)]
     question = Question("q", "?", ("a",), "test")
-    trajectory = Trajectory(question, np.arange(2, dtype=np.int32), [turn("search", 2), turn("answer", 0)])
-    trajectory.answer_score = score
-    return trajectory
+    trajectory = Trajectory(question, np.arange(2, dtype=np.int32), turns)
+    return critics.value_sample(trajectory, np.zeros(6, np.float32), np.full(6, score))
 
 
 def test_critic_shares_parameters_except_the_head(policy):
@@ -82,10 +71,7 @@ def test_critic_shares_parameters_except_the_head(policy):
     assert not np.asarray(value_params["value_head"]["kernel"]).any()
     shardings = param_shardings(critic.abstract_params, mesh)
     assert shardings["layers"]["mlp"]["up"]["kernel"].spec == P(None, "fsdp", "tensor")
-    assert all(
-        leaf.sharding == at
-        for leaf, at in zip(jax.tree.leaves(value_params), jax.tree.leaves(shardings), strict=True)
-    )
+    assert jax.tree.map(lambda leaf: leaf.sharding, value_params) == shardings
 
 
 @pytest.mark.medium
@@ -99,11 +85,9 @@ def test_critic_with_adapters_shares_the_base():
     state = learner.init(critic_params(critic, params, mesh))
     assert learner.base["embed"]["embedding"] is params["embed"]["embedding"]
     config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
-    samples = [value_sample(trajectory(0, 1.0), np.zeros(6, np.float32), np.ones(6))]
-    rng, loss = np.random.default_rng(0), ValueLoss(0.0)
-    losses = []
+    rng, loss, losses = np.random.default_rng(0), ValueLoss(0.0), []
     for _ in range(4):
-        state, metrics = learn_values(learner, state, samples, config, loss, rng)
+        state, metrics = learn_values(learner, state, [critic_sample(0, 1.0)], config, loss, rng)
         losses.append(metrics["critic/loss"])
     assert losses[0] == 0.5 and losses[-1] < losses[0]
     assert set(flatten(state["params"])) == set(trained)
@@ -117,21 +101,15 @@ def test_critic_learns_returns(policy):
     learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, row_length=16))
     state = learner.init(critic_params(critic, init_params(policy, mesh, 0), mesh))
     config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
-    trajectories = [trajectory(seed, score) for seed, score in enumerate((1.0, 0.0, 0.5))]
-    returns = [np.full(6, member.answer_score) for member in trajectories]
-    samples = [
-        value_sample(member, np.zeros(6, np.float32), target)
-        for member, target in zip(trajectories, returns, strict=True)
-    ]
+    samples = [critic_sample(seed, score) for seed, score in enumerate((1.0, 0.0, 0.5))]
     rng, loss, losses = np.random.default_rng(0), ValueLoss(0.0), []
     for _ in range(30):
         state, metrics = learn_values(learner, state, samples, config, loss, rng)
         losses.append(metrics["critic/loss"])
-    assert losses[0] == pytest.approx(0.5 * np.mean(np.concatenate(returns) ** 2), rel=1e-5)
+    assert losses[0] == pytest.approx(0.5 * (1 + 0 + 0.25) / 3, rel=1e-5)
     assert losses[-1] < 0.3 * losses[0]
-    assert set(metrics) == {
-        f"critic/{name}" for name in ("loss", "clipfrac", "grad_norm", "skipped", "updates")
-    }
+    names = ("loss", "clipfrac", "grad_norm", "skipped", "updates")
+    assert set(metrics) == {f"critic/{name}" for name in names}
     predicted = sample_logprobs(learner, state["params"], samples, config)
     for trained, values in zip(samples, predicted, strict=True):
         decoder = critic.merge(state["params"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 import numpy as np
 import pytest
 from loss_cases import packed, sample
 
 from calibadv_jax.config import LossConfig
+from calibadv_jax.learner.losses import LOSSES
 
 AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -17,45 +19,21 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "sequence_sum_norm",
     "mean over rows": "sequence_mean",
 }
-RENAMED = {  # other published losses have our names, but for hyphens
+NAMES = {  # of the published losses; others are ours, but for hyphens
     "clip-higher": "vanilla",
     "dual-clip": "vanilla",
     "cispo_verl": "cispo",
     "geo-mean": "gmpo",
-}
-SAME = (
-    "vanilla",
-    "lld",
-    "balance",
-    "cispo",
-    "clip-cov",
-    "kl-cov",
-    "gspo",
-    "gpg",
-    "sapo",
-    "dppo-tv",
-    "dppo-kl",
-)
-NAMES = {name: name.replace("-", "_") for name in (*SAME, "dro")} | RENAMED
+} | {name.replace("_", "-"): name for name in LOSSES if name not in ("gmpo", "balance_detached")}
 SAME_FLAGS = ("vanilla", "clip-higher", "lld", "balance", "gspo")  # others count other tokens as clipped
-SAME_KEYS = (
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "drop_above",
-    "lld_coef",
-    "cov_share",
-    "cov_low",
-    "cov_high",
-)
-KEYS = {name: name for name in (*SAME_KEYS, "ratio_cap", "tau_positive", "tau_negative")} | {
+KEYS = {
     "gating": "lld_gating",
     "pg_loss_ratio": "balance_ratio",
     "kl_coef": "cov_kl_coef",
     "limit_low": "clip_low",
     "limit_high": "clip_high",
     "beta": "dro_beta",
-}
+} | {field.name: field.name for field in fields(LossConfig) if field.name not in ("kl_coef", "aggregation")}
 
 
 CORRECTIONS = {  # those whose masked tokens leave the mean are scaled to ours, which stay in it
@@ -64,36 +42,29 @@ CORRECTIONS = {  # those whose masked tokens leave the mean are scaled to ours, 
     4: {"importance_low": 0.5, "importance_high": 2.0},
     5: {"importance_cap": 2.0, "importance_low": 0.2, "importance_high": 2.0},
     7: {"importance_low": 0.5, "importance_high": 2.0, "importance_level": "sequence"},
-    6: {  # the limits there are those of the weight's inverse
-        "importance_low": 1 / 1.1,
-        "importance_high": 1 / 0.9,
-        "importance_level": "sequence_geometric",
-    },
+    # The limits there are those of the weight's inverse.
+    6: {"importance_low": 1 / 1.1, "importance_high": 1 / 0.9, "importance_level": "sequence_geometric"},
     8: {"importance_cap": 2.0, "reject_by": "k3", "reject_over": "sequence_max", "reject_above": 0.5},
     9: {"reject_by": "k3", "reject_above": 0.1},
     11: {"reject_by": "k2", "reject_over": "sequence_max", "reject_above": 0.4},
     12: {"importance_cap": 2.0, "importance_low": 0.5, "importance_high": 2.0},
-    13: {
-        "importance_cap": 3.0,
-        "importance_low": 0.4,
-        "importance_high": 3.0,
-        "importance_level": "sequence",
-    },
+    13: {"importance_cap": 3.0, "importance_low": 0.4, "importance_high": 3.0}
+    | {"importance_level": "sequence"},
 }
 
 
 def config_of(case: dict) -> LossConfig:
-    given = case["settings"]
-    keys = {ours: given[key] for key, ours in KEYS.items() if key in given}
-    if "clip_ratio" in given:
-        keys |= {"clip_low": given["clip_ratio"], "clip_high": given["clip_ratio"]}
-    aggregation = AGGREGATIONS[given["aggregation"]]
+    settings = case["settings"]
+    keys = {ours: settings[key] for key, ours in KEYS.items() if key in settings}
+    if "clip_ratio" in settings:
+        keys |= {"clip_low": settings["clip_ratio"], "clip_high": settings["clip_ratio"]}
+    aggregation = AGGREGATIONS[settings["aggregation"]]
     norm = len(case["inputs"]["mask"][0]) if aggregation == "sequence_sum_norm" else 0
     return LossConfig(name=NAMES[case["loss"]], aggregation=aggregation, length_norm=norm, **keys)
 
 
 def scale_of(case: dict) -> float:
-    """What ours is multiplied with: they may count empty rows, and the Dr. GRPO sum is no mean over rows."""
+    """The factor of our loss: theirs may count empty rows, and the Dr. GRPO sum is no mean over rows."""
     trained = sum(any(row) for row in case["inputs"]["mask"])
     aggregation, authors = case["settings"]["aggregation"], case["source"].startswith("CalibAdv")
     if authors and aggregation == "seq-mean-token-sum-norm":
@@ -103,33 +74,30 @@ def scale_of(case: dict) -> float:
     return 1.0
 
 
-class Chosen:
+class Draw:
     """Draws the tokens that the published code drew."""
 
     def __init__(self, case: dict):
-        rows = case["inputs"]["mask"]
-        places = [[row, token] for row, mask in enumerate(rows) for token, on in enumerate(mask) if on]
-        self.candidates = [places.index(place) for place in case["expected"]["candidates"]]
-        self.chosen = [places.index(place) for place in case["expected"]["chosen"]]
+        places = np.argwhere(case["inputs"]["mask"]).tolist()
+        self.candidates, self.chosen = (
+            [places.index(place) for place in case["expected"][name]] for name in ("candidates", "chosen")
+        )
 
     def choice(self, candidates, count, replace):
         assert list(candidates) == self.candidates and count == len(self.chosen) and not replace
         return np.array(self.chosen)
 
 
-def assert_agrees(case: dict) -> None:
-    inputs, expected = case["inputs"], case["expected"]
-    columns = [inputs[name] for name in ("log_prob", "old_log_prob", "advantages", "mask")]
-    rows = [sample(*row) for row in zip(*columns, strict=True)]
-    rng = Chosen(case) if case["settings"].get("deterministic") is False else None
-    loss, gradients, metrics = packed(rows, config_of(case), rng)
-    scale = scale_of(case)
-    np.testing.assert_allclose(scale * loss, expected["loss"], rtol=1e-4, atol=1e-5, err_msg=case["name"])
-    for gradient, target in zip(gradients, expected["gradient"], strict=True):
-        np.testing.assert_allclose(scale * gradient, target, rtol=1e-4, atol=1e-5, err_msg=case["name"])
-    if case["loss"] in SAME_FLAGS:
-        count = sum(map(sum, inputs["mask"]))
-        assert metrics["actor/pg_clipfrac"] / count == pytest.approx(expected["clip_fraction"], abs=1e-6)
+def compared(case: dict, config: LossConfig, scale: float, *more: str, rng=None) -> dict[str, float]:
+    """Compare loss and gradients; return our metrics."""
+    names = ("log_prob", "old_log_prob", "advantages", "mask", *more)
+    rows = [sample(*row) for row in zip(*(case["inputs"][name] for name in names), strict=True)]
+    loss, gradients, metrics = packed(rows, config, rng)
+    tolerances = {"rtol": 1e-4, "atol": 1e-5, "err_msg": case["name"]}
+    np.testing.assert_allclose(scale * loss, case["expected"]["loss"], **tolerances)
+    for gradient, target in zip(gradients, case["expected"]["gradient"], strict=True):
+        np.testing.assert_allclose(scale * gradient, target, **tolerances)
+    return metrics
 
 
 @pytest.fixture(scope="module")
@@ -142,21 +110,18 @@ def test_published_values_and_gradients(published, name):
     cases = [case for case in published if case["loss"] == name]
     assert len(cases) == 6
     for case in cases:
-        assert_agrees(case)
+        rng = Draw(case) if case["settings"].get("deterministic") is False else None
+        metrics = compared(case, config_of(case), scale_of(case), rng=rng)
+        if name in SAME_FLAGS:
+            fraction = metrics["actor/pg_clipfrac"] / np.sum(case["inputs"]["mask"])
+            assert fraction == pytest.approx(case["expected"]["clip_fraction"], abs=1e-6)
 
 
 @pytest.mark.parametrize("number", CORRECTIONS)
 def test_published_corrections_between_sampler_and_learner(published, number):
     (case,) = [case for case in published if case["name"] == f"rollout-correction_{number}"]
-    inputs, expected = case["inputs"], case["expected"]
-    names = ("log_prob", "old_log_prob", "advantages", "mask", "rollout_log_prob")
-    rows = [sample(*row) for row in zip(*(inputs[name] for name in names), strict=True)]
-    widths = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
-    loss, gradients, metrics = packed(rows, LossConfig(**widths, **CORRECTIONS[number]))
-    count, kept = (sum(map(sum, mask)) for mask in (inputs["mask"], expected["kept_mask"]))
-    scale = count / kept
-    assert scale * loss == pytest.approx(expected["loss"], rel=1e-4, abs=1e-5)
-    for gradient, target in zip(gradients, expected["gradient"], strict=True):
-        np.testing.assert_allclose(scale * gradient, target, rtol=1e-4, atol=1e-5)
+    config = LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, **CORRECTIONS[number])
+    count, accepted = np.sum(case["inputs"]["mask"]), np.sum(case["expected"]["kept_mask"])
+    metrics = compared(case, config, count / accepted, "rollout_log_prob")
     if "reject" in case["settings"]:
-        assert metrics["actor/sampler_masked"] == count - kept
+        assert metrics["actor/sampler_masked"] == count - accepted

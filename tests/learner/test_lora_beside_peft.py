@@ -35,10 +35,7 @@ COMMON = {
 }
 LAYOUTS = {
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (
-        transformers.Qwen3Config,
-        {"tie_word_embeddings": False, "head_dim": 16, "num_hidden_layers": 1},
-    ),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "num_hidden_layers": 1}),
     "llama": (transformers.LlamaConfig, {"num_hidden_layers": 1, "rope_scaling": LLAMA3}),
 }
 TARGETS = {"qwen2": "q k v o gate up down", "qwen3": "q v down", "llama": "q k v o gate up down"}
@@ -52,10 +49,9 @@ def samples():
     rng = np.random.default_rng(3)
     made = []
     for length in (18, 24, 15, 21):
-        mask = np.arange(length) >= 5
-        advantages = np.float32(rng.normal()) * mask
+        mask, nothing = np.arange(length) >= 5, np.zeros(length, np.float32)
         tokens = rng.integers(0, COMMON["vocab_size"], length).astype(np.int32)
-        made.append(Sample(tokens, mask, advantages.astype(np.float32), np.zeros(length, np.float32)))
+        made.append(Sample(tokens, mask, nothing + np.float32(rng.normal()) * mask, nothing))
     return made
 
 
@@ -89,9 +85,8 @@ def torch_updates(model):
 
 def our_updates(policy, params, mesh):
     """The learner and its state after the updates."""
-    learner = Learner(
-        policy, make_optimizer(OPTIMIZER, make_schedule(OPTIMIZER, 10)), mesh, LearnerOptions(mesh.size)
-    )
+    optimizer = make_optimizer(OPTIMIZER, make_schedule(OPTIMIZER, 10))
+    learner = Learner(policy, optimizer, mesh, LearnerOptions(mesh.size))
     state = learner.init(params)
     for _ in range(UPDATES):
         state, metrics = learner.update(state, [pack(samples(), 48)], LOSS)
@@ -108,13 +103,9 @@ def trained(request, tmp_path_factory):
     model = transformers.AutoModelForCausalLM.from_config(kind(**COMMON | fields)).float()
     model.save_pretrained(folder / "base")
     targets = TARGETS[request.param].split()
-    lora_config = peft.LoraConfig(
-        r=RANK,
-        lora_alpha=ALPHA,
-        target_modules=[f"{target}_proj" for target in targets],
-        init_lora_weights=False,
-        task_type="CAUSAL_LM",
-    )
+    modules = [f"{target}_proj" for target in targets]
+    shape = {"r": RANK, "lora_alpha": ALPHA, "target_modules": modules}
+    lora_config = peft.LoraConfig(**shape, init_lora_weights=False, task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, lora_config)
     model.save_pretrained(folder / "adapter")
     adapters = Adapters(RANK, ALPHA, tuple(sorted(targets)), "float32")
@@ -167,21 +158,19 @@ def test_eight_devices_make_the_updates_of_one(trained):
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
     learner, state = our_updates(trained.policy, trained.params(mesh), mesh)
     assert not learner.base["layers"]["mlp"]["up"]["kernel"].sharding.is_fully_replicated
-    for leaf, other in zip(
-        jax.tree.leaves(state["params"]), jax.tree.leaves(trained.state["params"]), strict=True
-    ):
-        np.testing.assert_allclose(leaf, other, atol=1e-5)
+    params = state["params"], trained.state["params"]
+    jax.tree.map(lambda leaf, other: np.testing.assert_allclose(leaf, other, atol=1e-5), *params)
 
 
 def test_written_files_load_in_peft_and_transformers(trained):
     params = trained.learner.whole(trained.state["params"])
     expected = logits(trained.policy, params, trained.tokens)
     folder = save_adapters(trained.state["params"], trained.adapters, "a base", trained.folder / "ours", None)
-    base = transformers.AutoModelForCausalLM.from_pretrained(trained.folder / "base", dtype=torch.float32)
-    again = peft.PeftModel.from_pretrained(base, folder)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    again = peft.PeftModel.from_pretrained(load(trained.folder / "base", dtype=torch.float32), folder)
     np.testing.assert_allclose(torch_logits(again, trained.tokens), expected, atol=1e-5)
-    whole = save_folder(
-        trained.policy.merged(params, "float32"), trained.hf_config, trained.folder / "whole", "float32", None
+    merged = trained.policy.merged(params, "float32")
+    whole = save_folder(merged, trained.hf_config, trained.folder / "whole", "float32", None)
+    np.testing.assert_allclose(
+        torch_logits(load(whole, dtype=torch.float32), trained.tokens), expected, atol=1e-5
     )
-    merged = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
-    np.testing.assert_allclose(torch_logits(merged, trained.tokens), expected, atol=1e-5)

@@ -1,4 +1,6 @@
-"""A step of the learner: which samples are computed, and which log-probabilities the ratio divides by."""
+"""From trajectories to updates: what a sample holds, which batches a step makes, and what is computed."""
+
+from __future__ import annotations
 
 import dataclasses
 import functools
@@ -11,12 +13,277 @@ from rounding import close_in_norm
 from tiny_policy import GROUPED, single_device, tiny
 
 from calibadv_jax.config import LearnerConfig, LossConfig
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import TOKEN_METRICS, on_policy_only, policy_gradient
-from calibadv_jax.learner.step import learn
+from calibadv_jax.learner.step import learn, make_sample, mini_batches
 
-VOCAB, ROW = 40, 32
+QUESTION = Question("q", "?", ("x",), "test")
+VOCAB = 40
+ROW = 8
+CONFIG = LearnerConfig(row_length=ROW, row_widths=1)
+LONG = dataclasses.replace(CONFIG, row_length=32)
+
+
+class Notebook:
+    """A learner that writes down its batches. Its log-probabilities name the policy and the target."""
+
+    def __init__(self):
+        self.updates, self.passes = [], []
+
+    def update(self, state, batches, loss, reference=None):
+        (batch,) = batches
+        self.updates.append((batch, loss, reference))
+        version, count = state["params"] + 1, np.count_nonzero(batch.weights)
+        return {"params": version}, {"actor/loss": float(version), "actor/entropy": 1.2 * count}
+
+    def logprobs(self, params, batch):
+        self.passes.append(params)
+        return (-params - batch.targets / 100).astype(np.float32)
+
+    def position_cost(self, length):
+        return 1.0
+
+    @property
+    def batches(self):
+        return [batch for batch, *_ in self.updates]
+
+    @property
+    def taught(self):
+        """First digits of the trained tokens of each update: the numbers of `numbered` samples."""
+        return [sorted({int(token) // 10 for token in b.targets[b.weights > 0]}) for b in self.batches]
+
+
+def learned(learner, samples, config=CONFIG, loss=None, seed=0, reference=None, state=None):
+    loss = loss or LossConfig()
+    policy_loss = policy_gradient(loss, on_policy_only(loss, config.minibatch_size, config.epochs))
+    state = {"params": 1} if state is None else state
+    return learn(learner, state, samples, config, policy_loss, np.random.default_rng(seed), reference)
+
+
+def sample(first, advantages):
+    """Tokens from `first` on, of which all but the prompt's are trained."""
+    mask = np.arange(len(advantages) + 1) > 0
+    values = np.array([0.0, *advantages], np.float32)
+    tokens = np.arange(first, first + len(mask), dtype=np.int32)
+    return Sample(tokens, mask, values, np.where(mask, -9, 0).astype(np.float32))
+
+
+def numbered(count=5, idle=()):
+    """Sample i is the tokens 10 i, 10 i + 1, 10 i + 2; the `idle` ones have no advantage."""
+    return [sample(10 * index, [0.0 if index in idle else 1.0] * 2) for index in range(count)]
+
+
+def array(*values, dtype=np.float32):
+    return np.array(values, dtype)
+
+
+ints = functools.partial(array, dtype=np.int32)
+
+
+def trajectory(*sampled):
+    return Trajectory(QUESTION, ints(1, 2, 3), [Turn("answer", ints(*sampled), array(*sampled))])
+
+
+def test_prompt_and_response_end_to_end():
+    turns = [
+        Turn("search", ints(5, 6), array(-0.5, -0.6), observation_ids=ints(7)),
+        Turn("answer", ints(8), array(-0.8)),
+    ]
+    made = make_sample(Trajectory(QUESTION, ints(1, 2, 3), turns), array(1.5, 1.5, 0, -2))
+    assert made.tokens.tolist() == [1, 2, 3, 5, 6, 7, 8] and made.tokens.dtype == np.int32
+    assert made.mask.tolist() == [False, False, False, True, True, False, True]
+    assert made.advantages.tolist() == [0, 0, 0, 1.5, 1.5, 0, -2]
+    np.testing.assert_array_equal(made.logprobs, array(0, 0, 0, -0.5, -0.6, 0, -0.8))
+    assert made.old_logprobs is None and made.prompt_ids.tolist() == [1, 2, 3]
+    turn = Turn("unfinished", ints(), array(), observation_ids=ints(4))
+    untrained = make_sample(Trajectory(QUESTION, ints(1), [turn]), array(0))
+    assert untrained.tokens.tolist() == [1, 4] and not untrained.mask.any()
+
+
+def test_samples_return_in_order_with_recomputed_logprobs():
+    """Past one without a sampled token and one whose advantage is 0, of which none are computed."""
+    trajectories = [trajectory(5, 6), trajectory(), trajectory(7), trajectory(8, 9)]
+    made = list(map(make_sample, trajectories, [array(1, 1), array(), array(0), array(-1, -1)]))
+    for size, recomputed in ((0, []), (2, [0, 3])):
+        results = learned(Notebook(), made, dataclasses.replace(CONFIG, minibatch_size=size)).samples
+        assert all(new.tokens is old.tokens for new, old in zip(results, made, strict=True))
+        assert [index for index, new in enumerate(results) if new.old_logprobs is not None] == recomputed
+    np.testing.assert_allclose(results[0].old_logprobs, [0, 0, 0, -1.05, -1.06], rtol=1e-6)
+    np.testing.assert_allclose(results[3].old_logprobs[3:], [-1.08, -1.09], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_samples_without_trained_tokens_are_not_trained(kl_coef):
+    made = [sample(10, [1.0]), sample(20, []), sample(30, [1.0])]
+    config = dataclasses.replace(CONFIG, minibatch_size=1, epochs=2)
+    notebook = Notebook()
+    result = learned(notebook, made, config, LossConfig(kl_coef=kl_coef))
+    assert result.metrics["actor/updates"] == 4 and sorted(notebook.taught) == [[1], [1], [3], [3]]
+    nothing = learned(Notebook(), made[1:2], config)
+    assert (nothing.state, nothing.metrics, len(nothing.samples)) == ({"params": 1}, {}, 1)
+
+
+@pytest.mark.parametrize("prompts", [[1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4], [1, 2, 3, 4] * 3])
+def test_groups_stay_whole_in_shuffled_mini_batches(prompts):
+    """Wherever their trajectories stand; every one is trained once in each epoch, in another order."""
+    made = [sample(prompt, [1.0]) for prompt in prompts]
+    config = dataclasses.replace(CONFIG, minibatch_size=3, epochs=3, shuffle="groups")
+    chosen = list(mini_batches(made, config, np.random.default_rng(0)))
+    groups = [{prompts[number] for number in numbers} for numbers in chosen]
+    assert len(groups) == 4 * 3 and all(len(group) == 1 for group in groups)
+    epochs = [range(start, start + 4) for start in (0, 4, 8)]
+    assert len({str([groups[number] for number in epoch]) for epoch in epochs}) > 1
+    for epoch in epochs:
+        assert sorted(np.concatenate([chosen[number] for number in epoch])) == list(range(12))
+
+
+def test_group_is_cut_only_at_full_mini_batches():
+    made = [sample(prompt, [1.0]) for prompt in [1] * 4 + [2] * 4 + [3] * 4]
+    config = dataclasses.replace(CONFIG, minibatch_size=5, shuffle="groups")
+    chosen = list(mini_batches(made, config, np.random.default_rng(0)))
+    order = np.concatenate(chosen)
+    assert [len(numbers) for numbers in chosen] == [5, 5, 2]
+    assert [made[number].tokens[0] for number in order[::4]] != [1, 2, 3]
+    for start in range(0, 12, 4):
+        assert sorted(order[start : start + 4]) == list(range(order[start], order[start] + 4))
+
+
+def test_epoch_trains_every_sample_once():
+    config, reference = dataclasses.replace(CONFIG, minibatch_size=2, epochs=3), {"the": "initial policy"}
+    notebook, repeated, other = Notebook(), Notebook(), Notebook()
+    result = learned(notebook, numbered(), config, LossConfig(clip_high=0.3), reference=reference)
+    epochs = [notebook.taught[start : start + 3] for start in (0, 3, 6)]
+    assert [sorted(sum(epoch, [])) for epoch in epochs] == [[0, 1, 2, 3, 4]] * 3
+    assert [len(numbers) for numbers in notebook.taught] == [2, 2, 1] * 3
+    assert len({str(epoch) for epoch in epochs}) == 3
+    assert result.state == {"params": 10}
+    assert result.metrics == {
+        "actor/loss": pytest.approx(np.mean(range(2, 11))),
+        "actor/entropy": pytest.approx(1.2),
+        "actor/updates": 9,
+        "actor/computed_share": 1,
+        "actor/row_fill": pytest.approx((6 / 8 + 6 / 8 + 3 / 8) / 3),
+        "perf/packing": pytest.approx(3 * 8 * ROW / 15),  # microbatches of eight rows for 15 tokens
+    }
+    ((loss, reference_id),) = {(loss, id(reference)) for _, loss, reference in notebook.updates}
+    assert loss.config.clip_high == 0.3 and reference_id == id(reference)
+    learned(repeated, numbered(), config)
+    learned(other, numbered(), config, seed=1)
+    assert notebook.taught == repeated.taught != other.taught
+
+
+@pytest.mark.parametrize("idle", [(), (0, 3), (0, 1, 2, 3)])
+def test_metrics_are_means_over_computed_tokens(idle):
+    config = dataclasses.replace(CONFIG, minibatch_size=1)
+    metrics = learned(Notebook(), numbered(4, idle), config).metrics
+    assert metrics["actor/updates"] == 4
+    assert metrics["actor/computed_share"] == pytest.approx(1 - len(idle) / 4)
+    assert metrics.get("actor/entropy") == (None if len(idle) == 4 else pytest.approx(1.2))
+    assert ("actor/loss" in metrics) == ("perf/packing" in metrics) == (len(idle) < 4)
+
+
+@pytest.mark.parametrize(
+    ("terms", "computed"),
+    [({}, [0, 2]), ({"entropy_coef": 0.1}, [0, 1, 2, 3]), ({"kl_coef": 0.1}, [0, 1, 2, 3])],
+)
+def test_other_loss_terms_compute_samples_without_advantage(terms, computed):
+    notebook = Notebook()
+    learned(notebook, numbered(4, idle=(1, 3)), dataclasses.replace(CONFIG, epochs=2), LossConfig(**terms))
+    assert notebook.taught == [computed] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "old", "recomputed"),
+    [
+        ({"minibatch_size": 2}, "recompute", True),
+        ({"epochs": 2}, "recompute", True),
+        ({"minibatch_size": 2}, "sampler", False),
+        ({"epochs": 2}, "sampler", False),
+        ({}, "sampler", False),
+        ({}, "recompute", False),  # the loss takes the current policy's own
+    ],
+)
+def test_old_logprobs_are_computed_before_the_first_update(changes, old, recomputed):
+    config, loss, notebook = dataclasses.replace(CONFIG, **changes), LossConfig(old_logprobs=old), Notebook()
+    learned(notebook, numbered(), config, loss)
+    assert notebook.passes == [1] * recomputed
+    on_policy = on_policy_only(loss, config.minibatch_size, config.epochs)
+    assert on_policy == (not changes and old == "recompute")
+    for batch in notebook.batches:
+        trained = batch.weights > 0
+        expected = -1 - batch.targets / 100 if recomputed else np.full(trained.shape, -9.0)
+        np.testing.assert_allclose(batch.old_logprobs[trained], expected[trained], rtol=1e-6)
+        assert (batch.sampler_logprobs[trained] == -9).all()
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights", "share"),
+    [
+        ("token_mean", [1 / 4] * 3, 3 / 4),
+        ("sequence_mean", [1 / 6] * 3, 1 / 2),
+        ("sequence_sum", [1 / 2] * 3, 3 / 4),
+        ("sequence_sum_norm", [1 / 20] * 3, 3 / 4),
+    ],
+)
+def test_aggregation_weighs_tokens_and_their_share(aggregation, weights, share):
+    """Three computed tokens beside one without advantage."""
+    loss = LossConfig(aggregation=aggregation, length_norm=10 if aggregation == "sequence_sum_norm" else 0)
+    notebook = Notebook()
+    metrics = learned(notebook, [sample(0, [1.0, 1.0, 1.0]), sample(5, [0.0])], loss=loss).metrics
+    (batch,) = notebook.batches
+    np.testing.assert_allclose(batch.weights[batch.weights > 0], weights)
+    assert metrics["actor/computed_share"] == pytest.approx(share)
+
+
+def test_batch_factor_reads_the_current_policy():
+    """The last token of a sample has the largest covariance: a negative advantage, and the least likely."""
+    config, notebook = dataclasses.replace(CONFIG, minibatch_size=1), Notebook()
+    samples, loss = [sample(0, [0.0, 0.0, -1.0]), sample(5, [0.0] * 3)], LossConfig("kl_cov", cov_share=0.25)
+    assert learned(notebook, samples, config, loss).metrics["actor/computed_share"] == 1
+    assert notebook.passes == [1, 1, 2]  # the first pass is for the ratio, of all mini-batches
+    chosen = {int(b.targets[b.weights > 0][0]): b.targets[b.factors == 1].tolist() for b in notebook.batches}
+    assert chosen == {1: [3], 6: []}  # without any advantage no token stands out, but it is computed
+
+
+@pytest.mark.parametrize(
+    ("name", "advantages", "factors"),
+    [
+        ("vanilla", [1.0, -1.0], None),
+        ("lld", [1.0, -1.0], [2.0, 0.0]),  # one positive advantage, of weight 1/2
+        ("balance_detached", [0.0, 0.0], []),  # nothing to compute
+    ],
+)
+def test_losses_without_logprobs_need_no_pass(name, advantages, factors):
+    notebook = Notebook()
+    metrics = learned(notebook, [sample(0, advantages)], loss=LossConfig(name)).metrics
+    assert not notebook.passes and metrics["actor/computed_share"] == any(advantages)
+    (batch,) = notebook.batches
+    assert (batch.factors is None) == (factors is None)
+    if factors is not None:
+        np.testing.assert_allclose(batch.factors[batch.weights > 0], factors)
+
+
+# --- With a policy ---
+
+
+@pytest.fixture(scope="module")
+def learners():
+    """Of one policy, by their rows of a microbatch."""
+    policy, mesh = tiny(GROUPED | {"vocab_size": VOCAB}), single_device()
+    sgd = optax.sgd(0.1, momentum=0.5)
+    return {rows: Learner(policy, sgd, mesh, LearnerOptions(rows, row_length=32)) for rows in (1, 2, 4)}
+
+
+@pytest.fixture
+def learner(learners):
+    return learners[2]
+
+
+@pytest.fixture
+def state(learner):
+    return learner.init(init_params(learner.policy, learner.mesh, 0))
 
 
 @functools.cache
@@ -25,23 +292,10 @@ def policy_loss(on_policy, **changes):
     return policy_gradient(LossConfig(**changes), on_policy)
 
 
-@pytest.fixture(scope="module")
-def learner():
-    config = GROUPED | {"vocab_size": VOCAB}
-    mesh = single_device()
-    return Learner(tiny(config), optax.sgd(0.1, momentum=0.5), mesh, LearnerOptions(2))
-
-
-@pytest.fixture
-def state(learner):
-    return learner.init(init_params(learner.policy, learner.mesh, 0))
-
-
-def samples(count=8, idle=(1, 2, 6)):
-    """Random ones; those in `idle` have no advantage where they are trained, but noise elsewhere."""
-    rng = np.random.default_rng(0)
-    made = []
-    for index in range(count):
+def random_samples(idle=(1, 2, 6)):
+    """Those in `idle` have no advantage where they are trained, but noise elsewhere."""
+    rng, made = np.random.default_rng(0), []
+    for index in range(8):
         length = int(rng.integers(6, 20))
         mask = rng.random(length) < 0.6
         mask[0], mask[-1] = False, True
@@ -51,52 +305,43 @@ def samples(count=8, idle=(1, 2, 6)):
     return made
 
 
-def config(minibatch_size=0, epochs=1):
-    return LearnerConfig(minibatch_size=minibatch_size, epochs=epochs, row_length=ROW, row_widths=1)
+def go(learner, state, samples, config=LONG, loss=None):
+    return learn(learner, state, samples, config, loss or policy_loss(True), np.random.default_rng(3))
 
 
-def rng():
-    return np.random.default_rng(3)
-
-
-def rows_of(learner, monkeypatch):
-    """Collects the tokens of every batch that is computed."""
-    seen = []
-    update = learner.update
+def noted_batches(learner, monkeypatch):
+    """Collect every batch that is computed."""
+    noted, update = [], learner.update
     monkeypatch.setattr(
-        learner, "update", lambda s, batches, *rest: (seen.extend(batches), update(s, batches, *rest))[1]
+        learner, "update", lambda s, batches, *rest: (noted.extend(batches), update(s, batches, *rest))[1]
     )
-    return seen
+    return noted
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_samples_without_advantage_change_nothing(learner, state, aggregation, monkeypatch):
-    loss, every = policy_loss(True, aggregation=aggregation), samples()
+    loss, every = policy_loss(True, aggregation=aggregation), random_samples()
     whole = jax.tree.map(np.array, state)  # the update takes the state over
-    expected, direct = learner.update(whole, [pack(every, ROW, aggregation)], loss)
-    seen = rows_of(learner, monkeypatch)
-    result = learn(learner, state, every, config(), loss, rng())
-    metrics = result.metrics
+    expected, direct = learner.update(whole, [pack(every, 32, aggregation)], loss)
+    noted = noted_batches(learner, monkeypatch)
+    result = go(learner, state, every, loss=loss)
     close_in_norm(jax.device_get(result.state), jax.device_get(expected))
-    assert int((seen[0].segment_ids > 0).sum()) == sum(
-        len(sample.tokens) for index, sample in enumerate(every) if index not in (1, 2, 6)
-    )
+    computed = [len(sample.tokens) for index, sample in enumerate(every) if index not in (1, 2, 6)]
+    assert np.count_nonzero(noted[0].segment_ids) == sum(computed)
     for name in ("actor/loss", "actor/pg_loss", "actor/grad_norm"):
-        assert metrics[name] == pytest.approx(direct[name], abs=1e-5), name
-    assert metrics["actor/computed_share"] == pytest.approx(seen[0].weights.sum())
-    assert 0 < metrics["actor/computed_share"] < 1
+        assert result.metrics[name] == pytest.approx(direct[name], abs=1e-5), name
+    assert result.metrics["actor/computed_share"] == pytest.approx(noted[0].weights.sum())
     tokens = sum(int(sample.mask.sum()) for sample in every)
-    assert metrics["actor/entropy"] == pytest.approx(direct["actor/entropy"] / tokens, rel=0.05)  # a mean
+    assert result.metrics["actor/entropy"] == pytest.approx(direct["actor/entropy"] / tokens, rel=0.05)
 
 
 def test_step_without_advantages_moves_by_momentum(learner, state):
-    loss = policy_loss(True)
-    direct = learn(learner, state, samples(), config(), loss, rng())
-    state = direct.state
-    none = samples(idle=range(8))
-    expected, _ = learner.update(jax.tree.map(np.array, state), [pack(none, ROW)], loss)
-    before = jax.device_get(state["params"])
-    result = learn(learner, state, none, config(), loss, rng())
+    direct = go(learner, state, random_samples())
+    none = random_samples(idle=range(8))
+    copy = jax.tree.map(np.array, direct.state)
+    expected, _ = learner.update(copy, [pack(none, 32)], policy_loss(True))
+    before = jax.device_get(direct.state["params"])
+    result = go(learner, direct.state, none)
     metrics = result.metrics
     close_in_norm(jax.device_get(result.state), jax.device_get(expected))
     assert metrics["actor/grad_norm"] == metrics["actor/computed_share"] == metrics["actor/row_fill"] == 0.0
@@ -109,134 +354,47 @@ def test_step_without_advantages_moves_by_momentum(learner, state):
 @pytest.mark.medium
 def test_rows_of_several_widths_make_the_same_step(learner, state, monkeypatch):
     """The log-probabilities before it too, and the positions are counted as they are computed."""
-    every, loss = samples(idle=()), policy_loss(False)
-    wide = dataclasses.replace(config(minibatch_size=4), microbatch_rows=1)
-    narrow = dataclasses.replace(wide, row_widths=4)
+    every, loss = random_samples(idle=()), policy_loss(False)
+    wide = dataclasses.replace(LONG, minibatch_size=4, microbatch_rows=1)
     before = jax.tree.map(np.array, state)
-    expected = learn(learner, state, every, wide, loss, rng())
-    seen = rows_of(learner, monkeypatch)
-    result = learn(learner, before, every, narrow, loss, rng())
+    expected = go(learner, state, every, wide, loss)
+    noted = noted_batches(learner, monkeypatch)
+    result = go(learner, before, every, dataclasses.replace(wide, row_widths=4), loss)
     for sample, other in zip(expected.samples, result.samples, strict=True):
         np.testing.assert_allclose(sample.old_logprobs, other.old_logprobs, atol=1e-5)
-    widths = {batch.tokens.shape[1] for batch in seen}
-    assert len(widths) > 1 and widths <= {32, 24, 16, 8}
     close_in_norm(jax.device_get(result.state), jax.device_get(expected.state))
-    norms = [step.metrics["actor/grad_norm"] for step in (result, expected)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    rows_per_microbatch = {32: 1, 24: 1, 16: 2, 8: 4}
-    positions = sum(
-        -(-len(batch.tokens) // rows_per_microbatch[width]) * rows_per_microbatch[width] * width
-        for batch in seen
-        for width in [batch.tokens.shape[1]]
-    )
+    assert result.metrics["actor/grad_norm"] == pytest.approx(expected.metrics["actor/grad_norm"], rel=1e-4)
+    shapes, rows = [batch.tokens.shape for batch in noted], {32: 1, 24: 1, 16: 2, 8: 4}  # of a microbatch
+    assert len({width for _, width in shapes}) > 1
+    positions = sum(-(-count // rows[width]) * rows[width] * width for count, width in shapes)
     tokens = sum(len(sample.tokens) for sample in every)
     assert result.metrics["perf/packing"] == pytest.approx(positions / tokens)
 
 
-SHORT_ROW = 16
-SHORT = LearnerConfig(row_length=SHORT_ROW, row_widths=1)
-OWN_KEYS = {
-    "gspo": {"aggregation": "sequence_mean"},
-    "clip_cov": {"cov_low": 0.1, "cov_share": 0.5},
-    "kl_cov": {"cov_share": 0.5},
-}
-
-
-class Stub:
-    """A learner whose log-probabilities are the version of its policy times the target token, by -0.1."""
-
-    def __init__(self):
-        self.asked, self.batches = [], []
-
-    def update(self, state, batches, loss, reference=None):
-        self.batches.extend(batches)
-        return {"params": state["params"] + 1}, {"actor/loss": 0.0}
-
-    def logprobs(self, params, batch):
-        self.asked.append(params)
-        return (-0.1 * params * batch.targets).astype(np.float32)
-
-    def position_cost(self, length):
-        return 1.0
-
-
-def of(first, advantages):
-    """Tokens from `first` on, of which all but the prompt's are trained."""
-    count = len(advantages) + 1
-    zero = np.zeros(1, np.float32)
-    values = np.concatenate([zero, np.asarray(advantages, np.float32)])
-    tokens = np.arange(first, first + count, dtype=np.int32)
-    return Sample(tokens, np.arange(count) > 0, values, np.full(count, -1.0, np.float32))
-
-
-def go(samples, config, loss, learner=None):
-    stub = learner or Stub()
-    rng = np.random.default_rng(0)
-    on_policy = on_policy_only(loss, config.minibatch_size, config.epochs)
-    result = learn(stub, {"params": 1}, samples, config, policy_gradient(loss, on_policy), rng)
-    return stub, result.metrics
-
-
-def test_batch_factor_reads_the_current_policy():
-    """The last token of a sample has the largest covariance: a negative advantage, and the least likely."""
-    config = LearnerConfig(minibatch_size=1, row_length=SHORT_ROW, row_widths=1)
-    samples = [of(0, [0.0, 0.0, -1.0]), of(5, [0.0, 0.0, 0.0])]
-    stub, metrics = go(samples, config, LossConfig(name="kl_cov", cov_share=0.25))
-    assert stub.asked == [1, 1, 2]  # the first pass is for the ratio, of all mini-batches
-    assert metrics["actor/computed_share"] == 1
-    chosen = {int(b.targets[b.weights > 0][0]): b.targets[b.factors == 1].tolist() for b in stub.batches}
-    assert chosen == {1: [3], 6: []}  # without any advantage no token stands out, but it is computed
-
-
-@pytest.mark.parametrize("name", ["vanilla", "lld"])
-def test_losses_without_logprobs_need_no_pass(name):
-    stub, _ = go([of(0, [1.0, -1.0])], SHORT, LossConfig(name=name))
-    assert not stub.asked
-    factors = stub.batches[0].factors
-    assert (factors is None) == (name == "vanilla")
-    if name == "lld":
-        np.testing.assert_allclose(factors[0, :2], [2.0, 0.0])  # one positive advantage, of weight 1/2
-
-
-def test_step_without_advantages_needs_no_pass():
-    stub, metrics = go([of(0, [0.0])], SHORT, LossConfig(name="balance_detached"))
-    assert not stub.asked and metrics["actor/computed_share"] == 0
-
-
-@pytest.mark.parametrize(("aggregation", "weight"), [("sequence_sum", 1 / 2), ("sequence_sum_norm", 1 / 20)])
-def test_sums_report_the_computed_share(aggregation, weight):
-    norm = 10 if aggregation == "sequence_sum_norm" else 0
-    loss = LossConfig(aggregation=aggregation, length_norm=norm)
-    samples = [of(0, [1.0, 1.0, 1.0]), of(5, [0.0])]
-    stub, metrics = go(samples, SHORT, loss)
-    weights = stub.batches[0].weights
-    np.testing.assert_allclose(weights[weights > 0], [weight] * 3)
-    assert metrics["actor/computed_share"] == pytest.approx(3 / 4)
-
-
-@pytest.fixture(scope="module")
-def learners():
-    """Of one policy, by their rows of a microbatch."""
-    mesh = single_device()
-    policy = tiny(GROUPED | {"vocab_size": VOCAB})
-    return {rows: Learner(policy, optax.sgd(0.1), mesh, LearnerOptions(rows)) for rows in (1, 4)}
-
-
-def updated(learner, rows, loss_config):
-    """Parameters after two updates on four samples each, the second one off-policy."""
-    draw = np.random.default_rng(1)
-    samples = [of(int(draw.integers(20)), draw.normal(size=draw.integers(4, 12))) for _ in range(8)]
-    config = LearnerConfig(minibatch_size=4, row_length=SHORT_ROW, row_widths=1, microbatch_rows=rows)
-    state = learner.init(init_params(learner.policy, learner.mesh, 0))
-    loss = policy_gradient(loss_config, on_policy_only(loss_config, 4, 1))
-    result = learn(learner, state, samples, config, loss, np.random.default_rng(0))
-    assert result.metrics["actor/skipped"] == 0 and result.metrics["actor/grad_norm"] > 1e-3
-    return jax.device_get(result.state["params"])
-
-
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["gspo", "lld", "clip_cov", "kl_cov"])
-def test_microbatch_size_changes_no_update(name, learners):
-    loss_config = LossConfig(name=name, **OWN_KEYS.get(name, {}))
-    single_row, all_rows = (updated(learner, rows, loss_config) for rows, learner in learners.items())
-    close_in_norm(single_row, all_rows)
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("gspo", {"aggregation": "sequence_mean"}),
+        ("lld", {}),
+        ("clip_cov", {"cov_low": 0.1, "cov_share": 0.5}),
+        ("kl_cov", {"cov_share": 0.5}),
+    ],
+)
+def test_microbatch_size_changes_no_update(name, keys, learners):
+    """Parameters after two updates on four samples each, the second one off-policy."""
+    draw, params = np.random.default_rng(1), []
+    samples = [sample(int(draw.integers(20)), draw.normal(size=draw.integers(4, 12))) for _ in range(8)]
+    for rows in (1, 4):
+        learner, config = learners[rows], LearnerConfig(minibatch_size=4, row_length=16, row_widths=1)
+        state = learner.init(init_params(learner.policy, learner.mesh, 0))
+        result = go(
+            learner,
+            state,
+            samples,
+            dataclasses.replace(config, microbatch_rows=rows),
+            policy_loss(False, name=name, **keys),
+        )
+        assert result.metrics["actor/skipped"] == 0 and result.metrics["actor/grad_norm"] > 1e-3
+        params.append(jax.device_get(result.state["params"]))
+    close_in_norm(*params)

@@ -1,86 +1,94 @@
-"""Chunked log-probabilities against the textbook formula, and what they keep in memory."""
+"""Log-probabilities and look-up, the two users of weights as large as the vocabulary.
+
+Against the textbook formulas, on one device and on a mesh: values, memory, and what the devices send.
+"""
+
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_rig import collectives
 from rounding import close_in_norm
-from tiny_policy import NARROW, SHAPE, tiny
+from tiny_policy import NARROW, SHAPE, mesh_of, tiny
 
 from calibadv_jax.policy.logprobs import token_logprobs
+from calibadv_jax.policy.sharding import batch_sharding, param_shardings
+from calibadv_jax.policy.transformer import look_up
 
-BATCH, LENGTH, VOCAB, TEMPERATURE = 2, 21, 53, 0.7
+ROWS, LENGTH, WIDTH, VOCAB, TEMPERATURE = 8, 21, 16, 53, 0.7
+
+
+def make_policy(tied=False, vocab=VOCAB, dtype=jnp.float32):
+    shape = {"vocab_size": vocab, "hidden_size": WIDTH, "tie_word_embeddings": tied}
+    return tiny(NARROW | shape, compute_dtype=dtype)
+
+
+def make_inputs(policy, rows=ROWS):
+    params = jax.jit(policy.init)(jax.random.key(0))
+    params["embed"]["embedding"] *= 30  # far from uniform
+    hidden = 5.0 * jax.random.normal(jax.random.key(1), (rows, LENGTH, WIDTH))
+    vocab = policy.architecture.vocab_size
+    tokens, targets = jax.random.randint(jax.random.key(2), (2, rows, LENGTH), 0, vocab)
+    return params, hidden, tokens, targets
 
 
 @pytest.fixture(scope="module")
 def policy():
-    config = NARROW | {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 16}
-    return tiny(config)
+    return make_policy()
 
 
 @pytest.fixture(scope="module")
 def inputs(policy):
-    params = jax.jit(policy.init)(jax.random.key(0))
-    hidden = 5.0 * jax.random.normal(jax.random.key(1), (BATCH, LENGTH, 16))
-    targets = jax.random.randint(jax.random.key(2), (BATCH, LENGTH), 0, VOCAB)
-    return params, hidden, targets
+    return make_inputs(policy, rows=2)
 
 
-def objective(policy, chunk):
-    """(params, hidden, targets) -> a scalar that depends on every output, and the outputs."""
+def plain(decoder, hidden, targets):
+    every = jax.nn.log_softmax(decoder.logits(hidden) / TEMPERATURE, axis=-1)
+    logprobs = jnp.take_along_axis(every, targets[..., None], axis=-1)[..., 0]
+    return logprobs, -jnp.sum(jnp.exp(every) * every, axis=-1)
 
-    def run(params, hidden, targets):
-        decoder = policy.merge(params)
+
+def objective(policy, chunk, used=None):
+    """(params, hidden, tokens, targets) -> a scalar of the three outputs, the outputs; and gradients.
+
+    A chunk of 0 takes the plain formulas.
+    """
+
+    def run(params, hidden, tokens, targets):
+        decoder, table = policy.merge(params), params["embed"]["embedding"]
         if chunk:
-            logprobs, entropies = token_logprobs(decoder, hidden, targets, TEMPERATURE, chunk)
+            embedded = look_up(table, tokens, jnp.float32)
+            # States without a number, where nothing is used, reach no value and no gradient.
+            hidden = hidden if used is None else jnp.where(used[..., None], hidden, jnp.nan)
+            outputs = token_logprobs(decoder, hidden, targets, TEMPERATURE, chunk, used=used)
         else:
-            every = jax.nn.log_softmax(decoder.logits(hidden) / TEMPERATURE, axis=-1)
-            logprobs = jnp.take_along_axis(every, targets[..., None], axis=-1)[..., 0]
-            entropies = -jnp.sum(jnp.exp(every) * every, axis=-1)
+            embedded, outputs = table[tokens], plain(decoder, hidden, targets)
+        if used is not None:
+            outputs = tuple(jnp.where(used, values, 0.0) for values in outputs)
         weight = jnp.cos(jnp.arange(LENGTH))
-        return jnp.sum(weight * logprobs) + jnp.sum(weight**2 * entropies), (logprobs, entropies)
+        total = jnp.sum(weight * outputs[0]) + jnp.sum(weight**2 * outputs[1]) + jnp.sum(jnp.sin(embedded))
+        return total, (*outputs, embedded)
 
-    return run
-
-
-def gradients(policy, chunk):
-    return jax.value_and_grad(objective(policy, chunk), argnums=(0, 1), has_aux=True)
+    return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
 
 
-def test_chunks_equal_the_direct_formula_with_gradients(policy, inputs):
-    """A chunk of all rows does not divide the tokens, so that its padding is exercised too."""
-    (_, direct), expected = jax.jit(gradients(policy, 0))(*inputs)
-    (_, chunked), actual = jax.jit(gradients(policy, 2))(*inputs)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), chunked, direct)
-    close_in_norm(actual, expected)
-    assert chunked[0].dtype == chunked[1].dtype == jnp.float32
-    assert float(direct[0].max()) < 0 < float(direct[1].min())
+def assert_same(actual, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual[0][1], expected[0][1])
+    close_in_norm(actual[1], expected[1])
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_only_used_tokens_are_computed(policy, inputs, share):
-    """States without a number stand where nothing is wanted: they reach no value and no gradient."""
-    params, hidden, targets = inputs
-    used = jax.random.uniform(jax.random.key(3), (BATCH, LENGTH)) < share
-
-    def run(params, hidden, chunk):
-        decoder = policy.merge(params)
-        if chunk:
-            holes = jnp.where(used[..., None], hidden, jnp.nan)
-            outputs = token_logprobs(decoder, holes, targets, TEMPERATURE, chunk, used=used)
-        else:
-            outputs = token_logprobs(decoder, hidden, targets, TEMPERATURE, LENGTH)
-        logprobs, entropies = (jnp.where(used, values, 0.0) for values in outputs)
-        return jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropies**2), (logprobs, entropies)
-
-    compute = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), static_argnums=2)
-    (_, expected), expected_gradients = compute(params, hidden, 0)
-    (_, actual), gradients = compute(params, hidden, 4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
-    if share:
-        close_in_norm(gradients, expected_gradients)
-    else:
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradients))
+@pytest.mark.parametrize("share", [None, 0.0, 0.4, 1.0])
+def test_chunks_equal_the_plain_formula(policy, inputs, share):
+    """With gradients. The chunk does not divide the tokens, so that its padding is exercised too."""
+    used = None if share is None else jax.random.uniform(jax.random.key(3), (2, LENGTH)) < share
+    actual, expected = (jax.jit(objective(policy, chunk, used))(*inputs) for chunk in (2, 0))
+    assert_same(actual, expected)
+    logprobs, entropies, _ = actual[0][1]
+    assert logprobs.dtype == entropies.dtype == jnp.float32
+    if share == 0:
+        assert not np.any(actual[1][0]["lm_head"]["kernel"]) and not np.any(actual[1][1])
 
 
 def is_program(value):
@@ -91,10 +99,8 @@ def largest_with_vocabulary(jaxpr):
     """Elements of the largest intermediate that has an axis of VOCAB, all nested programs included."""
     largest = 0
     for equation in jaxpr.eqns:
-        for variable in equation.outvars:
-            shape = getattr(variable.aval, "shape", ())
-            if VOCAB in shape:
-                largest = max(largest, int(np.prod(shape)))
+        shapes = [getattr(variable.aval, "shape", ()) for variable in equation.outvars]
+        largest = max([largest, *(int(np.prod(shape)) for shape in shapes if VOCAB in shape)])
         for value in jax.tree.leaves(equation.params, is_leaf=is_program):
             if is_program(value):
                 largest = max(largest, largest_with_vocabulary(getattr(value, "jaxpr", value)))
@@ -103,60 +109,138 @@ def largest_with_vocabulary(jaxpr):
 
 @pytest.mark.parametrize(("chunk", "whole"), [(4, False), (0, True)])
 def test_logits_of_all_tokens_never_exist_at_once(policy, inputs, chunk, whole):
-    """The direct formula shows that the search would find them."""
-    program = jax.make_jaxpr(gradients(policy, chunk))(*inputs)
+    """The plain formula shows that the search would find them."""
+    program = jax.make_jaxpr(objective(policy, chunk))(*inputs)
     largest = largest_with_vocabulary(program.jaxpr)
-    assert largest >= BATCH * 4 * VOCAB
-    assert (largest >= BATCH * LENGTH * VOCAB) is whole
+    assert largest >= 2 * 4 * VOCAB
+    assert (largest >= 2 * LENGTH * VOCAB) is whole
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("chunk", [8, pytest.param(LENGTH, marks=pytest.mark.medium)])
+@pytest.mark.parametrize("chunk", [8, LENGTH])
 def test_reported_entropies_have_no_gradient(policy, inputs, chunk):
-    params, hidden, targets = inputs
+    params, hidden, _, targets = inputs
 
     def run(hidden, entropy_gradient):
         out = token_logprobs(policy.merge(params), hidden, targets, TEMPERATURE, chunk, entropy_gradient)
         return jnp.sum(jnp.sin(out[0])) + jnp.sum(out[1] ** 2), out
 
     compute = jax.jit(jax.grad(run, has_aux=True), static_argnums=1)
-    (kept, all_values), (dropped, values) = compute(hidden, True), compute(hidden, False)
+    (whole, all_values), (dropped, values) = compute(hidden, True), compute(hidden, False)
     np.testing.assert_allclose(all_values[1], values[1], atol=1e-4)
     alone = jax.grad(lambda hidden: jnp.sum(jnp.sin(run(hidden, True)[1][0])))(hidden)
     close_in_norm(dropped, alone)
-    assert np.abs(np.asarray(kept) - np.asarray(dropped)).max() > 1e-3
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def half_decoder(request):
-    config = SHAPE | {"vocab_size": 300, "tie_word_embeddings": request.param}
-    policy = tiny(config, compute_dtype=jnp.bfloat16)
-    return policy.merge(jax.jit(policy.init)(jax.random.key(0)))
-
-
-@pytest.fixture(scope="module")
-def half_hidden():
-    return (2 * jax.random.normal(jax.random.key(1), (1, 6, 32))).astype(jnp.bfloat16)
+    assert np.abs(np.asarray(whole) - np.asarray(dropped)).max() > 1e-3
 
 
 @pytest.mark.medium
-def test_logits_are_float32(half_decoder, half_hidden):
-    assert half_decoder.logits(half_hidden).dtype == jnp.float32
-
-
-@pytest.mark.medium
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [4, 64])
-def test_log_probabilities_are_those_of_float32(half_decoder, half_hidden, chunk):
+def test_log_probabilities_of_bfloat16_are_summed_in_float32(tied, chunk):
     """Summed in bfloat16 the probabilities of 300 tokens would be off by a percent."""
-    logits = np.asarray(half_decoder.logits(half_hidden), np.float64) / 0.7
+    config = SHAPE | {"vocab_size": 300, "tie_word_embeddings": tied}
+    policy = tiny(config, compute_dtype=jnp.bfloat16)
+    decoder = policy.merge(jax.jit(policy.init)(jax.random.key(0)))
+    hidden = (2 * jax.random.normal(jax.random.key(1), (1, 6, 32))).astype(jnp.bfloat16)
+    assert decoder.logits(hidden).dtype == decoder.embed.embedding[...].dtype == jnp.float32
+    logits = np.asarray(decoder.logits(hidden), np.float64) / TEMPERATURE
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     targets = jnp.asarray([[0, 7, 299, 12, 150, 3]])
-    logprobs, entropies = token_logprobs(half_decoder, half_hidden, targets, 0.7, chunk)
-    assert logprobs.dtype == entropies.dtype == jnp.float32
+    logprobs, entropies = token_logprobs(decoder, hidden, targets, TEMPERATURE, chunk)
     chosen = np.take_along_axis(expected, np.asarray(targets)[..., None], -1)[..., 0]
     np.testing.assert_allclose(logprobs, chosen, atol=2e-5)
     np.testing.assert_allclose(entropies, -(np.exp(expected) * expected).sum(-1), atol=2e-5)
 
 
-def test_parameters_stay_as_they_are_stored(half_decoder):
-    assert half_decoder.embed.embedding[...].dtype == jnp.float32
+# --- On a mesh ---
+
+
+def on_mesh(policy, mesh):
+    """The compiled objective on the mesh, and its inputs there.
+
+    Of the first rows few tokens are used, so that the devices have unequal work.
+    """
+    used = jnp.arange(LENGTH) < jnp.arange(ROWS)[:, None] * LENGTH // (ROWS - 1)
+    shardings = param_shardings(policy.abstract_params, mesh), batch_sharding(mesh)
+    params, *arrays = make_inputs(policy)
+    placed = jax.device_put(params, shardings[0]), *jax.device_put(arrays, shardings[1])
+    with jax.set_mesh(mesh):
+        run = jax.jit(objective(policy, 4, used), out_shardings=(None, shardings))
+        return run.lower(*placed).compile(), placed, used
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("mesh", "tied", "vocab"),
+    [
+        ({"fsdp": 4, "tensor": 2}, True, 40),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, False, 40),
+        ({"fsdp": 2, "tensor": 4}, False, 37),  # which no axis divides
+        ({"data": 8, "fsdp": 1}, True, 37),
+    ],
+    ids=str,
+)
+def test_mesh_computes_the_plain_formula(mesh, tied, vocab):
+    policy = make_policy(tied, vocab)
+    compiled, placed, used = on_mesh(policy, mesh_of(**mesh))
+    assert_same(compiled(*placed), jax.jit(objective(policy, 0, used))(*make_inputs(policy)))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("mesh", "tied"), [({"fsdp": 8}, True), ({"fsdp": 4, "tensor": 2}, False)], ids=str)
+def test_head_is_gathered_once_a_direction(mesh, tied):
+    vocab, mesh = 40, mesh_of(**mesh)
+    text = on_mesh(make_policy(tied, vocab), mesh)[0].as_text()
+    part, columns = vocab // mesh.shape["tensor"], WIDTH // mesh.shape["fsdp"]
+    whole = {f"f32[{part},{WIDTH}]", f"f32[{WIDTH},{part}]"}
+    gathers = [inside for inside, shape in collectives(text, "all-gather") if shape in whole]
+    assert gathers in ([False], [False, False]), collectives(text, "all-gather")
+    scattered = {f"f32[{part},{columns}]", f"f32[{columns},{part}]"}
+    assert [inside for inside, shape in collectives(text, "reduce-scatter") if shape in scattered] == [False]
+    reduced = [shape for _, shape in collectives(text, "all-reduce")]
+    assert not whole & set(reduced), reduced
+
+
+@pytest.mark.medium
+def test_look_up_moves_columns_instead_of_the_table():
+    policy, mesh = make_policy(vocab=40), mesh_of(fsdp=4, tensor=2)
+    params, _, tokens, _ = make_inputs(policy)
+    placed = jax.device_put(params, param_shardings(policy.abstract_params, mesh))["embed"]["embedding"]
+    tokens = jax.device_put(tokens, batch_sharding(mesh))
+    with jax.set_mesh(mesh):
+        run = jax.grad(lambda table, tokens: jnp.sum(jnp.sin(look_up(table, tokens, jnp.float32))))
+        text = jax.jit(run, out_shardings=placed.sharding).lower(placed, tokens).compile().as_text()
+    assert "all-to-all" in text
+    moved = [shape for kind in ("all-gather", "all-reduce") for _, shape in collectives(text, kind)]
+    assert moved and not any(re.match(r"\w+\[(40|20),", shape) for shape in moved), moved
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [({"devices": 1}, ROWS), ({"fsdp": 4, "tensor": 2}, ROWS), ({"fsdp": 4, "tensor": 2}, 3)],
+)
+def test_bfloat16_look_up_gradients_sum_in_float32(mesh, rows):
+    """Hundreds of additions of 1 to one row: bfloat16 would stop at 256. The devices do not divide 3 rows."""
+    table, tokens = jnp.zeros((40, WIDTH)), jnp.full((rows, 128), 7)
+    with jax.set_mesh(mesh_of(**mesh)):
+        run = jax.grad(lambda table: jnp.sum(look_up(table, tokens, jnp.bfloat16).astype(jnp.float32)))
+        gradient = jax.jit(run)(table)
+    np.testing.assert_array_equal(gradient[7], rows * 128)  # whole numbers, which float32 holds
+    assert float(jnp.abs(gradient).sum()) == rows * 128 * WIDTH
+
+
+@pytest.mark.medium
+def test_bfloat16_head_gradients_sum_in_float32():
+    """Over many chunks of equal states; rounded sums would lose the later ones."""
+    policy = make_policy(vocab=40, dtype=jnp.bfloat16)
+    params = jax.jit(policy.init)(jax.random.key(0))
+
+    def gradient(count):
+        def total(kernel):
+            decoder = policy.merge(params | {"lm_head": {"kernel": kernel}})
+            hidden, targets = jnp.ones((1, count, WIDTH), jnp.bfloat16), jnp.zeros((1, count), jnp.int32)
+            return jnp.sum(token_logprobs(decoder, hidden, targets, 1.0, 1)[0])
+
+        return jax.grad(total)(params["lm_head"]["kernel"])
+
+    close_in_norm(gradient(1024), 512 * gradient(2), 1e-4)

@@ -3,19 +3,21 @@
 import asyncio
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from packages import need
 from real_rig import real_model
 from tiny_policy import single_device, tiny
 
-from calibadv_jax.config import Config, SamplerConfig
+from calibadv_jax.config import Config, LearnerConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.core.tags import STOP_STRINGS, TAGS
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.policy.logprobs import token_logprobs
+from calibadv_jax.learner.batching import Sample
+from calibadv_jax.learner.learner import Learner, LearnerOptions
+from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import build_prompt
@@ -34,30 +36,22 @@ WIDTH = 1536  # of a row: more than one block of attention
 ASKED = ("Who wrote Romeo and Juliet?", "What is the capital of France?", "How many days has a week?")
 
 
-NAMES = ("smollm2-135m", "qwen2.5-0.5b")
-
-
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=["smollm2-135m", "qwen2.5-0.5b"])
 def name(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def folder(name):
-    return real_model(name)
+def tokenizer(name):
+    return load_tokenizer(real_model(name))
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder):
-    return load_tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def weights(name, folder, request):
+def weights(name, request):
     """Folder of a model whose weights are compared: one of them, or all with --all-cases."""
     if name != "qwen2.5-0.5b" and not request.config.getoption("--all-cases"):
         pytest.skip("the weights of this model are compared with --all-cases")
-    return folder
+    return real_model(name)
 
 
 @pytest.fixture(scope="module")
@@ -69,36 +63,26 @@ def original(weights):
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    return single_device()
+def policy(weights):
+    return tiny(read_hf_config(weights))
 
 
 @pytest.fixture(scope="module")
-def policy(folder):
-    return tiny(read_hf_config(folder))
+def params(weights, policy):
+    return load_params(weights, policy, single_device())
 
 
 @pytest.fixture(scope="module")
-def params(weights, policy, mesh):
-    return load_params(weights, policy, mesh)
-
-
-@pytest.fixture(scope="module")
-def lengths(request):
-    return MANY if request.config.getoption("--all-cases") else LENGTHS
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer, lengths):
+def prompts(tokenizer, request):
     """Texts of the documentation after the protocol's prompt, of many lengths: int32 [N] each."""
+    lengths = MANY if request.config.getoption("--all-cases") else LENGTHS
     texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
     start = build_prompt(Question("1", ASKED[0], ("x",), "test"), tokenizer, Config().prompt, 2048)
     written = encode(tokenizer, texts[: 30 * sum(lengths)])
-    pieces, at = [], 0
-    for length in lengths:
-        pieces.append(np.concatenate([start, written[at : at + length]]).astype(np.int32)[-length:])
-        at += length
-    return pieces
+    pieces = [written[end - length : end] for length, end in zip(lengths, np.cumsum(lengths), strict=True)]
+    prompts = [np.concatenate([start, piece]).astype(np.int32)[-len(piece) :] for piece in pieces]
+    assert [len(ids) for ids in prompts] == list(lengths)
+    return prompts
 
 
 @pytest.fixture(scope="module")
@@ -118,30 +102,14 @@ def expected(original, prompts):
 def logprobs(policy, params, prompts, width=WIDTH):
     """The same by the policy, in rows of as many prompts as they hold, as the learner packs them."""
 
-    @jax.jit
-    def compute(params, tokens, positions, segments, targets):
-        decoder = policy.merge(params)
-        return token_logprobs(decoder, decoder(tokens, positions, segments), targets, 1.0, 256)[0]
-
-    def of_row(chosen):
-        tokens, positions, segments = np.zeros((3, 1, width), np.int32)
-        places, end = [], 0
-        for number, ids in enumerate(chosen, start=1):
-            places.append(place := slice(end, end := end + len(ids)))
-            tokens[0, place], positions[0, place], segments[0, place] = ids, np.arange(len(ids)), number
-        values = np.asarray(compute(params, tokens, positions, segments, np.roll(tokens, -1, axis=1)))[0]
-        return [values[place][:-1] for place in places]
-
-    rows = [[]]
-    for ids in prompts:
-        if sum(map(len, rows[-1])) + len(ids) > width:
-            rows.append([])
-        rows[-1].append(ids)
-    return [values for row in rows for values in of_row(row)]
+    learner = Learner(policy, optax.sgd(1.0), single_device(), LearnerOptions(1, logprob_chunk=256))
+    nothing = [np.zeros(len(ids), np.float32) for ids in prompts]
+    samples = [Sample(ids, zeros == 0, zeros, zeros) for ids, zeros in zip(prompts, nothing, strict=True)]
+    config = LearnerConfig(row_length=width, row_widths=1)
+    return [values[1:] for values in sample_logprobs(learner, params, samples, config)]
 
 
-def test_log_probabilities_are_those_of_transformers(policy, params, prompts, expected, lengths):
-    assert [len(ids) for ids in prompts] == list(lengths)
+def test_log_probabilities_are_those_of_transformers(policy, params, prompts, expected):
     for ours, reference in zip(logprobs(policy, params, prompts), expected, strict=True):
         np.testing.assert_allclose(ours, reference, atol=2e-3)
     assert np.mean(np.concatenate(expected)) > -4.5  # it has read English: at random it would be -10.8
@@ -156,25 +124,24 @@ def test_bfloat16_stays_near(policy, params, prompts, expected):
     assert np.mean(np.concatenate(gaps)) > 1e-4  # else it was no bfloat16
 
 
-def test_greedy_text_equals_transformers(policy, params, mesh, tokenizer, original, prompts, all_cases):
+def test_greedy_text_equals_transformers(policy, params, tokenizer, original, prompts, all_cases):
     import torch
 
     stops = StopRule(tokenizer, tokenizer.eos_token_id)
     config = SamplerConfig(slots=4, decode_chunk=16, prefill_chunk=64)
-    sampler = JaxSampler(policy, stops, config, mesh, 512)
+    sampler = JaxSampler(policy, stops, config, single_device(), 512)
     template = Config().prompt
-    asked = [build_prompt(Question("1", text, ("x",), "t"), tokenizer, template, 512) for text in ASKED]
+    prompted = [build_prompt(Question("1", text, ("x",), "t"), tokenizer, template, 512) for text in ASKED]
     length = 64 if all_cases else 32
-    asked += prompts[:20] if all_cases else []
+    prompted += prompts[:20] if all_cases else []
 
-    async def all_of_them():
+    async def completions():
         await sampler.load(0, params)
         sampling = SamplingParams(length, 0.0, 1.0, 0, 0, ())
-        return await asyncio.gather(
-            *(sampler.generate(ids.tolist(), sampling, str(n)) for n, ids in enumerate(asked))
-        )
+        calls = (sampler.generate(ids.tolist(), sampling, str(n)) for n, ids in enumerate(prompted))
+        return await asyncio.gather(*calls)
 
-    for ids, completion in zip(asked, asyncio.run(all_of_them()), strict=True):
+    for ids, completion in zip(prompted, asyncio.run(completions()), strict=True):
         tokens = torch.tensor(ids, dtype=torch.long)[None]
         with torch.no_grad():
             greedy = original.generate(tokens, max_new_tokens=length, do_sample=False)[0, len(ids) :]
@@ -193,9 +160,9 @@ def test_completion_ends_at_token_completing_a_tag(tokenizer, before, after, sto
     assert stop not in rule.text(ids[: count - 1])
     assert rule.may_end(ids[count - 1], STOP_STRINGS)
     for cut in range(1, count):  # as by a weight swap: the rest is looked for, too
-        rest = rule.text(ids[:count])[len(rule.text(ids[:cut])) :]
+        remainder = rule.text(ids[:count])[len(rule.text(ids[:cut])) :]
         remaining = (*STOP_STRINGS, *rule.remainders(ids[:cut], STOP_STRINGS))
-        assert "\ufffd" in rule.text(ids[:cut]) or any(text in rest for text in remaining)
+        assert "\ufffd" in rule.text(ids[:cut]) or any(text in remainder for text in remaining)
 
 
 def test_untrusted_text_makes_no_control_token(tokenizer):
@@ -203,12 +170,12 @@ def test_untrusted_text_makes_no_control_token(tokenizer):
     hostile = " ".join([*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), *TAGS])
     config = Config().prompt
     plain = build_prompt(Question("1", "Who?", ("x",), "t"), tokenizer, config, 4096).tolist()
-    asked = build_prompt(Question("1", f"Who {hostile}?", ("x",), "t"), tokenizer, config, 4096).tolist()
+    prompted = build_prompt(Question("1", f"Who {hostile}?", ("x",), "t"), tokenizer, config, 4096).tolist()
     count = sum(token in control for token in plain)
     assert count > 2  # the chat template's own
-    assert sum(token in control for token in asked) == count
+    assert sum(token in control for token in prompted) == count
     for tag in TAGS:
-        assert tokenizer.decode(asked).count(tag) == tokenizer.decode(plain).count(tag)
+        assert tokenizer.decode(prompted).count(tag) == tokenizer.decode(plain).count(tag)
     shown = neutralise_documents([Document("1", hostile, hostile)], tokenizer)
     ids, _ = Observations(tokenizer, 4096, "").of_documents(shown)
     assert not control & set(ids.tolist())

@@ -10,9 +10,8 @@ from tiny_policy import GROUPED, WIDER, mesh_of, tiny
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.adapters import Adapters, joined
-from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import LocalCopy, cache_axes, local_sizes, make_mesh, param_shardings
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import flatten
 
 
 @pytest.mark.parametrize(
@@ -43,41 +42,30 @@ def test_heads_are_split_only_where_tensor_divides_them():
 
 def test_parameters_split_where_they_can():
     """Key and value heads of width 18 do not divide by tensor=4: that axis stays whole, the other splits."""
-    config = GROUPED | {
-        "vocab_size": 32,
-        "hidden_size": 36,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-    }
-    abstract = tiny(config).abstract_params
-    shardings = param_shardings(abstract, mesh_of(data=1, fsdp=2, tensor=4))
-    layers = shardings["layers"]
-    assert shardings["embed"]["embedding"].spec == P("tensor", "fsdp")
-    assert layers["mlp"]["gate"]["kernel"].spec == P(None, "fsdp", "tensor")
-    assert layers["mlp"]["down"]["kernel"].spec == P(None, "tensor", "fsdp")
-    assert layers["attn"]["k"]["kernel"].spec == P(None, "fsdp", None)
-    assert layers["attn"]["q"]["kernel"].spec == P(None, "fsdp", "tensor")
-    assert jax.tree.structure(shardings) == jax.tree.structure(abstract)
+    heads = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3}
+    abstract = tiny(GROUPED | {"vocab_size": 32} | heads).abstract_params
+    shardings = flatten(param_shardings(abstract, mesh_of(data=1, fsdp=2, tensor=4)))
+    assert shardings["embed.embedding"].spec == P("tensor", "fsdp")
+    assert shardings["layers.mlp.gate.kernel"].spec == P(None, "fsdp", "tensor")
+    assert shardings["layers.mlp.down.kernel"].spec == P(None, "tensor", "fsdp")
+    assert shardings["layers.attn.k.kernel"].spec == P(None, "fsdp", None)
+    assert shardings["layers.attn.q.kernel"].spec == P(None, "fsdp", "tensor")
+    assert shardings.keys() == flatten(abstract).keys()
 
 
 def test_local_copy_gathers_the_base_once():
     """Later calls bring what is trained anew; where everything is trained, everything."""
     mesh = mesh_of(data=1, fsdp=4, tensor=2)
-    architecture = architecture_from_hf(WIDER)
     for adapters in (Adapters(2, 4.0, ("q",), "bfloat16"), None):
-        policy = Policy(architecture, Numerics(), adapters)
-        at = param_shardings(policy.abstract_params, mesh)
-        params = jax.jit(policy.init, out_shardings=at)(jax.random.key(0))
-        copied = LocalCopy(mesh, jnp.float32, policy.split)
-        first = copied(params)
-        base, trained = policy.split(params)
-        second = copied(joined(base, jax.tree.map(lambda leaf: leaf + 1, trained)))
-        (kept, before), (again, after) = policy.split(first), policy.split(second)
-        assert jax.tree.leaves(kept) == [] if adapters is None else jax.tree.leaves(kept)
-        assert all(
-            before_leaf is two
-            for before_leaf, two in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True)
-        )
+        policy = tiny(WIDER, adapters)
+        shardings = param_shardings(policy.abstract_params, mesh)
+        params = jax.jit(policy.init, out_shardings=shardings)(jax.random.key(0))
+        copy, (base, trained) = LocalCopy(mesh, jnp.float32, policy.split), policy.split(params)
+        first = copy(params)
+        second = copy(joined(base, jax.tree.map(lambda leaf: leaf + 1, trained)))
+        (frozen, before), (again, after) = policy.split(first), policy.split(second)
+        assert list(map(id, jax.tree.leaves(frozen))) == list(map(id, jax.tree.leaves(again)))
+        assert bool(frozen) == (adapters is not None)
         jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, old + 1), after, before)
-        for leaf, placed in zip(jax.tree.leaves(second), jax.tree.leaves(at), strict=True):
-            assert leaf.dtype == jnp.float32 and leaf.sharding.is_equivalent_to(placed, leaf.ndim)
+        for leaf, sharding in zip(jax.tree.leaves(second), jax.tree.leaves(shardings), strict=True):
+            assert leaf.dtype == jnp.float32 and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

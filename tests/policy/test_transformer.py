@@ -8,18 +8,16 @@ from flax import nnx
 from rounding import close_in_norm
 from tiny_policy import NARROW, WIDER, tiny
 
-from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.kernels.custom_gradients import RMSNorm, gated, rows_product
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.transformer import Numerics
 
 CONFIG = WIDER | {"vocab_size": 64}
-ARCHITECTURE = architecture_from_hf(CONFIG)
 LENGTH = 24
 
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(ARCHITECTURE, Numerics())
+    return tiny(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +48,15 @@ def rows(batch, seed=0):
 def test_packed_segments_equal_separate_rows(forward, params):
     tokens, positions, segments = rows(2)
     separate = forward(params, tokens, positions, segments)
-    first, second = 9, 11  # tokens of each trajectory; the rest of the row is padding
-    packed = np.zeros((2, LENGTH), np.int32)
-    packed[0, : first + second] = np.concatenate([tokens[0, :first], tokens[1, :second]])
-    at = np.zeros((2, LENGTH), np.int32)
-    at[0, : first + second] = np.concatenate([np.arange(first), np.arange(second)])
-    owner = np.zeros((2, LENGTH), np.int32)
-    owner[0, :first], owner[0, first : first + second] = 1, 2
-    together = forward(params, packed, at, owner)
-    np.testing.assert_allclose(together[0, :first], separate[0, :first], atol=1e-4)
-    np.testing.assert_allclose(together[0, first : first + second], separate[1, :second], atol=1e-4)
+    first, second = slice(9), slice(9, 20)  # the rest of the row is padding
+    packed, places, owner = np.zeros((3, 2, LENGTH), np.int32)
+    for row, columns in enumerate((first, second)):
+        length = len(packed[0, columns])
+        packed[0, columns], places[0, columns] = tokens[row, :length], positions[row, :length]
+        owner[0, columns] = row + 1
+    together = forward(params, packed, places, owner)
+    np.testing.assert_allclose(together[0, first], separate[0, :9], atol=1e-4)
+    np.testing.assert_allclose(together[0, second], separate[1, :11], atol=1e-4)
 
 
 def test_token_sees_nothing_of_the_future(forward, params):
@@ -74,22 +71,22 @@ def test_token_sees_nothing_of_the_future(forward, params):
 
 
 @pytest.mark.medium
-def test_rematerialised_chunked_attention_equals_plain(forward, params):
+def test_rematerialised_chunked_attention_equals_plain(params):
     """The chunk does not divide the row, so that its padding is exercised too."""
-    other = Policy(ARCHITECTURE, Numerics(attention_chunk=10, remat="full"))
     tokens, positions, _ = rows(2)
     segments = np.where(np.arange(LENGTH) < 13, 1, 2)[None].repeat(2, 0)
-    weight = jax.random.normal(jax.random.key(2), (2, LENGTH, 64))
 
-    def objective(policy, params):
-        decoder = policy.merge(params)
-        logits = decoder.logits(decoder(tokens, positions, segments))
-        return jnp.mean(logits * weight), logits
+    def gradients(**numerics):
+        policy = tiny(CONFIG, **numerics)
 
-    plain, chunked = (
-        jax.jit(jax.grad(lambda p, chosen=chosen: objective(chosen, p), has_aux=True))(params)
-        for chosen in (Policy(ARCHITECTURE, Numerics()), other)
-    )
+        def objective(params):
+            decoder = policy.merge(params)
+            logits = decoder.logits(decoder(tokens, positions, segments))
+            return jnp.mean(jnp.sin(logits)), logits
+
+        return jax.jit(jax.grad(objective, has_aux=True))(params)
+
+    plain, chunked = gradients(), gradients(attention_chunk=10, remat="full")
     np.testing.assert_allclose(plain[1], chunked[1], atol=1e-4)
     close_in_norm(chunked[0], plain[0])
 
@@ -106,16 +103,12 @@ def test_decoding_with_a_cache_equals_packed_rows(policy, forward, params):
     block = int(prefilled.max())
     valid = np.arange(block) < prefilled[:, None]
     hidden, cache = decode(params, tokens[:, :block], positions[:, :block], valid, cache, slots)
-    prefilled_logits = logits(params, hidden)
-    for row in range(2):
-        np.testing.assert_allclose(
-            prefilled_logits[row, : prefilled[row]], expected[row, : prefilled[row]], atol=1e-4
-        )
+    np.testing.assert_allclose(logits(params, hidden)[valid], expected[:, :block][valid], atol=1e-4)
     for offset in range(LENGTH - block):
-        at = (prefilled + offset)[:, None]
-        token = np.take_along_axis(tokens, at, 1)
-        hidden, cache = decode(params, token, at, np.ones((2, 1), bool), cache, slots)
-        target = np.take_along_axis(np.asarray(expected), at[..., None], 1)
+        places = (prefilled + offset)[:, None]
+        token = np.take_along_axis(tokens, places, 1)
+        hidden, cache = decode(params, token, places, np.ones((2, 1), bool), cache, slots)
+        target = np.take_along_axis(np.asarray(expected), places[..., None], 1)
         np.testing.assert_allclose(logits(params, hidden), target, atol=1e-4)
     assert all(not np.asarray(part)[:, 1].any() for stack in cache for part in stack)
 
@@ -150,11 +143,8 @@ def assert_same(custom, plain, *inputs):
     close_in_norm(both(custom), both(plain))
 
 
-def test_product_equals_plain_product():
+def test_product_and_gate_equal_their_formulas():
     assert_same(rows_product, lambda x, w: jnp.einsum("btd,df->btf", x, w), draw(0, 2, 5, 7), draw(1, 7, 3))
-
-
-def test_gate_equals_its_formula():
     assert_same(gated, lambda gate, up: gate / (1 + jnp.exp(-gate)) * up, draw(0, 2, 5, 7), draw(1, 2, 5, 7))
 
 
@@ -178,18 +168,14 @@ def test_half_precision_stays_half_precision():
 def test_weight_gradients_contract_one_axis():
     """Of both operands the first: neither is transposed. What JAX derives by itself sums over two axes."""
 
-    def contracted(product):
+    def program(product):
         def objective(x, weights):
             return jnp.sum(product(x, weights, (((2,), (0,)), ((), ()))) ** 2)
 
-        program = jax.make_jaxpr(jax.grad(objective, argnums=1))(draw(0, 2, 5, 7), draw(1, 7, 3))
-        return str(program)
+        return str(jax.make_jaxpr(jax.grad(objective, argnums=1))(draw(0, 2, 5, 7), draw(1, 7, 3)))
 
-    assert "dimension_numbers=(([0], [0]), ([], []))" in contracted(rows_product)
-    assert "dimension_numbers=(([0, 1], [0, 1]), ([], []))" in contracted(jax.lax.dot_general)
-
-
-@pytest.mark.parametrize("kernel", ["splash", "triton", "cudnn"])
-def test_other_backends_keep_jaxs_own_products(kernel):
-    assert Numerics(kernel=kernel).product is jax.lax.dot_general
+    assert "dimension_numbers=(([0], [0]), ([], []))" in program(rows_product)
+    assert "dimension_numbers=(([0, 1], [0, 1]), ([], []))" in program(jax.lax.dot_general)
+    for kernel in ("splash", "triton", "cudnn"):  # whose compilers find the layouts
+        assert Numerics(kernel=kernel).product is jax.lax.dot_general
     assert Numerics(kernel="xla").product is rows_product

@@ -14,12 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from calibadv_jax.policy.kernels.custom_gradients import MASKED, inner_product
 
+product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def blockwise_attention(q: jax.Array, k: jax.Array, v: jax.Array, ends: jax.Array, block: int) -> jax.Array:
+def blockwise_attention(q: Array, k: Array, v: Array, ends: Array, block: int) -> Array:
     """Attend causally within the sequences of packed rows: [B, T, N, H].
 
     Args:
@@ -31,31 +34,25 @@ def blockwise_attention(q: jax.Array, k: jax.Array, v: jax.Array, ends: jax.Arra
     return _forward(q, k, v, ends, block)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, ends: jax.Array, block: int) -> tuple[jax.Array, Any]:
+def _forward(q: Array, k: Array, v: Array, ends: Array, block: int) -> tuple[Array, Any]:
     queries, keys, values = (_blocks(x, k.shape[2], block) for x in (q, k, v))
-    seen_by = _Visibility.of(ends, block)
-    scale = 1.0 / math.sqrt(q.shape[-1])
+    visibility = _Visibility.of(ends, block)
 
-    def attend(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attend(index: Array) -> tuple[Array, Array]:
         mine = queries[index]
 
-        def visit(other: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def visit(other: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             out, largest, total = carry
-            scores = seen_by.scores(mine, keys[other], index, other, scale)
+            scores = visibility.scores(mine, keys[other], index, other)
             new = jnp.maximum(largest, scores.max(-1))
             weights = jnp.exp(scores - new[..., None])
-            kept = jnp.exp(largest - new)
-            seen = jnp.einsum(
-                "bkqt,bkth->bkqh",
-                weights.astype(values.dtype),
-                values[other],
-                preferred_element_type=jnp.float32,
-            )
-            return out * kept[..., None] + seen, new, total * kept + weights.sum(-1)
+            decay = jnp.exp(largest - new)
+            change = product("bkqt,bkth->bkqh", weights.astype(values.dtype), values[other])
+            return out * decay[..., None] + change, new, total * decay + weights.sum(-1)
 
         nothing = jnp.zeros(mine.shape, jnp.float32)
         start = (nothing, nothing[..., 0] + MASKED, nothing[..., 0])
-        out, largest, total = seen_by.each(index, visit, start)
+        out, largest, total = visibility.each(index, visit, start)
         return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
     out, normaliser = jax.lax.map(attend, jnp.arange(queries.shape[0]))
@@ -63,26 +60,23 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, ends: jax.Array, block: i
     return rows, (queries, keys, values, ends, rows, normaliser)
 
 
-def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _backward(block: int, saved: Any, gradient: Array) -> tuple[Array, Array, Array, None]:
     queries, keys, values, ends, out, normaliser = saved
     num_kv = keys.shape[2]
     gradients = _blocks(gradient, num_kv, block)
-    seen_by = _Visibility.of(ends, block)
-    scale = 1.0 / math.sqrt(queries.shape[-1])
-    of_keys = (*gradient.shape[:2], num_kv, gradient.shape[3])
+    visibility = _Visibility.of(ends, block)
     inner = inner_product(gradient.astype(jnp.float32), out.astype(jnp.float32))
     inner = _blocks(inner[..., None], num_kv, block)  # [n, B, K, G*C, 1]
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def attend(carry: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
+    def attend(carry: tuple[Array, Array], index: Array) -> tuple[Any, Array]:
         mine, gradient = queries[index], gradients[index]
 
-        def visit(other: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def visit(other: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             to_queries, to_keys, to_values = carry
-            scores = seen_by.scores(mine, keys[other], index, other, scale)
+            scores = visibility.scores(mine, keys[other], index, other)
             weights = jnp.exp(scores - normaliser[index][..., None])
             change = product("bkqh,bkth->bkqt", gradient, values[other]) - inner[index]
-            change = (weights * change * scale).astype(mine.dtype)
+            change = (weights * change * _scale(mine)).astype(mine.dtype)
             weights = weights.astype(mine.dtype)
             return (
                 to_queries + product("bkqt,bkth->bkqh", change, keys[other]),
@@ -91,18 +85,16 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
             )
 
         start = (jnp.zeros(mine.shape, jnp.float32), *carry)
-        to_queries, *carry = seen_by.each(index, visit, start)
+        to_queries, *carry = visibility.each(index, visit, start)
         return tuple(carry), to_queries.astype(mine.dtype)
 
     # [n, B, K, H, C]: the small operand of their products is then the one that is transposed.
     nothing = jnp.zeros(keys.shape, jnp.float32).swapaxes(-1, -2)
     (to_keys, to_values), to_queries = jax.lax.scan(attend, (nothing, nothing), jnp.arange(queries.shape[0]))
-    return (
-        _rows(to_queries, gradient.shape),
-        _rows(to_keys.swapaxes(-1, -2).astype(keys.dtype), of_keys),
-        _rows(to_values.swapaxes(-1, -2).astype(values.dtype), of_keys),
-        None,
-    )
+    of_keys = (*gradient.shape[:2], num_kv, gradient.shape[3])
+    to_queries = _rows(to_queries, gradient.shape)
+    to_keys, to_values = (_rows(x.swapaxes(-1, -2).astype(keys.dtype), of_keys) for x in (to_keys, to_values))
+    return to_queries, to_keys, to_values, None
 
 
 blockwise_attention.defvjp(_forward, _backward)
@@ -112,12 +104,12 @@ blockwise_attention.defvjp(_forward, _backward)
 class _Visibility:
     """The keys that the queries of a block see."""
 
-    ends: jax.Array  # int32 [n, B, C]
-    first: jax.Array  # int32 [n], the first block of keys that a block of queries needs
-    reach: jax.Array  # int32 [n], the first column that sees no key of a block
+    ends: Array  # int32 [n, B, C]
+    first: Array  # int32 [n], the first block of keys that a block of queries needs
+    reach: Array  # int32 [n], the first column that sees no key of a block
 
     @classmethod
-    def of(cls, ends: jax.Array, block: int) -> _Visibility:
+    def of(cls, ends: Array, block: int) -> _Visibility:
         columns = jnp.arange(ends.shape[1] + -ends.shape[1] % block)
         padded = jnp.pad(ends, ((0, 0), (0, len(columns) - ends.shape[1])))
         padded = jnp.maximum(padded, columns + 1)
@@ -126,20 +118,18 @@ class _Visibility:
         blocks = padded.reshape(len(padded), -1, block).transpose(1, 0, 2)
         return cls(blocks, start[:, ::block].min(axis=0) // block, blocks.max(axis=(1, 2)))
 
-    def each(self, index: jax.Array, visit: Callable[..., Any], start: Any) -> Any:
+    def each(self, index: Array, visit: Callable[..., Any], start: Any) -> Any:
         """Call `visit` with every block of keys of which the block of queries `index` sees any."""
         begins = index * self.ends.shape[2]
 
-        def visit_visible(other: jax.Array, carry: Any) -> Any:
+        def visit_visible(other: Array, carry: Any) -> Any:
             return jax.lax.cond(self.reach[other] > begins, visit, lambda _, same: same, other, carry)
 
         return jax.lax.fori_loop(self.first[index], index + 1, visit_visible, start)
 
-    def scores(
-        self, queries: jax.Array, keys: jax.Array, index: jax.Array, other: jax.Array, scale: float
-    ) -> jax.Array:
+    def scores(self, queries: Array, keys: Array, index: Array, other: Array) -> Array:
         """Return masked scores of queries [B, K, G*C, H] and keys [B, K, C, H]: float32 [B, K, G*C, C]."""
-        scores = jnp.einsum("bkqh,bkth->bkqt", queries, keys, preferred_element_type=jnp.float32) * scale
+        scores = product("bkqh,bkth->bkqt", queries, keys) * _scale(queries)
         block = self.ends.shape[2]
         columns = jnp.arange(block)
         query, key = index * block + columns[:, None], other * block + columns
@@ -148,7 +138,11 @@ class _Visibility:
         return jnp.where(visible, scores, MASKED)
 
 
-def _blocks(x: jax.Array, num_kv: int, block: int) -> jax.Array:
+def _scale(queries: Array) -> float:
+    return 1.0 / math.sqrt(queries.shape[-1])
+
+
+def _blocks(x: Array, num_kv: int, block: int) -> Array:
     """[B, T, N, H] -> [n, B, K, G*C, H]: the queries of a key-value head are one matrix."""
     batch, length, num_heads, head_dim = x.shape
     x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
@@ -156,7 +150,7 @@ def _blocks(x: jax.Array, num_kv: int, block: int) -> jax.Array:
     return x.reshape(x.shape[0], batch, num_kv, -1, head_dim)
 
 
-def _rows(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _rows(blocks: Array, shape: tuple[int, ...]) -> Array:
     """[n, B, K, G*C, H] -> [B, T, N, H] of `shape`, padding dropped."""
     batch, length, num_heads, head_dim = shape
     num_blocks, _, num_kv = blocks.shape[:3]

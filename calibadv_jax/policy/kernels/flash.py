@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental.pallas.ops.gpu import attention as triton
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -15,9 +16,7 @@ LANES = 128  # Splash wants blocks of a multiple of this
 TRITON_BLOCK = 64
 
 
-def splash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, interpret: bool = False
-) -> jax.Array:
+def splash_attention(q: Array, k: Array, v: Array, segment_ids: Array, interpret: bool = False) -> Array:
     """Attend causally within segments by `jax.experimental.pallas.ops.tpu.splash_attention`: [B, T, N, H].
 
     Args:
@@ -30,15 +29,10 @@ def splash_attention(
     block = next(size for size in (512, 256, LANES) if padded % size == 0)
     # Larger blocks, and the fused backward kernel, need more memory in TPU's compiler than they save time.
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    sides: dict[str, Any] = dict.fromkeys(names, block)
-    sizes = splash.BlockSizes(**sides)
-    kernel = splash.make_splash_mha(
-        masks.MultiHeadMask([masks.CausalMask((padded, padded))] * num_heads),
-        block_sizes=sizes,
-        head_shards=1,
-        q_seq_shards=1,
-        interpret=interpret,
-    )
+    sizes: dict[str, Any] = dict.fromkeys(names, block)
+    mask = masks.MultiHeadMask([masks.CausalMask((padded, padded))] * num_heads)
+    options: dict[str, Any] = {"head_shards": 1, "q_seq_shards": 1, "interpret": interpret}
+    kernel = splash.make_splash_mha(mask, block_sizes=splash.BlockSizes(**sizes), **options)
     k = k * (1.0 / math.sqrt(head_dim))  # the kernel does not scale; keys are fewer than queries
     q, k, v = (_padded(x, padded).transpose(0, 2, 1, 3) for x in (q, k, v))
     segments = jnp.pad(segment_ids, ((0, 0), (0, padded - length)))
@@ -46,9 +40,7 @@ def splash_attention(
     return out.transpose(0, 2, 1, 3)[:, :length].astype(v.dtype)
 
 
-def triton_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, interpret: bool = False
-) -> jax.Array:
+def triton_attention(q: Array, k: Array, v: Array, segment_ids: Array, interpret: bool = False) -> Array:
     """Do the same by `jax.experimental.pallas.ops.gpu.attention` (Triton; Ampere and later)."""
     length, num_heads, head_dim = q.shape[1:]
     padded = -(-length // TRITON_BLOCK) * TRITON_BLOCK
@@ -62,6 +54,6 @@ def triton_attention(
     return out[:, :length]
 
 
-def _padded(x: jax.Array, length: int) -> jax.Array:
+def _padded(x: Array, length: int) -> Array:
     """[B, T, N, H] with zeros up to `length` tokens, which are a segment of their own."""
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))

@@ -1,0 +1,392 @@
+"""Losses against their formulas in docs/losses.md, in NumPy, without packing; functions of the user's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+import pytest
+from loss_cases import batch_of, columns, packed, sample
+
+from calibadv_jax.config import LossConfig
+from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_KEYS
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.learner.batching import pack
+from calibadv_jax.learner.losses import LOSSES, Tokens, TrainedTokens, check_loss, find_loss, policy_gradient
+
+LOW, HIGH = 0.2, 0.3
+RANDOM = np.random.default_rng(0)
+ROWS = [  # new and old log-probabilities, and advantages
+    (new, new + RANDOM.normal(scale=0.5, size=len(new)), RANDOM.normal(size=len(new)))
+    for new in (RANDOM.uniform(-3, -0.1, length) for length in (4, 7, 1))
+]
+
+
+def ppo(ratio, advantages):
+    return np.maximum(-advantages * ratio, -advantages * np.clip(ratio, 1 - LOW, 1 + HIGH))
+
+
+def dual_clip(new, old, advantages):
+    terms = ppo(np.exp(new - old), advantages)
+    return np.where(advantages < 0, np.minimum(terms, -1.5 * advantages), terms)
+
+
+def gmpo(new, old, advantages):
+    bounded = np.where(advantages > 0, np.minimum(new - old, HIGH), np.maximum(new - old, -LOW))
+    return -np.mean(advantages) * np.exp(np.mean(bounded))
+
+
+def kl_cov(new, old, advantages):
+    covariance = (advantages - advantages.mean()) * (new - new.mean())
+    chosen = covariance >= np.sort(covariance)[-int(0.4 * len(new))]
+    return -advantages * np.exp(new - old) + 0.7 * chosen * np.abs(new - old)
+
+
+def lld(new, old, advantages):
+    return ppo(np.exp(new - old), advantages) + 0.5 * np.mean(np.maximum(0, old - new)[advantages > 0])
+
+
+def sapo(new, old, advantages):
+    tau = np.where(advantages > 0, 2.0, 3.0)
+    return -advantages * 4 / tau / (1 + np.exp(-tau * (np.exp(new - old) - 1)))
+
+
+def dppo_tv(new, old, advantages):
+    moved = np.exp(new) - np.exp(old)
+    beyond = np.where(advantages > 0, moved > HIGH, -moved > LOW)
+    return np.where(beyond, 0.0, -advantages * np.minimum(np.exp(new - old), 1.25) * new)
+
+
+CASES = {  # of a trajectory where the aggregation is sequence_mean, else of all tokens
+    "vanilla": (dual_clip, {"dual_clip": 1.5}),
+    "cispo": (lambda new, old, a: -a * new * np.clip(np.exp(new - old), 1 - LOW, 1 + HIGH), {}),
+    "gspo": (lambda new, old, a: ppo(np.exp(np.mean(new - old)), a), {"aggregation": "sequence_mean"}),
+    "gmpo": (gmpo, {"aggregation": "sequence_mean"}),
+    "gpg": (lambda new, old, a: -a * new, {}),
+    "kl_cov": (kl_cov, {"cov_share": 0.4, "cov_kl_coef": 0.7}),
+    "lld": (lld, {"lld_coef": 0.5}),
+    "sapo": (sapo, {"aggregation": "sequence_mean", "tau_positive": 2.0, "tau_negative": 3.0}),
+    "dppo_tv": (dppo_tv, {"ratio_cap": 1.25}),
+    "dro": (lambda new, old, a: -a * new + 0.5 * 0.3 * (new - old) ** 2, {"dro_beta": 0.3}),
+}
+
+
+def cases(rows=ROWS, gaps=None):
+    """Samples of the rows; `gaps` are the learner's log-probabilities less the sampler's."""
+    samplers = [old - gap for (_, old, _), gap in zip(rows, gaps or [0] * len(rows), strict=True)]
+    pairs = zip(rows, samplers, strict=True)
+    return [sample(*row, np.ones(len(row[0])), sampler) for row, sampler in pairs]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_equals_its_formula(name):
+    formula, keys = CASES[name]
+    widths = {} if name in ("gpg", "kl_cov", "sapo", "dro") else {"clip_low": LOW, "clip_high": HIGH}
+    loss, _, _ = packed(cases(), LossConfig(name=name, **widths, **keys))
+    rows = ROWS if "aggregation" in keys else [map(np.concatenate, zip(*ROWS, strict=True))]
+    assert loss == pytest.approx(np.mean([np.mean(formula(*row)) for row in rows]), rel=1e-5)
+
+
+@pytest.mark.parametrize(("aggregation", "norm"), [("sequence_sum", 0), ("sequence_sum_norm", 5)])
+def test_sums_are_means_over_trajectories(aggregation, norm):
+    config = LossConfig(name="gpg", aggregation=aggregation, length_norm=norm)
+    expected = np.mean([np.sum(-a * new) for new, _, a in ROWS]) / (norm or 1)
+    assert packed(cases(), config)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights", "masked"),
+    [
+        # Over the sequences: e^0.4, e^-1.4 and e^1.5; a masked one stays in the mean.
+        ({"importance_level": "sequence", "importance_cap": 1.2, "importance_low": 0.3}, [1.2, 0, 1.2], 7),
+        (
+            {"importance_level": "sequence_geometric", "importance_cap": 1.2},
+            [np.exp(0.1), np.exp(-0.2), 1.2],
+            None,
+        ),
+        ({"importance_high": 3.0}, [1, 1, 0], 1),
+        ({"importance_cap": 1.05}, [1.05, np.exp(-0.2), 1.05], None),  # without a floor
+    ],
+)
+def test_importance_weights_correct_for_the_sampler(keys, weights, masked):
+    gaps = [np.full(4, 0.1), np.full(7, -0.2), np.full(1, 1.5)]
+    loss, gradients, metrics = packed(cases(gaps=gaps), LossConfig(name="gpg", **keys))
+    terms = [weight * np.sum(-a * new) for weight, (new, _, a) in zip(weights, ROWS, strict=True)]
+    assert loss == pytest.approx(sum(terms) / 12, rel=1e-5)
+    assert metrics.get("actor/sampler_masked") == masked
+    assert [gradient.any() for gradient in gradients] == [weight > 0 for weight in weights]
+    assert metrics["actor/sampler_mismatch"] == pytest.approx(4 * 0.1 + 7 * 0.2 + 1.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("over", ["token", "sequence_sum", "sequence_mean", "sequence_max"])
+@pytest.mark.parametrize("by", ["k2", "k3"])
+def test_tokens_far_from_the_sampler_are_rejected(by, over):
+    """Of three trajectories in one row, by the tokens of each alone."""
+    gaps = [np.linspace(0.1, 0.2, 4), np.linspace(-0.9, 0.1, 7), np.full(1, 0.6)]
+    measures = [0.5 * gap**2 if by == "k2" else np.exp(gap) - 1 - gap for gap in gaps]
+    if over != "token":
+        reduce = {"sequence_sum": np.sum, "sequence_mean": np.mean, "sequence_max": np.max}[over]
+        measures = [np.full(len(measure), reduce(measure)) for measure in measures]
+    accepted = [measure <= 0.15 for measure in measures]
+    assert {True, False} == set(np.concatenate(accepted).tolist())
+    config = LossConfig(name="gpg", reject_by=by, reject_over=over, reject_above=0.15)
+    _, gradients, metrics = packed(cases(gaps=gaps), config)
+    np.testing.assert_array_equal(np.concatenate(gradients) != 0, np.concatenate(accepted))
+    assert metrics["actor/sampler_masked"] == np.sum(~np.concatenate(accepted))
+
+
+@pytest.mark.parametrize(
+    "name", ["vanilla", "cispo", "gspo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "dro"]
+)
+def test_gradient_at_ratio_one_is_reinforces(name):
+    """Each token by its own advantage; gmpo has one for all of a trajectory."""
+    rows = [(new, new, advantages) for new, _, advantages in ROWS]
+    _, gradients, _ = packed(cases(rows), LossConfig(name=name, aggregation="sequence_mean"))
+    for gradient, (*_, advantages) in zip(gradients, rows, strict=True):
+        effective = np.full(len(advantages), advantages.mean()) if name == "gmpo" else advantages
+        np.testing.assert_allclose(gradient, -effective / (3 * len(gradient)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ratios", "advantages", "expected", "clipped"),
+    [
+        ({"dual_clip": 3.0}, [4, 2, 4], [-1, -1, 0], [0, 2 / 3, 0], 1),
+        ({"name": "cispo", "drop_above": 3.0}, [4, 2, 4], [1, 1, -1], [0, -1.2 / 3, 1.2 / 3], 3),
+        # Only the second token fell, but its advantage is negative: gated, there is no penalty.
+        ({"name": "lld", "lld_coef": 0.5, "lld_gating": True}, [1, 0.9], [1, -1], [-1 / 2, 0.9 / 2], 0),
+        ({"name": "lld", "lld_coef": 0.5}, [1, 0.9], [1, -1], [-1 / 2 - 0.5, 0.9 / 2], 0),
+    ],
+)
+def test_gradients_of_options_by_hand(keys, ratios, advantages, expected, clipped):
+    new = -1.0 + np.log(ratios)
+    row = sample(new, np.full(len(new), -1.0), advantages, np.ones(len(new)))
+    _, (gradient,), metrics = packed([row], LossConfig(**keys))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+    assert metrics["actor/pg_clipfrac"] == clipped
+
+
+def test_sequence_importance_weight_counts_trained_tokens():
+    row = sample([-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [1, 0], [-1.0, -9.0])
+    config = LossConfig(importance_level="sequence", importance_cap=5.0)
+    assert packed([row], config)[0] == pytest.approx(-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "clips", "inside"),
+    [
+        ("dppo_tv", {"clip_low": 0.1, "clip_high": 0.25}, [True, False, False, True]),
+        ("dppo_tv", {"clip_low": 0.25, "clip_high": 0.15}, [False, False, True, True]),
+        # old × log(old / new) + (1 - old) × log((1 - old) / (1 - new)): 0.087, 0.382, 0.087, 0.049
+        ("dppo_kl", {"clip_low": 0.06, "clip_high": 0.2}, [True, False, False, True]),
+        ("dppo_kl", {"clip_low": 0.2, "clip_high": 0.06}, [False, False, True, True]),
+    ],
+)
+def test_dppo_bounds_each_side_by_its_own_key(name, clips, inside):
+    """Probabilities of 0.5 that are 0.7, 0.9, 0.3 and (against its advantage) 0.35 now."""
+    row = sample(np.log([0.7, 0.9, 0.3, 0.35]), [np.log(0.5)] * 4, [1.0, 1.0, -1.0, 1.0], [1] * 4)
+    _, (gradient,), _ = packed([row], LossConfig(name=name, **clips))
+    np.testing.assert_array_equal(gradient != 0, inside)
+
+
+@pytest.mark.parametrize(
+    ("settings", "moves"),
+    [({}, False), ({"kl_coef": 0.1}, True), ({"entropy_coef": 0.1}, True), ({"name": "dro"}, True)],
+)
+def test_samples_without_advantages_move_other_terms(settings, moves):
+    loss = policy_gradient(LossConfig(**settings), False)
+    cases = (([0, 0], [1, 1], moves), ([0, 1], [1, 1], True), ([0, 1], [0, 0], False))
+    for advantages, mask, expected in cases:
+        assert loss.is_moved_by(sample([-1.0, -1.0], [-1.0, -1.0], advantages, mask)[0]) is expected
+
+
+@pytest.mark.parametrize(("keys", "third"), [({}, 0), ({"cov_high": 4.0}, -2)])
+def test_clip_cov_draws_unclipped_tokens_between_its_limits(keys, third):
+    """Covariances 1.45 (clipped), 1.45, 4.35 and -1.45: the second is dropped, the third within the limit."""
+    rows = [sample([-0.1, -0.1, -3.0, -3.0], [-1.0, -0.1, -3.0, -3.0], [2, 2, -2, 2], [1, 1, 1, 1])]
+    loss, (gradient,), _ = packed(rows, LossConfig(name="clip_cov", cov_low=0.5, cov_share=1.0, **keys))
+    assert loss == pytest.approx(-(1.2 * 2 + third + 2) / 4)
+    np.testing.assert_allclose(gradient, [0, 0, -third / 4, -2 / 4], rtol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_token_metrics_count_each_token_once(aggregation):
+    """A long sequence of which nothing is clipped beside a short one of which all is."""
+    rows = [([-1.0] * count, [old] * count) for count, old in ((3, -1.0), (1, -2.0))]
+    made = [sample(new, old, [1] * len(new), [1] * len(new), [-1.5] * len(new))[0] for new, old in rows]
+    batch = pack(made, 6, aggregation)
+    new = jnp.full(batch.weights.shape, -1.0)
+    _, metrics = policy_gradient(LossConfig(), False)(new, 0 * new + 2.0, batch, None)
+    assert {name: float(value) for name, value in metrics.items() if name != "actor/pg_loss"} == {
+        "actor/pg_clipfrac": 1,  # token of four
+        "actor/entropy": 8,
+        "actor/ppo_kl": -1,
+        "actor/sampler_mismatch": pytest.approx(4 * 0.5),
+    }
+
+
+def test_log_ratio_is_held_within_20():
+    new = columns([0.0])
+    loss, _ = policy_gradient(LossConfig(), False)(new, 0.0 * new, batch_of([-1.0], [-500.0]), None)
+    assert float(loss) == pytest.approx(np.exp(20.0), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "difference", "expected"),
+    [
+        ("kl", -0.5, 0.5),
+        ("abs", -0.5, 0.5),
+        ("mse", -0.5, 0.125),
+        ("low_var_kl", -0.5, np.exp(-0.5) + 0.5 - 1),
+        ("low_var_kl", 2.0, np.exp(2.0) - 3),
+        ("low_var_kl", 5.0, 10.0),  # its limit
+        ("low_var_kl", -30.0, 10.0),
+    ],
+)
+def test_kl_estimators(estimator, difference, expected):
+    new, reference = columns([-1.0]), columns([-1.0 + difference])
+    config = LossConfig(kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.01)
+    loss, metrics = policy_gradient(config, True)(new, columns([2.0]), batch_of([0.0], [-1.0]), reference)
+    assert float(loss) == pytest.approx(0.1 * expected - 0.01 * 2.0, abs=1e-6)
+    assert float(metrics["actor/kl_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+# --- By name ---
+
+SOURCE = """
+import jax.numpy as jnp
+
+def doubled(tokens, config):
+    return -2 * tokens.ratio * tokens.advantages, tokens.ratio > 1 + config.clip_high
+
+def short(tokens):
+    return tokens.advantages
+
+def one_array(tokens, config):
+    return tokens.advantages
+
+def summed(tokens, config):
+    return jnp.sum(tokens.advantages), tokens.trained
+
+def failing(tokens, config):
+    return tokens.advantage, tokens.trained
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "my_losses_of_tests.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "my_broken_of_tests.py").write_text("raise RuntimeError('half\\nwritten')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "my_losses_of_tests:"
+
+
+def test_own_loss_is_minimised(own):
+    row = [-1.0, -1.5], [-1.5, -1.5], [2.0, -1.0], [1, 1]
+    config = LossConfig(name=own + "doubled")
+    assert check_loss(config) == [f"loss {own}doubled: your own: {own}doubled"]
+    loss, (gradient,), metrics = packed([sample(*row)], config)
+    plain, (expected,), _ = packed([sample(*row)], LossConfig(clip_low=9.0, clip_high=9.0))
+    assert loss == pytest.approx(2 * plain) and gradient == pytest.approx(2 * expected)
+    assert metrics["actor/pg_clipfrac"] == 1
+    assert find_loss(config.name).every_sample  # it may move tokens without advantage
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere_of_tests:loss", "ModuleNotFoundError"),
+        ("my_broken_of_tests:loss", "RuntimeError: half written"),
+        ("my_losses_of_tests:absent", "has no function absent"),
+        ("my_losses_of_tests:number", "has no function number"),
+        ("my_losses_of_tests:short", "expected: def my_loss"),
+        ("my_losses_of_tests:one_array", "must return"),
+        ("my_losses_of_tests:summed", "must return"),
+        ("my_losses_of_tests:failing", "my_losses_of_tests.py:"),
+    ],
+)
+def test_unusable_own_loss_is_refused(own, name, message):
+    with pytest.raises(UserError) as caught:
+        check_loss(LossConfig(name=name))
+    error = str(caught.value)
+    assert message in error and error.startswith("loss.name is ") and "\n" not in error
+
+
+def test_documented_loss_runs(tmp_path, monkeypatch):
+    page = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
+    (source,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "documented_loss_of_tests.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = LossConfig(name="documented_loss_of_tests:my_loss")
+    assert check_loss(config)
+    loss, _, metrics = packed([sample([0.0, 0.0], [-1.0, 0.0], [1.0, 1.0], [1, 1])], config)
+    assert loss == pytest.approx(-(1.2 * (2 - np.log(1.2)) + 1) / 2, rel=1e-5)
+    assert metrics["actor/pg_clipfrac"] == 1
+
+
+def test_names_of_config_and_registry_are_the_same():
+    assert set(LOSS_KEYS) == set(LOSSES)
+    assert set(BY_SEQUENCE) <= set(LOSSES)
+
+
+@pytest.mark.parametrize("name", LOSS_KEYS)
+def test_loss_reads_its_own_keys_only(name):
+    """Except `dual_clip`, which the losses that scale vanilla read at its default of 0."""
+    config, read = LossConfig(name=name, aggregation="sequence_mean"), set()
+
+    class Recorder:
+        def __getattr__(self, key):
+            read.add(key)
+            return getattr(config, key)
+
+    loss, row = LOSSES[name], columns([-1.0, -2.0])
+    assert check_loss(config) == [] if name == "vanilla" else loss.summary in check_loss(config)[0]
+    factors = None
+    if loss.batch_factor:
+        trained = TrainedTokens(*np.array([[1.0, -1.0], [0.5, 0.5], [-1.0, -2.0], [-1.0, -2.0]]))
+        factors = columns(loss.batch_factor(trained, Recorder(), np.random.default_rng(0)))
+    loss.terms(Tokens(row, row, row, row, row < 0, (row < 0).astype(int), factors), Recorder())
+    assert set(LOSS_KEYS[name]) <= read <= {*LOSS_KEYS[name], "dual_clip"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "ppo"}, "must be one of vanilla, cispo"),
+        ({"name": "my.module:"}, "must be one of vanilla, cispo"),
+        ({"name": "gspo"}, "set loss.aggregation=sequence_mean"),
+        ({"name": "gmpo", "aggregation": "sequence_sum"}, "set loss.aggregation=sequence_mean"),
+        ({"dual_clip": 1.0}, "must be above 1"),
+        ({"name": "gpg", "clip_high": 0.28}, "loss.name=gpg does not read it"),
+        ({"lld_coef": 0.2}, "loss.name=vanilla does not read it"),
+        ({"name": "cispo", "drop_above": 1.1}, "below the clip at 1.2"),
+        ({"name": "clip_cov", "cov_low": 5.0}, "must be below loss.cov_high"),
+        ({"name": "clip_cov", "cov_share": 0.0}, "greater than 0"),
+        ({"aggregation": "sequence_sum_norm"}, "sequence_sum_norm, and loss.length_norm is 0"),
+        ({"importance_high": 1.0}, "must be above 1"),
+        ({"importance_low": 0.5, "old_logprobs": "sampler"}, "set loss.old_logprobs=recompute"),
+        ({"importance_level": "sequence"}, "but none is set"),
+        ({"importance_level": "sequence_geometric", "reject_by": "k2", "reject_above": 1.0}, "none is set"),
+        ({"reject_by": "k3"}, "set both, or leave both out"),
+        ({"reject_above": 0.5}, "set both, or leave both out"),
+        ({"reject_over": "sequence_sum"}, "which is none: set it"),
+        ({"reject_by": "k2", "reject_above": 1.0, "old_logprobs": "sampler"}, "loss.old_logprobs=recompute"),
+        ({"name": "sapo"}, "set loss.aggregation=sequence_mean"),
+        ({"name": "dro", "clip_high": 0.28}, "loss.name=dro does not read it"),
+        ({"length_norm": 4096}, "loss.length_norm is 4096: set"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(keys, message):
+    with pytest.raises(pydantic.ValidationError, match=message):
+        LossConfig(**keys)
+
+
+@pytest.mark.parametrize(("name", "corrects"), [("vanilla", True), ("gpg", False)])
+def test_sampler_logprobs_correct_ratios_only(name, corrects):
+    assert LossConfig(name=name, old_logprobs="sampler").corrects_for_sampler is corrects
+    assert LossConfig(name=name, importance_cap=2.0).corrects_for_sampler
+    assert not LossConfig(name=name).corrects_for_sampler
