@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from retriever.errors import RetrieverError, SearchFailed
+from retriever.errors import RequestFailed, RetrieverError
 from retriever.files import replacing
 from retriever.interfaces import Hits
 
@@ -81,12 +81,12 @@ class Budget:
                 raise RetrieverError(f"{path}: not a count of requests; delete it to count again") from error
 
     def spend(self) -> None:
-        """Use up one request, first on disk; raises SearchFailed (402) when none is left."""
+        """Use up one request, first on disk; raises RequestFailed (402) when none is left."""
         with self._lock:
             if self.spent >= self.limit:
                 spent = f"the web search budget of {self.limit} requests is used up"
                 advice = f"raise --web_budget, or delete {self.path} to count again"
-                raise SearchFailed(402, f"{spent}; {advice}")
+                raise RequestFailed(402, f"{spent}; {advice}")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path) as partial:
                 partial.write_text(json.dumps({"requests": self.spent + 1}), encoding="utf-8")
@@ -121,7 +121,7 @@ class WebSearch:
     def _outcome(self, query: str, k: int) -> Hits | Exception:
         try:
             return self._ask(query, k)
-        except SearchFailed as error:
+        except RequestFailed as error:
             return error
 
     def _ask(self, query: str, k: int) -> Hits:
@@ -141,11 +141,11 @@ class WebSearch:
                 problem = type(error).__name__  # not the text: it shows the address with the key
                 continue
             except (ValueError, AttributeError, TypeError) as error:
-                raise SearchFailed(502, f"{self.name}: unusable answer: {_brief(error)}") from error
+                raise RequestFailed(502, f"{self.name}: unusable answer: {_brief(error)}") from error
             problem = f"status {response.status_code}: {_brief(_problem(reply))}"
             if response.status_code != 429 and response.status_code < 500:
-                raise SearchFailed(502, f"{self.name}: {problem}; check key and quota")
-        raise SearchFailed(502, f"{self.name}: no answer after {ATTEMPTS} attempts ({problem})")
+                raise RequestFailed(502, f"{self.name}: {problem}; check key and quota")
+        raise RequestFailed(502, f"{self.name}: no answer after {ATTEMPTS} attempts ({problem})")
 
 
 def _hits(items: Sequence[dict[str, Any]]) -> Hits:

@@ -18,19 +18,16 @@ from starlette.exceptions import HTTPException
 
 from retriever.corpus.passages import Pages
 from retriever.encoders import Reranker
-from retriever.errors import RetrieverError, SearchFailed, Unavailable
+from retriever.errors import RequestFailed, RetrieverError, Unavailable
 from retriever.interfaces import Searcher
-from retriever.service.cache import NotRecorded, ResultCache
+from retriever.service.cache import ResultCache
 from retriever.service.engine import (
     HEADER,
     AccessRequest,
-    Depths,
     Engine,
     Left,
     Limits,
     Metrics,
-    Overloaded,
-    Refused,
     RetrieveRequest,
     error_reply,
     index_identity,
@@ -169,12 +166,13 @@ def _replay(body: bytes, receive: Any) -> Any:
 
 TITLE = "calibadv retriever"
 RETRY_SECONDS = 1  # for a refused client
-OWN_ERRORS = (Refused, Overloaded, NotRecorded, SearchFailed, Unavailable, RetrieverError)
+ERRORS = (RequestValidationError, HTTPException, RequestFailed, Unavailable, RetrieverError, Exception)
 
 
 def make_app(
     searcher: Searcher,
-    depths: Depths,
+    topk: int,
+    rerank_topk: int = 3,
     *,
     reranker: Reranker | None = None,
     cache: ResultCache | None = None,
@@ -182,11 +180,14 @@ def make_app(
     limits: Limits | None = None,
     token: str = "",
 ) -> FastAPI:
-    """Return the routes over a loaded index; with a `token`, all but /health need it as bearer token."""
+    """Return the routes over a loaded index; with a `token`, all but /health need it as bearer token.
+
+    `topk` documents are retrieved, `rerank_topk` kept by the reranker, unless a request says otherwise.
+    """
     app = _make_fastapi()
     metrics, limits = Metrics(), limits or Limits()
-    engine = Engine(searcher, depths, limits, metrics, reranker, cache)
-    for kind in (RequestValidationError, HTTPException, *OWN_ERRORS, Exception):
+    engine = Engine(searcher, topk, rerank_topk, limits, metrics, reranker, cache)
+    for kind in ERRORS:
         app.add_exception_handler(kind, _reply_to_error)
     # The last one added is the first that sees a request.
     app.add_middleware(
@@ -252,15 +253,8 @@ async def _reply_to_error(request: Request, error: Exception) -> JSONResponse:
             advice = routes if error.status_code in (404, 405) else ""
             message = f"{request.method} {request.url.path}: {error.detail}{advice}"
             return error_reply(error.status_code, message, dict(error.headers or {}))
-        case Refused():
-            return error_reply(422, str(error))
-        case Overloaded():
-            return error_reply(503, "too many queries wait; try again later, or start more services", later)
-        case NotRecorded():
-            query = str(error)[:200]
-            return error_reply(409, f"replay: query {query!r} was not recorded; run with --cache_mode use")
-        case SearchFailed():
-            return error_reply(error.status, str(error))
+        case RequestFailed():
+            return error_reply(error.status, str(error), later if error.status == 503 else None)
         case Unavailable():
             return error_reply(503, str(error), later)
         case RetrieverError():

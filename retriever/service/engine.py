@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, ConfigDict, Field
 
 from retriever.encoders import Reranker
-from retriever.errors import RetrieverError
+from retriever.errors import RequestFailed, RetrieverError
 from retriever.interfaces import CorpusRow, Hits, Searcher
 from retriever.service.cache import ResultCache
 
@@ -148,7 +147,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TRIM_EVERY = 1000  # queries; a trim takes about 10 ms, a thousand queries of a small encoder 3 s
 WORTH_IT = 8  # queries for which a further search begins beside those under way
 
-Search = Callable[[Sequence[str], int], T]
+Search = Callable[[Sequence[str], int], Sequence[Hits | Exception]]
 
 
 def index_identity(manifest: Mapping[str, Any], reranker: str, pages: str = "") -> str:
@@ -181,35 +180,15 @@ class Metrics:
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system; no effect without glibc."""
+    """Return freed memory to the system; no effect without glibc.
+
+    glibc keeps the holes of temporaries of many sizes: 100 to 200 MB in ten minutes of 64 clients.
+    """
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
         return
     trim(0)
-
-
-def trimmed(search: Search[T]) -> Search[T]:
-    """Return the search with a `trim_memory` every TRIM_EVERY queries, in any number of threads.
-
-    glibc keeps the holes of temporaries of many sizes: 100 to 200 MB in ten minutes of 64 clients.
-    """
-    queries_since = 0
-    lock = threading.Lock()
-
-    def search_and_trim(queries: Sequence[str], k: int) -> T:
-        nonlocal queries_since
-        try:
-            return search(queries, k)
-        finally:
-            with lock:
-                queries_since += len(queries)
-                is_due = queries_since >= TRIM_EVERY
-                queries_since = 0 if is_due else queries_since
-            if is_due:
-                trim_memory()
-
-    return search_and_trim
 
 
 @dataclass(frozen=True)
@@ -225,10 +204,6 @@ class Limits:
     max_body: int = 16 * 2**20  # bytes of a request; then 413
     max_bodies: int = 2**27  # bytes of all requests under way; then 503
     request_seconds: float = 30.0  # that a client may take to send a request's body; then 408
-
-
-class Overloaded(Exception):
-    """More queries wait than the queue may hold."""
 
 
 @dataclass
@@ -249,13 +224,14 @@ class SearchBatcher:
 
     def __init__(
         self,
-        search: Search[Sequence[Hits | Exception]],
+        search: Search,
         limits: Limits,
         on_batch: Callable[[int], object] = lambda _: None,
     ):
         self._search, self._limits, self._on_batch = search, limits, on_batch
         self._queue: deque[_Waiting] = deque()
         self._requests = 0  # so far
+        self._untrimmed = 0  # queries since the last `trim_memory`
         self._is_shared = False  # whether the last search was of several requests
         self._timer: asyncio.TimerHandle | None = None  # of the next searches
         self._searches: set[asyncio.Task[None]] = set()
@@ -268,9 +244,12 @@ class SearchBatcher:
         return len(self._queue)
 
     async def submit(self, queries: Sequence[str], k: int) -> list[Hits | BaseException]:
-        """Return the k best rows of each query or its error; raises Overloaded and queues nothing if full."""
+        """Return the k best rows of each query or its error.
+
+        Raises RequestFailed (503) if the queue cannot hold all of them; none is queued then.
+        """
         if self.queued + len(queries) > self._limits.max_queue:
-            raise Overloaded
+            raise RequestFailed(503, "too many queries wait; try again later, or start more services")
         loop = asyncio.get_running_loop()
         self._requests += 1
         waiting = [_Waiting(query, k, self._requests, loop.create_future()) for query in queries]
@@ -282,11 +261,8 @@ class SearchBatcher:
     def _schedule(self) -> None:
         """Begin searches soon, if allowed: other requests may join until then."""
         if self._timer is None and self._may_begin():
-            wait = (
-                self._limits.max_wait
-                if self._is_shared and len(self._queue) < self._limits.max_batch
-                else 0.0
-            )
+            may_wait = self._is_shared and len(self._queue) < self._limits.max_batch
+            wait = self._limits.max_wait if may_wait else 0.0
             self._timer = asyncio.get_running_loop().call_later(wait, self._begin)
 
     def _may_begin(self) -> bool:
@@ -324,6 +300,10 @@ class SearchBatcher:
                 waiting.future.set_exception(result)
             else:
                 waiting.future.set_result(result)
+        self._untrimmed += len(batch)
+        if self._untrimmed >= TRIM_EVERY:
+            self._untrimmed = 0
+            await loop.run_in_executor(self._threads, trim_memory)
 
     def _next_batch(self, size: int) -> list[_Waiting]:
         """Return queued queries of one k: an approximate index may rank 5 of 10 differently from 5 of 5."""
@@ -338,64 +318,56 @@ class SearchBatcher:
         return batch
 
 
-@dataclass(frozen=True)
-class Depths:
-    """Documents per query if a request does not say."""
-
-    topk: int
-    rerank_topk: int = 3  # that the reranker keeps
-
-
-class Refused(Exception):
-    """A request that this service does not accept, and how to change it."""
-
-
 class Engine:
-    """Index, result store and reranker behind one call."""
+    """Index, result store and reranker behind one call.
+
+    `topk` and `rerank_topk` are the documents for each query of a request that does not say.
+    """
 
     def __init__(
         self,
         searcher: Searcher,
-        depths: Depths,
+        topk: int,
+        rerank_topk: int,
         limits: Limits,
         metrics: Metrics,
         reranker: Reranker | None = None,
         cache: ResultCache | None = None,
     ):
-        self._depths, self._metrics, self._reranker, self._cache = depths, metrics, reranker, cache
+        self._topk, self._rerank_topk = topk, rerank_topk
+        self._metrics, self._reranker, self._cache = metrics, reranker, cache
         # One thread: torch keeps buffers for each thread that calls it.
         self._rerank_thread = ThreadPoolExecutor(1, "rerank")
         # A request that the queue can never hold would be told to come back later for ever.
         self._max_queries = min(limits.max_queries, limits.max_queue)
         self._max_results = limits.max_results
-        self._batcher = SearchBatcher(trimmed(searcher.search), limits, metrics.batch.observe)
+        self._batcher = SearchBatcher(searcher.search, limits, metrics.batch.observe)
         self._has_warned = False  # that results cannot be stored
         metrics.queue.set_function(lambda: self._batcher.queued)
 
     async def answer(self, request: RetrieveRequest) -> list[Hits]:
-        """Return each query's documents; raises Refused, Overloaded, NotRecorded, or the error of a query."""
+        """Return each query's documents; raises RequestFailed, or the error of a query."""
         count, most = len(request.queries), self._max_queries
         if count > most:
-            raise Refused(
-                f"queries: {count} in one request, and {most} are taken; raise --max_queries, --max_queue"
-            )
-        depth = request.depth(self._depths.topk)
+            problem = f"queries: {count} in one request, and {most} are taken"
+            raise RequestFailed(422, f"{problem}; raise --max_queries, --max_queue")
+        depth = request.depth(self._topk)
         if count * depth > self._max_results:
             fitting = self._max_results // depth
             smaller = f"at most {fitting} queries at once" if fitting else f"topk {self._max_results} at most"
-            raise Refused(
-                f"queries: {count} with {depth} documents each are {count * depth:,}, and"
-                f" {self._max_results:,} are taken; send {smaller}, or raise --max_results"
-            )
+            problem = f"queries: {count} with {depth} documents each are {count * depth:,}"
+            advice = f"{self._max_results:,} are taken; send {smaller}, or raise --max_results"
+            raise RequestFailed(422, f"{problem}, and {advice}")
         needs_reranker = request.topk_rerank is not None and not request.not_sort
         if needs_reranker and self._reranker is None:
-            raise Refused("topk_rerank: no reranker is loaded; leave it out, or start with --reranker_model")
+            problem = "topk_rerank: no reranker is loaded; leave it out, or start with --reranker_model"
+            raise RequestFailed(422, problem)
         self._metrics.cut.inc(sum(len(query) > MAX_QUERY_LENGTH for query in request.queries))
         queries = [query[:MAX_QUERY_LENGTH] for query in request.queries]
         hits = await self._find(queries, depth)
         if not request.is_calibadv:
             return hits
-        keep = request.topk_rerank or self._depths.rerank_topk
+        keep = request.topk_rerank or self._rerank_topk
         if request.not_sort:  # as the authors' server: no reranking, not only no new order
             return [hits_of_query[:keep] for hits_of_query in hits]
         if self._reranker is None:

@@ -33,7 +33,7 @@ from retriever.interfaces import Searcher
 from retriever.options import build_options, index_options, read_token
 from retriever.service.app import RequireToken, make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Depths, Limits
+from retriever.service.engine import Limits
 
 SPARE_FILES = 128  # descriptors left for the index, the store and the log
 MAX_HEAD = 2**16  # bytes of a request's head, and of what follows a body in chunks; then 400
@@ -229,8 +229,10 @@ def load(arguments: argparse.Namespace, report: ReportStage = lambda _: None) ->
         request_seconds=arguments.request_seconds,
         workers=_workers(arguments),
     )
-    depths = Depths(arguments.retrieval_topk, arguments.reranking_topk)
-    return make_app(searcher, depths, reranker=reranker, cache=cache, pages=pages, limits=limits, token=token)
+    depths = (arguments.retrieval_topk, arguments.reranking_topk)
+    return make_app(
+        searcher, *depths, reranker=reranker, cache=cache, pages=pages, limits=limits, token=token
+    )
 
 
 def _workers(arguments: argparse.Namespace) -> int:

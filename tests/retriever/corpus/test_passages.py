@@ -19,7 +19,6 @@ from retriever.corpus import passages as offsets
 from retriever.corpus.passages import HEADER, Pages, cache_file, load_corpus, load_offsets, save_offsets, scan
 from retriever.errors import RetrieverError
 from retriever.service.app import make_app
-from retriever.service.engine import Depths
 
 TABLES = {
     "psgs_w100.tsv": b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n2\t"Two.\nLines"\t"B ""b"""\n',
@@ -358,10 +357,10 @@ def test_pages_by_url(index, tmp_path):
     path = tmp_path / "pages.jsonl"
     rows = [{"url": "https://w/index.php?title=A", "contents": "a"}, {"url": "u", "contents": "ü"}]
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    with TestClient(make_app(index, Depths(1), pages=Pages(path))) as client:
+    with TestClient(make_app(index, 1, pages=Pages(path))) as client:
         urls = ["https://w/index.php/A", "u", "nowhere"]
         assert client.post("/access", json={"urls": urls}).json() == {"result": [*rows, None]}
-    with TestClient(make_app(index, Depths(1))) as client:
+    with TestClient(make_app(index, 1)) as client:
         refused = client.post("/access", json={"urls": ["u"]}).json()
         assert "start the service with --pages_path" in refused["error"]
 

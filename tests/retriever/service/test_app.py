@@ -23,7 +23,7 @@ from retriever.errors import RetrieverError, Unavailable
 from retriever.indexes.index import build_index, open_index
 from retriever.service.app import ROUTES, BodyLimit, make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import MAX_QUERY_LENGTH, Depths, Limits, index_identity
+from retriever.service.engine import MAX_QUERY_LENGTH, Limits, index_identity
 
 ROWS = town_rows()
 TOKEN = {"Authorization": "Bearer secret"}
@@ -40,14 +40,14 @@ bodies = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def client(towns):
-    with TestClient(make_app(towns, Depths(2))) as client:
+    with TestClient(make_app(towns, 2)) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def guarded(index):
     """A service with a token and a small limit of bodies."""
-    with TestClient(make_app(index, Depths(1), token="secret", limits=Limits(max_body=200))) as client:
+    with TestClient(make_app(index, 1, token="secret", limits=Limits(max_body=200))) as client:
         yield client
 
 
@@ -93,7 +93,7 @@ class Backwards:
 def test_query_without_hits_gets_empty_list(towns, tmp_path, depths, return_scores):
     """In every contract, alone and among others, from the index and from the store."""
     cache = ResultCache(tmp_path / "store", towns.manifest, "use")
-    app = make_app(towns, Depths(2), reranker=Backwards(), cache=cache)
+    app = make_app(towns, 2, reranker=Backwards(), cache=cache)
     body = depths | {"queries": ["zzzz", "Limmat", "", "!!!"], "return_scores": return_scores}
     with TestClient(app) as client:
         for _ in range(2):
@@ -133,7 +133,7 @@ def test_error_of_the_index_is_json(error, status, message):
         def search(self, queries, k):
             raise error
 
-    with TestClient(make_app(Failing(), Depths(1)), raise_server_exceptions=False) as client:
+    with TestClient(make_app(Failing(), 1), raise_server_exceptions=False) as client:
         reply = client.post("/retrieve", json={"queries": ["a"]})
         assert (reply.status_code, reply.json()) == (status, {"error": message})
         assert reply.headers.get("retry-after") == ("1" if status == 503 else None)
@@ -153,7 +153,7 @@ def test_reranker_runs_in_one_thread(towns):
             return [rows[:k] for rows in hits]
 
     body = {"queries": ["port elton"], "topk_retrieval": 2, "topk_rerank": 1}
-    app = make_app(towns, Depths(2), reranker=Reranker())
+    app = make_app(towns, 2, reranker=Reranker())
     with TestClient(app) as client, ThreadPoolExecutor(6) as pool:
         replies = list(pool.map(lambda _: client.post("/retrieve", json=body), range(12)))
     assert {reply.status_code for reply in replies} == {200} and len(threads) == 1
@@ -174,7 +174,7 @@ def test_docs_page_loads_from_the_service_only(client):
 
 def test_docs_page_without_its_package_is_404(towns, monkeypatch):
     monkeypatch.setitem(sys.modules, "fastapi_offline", None)
-    with TestClient(make_app(towns, Depths(2))) as client:
+    with TestClient(make_app(towns, 2)) as client:
         reply = client.get("/docs")
         assert reply.status_code == 404 and "pip install fastapi-offline" in reply.json()["error"]
         assert client.get("/openapi.json").status_code == 200
@@ -182,7 +182,7 @@ def test_docs_page_without_its_package_is_404(towns, monkeypatch):
 
 def test_overload_is_503_with_retry_after(index):
     slow = Counting(index, seconds=0.3)
-    app = make_app(slow, Depths(1), limits=Limits(max_batch=1, max_queue=1))
+    app = make_app(slow, 1, limits=Limits(max_batch=1, max_queue=1))
     with TestClient(app) as client, ThreadPoolExecutor(6) as pool:
         replies = list(pool.map(lambda _: client.post("/retrieve", json={"queries": ["ada"]}), range(6)))
     statuses = sorted(reply.status_code for reply in replies)
@@ -193,7 +193,7 @@ def test_overload_is_503_with_retry_after(index):
 
 def test_no_queries_have_no_results(index):
     counting = Counting(index)
-    with TestClient(make_app(counting, Depths(1))) as client:
+    with TestClient(make_app(counting, 1)) as client:
         for body in ({"queries": []}, {"queries": [], "topk_retrieval": 3, "not_sort": True}):
             reply = client.post("/retrieve", json=body)
             assert reply.status_code == 200 and reply.json() == {"result": []}
@@ -210,7 +210,7 @@ def test_long_query_is_cut_and_counted(index):
 
     fits = "b" * MAX_QUERY_LENGTH
     body = {"queries": ["ada almson " + "x" * 9000, "bo dorn", fits], "topk": 1}
-    with TestClient(make_app(Noting(index), Depths(1))) as client:
+    with TestClient(make_app(Noting(index), 1)) as client:
         reply = client.post("/retrieve", json=body)
         assert reply.status_code == 200, reply.text
         assert [rows[0]["id"] for rows in reply.json()["result"][:2]] == ["0", "7"]
@@ -221,7 +221,7 @@ def test_long_query_is_cut_and_counted(index):
 @pytest.mark.parametrize("limits", [Limits(max_queries=3), Limits(max_queue=3)], ids=["queries", "queue"])
 def test_too_many_queries_are_refused(index, limits):
     """Also where only the queue is shorter: 503 would tell the client to try again for ever."""
-    with TestClient(make_app(index, Depths(1), limits=limits)) as client:
+    with TestClient(make_app(index, 1, limits=limits)) as client:
         assert client.post("/retrieve", json={"queries": NAMES[:3]}).status_code == 200
         reply = client.post("/retrieve", json={"queries": NAMES[:4]})
         assert reply.status_code == 422
@@ -307,7 +307,7 @@ def test_token_is_checked_before_the_body(index):
     async def send(message):
         sent.append(message)
 
-    app = make_app(index, Depths(1), token="secret")
+    app = make_app(index, 1, token="secret")
     asyncio.run(app(scope_of(headers=[(b"content-length", b"9000000")]), receive, send))
     assert sent[0]["status"] == 401
 
@@ -344,7 +344,7 @@ def test_body_in_parts_arrives_whole():
 def test_no_request_makes_the_service_fail(index, all_cases):
     """Some hundred; ten thousand with --all-cases."""
     examples, header = 8000 if all_cases else 300, {"content-type": "application/json"}
-    with TestClient(make_app(index, Depths(2)), raise_server_exceptions=False) as client:
+    with TestClient(make_app(index, 2), raise_server_exceptions=False) as client:
 
         @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
         @given(bodies | json_values, st.sampled_from(["/retrieve", "/access"]))
@@ -366,7 +366,7 @@ def test_no_request_makes_the_service_fail(index, all_cases):
 
 
 def identity(index, **more):
-    with TestClient(make_app(index, Depths(1), **more)) as client:
+    with TestClient(make_app(index, 1, **more)) as client:
         state = client.get("/health").json()["identity"]
         reply = client.post("/retrieve", json={"queries": ["port elton"]})
         assert reply.status_code == 200 and reply.headers["x-index-identity"] == state
@@ -421,7 +421,7 @@ def test_pages_are_part_of_the_identity(index, tmp_path):
     for number, row in enumerate([*rows, "\n" + rows[0].strip()]):
         path = tmp_path / f"{number}.jsonl"
         path.write_text(row)
-        with TestClient(make_app(index, Depths(1), pages=Pages(path))) as client:
+        with TestClient(make_app(index, 1, pages=Pages(path))) as client:
             state = client.get("/health").json()
             for urls in (["a"], 5):
                 reply = client.post("/access", json={"urls": urls})

@@ -13,7 +13,7 @@ from retriever_rig import Counting
 from retriever.errors import RetrieverError
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Depths, Engine, Limits, Metrics, RetrieveRequest
+from retriever.service.engine import Engine, Limits, Metrics, RetrieveRequest
 
 WRITER = """
 import sys
@@ -33,14 +33,12 @@ def test_store_repeats_a_run_and_names_a_miss(index, tmp_path):
     counting = Counting(index)
     body = {"queries": ["ada almson", "bo dorn"], "topk": 3, "return_scores": True}
     path = tmp_path / "store.sqlite"
-    with TestClient(make_app(counting, Depths(3), cache=ResultCache(path, index.manifest, "use"))) as client:
+    with TestClient(make_app(counting, 3, cache=ResultCache(path, index.manifest, "use"))) as client:
         first = client.post("/retrieve", json=body).json()
         assert client.post("/retrieve", json=body).json() == first
         assert sum(size for size, _ in counting.batches) == 2
         assert "retriever_cached_queries_total 2.0" in client.get("/metrics").text
-    with TestClient(
-        make_app(counting, Depths(3), cache=ResultCache(path, index.manifest, "replay"))
-    ) as client:
+    with TestClient(make_app(counting, 3, cache=ResultCache(path, index.manifest, "replay"))) as client:
         assert client.post("/retrieve", json=body).json() == first
         missed = client.post("/retrieve", json=body | {"queries": ["cy carlson"]})
         assert missed.status_code == 409 and "'cy carlson' was not recorded" in missed.json()["error"]
@@ -124,7 +122,7 @@ def test_first_stored_result_stays(store):
 
 def test_equal_queries_at_once_are_all_answered(index, store):
     counting = Counting(index, seconds=0.05)
-    engine = Engine(counting, Depths(3), Limits(max_batch=1, max_wait=0.0), Metrics(), None, store)
+    engine = Engine(counting, 3, 3, Limits(max_batch=1, max_wait=0.0), Metrics(), None, store)
     request = RetrieveRequest(queries=["ada almson"], topk=3)
 
     async def ask():
@@ -139,7 +137,7 @@ def test_equal_queries_at_once_are_all_answered(index, store):
 def test_full_disk_costs_no_client_its_answer(index, store, capsys):
     """SQLite's own error, by a limit of its own; it is said once, and again after it has worked."""
     engine_metrics = Metrics()
-    engine = Engine(index, Depths(3), Limits(), engine_metrics, None, store)
+    engine = Engine(index, 3, 3, Limits(), engine_metrics, None, store)
 
     def unstored():
         return engine_metrics.registry.get_sample_value("retriever_unstored_queries_total")

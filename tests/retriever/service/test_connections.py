@@ -11,7 +11,7 @@ from retriever_rig import served
 
 from benchmarks.retrieval.flood import TOKEN, bodies, idle, service, slow, watch
 from retriever.service.app import BodyLimit, make_app
-from retriever.service.engine import Depths, Limits
+from retriever.service.engine import Limits
 from retriever.service.server import MAX_HEAD, SPARE_FILES, allowed_connections
 
 BODY = b'{"queries": ["ada almson"], "topk": 1}'
@@ -49,7 +49,7 @@ def ask(address):
 
 
 def test_idle_connections_beyond_the_limit_are_closed(index):
-    with served(make_app(index, Depths(1)), max_connections=20) as address:
+    with served(make_app(index, 1), max_connections=20) as address:
         idle = [socket.create_connection(address) for _ in range(60)]
         assert b" 200 OK" in ask(address)
         time.sleep(0.1)
@@ -65,7 +65,7 @@ def test_idle_connections_beyond_the_limit_are_closed(index):
 
 def test_unread_request_is_not_dropped(index):
     """asyncio's loop, which runs where uvloop is not installed, takes in all that connect before it reads."""
-    app = make_app(index, Depths(1))
+    app = make_app(index, 1)
 
     async def blocking(scope, receive, send):
         if scope.get("path") == "/block":
@@ -96,7 +96,7 @@ def is_closed(connection):
 
 
 def test_connection_beyond_busy_ones_gets_503(index):
-    with served(make_app(index, Depths(1)), max_connections=3) as address:
+    with served(make_app(index, 1), max_connections=3) as address:
         busy = [socket.create_connection(address) for _ in range(3)]
         for connection in busy:
             connection.sendall(request() + BODY[:10])
@@ -111,7 +111,7 @@ def test_connection_beyond_busy_ones_gets_503(index):
 
 def test_endless_head_is_cut_off(index):
     """Also the second request's of a connection, whose first one the server had answered."""
-    with served(make_app(index, Depths(1)), seconds=0.5) as address:
+    with served(make_app(index, 1), seconds=0.5) as address:
         for first in (b"", request() + BODY):
             with socket.create_connection(address) as connection:
                 if first:
@@ -133,13 +133,13 @@ def test_long_search_is_not_cut_off(index):
             return index.search(queries, k)
 
     limits = Limits(request_seconds=0.3)
-    with served(make_app(Slow(), Depths(1), limits=limits), seconds=0.3) as address:
+    with served(make_app(Slow(), 1, limits=limits), seconds=0.3) as address:
         assert b" 200 OK" in ask(address)
 
 
 def test_slow_body_is_408(index):
     limits = Limits(request_seconds=0.5)
-    with served(make_app(index, Depths(1), limits=limits), seconds=0.5) as address:
+    with served(make_app(index, 1, limits=limits), seconds=0.5) as address:
         with socket.create_connection(address) as slow:
             slow.sendall(request())
             for byte in BODY[:5]:
@@ -175,7 +175,7 @@ def test_untaken_reply_is_given_up(index):
 
 def test_bodies_of_all_requests_together_are_bounded(index):
     limits = Limits(max_body=2**20, max_bodies=2**20)
-    with served(make_app(index, Depths(1), limits=limits)) as address:
+    with served(make_app(index, 1, limits=limits)) as address:
         half = socket.create_connection(address)
         half.sendall(request(2**20 - 100) + b" " * 700_000)
         time.sleep(0.2)
@@ -221,7 +221,7 @@ def open_health(address, method, size=16 * 2**20):
 @pytest.mark.parametrize(("method", "status"), [("POST", b" 401 "), ("GET", b" 200 ")])
 def test_bodies_to_health_delay_no_search(index, method, status):
     """Eight of 16 MB took all that bodies may take."""
-    with served(make_app(index, Depths(1), token="secret")) as address, contextlib.ExitStack() as stack:
+    with served(make_app(index, 1, token="secret")) as address, contextlib.ExitStack() as stack:
         held = [stack.enter_context(open_health(address, method)) for _ in range(8)]
         with socket.create_connection(address) as connection:
             connection.sendall(HEAD % LENGTH + b"authorization: Bearer secret\r\n\r\n" + BODY)
@@ -242,7 +242,7 @@ def test_bodies_to_health_delay_no_search(index, method, status):
 def test_head_of_64_kib_is_the_largest(index, start, fill, end, in_parts):
     """Also one that comes whole, and as a second request of its connection."""
     taken = (MAX_HEAD - len(start + end)) // len(fill)
-    with served(make_app(index, Depths(1))) as address:
+    with served(make_app(index, 1)) as address:
         for before in (b"", request() + BODY):
             for count, status in ((taken, b" 200 OK"), (taken + 1, b" 400 ")):
                 with socket.create_connection(address) as connection:
@@ -263,7 +263,7 @@ def test_trailers_and_a_waiting_head_are_bounded(index):
     chunked = HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked") + b"\r\n"
     body = b"%x\r\n%s\r\n0\r\n" % (LENGTH, BODY)
     second = b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * MAX_HEAD + b"\r\n\r\n"
-    with served(make_app(index, Depths(1))) as address:
+    with served(make_app(index, 1)) as address:
         for sent, statuses in (
             (chunked + body + b"x: y\r\n\r\n", [b"200"]),
             (chunked + body + b"x: " + b"y" * MAX_HEAD + b"\r\n\r\n", [b"400"]),

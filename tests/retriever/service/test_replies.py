@@ -12,7 +12,7 @@ from retriever_rig import NAMES, Counting, served
 from retriever.corpus.passages import Pages
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import PIECE, Depths, Limits
+from retriever.service.engine import PIECE, Limits
 
 ROW = {
     "id": "7",
@@ -44,7 +44,7 @@ class Wide:
 @pytest.mark.parametrize("queries", [0, 1, 3])
 def test_reply_in_pieces_equals_a_whole_one(body, item, queries):
     """json.dumps as FastAPI's own replies are written; but half of a surrogate pair, which is no UTF-8."""
-    with served(make_app(Wide(), Depths(3))) as (host, port):
+    with served(make_app(Wide(), 3)) as (host, port):
         reply = httpx.post(
             f"http://{host}:{port}/retrieve", json=body | {"queries": ["q"] * queries}, trust_env=False
         )
@@ -95,7 +95,7 @@ def test_largest_reply_takes_little_memory():
 
     async def run():
         ticking = asyncio.create_task(tick())
-        await request(make_app(Wide(), Depths(3)), body, asyncio.Event(), watch)
+        await request(make_app(Wide(), 3), body, asyncio.Event(), watch)
         ticking.cancel()
 
     tracemalloc.start()
@@ -121,7 +121,7 @@ def test_largest_reply_takes_little_memory():
 )
 def test_too_many_documents_are_refused_before_search(index, limits, queries, body, message):
     counting = Counting(index)
-    with TestClient(make_app(counting, Depths(3), limits=limits)) as client:
+    with TestClient(make_app(counting, 3, limits=limits)) as client:
         reply = client.post("/retrieve", json=body | {"queries": ["ada"] * queries})
     assert (reply.status_code, bool(counting.batches)) == ((422, False) if message else (200, True))
     if message:
@@ -130,7 +130,7 @@ def test_too_many_documents_are_refused_before_search(index, limits, queries, bo
 
 @pytest.mark.medium
 def test_real_clients_are_not_limited():
-    with TestClient(make_app(Wide(), Depths(3))) as client:
+    with TestClient(make_app(Wide(), 3)) as client:
         for body in ({"queries": ["ada"] * 8192, "topk": 8}, {"queries": ["ada"], "topk": 1000}):
             reply = client.post("/retrieve", json=body)
             assert reply.status_code == 200 and len(reply.json()["result"]) == len(body["queries"])
@@ -141,7 +141,7 @@ def test_invalid_score_fails_before_the_reply():
         def search(self, queries, k):
             return [[(ROW, 0.5)] * (k - 1) + [(ROW, float("nan"))] for _ in queries]
 
-    with TestClient(make_app(Odd(), Depths(3)), raise_server_exceptions=False) as client:
+    with TestClient(make_app(Odd(), 3), raise_server_exceptions=False) as client:
         reply = client.post("/retrieve", json={"queries": ["q"], "topk": 1000, "return_scores": True})
         assert reply.status_code == 500 and reply.json()["error"].startswith("ValueError in the service")
 
@@ -150,7 +150,7 @@ def test_pages_of_any_size_are_sent_in_pieces(index, tmp_path):
     rows = [{"url": f"u{n}", "contents": "é" * 100_000} for n in range(8)]
     file = tmp_path / "pages.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with served(make_app(index, Depths(3), pages=Pages(file))) as (host, port):
+    with served(make_app(index, 3, pages=Pages(file))) as (host, port):
         urls = [row["url"] for row in rows] + ["nowhere"]
         reply = httpx.post(f"http://{host}:{port}/access", json={"urls": urls}, trust_env=False)
         whole = json.dumps({"result": [*rows, None]}, ensure_ascii=False, separators=(",", ":"))
@@ -177,7 +177,7 @@ def test_queries_of_absent_client_are_not_searched(index, tmp_path, is_stored):
                 return index.search(queries, k)
 
         cache = ResultCache(tmp_path / "store", index.manifest, "use") if is_stored else None
-        app = make_app(Waiting(), Depths(1), cache=cache)
+        app = make_app(Waiting(), 1, cache=cache)
         gone = asyncio.Event()
         tasks = [asyncio.create_task(request(app, {"queries": NAMES[:1]}, asyncio.Event()))]
         await begun.wait()

@@ -11,8 +11,8 @@ import pytest
 from retriever_rig import NAMES, Counting
 
 from benchmarks.retrieval.load import process_bytes
-from retriever.service import engine as memory
-from retriever.service.engine import Limits, Overloaded, SearchBatcher
+from retriever.errors import RequestFailed
+from retriever.service.engine import Limits, SearchBatcher, trim_memory
 
 
 def test_waiting_queries_share_a_search(index):
@@ -146,7 +146,7 @@ def test_request_above_the_queue_is_refused_whole():
         first = asyncio.ensure_future(batcher.submit(["a", "b", "c"], 1))
         await asyncio.sleep(0)
         assert batcher.queued == 3
-        with pytest.raises(Overloaded):
+        with pytest.raises(RequestFailed):
             await batcher.submit(["d", "e", "f"], 1)
         assert batcher.queued == 3
         second = await batcher.submit(["d", "e"], 1)  # exactly full
@@ -163,26 +163,26 @@ def test_freed_memory_is_returned():
     full = own_bytes()
     pins = blocks[::50]
     del blocks
-    memory.trim_memory()
+    trim_memory()
     assert own_bytes() < full - 40e6
     assert all(set(pin) == {120} for pin in pins)
 
 
 def test_memory_is_trimmed_every_1000_queries(monkeypatch):
     trims = []
-    monkeypatch.setattr(memory, "trim_memory", lambda: trims.append(1))
+    monkeypatch.setattr("retriever.service.engine.trim_memory", lambda: trims.append(1))
 
     def search(queries, k):
-        if k < 0:
+        if k > 1:
             raise ValueError
-        return [(query, k) for query in queries]
+        return [[]] * len(queries)
 
-    trimmed = memory.trimmed(search)
-    for _ in range(3):
-        assert trimmed(["a"] * 300, 2) == [("a", 2)] * 300
-    assert not trims
-    with pytest.raises(ValueError):
-        trimmed(["a"] * 300, -1)
-    assert len(trims) == 1
-    trimmed(["a"] * 999, 1)
-    assert len(trims) == 1
+    async def run():
+        batcher = SearchBatcher(search, Limits(max_batch=1000))
+        for count, k, expected in ((300, 1, 0), (600, 1, 0), (300, 2, 1), (999, 1, 1), (1, 1, 2)):
+            await batcher.submit(["a"] * count, k)
+            while batcher._searches:
+                await asyncio.sleep(0)
+            assert len(trims) == expected
+
+    asyncio.run(run())

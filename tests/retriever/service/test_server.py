@@ -21,7 +21,7 @@ from retriever.indexes.backend import MANIFEST
 from retriever.options import parse
 from retriever.service import server as assembly
 from retriever.service.app import make_app
-from retriever.service.engine import Depths, index_identity
+from retriever.service.engine import index_identity
 from retriever.service.server import Loading, listen, load, load_index, run
 
 
@@ -96,7 +96,7 @@ def test_loading_is_reported_before_the_service():
     def load(report):
         report("reading the corpus")
         go_on.wait(30)
-        return make_app(Empty(), Depths(3))
+        return make_app(Empty(), 3)
 
     async def ask():
         loading = Loading(load)
