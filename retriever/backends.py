@@ -15,6 +15,7 @@ from typing import Any
 from retriever.errors import RetrieverError, reason, require
 
 DTYPES = ("float32", "float16")
+ENGINES = ("faiss", "jax")  # kinds that can search a flat FAISS file
 ADVICE = {  # package -> what to do without it
     "faiss": "pip install faiss-cpu (or faiss-gpu on CUDA)",
     "jax": "pip install jax (or jax[tpu]), or leave out --engine jax",
@@ -46,6 +47,7 @@ class Remote:
     is_chosen: Callable[[Namespace], bool]
     needed: tuple[str, ...]  # options that must be given
     unused: tuple[str, ...]  # options that must not be given
+    takes_build: bool = False  # options of the builder may be given
     workers: int = 0  # searches at the same time; 0: one for each core
 
 
@@ -55,10 +57,9 @@ class Kind:
 
     backend: str = ""  # package.module:Class, a subclass of `indexes.backend.Backend`; empty: no index folder
     package: str = ""  # searches it
-    build_package: str = ""  # builds it
+    build_package: str = ""  # builds it; empty: the same
     has_vectors: bool = True  # False: it ranks texts by itself, and --retriever_name selects it
     has_factory: bool = False  # --factory selects the type of index
-    engines: tuple[str, ...] = ()  # kinds that can search its files, by --engine
     open_options: tuple[str, ...] = ()  # fields of IndexOptions that it takes
     checked_files: str = "**/*"  # pattern of the files that do not change while they are served
     build_options: Mapping[str, Option] = field(default_factory=dict)  # of its own, for the builder
@@ -76,29 +77,24 @@ KINDS: dict[str, Kind] = {
     "faiss": Kind(
         "retriever.indexes.faiss:FaissBackend",
         package="faiss",
-        build_package="faiss",
         has_factory=True,
-        engines=("faiss", "jax"),
         open_options=("engine", "faiss_gpu", "mmap"),
     ),
     "jax": Kind(  # a flat FAISS file, searched on accelerators
         "retriever.indexes.jax:JaxBackend",
         package="jax",
         build_package="faiss",
-        engines=("faiss", "jax"),
         open_options=("engine",),
     ),
     "bm25": Kind(
         "retriever.indexes.bm25:Bm25Backend",
         package="bm25s",
-        build_package="bm25s",
         has_vectors=False,
         open_options=("mmap",),
     ),
     "qdrant": Kind(
         "retriever.contrib.qdrant:QdrantBackend",
         package="qdrant_client",
-        build_package="qdrant_client",
         checked_files="*",  # the embedded mode's own files change
         build_options={
             "qdrant_url": Option("address of the Qdrant server (default: embedded in the index's folder)"),
@@ -120,6 +116,7 @@ KINDS: dict[str, Kind] = {
             is_chosen=lambda options: bool(options.qdrant_url) and not options.index_path,
             needed=("qdrant_collection", "retriever_name"),
             unused=("corpus_path", *WEB_OPTIONS),
+            takes_build=True,  # its address and name are options of the builder too
         ),
     ),
     "web": Kind(
@@ -133,6 +130,7 @@ KINDS: dict[str, Kind] = {
         ),
     ),
 }
+VECTOR_KINDS = ", ".join(name for name, kind in KINDS.items() if kind.backend and kind.has_vectors)
 LEXICAL = ("hashed", *(name for name, kind in KINDS.items() if not kind.has_vectors))  # count words
 
 
@@ -172,9 +170,8 @@ class BuildOptions:
         if self.devices and self.retriever_name in LEXICAL:
             raise RetrieverError(f"--devices: {self.retriever_name} has no network; leave it out")
         if _ranks_texts(self.retriever_name) and self != BuildOptions(self.retriever_name):
-            raise RetrieverError(
-                f"--retriever_name {self.retriever_name} has no vectors: leave out their options"
-            )
+            problem = f"--retriever_name {self.retriever_name} has no vectors"
+            raise RetrieverError(f"{problem}: leave out their options")
         foreign = {name: value for name, value in self.settings.items() if name not in kind.build_options}
         if self.factory != "Flat" and not kind.has_factory:
             foreign["factory"] = self.factory
@@ -200,7 +197,7 @@ class IndexOptions:
     def check(self, kind: str) -> None:
         """Raise RetrieverError if an option has no meaning for a kind of index."""
         entry = find_kind(kind)
-        if self.engine and self.engine not in KINDS["faiss"].engines:
+        if self.engine and self.engine not in ENGINES:
             raise RetrieverError(f"--engine {self.engine!r} is unknown; available are faiss and jax")
         given = [name for name in ("engine", "faiss_gpu", "mmap") if getattr(self, name)]
         given += ["retriever_model"] if self.retriever_model and not entry.has_vectors else []
@@ -215,14 +212,13 @@ def find_kind(name: str) -> Kind:
         return KINDS[name]
     if ":" in name:
         return Kind(name)
-    kinds = [kind for kind, entry in KINDS.items() if entry.backend and entry.has_vectors]
-    raise RetrieverError(f"--kind {name!r} is unknown: choose {', '.join(kinds)} or package.module:Class")
+    raise RetrieverError(f"--kind {name!r} is unknown: choose {VECTOR_KINDS} or package.module:Class")
 
 
-def find_remote(options: Namespace) -> Kind | None:
-    """Return the kind that is searched without corpus and index folder, if the options choose one."""
-    chosen = (kind for kind in KINDS.values() if kind.remote and kind.remote.is_chosen(options))
-    return next(chosen, None)
+def find_remote(options: Namespace) -> Remote | None:
+    """Return the search service that the options choose, if they choose one."""
+    remotes = (kind.remote for kind in KINDS.values() if kind.remote)
+    return next((remote for remote in remotes if remote.is_chosen(options)), None)
 
 
 def load_object(address: str) -> Any:
@@ -231,9 +227,8 @@ def load_object(address: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise RetrieverError(
-            f"{address}: not an importable package.module:Class ({reason(error)})"
-        ) from error
+        problem = f"{address}: not an importable package.module:Class ({reason(error)})"
+        raise RetrieverError(problem) from error
 
 
 def require_package(name: str) -> None:

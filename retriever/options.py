@@ -14,7 +14,15 @@ from typing import Any
 
 import yaml
 
-from retriever.backends import KINDS, WEB_SEARCHES, BuildOptions, IndexOptions, Option, find_remote
+from retriever.backends import (
+    KINDS,
+    VECTOR_KINDS,
+    WEB_SEARCHES,
+    BuildOptions,
+    IndexOptions,
+    Option,
+    find_remote,
+)
 from retriever.errors import RetrieverError
 
 INSTALL = "pip install 'calibadv-jax[retriever]'"  # what both commands need
@@ -84,8 +92,7 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     """Add the options of the builder; those not given are None."""
     group = parser.add_argument_group("building an index")
     add = group.add_argument
-    kinds = ", ".join(name for name, kind in KINDS.items() if kind.backend and kind.has_vectors)
-    add("--kind", help=f"kind of the index: {kinds} or package.module:Class (default: faiss)")
+    add("--kind", help=f"kind of the index: {VECTOR_KINDS} or package.module:Class (default: faiss)")
     add("--factory", help="FAISS factory string (default: Flat)")
     add("--search", help="search parameters kept in the index: nprobe=32 (FAISS), hnsw_ef=128 (Qdrant)")
     add("--embeddings", type=Path, help="folder to keep the vectors in, for further indexes")
@@ -135,17 +142,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if given.config is not None:
         parser.set_defaults(**_read_options(given.config, parser))
         given = parser.parse_args(argv)
-    kind = find_remote(given)
-    remote = kind.remote if kind else None
+    remote = find_remote(given)
     for name in remote.needed if remote else ("corpus_path", "index_path"):
         if not getattr(given, name):
             raise RetrieverError(f"--{name} is missing; give it, or set {name} in the file of --config")
     for name in remote.unused if remote else REMOTE_OPTIONS:
         if getattr(given, name):
-            what = f"--retriever_name {given.retriever_name}" if given.retriever_name else "an index"
-            raise RetrieverError(f"--{name}: has no meaning for {what}; leave it out")
-    is_collection = kind is not None and kind.backend
-    if not given.build_if_missing and not is_collection and (extra := next(iter(_given_build(given)), None)):
+            purpose = f"--retriever_name {given.retriever_name}" if given.retriever_name else "an index"
+            raise RetrieverError(f"--{name}: has no meaning for {purpose}; leave it out")
+    may_build = given.build_if_missing or (remote and remote.takes_build)
+    if not may_build and (extra := next(iter(_given_build(given)), None)):
         raise RetrieverError(f"--{extra}: only a build takes it; add --build_if_missing, or leave it out")
     least = {name: 1 for name in COUNTS} | {"web_budget": 0, "threads": 0}
     for name, smallest in least.items():

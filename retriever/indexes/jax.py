@@ -37,8 +37,8 @@ class JaxVectors:
         devices = jax.devices()
         state = devices[0].memory_stats() if devices[0].platform != "cpu" else None
         free = (state["bytes_limit"] - state["bytes_in_use"]) * len(devices) if state else None
-        what = f"{name} on {len(devices)} {devices[0].platform} device(s)"
-        require_memory(vectors.nbytes, what, "take more devices, or --engine faiss --mmap", free)
+        place = f"{name} on {len(devices)} {devices[0].platform} device(s)"
+        require_memory(vectors.nbytes, place, "take more devices, or --engine faiss --mmap", free)
         mesh = Mesh(np.array(devices), ("rows",))
         part = -(-self.documents // len(devices))  # rows a device; the last is padded
 

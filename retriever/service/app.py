@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import importlib
 import importlib.util
 import time
 from typing import Any
@@ -16,6 +15,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from retriever.backends import load_object
 from retriever.corpus.passages import Pages
 from retriever.encoders import Reranker
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
@@ -151,15 +151,10 @@ class BodyLimit:
 
 def _replay(body: bytes, receive: Any) -> Any:
     """Return an ASGI receive that gives the whole body, then messages of `receive`."""
-    whole: bytes | None = body
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Any:
-        nonlocal whole
-        if whole is None:
-            return await receive()
-        message = {"type": "http.request", "body": whole, "more_body": False}
-        whole = None
-        return message
+        return next(messages, None) or await receive()
 
     return replay
 
@@ -228,9 +223,8 @@ def make_app(
 
 def _make_fastapi() -> FastAPI:
     """Make the page at /docs load its scripts from the service: a cluster's nodes reach no CDN."""
-    if importlib.util.find_spec("fastapi_offline") is not None:
-        module = importlib.import_module("fastapi_offline")
-        offline: FastAPI = module.FastAPIOffline(title=TITLE, redoc_url=None)
+    if importlib.util.find_spec("fastapi_offline"):
+        offline: FastAPI = load_object("fastapi_offline:FastAPIOffline")(title=TITLE, redoc_url=None)
         return offline
     app = FastAPI(title=TITLE, docs_url=None, redoc_url=None)
 

@@ -77,9 +77,8 @@ class ResultCache:
                 store.execute("BEGIN IMMEDIATE")  # waits for another process that writes
                 store.executemany("INSERT OR IGNORE INTO results VALUES (?, ?)", rows)
         except sqlite3.Error as error:
-            raise RetrieverError(
-                f"{self.path}: results cannot be stored ({error}); set --cache_path"
-            ) from error
+            problem = f"{self.path}: results cannot be stored ({error})"
+            raise RetrieverError(f"{problem}; set --cache_path") from error
 
     def _key(self, query: str, k: int) -> bytes:
         return hashlib.sha256(json.dumps([self._identity, k, query]).encode()).digest()

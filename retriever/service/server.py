@@ -207,9 +207,9 @@ def load(arguments: argparse.Namespace, report: ReportStage = lambda _: None) ->
     if arguments.host not in ("127.0.0.1", "localhost", "::1") and not token:
         sys.stderr.write(f"warning: {arguments.host} is open to the network without --token_file\n")
     searcher: Searcher
-    if (kind := find_remote(arguments)) and kind.remote:
-        report(f"opening {kind.remote.searcher}")
-        searcher = load_object(kind.remote.searcher)(arguments)
+    if remote := find_remote(arguments):
+        report(f"opening {remote.searcher}")
+        searcher = load_object(remote.searcher)(arguments)
     else:
         searcher = load_index(arguments, report)
     reranker = cache = pages = None
@@ -237,9 +237,8 @@ def load(arguments: argparse.Namespace, report: ReportStage = lambda _: None) ->
 
 def _workers(arguments: argparse.Namespace) -> int:
     """Searches at the same time: one for each core, unless the kind says otherwise."""
-    kind = find_remote(arguments)
-    if kind and kind.remote and kind.remote.workers:
-        return kind.remote.workers
+    if (remote := find_remote(arguments)) and remote.workers:
+        return remote.workers
     return arguments.threads or max(1, available_cores() // int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 
@@ -256,10 +255,8 @@ def load_index(arguments: argparse.Namespace, report: ReportStage) -> Index:
         for name in ("kind", "factory"):
             value = getattr(arguments, name)
             if value is not None and value != manifest[name]:
-                raise RetrieverError(
-                    f"--{name} {value}: {path} was built with {manifest[name]}; leave the option out, or"
-                    " choose another --index_path"
-                )
+                problem = f"--{name} {value}: {path} was built with {manifest[name]}"
+                raise RetrieverError(f"{problem}; leave the option out, or choose another --index_path")
     report(f"loading the index {path} over {len(corpus):,} passages")
     return open_index(path, corpus, index_options(arguments))
 
@@ -281,9 +278,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 def make_config(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
     """Allow HTTP only: uvicorn would open WebSockets before it asks for a token."""
-    return uvicorn.Config(
-        app, http=protocol, ws="none", log_level="warning", access_log=False, lifespan="off"
-    )
+    options: dict[str, Any] = {"ws": "none", "lifespan": "off", "log_level": "warning", "access_log": False}
+    return uvicorn.Config(app, http=protocol, **options)
 
 
 def run(arguments: argparse.Namespace) -> None:

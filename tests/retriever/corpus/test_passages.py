@@ -82,7 +82,7 @@ def test_kept_offsets_spare_the_scan(tmp_path, kept, no_scan):
     first = load_corpus(path)
     no_scan()
     again = load_corpus(path)
-    assert again == first
+    assert again.sha256 == first.sha256
     assert list(again) == list(first)
 
 
@@ -103,7 +103,7 @@ def test_offsets_of_a_changed_corpus_are_not_used(tmp_path, kept, change):
     else:
         side.write_bytes(side.read_bytes()[:-8])
     after = load_corpus(path)
-    assert (after == before) == (change in ("time", "damage", "cut"))
+    assert (after.sha256 == before.sha256) == (change in ("time", "damage", "cut"))
     assert list(after) == [json.loads(line) for line in path.read_text().splitlines()]
     assert json.loads(side.read_bytes()[: offsets.HEADER])["mtime_ns"] == path.stat().st_mtime_ns
 
@@ -158,7 +158,7 @@ def test_gzip_and_plain_corpora_are_the_same(tmp_path):
     path = write(tmp_path / "c.jsonl", [row(i) for i in range(2000)])  # more than the head that is looked at
     packed = tmp_path / "c.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert load_corpus(packed) == load_corpus(path)
+    assert load_corpus(packed).sha256 == load_corpus(path).sha256
     packed.write_bytes(packed.read_bytes()[:-20])
     with pytest.raises(RetrieverError, match="broken file"):
         load_corpus(packed)
@@ -176,7 +176,8 @@ def test_table_equals_the_corpus_of_its_rows(tmp_path, name, packed):
     rows = [{"id": "1", "contents": '"A"\nIt "is" so.'}, {"id": "2", "contents": '"B "b""\nTwo.\nLines'}]
     corpus = load_corpus(table_of(tmp_path, name, TABLES[name], packed), progress=False)
     assert list(corpus) == rows and corpus[-1] == rows[1]
-    assert corpus == load_corpus(write(tmp_path / "c.jsonl", rows))  # so that one index fits both
+    same = load_corpus(write(tmp_path / "c.jsonl", rows))
+    assert corpus.sha256 == same.sha256  # so that one index fits both
     assert not list(tmp_path.glob("*.offsets"))
 
 
@@ -273,7 +274,7 @@ def corpus(tmp_path):
     rows = (json.dumps({"id": number, "contents": f'"T"\n{number:0180}'}) + "\n" for number in range(900))
     path.write_text("".join(rows))
     with path.open("rb") as file:
-        save_offsets(path, scan(file, path, lambda *_: {}))
+        save_offsets(path, scan(file, b"", path))
     return path
 
 
@@ -302,7 +303,7 @@ def test_change_anywhere_is_noticed(corpus):
 def test_both_ends_of_large_file_are_read(corpus, monkeypatch):
     monkeypatch.setattr(offsets, "PROBES", 3)  # as if the file were larger
     with corpus.open("rb") as file:
-        save_offsets(corpus, scan(file, corpus, lambda *_: {}))
+        save_offsets(corpus, scan(file, b"", corpus))
     size = corpus.stat().st_size
     for place in (0, size // 2, size - 1):
         change(corpus, place)
