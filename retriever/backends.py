@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retriever.errors import RetrieverError, reason, require
+from retriever.errors import RetrieverError, reason
 
 DTYPES = ("float32", "float16")
 ENGINES = ("faiss", "jax")  # kinds that can search a flat FAISS file
@@ -67,7 +67,7 @@ class Kind:
     remote: Remote | None = None
 
 
-WEB_SEARCHES = ("google", "serpapi")  # values of --retriever_name
+WEB_NAMES = ("google", "serpapi")  # values of --retriever_name
 WEB_OPTIONS = {
     "web_budget": Option("web search: largest number of requests to send in all", 0),
     "web_endpoint": Option("web search: another address of the same API"),
@@ -123,7 +123,7 @@ KINDS: dict[str, Kind] = {
         serve_options=WEB_OPTIONS,
         remote=Remote(
             "retriever.contrib.web:open_web_search",
-            is_chosen=lambda options: options.retriever_name in WEB_SEARCHES,
+            is_chosen=lambda options: options.retriever_name in WEB_NAMES,
             needed=("cache_path", "web_budget"),
             unused=("corpus_path", "index_path", "retriever_model"),
             workers=1,  # equal queries of two searches would be paid for twice
@@ -151,11 +151,10 @@ class BuildOptions:
 
     @property
     def index_kind(self) -> str:
-        """The kind that is built."""
         return self.retriever_name if _ranks_texts(self.retriever_name) else self.kind
 
     def __getitem__(self, name: str) -> Any:
-        """The value of one of the kind's own build options."""
+        """Return the value of one of the kind's own build options."""
         return self.settings.get(name, find_kind(self.kind).build_options[name].default)
 
     def check(self) -> None:
@@ -229,12 +228,6 @@ def load_object(address: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         problem = f"{address}: not an importable package.module:Class ({reason(error)})"
         raise RetrieverError(problem) from error
-
-
-def require_package(name: str) -> None:
-    """Raise RetrieverError, with advice, if a backend's package is not installed."""
-    if name:
-        require(name, ADVICE.get(name, f"pip install {name}"))
 
 
 def _ranks_texts(name: str) -> bool:

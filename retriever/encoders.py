@@ -114,7 +114,7 @@ class HashedEncoder:
             return cls(int(state["dimension"]), state["idf"], float(state["mean_length"]))
 
     def save(self, folder: Path) -> None:
-        state = {"dimension": self.dimension, "idf": self._idf, "mean_length": self._mean_length}
+        state: Any = {"dimension": self.dimension, "idf": self._idf, "mean_length": self._mean_length}
         np.savez_compressed(folder / "encoder.npz", **state)
 
     def encode_passages(self, rows: Sequence[CorpusRow]) -> np.ndarray:

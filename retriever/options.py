@@ -14,15 +14,7 @@ from typing import Any
 
 import yaml
 
-from retriever.backends import (
-    KINDS,
-    VECTOR_KINDS,
-    WEB_SEARCHES,
-    BuildOptions,
-    IndexOptions,
-    Option,
-    find_remote,
-)
+from retriever.backends import KINDS, VECTOR_KINDS, WEB_NAMES, BuildOptions, IndexOptions, Option, find_remote
 from retriever.errors import RetrieverError
 
 INSTALL = "pip install 'calibadv-jax[retriever]'"  # what both commands need
@@ -51,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", type=Path, help="YAML file of options; options of the command line win")
-    add_source(parser, f"{BUILT}, or {', '.join(WEB_SEARCHES)}", name="", is_required=False)
+    add_source(parser, f"{BUILT}, or {', '.join(WEB_NAMES)}", name="", is_required=False)
     add("--build_if_missing", action="store_true", help="build the index by the options of the builder")
     add_build(parser)
     for name, (default, meaning) in COUNTS.items():

@@ -95,8 +95,9 @@ def to_passage(row: Mapping[str, Any], where: str) -> Passage:
     name = next((row[key] for key in IDS if row.get(key) not in (None, "")), None)
     if isinstance(name, bool) or not isinstance(name, str | int | None):
         raise RetrieverError(f"{where}: the id must be a text or a number, got {name!r}; correct the row")
-    url = row.get("url") if isinstance(row.get("url"), str) else ""
-    return Passage(None if name is None else str(name), _compose(title, text, contents), url)
+    url = row.get("url")
+    address = url if isinstance(url, str) else ""
+    return Passage(None if name is None else str(name), _compose(title, text, contents), address)
 
 
 def _compose(title: str | None, text: str | None, contents: str | None) -> str:

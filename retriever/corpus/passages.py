@@ -52,9 +52,6 @@ class Pages:
             offset += len(line)
         self.sha256 = digest.hexdigest()
 
-    def __len__(self) -> int:
-        return len(self._start)
-
     def access(self, url: str) -> dict[str, Any] | None:
         """Return the page's row, or None; RetrieverError if the file was changed since it was read.
 
@@ -256,9 +253,9 @@ GZIP_LIMIT = 2**30  # unpacked bytes; these lie in memory
 class Corpus(Sequence[CorpusRow]):
     """Rows in file order, parsed on demand, and the hash that an index is checked against."""
 
-    def __init__(self, path: Path, text: bytes | mmap.mmap, starts: np.ndarray, sha256: str):
-        self.path, self.sha256 = path, sha256
-        self._text, self._starts = text, starts
+    def __init__(self, path: Path, text: bytes | mmap.mmap, offsets: Offsets):
+        self.path, self.sha256 = path, offsets.sha256
+        self._text, self._starts = text, offsets.starts
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -299,12 +296,12 @@ def load_corpus(path: Path, progress: bool = True) -> Corpus:
         raise RetrieverError(f"{path}: no passages in it")
     with path.open("rb") as file:
         text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    kept = load_offsets(path) if size >= CACHED_FROM else None
-    if kept is None:
-        kept = scan(_lines(path, size, progress), text, path)
+    offsets = load_offsets(path) if size >= CACHED_FROM else None
+    if offsets is None:
+        offsets = scan(_lines(path, size, progress), text, path)
         if size >= CACHED_FROM:
-            save_offsets(path, kept)
-    return Corpus(path, text, kept.starts, kept.sha256)
+            save_offsets(path, offsets)
+    return Corpus(path, text, offsets)
 
 
 def _converted(path: Path, progress: bool) -> Corpus:
@@ -324,9 +321,7 @@ def _converted(path: Path, progress: bool) -> Corpus:
 
 
 def _in_memory(path: Path, text: bytes, places: Sequence[str] | None = None) -> Corpus:
-    lines = read_lines(io.BytesIO(text), path)
-    offsets = scan(lines, text, path, places)
-    return Corpus(path, text, offsets.starts, offsets.sha256)
+    return Corpus(path, text, scan(read_lines(io.BytesIO(text), path), text, path, places))
 
 
 def _lines(path: Path, size: int, progress: bool) -> Iterator[bytes]:

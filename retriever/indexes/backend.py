@@ -19,19 +19,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from retriever.backends import KINDS, BuildOptions, IndexOptions, find_kind, load_object, require_package
+from retriever.backends import ADVICE, KINDS, BuildOptions, IndexOptions, find_kind, load_object
 from retriever.corpus.passages import Corpus
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, require
 from retriever.interfaces import Encoder, Ranker, Vectors
 
 MANIFEST = "manifest.json"
 INDEX_FILE = "index.faiss"
 BLOCK = 16 * 2**20  # bytes read at once for a checksum
 AGAIN = "build it again with python -m retriever.build_index"
-
-
-def is_index(path: Path) -> bool:
-    return path.is_file() or (path / MANIFEST).is_file()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -49,11 +45,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if missing or not is_known:
         raise RetrieverError(f"{path}: not a manifest of this version; {AGAIN}")
     return manifest
-
-
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Mark the folder's index as complete: call it last."""
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
@@ -215,7 +206,6 @@ class Embeddings:
 
 
 def shard_path(folder: Path, start: int, shard_rows: int) -> Path:
-    """The file of the shard that begins with row `start`."""
     return folder / f"shard-{start // shard_rows:05d}.npy"
 
 
@@ -255,7 +245,8 @@ class Backend:
 def load_backend(kind: str, building: bool = False) -> Backend:
     """Return the backend of a kind; raises RetrieverError without it or the package that it needs."""
     entry = find_kind(kind)
-    require_package((entry.build_package if building else "") or entry.package)
+    if package := (entry.build_package if building else "") or entry.package:
+        require(package, ADVICE.get(package, f"pip install {package}"))
     backend = load_object(entry.backend)
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise RetrieverError(f"--kind {kind}: not a subclass of retriever.indexes.backend.Backend")

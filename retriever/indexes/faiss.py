@@ -100,7 +100,8 @@ def to_gpus(faiss: Any, kind: bytes, path: Path, mmap: bool) -> tuple[Any, list[
     try:
         if ON_GPU[kind] == "Flat":
             matrix = map_flat(path)
-            shards = plan_shards(*matrix.shape, free, str(path))
+            documents, dimension = matrix.shape
+            shards = plan_shards(documents, dimension, free, str(path))
             resources = [faiss.StandardGpuResources() for _ in free]
 
             def make_shard(device: int) -> Any:
@@ -158,8 +159,6 @@ LESS = (
 
 
 class FaissBackend(Backend):
-    """An index file of FAISS."""
-
     def prepare(self, dimension: int, options: BuildOptions, shards: Path) -> None:
         make_empty(dimension, options.factory, options.search)
 

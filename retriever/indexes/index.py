@@ -40,7 +40,6 @@ from retriever.indexes.backend import (
     read_manifest,
     require_disk,
     shard_path,
-    write_manifest,
 )
 from retriever.indexes.faiss import FLAT, map_flat, read_header
 from retriever.interfaces import CorpusRow, Encoder, Hits, Ranker, Vectors
@@ -80,7 +79,8 @@ def build_index(
                 embeddings.encoder.save(unfinished)
             entries = backend.write(Build(unfinished, corpus, options, embeddings, progress))
             sums = checksums(unfinished, unfinished.glob(find_kind(kind).checked_files))
-            write_manifest(unfinished, manifest | {"factory": kind} | entries | {"checksums": sums})
+            manifest |= {"factory": kind} | entries | {"checksums": sums}
+            (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         if embeddings and options.embeddings is None:
             shutil.rmtree(shards)
 
@@ -117,7 +117,12 @@ def embed(
     } | words_version(options.retriever_name)
     is_resumed = (folder / SETTINGS).is_file()
     if is_resumed:
-        encoder = _resume(folder, settings)
+        begun = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        changed = [key for key, value in settings.items() if begun.get(key) != value]
+        if changed:
+            changes = ", ".join(f"{key} was {begun.get(key)!r} and is {settings[key]!r}" for key in changed)
+            raise RetrieverError(f"{folder}: started with other settings ({changes}); restore or delete it")
+        encoder = load_encoder(folder, options.retriever_name, options.retriever_model)
     else:
         encoder = make_encoder(options.retriever_name, options.retriever_model, corpus)
     if backend:
@@ -129,32 +134,18 @@ def embed(
             encoder.save(unfinished)
             (unfinished / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     rows, dtype = options.shard_rows, np.dtype(options.embedding_dtype)
-    missing = [
-        (start, min(start + rows, len(corpus)))
-        for start in range(0, len(corpus), rows)
-        if not shard_path(folder, start, rows).is_file()
-    ]
-    passages = sum(stop - start for start, stop in missing)
+    shards = [range(start, min(start + rows, len(corpus))) for start in range(0, len(corpus), rows)]
+    missing = [shard for shard in shards if not shard_path(folder, shard.start, rows).is_file()]
+    passages = sum(map(len, missing))
     alternatives = "use another --embeddings folder or --embedding_dtype float16"
     require_disk(folder, passages * encoder.dimension * dtype.itemsize, "the vectors need", alternatives)
     devices = options.devices.split(",") if options.devices else []
     block = BLOCK * max(1, 4 * len(devices))
-    with (
-        spread(encoder, devices),
-        progress_bar(len(corpus), "encode", progress, len(corpus) - passages) as bar,
-    ):
-        for start, stop in missing:
-            _encode(corpus, encoder, range(start, stop), shard_path(folder, start, rows), dtype, block, bar)
+    done = len(corpus) - passages
+    with spread(encoder, devices), progress_bar(len(corpus), "encode", progress, done) as bar:
+        for shard in missing:
+            _encode(corpus, encoder, shard, shard_path(folder, shard.start, rows), dtype, block, bar)
     return Embeddings(folder, encoder, len(corpus), rows)
-
-
-def _resume(folder: Path, settings: dict[str, Any]) -> Encoder:
-    begun = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    changed = [key for key, value in settings.items() if begun.get(key) != value]
-    if changed:
-        changes = ", ".join(f"{key} was {begun.get(key)!r} and is {settings[key]!r}" for key in changed)
-        raise RetrieverError(f"{folder}: started with other settings ({changes}); restore or delete it")
-    return load_encoder(folder, settings["encoder"], settings["model"])
 
 
 def _encode(
@@ -259,21 +250,14 @@ def _open_file(path: Path, corpus: Corpus, options: IndexOptions) -> Index:
     index: Any = load_backend(engine).open(path, {}, options)
     if header.kind == FLAT:
         check_vector(f"{path}, first passage", map_flat(path)[0], corpus[0], encoder)
-    manifest = {
-        "corpus_sha256": corpus.sha256,
-        "documents": len(corpus),
-        "kind": engine,
-        "encoder": encoder.name,
-        "model": encoder.model,
-        "dimension": encoder.dimension,
-        "factory": "Flat" if header.kind == FLAT else header.kind.decode(),
-        "bytes": path.stat().st_size,
-    }
+    manifest = {"corpus_sha256": corpus.sha256, "documents": len(corpus), "kind": engine}
+    manifest |= {"encoder": encoder.name, "model": encoder.model, "dimension": encoder.dimension}
+    factory = "Flat" if header.kind == FLAT else header.kind.decode()
+    manifest |= {"factory": factory, "bytes": path.stat().st_size}
     return Index(corpus, Dense(encoder, index), manifest)
 
 
 def _check_source(folder: Path, manifest: dict[str, Any], corpus: Corpus, options: IndexOptions) -> None:
-    """Refuse an index of another corpus, word splitter or encoder."""
     if manifest["corpus_sha256"] != corpus.sha256:
         sizes = f"{manifest['documents']} passages; this one has {len(corpus)}"
         raise RetrieverError(f"{folder}: built from another corpus ({sizes}); {AGAIN}")

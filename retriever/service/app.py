@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import importlib.util
+import json
+import math
 import time
-from typing import Any
+from collections.abc import Coroutine, Iterator, Mapping
+from itertools import chain
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -19,23 +24,95 @@ from retriever.backends import load_object
 from retriever.corpus.passages import Pages
 from retriever.encoders import Reranker
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
-from retriever.interfaces import Searcher
+from retriever.interfaces import CorpusRow, Hits, Searcher
 from retriever.service.cache import ResultCache
-from retriever.service.engine import (
-    HEADER,
-    AccessRequest,
-    Engine,
-    Left,
-    Limits,
-    Metrics,
-    RetrieveRequest,
-    error_reply,
-    index_identity,
-    render,
-    render_pages,
-    reply_with,
-    while_connected,
-)
+from retriever.service.engine import AccessRequest, Engine, Limits, Metrics, RetrieveRequest
+
+HEADER = "X-Index-Identity"  # of every reply of POST /retrieve and POST /access
+IDENTITY_LENGTH = 32  # hexadecimal digits
+# Place and file format of an index: copies, and engines that search exactly, answer alike.
+_IRRELEVANT = ("kind", "bytes", "checksums", "url")
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def index_identity(manifest: Mapping[str, Any], reranker: str, pages: str = "") -> str:
+    """Return a hash of corpus, encoder, approximation, reranker model and hash of the pages.
+
+    Services over copies of one index have the same, wherever they run.
+    """
+    decisive = {name: value for name, value in manifest.items() if name not in _IRRELEVANT}
+    text = json.dumps([decisive, reranker, *([pages] if pages else [])], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:IDENTITY_LENGTH]
+
+
+def render(request: RetrieveRequest, hits: list[Hits]) -> Iterator[str]:
+    """Yield the parts of the reply's JSON in the contract of the request; raises ValueError before them."""
+    scores = (score for hits_of_query in hits for _, score in hits_of_query)
+    if request.return_scores and not all(map(math.isfinite, scores)):
+        raise ValueError("a score is no finite number")
+    yield '{"result":['
+    for number, hits_of_query in enumerate(hits):
+        yield ",[" if number else "["
+        for rank, (row, score) in enumerate(hits_of_query):
+            yield ("," if rank else "") + to_json(_item(request, row, score))
+        yield "]"
+    yield "]}"
+
+
+def error_reply(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status, headers=headers)
+
+
+def _item(request: RetrieveRequest, row: CorpusRow, score: float) -> Any:
+    if not request.is_calibadv:
+        return {"document": row, "score": score} if request.return_scores else row
+    contents = row["contents"]
+    return {"document": contents, "score": score, "id": row.get("id")} if request.return_scores else contents
+
+
+T = TypeVar("T")
+
+PIECE = 2**18  # bytes, about: what a reply takes of memory while it is sent
+JSON = "application/json"
+
+
+class Left(Exception):
+    """The client has closed its connection before it had a reply."""
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the work, or cancel it and raise Left if the client leaves."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Left
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def reply_with(parts: Iterator[str]) -> Response:
+    """Reply with JSON parts, computed in other threads; with a length if it is one piece, as most are."""
+    pieces = _pieces(parts)
+    first = await run_in_threadpool(next, pieces)
+    second = await run_in_threadpool(next, pieces, None) if len(first) >= PIECE else None
+    if second is None:
+        return Response(first, media_type=JSON)
+    return StreamingResponse(chain((first, second), pieces), media_type=JSON)
+
+
+def _pieces(parts: Iterator[str]) -> Iterator[bytes]:
+    piece = bytearray()
+    for part in parts:
+        piece += part.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
+        if len(piece) >= PIECE:
+            yield bytes(piece)
+            piece.clear()
+    if piece:
+        yield bytes(piece)
+
 
 ROUTES = {"/retrieve", "/access", "/health", "/metrics"}  # a label each; the others share one
 OPEN = "/health"  # answers without a token, whoever reads it
@@ -122,7 +199,6 @@ class BodyLimit:
             self._held -= len(body)
 
     async def _read(self, body: bytearray, scope: Any, receive: Any) -> Response | None:
-        """Read the request's body; return the refusal if it is not accepted."""
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         is_number = declared.isdigit() and len(declared) < 20
         expected = int(declared) if is_number else self.max_body + 1
@@ -216,7 +292,8 @@ def make_app(
         if pages is None:
             return error_reply(404, "no pages are loaded; start the service with --pages_path")
         rows = await run_in_threadpool(lambda: [pages.access(url) for url in request.urls])
-        return await reply_with(render_pages(rows))
+        items = (("," if number else "") + to_json(row) for number, row in enumerate(rows))
+        return await reply_with(chain(['{"result":['], items, ["]}"]))
 
     return app
 
@@ -236,7 +313,6 @@ def _make_fastapi() -> FastAPI:
 
 
 async def _reply_to_error(request: Request, error: Exception) -> JSONResponse:
-    """Reply to an error with JSON that says what to change."""
     later = {"Retry-After": str(RETRY_SECONDS)}
     match error:
         case RequestValidationError():

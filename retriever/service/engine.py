@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import hashlib
-import json
-import math
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, TypeVar
+from functools import partial
 
-from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, ConfigDict, Field
 
 from retriever.encoders import Reranker
 from retriever.errors import RequestFailed, RetrieverError
-from retriever.interfaces import CorpusRow, Hits, Searcher
+from retriever.interfaces import Hits, Searcher
 from retriever.service.cache import ResultCache
 
 MAX_QUERY_LENGTH = 8192  # characters; what comes after them is cut off
 MAX_TOPK = 1000
 MAX_URLS = 256
-
-to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class RetrieveRequest(BaseModel):
@@ -49,10 +41,6 @@ class RetrieveRequest(BaseModel):
     def is_calibadv(self) -> bool:
         return self.topk_retrieval is not None or self.topk_rerank is not None
 
-    def depth(self, default: int) -> int:
-        """Return the number of documents to retrieve for each query."""
-        return (self.topk_retrieval if self.is_calibadv else self.topk) or default
-
 
 class AccessRequest(BaseModel):
     """RLinf's page access."""
@@ -62,87 +50,6 @@ class AccessRequest(BaseModel):
     urls: list[str] = Field(min_length=1, max_length=MAX_URLS)
 
 
-def render(request: RetrieveRequest, hits: list[Hits]) -> Iterator[str]:
-    """Yield the parts of the reply's JSON in the contract of the request; raises ValueError before them."""
-    scores = (score for hits_of_query in hits for _, score in hits_of_query)
-    if request.return_scores and not all(map(math.isfinite, scores)):
-        raise ValueError("a score is no finite number")
-    yield '{"result":['
-    for number, hits_of_query in enumerate(hits):
-        yield ",[" if number else "["
-        for rank, (row, score) in enumerate(hits_of_query):
-            yield ("," if rank else "") + to_json(_item(request, row, score))
-        yield "]"
-    yield "]}"
-
-
-def render_pages(rows: list[CorpusRow | None]) -> Iterator[str]:
-    """Yield the parts of the JSON of ``POST /access``."""
-    yield '{"result":['
-    for number, row in enumerate(rows):
-        yield ("," if number else "") + to_json(row)
-    yield "]}"
-
-
-def error_reply(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": message}, status_code=status, headers=headers)
-
-
-def _item(request: RetrieveRequest, row: CorpusRow, score: float) -> Any:
-    if not request.is_calibadv:
-        return {"document": row, "score": score} if request.return_scores else row
-    contents = row["contents"]
-    return {"document": contents, "score": score, "id": row.get("id")} if request.return_scores else contents
-
-
-T = TypeVar("T")
-
-PIECE = 2**18  # bytes, about: what a reply takes of memory while it is sent
-JSON = "application/json"
-
-
-class Left(Exception):
-    """The client has closed its connection before it had a reply."""
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of the work, or cancel it and raise Left if the client leaves."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Left
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-
-
-async def reply_with(parts: Iterator[str]) -> Response:
-    """Reply with JSON parts, computed in other threads; with a length if it is one piece, as most are."""
-    pieces = _pieces(parts)
-    first = await run_in_threadpool(next, pieces)
-    second = await run_in_threadpool(next, pieces, None) if len(first) >= PIECE else None
-    if second is None:
-        return Response(first, media_type=JSON)
-    return StreamingResponse(chain((first, second), pieces), media_type=JSON)
-
-
-def _pieces(parts: Iterator[str]) -> Iterator[bytes]:
-    piece = bytearray()
-    for part in parts:
-        piece += part.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
-        if len(piece) >= PIECE:
-            yield bytes(piece)
-            piece.clear()
-    if piece:
-        yield bytes(piece)
-
-
-HEADER = "X-Index-Identity"  # of every reply of POST /retrieve and POST /access
-IDENTITY_LENGTH = 32  # hexadecimal digits
-# Place and file format of an index: copies, and engines that search exactly, answer alike.
-_IRRELEVANT = ("kind", "bytes", "checksums", "url")
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TRIM_EVERY = 1000  # queries; a trim takes about 10 ms, a thousand queries of a small encoder 3 s
 WORTH_IT = 8  # queries for which a further search begins beside those under way
@@ -150,33 +57,20 @@ WORTH_IT = 8  # queries for which a further search begins beside those under way
 Search = Callable[[Sequence[str], int], Sequence[Hits | Exception]]
 
 
-def index_identity(manifest: Mapping[str, Any], reranker: str, pages: str = "") -> str:
-    """Return a hash of corpus, encoder, approximation, reranker model and hash of the pages.
-
-    Services over copies of one index have the same, wherever they run.
-    """
-    decisive = {name: value for name, value in manifest.items() if name not in _IRRELEVANT}
-    text = json.dumps([decisive, reranker, *([pages] if pages else [])], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:IDENTITY_LENGTH]
-
-
 class Metrics:
     """Prometheus metrics in their own registry: one process may hold several services."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter("retriever_requests", "Requests", ["route", "status"], registry=registry)
-        self.seconds = Histogram("retriever_request_seconds", "Time to answer", ["route"], registry=registry)
-        self.batch = Histogram(
-            "retriever_batch_queries", "Queries of a search", buckets=BATCH_SIZES, registry=registry
-        )
+        count, measure = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self.requests = count("retriever_requests", "Requests", ["route", "status"])
+        self.seconds = measure("retriever_request_seconds", "Time to answer", ["route"])
+        self.batch = measure("retriever_batch_queries", "Queries of a search", buckets=BATCH_SIZES)
         self.queue = Gauge("retriever_queued_queries", "Queries that wait", registry=registry)
-        self.cached = Counter("retriever_cached_queries", "Answered from the store", registry=registry)
-        self.unstored = Counter(
-            "retriever_unstored_queries", "Answered, but the store took no result", registry=registry
-        )
-        self.cut = Counter("retriever_cut_queries", "Longer than the limit, and cut to it", registry=registry)
-        self.reranked = Counter("retriever_reranked_queries", "Reranked", registry=registry)
+        self.cached = count("retriever_cached_queries", "Answered from the store")
+        self.unstored = count("retriever_unstored_queries", "Answered, but the store took no result")
+        self.cut = count("retriever_cut_queries", "Longer than the limit, and cut to it")
+        self.reranked = count("retriever_reranked_queries", "Reranked")
 
 
 def trim_memory() -> None:
@@ -193,8 +87,6 @@ def trim_memory() -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a service."""
-
     max_batch: int = 256  # queries of one search
     max_queue: int = 8192  # queries that wait; then 503
     max_queries: int = 8192  # queries of one request; then 422
@@ -222,12 +114,7 @@ class SearchBatcher:
     wait: a query of a small batch costs several times one of a large batch.
     """
 
-    def __init__(
-        self,
-        search: Search,
-        limits: Limits,
-        on_batch: Callable[[int], object] = lambda _: None,
-    ):
+    def __init__(self, search: Search, limits: Limits, on_batch: Callable[[int], object] = lambda _: None):
         self._search, self._limits, self._on_batch = search, limits, on_batch
         self._queue: deque[_Waiting] = deque()
         self._requests = 0  # so far
@@ -259,7 +146,6 @@ class SearchBatcher:
         return list(await asyncio.gather(*(query.future for query in waiting), return_exceptions=True))
 
     def _schedule(self) -> None:
-        """Begin searches soon, if allowed: other requests may join until then."""
         if self._timer is None and self._may_begin():
             may_wait = self._is_shared and len(self._queue) < self._limits.max_batch
             wait = self._limits.max_wait if may_wait else 0.0
@@ -351,7 +237,7 @@ class Engine:
         if count > most:
             problem = f"queries: {count} in one request, and {most} are taken"
             raise RequestFailed(422, f"{problem}; raise --max_queries, --max_queue")
-        depth = request.depth(self._topk)
+        depth = (request.topk_retrieval if request.is_calibadv else request.topk) or self._topk
         if count * depth > self._max_results:
             fitting = self._max_results // depth
             smaller = f"at most {fitting} queries at once" if fitting else f"topk {self._max_results} at most"
@@ -377,7 +263,6 @@ class Engine:
         return await loop.run_in_executor(self._rerank_thread, rerank, queries, hits, keep)
 
     async def _find(self, queries: list[str], k: int) -> list[Hits]:
-        """Return the k best rows of each query, from the store where it has them."""
         if self._cache is None:
             return _raise_errors(await self._batcher.submit(queries, k))
         hits = await run_in_threadpool(self._cache.look_up, queries, k)

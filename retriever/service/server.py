@@ -27,7 +27,7 @@ from retriever.corpus.passages import Pages, load_corpus
 from retriever.encoders import Reranker
 from retriever.errors import RetrieverError
 from retriever.files import replacing
-from retriever.indexes.backend import available_cores, is_index, read_manifest
+from retriever.indexes.backend import MANIFEST, available_cores, read_manifest
 from retriever.indexes.index import Index, build_index, open_index
 from retriever.interfaces import Searcher
 from retriever.options import build_options, index_options, read_token
@@ -221,14 +221,8 @@ def load(arguments: argparse.Namespace, report: ReportStage = lambda _: None) ->
     if arguments.pages_path is not None:
         report("reading the pages")
         pages = Pages(arguments.pages_path)
-    limits = Limits(
-        arguments.max_batch,
-        arguments.max_queue,
-        arguments.max_queries,
-        arguments.max_results,
-        request_seconds=arguments.request_seconds,
-        workers=_workers(arguments),
-    )
+    names = ("max_batch", "max_queue", "max_queries", "max_results", "request_seconds")
+    limits = Limits(workers=_workers(arguments), **{name: getattr(arguments, name) for name in names})
     depths = (arguments.retrieval_topk, arguments.reranking_topk)
     return make_app(
         searcher, *depths, reranker=reranker, cache=cache, pages=pages, limits=limits, token=token
@@ -236,7 +230,7 @@ def load(arguments: argparse.Namespace, report: ReportStage = lambda _: None) ->
 
 
 def _workers(arguments: argparse.Namespace) -> int:
-    """Searches at the same time: one for each core, unless the kind says otherwise."""
+    # One search for each core at the same time, unless the kind says otherwise.
     if (remote := find_remote(arguments)) and remote.workers:
         return remote.workers
     return arguments.threads or max(1, available_cores() // int(os.environ.get("OMP_NUM_THREADS") or 1))
@@ -247,7 +241,8 @@ def load_index(arguments: argparse.Namespace, report: ReportStage) -> Index:
     path = arguments.index_path
     report(f"reading the corpus {arguments.corpus_path}")
     corpus = load_corpus(arguments.corpus_path)
-    if arguments.build_if_missing and not is_index(path):
+    has_index = path.is_file() or (path / MANIFEST).is_file()
+    if arguments.build_if_missing and not has_index:
         report(f"building the index {path} over {len(corpus):,} passages")
         build_index(corpus, path, build_options(arguments))
     elif arguments.build_if_missing and path.is_dir():

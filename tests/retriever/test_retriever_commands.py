@@ -16,7 +16,7 @@ from retriever.contrib.web import PROVIDERS
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
 from retriever.indexes.index import open_index
-from retriever.options import WEB_SEARCHES, parse, read_token
+from retriever.options import WEB_NAMES, parse, read_token
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,8 +39,8 @@ def interrupt(*_, **__):
     [
         ("hashed", "retriever.encoders.HashedEncoder.save", set()),
         ("hashed", "retriever.indexes.faiss.write_faiss", {"i.embeddings"}),
-        ("hashed", "retriever.indexes.index.write_manifest", {"i.embeddings"}),
-        ("bm25", "retriever.indexes.index.write_manifest", set()),
+        ("hashed", "retriever.indexes.index.checksums", {"i.embeddings"}),
+        ("bm25", "retriever.indexes.index.checksums", set()),
     ],
 )
 def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch, name, where, kept):
@@ -139,7 +139,7 @@ def test_command_line_wins_over_the_file(tmp_path):
 
 
 def test_web_searches_have_providers():
-    assert set(WEB_SEARCHES) == set(PROVIDERS)
+    assert set(WEB_NAMES) == set(PROVIDERS)
 
 
 def run_without(packages, *command):

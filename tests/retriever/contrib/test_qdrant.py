@@ -141,7 +141,7 @@ def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder):
     index = open_index(tmp_path / "i", corpus)
     assert index.search(["person 17"], 1)[0][0][0] == corpus[17]
     assert index.manifest["search"] == "hnsw_ef=64" and index.manifest["factory"] == "qdrant"
-    index._ranker._vectors._client.close()
+    index._ranker._vectors.client.close()
     served = Collection(str(tmp_path / "db"), "passages", "e5")
     assert served.search(["person 17"], 1)[0][0][0] == corpus[17]
 
@@ -232,7 +232,7 @@ def test_search_parameters_reach_the_collection(tmp_path, corpus, encoder, monke
     served.search(["person 1", "person 2"], 3)
     sent = [(request.params.exact, request.limit, request.with_payload) for request in requests]
     assert sent == [(True, 3, True)] * 2 and served.manifest["search"] == "exact=true"
-    served._vectors._client.delete_collection(RLINF)
+    served._vectors.client.delete_collection(RLINF)
     with pytest.raises(Unavailable, match="no answer .*; is the server up"):
         served.search(["person 1"], 3)
 

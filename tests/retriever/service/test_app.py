@@ -21,9 +21,9 @@ from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import Pages, load_corpus
 from retriever.errors import RetrieverError, Unavailable
 from retriever.indexes.index import build_index, open_index
-from retriever.service.app import ROUTES, BodyLimit, make_app
+from retriever.service.app import ROUTES, BodyLimit, index_identity, make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import MAX_QUERY_LENGTH, Limits, index_identity
+from retriever.service.engine import MAX_QUERY_LENGTH, Limits
 
 ROWS = town_rows()
 TOKEN = {"Authorization": "Bearer secret"}

@@ -10,9 +10,9 @@ from fastapi.testclient import TestClient
 from retriever_rig import NAMES, Counting, served
 
 from retriever.corpus.passages import Pages
-from retriever.service.app import make_app
+from retriever.service.app import PIECE, make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import PIECE, Limits
+from retriever.service.engine import Limits
 
 ROW = {
     "id": "7",

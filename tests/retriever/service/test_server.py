@@ -20,8 +20,7 @@ from retriever.errors import RetrieverError
 from retriever.indexes.backend import MANIFEST
 from retriever.options import parse
 from retriever.service import server as assembly
-from retriever.service.app import make_app
-from retriever.service.engine import index_identity
+from retriever.service.app import index_identity, make_app
 from retriever.service.server import Loading, listen, load, load_index, run
 
 
