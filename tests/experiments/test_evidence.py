@@ -70,7 +70,7 @@ def run_all(output, jobs, num_workers=1):
     return harness
 
 
-def test_what_is_finished_is_not_run_again(tmp_path, programs, capsys):
+def test_finished_run_is_not_run_again(tmp_path, programs, capsys):
     jobs = jobs_of("grpo", "calibadv")
     harness = run_all(tmp_path, jobs[:1])
     assert calls(tmp_path) == [
@@ -96,7 +96,7 @@ def test_what_is_finished_is_not_run_again(tmp_path, programs, capsys):
         ('{"pol', False),
     ],
 )
-def test_only_an_evaluation_of_the_last_step_counts(tmp_path, programs, report, is_done):
+def test_only_evaluation_of_last_step_counts(tmp_path, programs, report, is_done):
     (job,) = jobs_of("grpo")
     folder = evidence.run_folder(tmp_path, job)
     folder.mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_only_an_evaluation_of_the_last_step_counts(tmp_path, programs, report, 
     assert ("train runs/grpo-lr1.9e-3/seed-3" in calls(tmp_path)) != is_done
 
 
-def test_a_run_that_fails_does_not_keep_the_others_from_running(tmp_path, programs, capsys):
+def test_failed_run_does_not_stop_others(tmp_path, programs, capsys):
     programs["train"] = "sys.exit(3 if 'grpo' in sys.argv[2] else 0)"
     harness = run_all(tmp_path, jobs_of("grpo", "soft"))
     assert [line for line in calls(tmp_path) if "seed-3" in line][1:] == [
@@ -130,7 +130,7 @@ def test_two_workers_do_every_run_once(tmp_path, programs):
     assert set(Counter(calls(tmp_path)).values()) == {1}
 
 
-def test_a_signal_ends_the_training_in_order_and_begins_nothing_more(tmp_path, programs, monkeypatch):
+def test_signal_ends_training_and_begins_nothing_more(tmp_path, programs, monkeypatch):
     programs["train"] = """
 signal.signal(signal.SIGTERM, lambda *_: ((folder / "saved").write_text(""), os._exit(143)))
 (folder / "running").write_text("")
@@ -158,7 +158,7 @@ time.sleep(60)
     assert calls(tmp_path) == ["cold cold/seed-3", "train runs/grpo-lr1.9e-3/seed-3"]
 
 
-def test_between_two_commands_of_a_run_the_end_begins_no_second(tmp_path):
+def test_ended_harness_begins_no_second_command(tmp_path):
     ended = evidence.Runs(tmp_path, [], "")
     ended._end_children()
     touch = [sys.executable, "-c", f"open({str(tmp_path / 'begun')!r}, 'w')"]
@@ -166,7 +166,7 @@ def test_between_two_commands_of_a_run_the_end_begins_no_second(tmp_path):
     assert not (tmp_path / "begun").exists() and not ended.failures
 
 
-def test_the_list_says_how_far_each_run_is(tmp_path, programs):
+def test_list_shows_progress_of_each_run(tmp_path, programs):
     jobs = jobs_of("grpo", "soft", "calibadv")
     run_all(tmp_path, jobs[:1])
     folder = evidence.run_folder(tmp_path, jobs[1])

@@ -61,7 +61,7 @@ def changes(arm):
         "grpo-1update-lr3e-3": {"learner.minibatch_size": 0, "learner.optimizer.lr": 0.003},
     }.items(),
 )
-def test_an_arm_changes_what_its_name_says(name, expected):
+def test_arm_changes_its_named_keys(name, expected):
     assert changes(parse_name(name)) == expected
 
 
@@ -75,7 +75,7 @@ def test_grpo_is_grpo_with_five_updates_a_step():
     assert trajectories / config.learner.minibatch_size == 5
 
 
-def test_a_training_starts_from_the_cold_start_of_its_seed(tmp_path):
+def test_training_starts_from_its_seeds_cold_start(tmp_path):
     cold = tmp_path / "cold/seed-4"
     config = training(Arm("grpo", "1.9e-3"), tmp_path, seed=5, cold_seed=4, steps=40)
     assert config.run.dir == str(tmp_path / "runs/grpo-lr1.9e-3/seed-5-from-4")
@@ -92,17 +92,14 @@ def test_a_training_starts_from_the_cold_start_of_its_seed(tmp_path):
     assert config_of(evidence.evaluate_command(tmp_path, job, CONFIG)) == config
 
 
-@pytest.mark.parametrize("arm", [*ARMS, Arm("calibadv", "2.2e-3", is_short=True)], ids=lambda arm: arm.name)
-def test_a_name_says_which_arm_it_is(arm):
-    assert parse_name(arm.name) == arm
+def test_names_identify_arms():
+    for arm in (*ARMS, Arm("calibadv", "2.2e-3", is_short=True)):
+        assert parse_name(arm.name) == arm
+    for name in ("notes", "grpo", "sarsa-lr1e-3", "grpo-lr", "grpo-2updates-lr1e-3"):
+        assert parse_name(name) is None
 
 
-@pytest.mark.parametrize("name", ["notes", "grpo", "sarsa-lr1e-3", "grpo-lr", "grpo-2updates-lr1e-3"])
-def test_other_names_are_no_arms(name):
-    assert parse_name(name) is None
-
-
-def test_the_most_telling_runs_come_first():
+def test_most_telling_runs_come_first():
     jobs = plan("all", [3, 4])
     assert len({job.name for job in jobs}) == len(jobs)
     assert all(job.cold_seed == job.seed for job in jobs)
@@ -137,14 +134,14 @@ def test_each_version_has_its_seeds_and_cold_starts(capsys):
     arguments = evidence.parse(["out"])
     assert (arguments.seeds, arguments.steps, arguments.workers) == ([3, 4, 5, 6, 7], 60, 1)
     assert evidence.parse(["out", "--seeds", "8 11"]).seeds == [8, 11]
-    for wrong in ("8,11", ""):
+    seeds = [("--seeds", value, "must be numbers with spaces between them") for value in ("8,11", "")]
+    counts = itertools.product(
+        ("--steps", "--workers"), ("0", "-1", "two"), ["must be a whole number above 0"]
+    )
+    for option, value, message in (*seeds, *counts):
         with pytest.raises(SystemExit):
-            evidence.parse(["out", f"--seeds={wrong}"])
-        assert f"--seeds {wrong!r}: must be numbers with spaces between them" in capsys.readouterr().err
-    for option, wrong in itertools.product(("--steps", "--workers"), ("0", "-1", "two")):
-        with pytest.raises(SystemExit):
-            evidence.parse(["out", f"{option}={wrong}"])
-        assert f"{wrong!r}: must be a whole number above 0" in capsys.readouterr().err
+            evidence.parse(["out", f"{option}={value}"])
+        assert f"{value!r}: {message}" in capsys.readouterr().err
     arguments = evidence.parse(["out", "--part", "short"])
     assert (arguments.seeds, arguments.steps, arguments.workers) == ([9, 10], 20, 2)
     assert Path(arguments.config) == ROOT / "configs/rumours.yaml"
@@ -159,27 +156,24 @@ def test_each_version_has_its_seeds_and_cold_starts(capsys):
     assert [job.name for job in jobs[7:10]] == names
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lr", "fast"], "learner.optimizer.lr: must be a number"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml: no such config file"),
-    ],
-)
-def test_a_mistake_is_found_before_anything_is_run(tmp_path, arguments, message):
-    with pytest.raises(UserError, match=message):
-        evidence.main([str(tmp_path), "--part", "short", *arguments])
+def test_mistake_is_found_before_the_first_run(tmp_path):
+    for option, value, message in (
+        ("--lr", "fast", "learner.optimizer.lr: must be a number"),
+        ("--config", "nowhere.yaml", "nowhere.yaml: no such config file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evidence.main([str(tmp_path), "--part", "short", option, value])
     assert not list(tmp_path.iterdir())
 
 
-def test_paths_are_those_of_the_callers_folder(tmp_path, monkeypatch):
+def test_paths_are_relative_to_the_caller(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = evidence.parse(["out", "--config", "mine.yaml"])
     assert (arguments.output, arguments.config) == (tmp_path / "out", str(tmp_path / "mine.yaml"))
     assert evidence.parse(["out"]).config == CONFIG
 
 
-def test_a_cold_start_may_be_moved_but_not_be_another_one(tmp_path, monkeypatch):
+def test_moved_cold_start_is_taken_but_no_other(tmp_path, monkeypatch):
     done = []
     monkeypatch.setattr(evidence_cold, "write_world", lambda world: None)
     for name in ("sft", "evaluate"):

@@ -147,7 +147,7 @@ def test_only_finished_runs_count(output):
     assert list(seeds)[0] == "grpo-lr1.9e-3" and list(seeds)[-1] == "calibadv-lambda0.5-lr1.9e-3"
 
 
-def test_the_table_of_arms(output):
+def test_table_of_arms(output):
     rows = cells(evidence_tables.arms_table(read_results(output)))
     columns = "seeds, collapsed, final F1, best F1, tied, searches, final F1 - GRPO's"
     assert rows["arm"] == columns.split(", ")
@@ -163,15 +163,10 @@ def test_the_table_of_arms(output):
     assert collapsed.startswith("1 [")
     rewards = cells(evidence_tables.reward_table(read_results(output)))
     assert rewards["arm"] == ["1-10", "11-20", "21-30", "31-40"]
-    assert rewards["grpo-lr1.9e-3"] == [
-        "0.80",
-        "0.80",
-        "0.48",
-        "0.48",
-    ]  # (0.32 + 0.32 + 0.8) / 3
+    assert rewards["grpo-lr1.9e-3"] == ["0.80", "0.80", "0.48", "0.48"]  # (0.32 + 0.32 + 0.8) / 3
 
 
-def test_what_warns_first(output):
+def test_table_of_first_warnings(output):
     runs = [run for some in read_results(output).values() for run in some]
     collapsed, healthy = evidence_tables.warnings(runs), evidence_tables.controls(runs)
     rows = cells(evidence_tables.summary_table(collapsed, healthy))
@@ -189,13 +184,7 @@ def test_what_warns_first(output):
     ]
 
 
-def test_without_a_collapse_there_is_nothing_to_warn_of(tmp_path):
-    make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
-    text = evidence_tables.page(read_results(tmp_path), {})
-    assert "No run collapsed." in text and "Cold starts" not in text
-
-
-def test_the_page_says_how_many_runs_and_how_the_cold_starts_were(output):
+def test_page_shows_numbers_of_runs_and_cold_starts(output):
     text = evidence_tables.page(read_results(output), cold_starts(output))
     assert "8 finished runs of 40 steps, seeds 3, 4, 5. In brackets 95 % intervals" in text
     assert "Cold starts: F1 0.250 [0.126, 0.374]: 0.200 (seed 3), 0.300 (seed 4), 0.250 (seed 5)." in text
@@ -213,23 +202,23 @@ def test_the_page_says_how_many_runs_and_how_the_cold_starts_were(output):
         ([], 20, "learner.steps"),
     ],
 )
-def test_unlike_runs_do_not_stand_in_one_table(tmp_path, overrides, steps, key):
+def test_unlike_runs_share_no_table(tmp_path, overrides, steps, key):
     make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
     make_run(tmp_path, "grpo-lr1.9e-3", 4, STEADY[:steps], 0.7, *overrides)
     with pytest.raises(UserError, match=rf"grpo-lr1.9e-3/seed-4: other settings .*{key}.*; move it"):
         read_results(tmp_path)
 
 
-def test_what_only_makes_them_faster_may_differ(tmp_path):
+def test_speed_may_differ_and_no_run_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="no finished run in .*/runs; bash experiments/evidence.sh makes"):
+        read_results(tmp_path)
     make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
     for seed, faster in enumerate(("policy.attention_chunk=64", "learner.microbatch_rows=2"), 4):
         make_run(tmp_path, "grpo-lr1.9e-3", seed, STEADY, 0.7, faster)
-    assert [len(runs) for runs in read_results(tmp_path).values()] == [3]
-
-
-def test_a_folder_without_finished_runs_is_said(tmp_path):
-    with pytest.raises(UserError, match="no finished run in .*/runs; bash experiments/evidence.sh makes"):
-        read_results(tmp_path)
+    results = read_results(tmp_path)
+    assert [len(runs) for runs in results.values()] == [3]
+    text = evidence_tables.page(results, {})
+    assert "No run collapsed." in text and "Cold starts" not in text
 
 
 def test_lengths_are_of_wrong_and_right_trajectories(tmp_path):
@@ -252,7 +241,7 @@ def words(path):
     return {"".join(element.itertext()).strip() for element in ET.parse(path).iter(f"{SVG}text")}
 
 
-def test_the_report_writes_what_there_are_results_for(output, tmp_path, capsys):
+def test_report_writes_tables_and_figures(output, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     evidence_report.main([str(output), "--docs", str(tmp_path)])
     kinds = ("frontier", "rewards", "searches", "lambda")
@@ -292,7 +281,7 @@ def test_figures_show_shares_and_means(output, tmp_path):
     assert written[0] == written[1]
 
 
-def test_the_reward_curves_are_means_with_bands_over_the_seeds(output):
+def test_reward_curves_are_means_with_bands(output):
     pytest.importorskip("matplotlib")
     results = {arm: runs for arm, runs in read_results(output).items() if arm.method == "grpo"}
     axes = evidence_figures.curves({"": results}, "rewards").axes[0]
@@ -303,7 +292,7 @@ def test_the_reward_curves_are_means_with_bands_over_the_seeds(output):
     assert line.get_ydata()[-1] == pytest.approx(statistics.fmean([0.32, 0.32, 0.8]))
 
 
-def test_the_short_version_ends_with_its_own_arms(output, tmp_path):
+def test_short_version_ends_with_its_arms(output, tmp_path):
     pytest.importorskip("matplotlib")
     table, picture = evidence_report.write_short(output, ["short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"])
     assert list(cells(table)) == ["arm", "short-grpo-lr1.9e-3", "short-calibadv-lr1.9e-3"]

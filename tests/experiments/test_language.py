@@ -66,7 +66,7 @@ def make_trajectory(tokenizer, question, thoughts, opening=""):
 
 @pytest.mark.parametrize("opening", ["", "<think>"])
 @pytest.mark.parametrize("spoken", [THOUGHTS, ("in", "think")])
-def test_the_thoughts_are_found_token_by_token(judge, spoken, opening):
+def test_thoughts_are_found_token_by_token(judge, spoken, opening):
     """Also one that is a part of its tag: it is found behind it."""
     tokenizer = judge[1].tokenizer
     trajectory = make_trajectory(tokenizer, "Where is Oslo?", spoken, opening)
@@ -102,7 +102,7 @@ def test_perplexities_are_those_of_the_judge(judge):
     assert language.perplexity(window.alone) == pytest.approx(np.exp(alone), rel=1e-4)
 
 
-def test_the_table_of_a_run(judge, tmp_path, monkeypatch, capsys):
+def test_table_of_a_run(judge, tmp_path, monkeypatch, capsys):
     folder, scorer = judge
     writer = RolloutWriter(tmp_path / "run", Config(), 1)
     for step in (1, 2, 3):
@@ -120,23 +120,18 @@ def test_the_table_of_a_run(judge, tmp_path, monkeypatch, capsys):
     assert [line.split()[-1] for line in lines] == ["0.000", "1.000"]
 
 
-def test_a_run_that_kept_nothing_is_one_line(judge, tmp_path, monkeypatch):
-    folder, _ = judge
-    monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), "--model", str(folder)])
-    with pytest.raises(SystemExit, match="no trajectories are kept there"):
-        language.main()
-
-
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("arguments", "message"),
     [
         (["--model", ".", "--window", "0"], "'0': must be a whole number above 0"),
         (["--model", "none"], "none: no config.json there; give the HuggingFace folder of the judge"),
+        (["--model", "."], "no trajectories are kept there"),
     ],
 )
-def test_what_is_given_wrongly_is_said_before_the_judge_is_loaded(tmp_path, monkeypatch, capsys, given, line):
+def test_mistake_is_named_before_the_judge_is_loaded(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), *given])
-    with pytest.raises(SystemExit):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as end:
         language.main()
-    assert capsys.readouterr().err.rstrip().endswith(line)
+    assert message in f"{end.value} {capsys.readouterr().err}"

@@ -27,7 +27,7 @@ def test_grpo_follows_what_is_earned():
     assert mean_push(0.5, GRPO, always) == pytest.approx(0, abs=0.02)
 
 
-def test_calibadv_pushes_on_where_searching_again_earns_less_but_not_where_it_earns_nothing():
+def test_calibadv_pushes_on_where_searches_earn_less():
     assert mean_push(0.35, GRPO) < -0.02 < 0.02 < mean_push(0.35, CALIBADV)
     assert mean_push(0.0, CALIBADV) < 0
 
@@ -37,7 +37,7 @@ def test_lambda_moves_the_decision():
     assert low < 0 < middle < high
 
 
-def test_the_table_has_a_row_for_each_arm(capsys):
+def test_table_has_a_row_for_each_arm(capsys):
     second_search.main(["--groups", "20"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == list(second_search.ARMS)

@@ -39,7 +39,7 @@ def rows_of(lines):
     return {line.split()[0]: line.split()[1:] for line in lines}
 
 
-def test_every_arm_gives_credit_for_the_same_trajectories(tmp_path, capsys):
+def test_arms_give_credit_for_the_same_trajectories(tmp_path, capsys):
     steps = draw_steps(1)
     failed = steps[0][0].trajectories.pop(0)  # it counts for nothing
     failed.error, failed.turns, failed.answer_score = "retriever: away", failed.turns[:1], 0.0
@@ -60,7 +60,7 @@ def test_every_arm_gives_credit_for_the_same_trajectories(tmp_path, capsys):
     assert float(rows["soft"][3]) > 3 * float(rows["soft"][5])
 
 
-def test_each_run_has_the_push_of_its_own_advantages(tmp_path, capsys):
+def test_runs_have_the_push_of_their_advantages(tmp_path, capsys):
     steps = draw_steps(1, number=1)
     runs = [
         make_run(tmp_path / "calibadv-lr1e-3/seed-3", steps),
@@ -77,25 +77,22 @@ def test_each_run_has_the_push_of_its_own_advantages(tmp_path, capsys):
     assert "grpo" in text and "calibadv" in text and "push to search again" in text
 
 
-def test_steps_without_a_decision_are_an_error(tmp_path):
+def test_missing_decisions_steps_and_metrics_are_named(tmp_path):
     (step,) = draw_steps(0, number=1, groups=1)
     for trajectory in step[0].trajectories:
         trajectory.turns = list(BELIEVE)
-    run = make_run(tmp_path / "grpo-lr1e-3/seed-3", [step])
-    with pytest.raises(UserError, match="all trajectories of these steps decide alike"):
-        second_search_runs.main([str(run), "--steps", "1"])
-
-
-@pytest.mark.parametrize(
-    ("steps", "message"), [("2", "step 2 is not kept"), ("1", "seed-3/metrics.jsonl: no step has rollout/se")]
-)
-def test_what_a_run_lacks_is_named(tmp_path, steps, message):
+    alike = make_run(tmp_path / "grpo-lr1e-3/seed-4", [step])
     run = make_run(tmp_path / "grpo-lr1e-3/seed-3", draw_steps(0, number=1), searches=())
-    with pytest.raises(UserError, match=message):
-        second_search_runs.main([str(run), "--steps", steps])
+    for folder, steps, message in (
+        (alike, "1", "all trajectories of these steps decide alike"),
+        (run, "2", "step 2 is not kept"),
+        (run, "1", "seed-3/metrics.jsonl: no step has rollout/se"),
+    ):
+        with pytest.raises(UserError, match=message):
+            second_search_runs.main([str(folder), "--steps", steps])
 
 
-def test_every_method_has_a_mark_of_its_own():
+def test_methods_have_distinct_marks():
     pytest.importorskip("matplotlib")
     names = [*METHODS, "mine", "another"]
     figure = evidence_figures.scatter({name: [(0.0, 1.0)] for name in names}, "x", "y")

@@ -35,15 +35,15 @@ def interrupt(*_, **__):
 
 
 @pytest.mark.parametrize(
-    ("name", "where", "kept"),
+    ("name", "place", "kept"),
     [
-        ("hashed", "retriever.encoders.HashedEncoder.save", set()),
-        ("hashed", "retriever.indexes.faiss.write_faiss", {"i.embeddings"}),
-        ("hashed", "retriever.indexes.index.checksums", {"i.embeddings"}),
-        ("bm25", "retriever.indexes.index.checksums", set()),
+        ("hashed", "encoders.HashedEncoder.save", set()),
+        ("hashed", "indexes.faiss.write_faiss", {"i.embeddings"}),
+        ("hashed", "indexes.index.checksums", {"i.embeddings"}),
+        ("bm25", "indexes.index.checksums", set()),
     ],
 )
-def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch, name, where, kept):
+def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch, name, place, kept):
     """Also an older index stays."""
     if name == "bm25":
         pytest.importorskip("bm25s")
@@ -51,7 +51,7 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch
     arguments += ["--retriever_name", name]
     for index in (set(), {"i"}):
         with monkeypatch.context() as patch:
-            patch.setattr(where, interrupt)
+            patch.setattr(f"retriever.{place}", interrupt)
             assert main(arguments) == 130
         line = "interrupted; give the same command again: what was encoded is kept\n"
         assert capsys.readouterr().err == line
@@ -90,30 +90,25 @@ def test_ctrl_c_reaches_processes(tmp_path, files):
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "message"),
+    ("text", "message"),
     [
-        ("retrieval_top: 3", [], "unknown key 'retrieval_top'; did you mean 'retrieval_topk'"),
-        ("retrieval_topk: many", [], "retrieval_topk must be of type int, got 'many'"),
-        ("faiss_gpu: 3", [], "faiss_gpu must be true or false, got 3"),
-        ("cache_mode: keep", [], "cache_mode is 'keep'; known are use, replay"),
-        ("- a", [], "expected keys and values"),
-        ("port: 1", [], "--corpus_path is missing"),
-        ("retrieval_topk: [", [], "not valid YAML"),
-        *[
-            ("{corpus_path: c, index_path: i}", [f"--{name}", value], f"--{name} is {value}.*, but must be")
-            for name, value in (("max_queue", "0"), ("max_queries", "0"), ("threads", "-1"))
-        ],
-        *[
-            ("{corpus_path: c, index_path: i}", ["--request_seconds", value], "must be above 0")
-            for value in ("0", "-1", "nan")
-        ],
+        ("retrieval_top: 3", "unknown key 'retrieval_top'; did you mean 'retrieval_topk'"),
+        ("retrieval_topk: many", "retrieval_topk must be of type int, got 'many'"),
+        ("faiss_gpu: 3", "faiss_gpu must be true or false, got 3"),
+        ("cache_mode: keep", "cache_mode is 'keep'; known are use, replay"),
+        ("- a", "expected keys and values"),
+        ("port: 1", "--corpus_path is missing"),
+        ("retrieval_topk: [", "not valid YAML"),
+        *[(f"{name}: 0", f"--{name} is 0, but must be") for name in ("max_queue", "max_queries")],
+        ("threads: -1", "--threads is -1, but must be"),
+        *[(f"request_seconds: {value}", "must be above 0") for value in ("0", "-1", ".nan")],
     ],
 )
-def test_invalid_options_are_named(tmp_path, text, arguments, message):
-    path = tmp_path / "r.yaml"
-    path.write_text(text)
+def test_invalid_options_are_named(tmp_path, text, message):
+    (tmp_path / "r.yaml").write_text(text)
+    paths = [] if text == "port: 1" else ["--corpus_path", "c", "--index_path", "i"]
     with pytest.raises(RetrieverError, match=message):
-        parse(["--config", str(path), *arguments])
+        parse(["--config", str(tmp_path / "r.yaml"), *paths])
 
 
 def test_token_is_of_the_file_or_the_environment(tmp_path, monkeypatch):
@@ -149,30 +144,25 @@ def run_without(packages, *command):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("module", ["retriever.serve", "retriever.build_index"])
-def test_help_needs_no_optional_package(module):
-    packages = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic"]
-    packages += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "tqdm"]
-    answer = run_without(packages, module, "--help")
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.startswith(f"usage: python -m {module}")
-
-
 @pytest.mark.parametrize(
-    ("module", "package"),
-    [("retriever.serve", "fastapi"), ("retriever.serve", "uvicorn"), ("retriever.build_index", "scipy")],
+    ("module", "packages"), [("serve", ["fastapi", "uvicorn"]), ("build_index", ["scipy"])]
 )
-def test_missing_extra_is_named(module, package):
-    answer = run_without([package], module, "--corpus_path", "c", "--index_path", "i")
-    assert answer.returncode == 2
-    assert answer.stderr == f"error: {package} is not installed: pip install 'calibadv-jax[retriever]'\n"
+def test_help_needs_no_optional_package_and_work_names_it(module, packages):
+    heavy = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic"]
+    heavy += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "tqdm"]
+    answer = run_without(heavy, f"retriever.{module}", "--help")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith(f"usage: python -m retriever.{module}")
+    for package in packages:
+        answer = run_without([package], f"retriever.{module}", "--corpus_path", "c", "--index_path", "i")
+        assert answer.returncode == 2 and answer.stderr.count("\n") == 1
+        assert answer.stderr.startswith(f"error: {package} is not installed: pip install 'calibadv-jax[retr")
 
 
-def test_corpus_needs_no_optional_package(tmp_path):
+def test_corpus_needs_no_optional_package():
     """scripts/download.py reads one where nothing but the base packages is installed."""
-    code = "import sys; sys.modules.update(dict.fromkeys(['faiss', 'scipy', 'fastapi', 'bm25s', 'jax']))\n"
-    code += "import retriever.corpus.passages, retriever.indexes.faiss"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, env=dict(os.environ))
+    for module in ("retriever.corpus.passages", "retriever.indexes.faiss"):
+        assert run_without(["faiss", "scipy", "fastapi", "bm25s", "jax"], module).returncode == 0
 
 
 @pytest.mark.medium
