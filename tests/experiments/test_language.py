@@ -128,9 +128,10 @@ def test_table_of_a_run(judge, tmp_path, monkeypatch, capsys):
         (["--model", "."], "no trajectories are kept there"),
     ],
 )
-def test_mistake_is_named_before_the_judge_is_loaded(tmp_path, monkeypatch, capsys, arguments, message):
+def test_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(language.Judge, "load", lambda folder: None)
     monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), *arguments])
     with pytest.raises(SystemExit) as end:
         language.main()
