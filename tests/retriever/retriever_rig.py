@@ -6,8 +6,10 @@ import time
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 
 from retriever.corpus.passages import load_corpus
+from retriever.errors import RetrieverError
 
 NAMES = [f"{a} {b}" for a in ("ada", "bo", "cy", "di") for b in ("almson", "berkson", "carlson", "dorn")]
 TOWNS = {
@@ -16,6 +18,12 @@ TOWNS = {
     "port elton": "port elton has the mayor brulen falkski.",
     "Zürich": "Zürich is a city on the river Limmat.",
 }
+
+
+def refuses(message, work, *arguments, **options):
+    """The call raises a RetrieverError in which the pattern is."""
+    with pytest.raises(RetrieverError, match=message):
+        work(*arguments, **options)
 
 
 def write_rows(path, rows):

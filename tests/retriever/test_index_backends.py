@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+from retriever_rig import refuses
 from test_architecture import imports
 
 from retriever import build_index
 from retriever.backends import KINDS, Kind, Option
-from retriever.errors import RetrieverError
 from retriever.options import BUILD_OPTIONS, parse
 from retriever.service.server import load
 
@@ -44,8 +44,7 @@ def test_new_backend_is_searched_over_http(tmp_path, files, monkeypatch, is_regi
     assert items[0]["score"] == pytest.approx(factor * exact[0]["score"], rel=1e-5)
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
     assert set(manifest["checksums"]) == {"encoder.npz", "matrix.npy"} and manifest["scale"] == factor
-    with pytest.raises(RetrieverError, match=f"--mmap: has no meaning for an index of kind {kind}"):
-        search(paths, "--mmap")
+    refuses(f"--mmap: has no meaning for an index of kind {kind}", search, paths, "--mmap")
 
 
 def test_own_check_of_a_backend_is_asked(tmp_path, files, capsys):

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from huggingface_hub import constants
 from packages import need
 from rerank_rig import tiny_cross_encoder
-from retriever_rig import NAMES, write_rows
+from retriever_rig import NAMES, refuses, write_rows
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
@@ -101,8 +101,7 @@ def test_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
         (7, 384, "holds 7 vectors and the corpus .* 6 passages"),
     ):
         path = bare_file(tmp_path / "bare.index", np.random.default_rng(0).standard_normal(shape, np.float32))
-        with pytest.raises(RetrieverError, match=message):
-            open_index(path, corpus, IndexOptions("dense", MODEL))
+        refuses(message, open_index, path, corpus, IndexOptions("dense", MODEL))
 
 
 def test_vectors_are_normalised_and_independent_of_batch(corpus, encoder):
@@ -154,8 +153,7 @@ def test_invalid_model_is_refused(tmp_path):
         (DenseEncoder, ("dense",), "set --retriever_model to a folder or hub name"),
         (DenseEncoder, ("bge", MODEL), r"pools by \['mean'\], and bge needs cls"),
     ):
-        with pytest.raises(RetrieverError, match=message):
-            load(*arguments)
+        refuses(message, load, *arguments)
     assert RECIPES["bge"].query_prefix.startswith("Represent this sentence for searching")
     assert RECIPES["bge"].passage_prefix == ""
 
@@ -167,8 +165,7 @@ def test_unreachable_hub_is_reported_at_once(monkeypatch, tmp_path, offline):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     why = "HF_HUB_OFFLINE is set" if offline else "http://127.0.0.1:9 does not answer"
-    with pytest.raises(RetrieverError, match=f"intfloat/e5-base-v2: not in .*, and {why}.*; name a folder"):
-        DenseEncoder("e5")
+    refuses(f"intfloat/e5-base-v2: not in .*, and {why}.*; name a folder", DenseEncoder, "e5")
 
 
 def test_other_model_than_the_builders_is_refused(built, corpus, tmp_path):
@@ -180,8 +177,7 @@ def test_other_model_than_the_builders_is_refused(built, corpus, tmp_path):
         (probe[:100], "dimension 100, and"),
     ):
         np.save(copy / PROBE_FILE, other)
-        with pytest.raises(RetrieverError, match=message):
-            open_index(copy, corpus)
+        refuses(message, open_index, copy, corpus)
 
 
 @pytest.mark.slow

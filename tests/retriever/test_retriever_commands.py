@@ -1,6 +1,8 @@
-"""The commands: build_index, options, scripts/download.py."""
+"""The commands, their options and exit statuses; files that appear whole or not at all."""
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,13 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from retriever_rig import people_corpus
+from retriever_rig import people_corpus, refuses
 
 from retriever import prepare_corpus, serve
 from retriever.build_index import main
 from retriever.contrib.web import PROVIDERS
 from retriever.corpus.passages import load_corpus
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, Unavailable, status_of
+from retriever.files import replacing, replacing_folder
 from retriever.indexes.index import open_index
 from retriever.options import WEB_NAMES, parse, read_token
 
@@ -107,8 +110,7 @@ def test_ctrl_c_reaches_processes(tmp_path, files):
 def test_invalid_options_are_named(tmp_path, text, message):
     (tmp_path / "r.yaml").write_text(text)
     paths = [] if text == "port: 1" else ["--corpus_path", "c", "--index_path", "i"]
-    with pytest.raises(RetrieverError, match=message):
-        parse(["--config", str(tmp_path / "r.yaml"), *paths])
+    refuses(message, parse, ["--config", str(tmp_path / "r.yaml"), *paths])
 
 
 def test_token_is_of_the_file_or_the_environment(tmp_path, monkeypatch):
@@ -118,8 +120,7 @@ def test_token_is_of_the_file_or_the_environment(tmp_path, monkeypatch):
     for text, message in ((None, "no such file; correct --token_file"), (" \n", "is empty; write a token")):
         if text:
             file.write_text(text)
-        with pytest.raises(RetrieverError, match=f"token: {message}"):
-            read_token(parse([*options, "--token_file", str(file)]))
+        refuses(f"token: {message}", read_token, parse([*options, "--token_file", str(file)]))
     file.write_text(" secret\n")
     assert read_token(parse([*options, "--token_file", str(file)])) == "secret"
 
@@ -129,8 +130,7 @@ def test_command_line_wins_over_the_file(tmp_path):
     path.write_text("{corpus_path: c, index_path: i, retrieval_topk: 20, mmap: true}")
     options = parse(["--config", str(path), "--retrieval_topk", "5"])
     assert (options.retrieval_topk, options.mmap, options.corpus_path) == (5, True, Path("c"))
-    with pytest.raises(RetrieverError, match="none.yaml: no such config file"):
-        parse(["--config", str(tmp_path / "none.yaml")])
+    refuses("none.yaml: no such config file", parse, ["--config", str(tmp_path / "none.yaml")])
 
 
 def test_web_searches_have_providers():
@@ -177,3 +177,62 @@ def test_threads_win_over_the_environment(tmp_path):
             [*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
         )
         assert ended.stdout.strip() == expected, ended.stderr
+
+
+@pytest.mark.parametrize("by_many", [False, True])
+def test_failure_leaves_the_old_file(tmp_path, by_many):
+    path = tmp_path / "a"
+    with replacing(path, by_many) as partial:
+        partial.write_text("old")
+    with pytest.raises(OSError, match="full"), replacing(path, by_many) as partial:
+        partial.write_text("ne")
+        raise OSError(errno.ENOSPC, "full")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_failed_exchange_gives_back_the_old_folder(tmp_path, monkeypatch):
+    def failing(path, target, rename=Path.rename):
+        if path.name.endswith(".unfinished"):
+            raise OSError(errno.EIO, "broken")
+        return rename(path, target)
+
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="broken"), replacing_folder(tmp_path / "a"):
+        pass
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_two_processes_write_under_different_names(tmp_path, monkeypatch):
+    with replacing(tmp_path / "a", by_many=True) as first:
+        first.write_text("first")
+        monkeypatch.setattr("retriever.files.os.getpid", lambda: 1)
+        with replacing(tmp_path / "a", by_many=True) as second:
+            second.write_text("second")
+    assert (tmp_path / "a").read_text() == "first"
+
+
+def test_files_are_renamed_in_one_module():
+    paths = [
+        path
+        for path in (ROOT / "retriever").rglob("*.py")
+        if re.search(r"\.rename\(|os\.replace", path.read_text("utf-8"))
+    ]
+    assert paths == [ROOT / "retriever/files.py"]
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "status"),
+    [
+        (RetrieverError("a/b: cannot be written"), OSError(errno.ENOSPC, "full"), 75),
+        (RetrieverError("a/b: cannot be written"), PermissionError(errno.EACCES, "no"), 2),
+        (RetrieverError("--topk 0: at least 1"), None, 2),
+        (Unavailable("Qdrant is away"), None, 75),
+    ],
+    ids=str,
+)
+def test_exit_status_tells_input_from_environment(error, cause, status, capsys):
+    def work():
+        raise error from cause
+
+    assert status_of(work) == status and capsys.readouterr().err == f"error: {error}\n"

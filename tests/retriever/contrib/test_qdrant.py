@@ -9,7 +9,7 @@ pytest.importorskip("qdrant_client")
 
 from fastapi.testclient import TestClient
 from qdrant_client import QdrantClient, models
-from retriever_rig import brute_force_ids, ids, people_corpus
+from retriever_rig import brute_force_ids, ids, people_corpus, refuses
 
 from retriever.backends import BuildOptions
 from retriever.contrib import qdrant
@@ -63,16 +63,14 @@ def test_index_finds_rows_of_brute_force(tmp_path, corpus):
     assert ids(hits) == brute_force_ids(HashedEncoder.load(tmp_path / "q"), corpus, queries, 5)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: index.search(queries, 5), range(16))) == [hits] * 16
-    with pytest.raises(RetrieverError, match="open in another process"):
-        open_index(tmp_path / "q", corpus)
+    refuses("open in another process", open_index, tmp_path / "q", corpus)
 
 
 def test_absent_server_is_refused_before_encoding(tmp_path, corpus):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     options = BuildOptions(kind="qdrant", settings={"qdrant_url": url})
-    with pytest.raises(RetrieverError, match=rf"--qdrant_url {url}: no answer"):
-        build_index(corpus, tmp_path / "q", options, progress=False)
+    refuses(rf"--qdrant_url {url}: no answer", build_index, corpus, tmp_path / "q", options, progress=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -89,10 +87,9 @@ def test_rlinf_collection_is_served_unchanged(tmp_path, corpus, encoder):
 
 
 def test_unsuitable_collection_or_encoder_is_refused(tmp_path, corpus, encoder, monkeypatch):
-    def refuses(message, collection=RLINF, name="e5", used=encoder):
+    def check(message, collection=RLINF, name="e5", used=encoder):
         monkeypatch.setattr(qdrant, "make_encoder", lambda *_: used)
-        with pytest.raises(RetrieverError, match=message):
-            Collection(str(tmp_path), collection, name)
+        refuses(message, Collection, str(tmp_path), collection, name)
 
     upload(tmp_path, corpus, encoder)
     upload(tmp_path, corpus, encoder, "texts", text="a text without a number", page=7)
@@ -103,14 +100,14 @@ def test_unsuitable_collection_or_encoder_is_refused(tmp_path, corpus, encoder, 
     client.close()
     other = HashedEncoder.fit(corpus)
     other._projection = -other._projection
-    refuses(r"point 0 has no text in 'contents' \(it has text, page\)", "texts")
-    refuses("its distance is Euclid", "far")
-    refuses(r"has named vectors \(a\)", "named")
-    refuses("is empty; upload into it first", "empty")
-    refuses("collection 'none': cannot be opened", "none")
-    refuses("--retriever_name hashed", name="hashed")
-    refuses("dimension 4096, and .* makes 64", used=HashedEncoder.fit(corpus, 64))
-    refuses(r"point 0: its vector is not what .*\(cosine -", used=other)
+    check(r"point 0 has no text in 'contents' \(it has text, page\)", "texts")
+    check("its distance is Euclid", "far")
+    check(r"has named vectors \(a\)", "named")
+    check("is empty; upload into it first", "empty")
+    check("collection 'none': cannot be opened", "none")
+    check("--retriever_name hashed", name="hashed")
+    check("dimension 4096, and .* makes 64", used=HashedEncoder.fit(corpus, 64))
+    check(r"point 0: its vector is not what .*\(cosine -", used=other)
 
 
 @pytest.mark.filterwarnings("ignore:Local mode performs exact")
@@ -185,8 +182,7 @@ def test_storage_options_reach_the_collection(tmp_path):
     ],
 )
 def test_invalid_option_is_named(tmp_path, corpus, options, message):
-    with pytest.raises(RetrieverError, match=message):
-        build_index(corpus, tmp_path / "i", options_for(tmp_path, **options), progress=False)
+    refuses(message, build_index, corpus, tmp_path / "i", options_for(tmp_path, **options), progress=False)
 
 
 def test_search_parameters_are_parsed():
@@ -222,8 +218,7 @@ def test_collection_options_are_checked():
         (["--retriever_name", ""], "--retriever_name is missing"),
         (["--qdrant_collection", ""], "--qdrant_collection is missing"),
     ):
-        with pytest.raises(RetrieverError, match=message):
-            parse([*arguments, "--qdrant_collection", "c", "--retriever_name", "e5", *more])
+        refuses(message, parse, [*arguments, "--qdrant_collection", "c", "--retriever_name", "e5", *more])
 
 
 def test_search_option_wins_over_the_manifest(tmp_path, corpus):
@@ -233,5 +228,23 @@ def test_search_option_wins_over_the_manifest(tmp_path, corpus):
     with TestClient(load(parse([*paths, "--qdrant_search", "exact=true"]))) as client:
         assert client.get("/health").json()["search"] == "exact=true"
         assert client.post("/retrieve", json={"queries": ["person 9"]}).json()["result"][0][0]["id"] == "9"
-    with pytest.raises(RetrieverError, match="--mmap: has no meaning for an index of kind qdrant"):
-        load(parse([*paths, "--mmap"]))
+    refuses("--mmap: has no meaning for an index of kind qdrant", load, parse([*paths, "--mmap"]))
+
+
+@pytest.mark.medium
+def test_rows_are_uploaded_and_searched_over_http(tmp_path):
+    """Several requests at once; storage options and search parameters reach the server."""
+    qdrant_rig = pytest.importorskip("qdrant_rig", reason="needs the package qdrant-edge-py")
+    corpus = people_corpus(tmp_path / "corpus.jsonl", 2000)
+    with qdrant_rig.qdrant_server(tmp_path / "engine") as (url, server):
+        settings = {"qdrant_url": url, "qdrant_quantization": "int8", "qdrant_replicas": 2}
+        options = BuildOptions(kind="qdrant", settings=settings, shard_rows=700, search="hnsw_ef=64")
+        build_index(corpus, tmp_path / "i", options, progress=False)
+        assert server.shard.info().points_count == 2000 and server.settings["replication_factor"] == 2
+        (hits,) = open_index(tmp_path / "i", corpus).search(["person 1234"], 5)
+        encoder = HashedEncoder.load(tmp_path / "i")
+        exact = encoder.encode_passages(corpus[:]) @ encoder.encode_queries(["person 1234"])[0]
+        assert hits[0][0]["id"] == "1234"
+        assert [score for _, score in hits] == pytest.approx(sorted(exact.tolist())[:-6:-1], rel=1e-3)
+        asked = [search["params"] for search in server.searches]
+        assert len(asked) >= 1 and all(params["hnsw_ef"] == 64 for params in asked)

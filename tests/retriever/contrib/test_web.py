@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 from fastapi.testclient import TestClient
 from http_rig import Handler, serving
+from retriever_rig import refuses
 
 from retriever.contrib import web
 from retriever.contrib.web import PROVIDERS, Budget, WebSearch
@@ -139,12 +140,10 @@ def test_budget_and_paid_results_outlive_the_process(api, tmp_path):
 def test_options_start_the_web_service(api, tmp_path, monkeypatch):
     options = ["--retriever_name", "serpapi", "--web_endpoint", api.url]
     for name, value in (("cache_path", str(tmp_path / "store")), ("web_budget", "4")):
-        with pytest.raises(RetrieverError, match=f"--{name} is missing"):
-            parse(options)
+        refuses(f"--{name} is missing", parse, options)
         options += [f"--{name}", value]
     for name in ("index_path", "corpus_path", "retriever_model"):
-        with pytest.raises(RetrieverError, match=f"--{name}: has no meaning for --retriever_name serpapi"):
-            parse([*options, f"--{name}", "x"])
+        refuses(f"--{name}: has no meaning for --retriever_name serpapi", parse, [*options, f"--{name}", "x"])
     with pytest.raises(RetrieverError, match="--web_budget: has no meaning for an index"):
         parse(["--index_path", "x", "--corpus_path", "y", "--web_budget", "3"])
     with TestClient(load(parse(options))) as service:
@@ -153,8 +152,6 @@ def test_options_start_the_web_service(api, tmp_path, monkeypatch):
         assert items[0]["document"]["id"] == "https://e.org/0"
     assert json.loads((tmp_path / "store.budget").read_text()) == {"requests": 1}
     monkeypatch.delenv("SERPAPI_API_KEY")
-    with pytest.raises(RetrieverError, match="SERPAPI_API_KEY is not set"):
-        load(parse(options))
+    refuses("SERPAPI_API_KEY is not set", load, parse(options))
     (tmp_path / "store.budget").write_text("many")
-    with pytest.raises(RetrieverError, match="not a count of requests"):
-        load(parse(options))
+    refuses("not a count of requests", load, parse(options))

@@ -13,10 +13,10 @@ import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
+from retriever_rig import refuses
 
 from retriever.corpus import passages as offsets
 from retriever.corpus.passages import HEADER, Pages, cache_file, load_corpus, load_offsets, save_offsets, scan
-from retriever.errors import RetrieverError
 from retriever.service.app import make_app
 
 TABLES = {
@@ -98,8 +98,7 @@ def test_offsets_of_read_only_folder_are_cached(tmp_path, kept, monkeypatch):
     assert len(os.listdir(tmp_path / "cache" / "retriever")) == 1
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(RetrieverError, match="set XDG_CACHE_HOME"):
-        load_corpus(path)
+    refuses("set XDG_CACHE_HOME", load_corpus, path)
 
 
 def test_malformed_rows_name_file_and_line(tmp_path):
@@ -120,17 +119,14 @@ def test_malformed_rows_name_file_and_line(tmp_path):
         (b'{"a": ' + b"[" * 200_000, "nested too deeply"),
     ):
         path.write_bytes(json.dumps(row(0)).encode() + b"\n" + line + b"\n")
-        with pytest.raises(RetrieverError, match=f"c.jsonl:2: {message}"):
-            load_corpus(path)
+        refuses(f"c.jsonl:2: {message}", load_corpus, path)
 
 
 def test_empty_and_missing_corpora(tmp_path):
     (tmp_path / "c.jsonl").write_text("")
-    with pytest.raises(RetrieverError, match="no passages"):
-        load_corpus(tmp_path / "c.jsonl")
+    refuses("no passages", load_corpus, tmp_path / "c.jsonl")
     for read, message in ((load_corpus, "no such corpus"), (Pages, "no such file of pages")):
-        with pytest.raises(RetrieverError, match=f"d.jsonl: {message}; "):
-            read(tmp_path / "d.jsonl")
+        refuses(f"d.jsonl: {message}; ", read, tmp_path / "d.jsonl")
 
 
 def test_gzip_and_plain_corpora_are_the_same(tmp_path):
@@ -139,8 +135,7 @@ def test_gzip_and_plain_corpora_are_the_same(tmp_path):
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert load_corpus(packed).sha256 == load_corpus(path).sha256
     packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(RetrieverError, match="broken file"):
-        load_corpus(packed)
+    refuses("broken file", load_corpus, packed)
 
 
 def table_of(folder, name, content, packed):
@@ -179,8 +174,7 @@ def test_parquet_and_tsv_without_header_are_corpora(tmp_path):
     ],
 )
 def test_malformed_table_names_its_place(tmp_path, content, message, packed):
-    with pytest.raises(RetrieverError, match=rf"c.csv(.gz)?{message}"):
-        load_corpus(table_of(tmp_path, "c.csv", content, packed))
+    refuses(rf"c.csv(.gz)?{message}", load_corpus, table_of(tmp_path, "c.csv", content, packed))
 
 
 def test_large_table_or_gz_is_refused(tmp_path, monkeypatch):
@@ -188,10 +182,8 @@ def test_large_table_or_gz_is_refused(tmp_path, monkeypatch):
     packed = table_of(tmp_path, "c.jsonl", (json.dumps(row(1)) + "\n").encode(), True)
     assert (len(load_corpus(table)), len(load_corpus(packed))) == (2, 1)
     monkeypatch.setattr(offsets, "GZIP_LIMIT", 30)
-    with pytest.raises(RetrieverError, match=r"more than 30 bytes.*prepare_corpus .*c.tsv --output"):
-        load_corpus(table)
-    with pytest.raises(RetrieverError, match=r"more than 30 bytes; unpack it \(gunzip -k .*c.jsonl.gz\)"):
-        load_corpus(packed)
+    refuses(r"more than 30 bytes.*prepare_corpus .*c.tsv --output", load_corpus, table)
+    refuses(r"more than 30 bytes; unpack it \(gunzip -k .*c.jsonl.gz\)", load_corpus, packed)
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 50))
@@ -216,8 +208,7 @@ def test_overlong_line_is_refused(tmp_path, monkeypatch, suffix):
     path = tmp_path / f"c{suffix}"
     path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
     for read in (load_corpus,) if suffix.endswith("gz") else (load_corpus, Pages):
-        with pytest.raises(RetrieverError, match=f"c{suffix}:2: longer than 200 bytes; cut the passage"):
-            read(path)
+        refuses(f"c{suffix}:2: longer than 200 bytes; cut the passage", read, path)
 
 
 class Endless(io.BytesIO):
@@ -229,8 +220,7 @@ class Endless(io.BytesIO):
 
 
 def test_line_is_read_up_to_the_limit():
-    with pytest.raises(RetrieverError, match="c:1: longer than 16,777,216 bytes"):
-        next(offsets.read_lines(Endless(), "c"))
+    refuses("c:1: longer than 16,777,216 bytes", next, offsets.read_lines(Endless(), "c"))
 
 
 @pytest.fixture
@@ -308,8 +298,7 @@ def test_unreadable_page_is_refused_at_the_start(tmp_path):
         ('{"url": "b", "contents": "", "more": "\\uD83D"}', "holds half a surrogate pair"),
     ):
         path.write_text('{"url": "a", "contents": "A \\ud83d\\ude00"}\n\n\n' + line + "\n")
-        with pytest.raises(RetrieverError, match=f"pages.jsonl:4: {message}"):
-            Pages(path)
+        refuses(f"pages.jsonl:4: {message}", Pages, path)
 
 
 def test_pages_by_url(index, tmp_path):
@@ -333,5 +322,4 @@ def test_replaced_pages_stay_and_rewritten_ones_are_noticed(tmp_path):
     pages = Pages(path)
     for changed in ('{"url": "c", "contents": "third"}\n', "{", ""):
         path.write_text(changed)
-        with pytest.raises(RetrieverError, match="pages.jsonl: changed while it is served"):
-            pages.access("b")
+        refuses("pages.jsonl: changed while it is served", pages.access, "b")

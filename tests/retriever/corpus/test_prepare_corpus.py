@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from retriever_rig import refuses
 
 from retriever.corpus import layouts, prepare
 from retriever.corpus import passages as offsets
@@ -103,11 +104,9 @@ def test_dropped_passages_are_counted(tmp_path):
 
 def test_numbers_replace_missing_or_repeated_ids(tmp_path):
     twice = lines({"id": "a", "text": "x"}, {"id": "a", "text": "y"})
-    with pytest.raises(RetrieverError, match="the result:2: id 'a' was used before, in line 1.*--number_ids"):
-        converted(tmp_path, twice)
+    refuses("the result:2: id 'a' was used before, in line 1.*--number_ids", converted, tmp_path, twice)
     assert [row["id"] for row in converted(tmp_path, twice, number_ids=True)] == ["0", "1"]
-    with pytest.raises(RetrieverError, match="input:1: no id; --number_ids gives every passage"):
-        converted(tmp_path, lines({"text": "x"}))
+    refuses("input:1: no id; --number_ids gives every passage", converted, tmp_path, lines({"text": "x"}))
 
 
 def test_offsets_are_kept_for_the_service(tmp_path, monkeypatch):

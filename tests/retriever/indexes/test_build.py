@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from retriever_rig import people_corpus
+from retriever_rig import people_corpus, refuses
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.contrib import qdrant
@@ -128,8 +128,7 @@ def test_named_embeddings_serve_several_indexes(tmp_path, corpus, stop_after):
     ],
 )
 def test_invalid_option_is_named(tmp_path, corpus, options, message):
-    with pytest.raises(RetrieverError, match=message):
-        build(corpus, tmp_path / "i", **options)
+    refuses(message, build, corpus, tmp_path / "i", **options)
     assert not (tmp_path / "i").exists()
 
 
@@ -144,16 +143,13 @@ def test_invalid_option_is_named(tmp_path, corpus, options, message):
 )
 def test_missing_package_is_named(tmp_path, corpus, monkeypatch, module, options, package):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(RetrieverError, match=f"pip install {package}"):
-        build(corpus, tmp_path / "x", **options)
+    refuses(f"pip install {package}", build, corpus, tmp_path / "x", **options)
 
 
 def test_other_folders_are_left_alone(tmp_path, corpus):
     (tmp_path / "thesis.txt").write_text("all of it")
-    with pytest.raises(RetrieverError, match="exists and is not an index"):
-        build(corpus, tmp_path)
-    with pytest.raises(RetrieverError, match="holds no embeddings"):
-        build(corpus, tmp_path / "i", embeddings=tmp_path)
+    refuses("exists and is not an index", build, corpus, tmp_path)
+    refuses("holds no embeddings", build, corpus, tmp_path / "i", embeddings=tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "all of it"
 
 
@@ -161,13 +157,11 @@ def test_small_disk_is_refused_before_the_work(tmp_path, corpus, stop_after, mon
     """Before anything is encoded, and before an index is written."""
     disk = SimpleNamespace(free=1000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: disk)
-    with pytest.raises(RetrieverError, match="need 491,520 bytes and the disk has 1,000 free"):
-        build(corpus, tmp_path / "i")
+    refuses("need 491,520 bytes and the disk has 1,000 free", build, corpus, tmp_path / "i")
     assert stop_after["encoded"] == 0
     monkeypatch.setattr(index, "require_disk", lambda *_: None)
     disk.free = 491_519
-    with pytest.raises(RetrieverError, match="the index needs 491,520 bytes and the disk has 491,519 free"):
-        build(corpus, tmp_path / "i")
+    refuses("the index needs 491,520 bytes and the disk has 491,519 free", build, corpus, tmp_path / "i")
     disk.free = 491_520
     build(corpus, tmp_path / "i")
 
@@ -214,8 +208,7 @@ def test_second_build_of_a_folder_is_refused(tmp_path, corpus):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / folder)], **pipes)
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(RetrieverError, match=f"/{folder}: another process is building it"):
-            build(corpus, tmp_path / "i", **options)
+        refuses(f"/{folder}: another process is building it", build, corpus, tmp_path / "i", **options)
         if kill:
             other.kill()
         other.communicate("end\n")
@@ -240,8 +233,7 @@ def test_random_bytes_are_noticed(built, long_corpus, tmp_path, kind, mmap):
     data = bytearray((copy / "index.faiss").read_bytes())
     data[-1000:-900] = np.random.default_rng(0).bytes(100)
     (copy / "index.faiss").write_bytes(data)
-    with pytest.raises(RetrieverError, match="index.faiss: damaged .its checksum.*build it again"):
-        first_id(long_corpus, copy, mmap=mmap)
+    refuses("index.faiss: damaged .its checksum.*build it again", first_id, long_corpus, copy, mmap=mmap)
     assert first_id(long_corpus, copy, mmap=mmap, skip_checksum=True)
 
 
@@ -323,8 +315,7 @@ def test_shards_of_other_settings_are_refused(tmp_path, corpus):
         ({"retriever_name": "bm25"}, "encoder was 'hashed' and is 'bm25'"),
         ({"retriever_model": "other"}, "model was .* and is 'other'"),
     ):
-        with pytest.raises(RetrieverError, match=message):
-            embed(corpus, tmp_path, BuildOptions(**settings | changes), progress=False)
+        refuses(message, embed, corpus, tmp_path, BuildOptions(**settings | changes), progress=False)
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

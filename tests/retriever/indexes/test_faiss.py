@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
+from retriever_rig import refuses
 
 from retriever.errors import RetrieverError
 from retriever.indexes import backend as plan
@@ -148,8 +149,7 @@ def test_search_parameters_are_kept_in_the_file(tmp_path, embeddings):
     assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat", "nprobe=5"))).nprobe == 5
     assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat"))).nprobe == 4
     assert faiss.read_index(str(built(tmp_path, embeddings, "HNSW16"))).hnsw.efSearch == 128
-    with pytest.raises(RetrieverError, match="--search 'nprob=5'"):
-        make_empty(8, "IVF16,Flat", "nprob=5")
+    refuses("--search 'nprob=5'", make_empty, 8, "IVF16,Flat", "nprob=5")
 
 
 def test_flat_files_are_those_of_faiss(tmp_path, embeddings):
@@ -161,19 +161,14 @@ def test_flat_files_are_those_of_faiss(tmp_path, embeddings):
 def test_damaged_file_is_refused(tmp_path, embeddings, mmap):
     path = built(tmp_path, embeddings)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(RetrieverError, match=r"index.faiss: has 96,044 bytes, but .* take 96,045"):
-        FaissVectors(path, mmap)
+    refuses(r"index.faiss: has 96,044 bytes, but .* take 96,045", FaissVectors, path, mmap)
     path = built(tmp_path, embeddings, "SQ8")
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(RetrieverError, match="index.faiss: FAISS cannot read it"):
-        FaissVectors(path)
-    with pytest.raises(RetrieverError, match="FAISS type IxSQ; --engine jax needs factory Flat"):
-        map_flat(path)
+    refuses("index.faiss: FAISS cannot read it", FaissVectors, path)
+    refuses("FAISS type IxSQ; --engine jax needs factory Flat", map_flat, path)
     path.write_text("nothing")
-    with pytest.raises(RetrieverError, match="not a FAISS index"):
-        read_header(path)
-    with pytest.raises(RetrieverError, match="metric is FAISS number 1"):
-        read_header(written(path, "Flat", VECTORS, metric=faiss.METRIC_L2))
+    refuses("not a FAISS index", read_header, path)
+    refuses("metric is FAISS number 1", read_header, written(path, "Flat", VECTORS, metric=faiss.METRIC_L2))
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -198,8 +193,7 @@ def test_ids_must_be_row_numbers(tmp_path, factory, ids, example, mmap):
     vectors = whole(0, 4, DIMENSION)
     path = written(tmp_path / "x.index", factory, vectors, ids)
     if example:
-        with pytest.raises(RetrieverError, match=rf"x.index: its ids are not .* 0 … 3 .*{example}"):
-            FaissVectors(path, mmap)
+        refuses(rf"x.index: its ids are not .* 0 … 3 .*{example}", FaissVectors, path, mmap)
     elif factory == "IDMap,Flat":
         order = np.argsort(-(vectors @ vectors[0]), kind="stable")
         assert FaissVectors(path, mmap).nearest(vectors[:1], 4)[1][0].tolist() == [ids[i] for i in order]
@@ -210,8 +204,7 @@ def test_ids_must_be_row_numbers(tmp_path, factory, ids, example, mmap):
 def test_index_above_the_memory_is_refused(tmp_path, embeddings, monkeypatch):
     path = built(tmp_path, embeddings)
     monkeypatch.setattr(plan, "available_memory", lambda: 90_000)
-    with pytest.raises(RetrieverError, match=r"needs 0.0 GiB .*--mmap.* --factory IVF4096,PQ64"):
-        FaissVectors(path)
+    refuses(r"needs 0.0 GiB .*--mmap.* --factory IVF4096,PQ64", FaissVectors, path)
     FaissVectors(path, mmap=True)
     write_faiss(tmp_path / "again", embeddings, "Flat", "", progress=False)  # streamed, not held
     with pytest.raises(RetrieverError, match="factory IVF16,Flat: needs"):
@@ -296,8 +289,7 @@ def test_devices_get_even_parts_that_fit():
         (lambda: gpu.plan_shards(WIKI, WIDTH, [40 * GIB, 10 * GIB], "x"), "17.6 GiB .*GPU 1 has 10.0 GiB"),
         (lambda: gpu.require_ivf_memory(20 * GIB, [14 * GIB, 13 * GIB], "x"), "13.5 GiB .*GPU 1 has 13"),
     ):
-        with pytest.raises(RetrieverError, match=message):
-            check()
+        refuses(message, check)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
@@ -330,8 +322,7 @@ def test_type_that_stays_on_the_cpu_is_refused(tmp_path):
             assert FaissVectors(path, gpu=True).nearest(whole(1, 3, 16), 1)[1].shape == (3, 1)
             continue
         message = f"--faiss_gpu: {path} would stay on the CPU" if factory in on_cpu else "no GPU support"
-        with pytest.raises(RetrieverError, match=message):
-            FaissVectors(path, gpu=True)
+        refuses(message, FaissVectors, path, gpu=True)
 
 
 def test_missing_driver_is_named(monkeypatch):
@@ -339,8 +330,7 @@ def test_missing_driver_is_named(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(gpu.ctypes, "CDLL", missing)
-    with pytest.raises(RetrieverError, match="no CUDA driver .libcuda.so.1: cannot open"):
-        gpu.free_memory(1)
+    refuses("no CUDA driver .libcuda.so.1: cannot open", gpu.free_memory, 1)
 
 
 @pytest.mark.medium

@@ -9,7 +9,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import pytest
-from retriever_rig import brute_force_ids, ids, write_rows
+from retriever_rig import brute_force_ids, ids, refuses, write_rows
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
@@ -104,17 +104,14 @@ def test_damaged_bm25_is_refused(bm25, tmp_path, corpus):
     data = copy / "bm25" / "data.csc.index.npy"
     data.write_bytes(data.read_bytes()[:-10])
     for message in ("data.csc.index.npy: damaged", r"bm25/.*: cannot be read \(No such file"):
-        with pytest.raises(RetrieverError, match=message):
-            open_index(copy, corpus)
-        with pytest.raises(RetrieverError, match="bm25: not a whole BM25 index"):
-            open_index(copy, corpus, IndexOptions(skip_checksum=True))
+        refuses(message, open_index, copy, corpus)
+        refuses("bm25: not a whole BM25 index", open_index, copy, corpus, IndexOptions(skip_checksum=True))
         shutil.rmtree(copy / "bm25", ignore_errors=True)
 
 
 def test_bm25_above_the_memory_is_refused(bm25, tmp_path, corpus, monkeypatch):
     monkeypatch.setattr("retriever.indexes.backend.available_memory", lambda: 10)
-    with pytest.raises(RetrieverError, match="bm25: needs .* are available; serve it with --mmap"):
-        open_index(bm25, corpus)
+    refuses("bm25: needs .* are available; serve it with --mmap", open_index, bm25, corpus)
     assert open_index(bm25, corpus, IndexOptions(mmap=True)).search(["cirel"], 1)[0]
     with pytest.raises(RetrieverError, match="BM25: needs .* are available; use --retriever_name hashed"):
         build_index(corpus, tmp_path / "i", BuildOptions("bm25"), progress=False)
@@ -132,8 +129,7 @@ def test_missing_or_damaged_file_is_refused(copy, corpus, name, content, message
     (copy / name).unlink()
     if content is not None:
         (copy / name).write_bytes(content)
-    with pytest.raises(RetrieverError, match=f"{name}: {message}"):
-        open_index(copy, corpus)
+    refuses(f"{name}: {message}", open_index, copy, corpus)
 
 
 def test_older_index_loads_unless_words_were_split_otherwise(copy, corpus):
@@ -144,8 +140,7 @@ def test_older_index_loads_unless_words_were_split_otherwise(copy, corpus):
     assert manifest.pop("words") == 2
     for words in ({}, {"words": 1}, {"words": 3}):
         (copy / MANIFEST).write_text(json.dumps(manifest | words))
-        with pytest.raises(RetrieverError, match="split into words by another version .*build it again with"):
-            open_index(copy, corpus)
+        refuses("split into words by another version .*build it again with", open_index, copy, corpus)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -170,8 +165,7 @@ def test_sizes_of_index_corpus_and_encoder_must_agree(hashed, copy, corpus, tmp_
         manifest = json.loads((copy / MANIFEST).read_text())
         manifest["bytes"] = (copy / "index.faiss").stat().st_size
         (copy / MANIFEST).write_text(json.dumps(manifest))
-        with pytest.raises(RetrieverError, match=message):
-            open_index(copy, corpus)
+        refuses(message, open_index, copy, corpus)
 
 
 @pytest.mark.parametrize(
@@ -184,16 +178,13 @@ def test_sizes_of_index_corpus_and_encoder_must_agree(hashed, copy, corpus, tmp_
     ],
 )
 def test_unsuitable_option_is_named(hashed, options, message, corpus):
-    with pytest.raises(RetrieverError, match=message):
-        open_index(hashed, corpus, IndexOptions(**options))
+    refuses(message, open_index, hashed, corpus, IndexOptions(**options))
 
 
 def test_missing_index_or_encoder_is_named(hashed, tmp_path, corpus):
-    with pytest.raises(RetrieverError, match="no complete index; build it"):
-        open_index(tmp_path / "none", corpus)
+    refuses("no complete index; build it", open_index, tmp_path / "none", corpus)
     for name in ("", "hashed", "bm25"):
-        with pytest.raises(RetrieverError, match="set --retriever_name to e5"):
-            open_index(hashed / "index.faiss", corpus, IndexOptions(name))
+        refuses("set --retriever_name to e5", open_index, hashed / "index.faiss", corpus, IndexOptions(name))
 
 
 class Sparse:

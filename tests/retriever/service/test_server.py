@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
-from retriever_rig import NAMES, served
+from retriever_rig import NAMES, refuses, served
 
 from retriever.errors import RetrieverError
 from retriever.options import parse
@@ -182,8 +182,7 @@ def test_taken_port_is_named(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         options = ["--corpus_path", "c", "--index_path", "i", "--port", port]
-        with pytest.raises(RetrieverError, match=f"--port {port}: cannot listen on 127.0.0.1"):
-            run(parse(options))
+        refuses(f"--port {port}: cannot listen on 127.0.0.1", run, parse(options))
 
 
 def test_options_reach_the_service(files, tmp_path, capsys):
