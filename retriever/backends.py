@@ -198,9 +198,9 @@ class IndexOptions:
         entry = find_kind(kind)
         if self.engine and self.engine not in ENGINES:
             raise RetrieverError(f"--engine {self.engine!r} is unknown; available are faiss and jax")
-        given = [name for name in ("engine", "faiss_gpu", "mmap") if getattr(self, name)]
-        given += ["retriever_model"] if self.retriever_model and not entry.has_vectors else []
-        for name in (*given, *self.settings):
+        names = [name for name in ("engine", "faiss_gpu", "mmap") if getattr(self, name)]
+        names += ["retriever_model"] if self.retriever_model and not entry.has_vectors else []
+        for name in (*names, *self.settings):
             if name not in (*entry.open_options, *entry.serve_options):
                 raise RetrieverError(f"--{name}: has no meaning for an index of kind {kind}; leave it out")
 

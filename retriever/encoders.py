@@ -300,11 +300,11 @@ def _hub_answers(model: str) -> bool:
         if not constants.HF_HUB_OFFLINE:
             httpx.head(constants.ENDPOINT, timeout=HUB_SECONDS)
             return True
-        why = "HF_HUB_OFFLINE is set"
+        cause = "HF_HUB_OFFLINE is set"
     except httpx.HTTPError as error:
-        why = f"{constants.ENDPOINT} does not answer: {reason(error)}"
+        cause = f"{constants.ENDPOINT} does not answer: {reason(error)}"
     if not isinstance(hub.try_to_load_from_cache(model, "config.json"), str):
-        problem = f"not in {constants.HF_HUB_CACHE}, and {why}"
+        problem = f"not in {constants.HF_HUB_CACHE}, and {cause}"
         raise RetrieverError(f"--retriever_model {model}: {problem}; name a folder")
     return False
 

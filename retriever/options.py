@@ -105,21 +105,21 @@ def _add_option(add: Any, name: str, option: Option, default: Any) -> None:
 
 def build_options(arguments: argparse.Namespace) -> BuildOptions:
     """Return the options of the builder, with defaults for those that were not given."""
-    given = _given_build(arguments)
-    settings = {name: given.pop(name) for name in BUILD_OPTIONS if name in given}
+    values = _build_values(arguments)
+    settings = {name: values.pop(name) for name in BUILD_OPTIONS if name in values}
     name = arguments.retriever_name or BuildOptions.retriever_name
-    return BuildOptions(name, arguments.retriever_model, settings=settings, **given)
+    return BuildOptions(name, arguments.retriever_model, settings=settings, **values)
 
 
 def index_options(arguments: argparse.Namespace) -> IndexOptions:
     """Return the options of opening an index; of a kind's own options only those that were given."""
     values = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(IndexOptions)}
     settings = {name: getattr(arguments, name) for name in SERVE_OPTIONS}
-    given = {name: value for name, value in settings.items() if value != SERVE_OPTIONS[name].default}
-    return IndexOptions(**values | {"settings": given})
+    changed = {name: value for name, value in settings.items() if value != SERVE_OPTIONS[name].default}
+    return IndexOptions(**values | {"settings": changed})
 
 
-def _given_build(arguments: argparse.Namespace) -> dict[str, Any]:
+def _build_values(arguments: argparse.Namespace) -> dict[str, Any]:
     names = (*BUILD, *BUILD_OPTIONS)
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
@@ -130,28 +130,28 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     Raises RetrieverError: unknown key, bad value, an option that is missing or has no meaning.
     """
     parser = make_parser()
-    given = parser.parse_args(argv)
-    if given.config is not None:
-        parser.set_defaults(**_read_options(given.config, parser))
-        given = parser.parse_args(argv)
-    remote = find_remote(given)
+    options = parser.parse_args(argv)
+    if options.config is not None:
+        parser.set_defaults(**_read_options(options.config, parser))
+        options = parser.parse_args(argv)
+    remote = find_remote(options)
     for name in remote.needed if remote else ("corpus_path", "index_path"):
-        if not getattr(given, name):
+        if not getattr(options, name):
             raise RetrieverError(f"--{name} is missing; give it, or set {name} in the file of --config")
     for name in remote.unused if remote else REMOTE_OPTIONS:
-        if getattr(given, name):
-            purpose = f"--retriever_name {given.retriever_name}" if given.retriever_name else "an index"
+        if getattr(options, name):
+            purpose = f"--retriever_name {options.retriever_name}" if options.retriever_name else "an index"
             raise RetrieverError(f"--{name}: has no meaning for {purpose}; leave it out")
-    may_build = given.build_if_missing or (remote and remote.takes_build)
-    if not may_build and (extra := next(iter(_given_build(given)), None)):
+    may_build = options.build_if_missing or (remote and remote.takes_build)
+    if not may_build and (extra := next(iter(_build_values(options)), None)):
         raise RetrieverError(f"--{extra}: only a build takes it; add --build_if_missing, or leave it out")
     least = {name: 1 for name in COUNTS} | {"web_budget": 0, "threads": 0}
     for name, smallest in least.items():
-        if getattr(given, name) < smallest:
-            raise RetrieverError(f"--{name} is {getattr(given, name)}, but must be at least {smallest}")
-    if not given.request_seconds > 0:
-        raise RetrieverError(f"--request_seconds is {given.request_seconds}, but must be above 0")
-    return given
+        if getattr(options, name) < smallest:
+            raise RetrieverError(f"--{name} is {getattr(options, name)}, but must be at least {smallest}")
+    if not options.request_seconds > 0:
+        raise RetrieverError(f"--request_seconds is {options.request_seconds}, but must be above 0")
+    return options
 
 
 def read_token(arguments: argparse.Namespace) -> str:

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     options = (arguments.number_ids, arguments.drop_duplicates)
     counts = prepare_corpus(arguments.inputs, arguments.output, *options)
-    dropped = "".join(f", {count} dropped ({why})" for why, count in sorted(counts.dropped.items()))
+    dropped = "".join(f", {count} dropped ({reason})" for reason, count in sorted(counts.dropped.items()))
     output = f"{counts.written} written to {arguments.output}"
     sys.stdout.write(f"{counts.read} passages read{dropped}, {output}\n")
 

@@ -164,8 +164,8 @@ class RequireToken:
         await self.app(scope, receive, send)
 
     def _is_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        scheme, _, given = dict(headers).get(b"authorization", b"").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.token)
+        scheme, _, token = dict(headers).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self.token)
 
 
 class BodyLimit:

@@ -42,11 +42,11 @@ BUSY = b'{"error": "all connections are in use; try again later, or start with a
 INVALID = b'{"error": "not a valid HTTP request, or its head is larger than %d bytes"}' % MAX_HEAD
 
 
-def allowed_connections(asked: int) -> int:
+def allowed_connections(limit: int) -> int:
     """Return at most the number of files that may be open; raises the soft limit to the hard one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return asked if hard == resource.RLIM_INFINITY else max(1, min(asked, hard - SPARE_FILES))
+    return limit if hard == resource.RLIM_INFINITY else max(1, min(limit, hard - SPARE_FILES))
 
 
 class _BoundedHeads(h11.Connection):
@@ -92,11 +92,11 @@ class Bounded(H11Protocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        others: list[Any] = [other for other in self.connections if other is not self]
-        others = [other for other in others if not other.transport.is_closing()]
-        if len(others) < self.max_connections:
+        open_ones: list[Any] = [other for other in self.connections if other is not self]
+        open_ones = [other for other in open_ones if not other.transport.is_closing()]
+        if len(open_ones) < self.max_connections:
             return
-        waiting = sorted((other for other in others if other.is_waiting()), key=lambda other: other._turn)
+        waiting = sorted((other for other in open_ones if other.is_waiting()), key=lambda other: other._turn)
         if victim := next((other for other in waiting if not other.has_unread()), None):
             victim.transport.abort()
         else:

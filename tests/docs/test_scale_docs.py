@@ -78,9 +78,9 @@ def test_planned_rows_equal_the_command(row, monkeypatch):
     monkeypatch.delenv(FRACTION, raising=False)
     point = row[-1].strip("`")
     assert point in plan_table.POINTS
-    asked = cli.parse("calibadv plan", "", shlex.split(f"{plan_table.RUN} {point}"), cli.OPTIONS["plan"])
-    config = load_config([ROOT / path for path in asked.configs], asked.overrides)
-    options = asked.options
+    parsed = cli.parse("calibadv plan", "", shlex.split(f"{plan_table.RUN} {point}"), cli.OPTIONS["plan"])
+    config = load_config([ROOT / path for path in parsed.configs], parsed.overrides)
+    options = parsed.options
     target = find_target(options["tpu"], options["gpu"], options["topology"])
     planned = plan.make_plan(config, target, options["efficiency"], options["tokens"], options["sampled"])
     shown = [cell.strip() for cell in plan_table.row(point, plan.figures(planned, {})).strip("|").split("|")]

@@ -175,7 +175,7 @@ def test_table_of_arms(output):
 
 
 def test_table_of_first_warnings(output):
-    runs = [run for some in read_results(output).values() for run in some]
+    runs = [run for arm_runs in read_results(output).values() for run in arm_runs]
     collapsed, healthy = evidence_tables.warnings(runs), evidence_tables.controls(runs)
     rows = cells(evidence_tables.summary_table(collapsed, healthy))
     assert rows["entropy"] == ["1 of 2", "1 above, 0 below", "6", "1 of 2"]
@@ -311,9 +311,9 @@ def by_step(values):
     return dict(enumerate(values, 1))
 
 
-def fell(high, low, at=20, steps=40):
+def fell(high, low, until=20, steps=40):
     """`high` up to a step, and `low` after it."""
-    return by_step([high] * at + [low] * (steps - at))
+    return by_step([high] * until + [low] * (steps - until))
 
 
 FINE = by_step([1.0] * 40)
@@ -330,8 +330,8 @@ FINE = by_step([1.0] * 40)
         (by_step([0.2] * 10 + [0.9] * 20 + [0.42] * 20), FINE, 40),  # of the largest mean, not of the first
         (FINE, fell(1.0, 0.0), 26),  # six of ten: 0.4
         (FINE, fell(1.0, 0.5), None),
-        (fell(1.0, 0.0, at=25), fell(1.0, 0.0), 26),  # whichever comes first
-        (fell(1.0, 0.0, at=15), fell(1.0, 0.0), 21),
+        (fell(1.0, 0.0, until=25), fell(1.0, 0.0), 26),  # whichever comes first
+        (fell(1.0, 0.0, until=15), fell(1.0, 0.0), 21),
         (FINE, {}, None),
     ],
 )

@@ -28,14 +28,14 @@ def judge(tmp_path_factory):
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    kept = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-    kept.save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    fast.save_pretrained(folder)
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=len(alphabet), bos_token_id=None, eos_token_id=None, **shape)
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
-    return folder, language.Judge(model, kept)
+    return folder, language.Judge(model, fast)
 
 
 def make_trajectory(tokenizer, question, thoughts, opening=""):
@@ -60,8 +60,8 @@ def make_trajectory(tokenizer, question, thoughts, opening=""):
                 observation_ids=ids("" if last else "<information>Oslo</information>"),
             )
         )
-    asked = Question("q", question, ("Oslo",), "test")
-    return Trajectory(asked, ids(f"Question: {question}"), turns, opening=opening)
+    subject = Question("q", question, ("Oslo",), "test")
+    return Trajectory(subject, ids(f"Question: {question}"), turns, opening=opening)
 
 
 @pytest.mark.parametrize("opening", ["", "<think>"])

@@ -164,8 +164,8 @@ def test_unreachable_hub_is_reported_at_once(monkeypatch, tmp_path, offline):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    why = "HF_HUB_OFFLINE is set" if offline else "http://127.0.0.1:9 does not answer"
-    refuses(f"intfloat/e5-base-v2: not in .*, and {why}.*; name a folder", DenseEncoder, "e5")
+    cause = "HF_HUB_OFFLINE is set" if offline else "http://127.0.0.1:9 does not answer"
+    refuses(f"intfloat/e5-base-v2: not in .*, and {cause}.*; name a folder", DenseEncoder, "e5")
 
 
 def test_other_model_than_the_builders_is_refused(built, corpus, tmp_path):

@@ -43,8 +43,8 @@ def check(document, version):
     if document["kind"] != "JobSet":
         validator.validate(document, version, strict=True)
         return
-    known = jobsets.JobsetV1alpha2JobSet.from_dict(document).to_dict()
-    assert not paths(document) - paths(known)
+    parsed = jobsets.JobsetV1alpha2JobSet.from_dict(document).to_dict()
+    assert not paths(document) - paths(parsed)
     for item in document["spec"]["replicatedJobs"]:
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": item["name"]}}
         validator.validate(job | {"spec": item["template"]["spec"]}, version, strict=True)

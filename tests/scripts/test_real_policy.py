@@ -110,10 +110,13 @@ def used_folder(tmp_path, keys):
     for name in ("corpus", "train", "test"):
         (data / f"{name}.jsonl").touch()
     (output / "demonstrations.jsonl").touch()
-    asked = f"--data={data} --model={model} --size=tiny"
-    (output / "asked" / "demonstrations").write_text(f"{asked}{keys}\n")
+    settings = f"--data={data} --model={model} --size=tiny"
+    (output / "asked" / "demonstrations").write_text(f"{settings}{keys}\n")
     options = ["--size", "tiny", "--data", data, "--model", model, "--output", output, "--python", "false"]
-    return options, f"{output}/demonstrations.jsonl was made with other settings (then: {asked}{keys}; now: "
+    return (
+        options,
+        f"{output}/demonstrations.jsonl was made with other settings (then: {settings}{keys}; now: ",
+    )
 
 
 @pytest.mark.parametrize(

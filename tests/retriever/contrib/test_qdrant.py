@@ -67,8 +67,8 @@ def test_index_finds_rows_of_brute_force(tmp_path, corpus):
 
 
 def test_absent_server_is_refused_before_encoding(tmp_path, corpus):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        url = f"http://127.0.0.1:{holder.getsockname()[1]}"
     options = BuildOptions(kind="qdrant", settings={"qdrant_url": url})
     refuses(rf"--qdrant_url {url}: no answer", build_index, corpus, tmp_path / "q", options, progress=False)
     assert not list(tmp_path.iterdir())
@@ -246,5 +246,5 @@ def test_rows_are_uploaded_and_searched_over_http(tmp_path):
         exact = encoder.encode_passages(corpus[:]) @ encoder.encode_queries(["person 1234"])[0]
         assert hits[0][0]["id"] == "1234"
         assert [score for _, score in hits] == pytest.approx(sorted(exact.tolist())[:-6:-1], rel=1e-3)
-        asked = [search["params"] for search in server.searches]
-        assert len(asked) >= 1 and all(params["hnsw_ef"] == 64 for params in asked)
+        params = [search["params"] for search in server.searches]
+        assert len(params) >= 1 and all(values["hnsw_ef"] == 64 for values in params)

@@ -115,14 +115,6 @@ def test_jax_finds_no_padding(count):
     assert ids.tolist() == brute_force(vectors, queries, count).tolist()
 
 
-def test_ties_are_in_corpus_order(tmp_path):
-    vectors = np.ones((500, 4), np.float32)
-    vectors[400] = 2
-    path = built(tmp_path, embeddings_of(tmp_path, vectors))
-    _, ids = FaissVectors(path).nearest(np.ones((40, 4), np.float32), 3)
-    assert ids.tolist() == [[400, 0, 1]] * 40
-
-
 @given(st_numpy.arrays(np.int8, st.integers(1, 60), elements=st.integers(0, 5)), st.integers(1, 60))
 @settings(deadline=None)
 def test_top_k_is_a_stable_sort(scores, k):

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from fastapi.testclient import TestClient
@@ -24,7 +25,7 @@ from retriever.errors import RequestFailed, RetrieverError, Unavailable
 from retriever.indexes.index import build_index, open_index
 from retriever.service.app import ROUTES, BodyLimit, index_identity, make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import MAX_QUERY_LENGTH, Limits
+from retriever.service.engine import MAX_QUERY_LENGTH, Limits, RetrieveRequest
 
 ROWS = town_rows()
 TOKEN = {"Authorization": "Bearer secret"}
@@ -33,10 +34,9 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
     max_leaves=8,
 )
-fields = ["queries", "topk", "return_scores", "topk_retrieval", "topk_rerank", "not_sort", "urls", "more"]
-bodies = st.fixed_dictionaries(
-    {}, optional={name: json_values | st.lists(st.text(max_size=20), max_size=3) for name in fields}
-)
+fields = [*RetrieveRequest.model_fields, "urls", "more"]
+values = json_values | st.lists(st.text(max_size=20), max_size=3)
+bodies = st.fixed_dictionaries({}, optional=dict.fromkeys(fields, values))
 
 
 @pytest.fixture(scope="module")
@@ -135,17 +135,14 @@ def test_reranker_runs_in_one_thread(towns):
     """torch keeps buffers for each thread that calls it."""
     threads = set()
 
-    class Reranker:
-        model = "m"
-
+    class Slow(Backwards):
         def rerank(self, queries, hits, k):
             threads.add(threading.get_ident())
             time.sleep(0.05)
-            return [rows[:k] for rows in hits]
+            return super().rerank(queries, hits, k)
 
     body = {"queries": ["port elton"], "topk_retrieval": 2, "topk_rerank": 1}
-    app = make_app(towns, 2, reranker=Reranker())
-    with TestClient(app) as client, ThreadPoolExecutor(6) as pool:
+    with TestClient(make_app(towns, 2, reranker=Slow())) as client, ThreadPoolExecutor(6) as pool:
         replies = list(pool.map(lambda _: client.post("/retrieve", json=body), range(12)))
     assert {reply.status_code for reply in replies} == {200} and len(threads) == 1
 
@@ -195,13 +192,12 @@ def test_every_route_but_health_needs_the_token(guarded, method, route, status):
     body = {"queries": ["ada"]} if route == "/retrieve" else {"urls": ["u"]}
 
     def ask(**headers):
-        content = body if method == "POST" else None
+        options = {"json": body} if method == "POST" else {}
         url = f"http://testserver{route}"
-        return guarded.request(method, url, json=content, headers=headers, follow_redirects=False)
+        return guarded.request(method, url, headers=headers, follow_redirects=False, **options)
 
-    refused = ask()
-    assert refused.status_code == 401 and "Authorization" in refused.json()["error"]
-    assert ask(Authorization="Bearer other").status_code == 401
+    for refused in (ask(), ask(Authorization="Bearer other")):
+        assert refused.status_code == 401 and "Authorization" in refused.json()["error"]
     reply = ask(**TOKEN)
     assert reply.status_code == status
     if route in ("/nothing", "/retrieve") and status in (404, 405):
@@ -229,28 +225,18 @@ def scope_of(path="/retrieve", headers=()):
 
 
 def test_token_is_checked_before_the_body(index):
-    sent = []
-
-    async def receive():
-        raise AssertionError("the body was read")
-
-    async def send(message):
-        sent.append(message)
-
+    sent = AsyncMock()
     app = make_app(index, 1, token="secret")
-    asyncio.run(app(scope_of(headers=[(b"content-length", b"9000000")]), receive, send))
-    assert sent[0]["status"] == 401
+    asyncio.run(app(scope_of(headers=[(b"content-length", b"9000000")]), None, sent))  # it cannot be read
+    assert sent.await_args_list[0].args[0]["status"] == 401
 
 
 def test_body_in_parts_arrives_whole():
     """Forty thousand parts: bytes that grow by `+=` would be copied for each, 80 GB in all."""
-    seen, sent = [], []
+    seen, sent = [], AsyncMock()
 
     async def app(scope, receive, send):
         seen.append(await receive())
-
-    async def send(message):
-        sent.append(message)
 
     def ask(limit):
         left = 40_000
@@ -260,13 +246,13 @@ def test_body_in_parts_arrives_whole():
             left -= 1
             return {"type": "http.request", "body": b"x" * 100, "more_body": left > 0}
 
-        asyncio.run(BodyLimit(app, limit)(scope_of(), receive, send))
+        asyncio.run(BodyLimit(app, limit)(scope_of(), receive, sent))
         return left
 
-    assert ask(2**22) == 0
-    assert seen == [{"type": "http.request", "body": b"x" * 4_000_000, "more_body": False}] and not sent
+    assert ask(2**22) == 0 and not sent.await_count
+    assert seen == [{"type": "http.request", "body": b"x" * 4_000_000, "more_body": False}]
     assert ask(500) == 40_000 - 6  # it stops where the limit is passed
-    assert sent[0]["status"] == 413 and len(seen) == 1
+    assert sent.await_args_list[0].args[0]["status"] == 413 and len(seen) == 1
 
 
 @pytest.mark.medium

@@ -123,20 +123,6 @@ def test_first_stored_result_stays(store):
     assert store.look_up(["d"], 3) == [item("half \ud800 of it")]
 
 
-def test_equal_queries_at_once_are_all_answered(index, store):
-    counting = Counting(index, seconds=0.05)
-    engine = Engine(counting, 3, 3, Limits(max_batch=1, max_wait=0.0), Metrics(), None, store)
-    request = RetrieveRequest(queries=["ada almson"], topk=3)
-
-    async def ask():
-        return await asyncio.gather(*(engine.answer(request) for _ in range(4)))
-
-    answers = asyncio.run(asyncio.wait_for(ask(), 30))
-    assert len(answers[0][0]) == 3 and all(answer == answers[0] for answer in answers)
-    assert len(counting.batches) > 1  # they did ask at once
-    assert store.look_up(["ada almson"], 3) == answers[0]
-
-
 def test_full_disk_costs_no_client_its_answer(index, store, capsys):
     """SQLite's own error, by a limit of its own; it is said once, and again after it has worked."""
     engine_metrics = Metrics()

@@ -7,7 +7,7 @@ import tracemalloc
 import httpx
 import pytest
 from fastapi.testclient import TestClient
-from retriever_rig import NAMES, Counting, served
+from retriever_rig import NAMES, Counting, served, write_rows
 
 from retriever.corpus.passages import Pages
 from retriever.service.app import PIECE, make_app
@@ -141,8 +141,7 @@ def test_invalid_score_fails_before_the_reply():
 
 def test_pages_of_any_size_are_sent_in_pieces(index, tmp_path):
     rows = [{"url": f"u{n}", "contents": "é" * 100_000} for n in range(8)]
-    file = tmp_path / "pages.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(tmp_path / "pages.jsonl", rows)
     with served(make_app(index, 3, pages=Pages(file))) as (host, port):
         urls = [row["url"] for row in rows] + ["nowhere"]
         reply = httpx.post(f"http://{host}:{port}/access", json={"urls": urls}, trust_env=False)
@@ -155,7 +154,7 @@ def test_pages_of_any_size_are_sent_in_pieces(index, tmp_path):
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_queries_of_absent_client_are_not_searched(index, tmp_path, is_stored):
     """But with a store: they may have been paid for, and the client comes back for them."""
-    asked = []
+    searched = []
 
     async def run():
         loop, begun, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
@@ -164,7 +163,7 @@ def test_queries_of_absent_client_are_not_searched(index, tmp_path, is_stored):
             manifest = index.manifest
 
             def search(self, queries, k):
-                asked.extend(queries)
+                searched.extend(queries)
                 loop.call_soon_threadsafe(begun.set)
                 asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
                 return index.search(queries, k)
@@ -187,7 +186,7 @@ def test_queries_of_absent_client_are_not_searched(index, tmp_path, is_stored):
 
     statuses = asyncio.run(asyncio.wait_for(run(), 60))
     assert (statuses[0], statuses[2]) == (200, 200)
-    assert sorted(asked) == sorted(NAMES[:4] if is_stored else [NAMES[0], NAMES[3]])
+    assert sorted(searched) == sorted(NAMES[:4] if is_stored else [NAMES[0], NAMES[3]])
 
 
 async def metrics(app):

@@ -87,7 +87,7 @@ class Empty:
         return [[] for _ in queries]
 
 
-def asked(loading, ask):
+def with_client(loading, ask):
     """Runs `ask` with a client of the application."""
 
     async def run():
@@ -123,7 +123,7 @@ def test_loading_is_reported_before_the_service():
         assert ready == {"status": "ready", "documents": 0, "reranker": "", "identity": identity}
         assert (await client.post("/retrieve", json={"queries": ["q"]})).json() == {"result": [[]]}
 
-    asked(loading, ask)
+    with_client(loading, ask)
 
 
 def test_loading_stage_needs_the_token():
@@ -135,7 +135,7 @@ def test_loading_stage_needs_the_token():
         assert early.status_code == 503 and "starting" in early.json()["error"]
         assert (await client.get("/health")).status_code == 503
 
-    asked(Loading(lambda report: None, "secret"), ask)
+    with_client(Loading(lambda report: None, "secret"), ask)
 
 
 def command(folder, *more):
@@ -179,8 +179,8 @@ def test_stop_does_not_wait_for_loading(tmp_path):
 
 
 def test_taken_port_is_named(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = str(holder.getsockname()[1])
         options = ["--corpus_path", "c", "--index_path", "i", "--port", port]
         refuses(f"--port {port}: cannot listen on 127.0.0.1", run, parse(options))
 
@@ -226,7 +226,8 @@ def test_limits_reach_the_service(files):
     arguments = ["--corpus_path", str(files[0]), "--index_path", str(files[1]), "--request_seconds", "0.2"]
     with served(load(parse(arguments))) as address, socket.create_connection(address) as connection:
         connection.sendall(b"POST /retrieve HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{")
-        assert b" 408 " in connection.recv(1000)
+        reply = b"".join(iter(lambda: connection.recv(1000), b""))
+        assert b" 408 " in reply and b"--request_seconds" in reply and b"connection: close" in reply
 
 
 def test_workers_are_cores_but_one_for_web(files, tmp_path, monkeypatch):
