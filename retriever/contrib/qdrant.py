@@ -32,7 +32,6 @@ BOOLEAN = {"true": True, "false": False}.__getitem__
 PARAMETERS: dict[str, Any] = {"hnsw_ef": int, "exact": BOOLEAN, "indexed_only": BOOLEAN}
 QUANTIZATION: dict[str, Any] = {"ignore": BOOLEAN, "rescore": BOOLEAN, "oversampling": float}
 BATCH = 256  # points of one request
-AHEAD = 16  # requests of a round, for each connection
 
 
 class QdrantBackend(Backend):
@@ -81,7 +80,7 @@ class QdrantBackend(Backend):
             ):
                 for number, shard in enumerate(embeddings.shards()):
                     if number not in done:
-                        for uploaded in _upload(client, build, pool, AHEAD * workers, shard, number):
+                        for uploaded in _upload(client, build, pool, shard, number):
                             bar.update(uploaded)
                         done.append(number)
                         _save_state(state, done)
@@ -116,7 +115,7 @@ def collection_settings(dimension: int, options: BuildOptions) -> dict[str, Any]
 
 
 def _upload(
-    client: Any, build: Build, pool: ThreadPoolExecutor, ahead: int, shard: np.ndarray, number: int
+    client: Any, build: Build, pool: ThreadPoolExecutor, shard: np.ndarray, number: int
 ) -> Iterator[int]:
     """Upload a shard and yield the number of points of each request."""
     from qdrant_client import models
@@ -130,9 +129,7 @@ def _upload(
         client.upsert(build.options["qdrant_collection"], points, wait=True)
         return len(vectors)
 
-    requests = range(0, len(shard), BATCH)
-    for first in range(0, len(requests), ahead):
-        yield from pool.map(send, requests[first : first + ahead])
+    return pool.map(send, range(0, len(shard), BATCH))  # an error cancels those that have not begun
 
 
 def _state_file(shards: Path, options: BuildOptions) -> Path:

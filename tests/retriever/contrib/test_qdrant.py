@@ -126,7 +126,6 @@ def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder):
 @pytest.mark.parametrize("place", [{}, {"qdrant_url": ""}], ids=["kept", "gone with the index's folder"])
 def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place):
     monkeypatch.setattr(qdrant, "BATCH", 5)
-    monkeypatch.setattr(qdrant, "AHEAD", 3)
     options = options_for(tmp_path, shard_rows=20, **place)
     upsert, sent = QdrantClient.upsert, []
 
