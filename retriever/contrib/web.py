@@ -140,8 +140,10 @@ class WebSearch:
                 problem = type(error).__name__  # not the text: it shows the address with the key
                 continue
             except (ValueError, AttributeError, TypeError) as error:
-                return RequestFailed(502, f"{self.name}: unusable answer: {_brief(error)}")
-            problem = f"status {response.status_code}: {_brief(_problem(reply))}"
+                return RequestFailed(502, f"{self.name}: unusable answer: {_line(error, PROBLEM_LENGTH)}")
+            cause = reply.get("error", "") if isinstance(reply, dict) else ""
+            message = cause.get("message", "") if isinstance(cause, dict) else cause
+            problem = f"status {response.status_code}: {_line(message, PROBLEM_LENGTH)}"
             if response.status_code != 429 and response.status_code < 500:
                 return RequestFailed(502, f"{self.name}: {problem}; check key and quota")
         return RequestFailed(502, f"{self.name}: no answer after {ATTEMPTS} attempts ({problem})")
@@ -156,16 +158,7 @@ def _hits(items: Sequence[dict[str, Any]]) -> Hits:
     return hits
 
 
-def _line(text: Any) -> str:
-    """Return text on one line; half a surrogate pair becomes U+FFFD."""
+def _line(text: Any, length: int | None = None) -> str:
+    """Return text on one line, cut to a length; half a surrogate pair becomes U+FFFD."""
     whole = str(text or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return " ".join(whole.split())
-
-
-def _problem(reply: Any) -> str:
-    error = reply.get("error", "") if isinstance(reply, dict) else ""
-    return str(error.get("message", "") if isinstance(error, dict) else error)
-
-
-def _brief(text: object) -> str:
-    return _line(text)[:PROBLEM_LENGTH]
+    return " ".join(whole.split())[:length]
