@@ -217,7 +217,7 @@ def test_unlike_runs_share_no_table(tmp_path, overrides, steps, key):
         read_results(tmp_path)
 
 
-def test_speed_may_differ_and_no_run_is_an_error(tmp_path):
+def test_speed_settings_may_differ(tmp_path):
     with pytest.raises(UserError, match="no finished run in .*/runs; bash experiments/evidence.sh makes"):
         read_results(tmp_path)
     make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)

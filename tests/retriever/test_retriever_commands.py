@@ -147,7 +147,7 @@ def run_without(packages, *command):
 @pytest.mark.parametrize(
     ("module", "packages"), [("serve", ["fastapi", "uvicorn"]), ("build_index", ["scipy"])]
 )
-def test_help_needs_no_optional_package_and_work_names_it(module, packages):
+def test_help_needs_no_optional_package(module, packages):
     heavy = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic"]
     heavy += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "tqdm"]
     answer = run_without(heavy, f"retriever.{module}", "--help")

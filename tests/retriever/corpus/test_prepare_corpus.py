@@ -77,7 +77,7 @@ def test_parquet_is_read_in_batches(tmp_path, monkeypatch):
         converted(tmp_path, parquet(tmp_path / "p", {"a": 1, "b": 2}))
 
 
-def test_rows_without_id_or_end_are_told_from_ours(tmp_path):
+def test_rows_without_id_are_convertible(tmp_path):
     for row, expected in ((lines({"contents": "x"}), True), (b'{"id": "0", "te', False)):
         (tmp_path / "c.jsonl").write_bytes(row)
         assert layouts.is_convertible(tmp_path / "c.jsonl") is expected
