@@ -148,13 +148,14 @@ def run_without(packages, *command):
     ("module", "packages"), [("serve", ["fastapi", "uvicorn"]), ("build_index", ["scipy"])]
 )
 def test_help_needs_no_optional_package(module, packages):
+    module = f"retriever.{module}"
     heavy = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic"]
     heavy += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "tqdm"]
-    answer = run_without(heavy, f"retriever.{module}", "--help")
+    answer = run_without(heavy, module, "--help")
     assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.startswith(f"usage: python -m retriever.{module}")
+    assert answer.stdout.startswith(f"usage: python -m {module}")
     for package in packages:
-        answer = run_without([package], f"retriever.{module}", "--corpus_path", "c", "--index_path", "i")
+        answer = run_without([package], module, "--corpus_path", "c", "--index_path", "i")
         assert answer.returncode == 2 and answer.stderr.count("\n") == 1
         assert answer.stderr.startswith(f"error: {package} is not installed: pip install 'calibadv-jax[retr")
 

@@ -188,7 +188,7 @@ def test_search_parameters_are_parsed():
     assert search_params("") is None
     params = search_params("hnsw_ef=128,exact=false,rescore=true,oversampling=2.5")
     expected = {"hnsw_ef": 128, "exact": False, "quantization": {"rescore": True, "oversampling": 2.5}}
-    assert params.model_dump(exclude_none=True) == expected
+    assert params.model_dump(exclude_unset=True) == expected
 
 
 def test_search_parameters_reach_the_collection(tmp_path, corpus, encoder, monkeypatch):
