@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retriever.errors import RetrieverError, reason, require
+from retriever.errors import RetrieverError, reason
 
 DTYPES = ("float32", "float16")
+ENGINES = ("faiss", "jax")  # kinds that can search a flat FAISS file
 ADVICE = {  # package -> what to do without it
     "faiss": "pip install faiss-cpu (or faiss-gpu on CUDA)",
     "jax": "pip install jax (or jax[tpu]), or leave out --engine jax",
@@ -46,6 +47,7 @@ class Remote:
     is_chosen: Callable[[Namespace], bool]
     needed: tuple[str, ...]  # options that must be given
     unused: tuple[str, ...]  # options that must not be given
+    takes_build: bool = False  # options of the builder may be given
     workers: int = 0  # searches at the same time; 0: one for each core
 
 
@@ -55,10 +57,9 @@ class Kind:
 
     backend: str = ""  # package.module:Class, a subclass of `indexes.backend.Backend`; empty: no index folder
     package: str = ""  # searches it
-    build_package: str = ""  # builds it
+    build_package: str = ""  # builds it; empty: the same
     has_vectors: bool = True  # False: it ranks texts by itself, and --retriever_name selects it
     has_factory: bool = False  # --factory selects the type of index
-    engines: tuple[str, ...] = ()  # kinds that can search its files, by --engine
     open_options: tuple[str, ...] = ()  # fields of IndexOptions that it takes
     checked_files: str = "**/*"  # pattern of the files that do not change while they are served
     build_options: Mapping[str, Option] = field(default_factory=dict)  # of its own, for the builder
@@ -66,7 +67,7 @@ class Kind:
     remote: Remote | None = None
 
 
-WEB_SEARCHES = ("google", "serpapi")  # values of --retriever_name
+WEB_NAMES = ("google", "serpapi")  # values of --retriever_name
 WEB_OPTIONS = {
     "web_budget": Option("web search: largest number of requests to send in all", 0),
     "web_endpoint": Option("web search: another address of the same API"),
@@ -76,29 +77,24 @@ KINDS: dict[str, Kind] = {
     "faiss": Kind(
         "retriever.indexes.faiss:FaissBackend",
         package="faiss",
-        build_package="faiss",
         has_factory=True,
-        engines=("faiss", "jax"),
         open_options=("engine", "faiss_gpu", "mmap"),
     ),
     "jax": Kind(  # a flat FAISS file, searched on accelerators
         "retriever.indexes.jax:JaxBackend",
         package="jax",
         build_package="faiss",
-        engines=("faiss", "jax"),
         open_options=("engine",),
     ),
     "bm25": Kind(
         "retriever.indexes.bm25:Bm25Backend",
         package="bm25s",
-        build_package="bm25s",
         has_vectors=False,
         open_options=("mmap",),
     ),
     "qdrant": Kind(
         "retriever.contrib.qdrant:QdrantBackend",
         package="qdrant_client",
-        build_package="qdrant_client",
         checked_files="*",  # the embedded mode's own files change
         build_options={
             "qdrant_url": Option("address of the Qdrant server (default: embedded in the index's folder)"),
@@ -120,19 +116,21 @@ KINDS: dict[str, Kind] = {
             is_chosen=lambda options: bool(options.qdrant_url) and not options.index_path,
             needed=("qdrant_collection", "retriever_name"),
             unused=("corpus_path", *WEB_OPTIONS),
+            takes_build=True,  # its address and name are options of the builder too
         ),
     ),
     "web": Kind(
         serve_options=WEB_OPTIONS,
         remote=Remote(
             "retriever.contrib.web:open_web_search",
-            is_chosen=lambda options: options.retriever_name in WEB_SEARCHES,
+            is_chosen=lambda options: options.retriever_name in WEB_NAMES,
             needed=("cache_path", "web_budget"),
             unused=("corpus_path", "index_path", "retriever_model"),
             workers=1,  # equal queries of two searches would be paid for twice
         ),
     ),
 }
+VECTOR_KINDS = ", ".join(name for name, kind in KINDS.items() if kind.backend and kind.has_vectors)
 LEXICAL = ("hashed", *(name for name, kind in KINDS.items() if not kind.has_vectors))  # count words
 
 
@@ -153,11 +151,10 @@ class BuildOptions:
 
     @property
     def index_kind(self) -> str:
-        """The kind that is built."""
         return self.retriever_name if _ranks_texts(self.retriever_name) else self.kind
 
     def __getitem__(self, name: str) -> Any:
-        """The value of one of the kind's own build options."""
+        """Return the value of one of the kind's own build options."""
         return self.settings.get(name, find_kind(self.kind).build_options[name].default)
 
     def check(self) -> None:
@@ -172,9 +169,8 @@ class BuildOptions:
         if self.devices and self.retriever_name in LEXICAL:
             raise RetrieverError(f"--devices: {self.retriever_name} has no network; leave it out")
         if _ranks_texts(self.retriever_name) and self != BuildOptions(self.retriever_name):
-            raise RetrieverError(
-                f"--retriever_name {self.retriever_name} has no vectors: leave out their options"
-            )
+            problem = f"--retriever_name {self.retriever_name} has no vectors"
+            raise RetrieverError(f"{problem}: leave out their options")
         foreign = {name: value for name, value in self.settings.items() if name not in kind.build_options}
         if self.factory != "Flat" and not kind.has_factory:
             foreign["factory"] = self.factory
@@ -200,11 +196,11 @@ class IndexOptions:
     def check(self, kind: str) -> None:
         """Raise RetrieverError if an option has no meaning for a kind of index."""
         entry = find_kind(kind)
-        if self.engine and self.engine not in KINDS["faiss"].engines:
+        if self.engine and self.engine not in ENGINES:
             raise RetrieverError(f"--engine {self.engine!r} is unknown; available are faiss and jax")
-        given = [name for name in ("engine", "faiss_gpu", "mmap") if getattr(self, name)]
-        given += ["retriever_model"] if self.retriever_model and not entry.has_vectors else []
-        for name in (*given, *self.settings):
+        names = [name for name in ("engine", "faiss_gpu", "mmap") if getattr(self, name)]
+        names += ["retriever_model"] if self.retriever_model and not entry.has_vectors else []
+        for name in (*names, *self.settings):
             if name not in (*entry.open_options, *entry.serve_options):
                 raise RetrieverError(f"--{name}: has no meaning for an index of kind {kind}; leave it out")
 
@@ -215,14 +211,13 @@ def find_kind(name: str) -> Kind:
         return KINDS[name]
     if ":" in name:
         return Kind(name)
-    kinds = [kind for kind, entry in KINDS.items() if entry.backend and entry.has_vectors]
-    raise RetrieverError(f"--kind {name!r} is unknown: choose {', '.join(kinds)} or package.module:Class")
+    raise RetrieverError(f"--kind {name!r} is unknown: choose {VECTOR_KINDS} or package.module:Class")
 
 
-def find_remote(options: Namespace) -> Kind | None:
-    """Return the kind that is searched without corpus and index folder, if the options choose one."""
-    chosen = (kind for kind in KINDS.values() if kind.remote and kind.remote.is_chosen(options))
-    return next(chosen, None)
+def find_remote(options: Namespace) -> Remote | None:
+    """Return the search service that the options choose, if they choose one."""
+    remotes = (kind.remote for kind in KINDS.values() if kind.remote)
+    return next((remote for remote in remotes if remote.is_chosen(options)), None)
 
 
 def load_object(address: str) -> Any:
@@ -231,15 +226,8 @@ def load_object(address: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise RetrieverError(
-            f"{address}: not an importable package.module:Class ({reason(error)})"
-        ) from error
-
-
-def require_package(name: str) -> None:
-    """Raise RetrieverError, with advice, if a backend's package is not installed."""
-    if name:
-        require(name, ADVICE.get(name, f"pip install {name}"))
+        problem = f"{address}: not an importable package.module:Class ({reason(error)})"
+        raise RetrieverError(problem) from error
 
 
 def _ranks_texts(name: str) -> bool:

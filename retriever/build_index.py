@@ -31,9 +31,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return status_of(
-        lambda: run(parse(argv)), "interrupted; give the same command again: what was encoded is kept"
-    )
+    interrupted = "interrupted; give the same command again: what was encoded is kept"
+    return status_of(lambda: run(parse(argv)), interrupted)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import itertools
 import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,25 +114,18 @@ class HashedEncoder:
             return cls(int(state["dimension"]), state["idf"], float(state["mean_length"]))
 
     def save(self, folder: Path) -> None:
-        np.savez_compressed(
-            folder / "encoder.npz", dimension=self.dimension, idf=self._idf, mean_length=self._mean_length
-        )
+        state: Any = {"dimension": self.dimension, "idf": self._idf, "mean_length": self._mean_length}
+        np.savez_compressed(folder / "encoder.npz", **state)
 
     def encode_passages(self, rows: Sequence[CorpusRow]) -> np.ndarray:
         return self._dense([self._weights(words(self._text(row))) for row in rows])
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
-        rows = []
-        for query in queries:
-            features = {self._feature(word) for word in words(query)}
-            rows.append({feature: float(np.sqrt(self._idf[feature])) for feature in features})
-        return self._dense(rows)
+        rows = [{self._feature(word) for word in words(query)} for query in queries]
+        return self._dense([{feature: float(np.sqrt(self._idf[feature])) for feature in row} for row in rows])
 
     def _weights(self, row_words: list[str]) -> dict[int, float]:
-        counts: dict[int, int] = {}
-        for word in row_words:
-            feature = self._feature(word)
-            counts[feature] = counts.get(feature, 0) + 1
+        counts = Counter(map(self._feature, row_words))
         norm = K1 * (1 - B + B * len(row_words) / self._mean_length)
         return {
             feature: float(np.sqrt(self._idf[feature]) * count * (K1 + 1) / (count + norm))
@@ -217,9 +211,8 @@ class DenseEncoder:
         pooling = self._recipe.pooling
         modes = [part.pooling_mode for part in self._model if isinstance(part, Pooling)]
         if pooling and modes != [pooling]:
-            raise RetrieverError(
-                f"--retriever_model {self.model}: pools by {modes}, and {name} needs {pooling}"
-            )
+            problem = f"pools by {modes}, and {name} needs {pooling}"
+            raise RetrieverError(f"--retriever_model {self.model}: {problem}")
         self.dimension = int(self._model.get_embedding_dimension())
         self._pool: Any = None  # of `spread`
         self._spare = [self._model]  # a tokenizer must not be used by two threads at once
@@ -239,35 +232,29 @@ class DenseEncoder:
         options: dict[str, Any] = {"prompt": prefix} if self._recipe.pooling else {}
         if self._pool is not None:
             options |= {"pool": self._pool, "chunk_size": CHUNK}
-        model = self._take()
         try:
-            vectors = getattr(model, encode)(
-                texts, batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False, **options
-            )
+            model = self._spare.pop()
+        except IndexError:  # all are in use: a copy shares the weights
+            weights = itertools.chain(self._model.parameters(), self._model.buffers())
+            model = copy.deepcopy(self._model, {id(array): array for array in weights})
+        options |= {"batch_size": BATCH, "normalize_embeddings": True, "show_progress_bar": False}
+        try:
+            vectors = getattr(model, encode)(texts, **options)
         finally:
             self._spare.append(model)
         return np.asarray(vectors, np.float32).reshape(len(texts), self.dimension)
-
-    def _take(self) -> Any:
-        """Return a model that no other thread uses; copies share the weights."""
-        try:
-            return self._spare.pop()
-        except IndexError:
-            weights = itertools.chain(self._model.parameters(), self._model.buffers())
-            return copy.deepcopy(self._model, {id(array): array for array in weights})
 
 
 @contextmanager
 def spread(encoder: Encoder, devices: Sequence[str]) -> Iterator[None]:
     """Encode within the block by a process on each device; without devices, by this process.
 
-    Raises RetrieverError: the encoder has no network, there is no such device, or a process has ended.
+    Raises RetrieverError: there is no such device, or a process has ended.
     """
     if not devices:
         yield
         return
-    if not isinstance(encoder, DenseEncoder):
-        raise RetrieverError(f"--devices {','.join(devices)}: {encoder.name} has no network; leave it out")
+    assert isinstance(encoder, DenseEncoder)  # as `BuildOptions.check` says
     import torch
 
     pool = None
@@ -313,33 +300,30 @@ def _hub_answers(model: str) -> bool:
         if not constants.HF_HUB_OFFLINE:
             httpx.head(constants.ENDPOINT, timeout=HUB_SECONDS)
             return True
-        why = "HF_HUB_OFFLINE is set"
+        cause = "HF_HUB_OFFLINE is set"
     except httpx.HTTPError as error:
-        why = f"{constants.ENDPOINT} does not answer: {reason(error)}"
+        cause = f"{constants.ENDPOINT} does not answer: {reason(error)}"
     if not isinstance(hub.try_to_load_from_cache(model, "config.json"), str):
-        raise RetrieverError(
-            f"--retriever_model {model}: not in {constants.HF_HUB_CACHE}, and {why}; name a folder"
-        )
+        problem = f"not in {constants.HF_HUB_CACHE}, and {cause}"
+        raise RetrieverError(f"--retriever_model {model}: {problem}; name a folder")
     return False
 
 
 def check_dimension(where: object, dimension: int, encoder: Encoder) -> None:
     """Raise RetrieverError if an index has vectors of another dimension than the encoder's."""
     if dimension != encoder.dimension:
-        raise RetrieverError(
-            f"{where}: holds vectors of dimension {dimension}, and {encoder.model or encoder.name} makes"
-            f" {encoder.dimension}; set --retriever_model to the model that built it"
-        )
+        problem = f"{where}: holds vectors of dimension {dimension}"
+        other = f"{encoder.model or encoder.name} makes {encoder.dimension}"
+        raise RetrieverError(f"{problem}, and {other}; set --retriever_model to the model that built it")
 
 
 def check_vector(where: str, vector: np.ndarray, row: CorpusRow, encoder: Encoder) -> None:
     """Raise RetrieverError if the vector of a passage is not what the encoder makes of it."""
     likeness = cosine(vector, encoder.encode_passages([row])[0])
     if likeness < PASSAGE_COSINE:
-        raise RetrieverError(
-            f"{where}: its vector is not what {encoder.model} makes of its text (cosine {likeness:.2f}); set"
-            " --retriever_name and --retriever_model to the encoder that built it"
-        )
+        problem = f"{where}: its vector is not what {encoder.model} makes of its text (cosine {likeness:.2f})"
+        advice = "set --retriever_name and --retriever_model to the encoder that built it"
+        raise RetrieverError(f"{problem}; {advice}")
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
@@ -370,9 +354,8 @@ def load_encoder(folder: Path, name: str, model: str) -> Encoder:
     check_dimension(folder, built.size, encoder)
     likeness = cosine(built, encoder.encode_queries([PROBE_TEXT])[0])
     if likeness < PROBE_COSINE:
-        raise RetrieverError(
-            f"{folder}: built with another model than {encoder.model} ({likeness:.2f}); set --retriever_model"
-        )
+        problem = f"{folder}: built with another model than {encoder.model} ({likeness:.2f})"
+        raise RetrieverError(f"{problem}; set --retriever_model")
     return encoder
 
 
@@ -388,11 +371,10 @@ class Reranker:
         import torch
 
         self.model, self.batch_size = model, batch_size
-        kwargs: dict[str, Any] = {"dtype": torch.float16} if torch.cuda.is_available() else {}
+        kwargs = {"dtype": torch.float16} if torch.cuda.is_available() else {}
         try:
-            self._encoder = library.CrossEncoder(
-                model, max_length=512, trust_remote_code=False, model_kwargs=kwargs
-            )
+            options: dict[str, Any] = {"max_length": 512, "trust_remote_code": False, "model_kwargs": kwargs}
+            self._encoder = library.CrossEncoder(model, **options)
         except (OSError, ValueError) as error:
             raise RetrieverError(f"--reranker_model {model}: cannot be loaded ({reason(error)})") from error
         self._lock = threading.Lock()

@@ -21,8 +21,8 @@ class Unavailable(RetrieverError):
     """Another service does not answer now; the same call may succeed later."""
 
 
-class SearchFailed(Exception):
-    """One query was not answered; `status` is the HTTP status of the reply."""
+class RequestFailed(Exception):
+    """A request or a query that is not answered; `status` is the HTTP status of the reply."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)

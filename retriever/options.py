@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from retriever.backends import KINDS, WEB_SEARCHES, BuildOptions, IndexOptions, Option, find_remote
+from retriever.backends import KINDS, VECTOR_KINDS, WEB_NAMES, BuildOptions, IndexOptions, Option, find_remote
 from retriever.errors import RetrieverError
 
 INSTALL = "pip install 'calibadv-jax[retriever]'"  # what both commands need
@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", type=Path, help="YAML file of options; options of the command line win")
-    add_source(parser, f"{BUILT}, or {', '.join(WEB_SEARCHES)}", name="", is_required=False)
+    add_source(parser, f"{BUILT}, or {', '.join(WEB_NAMES)}", name="", is_required=False)
     add("--build_if_missing", action="store_true", help="build the index by the options of the builder")
     add_build(parser)
     for name, (default, meaning) in COUNTS.items():
@@ -84,8 +84,7 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     """Add the options of the builder; those not given are None."""
     group = parser.add_argument_group("building an index")
     add = group.add_argument
-    kinds = ", ".join(name for name, kind in KINDS.items() if kind.backend and kind.has_vectors)
-    add("--kind", help=f"kind of the index: {kinds} or package.module:Class (default: faiss)")
+    add("--kind", help=f"kind of the index: {VECTOR_KINDS} or package.module:Class (default: faiss)")
     add("--factory", help="FAISS factory string (default: Flat)")
     add("--search", help="search parameters kept in the index: nprobe=32 (FAISS), hnsw_ef=128 (Qdrant)")
     add("--embeddings", type=Path, help="folder to keep the vectors in, for further indexes")
@@ -106,21 +105,21 @@ def _add_option(add: Any, name: str, option: Option, default: Any) -> None:
 
 def build_options(arguments: argparse.Namespace) -> BuildOptions:
     """Return the options of the builder, with defaults for those that were not given."""
-    given = _given_build(arguments)
-    settings = {name: given.pop(name) for name in BUILD_OPTIONS if name in given}
+    values = _build_values(arguments)
+    settings = {name: values.pop(name) for name in BUILD_OPTIONS if name in values}
     name = arguments.retriever_name or BuildOptions.retriever_name
-    return BuildOptions(name, arguments.retriever_model, settings=settings, **given)
+    return BuildOptions(name, arguments.retriever_model, settings=settings, **values)
 
 
 def index_options(arguments: argparse.Namespace) -> IndexOptions:
     """Return the options of opening an index; of a kind's own options only those that were given."""
     values = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(IndexOptions)}
     settings = {name: getattr(arguments, name) for name in SERVE_OPTIONS}
-    given = {name: value for name, value in settings.items() if value != SERVE_OPTIONS[name].default}
-    return IndexOptions(**values | {"settings": given})
+    changed = {name: value for name, value in settings.items() if value != SERVE_OPTIONS[name].default}
+    return IndexOptions(**values | {"settings": changed})
 
 
-def _given_build(arguments: argparse.Namespace) -> dict[str, Any]:
+def _build_values(arguments: argparse.Namespace) -> dict[str, Any]:
     names = (*BUILD, *BUILD_OPTIONS)
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
@@ -131,29 +130,28 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     Raises RetrieverError: unknown key, bad value, an option that is missing or has no meaning.
     """
     parser = make_parser()
-    given = parser.parse_args(argv)
-    if given.config is not None:
-        parser.set_defaults(**_read_options(given.config, parser))
-        given = parser.parse_args(argv)
-    kind = find_remote(given)
-    remote = kind.remote if kind else None
+    options = parser.parse_args(argv)
+    if options.config is not None:
+        parser.set_defaults(**_read_options(options.config, parser))
+        options = parser.parse_args(argv)
+    remote = find_remote(options)
     for name in remote.needed if remote else ("corpus_path", "index_path"):
-        if not getattr(given, name):
+        if not getattr(options, name):
             raise RetrieverError(f"--{name} is missing; give it, or set {name} in the file of --config")
     for name in remote.unused if remote else REMOTE_OPTIONS:
-        if getattr(given, name):
-            what = f"--retriever_name {given.retriever_name}" if given.retriever_name else "an index"
-            raise RetrieverError(f"--{name}: has no meaning for {what}; leave it out")
-    is_collection = kind is not None and kind.backend
-    if not given.build_if_missing and not is_collection and (extra := next(iter(_given_build(given)), None)):
+        if getattr(options, name):
+            purpose = f"--retriever_name {options.retriever_name}" if options.retriever_name else "an index"
+            raise RetrieverError(f"--{name}: has no meaning for {purpose}; leave it out")
+    may_build = options.build_if_missing or (remote and remote.takes_build)
+    if not may_build and (extra := next(iter(_build_values(options)), None)):
         raise RetrieverError(f"--{extra}: only a build takes it; add --build_if_missing, or leave it out")
     least = {name: 1 for name in COUNTS} | {"web_budget": 0, "threads": 0}
     for name, smallest in least.items():
-        if getattr(given, name) < smallest:
-            raise RetrieverError(f"--{name} is {getattr(given, name)}, but must be at least {smallest}")
-    if not given.request_seconds > 0:
-        raise RetrieverError(f"--request_seconds is {given.request_seconds}, but must be above 0")
-    return given
+        if getattr(options, name) < smallest:
+            raise RetrieverError(f"--{name} is {getattr(options, name)}, but must be at least {smallest}")
+    if not options.request_seconds > 0:
+        raise RetrieverError(f"--request_seconds is {options.request_seconds}, but must be above 0")
+    return options
 
 
 def read_token(arguments: argparse.Namespace) -> str:

@@ -20,11 +20,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("inputs", nargs="+", metavar="INPUT", help="corpus files, or patterns of files in quotes")
     add("--output", type=Path, required=True, help=".jsonl file to write")
     add("--number_ids", action="store_true", help="give passages their number instead of their id")
-    add(
-        "--drop_duplicates",
-        action="store_true",
-        help="of passages with the same contents keep only the first",
-    )
+    duplicates = "of passages with the same contents keep only the first"
+    add("--drop_duplicates", action="store_true", help=duplicates)
     return parser.parse_args(argv)
 
 
@@ -34,16 +31,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     options = (arguments.number_ids, arguments.drop_duplicates)
     counts = prepare_corpus(arguments.inputs, arguments.output, *options)
-    dropped = "".join(f", {count} dropped ({why})" for why, count in sorted(counts.dropped.items()))
-    sys.stdout.write(
-        f"{counts.read} passages read{dropped}, {counts.written} written to {arguments.output}\n"
-    )
+    dropped = "".join(f", {count} dropped ({reason})" for reason, count in sorted(counts.dropped.items()))
+    output = f"{counts.written} written to {arguments.output}"
+    sys.stdout.write(f"{counts.read} passages read{dropped}, {output}\n")
 
 
 def main(argv: list[str] | None = None) -> int:
-    return status_of(
-        lambda: run(parse(argv)), "interrupted; nothing was written: give the same command again"
-    )
+    interrupted = "interrupted; nothing was written: give the same command again"
+    return status_of(lambda: run(parse(argv)), interrupted)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pytest
 from http_rig import Handler, serving
 from huggingface_hub import constants
 
@@ -73,18 +74,9 @@ class _Handler(Handler):
                 200, {"id": name.removeprefix("datasets/"), "sha": commit, "siblings": siblings}
             )
         if what == "tree":
-            return self.reply(
-                200,
-                [
-                    {
-                        "type": "file",
-                        "path": path,
-                        "size": len(data),
-                        "oid": hashlib.sha1(data).hexdigest(),
-                    }
-                    for path, data in files.items()
-                ],
-            )
+            sizes = [(path, len(data), hashlib.sha1(data).hexdigest()) for path, data in files.items()]
+            tree = [{"type": "file", "path": path, "size": size, "oid": oid} for path, size, oid in sizes]
+            return self.reply(200, tree)
         if file not in files:
             return self.reply(404, {}, {"X-Error-Code": "EntryNotFound"})
         if self.command == "GET":
@@ -99,6 +91,13 @@ def serve_hub() -> Iterator[Hub]:
     handler = type("Handler", (_Handler,), {"hub": hub})
     with serving(handler) as hub.url:
         yield hub
+
+
+@pytest.fixture(name="hub")
+def running_hub(tmp_path, monkeypatch):
+    with serve_hub() as running:
+        use_hub(monkeypatch, running, tmp_path / "cache")
+        yield running
 
 
 def use_hub(monkeypatch, hub: Hub, cache: Path) -> None:

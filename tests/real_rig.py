@@ -17,17 +17,8 @@ TOOLS = Path(sys.prefix) / "real_tools"  # not in the environment: only the conv
 def gguf_path() -> str:
     """PYTHONPATH with which gguf can be imported; skips the test where it cannot be had."""
     if importlib.util.find_spec("gguf") is None and not (TOOLS / "gguf").is_dir():
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--target",
-            str(TOOLS),
-            "gguf",
-        ]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command = [*pip, "--target", str(TOOLS), "gguf"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"gguf cannot be installed: {' '.join(done.stderr.split())[-200:]}")

@@ -26,31 +26,30 @@ BY_ID = {document.id: document for document in PASSAGES}
 
 def find(query: str, topk: int) -> list[Document]:
     """Those with most words of the query first; a word of the title counts twice. Ties as in the corpus."""
-    asked = set(question_key(query).split())
+    query_words = set(question_key(query).split())
 
     def score(document: Document) -> int:
         words = [set(question_key(text).split()) for text in (document.title, document.text)]
-        return 2 * len(asked & words[0]) + len(asked & words[1])
+        return 2 * len(query_words & words[0]) + len(query_words & words[1])
 
     return sorted(PASSAGES, key=score, reverse=True)[:topk]
 
 
 def row(name, text, answers, supporting, source="test"):
-    return {
-        "id": name,
-        "question": text,
-        "golden_answers": answers,
-        "data_source": source,
-        "supporting_ids": supporting,
-    }
+    question = {"id": name, "question": text, "golden_answers": answers}
+    return question | {"data_source": source, "supporting_ids": supporting}
 
 
 def write_rows(path: Path, rows) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def as_row(document: Document) -> dict[str, str]:
+    return {"id": document.id, "contents": f'"{document.title}"\n{document.text}'}
+
+
 def write_corpus(path: Path) -> None:
-    write_rows(path, ({"id": d.id, "contents": f'"{d.title}"\n{d.text}'} for d in PASSAGES))
+    write_rows(path, map(as_row, PASSAGES))
 
 
 def shelf_service():
@@ -58,15 +57,12 @@ def shelf_service():
 
     class Service(Handler):
         def do_POST(self):
-            asked = json.loads(self.body())
-            if any(len(query) > 200 for query in asked["queries"]):
+            request = json.loads(self.body())
+            if any(len(query) > 200 for query in request["queries"]):
                 return self.reply(422, {"detail": "too long"})
+            documents = [find(query, request["topk"]) for query in request["queries"]]
             hits = [
-                [
-                    {"document": {"id": d.id, "contents": f'"{d.title}"\n{d.text}'}, "score": 1.0}
-                    for d in find(query, asked["topk"])
-                ]
-                for query in asked["queries"]
+                [{"document": as_row(document), "score": 1.0} for document in ranked] for ranked in documents
             ]
             self.reply(200, {"result": hits})
 

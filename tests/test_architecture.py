@@ -19,6 +19,7 @@ import pytest
 from calibadv_jax.cli import COMMANDS, CORE, TOOLS
 from calibadv_jax.cli import module_of as module_of_command
 from calibadv_jax.config import known_keys, load_config
+from retriever.options import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 # The packages of calibadv_jax, floor by floor from the ground: each imports itself and lower floors only.
@@ -44,13 +45,8 @@ CHOSEN = {
     f"calibadv_jax.{name}"
     for name in (
         *("commands.evaluate", "metrics.backends", "run.critic"),
-        *(
-            "policy.kernels.blockwise",
-            "policy.kernels.flash",
-            "snapshots.peft",
-            "snapshots.publish",
-            "snapshots.mirror",
-        ),
+        *("policy.kernels.blockwise", "policy.kernels.flash"),
+        *("snapshots.peft", "snapshots.publish", "snapshots.mirror"),
         *("sampler.jax_sampler", "sampler.vllm_sampler", "sampler.vllm_worker"),
     )
 }
@@ -101,23 +97,31 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-@pytest.mark.parametrize("room", sorted(set().union(*FLOORS)))
-def test_a_package_imports_lower_floors_only(room):
-    floor = next(number for number, rooms in enumerate(FLOORS) if room in rooms)
-    loose = {path.stem for path in (ROOT / "calibadv_jax").glob("*.py")} - {"__init__"}
-    above = set().union(*FLOORS[floor:], loose) - {room}
-    violations = {
+def forbidden_imports(folder: str, packages: set[str]) -> set[str]:
+    """Return the imports of these packages by files of the folder."""
+    return {
         f"{path.relative_to(ROOT)} imports {name}"
-        for path in sources(f"calibadv_jax/{room}")
+        for path in sources(folder)
         for name in imports(path)
-        if any(within(name, f"calibadv_jax.{other}") for other in above)
+        if any(within(name, package) for package in packages)
     }
-    assert not violations
 
 
-def test_every_folder_has_a_floor():
+def test_packages_import_lower_floors_only():
     folders = {path.name for path in (ROOT / "calibadv_jax").iterdir() if (path / "__init__.py").is_file()}
     assert folders == set().union(*FLOORS)
+    loose = {path.stem for path in (ROOT / "calibadv_jax").glob("*.py")} - {"__init__"}
+    for number, floor in enumerate(FLOORS):
+        for package in floor:
+            above = set().union(*FLOORS[number:], loose) - {package}
+            others = {f"calibadv_jax.{name}" for name in above}
+            assert not forbidden_imports(f"calibadv_jax/{package}", others)
+
+
+def test_trainer_and_retriever_do_not_import_each_other():
+    assert not forbidden_imports("retriever", {"calibadv_jax"}) | forbidden_imports(
+        "calibadv_jax", {"retriever"}
+    )
 
 
 @pytest.mark.parametrize("command", CORE)
@@ -135,14 +139,16 @@ def test_core_command_loads_no_optional_module(command):
 
 
 @pytest.mark.parametrize("package", ["calibadv_jax", "retriever", "benchmarks", "experiments", "scripts"])
-def test_folder_size(package):
+def test_folder_size_and_names(package):
+    """A file that is run by its path finds its neighbours before Python's own modules."""
     folders = [ROOT / package, *(path for path in (ROOT / package).rglob("*") if path.is_dir())]
     counts = {path: sum(file.name != "__init__.py" for file in path.glob("*.py")) for path in folders}
     assert not {f"{path.relative_to(ROOT)}: {count}" for path, count in counts.items() if count > 15}
+    assert not {path.stem for path in (ROOT / package).iterdir()} & sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("package", ["calibadv_jax", "retriever"])
-def test_no_import_goes_round_in_a_circle(package):
+def test_imports_form_no_circle(package):
     modules = {module_of(path): path for path in sources(package)}
     graph = {name: set(imports(path)) & set(modules) - {name} for name, path in modules.items()}
     for name, path in modules.items():
@@ -173,19 +179,13 @@ def test_functions_import_optional_and_chosen_parts_only(package):
 @pytest.mark.parametrize(
     "package", ["calibadv_jax", "retriever", "scripts", "benchmarks", "experiments", "tests"]
 )
-def test_file_length(package):
+def test_length_of_files_and_functions(package):
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(package)}
-    assert not {f"{path.relative_to(ROOT)}: {length}" for path, length in lengths.items() if length > 700}
-
-
-@pytest.mark.parametrize(
-    "package", ["calibadv_jax", "retriever", "scripts", "benchmarks", "experiments", "tests"]
-)
-def test_function_length(package):
-    long = {
+    long = {f"{path.relative_to(ROOT)}: {length}" for path, length in lengths.items() if length > 700}
+    long |= {
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1}"
         for path in sources(package)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 80
     }
     assert not long
@@ -234,17 +234,6 @@ def test_docstrings_name_existing_modules():
     assert not missing
 
 
-@pytest.mark.parametrize(("package", "other"), [("retriever", "calibadv_jax"), ("calibadv_jax", "retriever")])
-def test_trainer_and_retriever_do_not_import_each_other(package, other):
-    violations = {
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in sources(package)
-        for name in imports(path)
-        if within(name, other)
-    }
-    assert not violations
-
-
 @pytest.mark.parametrize("package", ["calibadv_jax", "retriever"])
 def test_nothing_is_printed(package):
     prints = [
@@ -256,42 +245,18 @@ def test_nothing_is_printed(package):
     assert not prints
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_shipped_config_parses(path):
-    load_config(path)
-
-
-def test_the_retrievers_config_parses():
-    from retriever.options import parse
-
+def test_shipped_configs_parse():
+    names = {path.stem for path in CONFIGS}
+    assert {"quickstart", "quickstart_grpo", "quickstart_vllm", "search_r1", "wiki_sample"} <= names
+    for path in CONFIGS:
+        load_config(path)
     assert parse(["--config", str(ROOT / "configs/retriever.yaml")]).retriever_name == "e5"
 
 
-def test_configs_are_shipped():
-    assert {
-        "quickstart.yaml",
-        "quickstart_grpo.yaml",
-        "quickstart_vllm.yaml",
-        "search_r1.yaml",
-        "wiki_sample.yaml",
-    } <= {path.name for path in CONFIGS}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_a_module_that_runs(command):
-    assert callable(importlib.import_module(module_of_command(command)).run)
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_every_tool_has_a_module_with_its_arguments(tool):
-    module = importlib.import_module(module_of_command(tool))
-    assert callable(module.add_arguments) and callable(module.run)
-
-
-@pytest.mark.parametrize("package", ["calibadv_jax", "retriever", "scripts", "benchmarks", "experiments"])
-def test_no_file_hides_a_module_of_python(package):
-    """A file that is run by its path finds its neighbours before Python's own modules."""
-    assert not {path.stem for path in (ROOT / package).iterdir()} & sys.stdlib_module_names
+def test_commands_have_modules_that_run():
+    for command in (*COMMANDS, *TOOLS):
+        module = importlib.import_module(module_of_command(command))
+        assert callable(module.run) and (command in COMMANDS or callable(module.add_arguments))
 
 
 @pytest.mark.medium
@@ -303,17 +268,16 @@ def test_python_m_runs_a_command():
     assert answer.stderr.count("\n") == 1
 
 
-def test_every_module_that_is_run_by_its_name_runs():
+def test_modules_run_by_name_have_a_main():
     """A module without its ``if __name__ == "__main__"`` would end at once, with status 0."""
+    folders = [ROOT / name for name in ("docs", "scripts", "benchmarks", "experiments", "configs", "tests")]
     tracked = [
-        ROOT / "README.md",
-        *(
-            path
-            for folder in ("docs", "scripts", "benchmarks", "experiments", "configs", "tests")
-            for path in (ROOT / folder).rglob("*")
-            if path.suffix in (".md", ".sh", ".py", ".yaml")
-        ),
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in (".md", ".sh", ".py", ".yaml")
     ]
+    tracked.append(ROOT / "README.md")
     pattern = re.compile(r"-m[\s\",]+((?:calibadv_jax|retriever|benchmarks|experiments|scripts)(?:\.\w+)*)")
     named = {name for path in tracked for name in pattern.findall(path.read_text(encoding="utf-8"))}
     assert {"calibadv_jax", "calibadv_jax.train", "retriever.serve", "benchmarks.kill"} <= named
@@ -330,7 +294,7 @@ def test_scripts_are_executable_and_parse(script):
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
 
 
-def test_programs_that_nobody_uses_any_more_are_forgotten(tmp_path):
+def test_unused_programs_are_forgotten(tmp_path):
     for name, days in (("used", 13), ("unused", 16)):
         (tmp_path / name).write_text("")
         # Compiled long ago; the time of the last reading counts.

@@ -13,8 +13,6 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from packages import need
@@ -23,6 +21,7 @@ pytest.importorskip("faiss")
 pytest.importorskip("fastapi")
 
 from rerank_rig import tiny_cross_encoder
+from rows_rig import write_rows
 from safetensors.numpy import save_file
 
 from calibadv_jax import cli
@@ -119,34 +118,19 @@ def read(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-
-
 def write_search_r1(path, rows):
     """The layout of Search-R1's and the CalibAdv authors' preprocessing."""
-    pq.write_table(
-        pa.Table.from_pylist(
-            [
-                {
-                    "data_source": row["data_source"],
-                    "prompt": [{"role": "user", "content": f"Answer the question: {row['question']}"}],
-                    "ability": "fact-reasoning",
-                    "reward_model": {"style": "rule", "ground_truth": {"target": row["golden_answers"]}},
-                    "extra_info": {"split": "train", "index": number},
-                    "question": row["question"],
-                    "golden_answers": row["golden_answers"],
-                }
-                for number, row in enumerate(rows)
-            ]
-        ),
-        path,
-    )
-
-
-def write_flashrag(path, rows):
-    names = ("id", "question", "golden_answers")
-    write(path, [{name: row[name] for name in names} for row in rows])
+    columns = [
+        {name: row[name] for name in ("data_source", "question", "golden_answers")}
+        | {
+            "prompt": [{"role": "user", "content": f"Answer the question: {row['question']}"}],
+            "ability": "fact-reasoning",
+            "reward_model": {"style": "rule", "ground_truth": {"target": row["golden_answers"]}},
+            "extra_info": {"split": "train", "index": number},
+        }
+        for number, row in enumerate(rows)
+    ]
+    write_rows(path, *columns)
 
 
 def pick(data):
@@ -160,11 +144,8 @@ def pick(data):
         corpus = [json.loads(line) for line in file]
     ids = {name for row in train + test for name in row["supporting_ids"]}
     passages = [row for row in corpus if row["id"] in ids] + corpus[:2000]
-    return (
-        list({row["id"]: row for row in train}.values()),
-        test,
-        {row["id"]: row for row in passages}.values(),
-    )
+    train, passages = ({row["id"]: row for row in rows}.values() for rows in (train, passages))
+    return list(train), test, passages
 
 
 def reranked(url):
@@ -180,12 +161,14 @@ def run(command, *arguments):
 
 
 @pytest.mark.slow
-def test_the_papers_config_trains_and_evaluates_on_real_data_with_a_reranker(shared, tmp_path):
+def test_papers_config_trains_and_evaluates_with_a_reranker(shared, tmp_path):
     train, test, passages = pick(shared / "data/wiki_sample")
     write_search_r1(tmp_path / "train.parquet", train)
     for source in SOURCES:
-        write_flashrag(tmp_path / f"{source}.jsonl", [row for row in test if row["data_source"] == source])
-    write(tmp_path / "corpus.jsonl", passages)
+        own = [row for row in test if row["data_source"] == source]
+        names = ("id", "question", "golden_answers")  # as FlashRAG's files
+        write_rows(tmp_path / f"{source}.jsonl", *({name: row[name] for name in names} for row in own))
+    write_rows(tmp_path / "corpus.jsonl", *passages)
     texts = [row["contents"] for row in passages]
     write_policy(tmp_path / "policy", [*texts, " yes no" * 50])
     cross = tiny_cross_encoder(tmp_path / "cross", " ".join(texts[:200]).split())
@@ -198,13 +181,8 @@ def test_the_papers_config_trains_and_evaluates_on_real_data_with_a_reranker(sha
         },
     }
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(overlay))
-    service = RetrieverConfig(
-        corpus=str(tmp_path / "corpus.jsonl"),
-        index=str(tmp_path / "index"),
-        reranker=str(cross),
-        retrieval_topk=20,
-        rerank_topk=3,
-    )
+    places = {"corpus": str(tmp_path / "corpus.jsonl"), "index": str(tmp_path / "index")}
+    service = RetrieverConfig(**places, reranker=str(cross), retrieval_topk=20, rerank_topk=3)
     with RetrieverProcess(service, tmp_path / "retriever.log") as process:
         configs = ["--config", str(PAPER), "--config", str(tmp_path / "small.yaml")]
         configs.append(f"retriever.url={process.url}")

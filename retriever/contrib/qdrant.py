@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from retriever.backends import LEXICAL, BuildOptions, IndexOptions, require_package
+from retriever.backends import ADVICE, LEXICAL, BuildOptions, IndexOptions
 from retriever.encoders import check_dimension, check_vector, make_encoder
-from retriever.errors import RetrieverError, Unavailable, reason
+from retriever.errors import RetrieverError, Unavailable, reason, require
 from retriever.files import replacing
-from retriever.indexes.backend import Backend, Build, Embeddings, progress_bar
+from retriever.indexes.backend import Backend, Build, progress_bar
 from retriever.indexes.faiss import search_in_corpus_order
 from retriever.interfaces import CorpusRow, Hits, Vectors
 
@@ -32,7 +32,6 @@ BOOLEAN = {"true": True, "false": False}.__getitem__
 PARAMETERS: dict[str, Any] = {"hnsw_ef": int, "exact": BOOLEAN, "indexed_only": BOOLEAN}
 QUANTIZATION: dict[str, Any] = {"ignore": BOOLEAN, "rescore": BOOLEAN, "oversampling": float}
 BATCH = 256  # points of one request
-AHEAD = 16  # requests of a round, for each connection
 
 
 class QdrantBackend(Backend):
@@ -48,13 +47,13 @@ class QdrantBackend(Backend):
             return
         client, errors = connect(Path(), url)
         try:
-            is_taken = client.collection_exists(collection)
+            exists = client.collection_exists(collection)
         except errors as error:
             problem = f"no answer ({reason(error)}); start the server"
             raise RetrieverError(f"--qdrant_url {url}: {problem}") from error
         finally:
             client.close()
-        if is_taken and not _state_file(shards, options).is_file():
+        if exists and not _state_file(shards, options).is_file():
             problem = f"exists in {url}; choose another, or serve it"
             raise RetrieverError(f"--qdrant_collection {collection}: {problem}")
 
@@ -67,7 +66,13 @@ class QdrantBackend(Backend):
         state = _state_file(embeddings.folder, options)
         workers = options["qdrant_parallel"] if "://" in url else 1  # no threads in the embedded mode
         try:
-            done = _begin(client, embeddings, options, state)
+            done: list[int] = []  # shards that an earlier upload has finished
+            if state.is_file() and client.collection_exists(collection):
+                done = json.loads(state.read_text(encoding="utf-8"))
+            else:
+                settings = collection_settings(embeddings.encoder.dimension, options)
+                client.create_collection(collection, **settings)
+                _save_state(state, done)
             uploaded = min(len(done) * embeddings.shard_rows, embeddings.documents)
             with (
                 progress_bar(embeddings.documents, "upload", build.progress, uploaded) as bar,
@@ -75,7 +80,7 @@ class QdrantBackend(Backend):
             ):
                 for number, shard in enumerate(embeddings.shards()):
                     if number not in done:
-                        for uploaded in _upload(client, build, pool, AHEAD * workers, shard, number):
+                        for uploaded in _upload(client, build, pool, shard, number):
                             bar.update(uploaded)
                         done.append(number)
                         _save_state(state, done)
@@ -103,28 +108,14 @@ def collection_settings(dimension: int, options: BuildOptions) -> dict[str, Any]
         "binary": models.BinaryQuantization(binary=models.BinaryQuantizationConfig(always_ram=True)),
     }[options["qdrant_quantization"]]
     on_disk, distance = options["qdrant_on_disk"], models.Distance.DOT
-    return {
-        "vectors_config": models.VectorParams(size=dimension, distance=distance, on_disk=on_disk),
-        "on_disk_payload": True,
-        "shard_number": options["qdrant_shards"],
-        "replication_factor": options["qdrant_replicas"],
-        "quantization_config": quantization,
-    }
-
-
-def _begin(client: Any, embeddings: Embeddings, options: BuildOptions, state: Path) -> list[int]:
-    """Return the shards that an earlier upload has finished; make the collection if there is none."""
-    collection = options["qdrant_collection"]
-    if state.is_file() and client.collection_exists(collection):
-        done: list[int] = json.loads(state.read_text(encoding="utf-8"))
-        return done
-    client.create_collection(collection, **collection_settings(embeddings.encoder.dimension, options))
-    _save_state(state, [])
-    return []
+    vectors = models.VectorParams(size=dimension, distance=distance, on_disk=on_disk)
+    copies = {"shard_number": options["qdrant_shards"], "replication_factor": options["qdrant_replicas"]}
+    storage = {"on_disk_payload": True, "quantization_config": quantization}
+    return {"vectors_config": vectors, **copies, **storage}
 
 
 def _upload(
-    client: Any, build: Build, pool: ThreadPoolExecutor, ahead: int, shard: np.ndarray, number: int
+    client: Any, build: Build, pool: ThreadPoolExecutor, shard: np.ndarray, number: int
 ) -> Iterator[int]:
     """Upload a shard and yield the number of points of each request."""
     from qdrant_client import models
@@ -138,9 +129,7 @@ def _upload(
         client.upsert(build.options["qdrant_collection"], points, wait=True)
         return len(vectors)
 
-    requests = range(0, len(shard), BATCH)
-    for first in range(0, len(requests), ahead):
-        yield from pool.map(send, requests[first : first + ahead])
+    return pool.map(send, range(0, len(shard), BATCH))  # an error cancels those that have not begun
 
 
 def _state_file(shards: Path, options: BuildOptions) -> Path:
@@ -162,13 +151,13 @@ class QdrantVectors:
 
     def __init__(self, folder: Path, url: str, collection: str, search: str = ""):
         self._params, self._collection = search_params(search), collection
-        self._client, self._errors = connect(folder, url)
+        self.client, self._errors = connect(folder, url)
         self.name = f"Qdrant at {url or folder}, collection {collection!r}"
         # The embedded mode is not made for threads.
         self._lock: AbstractContextManager[Any] = nullcontext() if "://" in url else threading.Lock()
         try:
-            vectors = self._client.get_collection(collection).config.params.vectors
-            self.documents = self._client.count(collection, exact=True).count
+            vectors = self.client.get_collection(collection).config.params.vectors
+            self.documents = self.client.count(collection, exact=True).count
         except self._errors as error:
             raise RetrieverError(f"{self.name}: cannot be opened ({reason(error)})") from error
         if isinstance(vectors, dict):
@@ -185,35 +174,29 @@ class QdrantVectors:
         requests = [models.QueryRequest(query=vector.tolist(), **options) for vector in vectors]
         try:
             with self._lock:
-                answers = self._client.query_batch_points(self._collection, requests)
+                answers = self.client.query_batch_points(self._collection, requests)
         except self._errors as error:
             raise Unavailable(f"{self.name}: no answer ({reason(error)}); is the server up?") from error
         return [answer.points for answer in answers]
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """As `interfaces.Vectors`; raises Unavailable without an answer."""
-        return search_in_corpus_order(lambda count: self._fetch(vectors, count), k, self.documents)
+        return search_in_corpus_order(lambda count: self._search(vectors, count), k, self.documents)
 
-    def _fetch(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def _search(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         scores = np.full((len(vectors), k), -np.inf, np.float32)
         ids = np.full((len(vectors), k), -1, np.int64)
         for i, points in enumerate(self.query(vectors, k)):
-            for j, point in enumerate(points):
-                scores[i, j], ids[i, j] = point.score, point.id
+            scores[i, : len(points)] = [point.score for point in points]
+            ids[i, : len(points)] = [point.id for point in points]
         return scores, ids
-
-    def first(self) -> Any:
-        """Return a point with its vector and payload; raises RetrieverError for an empty collection."""
-        points, _ = self._client.scroll(self._collection, limit=1, with_vectors=True, with_payload=True)
-        if not points:
-            raise RetrieverError(f"{self.name}: is empty; upload into it first")
-        return points[0]
 
 
 def open_collection(options: argparse.Namespace) -> Collection:
     """Return the searcher of an existing collection, by the service's options."""
-    names = ("qdrant_url", "qdrant_collection", "retriever_name", "retriever_model")
-    return Collection(*(getattr(options, name) for name in (*names, "qdrant_text", "qdrant_search")))
+    encoder = (options.retriever_name, options.retriever_model)
+    collection = (options.qdrant_url, options.qdrant_collection)
+    return Collection(*collection, *encoder, options.qdrant_text, options.qdrant_search)
 
 
 class Collection:
@@ -228,14 +211,16 @@ class Collection:
     ):
         if name in LEXICAL:
             raise RetrieverError(f"--retriever_name {name}: needs --index_path; or name e5, bge or dense")
-        require_package("qdrant_client")
-        self._text, self._vectors = text, QdrantVectors(Path(), url, collection, search)
-        self._encoder = make_encoder(name, model, ())
-        check_dimension(self._vectors.name, self._vectors.dimension, self._encoder)
-        point = self._vectors.first()
-        name, vector = f"{self._vectors.name}, point {point.id}", np.asarray(point.vector, np.float32)
-        check_vector(name, vector, self._row(point), self._encoder)
-        vectors, encoder = self._vectors, self._encoder
+        require("qdrant_client", ADVICE["qdrant_client"])
+        vectors = self._vectors = QdrantVectors(Path(), url, collection, search)
+        encoder = self._encoder = make_encoder(name, model, ())
+        self._text = text
+        check_dimension(vectors.name, vectors.dimension, encoder)
+        points, _ = vectors.client.scroll(collection, limit=1, with_vectors=True, with_payload=True)
+        if not points:
+            raise RetrieverError(f"{vectors.name}: is empty; upload into it first")
+        place, vector = f"{vectors.name}, point {points[0].id}", np.asarray(points[0].vector, np.float32)
+        check_vector(place, vector, self._row(points[0]), encoder)
         self.manifest = {"kind": "qdrant", "documents": vectors.documents, "encoder": encoder.name}
         self.manifest |= {"model": encoder.model, "dimension": vectors.dimension, "url": url}
         self.manifest |= {"collection": collection} | ({"search": search} if search else {})

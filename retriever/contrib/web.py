@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from retriever.errors import RetrieverError, SearchFailed
+from retriever.errors import RequestFailed, RetrieverError
 from retriever.files import replacing
 from retriever.interfaces import Hits
 
@@ -80,17 +81,16 @@ class Budget:
             except (ValueError, KeyError, TypeError) as error:
                 raise RetrieverError(f"{path}: not a count of requests; delete it to count again") from error
 
-    def spend(self) -> None:
-        """Use up one request, first on disk; raises SearchFailed (402) when none is left."""
+    def spend(self) -> bool:
+        """Use up one request, first on disk; return whether one was left."""
         with self._lock:
             if self.spent >= self.limit:
-                spent = f"the web search budget of {self.limit} requests is used up"
-                advice = f"raise --web_budget, or delete {self.path} to count again"
-                raise SearchFailed(402, f"{spent}; {advice}")
+                return False
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path) as partial:
                 partial.write_text(json.dumps({"requests": self.spent + 1}), encoding="utf-8")
             self.spent += 1
+            return True
 
 
 def open_web_search(options: argparse.Namespace) -> WebSearch:
@@ -104,7 +104,10 @@ class WebSearch:
 
     def __init__(self, provider: str, budget: Budget, endpoint: str = ""):
         self.name, self._provider, self.budget = provider, PROVIDERS[provider], budget
-        self._secrets = {name: _secret(variable) for name, variable in self._provider.secrets.items()}
+        for variable in self._provider.secrets.values():
+            if not os.environ.get(variable):
+                raise RetrieverError(f"{variable} is not set; web search needs it in the environment")
+        self._secrets = {name: os.environ[variable] for name, variable in self._provider.secrets.items()}
         self._endpoint = endpoint or self._provider.endpoint
         self._http = httpx.Client(timeout=TIMEOUT)
         self._pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="web-search")
@@ -114,24 +117,20 @@ class WebSearch:
     def search(self, queries: Sequence[str], k: int) -> list[Hits | Exception]:
         """Return each query's results, at most PAGE_SIZE, with scores 1 / rank, or its error."""
         distinct = list(dict.fromkeys(queries))
-        outcomes = self._pool.map(lambda query: self._outcome(query, min(k, PAGE_SIZE)), distinct)
+        outcomes = self._pool.map(self._ask, distinct, repeat(min(k, PAGE_SIZE)))
         by_query = dict(zip(distinct, outcomes, strict=True))
         return [by_query[query] for query in queries]
 
-    def _outcome(self, query: str, k: int) -> Hits | Exception:
-        try:
-            return self._ask(query, k)
-        except SearchFailed as error:
-            return error
-
-    def _ask(self, query: str, k: int) -> Hits:
-        delay, problem = FIRST_DELAY, ""
+    def _ask(self, query: str, k: int) -> Hits | Exception:
+        problem = ""
         parameters = self._secrets | self._provider.parameters | {"q": query, "num": str(k)}
         for attempt in range(ATTEMPTS):
             if attempt:
-                time.sleep(delay)
-                delay *= 2
-            self.budget.spend()
+                time.sleep(FIRST_DELAY * 2 ** (attempt - 1))
+            if not self.budget.spend():
+                spent = f"the web search budget of {self.budget.limit} requests is used up"
+                advice = f"raise --web_budget, or delete {self.budget.path} to count again"
+                return RequestFailed(402, f"{spent}; {advice}")
             try:
                 response = self._http.get(self._endpoint, params=parameters)
                 reply = response.json()
@@ -141,11 +140,13 @@ class WebSearch:
                 problem = type(error).__name__  # not the text: it shows the address with the key
                 continue
             except (ValueError, AttributeError, TypeError) as error:
-                raise SearchFailed(502, f"{self.name}: unusable answer: {_brief(error)}") from error
-            problem = f"status {response.status_code}: {_brief(_problem(reply))}"
+                return RequestFailed(502, f"{self.name}: unusable answer: {_line(error, PROBLEM_LENGTH)}")
+            cause = reply.get("error", "") if isinstance(reply, dict) else ""
+            message = cause.get("message", "") if isinstance(cause, dict) else cause
+            problem = f"status {response.status_code}: {_line(message, PROBLEM_LENGTH)}"
             if response.status_code != 429 and response.status_code < 500:
-                raise SearchFailed(502, f"{self.name}: {problem}; check key and quota")
-        raise SearchFailed(502, f"{self.name}: no answer after {ATTEMPTS} attempts ({problem})")
+                return RequestFailed(502, f"{self.name}: {problem}; check key and quota")
+        return RequestFailed(502, f"{self.name}: no answer after {ATTEMPTS} attempts ({problem})")
 
 
 def _hits(items: Sequence[dict[str, Any]]) -> Hits:
@@ -157,22 +158,7 @@ def _hits(items: Sequence[dict[str, Any]]) -> Hits:
     return hits
 
 
-def _line(text: Any) -> str:
-    """Return text on one line; half a surrogate pair becomes U+FFFD."""
+def _line(text: Any, length: int | None = None) -> str:
+    """Return text on one line, cut to a length; half a surrogate pair becomes U+FFFD."""
     whole = str(text or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return " ".join(whole.split())
-
-
-def _problem(reply: Any) -> str:
-    error = reply.get("error", "") if isinstance(reply, dict) else ""
-    return str(error.get("message", "") if isinstance(error, dict) else error)
-
-
-def _brief(text: object) -> str:
-    return _line(text)[:PROBLEM_LENGTH]
-
-
-def _secret(name: str) -> str:
-    if value := os.environ.get(name, ""):
-        return value
-    raise RetrieverError(f"{name} is not set; web search needs it in the environment")
+    return " ".join(whole.split())[:length]

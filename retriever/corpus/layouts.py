@@ -30,7 +30,7 @@ HEAD = 2**16  # bytes that hold a first row
 IDS = ("id", "_id", "docid", "doc_id", "pid", "passage_id")
 TEXTS = ("text", "passage", "body", "content", "paragraph_text")
 TITLES = ("title", "page_title")
-TABLES = {2: ("id", "text"), 4: ("id", "url", "title", "text")}  # MS MARCO passages and documents: no header
+TABLES = {2: ["id", "text"], 4: ["id", "url", "title", "text"]}  # MS MARCO passages and documents: no header
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,15 @@ def to_passage(row: Mapping[str, Any], where: str) -> Passage:
     title, text = _string(row, TITLES, where), _string(row, TEXTS, where)
     contents = _string(row, ("contents",), where)
     if contents is None and text is None:
-        raise RetrieverError(
-            f"{where}: no text: expected 'contents', or one of {', '.join(map(repr, TEXTS))} and 'title'; the"
-            f" keys are {', '.join(map(str, row))}; rename the key"
-        )
+        problem = f"no text: expected 'contents', or one of {', '.join(map(repr, TEXTS))} and 'title'"
+        keys = ", ".join(map(str, row))
+        raise RetrieverError(f"{where}: {problem}; the keys are {keys}; rename the key")
     name = next((row[key] for key in IDS if row.get(key) not in (None, "")), None)
     if isinstance(name, bool) or not isinstance(name, str | int | None):
         raise RetrieverError(f"{where}: the id must be a text or a number, got {name!r}; correct the row")
     url = row.get("url")
-    return Passage(
-        None if name is None else str(name),
-        _compose(title, text, contents),
-        url if isinstance(url, str) else "",
-    )
+    address = url if isinstance(url, str) else ""
+    return Passage(None if name is None else str(name), _compose(title, text, contents), address)
 
 
 def _compose(title: str | None, text: str | None, contents: str | None) -> str:
@@ -139,9 +135,8 @@ def _text(path: Path, raw: BinaryIO, is_packed: bool) -> Iterator[tuple[str, Map
     elif "\t" in first or _has_text(_header(first)):
         yield from _table(path, first, lines)
     elif first.strip():
-        raise RetrieverError(
-            f"{path}: neither JSON Lines nor a tsv, a csv with a header or parquet; convert it"
-        )
+        kinds = "JSON Lines nor a tsv, a csv with a header or parquet"
+        raise RetrieverError(f"{path}: neither {kinds}; convert it")
 
 
 def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -164,19 +159,22 @@ def _table(path: Path, first: str, lines: Iterator[str]) -> Iterator[tuple[str, 
         csv.field_size_limit(sys.maxsize)
         reader = csv.reader(lines, delimiter="\t" if is_tsv else ",", strict=not is_tsv)
         next(reader)
-        for cells in reader:
-            if is_tsv and any("\t" in cell and "\n" in cell for cell in cells):
-                raise csv.Error(f"line {reader.line_num}: a cell holds rows; close or double its quotes")
-            yield from _row(names, cells, f"{path}:{reader.line_num}")
-        return
-    names = first.rstrip("\r\n").split("\t")
-    if len(names) not in TABLES:
-        raise RetrieverError(
-            f"{path}:1: {len(names)} columns and no header with 'id', 'text' and 'title'; add one"
-        )
-    columns = TABLES[len(names)]
-    for number, line in enumerate(lines, 1):
-        yield from _row(columns, line.rstrip("\r\n").split("\t"), f"{path}:{number}")
+        rows = ((reader.line_num, cells) for cells in reader)
+    else:
+        count = first.count("\t") + 1
+        if count not in TABLES:
+            problem = f"{path}:1: {count} columns and no header with 'id', 'text' and 'title'"
+            raise RetrieverError(f"{problem}; add one")
+        names = TABLES[count]
+        rows = ((number, line.rstrip("\r\n").split("\t")) for number, line in enumerate(lines, 1))
+    for number, cells in rows:
+        if is_tsv and any("\t" in cell and "\n" in cell for cell in cells):
+            raise csv.Error(f"line {number}: a cell holds rows; close or double its quotes")
+        if cells in ([], [""]):
+            continue
+        if len(cells) != len(names):
+            raise RetrieverError(f"{path}:{number}: {len(cells)} columns, but the first row has {len(names)}")
+        yield f"{path}:{number}", dict(zip(names, cells, strict=True))
 
 
 def _header(first: str) -> list[str]:
@@ -188,26 +186,16 @@ def _has_text(names: Iterable[str]) -> bool:
     return not {*TEXTS, "contents"}.isdisjoint(names)
 
 
-def _row(names: Iterable[str], cells: list[str], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    names = list(names)
-    if cells in ([], [""]):
-        return
-    if len(cells) != len(names):
-        raise RetrieverError(f"{where}: {len(cells)} columns, but the first row has {len(names)}")
-    yield where, dict(zip(names, cells, strict=True))
-
-
 def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with pq.ParquetFile(path) as file:
         used = {*IDS, *TITLES, *TEXTS, "contents", "url"}
         columns = [name for name in file.schema_arrow.names if name in used]
         if not columns:
             raise RetrieverError(f"{path}: no known column among {', '.join(file.schema_arrow.names)}")
-        number = 0
-        for batch in file.iter_batches(BATCH, columns=columns):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path} row {number}", row
+        batches = file.iter_batches(BATCH, columns=columns)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield f"{path} row {number}", row
 
 
 @contextmanager

@@ -52,9 +52,6 @@ class Pages:
             offset += len(line)
         self.sha256 = digest.hexdigest()
 
-    def __len__(self) -> int:
-        return len(self._start)
-
     def access(self, url: str) -> dict[str, Any] | None:
         """Return the page's row, or None; RetrieverError if the file was changed since it was read.
 
@@ -128,10 +125,9 @@ def parse_row(line: bytes, where: str) -> CorpusRow:
     except RecursionError as error:
         raise RetrieverError(f"{where}: nested too deeply; remove the field that is") from error
     if not isinstance(row, dict) or not isinstance(row.get("contents"), str) or not row["contents"].strip():
-        raise RetrieverError(
-            f"{where}: expected an object with a non-empty string 'contents'; convert rows of title and text"
-            " with python -m retriever.prepare_corpus"
-        )
+        problem = f"{where}: expected an object with a non-empty string 'contents'"
+        advice = "convert rows of title and text with python -m retriever.prepare_corpus"
+        raise RetrieverError(f"{problem}; {advice}")
     if isinstance(row.get("id"), bool) or not isinstance(row.get("id"), str | int):
         raise RetrieverError(f"{where}: field 'id' must be a string or a number, got {row.get('id')!r}")
     return row | {"id": str(row["id"])}
@@ -147,39 +143,34 @@ def check_sendable(line: bytes, row: Any, where: str) -> None:
 
 
 def scan(
-    lines: Iterable[bytes],
-    path: Path,
-    row_at: Callable[[int, int], CorpusRow],
-    places: Sequence[str] | None = None,
+    lines: Iterable[bytes], text: bytes | mmap.mmap, name: object, places: Sequence[str] | None = None
 ) -> Offsets:
     """Read every row once; raises RetrieverError for a malformed row or a repeated id, with its place.
 
     Args:
-        row_at: returns the row between two offsets, to compare ids whose hashes are equal.
-        places: of the rows, for messages; None: the lines of `path`.
+        text: all lines, to compare ids whose hashes are equal.
+        places: of the rows, for messages; None: the lines of `name`.
     """
     starts, keys = array("q", [0]), array("q")
     digest = hashlib.sha256()
     for number, line in enumerate(lines):
-        where = places[number] if places else f"{path}:{number + 1}"
+        where = places[number] if places else f"{name}:{number + 1}"
         row = parse_row(line, where)
         check_sendable(line, row, where)
         digest.update(f"{row['id']}\0{row['contents']}\0".encode())
         keys.append(hash(row["id"]))
         starts.append(starts[-1] + len(line))
     if not keys:
-        raise RetrieverError(f"{path}: no passages in it")
-    offsets = Offsets(np.frombuffer(starts, np.int64), digest.hexdigest())
+        raise RetrieverError(f"{name}: no passages in it")
     twice = find_duplicate(
-        np.frombuffer(keys, np.int64),
-        lambda i: row_at(int(offsets.starts[i]), int(offsets.starts[i + 1]))["id"],
+        np.frombuffer(keys, np.int64), lambda i: parse_row(text[starts[i] : starts[i + 1]], str(name))["id"]
     )
     if twice:
-        first, second, name = twice
-        here = places[second] if places else f"{path}:{second + 1}"
+        first, second, repeated = twice
+        here = places[second] if places else f"{name}:{second + 1}"
         there = f"at {places[first]}" if places else f"in line {first + 1}"
-        raise RetrieverError(f"{here}: id {name!r} was used before, {there}; ids must be unique")
-    return offsets
+        raise RetrieverError(f"{here}: id {repeated!r} was used before, {there}; ids must be unique")
+    return Offsets(np.frombuffer(starts, np.int64), digest.hexdigest())
 
 
 def find_duplicate(keys: np.ndarray, id_at: Callable[[int], str]) -> tuple[int, int, str] | None:
@@ -252,12 +243,8 @@ def _identity(corpus: Path) -> dict[str, Any]:
         for start in np.linspace(0, max(0, state.st_size - PROBE), PROBES).astype(np.int64).tolist():
             file.seek(start)
             digest.update(file.read(PROBE))
-    return {
-        "version": VERSION,
-        "size": state.st_size,
-        "mtime_ns": state.st_mtime_ns,
-        "fingerprint": digest.hexdigest(),
-    }
+    sizes = {"version": VERSION, "size": state.st_size, "mtime_ns": state.st_mtime_ns}
+    return sizes | {"fingerprint": digest.hexdigest()}
 
 
 GZIP_LIMIT = 2**30  # unpacked bytes; these lie in memory
@@ -266,9 +253,9 @@ GZIP_LIMIT = 2**30  # unpacked bytes; these lie in memory
 class Corpus(Sequence[CorpusRow]):
     """Rows in file order, parsed on demand, and the hash that an index is checked against."""
 
-    def __init__(self, path: Path, text: bytes | mmap.mmap, starts: np.ndarray, sha256: str):
-        self.path, self.sha256 = path, sha256
-        self._text, self._starts = text, starts
+    def __init__(self, path: Path, text: bytes | mmap.mmap, offsets: Offsets):
+        self.path, self.sha256 = path, offsets.sha256
+        self._text, self._starts = text, offsets.starts
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -284,12 +271,6 @@ class Corpus(Sequence[CorpusRow]):
             raise IndexError(index)
         i = index % len(self)
         return parse_row(self._text[self._starts[i] : self._starts[i + 1]], f"{self.path}:{i + 1}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Corpus) and (len(self), self.sha256) == (len(other), other.sha256)
-
-    def __hash__(self) -> int:
-        return hash(self.sha256)
 
 
 def split_contents(contents: str) -> tuple[str, str]:
@@ -315,36 +296,32 @@ def load_corpus(path: Path, progress: bool = True) -> Corpus:
         raise RetrieverError(f"{path}: no passages in it")
     with path.open("rb") as file:
         text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    kept = load_offsets(path) if size >= CACHED_FROM else None
-    if kept is None:
-        kept = scan(_lines(path, size, progress), path, lambda a, b: parse_row(text[a:b], str(path)))
+    offsets = load_offsets(path) if size >= CACHED_FROM else None
+    if offsets is None:
+        offsets = scan(_lines(path, size, progress), text, path)
         if size >= CACHED_FROM:
-            save_offsets(path, kept)
-    return Corpus(path, text, kept.starts, kept.sha256)
+            save_offsets(path, offsets)
+    return Corpus(path, text, offsets)
 
 
 def _converted(path: Path, progress: bool) -> Corpus:
     convert = f"python -m retriever.prepare_corpus {path} --output corpus.jsonl"
     rows, places = io.BytesIO(), []
     for where, passage in read_passages(path, progress):
-        if passage.id is None or not passage.contents:
-            problem = f"no id; {convert} --number_ids numbers the rows"
-            raise RetrieverError(
-                f"{where}: {problem if passage.id is None else f'no text; {convert} drops it'}"
-            )
+        if passage.id is None:
+            raise RetrieverError(f"{where}: no id; {convert} --number_ids numbers the rows")
+        if not passage.contents:
+            raise RetrieverError(f"{where}: no text; {convert} drops it")
         rows.write(passage.to_line())
         places.append(where)
         if rows.tell() > GZIP_LIMIT:
-            raise RetrieverError(
-                f"{path}: more than {GZIP_LIMIT:,} bytes as JSON; {convert} makes a mapped one"
-            )
+            problem = f"{path}: more than {GZIP_LIMIT:,} bytes as JSON"
+            raise RetrieverError(f"{problem}; {convert} makes a mapped one")
     return _in_memory(path, rows.getvalue(), places)
 
 
 def _in_memory(path: Path, text: bytes, places: Sequence[str] | None = None) -> Corpus:
-    lines = read_lines(io.BytesIO(text), path)
-    offsets = scan(lines, path, lambda a, b: parse_row(text[a:b], str(path)), places)
-    return Corpus(path, text, offsets.starts, offsets.sha256)
+    return Corpus(path, text, scan(read_lines(io.BytesIO(text), path), text, path, places))
 
 
 def _lines(path: Path, size: int, progress: bool) -> Iterator[bytes]:
@@ -363,7 +340,6 @@ def _unpack(path: Path) -> bytes:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise RetrieverError(f"{path}: broken file: {error}") from error
     if len(text) > GZIP_LIMIT:
-        raise RetrieverError(
-            f"{path}: more than {GZIP_LIMIT:,} bytes; unpack it (gunzip -k {path}), then it is mapped"
-        )
+        advice = f"unpack it (gunzip -k {path}), then it is mapped"
+        raise RetrieverError(f"{path}: more than {GZIP_LIMIT:,} bytes; {advice}")
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import mmap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from retriever.corpus.layouts import Passage, read_passages
-from retriever.corpus.passages import CACHED_FROM, Offsets, parse_row, save_offsets, scan
+from retriever.corpus.passages import CACHED_FROM, Offsets, save_offsets, scan
 from retriever.errors import RetrieverError
 from retriever.files import replacing
 
@@ -50,10 +51,10 @@ def prepare_corpus(
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             partial = stack.enter_context(replacing(output))
-            partial.touch()
+            file = stack.enter_context(partial.open("wb"))
         except OSError as error:
             raise RetrieverError(f"{output}: cannot be written ({error.strerror})") from error
-        with partial.open("wb") as file:
+        with file:
             for passage in _kept(find_inputs(inputs), drop_duplicates, number_ids, counts, progress):
                 file.write(passage.to_line())
         if not counts.written:
@@ -99,13 +100,8 @@ def _kept(
 
 
 def _check(path: Path) -> Offsets:
-    def row_at(start: int, end: int) -> dict[str, object]:
-        with path.open("rb") as file:
-            file.seek(start)
-            return parse_row(file.read(end - start), "the result")
-
     try:
-        with path.open("rb", buffering=2**20) as lines:
-            return scan(lines, Path("the result"), row_at)
+        with path.open("rb", 2**20) as lines, mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            return scan(lines, text, "the result")
     except RetrieverError as error:
         raise RetrieverError(f"{error}; --number_ids gives every passage its number") from error

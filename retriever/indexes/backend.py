@@ -13,24 +13,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from retriever.backends import KINDS, BuildOptions, IndexOptions, find_kind, load_object, require_package
+from retriever.backends import ADVICE, KINDS, BuildOptions, IndexOptions, find_kind, load_object
 from retriever.corpus.passages import Corpus
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, require
 from retriever.interfaces import Encoder, Ranker, Vectors
 
 MANIFEST = "manifest.json"
 INDEX_FILE = "index.faiss"
 BLOCK = 16 * 2**20  # bytes read at once for a checksum
 AGAIN = "build it again with python -m retriever.build_index"
-
-
-def is_index(path: Path) -> bool:
-    return path.is_file() or (path / MANIFEST).is_file()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -48,11 +45,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if missing or not is_known:
         raise RetrieverError(f"{path}: not a manifest of this version; {AGAIN}")
     return manifest
-
-
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Mark the folder's index as complete: call it last."""
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
@@ -86,9 +78,8 @@ def available_memory() -> int:
     """Return the free bytes of the machine, or of the container if that has fewer."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-        free = int(match[1]) * 1024 if match else free
+    if meminfo.is_file() and (match := re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())):
+        free = int(match[1]) * 1024
     limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
         free = min(free, int(limit.read_text()) - int(used.read_text()))
@@ -108,8 +99,7 @@ def available_cores() -> int:
 
 def vector_bytes(documents: int, dimension: int, factory: str) -> int:
     """Return the bytes of a FAISS index in memory, within 1 % on disk; unknown storage counts as Flat."""
-    per_vector = total = 0
-    stored = False
+    per_vector = total = codes = 0
     for part in re.sub(r"\(.*?\)", "", factory).split(","):
         if match := re.fullmatch(r"(?:OPQ\d+_|PCA[RW]*)(\d+)", part):
             total += 4 * dimension * int(match[1])
@@ -119,13 +109,10 @@ def vector_bytes(documents: int, dimension: int, factory: str) -> int:
             per_vector += 8  # its id
         elif match := re.fullmatch(r"HNSW(\d*)(?:_(\w+))?", part):
             per_vector += 4 * 2 * int(match[1] or 32) + 16  # links of the lowest layer and bookkeeping
-            if match[2]:
-                per_vector += _code_bytes(match[2], dimension)
-                stored = True
+            codes += _code_bytes(match[2], dimension) if match[2] else 0
         elif not re.fullmatch(r"OPQ\d+|L2norm|RFlat", part):
-            per_vector += _code_bytes(part, dimension)
-            stored = True
-    return total + documents * (per_vector + (0 if stored else 4 * dimension))
+            codes += _code_bytes(part, dimension)
+    return total + documents * (per_vector + (codes or 4 * dimension))
 
 
 def _code_bytes(storage: str, dimension: int) -> int:
@@ -135,23 +122,20 @@ def _code_bytes(storage: str, dimension: int) -> int:
     return -(-dimension * bits // 8)
 
 
-def require_memory(need: int, what: str, alternatives: str, available: int | None = None) -> None:
+def require_memory(need: int, name: str, alternatives: str, available: int | None = None) -> None:
     """Raise RetrieverError if `need` bytes do not fit the memory, with `alternatives` that need less."""
     free = available_memory() if available is None else available
     if need > MARGIN * free:
-        raise RetrieverError(
-            f"{what}: needs {need / 2**30:,.1f} GiB of memory and {free / 2**30:,.1f} GiB are available;"
-            f" {alternatives}"
-        )
+        sizes = f"{need / 2**30:,.1f} GiB of memory and {free / 2**30:,.1f} GiB are available"
+        raise RetrieverError(f"{name}: needs {sizes}; {alternatives}")
 
 
-def require_disk(folder: Path, need: int, what: str, alternatives: str) -> None:
+def require_disk(folder: Path, need: int, purpose: str, alternatives: str) -> None:
     """Raise RetrieverError if `need` bytes are not free where the folder lies."""
     free = shutil.disk_usage(folder).free
     if need > free:
-        raise RetrieverError(
-            f"{folder}: {what} {need:,} bytes and the disk has {free:,} free; {alternatives}"
-        )
+        problem = f"{purpose} {need:,} bytes and the disk has {free:,} free"
+        raise RetrieverError(f"{folder}: {problem}; {alternatives}")
 
 
 @contextmanager
@@ -159,60 +143,42 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold ``FOLDER.lock``, else raise RetrieverError; the system releases it however the process ends."""
     path = folder.with_name(folder.name + ".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = _take(path, folder)
-    try:
-        yield
-    finally:
-        path.unlink(
-            missing_ok=True
-        )  # before it is given back: a process that finds the file must find it locked
-        os.close(file)
-
-
-def _take(path: Path, folder: Path) -> int:
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(file)
-            raise RetrieverError(
-                f"{folder}: another process is building it; wait until it has ended"
-            ) from error
-        if path.is_file() and os.fstat(file).st_ino == path.stat().st_ino:
-            return file
-        os.close(file)  # its owner has just removed it
+    while True:  # again where the owner of the file has just removed it
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                problem = f"{folder}: another process is building it; wait until it has ended"
+                raise RetrieverError(problem) from error
+            if path.is_file() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)  # while locked: a process that finds it must find it so
+                return
 
 
 LOG_SECONDS = 30.0  # between two lines of a log
 LINE = "{desc}: {n_fmt} of {total_fmt} ({percentage:.1f} %), {rate_fmt}, {remaining} left"
 
 
-def progress_bar(total: int, what: str, is_shown: bool = True, done: int = 0) -> Any:
+def progress_bar(total: int, name: str, is_shown: bool = True, done: int = 0) -> Any:
     """Return a tqdm bar over passages: a bar on a terminal, a line now and then in a log.
 
     Passages `done` by earlier runs count neither for the rate nor for the time left.
     """
-    options = {"desc": what, "unit": " passages", "total": total, "initial": done, "leave": False}
+    options = {"desc": name, "unit": " passages", "total": total, "initial": done, "leave": False}
     if sys.stderr.isatty():
         return tqdm(disable=not is_shown, unit_scale=True, **options)
-    log = _Lines(sys.stderr)
+    stream = sys.stderr
+
+    def write_line(text: str) -> None:
+        if state := text.strip():
+            stream.write(state + "\n")
+
+    log = SimpleNamespace(write=write_line, flush=stream.flush)
     wait = {"delay": LOG_SECONDS, "mininterval": LOG_SECONDS, "maxinterval": LOG_SECONDS}
     return tqdm(disable=not is_shown, file=log, bar_format=LINE, **wait, **options)
-
-
-class _Lines:
-    """Writes each state of a bar as its own line."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> None:
-        if shown := text.strip():
-            self._stream.write(shown + "\n")
-
-    def flush(self) -> None:
-        self._stream.flush()
 
 
 @dataclass(frozen=True)
@@ -240,7 +206,6 @@ class Embeddings:
 
 
 def shard_path(folder: Path, start: int, shard_rows: int) -> Path:
-    """The file of the shard that begins with row `start`."""
     return folder / f"shard-{start // shard_rows:05d}.npy"
 
 
@@ -280,7 +245,8 @@ class Backend:
 def load_backend(kind: str, building: bool = False) -> Backend:
     """Return the backend of a kind; raises RetrieverError without it or the package that it needs."""
     entry = find_kind(kind)
-    require_package(entry.build_package if building else entry.package)
+    if package := (entry.build_package if building else "") or entry.package:
+        require(package, ADVICE.get(package, f"pip install {package}"))
     backend = load_object(entry.backend)
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise RetrieverError(f"--kind {kind}: not a subclass of retriever.indexes.backend.Backend")

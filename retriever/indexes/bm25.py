@@ -69,15 +69,13 @@ class Bm25:
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """As `interfaces.Ranker`; row -1 without a word in common."""
-        ranked = [top_k(self._scores(query), k) for query in queries]
+        ranked = []
+        for query in queries:
+            indexed = [word for word in words(query) if word in self._index.vocab_dict]
+            scores = self._index.get_scores(indexed) if indexed else np.zeros(self.documents, np.float32)
+            ranked.append(top_k(scores, k))
         scores, ids = map(np.stack, zip(*ranked, strict=True))
         return scores, np.where(scores > 0, ids, -1)
-
-    def _scores(self, query: str) -> np.ndarray:
-        indexed = [word for word in words(query) if word in self._index.vocab_dict]
-        if not indexed:
-            return np.zeros(self.documents, np.float32)
-        return self._index.get_scores(indexed)
 
 
 def _is_consistent(index: Any) -> bool:

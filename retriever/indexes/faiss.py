@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,39 +39,30 @@ IVF_FACTOR = 1.1  # inverted lists are padded
 ADVICE = "take more GPUs, --kind jax, or factory IVF4096,PQ64"
 
 
-def check_kind(kind: bytes, what: str) -> None:
-    """Raise RetrieverError for an index that FAISS would leave on the CPU, or copy there."""
-    if kind not in ON_GPU:
-        raise RetrieverError(
-            f"--faiss_gpu: {what} would stay on the CPU; build one of {', '.join(ON_GPU.values())}"
-        )
-
-
-def plan_shards(documents: int, dimension: int, free: list[int], what: str) -> list[range]:
+def plan_shards(documents: int, dimension: int, free: list[int], name: str) -> list[range]:
     """Return the rows of each device for a flat index in fp16, in order and as even as can be.
 
     `free` are the bytes of each device. Raises RetrieverError: a part does not fit.
     """
     starts = [documents * i // len(free) for i in range(len(free) + 1)]
-    shards = [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    shards = [range(start, stop) for start, stop in pairwise(starts)]
     for device, rows in enumerate(shards):
         need = len(rows) * (2 * dimension + NORM_BYTES) + WORKSPACE
-        _require(need, free, device, f"{what} in fp16")
+        _require(need, free, device, f"{name} in fp16")
     return shards
 
 
-def require_ivf_memory(size: int, free: list[int], what: str) -> None:
+def require_ivf_memory(size: int, free: list[int], name: str) -> None:
     """Raise RetrieverError if an even part of inverted lists of `size` bytes does not fit on a device."""
     need = int(size * IVF_FACTOR) // len(free) + WORKSPACE
-    _require(need, free, free.index(min(free)), what)
+    _require(need, free, free.index(min(free)), name)
 
 
-def _require(need: int, free: list[int], device: int, what: str) -> None:
+def _require(need: int, free: list[int], device: int, name: str) -> None:
     if need > free[device]:
-        raise RetrieverError(
-            f"--faiss_gpu: {what} over {len(free)} GPU(s) needs {need / 2**30:,.1f} GiB on each, and GPU"
-            f" {device} has {free[device] / 2**30:,.1f} GiB free; {ADVICE}"
-        )
+        problem = f"--faiss_gpu: {name} over {len(free)} GPU(s) needs {need / 2**30:,.1f} GiB on each"
+        available = f"GPU {device} has {free[device] / 2**30:,.1f} GiB free"
+        raise RetrieverError(f"{problem}, and {available}; {ADVICE}")
 
 
 def fill(
@@ -93,22 +85,21 @@ def fill(
     return index, parts
 
 
-def to_gpus(
-    faiss: Any, kind: bytes, path: Path, vectors: Callable[[], np.ndarray], load: Callable[[], Any]
-) -> tuple[Any, list[Any]]:
-    """Put the index of a file onto all GPUs that CUDA shows.
+def to_gpus(faiss: Any, kind: bytes, path: Path, mmap: bool) -> tuple[Any, list[Any]]:
+    """Put the index of a file onto all GPUs that CUDA shows; a flat one is mapped, any other read.
 
-    `vectors` maps a flat index; `load` reads any other into memory. Returns the index, and objects that must
-    live as long: C++ does not own them. Raises RetrieverError: no GPU, a type that stays on the CPU, too
-    little memory.
+    Returns the index, and objects that must live as long: C++ does not own them. Raises RetrieverError: no
+    GPU, a type that FAISS would leave on the CPU or copy there, too little memory.
     """
-    check_kind(kind, str(path))
+    if kind not in ON_GPU:
+        problem = f"--faiss_gpu: {path} would stay on the CPU"
+        raise RetrieverError(f"{problem}; build one of {', '.join(ON_GPU.values())}")
     if not hasattr(faiss, "GpuIndexFlatIP") or faiss.get_num_gpus() == 0:
         raise RetrieverError("--faiss_gpu: FAISS has no GPU support or sees no GPU; pip install faiss-gpu")
     free = free_memory(faiss.get_num_gpus())
     try:
         if ON_GPU[kind] == "Flat":
-            matrix = vectors()
+            matrix = map_flat(path)
             documents, dimension = matrix.shape
             shards = plan_shards(documents, dimension, free, str(path))
             resources = [faiss.StandardGpuResources() for _ in free]
@@ -123,7 +114,7 @@ def to_gpus(
         require_ivf_memory(path.stat().st_size, free, str(path))
         options = faiss.GpuMultipleClonerOptions()
         options.shard, options.useFloat16 = True, True
-        return faiss.index_cpu_to_all_gpus(load(), co=options), []
+        return faiss.index_cpu_to_all_gpus(_read(faiss, path, mmap), co=options), []
     except RuntimeError as error:
         raise RetrieverError(f"--faiss_gpu: {path} cannot be put onto GPUs ({reason(error)})") from error
 
@@ -168,8 +159,6 @@ LESS = (
 
 
 class FaissBackend(Backend):
-    """An index file of FAISS."""
-
     def prepare(self, dimension: int, options: BuildOptions, shards: Path) -> None:
         make_empty(dimension, options.factory, options.search)
 
@@ -184,9 +173,8 @@ class FaissBackend(Backend):
         path, size = folder / INDEX_FILE, manifest.get("bytes")  # absent in manifests of the first version
         if size is not None and path.is_file() and path.stat().st_size != size:
             # A truncated file may load by chance, and then crash a memory-mapped search.
-            raise RetrieverError(
-                f"{path}: has {path.stat().st_size:,} bytes and its manifest says {size:,}; {AGAIN}"
-            )
+            problem = f"has {path.stat().st_size:,} bytes and its manifest says {size:,}"
+            raise RetrieverError(f"{path}: {problem}; {AGAIN}")
         header = read_header(path)
         return header.documents, header.dimension
 
@@ -242,15 +230,12 @@ def read_header(path: Path) -> Header:
         raise RetrieverError(f"{path}: not a FAISS index; name the file that faiss.write_index wrote")
     kind, dimension, documents, _, _, _, metric = HEAD.unpack(head)
     if metric != 0:
-        raise RetrieverError(
-            f"{path}: its metric is FAISS number {metric}; build it with METRIC_INNER_PRODUCT"
-        )
+        problem = f"{path}: its metric is FAISS number {metric}"
+        raise RetrieverError(f"{problem}; build it with METRIC_INNER_PRODUCT")
     size, whole = path.stat().st_size, FLAT_HEADER + 4 * dimension * documents
     if kind == FLAT and size != whole:
-        raise RetrieverError(
-            f"{path}: has {size:,} bytes, but {documents:,} vectors of dimension {dimension} take"
-            f" {whole:,}; it was cut off: download or build it again"
-        )
+        problem = f"{size:,} bytes, but {documents:,} vectors of dimension {dimension} take {whole:,}"
+        raise RetrieverError(f"{path}: has {problem}; it was cut off: download or build it again")
     return Header(kind, dimension, documents)
 
 
@@ -279,9 +264,7 @@ class FaissVectors:
         self._faiss = faiss
         self._rescored = header.kind == FLAT and not gpu
         if gpu:
-            self._index, self._held = to_gpus(
-                faiss, header.kind, path, lambda: map_flat(path), lambda: _read(faiss, path, mmap)
-            )
+            self._index, self._held = to_gpus(faiss, header.kind, path, mmap)
         else:
             self._index = _read(faiss, path, mmap)
         self._searcher: ThreadPoolExecutor | None = None
@@ -295,13 +278,10 @@ class FaissVectors:
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """As `interfaces.Vectors`."""
-        vectors = np.ascontiguousarray(vectors, np.float32)
-        if self._searcher is None:
-            return search_in_corpus_order(partial(self._search, vectors), k, self.documents)
-        submit = self._searcher.submit
-        return search_in_corpus_order(
-            lambda count: submit(self._search, vectors, count).result(), k, self.documents
-        )
+        search = partial(self._search, np.ascontiguousarray(vectors, np.float32))
+        if (searcher := self._searcher) is None:
+            return search_in_corpus_order(search, k, self.documents)
+        return search_in_corpus_order(lambda n: searcher.submit(search, n).result(), k, self.documents)
 
     def _search(self, vectors: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         scores, ids = self._index.search(vectors, count)
@@ -324,16 +304,16 @@ def multiply_sooner(faiss: Any, dimension: int) -> None:
     faiss.cvar.distance_compute_blas_threshold = MULTIPLIED * (1 if counts_queries else dimension)
 
 
-def _map_flag(faiss: Any, kind: bytes) -> int:
-    """Inverted lists have one flag, vectors, codes and links another; IxPT stands before inverted lists."""
-    return int(faiss.IO_FLAG_MMAP if kind[:2] == b"Iw" or kind == b"IxPT" else faiss.IO_FLAG_MMAP_IFC)
-
-
 def _read(faiss: Any, path: Path, mmap: bool) -> Any:
-    if not mmap:
+    flag = 0
+    if mmap:
+        # Inverted lists have one flag, vectors, codes and links another; IxPT stands before inverted lists.
+        kind = read_header(path).kind
+        flag = faiss.IO_FLAG_MMAP if kind[:2] == b"Iw" or kind == b"IxPT" else faiss.IO_FLAG_MMAP_IFC
+    else:
         require_memory(path.stat().st_size, str(path), LESS)
     try:
-        index = faiss.read_index(str(path), _map_flag(faiss, read_header(path).kind) if mmap else 0)
+        index = faiss.read_index(str(path), flag)
     except RuntimeError as error:
         raise RetrieverError(f"{path}: FAISS cannot read it ({faiss_reason(error)}); {AGAIN}") from error
     _check_ids(faiss, index, path)
@@ -343,18 +323,17 @@ def _read(faiss: Any, path: Path, mmap: bool) -> Any:
 def _check_ids(faiss: Any, index: Any, path: Path) -> None:
     """Raise RetrieverError unless the kept ids are the row numbers 0 … n - 1, in any order."""
     index = faiss.downcast_index(index)
-    seen, count = np.zeros(index.ntotal, bool), 0
+    is_used, count, example = np.zeros(index.ntotal, bool), 0, ""
     for ids in _kept_ids(faiss, index):
-        if outside := ids[(ids < 0) | (ids >= len(seen))].tolist():
+        if outside := ids[(ids < 0) | (ids >= len(is_used))].tolist():
+            example = f"there is id {outside[0]}"
             break
-        seen[ids], count = True, count + len(ids)
-    else:
-        outside = []
-    if outside or seen.sum() != count:
-        example = f"there is id {outside[0]}" if outside else "some occur twice"
-        raise RetrieverError(
-            f"{path}: its ids are not the row numbers 0 … {len(seen) - 1} of the corpus ({example}); {AGAIN}"
-        )
+        is_used[ids], count = True, count + len(ids)
+    if not example and is_used.sum() != count:
+        example = "some occur twice"
+    if example:
+        numbers = f"the row numbers 0 … {len(is_used) - 1} of the corpus"
+        raise RetrieverError(f"{path}: its ids are not {numbers} ({example}); {AGAIN}")
     for name in ("index", "index_ivf", "base_index"):  # of an id map or transform, quantizer, refinement
         if hasattr(index, name):
             _check_ids(faiss, getattr(index, name), path)
@@ -425,9 +404,8 @@ def write_faiss(path: Path, embeddings: Embeddings, factory: str, search: str, p
             if not index.is_trained:
                 index.train(embeddings.sample(TRAINING))
         except RuntimeError as error:
-            raise RetrieverError(
-                f"--factory {factory}: cannot be trained on {count:,} passages; take fewer lists or Flat"
-            ) from error
+            problem = f"--factory {factory}: cannot be trained on {count:,} passages"
+            raise RetrieverError(f"{problem}; take fewer lists or Flat") from error
         for shard in embeddings.shards():
             index.add(np.asarray(shard, np.float32))
             bar.update(len(shard))

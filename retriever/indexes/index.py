@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -40,7 +40,6 @@ from retriever.indexes.backend import (
     read_manifest,
     require_disk,
     shard_path,
-    write_manifest,
 )
 from retriever.indexes.faiss import FLAT, map_flat, read_header
 from retriever.interfaces import CorpusRow, Encoder, Hits, Ranker, Vectors
@@ -59,52 +58,31 @@ def build_index(
     """
     options = options or BuildOptions()
     options.check()
-    backend = load_backend(options.index_kind, building=True)
+    name, kind = options.retriever_name, options.index_kind
+    backend = load_backend(kind, building=True)
     backend.check(options)
     with locked(folder):
-        if (
-            folder.exists()
-            and (folder.is_file() or any(folder.iterdir()))
-            and not (folder / MANIFEST).is_file()
-        ):
+        is_used = folder.is_file() or (folder.exists() and any(folder.iterdir()))
+        if is_used and not (folder / MANIFEST).is_file():
             raise RetrieverError(f"{folder}: exists and is not an index; choose another --index_path")
-        if find_kind(options.index_kind).has_vectors:
-            _build_vectors(corpus, folder, backend, options, progress)
-        else:
-            with replacing_folder(folder) as unfinished, _writing(unfinished):
-                entries = backend.write(Build(unfinished, corpus, options, None, progress))
-                name = options.retriever_name
-                _finish(
-                    unfinished, corpus, options, {"kind": name, "encoder": name, "factory": name} | entries
-                )
-
-
-def _build_vectors(
-    corpus: Corpus, folder: Path, backend: Backend, options: BuildOptions, progress: bool
-) -> None:
-    shards = options.embeddings or folder.with_name(folder.name + ".embeddings")
-
-    def prepare(encoder: Encoder) -> None:
-        backend.prepare(encoder.dimension, options, shards)
-
-    with locked(shards), _writing(shards):
-        embeddings = embed(corpus, shards, options, progress, before=prepare)
-    encoder = embeddings.encoder
-    entries: dict[str, Any] = {"kind": options.kind, "encoder": encoder.name, "model": encoder.model}
-    entries |= {"dimension": encoder.dimension, "factory": options.kind}
-    with replacing_folder(folder) as unfinished, _writing(unfinished):
-        encoder.save(unfinished)
-        entries |= backend.write(Build(unfinished, corpus, options, embeddings, progress))
-        _finish(unfinished, corpus, options, entries)
-    if options.embeddings is None:
-        shutil.rmtree(shards)
-
-
-def _finish(folder: Path, corpus: Corpus, options: BuildOptions, entries: dict[str, Any]) -> None:
-    source = {"corpus_sha256": corpus.sha256, "documents": len(corpus)}
-    files = folder.glob(find_kind(options.index_kind).checked_files)
-    sums = {"checksums": checksums(folder, files)}
-    write_manifest(folder, source | words_version(options.retriever_name) | entries | sums)
+        manifest: dict[str, Any] = {"corpus_sha256": corpus.sha256, "documents": len(corpus)}
+        manifest |= words_version(name) | {"kind": kind, "encoder": name}
+        shards = options.embeddings or folder.with_name(folder.name + ".embeddings")
+        embeddings = None
+        if find_kind(kind).has_vectors:
+            with locked(shards), _writing(shards):
+                embeddings = embed(corpus, shards, options, progress, backend)
+            encoder = embeddings.encoder
+            manifest |= {"encoder": encoder.name, "model": encoder.model, "dimension": encoder.dimension}
+        with replacing_folder(folder) as unfinished, _writing(unfinished):
+            if embeddings:
+                embeddings.encoder.save(unfinished)
+            entries = backend.write(Build(unfinished, corpus, options, embeddings, progress))
+            sums = checksums(unfinished, unfinished.glob(find_kind(kind).checked_files))
+            manifest |= {"factory": kind} | entries | {"checksums": sums}
+            (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        if embeddings and options.embeddings is None:
+            shutil.rmtree(shards)
 
 
 @contextmanager
@@ -112,10 +90,9 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RetrieverError(
-            f"{folder}: cannot be written ({error.strerror or error}); make room there, then give the same"
-            " command again: what was encoded is kept"
-        ) from error
+        problem = f"{folder}: cannot be written ({error.strerror or error})"
+        advice = "make room there, then give the same command again: what was encoded is kept"
+        raise RetrieverError(f"{problem}; {advice}") from error
 
 
 def embed(
@@ -123,12 +100,12 @@ def embed(
     folder: Path,
     options: BuildOptions,
     progress: bool = True,
-    before: Callable[[Encoder], None] = lambda _: None,
+    backend: Backend | None = None,
 ) -> Embeddings:
     """Encode all passages; complete shards of an earlier start are kept.
 
-    `before` is called with the encoder before anything is encoded. Raises RetrieverError: the folder was
-    started with other settings, or the disk is too small.
+    The backend that will write the index is prepared first. Raises RetrieverError: the folder was started
+    with other settings, or the disk is too small.
     """
     settings = {
         "corpus_sha256": corpus.sha256,
@@ -138,49 +115,37 @@ def embed(
         "shard_rows": options.shard_rows,
         "dtype": options.embedding_dtype,
     } | words_version(options.retriever_name)
-    if (folder / SETTINGS).is_file():
-        encoder = _resume(folder, settings)
-        before(encoder)
+    is_resumed = (folder / SETTINGS).is_file()
+    if is_resumed:
+        begun = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        changed = [key for key, value in settings.items() if begun.get(key) != value]
+        if changed:
+            changes = ", ".join(f"{key} was {begun.get(key)!r} and is {settings[key]!r}" for key in changed)
+            raise RetrieverError(f"{folder}: started with other settings ({changes}); restore or delete it")
+        encoder = load_encoder(folder, options.retriever_name, options.retriever_model)
     else:
         encoder = make_encoder(options.retriever_name, options.retriever_model, corpus)
-        before(encoder)
+    if backend:
+        backend.prepare(encoder.dimension, options, folder)
+    if not is_resumed:
         if folder.exists() and any(folder.iterdir()):
             raise RetrieverError(f"{folder}: exists and holds no embeddings; choose another --embeddings")
         with replacing_folder(folder) as unfinished:
             encoder.save(unfinished)
             (unfinished / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     rows, dtype = options.shard_rows, np.dtype(options.embedding_dtype)
-    missing = [
-        (start, min(start + rows, len(corpus)))
-        for start in range(0, len(corpus), rows)
-        if not shard_path(folder, start, rows).is_file()
-    ]
-    passages = sum(stop - start for start, stop in missing)
+    shards = [range(start, min(start + rows, len(corpus))) for start in range(0, len(corpus), rows)]
+    missing = [shard for shard in shards if not shard_path(folder, shard.start, rows).is_file()]
+    passages = sum(map(len, missing))
     alternatives = "use another --embeddings folder or --embedding_dtype float16"
     require_disk(folder, passages * encoder.dimension * dtype.itemsize, "the vectors need", alternatives)
     devices = options.devices.split(",") if options.devices else []
     block = BLOCK * max(1, 4 * len(devices))
-    with (
-        spread(encoder, devices),
-        progress_bar(len(corpus), "encode", progress, len(corpus) - passages) as bar,
-    ):
-        for start, stop in missing:
-            _encode(corpus, encoder, range(start, stop), shard_path(folder, start, rows), dtype, block, bar)
+    done = len(corpus) - passages
+    with spread(encoder, devices), progress_bar(len(corpus), "encode", progress, done) as bar:
+        for shard in missing:
+            _encode(corpus, encoder, shard, shard_path(folder, shard.start, rows), dtype, block, bar)
     return Embeddings(folder, encoder, len(corpus), rows)
-
-
-def _resume(folder: Path, settings: dict[str, Any]) -> Encoder:
-    begun = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    changed = [
-        f"{key} was {begun.get(key)!r} and is {value!r}"
-        for key, value in settings.items()
-        if begun.get(key) != value
-    ]
-    if changed:
-        raise RetrieverError(
-            f"{folder}: started with other settings ({', '.join(changed)}); restore or delete it"
-        )
-    return load_encoder(folder, settings["encoder"], settings["model"])
 
 
 def _encode(
@@ -285,26 +250,17 @@ def _open_file(path: Path, corpus: Corpus, options: IndexOptions) -> Index:
     index: Any = load_backend(engine).open(path, {}, options)
     if header.kind == FLAT:
         check_vector(f"{path}, first passage", map_flat(path)[0], corpus[0], encoder)
-    manifest = {
-        "corpus_sha256": corpus.sha256,
-        "documents": len(corpus),
-        "kind": engine,
-        "encoder": encoder.name,
-        "model": encoder.model,
-        "dimension": encoder.dimension,
-        "factory": "Flat" if header.kind == FLAT else header.kind.decode(),
-        "bytes": path.stat().st_size,
-    }
+    manifest = {"corpus_sha256": corpus.sha256, "documents": len(corpus), "kind": engine}
+    manifest |= {"encoder": encoder.name, "model": encoder.model, "dimension": encoder.dimension}
+    factory = "Flat" if header.kind == FLAT else header.kind.decode()
+    manifest |= {"factory": factory, "bytes": path.stat().st_size}
     return Index(corpus, Dense(encoder, index), manifest)
 
 
 def _check_source(folder: Path, manifest: dict[str, Any], corpus: Corpus, options: IndexOptions) -> None:
-    """Refuse an index of another corpus, word splitter or encoder."""
     if manifest["corpus_sha256"] != corpus.sha256:
-        raise RetrieverError(
-            f"{folder}: built from another corpus ({manifest['documents']} passages; this one has"
-            f" {len(corpus)}); {AGAIN}"
-        )
+        sizes = f"{manifest['documents']} passages; this one has {len(corpus)}"
+        raise RetrieverError(f"{folder}: built from another corpus ({sizes}); {AGAIN}")
     if manifest.get("words") != words_version(manifest["encoder"]).get("words"):
         raise RetrieverError(f"{folder}: split into words by another version of this program; {AGAIN}")
     if options.retriever_name and options.retriever_name != manifest["encoder"]:
@@ -313,7 +269,5 @@ def _check_source(folder: Path, manifest: dict[str, Any], corpus: Corpus, option
 
 def _check_count(path: Path, documents: int, corpus: Corpus) -> None:
     if documents != len(corpus):
-        raise RetrieverError(
-            f"{path}: holds {documents:,} vectors and the corpus {corpus.path} {len(corpus):,} passages; set"
-            " --corpus_path to the corpus that it was built from"
-        )
+        problem = f"{path}: holds {documents:,} vectors and the corpus {corpus.path} {len(corpus):,} passages"
+        raise RetrieverError(f"{problem}; set --corpus_path to the corpus that it was built from")

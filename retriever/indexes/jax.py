@@ -37,8 +37,8 @@ class JaxVectors:
         devices = jax.devices()
         state = devices[0].memory_stats() if devices[0].platform != "cpu" else None
         free = (state["bytes_limit"] - state["bytes_in_use"]) * len(devices) if state else None
-        what = f"{name} on {len(devices)} {devices[0].platform} device(s)"
-        require_memory(vectors.nbytes, what, "take more devices, or --engine faiss --mmap", free)
+        place = f"{name} on {len(devices)} {devices[0].platform} device(s)"
+        require_memory(vectors.nbytes, place, "take more devices, or --engine faiss --mmap", free)
         mesh = Mesh(np.array(devices), ("rows",))
         part = -(-self.documents // len(devices))  # rows a device; the last is padded
 
@@ -54,20 +54,19 @@ class JaxVectors:
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """As `interfaces.Vectors`."""
-        size = min(self.documents, _bucket(k))  # few shapes are compiled
+        size = min(self.documents, _power_of_two(k))  # few shapes are compiled
         parts = []
         for start in range(0, len(vectors), QUERIES):
             queries = np.asarray(vectors[start : start + QUERIES], np.float32)
             count = len(queries)
-            padded = np.pad(queries, ((0, _bucket(count) - count), (0, 0)))
+            padded = np.pad(queries, ((0, _power_of_two(count) - count), (0, 0)))
             scores, ids = self._search(padded, self._vectors, size)
             parts.append((np.asarray(scores)[:count, :k], np.asarray(ids)[:count, :k]))
         scores, ids = map(np.concatenate, zip(*parts, strict=True))
         return scores, ids.astype(np.int64)
 
 
-def _bucket(count: int) -> int:
-    """The next power of two."""
+def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 

@@ -3,42 +3,116 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
-import importlib
 import importlib.util
+import json
+import math
 import time
-from typing import Any
+from collections.abc import Coroutine, Iterator, Mapping
+from itertools import chain
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from retriever.backends import load_object
 from retriever.corpus.passages import Pages
 from retriever.encoders import Reranker
-from retriever.errors import RetrieverError, SearchFailed, Unavailable
-from retriever.interfaces import Searcher
-from retriever.service.cache import NotRecorded, ResultCache
-from retriever.service.engine import (
-    HEADER,
-    AccessRequest,
-    Depths,
-    Engine,
-    Left,
-    Limits,
-    Metrics,
-    Overloaded,
-    Refused,
-    RetrieveRequest,
-    error_reply,
-    index_identity,
-    render,
-    render_pages,
-    reply_with,
-    while_connected,
-)
+from retriever.errors import RequestFailed, RetrieverError, Unavailable
+from retriever.interfaces import CorpusRow, Hits, Searcher
+from retriever.service.cache import ResultCache
+from retriever.service.engine import AccessRequest, Engine, Limits, Metrics, RetrieveRequest
+
+HEADER = "X-Index-Identity"  # of every reply of POST /retrieve and POST /access
+IDENTITY_LENGTH = 32  # hexadecimal digits
+# Place and file format of an index: copies, and engines that search exactly, answer alike.
+_IRRELEVANT = ("kind", "bytes", "checksums", "url")
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def index_identity(manifest: Mapping[str, Any], reranker: str, pages: str = "") -> str:
+    """Return a hash of corpus, encoder, approximation, reranker model and hash of the pages.
+
+    Services over copies of one index have the same, wherever they run.
+    """
+    decisive = {name: value for name, value in manifest.items() if name not in _IRRELEVANT}
+    text = json.dumps([decisive, reranker, *([pages] if pages else [])], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:IDENTITY_LENGTH]
+
+
+def render(request: RetrieveRequest, hits: list[Hits]) -> Iterator[str]:
+    """Yield the parts of the reply's JSON in the contract of the request; raises ValueError before them."""
+    scores = (score for hits_of_query in hits for _, score in hits_of_query)
+    if request.return_scores and not all(map(math.isfinite, scores)):
+        raise ValueError("a score is no finite number")
+    yield '{"result":['
+    for number, hits_of_query in enumerate(hits):
+        yield ",[" if number else "["
+        for rank, (row, score) in enumerate(hits_of_query):
+            yield ("," if rank else "") + to_json(_item(request, row, score))
+        yield "]"
+    yield "]}"
+
+
+def error_reply(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status, headers=headers)
+
+
+def _item(request: RetrieveRequest, row: CorpusRow, score: float) -> Any:
+    if not request.is_calibadv:
+        return {"document": row, "score": score} if request.return_scores else row
+    contents = row["contents"]
+    return {"document": contents, "score": score, "id": row.get("id")} if request.return_scores else contents
+
+
+T = TypeVar("T")
+
+PIECE = 2**18  # bytes, about: what a reply takes of memory while it is sent
+JSON = "application/json"
+
+
+class Left(Exception):
+    """The client has closed its connection before it had a reply."""
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the work, or cancel it and raise Left if the client leaves."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Left
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def reply_with(parts: Iterator[str]) -> Response:
+    """Reply with JSON parts, computed in other threads; with a length if it is one piece, as most are."""
+    pieces = _pieces(parts)
+    first = await run_in_threadpool(next, pieces)
+    second = await run_in_threadpool(next, pieces, None) if len(first) >= PIECE else None
+    if second is None:
+        return Response(first, media_type=JSON)
+    return StreamingResponse(chain((first, second), pieces), media_type=JSON)
+
+
+def _pieces(parts: Iterator[str]) -> Iterator[bytes]:
+    piece = bytearray()
+    for part in parts:
+        piece += part.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
+        if len(piece) >= PIECE:
+            yield bytes(piece)
+            piece.clear()
+    if piece:
+        yield bytes(piece)
+
 
 ROUTES = {"/retrieve", "/access", "/health", "/metrics"}  # a label each; the others share one
 OPEN = "/health"  # answers without a token, whoever reads it
@@ -90,8 +164,8 @@ class RequireToken:
         await self.app(scope, receive, send)
 
     def _is_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        scheme, _, given = dict(headers).get(b"authorization", b"").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.token)
+        scheme, _, token = dict(headers).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self.token)
 
 
 class BodyLimit:
@@ -125,7 +199,6 @@ class BodyLimit:
             self._held -= len(body)
 
     async def _read(self, body: bytearray, scope: Any, receive: Any) -> Response | None:
-        """Read the request's body; return the refusal if it is not accepted."""
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         is_number = declared.isdigit() and len(declared) < 20
         expected = int(declared) if is_number else self.max_body + 1
@@ -154,27 +227,23 @@ class BodyLimit:
 
 def _replay(body: bytes, receive: Any) -> Any:
     """Return an ASGI receive that gives the whole body, then messages of `receive`."""
-    whole: bytes | None = body
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Any:
-        nonlocal whole
-        if whole is None:
-            return await receive()
-        message = {"type": "http.request", "body": whole, "more_body": False}
-        whole = None
-        return message
+        return next(messages, None) or await receive()
 
     return replay
 
 
 TITLE = "calibadv retriever"
 RETRY_SECONDS = 1  # for a refused client
-OWN_ERRORS = (Refused, Overloaded, NotRecorded, SearchFailed, Unavailable, RetrieverError)
+ERRORS = (RequestValidationError, HTTPException, RequestFailed, Unavailable, RetrieverError, Exception)
 
 
 def make_app(
     searcher: Searcher,
-    depths: Depths,
+    topk: int,
+    rerank_topk: int = 3,
     *,
     reranker: Reranker | None = None,
     cache: ResultCache | None = None,
@@ -182,11 +251,14 @@ def make_app(
     limits: Limits | None = None,
     token: str = "",
 ) -> FastAPI:
-    """Return the routes over a loaded index; with a `token`, all but /health need it as bearer token."""
+    """Return the routes over a loaded index; with a `token`, all but /health need it as bearer token.
+
+    `topk` documents are retrieved, `rerank_topk` kept by the reranker, unless a request says otherwise.
+    """
     app = _make_fastapi()
     metrics, limits = Metrics(), limits or Limits()
-    engine = Engine(searcher, depths, limits, metrics, reranker, cache)
-    for kind in (RequestValidationError, HTTPException, *OWN_ERRORS, Exception):
+    engine = Engine(searcher, topk, rerank_topk, limits, metrics, reranker, cache)
+    for kind in ERRORS:
         app.add_exception_handler(kind, _reply_to_error)
     # The last one added is the first that sees a request.
     app.add_middleware(
@@ -220,16 +292,16 @@ def make_app(
         if pages is None:
             return error_reply(404, "no pages are loaded; start the service with --pages_path")
         rows = await run_in_threadpool(lambda: [pages.access(url) for url in request.urls])
-        return await reply_with(render_pages(rows))
+        items = (("," if number else "") + to_json(row) for number, row in enumerate(rows))
+        return await reply_with(chain(['{"result":['], items, ["]}"]))
 
     return app
 
 
 def _make_fastapi() -> FastAPI:
     """Make the page at /docs load its scripts from the service: a cluster's nodes reach no CDN."""
-    if importlib.util.find_spec("fastapi_offline") is not None:
-        module = importlib.import_module("fastapi_offline")
-        offline: FastAPI = module.FastAPIOffline(title=TITLE, redoc_url=None)
+    if importlib.util.find_spec("fastapi_offline"):
+        offline: FastAPI = load_object("fastapi_offline:FastAPIOffline")(title=TITLE, redoc_url=None)
         return offline
     app = FastAPI(title=TITLE, docs_url=None, redoc_url=None)
 
@@ -241,7 +313,6 @@ def _make_fastapi() -> FastAPI:
 
 
 async def _reply_to_error(request: Request, error: Exception) -> JSONResponse:
-    """Reply to an error with JSON that says what to change."""
     later = {"Retry-After": str(RETRY_SECONDS)}
     match error:
         case RequestValidationError():
@@ -252,15 +323,8 @@ async def _reply_to_error(request: Request, error: Exception) -> JSONResponse:
             advice = routes if error.status_code in (404, 405) else ""
             message = f"{request.method} {request.url.path}: {error.detail}{advice}"
             return error_reply(error.status_code, message, dict(error.headers or {}))
-        case Refused():
-            return error_reply(422, str(error))
-        case Overloaded():
-            return error_reply(503, "too many queries wait; try again later, or start more services", later)
-        case NotRecorded():
-            query = str(error)[:200]
-            return error_reply(409, f"replay: query {query!r} was not recorded; run with --cache_mode use")
-        case SearchFailed():
-            return error_reply(error.status, str(error))
+        case RequestFailed():
+            return error_reply(error.status, str(error), later if error.status == 503 else None)
         case Unavailable():
             return error_reply(503, str(error), later)
         case RetrieverError():

@@ -7,21 +7,16 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from retriever.errors import RetrieverError
+from retriever.errors import RequestFailed, RetrieverError
 from retriever.interfaces import Hits
 
 WAIT = 30.0  # seconds for another process of this host that writes
 
 CacheMode = Literal["use", "replay"]
-
-
-class NotRecorded(Exception):
-    """A replay lacks a query."""
 
 
 class ResultCache:
@@ -60,15 +55,15 @@ class ResultCache:
             time.sleep(0.01)
 
     def look_up(self, queries: Sequence[str], k: int) -> list[Hits | None]:
-        """Return the stored results of each query, or None; raises NotRecorded in a replay."""
+        """Return the stored results of each query, or None; raises RequestFailed (409) in a replay."""
         results: list[Hits | None] = []
+        select = "SELECT found FROM results WHERE key = ?"
         for query in queries:
             with self._lock:
-                row = self._store.execute(
-                    "SELECT found FROM results WHERE key = ?", (self._key(query, k),)
-                ).fetchone()
+                row = self._store.execute(select, (self._key(query, k),)).fetchone()
             if row is None and self.mode == "replay":
-                raise NotRecorded(query)
+                problem = f"replay: query {query[:200]!r} was not recorded; run with --cache_mode use"
+                raise RequestFailed(409, problem)
             results.append(None if row is None else [(entry, score) for entry, score in json.loads(row[0])])
         return results
 
@@ -78,24 +73,12 @@ class ResultCache:
         # ASCII: SQLite takes UTF-8 only, which has no half of a surrogate pair.
         rows = [(self._key(query, k), json.dumps(hits)) for query, hits in pairs]
         try:
-            with self._lock, self._transaction() as store:
+            with self._lock, self._store as store:  # commits, or rolls back whatever failed
+                store.execute("BEGIN IMMEDIATE")  # waits for another process that writes
                 store.executemany("INSERT OR IGNORE INTO results VALUES (?, ?)", rows)
         except sqlite3.Error as error:
-            raise RetrieverError(
-                f"{self.path}: results cannot be stored ({error}); set --cache_path"
-            ) from error
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Wait for another process that writes; no failure leaves a transaction open."""
-        self._store.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._store
-            self._store.execute("COMMIT")
-        except BaseException:
-            if self._store.in_transaction:
-                self._store.execute("ROLLBACK")
-            raise
+            problem = f"{self.path}: results cannot be stored ({error})"
+            raise RetrieverError(f"{problem}; set --cache_path") from error
 
     def _key(self, query: str, k: int) -> bytes:
         return hashlib.sha256(json.dumps([self._identity, k, query]).encode()).digest()

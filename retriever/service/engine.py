@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import hashlib
-import json
-import math
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, TypeVar
+from functools import partial
 
-from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, ConfigDict, Field
 
 from retriever.encoders import Reranker
-from retriever.errors import RetrieverError
-from retriever.interfaces import CorpusRow, Hits, Searcher
+from retriever.errors import RequestFailed, RetrieverError
+from retriever.interfaces import Hits, Searcher
 from retriever.service.cache import ResultCache
 
 MAX_QUERY_LENGTH = 8192  # characters; what comes after them is cut off
 MAX_TOPK = 1000
 MAX_URLS = 256
-
-to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class RetrieveRequest(BaseModel):
@@ -50,10 +41,6 @@ class RetrieveRequest(BaseModel):
     def is_calibadv(self) -> bool:
         return self.topk_retrieval is not None or self.topk_rerank is not None
 
-    def depth(self, default: int) -> int:
-        """Return the number of documents to retrieve for each query."""
-        return (self.topk_retrieval if self.is_calibadv else self.topk) or default
-
 
 class AccessRequest(BaseModel):
     """RLinf's page access."""
@@ -63,102 +50,11 @@ class AccessRequest(BaseModel):
     urls: list[str] = Field(min_length=1, max_length=MAX_URLS)
 
 
-def render(request: RetrieveRequest, hits: list[Hits]) -> Iterator[str]:
-    """Yield the parts of the reply's JSON in the contract of the request; raises ValueError before them."""
-    scores = (score for hits_of_query in hits for _, score in hits_of_query)
-    if request.return_scores and not all(map(math.isfinite, scores)):
-        raise ValueError("a score is no finite number")
-    yield '{"result":['
-    for number, hits_of_query in enumerate(hits):
-        yield ",[" if number else "["
-        for rank, (row, score) in enumerate(hits_of_query):
-            yield ("," if rank else "") + to_json(_item(request, row, score))
-        yield "]"
-    yield "]}"
-
-
-def render_pages(rows: list[CorpusRow | None]) -> Iterator[str]:
-    """Yield the parts of the JSON of ``POST /access``."""
-    yield '{"result":['
-    for number, row in enumerate(rows):
-        yield ("," if number else "") + to_json(row)
-    yield "]}"
-
-
-def error_reply(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": message}, status_code=status, headers=headers)
-
-
-def _item(request: RetrieveRequest, row: CorpusRow, score: float) -> Any:
-    if not request.is_calibadv:
-        return {"document": row, "score": score} if request.return_scores else row
-    contents = row["contents"]
-    return {"document": contents, "score": score, "id": row.get("id")} if request.return_scores else contents
-
-
-T = TypeVar("T")
-
-PIECE = 2**18  # bytes, about: what a reply takes of memory while it is sent
-JSON = "application/json"
-
-
-class Left(Exception):
-    """The client has closed its connection before it had a reply."""
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of the work, or cancel it and raise Left if the client leaves."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Left
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-
-
-async def reply_with(parts: Iterator[str]) -> Response:
-    """Reply with JSON parts, computed in other threads; with a length if it is one piece, as most are."""
-    pieces = _pieces(parts)
-    first = await run_in_threadpool(next, pieces)
-    second = await run_in_threadpool(next, pieces, None) if len(first) >= PIECE else None
-    if second is None:
-        return Response(first, media_type=JSON)
-    return StreamingResponse(chain((first, second), pieces), media_type=JSON)
-
-
-def _pieces(parts: Iterator[str]) -> Iterator[bytes]:
-    piece = bytearray()
-    for part in parts:
-        piece += part.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
-        if len(piece) >= PIECE:
-            yield bytes(piece)
-            piece.clear()
-    if piece:
-        yield bytes(piece)
-
-
-HEADER = "X-Index-Identity"  # of every reply of POST /retrieve and POST /access
-IDENTITY_LENGTH = 32  # hexadecimal digits
-# Place and file format of an index: copies, and engines that search exactly, answer alike.
-_IRRELEVANT = ("kind", "bytes", "checksums", "url")
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TRIM_EVERY = 1000  # queries; a trim takes about 10 ms, a thousand queries of a small encoder 3 s
 WORTH_IT = 8  # queries for which a further search begins beside those under way
 
-Search = Callable[[Sequence[str], int], T]
-
-
-def index_identity(manifest: Mapping[str, Any], reranker: str, pages: str = "") -> str:
-    """Return a hash of corpus, encoder, approximation, reranker model and hash of the pages.
-
-    Services over copies of one index have the same, wherever they run.
-    """
-    decisive = {name: value for name, value in manifest.items() if name not in _IRRELEVANT}
-    text = json.dumps([decisive, reranker, *([pages] if pages else [])], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:IDENTITY_LENGTH]
+Search = Callable[[Sequence[str], int], Sequence[Hits | Exception]]
 
 
 class Metrics:
@@ -166,22 +62,22 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter("retriever_requests", "Requests", ["route", "status"], registry=registry)
-        self.seconds = Histogram("retriever_request_seconds", "Time to answer", ["route"], registry=registry)
-        self.batch = Histogram(
-            "retriever_batch_queries", "Queries of a search", buckets=BATCH_SIZES, registry=registry
-        )
+        count, measure = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self.requests = count("retriever_requests", "Requests", ["route", "status"])
+        self.seconds = measure("retriever_request_seconds", "Time to answer", ["route"])
+        self.batch = measure("retriever_batch_queries", "Queries of a search", buckets=BATCH_SIZES)
         self.queue = Gauge("retriever_queued_queries", "Queries that wait", registry=registry)
-        self.cached = Counter("retriever_cached_queries", "Answered from the store", registry=registry)
-        self.unstored = Counter(
-            "retriever_unstored_queries", "Answered, but the store took no result", registry=registry
-        )
-        self.cut = Counter("retriever_cut_queries", "Longer than the limit, and cut to it", registry=registry)
-        self.reranked = Counter("retriever_reranked_queries", "Reranked", registry=registry)
+        self.cached = count("retriever_cached_queries", "Answered from the store")
+        self.unstored = count("retriever_unstored_queries", "Answered, but the store took no result")
+        self.cut = count("retriever_cut_queries", "Longer than the limit, and cut to it")
+        self.reranked = count("retriever_reranked_queries", "Reranked")
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system; no effect without glibc."""
+    """Return freed memory to the system; no effect without glibc.
+
+    glibc keeps the holes of temporaries of many sizes: 100 to 200 MB in ten minutes of 64 clients.
+    """
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
@@ -189,33 +85,8 @@ def trim_memory() -> None:
     trim(0)
 
 
-def trimmed(search: Search[T]) -> Search[T]:
-    """Return the search with a `trim_memory` every TRIM_EVERY queries, in any number of threads.
-
-    glibc keeps the holes of temporaries of many sizes: 100 to 200 MB in ten minutes of 64 clients.
-    """
-    queries_since = 0
-    lock = threading.Lock()
-
-    def search_and_trim(queries: Sequence[str], k: int) -> T:
-        nonlocal queries_since
-        try:
-            return search(queries, k)
-        finally:
-            with lock:
-                queries_since += len(queries)
-                is_due = queries_since >= TRIM_EVERY
-                queries_since = 0 if is_due else queries_since
-            if is_due:
-                trim_memory()
-
-    return search_and_trim
-
-
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a service."""
-
     max_batch: int = 256  # queries of one search
     max_queue: int = 8192  # queries that wait; then 503
     max_queries: int = 8192  # queries of one request; then 422
@@ -225,10 +96,6 @@ class Limits:
     max_body: int = 16 * 2**20  # bytes of a request; then 413
     max_bodies: int = 2**27  # bytes of all requests under way; then 503
     request_seconds: float = 30.0  # that a client may take to send a request's body; then 408
-
-
-class Overloaded(Exception):
-    """More queries wait than the queue may hold."""
 
 
 @dataclass
@@ -247,15 +114,11 @@ class SearchBatcher:
     wait: a query of a small batch costs several times one of a large batch.
     """
 
-    def __init__(
-        self,
-        search: Search[Sequence[Hits | Exception]],
-        limits: Limits,
-        on_batch: Callable[[int], object] = lambda _: None,
-    ):
+    def __init__(self, search: Search, limits: Limits, on_batch: Callable[[int], object] = lambda _: None):
         self._search, self._limits, self._on_batch = search, limits, on_batch
         self._queue: deque[_Waiting] = deque()
         self._requests = 0  # so far
+        self._untrimmed = 0  # queries since the last `trim_memory`
         self._is_shared = False  # whether the last search was of several requests
         self._timer: asyncio.TimerHandle | None = None  # of the next searches
         self._searches: set[asyncio.Task[None]] = set()
@@ -268,9 +131,12 @@ class SearchBatcher:
         return len(self._queue)
 
     async def submit(self, queries: Sequence[str], k: int) -> list[Hits | BaseException]:
-        """Return the k best rows of each query or its error; raises Overloaded and queues nothing if full."""
+        """Return the k best rows of each query or its error.
+
+        Raises RequestFailed (503) if the queue cannot hold all of them; none is queued then.
+        """
         if self.queued + len(queries) > self._limits.max_queue:
-            raise Overloaded
+            raise RequestFailed(503, "too many queries wait; try again later, or start more services")
         loop = asyncio.get_running_loop()
         self._requests += 1
         waiting = [_Waiting(query, k, self._requests, loop.create_future()) for query in queries]
@@ -280,13 +146,9 @@ class SearchBatcher:
         return list(await asyncio.gather(*(query.future for query in waiting), return_exceptions=True))
 
     def _schedule(self) -> None:
-        """Begin searches soon, if allowed: other requests may join until then."""
         if self._timer is None and self._may_begin():
-            wait = (
-                self._limits.max_wait
-                if self._is_shared and len(self._queue) < self._limits.max_batch
-                else 0.0
-            )
+            may_wait = self._is_shared and len(self._queue) < self._limits.max_batch
+            wait = self._limits.max_wait if may_wait else 0.0
             self._timer = asyncio.get_running_loop().call_later(wait, self._begin)
 
     def _may_begin(self) -> bool:
@@ -324,6 +186,10 @@ class SearchBatcher:
                 waiting.future.set_exception(result)
             else:
                 waiting.future.set_result(result)
+        self._untrimmed += len(batch)
+        if self._untrimmed >= TRIM_EVERY:
+            self._untrimmed = 0
+            await loop.run_in_executor(self._threads, trim_memory)
 
     def _next_batch(self, size: int) -> list[_Waiting]:
         """Return queued queries of one k: an approximate index may rank 5 of 10 differently from 5 of 5."""
@@ -338,64 +204,56 @@ class SearchBatcher:
         return batch
 
 
-@dataclass(frozen=True)
-class Depths:
-    """Documents per query if a request does not say."""
-
-    topk: int
-    rerank_topk: int = 3  # that the reranker keeps
-
-
-class Refused(Exception):
-    """A request that this service does not accept, and how to change it."""
-
-
 class Engine:
-    """Index, result store and reranker behind one call."""
+    """Index, result store and reranker behind one call.
+
+    `topk` and `rerank_topk` are the documents for each query of a request that does not say.
+    """
 
     def __init__(
         self,
         searcher: Searcher,
-        depths: Depths,
+        topk: int,
+        rerank_topk: int,
         limits: Limits,
         metrics: Metrics,
         reranker: Reranker | None = None,
         cache: ResultCache | None = None,
     ):
-        self._depths, self._metrics, self._reranker, self._cache = depths, metrics, reranker, cache
+        self._topk, self._rerank_topk = topk, rerank_topk
+        self._metrics, self._reranker, self._cache = metrics, reranker, cache
         # One thread: torch keeps buffers for each thread that calls it.
         self._rerank_thread = ThreadPoolExecutor(1, "rerank")
         # A request that the queue can never hold would be told to come back later for ever.
         self._max_queries = min(limits.max_queries, limits.max_queue)
         self._max_results = limits.max_results
-        self._batcher = SearchBatcher(trimmed(searcher.search), limits, metrics.batch.observe)
+        self._batcher = SearchBatcher(searcher.search, limits, metrics.batch.observe)
         self._has_warned = False  # that results cannot be stored
         metrics.queue.set_function(lambda: self._batcher.queued)
 
     async def answer(self, request: RetrieveRequest) -> list[Hits]:
-        """Return each query's documents; raises Refused, Overloaded, NotRecorded, or the error of a query."""
+        """Return each query's documents; raises RequestFailed, or the error of a query."""
         count, most = len(request.queries), self._max_queries
         if count > most:
-            raise Refused(
-                f"queries: {count} in one request, and {most} are taken; raise --max_queries, --max_queue"
-            )
-        depth = request.depth(self._depths.topk)
+            problem = f"queries: {count} in one request, and {most} are taken"
+            raise RequestFailed(422, f"{problem}; raise --max_queries, --max_queue")
+        depth = (request.topk_retrieval if request.is_calibadv else request.topk) or self._topk
         if count * depth > self._max_results:
             fitting = self._max_results // depth
             smaller = f"at most {fitting} queries at once" if fitting else f"topk {self._max_results} at most"
-            raise Refused(
-                f"queries: {count} with {depth} documents each are {count * depth:,}, and"
-                f" {self._max_results:,} are taken; send {smaller}, or raise --max_results"
-            )
+            problem = f"queries: {count} with {depth} documents each are {count * depth:,}"
+            advice = f"{self._max_results:,} are taken; send {smaller}, or raise --max_results"
+            raise RequestFailed(422, f"{problem}, and {advice}")
         needs_reranker = request.topk_rerank is not None and not request.not_sort
         if needs_reranker and self._reranker is None:
-            raise Refused("topk_rerank: no reranker is loaded; leave it out, or start with --reranker_model")
+            problem = "topk_rerank: no reranker is loaded; leave it out, or start with --reranker_model"
+            raise RequestFailed(422, problem)
         self._metrics.cut.inc(sum(len(query) > MAX_QUERY_LENGTH for query in request.queries))
         queries = [query[:MAX_QUERY_LENGTH] for query in request.queries]
         hits = await self._find(queries, depth)
         if not request.is_calibadv:
             return hits
-        keep = request.topk_rerank or self._depths.rerank_topk
+        keep = request.topk_rerank or self._rerank_topk
         if request.not_sort:  # as the authors' server: no reranking, not only no new order
             return [hits_of_query[:keep] for hits_of_query in hits]
         if self._reranker is None:
@@ -405,7 +263,6 @@ class Engine:
         return await loop.run_in_executor(self._rerank_thread, rerank, queries, hits, keep)
 
     async def _find(self, queries: list[str], k: int) -> list[Hits]:
-        """Return the k best rows of each query, from the store where it has them."""
         if self._cache is None:
             return _raise_errors(await self._batcher.submit(queries, k))
         hits = await run_in_threadpool(self._cache.look_up, queries, k)

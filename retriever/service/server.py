@@ -27,13 +27,13 @@ from retriever.corpus.passages import Pages, load_corpus
 from retriever.encoders import Reranker
 from retriever.errors import RetrieverError
 from retriever.files import replacing
-from retriever.indexes.backend import available_cores, is_index, read_manifest
+from retriever.indexes.backend import MANIFEST, available_cores, read_manifest
 from retriever.indexes.index import Index, build_index, open_index
 from retriever.interfaces import Searcher
 from retriever.options import build_options, index_options, read_token
 from retriever.service.app import RequireToken, make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Depths, Limits
+from retriever.service.engine import Limits
 
 SPARE_FILES = 128  # descriptors left for the index, the store and the log
 MAX_HEAD = 2**16  # bytes of a request's head, and of what follows a body in chunks; then 400
@@ -42,11 +42,11 @@ BUSY = b'{"error": "all connections are in use; try again later, or start with a
 INVALID = b'{"error": "not a valid HTTP request, or its head is larger than %d bytes"}' % MAX_HEAD
 
 
-def allowed_connections(asked: int) -> int:
+def allowed_connections(limit: int) -> int:
     """Return at most the number of files that may be open; raises the soft limit to the hard one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return asked if hard == resource.RLIM_INFINITY else max(1, min(asked, hard - SPARE_FILES))
+    return limit if hard == resource.RLIM_INFINITY else max(1, min(limit, hard - SPARE_FILES))
 
 
 class _BoundedHeads(h11.Connection):
@@ -92,11 +92,11 @@ class Bounded(H11Protocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        others: list[Any] = [other for other in self.connections if other is not self]
-        others = [other for other in others if not other.transport.is_closing()]
-        if len(others) < self.max_connections:
+        open_ones: list[Any] = [other for other in self.connections if other is not self]
+        open_ones = [other for other in open_ones if not other.transport.is_closing()]
+        if len(open_ones) < self.max_connections:
             return
-        waiting = sorted((other for other in others if other.is_waiting()), key=lambda other: other._turn)
+        waiting = sorted((other for other in open_ones if other.is_waiting()), key=lambda other: other._turn)
         if victim := next((other for other in waiting if not other.has_unread()), None):
             victim.transport.abort()
         else:
@@ -207,9 +207,9 @@ def load(arguments: argparse.Namespace, report: ReportStage = lambda _: None) ->
     if arguments.host not in ("127.0.0.1", "localhost", "::1") and not token:
         sys.stderr.write(f"warning: {arguments.host} is open to the network without --token_file\n")
     searcher: Searcher
-    if (kind := find_remote(arguments)) and kind.remote:
-        report(f"opening {kind.remote.searcher}")
-        searcher = load_object(kind.remote.searcher)(arguments)
+    if remote := find_remote(arguments):
+        report(f"opening {remote.searcher}")
+        searcher = load_object(remote.searcher)(arguments)
     else:
         searcher = load_index(arguments, report)
     reranker = cache = pages = None
@@ -221,23 +221,18 @@ def load(arguments: argparse.Namespace, report: ReportStage = lambda _: None) ->
     if arguments.pages_path is not None:
         report("reading the pages")
         pages = Pages(arguments.pages_path)
-    limits = Limits(
-        arguments.max_batch,
-        arguments.max_queue,
-        arguments.max_queries,
-        arguments.max_results,
-        request_seconds=arguments.request_seconds,
-        workers=_workers(arguments),
+    names = ("max_batch", "max_queue", "max_queries", "max_results", "request_seconds")
+    limits = Limits(workers=_workers(arguments), **{name: getattr(arguments, name) for name in names})
+    depths = (arguments.retrieval_topk, arguments.reranking_topk)
+    return make_app(
+        searcher, *depths, reranker=reranker, cache=cache, pages=pages, limits=limits, token=token
     )
-    depths = Depths(arguments.retrieval_topk, arguments.reranking_topk)
-    return make_app(searcher, depths, reranker=reranker, cache=cache, pages=pages, limits=limits, token=token)
 
 
 def _workers(arguments: argparse.Namespace) -> int:
-    """Searches at the same time: one for each core, unless the kind says otherwise."""
-    kind = find_remote(arguments)
-    if kind and kind.remote and kind.remote.workers:
-        return kind.remote.workers
+    # One search for each core at the same time, unless the kind says otherwise.
+    if (remote := find_remote(arguments)) and remote.workers:
+        return remote.workers
     return arguments.threads or max(1, available_cores() // int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 
@@ -246,7 +241,8 @@ def load_index(arguments: argparse.Namespace, report: ReportStage) -> Index:
     path = arguments.index_path
     report(f"reading the corpus {arguments.corpus_path}")
     corpus = load_corpus(arguments.corpus_path)
-    if arguments.build_if_missing and not is_index(path):
+    has_index = path.is_file() or (path / MANIFEST).is_file()
+    if arguments.build_if_missing and not has_index:
         report(f"building the index {path} over {len(corpus):,} passages")
         build_index(corpus, path, build_options(arguments))
     elif arguments.build_if_missing and path.is_dir():
@@ -254,10 +250,8 @@ def load_index(arguments: argparse.Namespace, report: ReportStage) -> Index:
         for name in ("kind", "factory"):
             value = getattr(arguments, name)
             if value is not None and value != manifest[name]:
-                raise RetrieverError(
-                    f"--{name} {value}: {path} was built with {manifest[name]}; leave the option out, or"
-                    " choose another --index_path"
-                )
+                problem = f"--{name} {value}: {path} was built with {manifest[name]}"
+                raise RetrieverError(f"{problem}; leave the option out, or choose another --index_path")
     report(f"loading the index {path} over {len(corpus):,} passages")
     return open_index(path, corpus, index_options(arguments))
 
@@ -279,9 +273,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 def make_config(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
     """Allow HTTP only: uvicorn would open WebSockets before it asks for a token."""
-    return uvicorn.Config(
-        app, http=protocol, ws="none", log_level="warning", access_log=False, lifespan="off"
-    )
+    options: dict[str, Any] = {"ws": "none", "lifespan": "off", "log_level": "warning", "access_log": False}
+    return uvicorn.Config(app, http=protocol, **options)
 
 
 def run(arguments: argparse.Namespace) -> None:

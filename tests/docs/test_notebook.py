@@ -45,7 +45,7 @@ def test_config_of_the_training_is_known(tmp_path, monkeypatch):
     assert load_config(parsed.configs, parsed.overrides, with_inputs=True).learner.steps == 2
 
 
-def test_prose_is_short_and_its_links_lead_to_files():
+def test_prose_is_short_and_links_exist():
     links = re.findall(r"\]\(([^)#]+)", "\n".join(PROSE))
     assert links and all((PATH.parent / link).is_file() for link in links)
     assert sum(len(source.split()) for source in PROSE) <= 450

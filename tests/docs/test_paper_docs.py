@@ -1,4 +1,4 @@
-"""The commands and figures of docs/paper_run.md, and what the pages of peers and differences point to."""
+"""Commands of docs/paper_run.md and docs/hardware.md parse; figures are those of `calibadv plan`."""
 
 import argparse
 import re
@@ -11,8 +11,8 @@ import pytest
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import prepare_data
-from calibadv_jax.contrib.commands.plan import make_plan
-from calibadv_jax.contrib.planning.hardware import find_target
+from calibadv_jax.contrib.commands.plan import make_plan, memory_verdict
+from calibadv_jax.contrib.planning.hardware import FRACTION, find_target
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, peak_memory
 from calibadv_jax.policy.architecture import architecture_from_hf
 
@@ -20,9 +20,17 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/paper_run.md").read_text(encoding="utf-8")
 BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", "")
 COMMANDS = re.findall(r"^calibadv (\w+) (?!.*--output)([^#\n]*)", BLOCKS, re.MULTILINE)
+HARDWARE = (ROOT / "docs/hardware.md").read_text(encoding="utf-8")
+ROWS = [line.strip("| ").split(" | ") for line in HARDWARE.splitlines() if line.startswith("| [")]
+RECIPES = re.findall(
+    rf"(?m)^(?:{FRACTION}=(\S+) )?calibadv (\w+) ([^#\n]*)",
+    "\n".join(re.findall(r"```bash\n(.*?)```", HARDWARE, re.DOTALL)),
+)
+PLANS = [(share, arguments) for share, name, arguments in RECIPES if name == "plan"]
+PARSED = [*COMMANDS, *(recipe[1:] for recipe in RECIPES if recipe[1] != "plan")]
 
 
-@pytest.mark.parametrize(("command", "arguments"), COMMANDS)
+@pytest.mark.parametrize(("command", "arguments"), PARSED)
 def test_every_command_parses(command, arguments, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as end:
@@ -43,6 +51,29 @@ def test_questions_go_where_the_config_reads_them():
         prepare_data.add_arguments(parser)
         outputs.append(str(parser.parse_args(shlex.split(line)).output))
     assert outputs == [str(paper.train), str(paper.eval)]
+
+
+@pytest.mark.parametrize(
+    ("share", "arguments", "row"), [(*plan, row) for plan, row in zip(PLANS, ROWS[1:], strict=True)]
+)
+def test_table_has_the_planned_figures(share, arguments, row, monkeypatch):
+    monkeypatch.delenv(FRACTION, raising=False)
+    if share:
+        monkeypatch.setenv(FRACTION, share)
+    parsed = cli.parse("calibadv plan", "", shlex.split(arguments), cli.OPTIONS["plan"])
+    options = parsed.options
+    target = find_target(options["tpu"], options["gpu"], options["topology"])
+    config = load_config([ROOT / path for path in parsed.configs], parsed.overrides)
+    plan = make_plan(config, target, options["efficiency"], options["tokens"], options["sampled"])
+    assert memory_verdict(plan, {})[1]  # it fits
+    steps = config.learner.steps
+    expected = [
+        f"{peak_memory(plan.estimate) / GIB:.1f} of {target.limit / GIB:.1f}",
+        f"{plan.seconds:.0f} s",
+        str(steps),
+        f"{steps * plan.seconds / 3600:.1f} h",
+    ]
+    assert row[2:] == expected
 
 
 def test_memory_equals_the_doctors():

@@ -1,20 +1,199 @@
-"""The experiments of experiments/evidence.md: what is run, skipped and begun again."""
+"""The experiments of experiments/evidence.md: what each arm changes, and what is run in which order."""
 
+import dataclasses
+import itertools
 import os
 import signal
 import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from calibadv_jax import cli
+from calibadv_jax.config import dump_config, load_config
+from calibadv_jax.config.sections.credit import ESTIMATORS
+from calibadv_jax.config.sections.learner import LOSS_KEYS
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.run.folder import differences
+from experiments import cold as evidence_cold
 from experiments import runs as evidence
-from experiments.arms import LONG, Arm, Job
+from experiments.arms import Arm, Job, parse_name, plan
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
-CONFIG = str(LONG.config)
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "configs/evidence.yaml")
+ARMS = list(dict.fromkeys(job.arm for job in plan("all", [0])))
+PLACES = ("run.dir", "evaluate.output", "export.output", "export.adapter_output", "sft.output")
+CALIBADV = {"advantage.name": "calibadv"}
+
+
+def config_of(command):
+    """What the program would read of its command line."""
+    assert command[:2] == [sys.executable, "-m"]
+    parsed = cli.parse("calibadv", "", command[command.index("--config") :])
+    return load_config(parsed.configs, parsed.overrides)
+
+
+def training(arm, output=Path("/out"), seed=3, cold_seed=3, steps=60):
+    return config_of(evidence.train_command(output, Job(arm, seed, cold_seed, steps), CONFIG))
+
+
+def changes(arm):
+    """What an arm has different from GRPO at 1.9e-3."""
+    changed, plain = (dataclasses.asdict(training(each)) for each in (arm, Arm("grpo", "1.9e-3")))
+    return {key: value for key, _, value in differences(plain, changed) if key not in PLACES}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "soft-lr1.9e-3": {**CALIBADV, "advantage.rebalance": False},
+        "rebalance-lr1.9e-3": {**CALIBADV, "advantage.soft_penalty": False},
+        "calibadv-lr1.9e-3": CALIBADV,
+        "calibadv-lambda0.5-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": 0.5},
+        "calibadv-lambda0.75-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": 0.75},
+        "calibadv-lambda1.5-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": 1.5},
+        "calibadv-lambda2-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": 2.0},
+        "grpo-cliphigh-lr1.9e-3": {"loss.clip_high": 0.28},
+        "grpo-kl0.001-lr1.9e-3": {"loss.kl_coef": 0.001},
+        "drgrpo-lr1.9e-3": {"advantage.normalize_std": False},
+        "grpo-lr1e-3": {"learner.optimizer.lr": 0.001},
+        "grpo-1update-lr3e-3": {"learner.minibatch_size": 0, "learner.optimizer.lr": 0.003},
+    }.items(),
+)
+def test_arm_changes_its_named_keys(name, expected):
+    assert changes(parse_name(name)) == expected
+
+
+def test_grpo_is_grpo_with_five_updates_a_step():
+    config = training(Arm("grpo", "1.9e-3"))
+    assert (config.advantage.name, config.learner.optimizer.lr) == ("grpo", 0.0019)
+    assert config.learner.optimizer.schedule == "constant"
+    assert config.evaluate.every == 20
+    assert training(Arm("grpo", "1.9e-3"), steps=20).evaluate.every == 0
+    trajectories = config.rollout.questions_per_step * config.rollout.group_size
+    assert trajectories / config.learner.minibatch_size == 5
+
+
+def test_training_starts_from_its_seeds_cold_start(tmp_path):
+    cold = tmp_path / "cold/seed-4"
+    config = training(Arm("grpo", "1.9e-3"), tmp_path, seed=5, cold_seed=4, steps=40)
+    assert config.run.dir == str(tmp_path / "runs/grpo-lr1.9e-3/seed-5-from-4")
+    assert (config.run.seed, config.learner.steps, config.world.dir) == (5, 40, "")
+    made = config_of(evidence.cold_command(tmp_path, 4, CONFIG))
+    assert (made.run.dir, made.run.seed, made.world.seed) == (str(cold), 4, 4)
+    assert config.policy.path == made.sft.output == str(cold / "sft")
+    assert config.policy.tokenizer == f"{made.world.dir}/tokenizer"
+    assert (config.data, config.retriever) == (made.data, made.retriever)
+    # Evaluated alike: the cold start, the policy in training, and the last one.
+    assert config.evaluate.temperatures == made.evaluate.temperatures == [1.0]
+    assert (config.evaluate.every, config.evaluate.sample_size) == (20, 100)
+    job = Job(Arm("grpo", "1.9e-3"), 5, 4, 40)
+    assert config_of(evidence.evaluate_command(tmp_path, job, CONFIG)) == config
+
+
+def test_names_identify_arms():
+    for arm in (*ARMS, Arm("calibadv", "2.2e-3", is_short=True)):
+        assert parse_name(arm.name) == arm
+    for name in ("notes", "grpo", "sarsa-lr1e-3", "grpo-lr", "grpo-2updates-lr1e-3"):
+        assert parse_name(name) is None
+
+
+def test_most_telling_runs_come_first():
+    jobs = plan("all", [3, 4])
+    assert len({job.name for job in jobs}) == len(jobs)
+    assert all(job.cold_seed == job.seed for job in jobs)
+    plain = ("grpo", "calibadv", "soft", "rebalance")
+    near = [f"{method}-lr{lr}" for lr in ("1.9e-3", "2.2e-3") for method in plain]
+    assert [job.name for job in jobs[:16]] == [f"{name}/seed-{seed}" for seed in (3, 4) for name in near]
+    kinds = [(job.arm.method not in plain, bool(job.arm.updates)) for job in jobs[16:]]
+    assert list(dict.fromkeys(kinds)) == [(True, False), (False, False), (False, True)]
+    rates = {(job.arm.updates, job.arm.lr) for job in plan("frontier", [3])}
+    lrs = ("1e-3", "1.5e-3", "1.9e-3", "2.2e-3", "3e-3")
+    assert rates == {(updates, lr) for updates in ("", "-1update") for lr in lrs}
+    assert [job.arm.name for job in plan("remedies", [3], "2.2e-3")] == [
+        "grpo-cliphigh-lr2.2e-3", "grpo-kl0.001-lr2.2e-3", "drgrpo-lr2.2e-3"
+    ]  # fmt: skip
+    assert [job.name for job in plan("halves", [3, 4], "1e-3")] == [
+        f"{method}-lr1e-3/seed-{seed}" for seed in (3, 4) for method in plain
+    ]
+
+
+def test_each_estimator_and_loss_is_an_arm():
+    """Of one seed, and none of them needs a key that it does not have."""
+    configs = [training(job.arm) for job in plan("each", [9], "1e-3")]
+    assert {config.advantage.name for config in configs} == {"calibadv", *ESTIMATORS} - {"dr_grpo"}
+    assert {config.loss.name for config in configs} == set(LOSS_KEYS)
+    assert any(not config.advantage.normalize_std for config in configs)  # which is dr_grpo
+    moved = [len(changes(Arm(job.arm.method, "1.9e-3"))) for job in plan("each", [9])]
+    different = {dump_config(replace(config, run=configs[0].run)) for config in configs}
+    assert moved.count(0) == 1 and len(moved) == len(different)
+
+
+def test_each_version_has_its_seeds_and_cold_starts(capsys):
+    arguments = evidence.parse(["out"])
+    assert (arguments.seeds, arguments.steps, arguments.workers) == ([3, 4, 5, 6, 7], 60, 1)
+    assert evidence.parse(["out", "--seeds", "8 11"]).seeds == [8, 11]
+    seeds = [("--seeds", value, "must be numbers with spaces between them") for value in ("8,11", "")]
+    counts = itertools.product(
+        ("--steps", "--workers"), ("0", "-1", "two"), ["must be a whole number above 0"]
+    )
+    for option, value, message in (*seeds, *counts):
+        with pytest.raises(SystemExit):
+            evidence.parse(["out", f"{option}={value}"])
+        assert f"{value!r}: {message}" in capsys.readouterr().err
+    arguments = evidence.parse(["out", "--part", "short"])
+    assert (arguments.seeds, arguments.steps, arguments.workers) == ([9, 10], 20, 2)
+    assert Path(arguments.config) == ROOT / "configs/rumours.yaml"
+    jobs = plan("short", arguments.seeds, arguments.lr, arguments.steps)
+    methods = ("calibadv-lambda2", "grpo")
+    arms = [f"short-{method}-lr1e-3/seed-{seed}" for seed in (9, 10) for method in methods]
+    assert [(job.name, job.cold_seed, job.steps) for job in jobs] == [(name, 9, 20) for name in arms]
+    arguments = evidence.parse(["out", "--part", "rivals"])
+    jobs = plan("rivals", arguments.seeds, arguments.lr, arguments.steps)
+    assert len(jobs) == 45 and {job.cold_seed for job in jobs} == {9}
+    names = ["a2tgpo-lr1e-3/seed-9", "tips-lr1e-3/seed-9", "grpo-lr1e-3/seed-10-from-9"]
+    assert [job.name for job in jobs[7:10]] == names
+
+
+def test_mistake_is_found_before_the_first_run(tmp_path):
+    for option, value, message in (
+        ("--lr", "fast", "learner.optimizer.lr: must be a number"),
+        ("--config", "nowhere.yaml", "nowhere.yaml: no such config file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evidence.main([str(tmp_path), "--part", "short", option, value])
+    assert not list(tmp_path.iterdir())
+
+
+def test_paths_are_relative_to_the_caller(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = evidence.parse(["out", "--config", "mine.yaml"])
+    assert (arguments.output, arguments.config) == (tmp_path / "out", str(tmp_path / "mine.yaml"))
+    assert evidence.parse(["out"]).config == CONFIG
+
+
+def test_moved_cold_start_is_taken_but_no_other(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(evidence_cold, "write_world", lambda world: None)
+    for name in ("sft", "evaluate"):
+        monkeypatch.setattr(getattr(evidence_cold, name), "run", lambda config, name=name: done.append(name))
+    command = evidence.cold_command(tmp_path / "then", 3, CONFIG)
+    now = tmp_path / "now/cold/seed-3"
+    (now / "sft").mkdir(parents=True)
+    (now / "sft/config.json").write_text("{}")
+    (now / "sft.yaml").write_text(dump_config(config_of(command)))
+    evidence_cold.run(config_of(evidence.cold_command(tmp_path / "now", 3, CONFIG)))
+    assert done == ["evaluate"]
+    other = [*evidence.cold_command(tmp_path / "now", 3, CONFIG), "sft.optimizer.lr=0.02", "learner.steps=7"]
+    with pytest.raises(UserError, match=r"other settings \(sft.optimizer.lr\); "):
+        evidence_cold.run(config_of(other))
+    assert done == ["evaluate"]
 
 
 # What the harness starts, made small: each writes its name to calls.txt and leaves what the real one would.
@@ -70,7 +249,7 @@ def run_all(output, jobs, num_workers=1):
     return harness
 
 
-def test_what_is_finished_is_not_run_again(tmp_path, programs, capsys):
+def test_finished_run_is_not_run_again(tmp_path, programs, capsys):
     jobs = jobs_of("grpo", "calibadv")
     harness = run_all(tmp_path, jobs[:1])
     assert calls(tmp_path) == [
@@ -96,7 +275,7 @@ def test_what_is_finished_is_not_run_again(tmp_path, programs, capsys):
         ('{"pol', False),
     ],
 )
-def test_only_an_evaluation_of_the_last_step_counts(tmp_path, programs, report, is_done):
+def test_only_evaluation_of_last_step_counts(tmp_path, programs, report, is_done):
     (job,) = jobs_of("grpo")
     folder = evidence.run_folder(tmp_path, job)
     folder.mkdir(parents=True)
@@ -106,7 +285,7 @@ def test_only_an_evaluation_of_the_last_step_counts(tmp_path, programs, report, 
     assert ("train runs/grpo-lr1.9e-3/seed-3" in calls(tmp_path)) != is_done
 
 
-def test_a_run_that_fails_does_not_keep_the_others_from_running(tmp_path, programs, capsys):
+def test_failed_run_does_not_stop_others(tmp_path, programs, capsys):
     programs["train"] = "sys.exit(3 if 'grpo' in sys.argv[2] else 0)"
     harness = run_all(tmp_path, jobs_of("grpo", "soft"))
     assert [line for line in calls(tmp_path) if "seed-3" in line][1:] == [
@@ -130,7 +309,7 @@ def test_two_workers_do_every_run_once(tmp_path, programs):
     assert set(Counter(calls(tmp_path)).values()) == {1}
 
 
-def test_a_signal_ends_the_training_in_order_and_begins_nothing_more(tmp_path, programs, monkeypatch):
+def test_signal_ends_training_and_begins_nothing_more(tmp_path, programs, monkeypatch):
     programs["train"] = """
 signal.signal(signal.SIGTERM, lambda *_: ((folder / "saved").write_text(""), os._exit(143)))
 (folder / "running").write_text("")
@@ -158,7 +337,7 @@ time.sleep(60)
     assert calls(tmp_path) == ["cold cold/seed-3", "train runs/grpo-lr1.9e-3/seed-3"]
 
 
-def test_between_two_commands_of_a_run_the_end_begins_no_second(tmp_path):
+def test_ended_harness_begins_no_second_command(tmp_path):
     ended = evidence.Runs(tmp_path, [], "")
     ended._end_children()
     touch = [sys.executable, "-c", f"open({str(tmp_path / 'begun')!r}, 'w')"]
@@ -166,7 +345,7 @@ def test_between_two_commands_of_a_run_the_end_begins_no_second(tmp_path):
     assert not (tmp_path / "begun").exists() and not ended.failures
 
 
-def test_the_list_says_how_far_each_run_is(tmp_path, programs):
+def test_list_shows_progress_of_each_run(tmp_path, programs):
     jobs = jobs_of("grpo", "soft", "calibadv")
     run_all(tmp_path, jobs[:1])
     folder = evidence.run_folder(tmp_path, jobs[1])

@@ -1,4 +1,4 @@
-"""Tables and figures of experiments/evidence.md, from runs made by hand."""
+"""Measures, tables and figures of experiments/evidence.md, from runs made by hand."""
 
 import functools
 import json
@@ -20,7 +20,15 @@ from experiments import report as evidence_report
 from experiments import runs as evidence
 from experiments import tables as evidence_tables
 from experiments.arms import Job, parse_name
-from experiments.measures import lengths
+from experiments.measures import (
+    Departure,
+    collapse_step,
+    first_departure,
+    lengths,
+    mean_interval,
+    running_mean,
+    share_interval,
+)
 from experiments.results import cold_starts, held_out_f1, read_results
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
@@ -147,7 +155,7 @@ def test_only_finished_runs_count(output):
     assert list(seeds)[0] == "grpo-lr1.9e-3" and list(seeds)[-1] == "calibadv-lambda0.5-lr1.9e-3"
 
 
-def test_the_table_of_arms(output):
+def test_table_of_arms(output):
     rows = cells(evidence_tables.arms_table(read_results(output)))
     columns = "seeds, collapsed, final F1, best F1, tied, searches, final F1 - GRPO's"
     assert rows["arm"] == columns.split(", ")
@@ -163,16 +171,11 @@ def test_the_table_of_arms(output):
     assert collapsed.startswith("1 [")
     rewards = cells(evidence_tables.reward_table(read_results(output)))
     assert rewards["arm"] == ["1-10", "11-20", "21-30", "31-40"]
-    assert rewards["grpo-lr1.9e-3"] == [
-        "0.80",
-        "0.80",
-        "0.48",
-        "0.48",
-    ]  # (0.32 + 0.32 + 0.8) / 3
+    assert rewards["grpo-lr1.9e-3"] == ["0.80", "0.80", "0.48", "0.48"]  # (0.32 + 0.32 + 0.8) / 3
 
 
-def test_what_warns_first(output):
-    runs = [run for some in read_results(output).values() for run in some]
+def test_table_of_first_warnings(output):
+    runs = [run for arm_runs in read_results(output).values() for run in arm_runs]
     collapsed, healthy = evidence_tables.warnings(runs), evidence_tables.controls(runs)
     rows = cells(evidence_tables.summary_table(collapsed, healthy))
     assert rows["entropy"] == ["1 of 2", "1 above, 0 below", "6", "1 of 2"]
@@ -189,13 +192,7 @@ def test_what_warns_first(output):
     ]
 
 
-def test_without_a_collapse_there_is_nothing_to_warn_of(tmp_path):
-    make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
-    text = evidence_tables.page(read_results(tmp_path), {})
-    assert "No run collapsed." in text and "Cold starts" not in text
-
-
-def test_the_page_says_how_many_runs_and_how_the_cold_starts_were(output):
+def test_page_shows_numbers_of_runs_and_cold_starts(output):
     text = evidence_tables.page(read_results(output), cold_starts(output))
     assert "8 finished runs of 40 steps, seeds 3, 4, 5. In brackets 95 % intervals" in text
     assert "Cold starts: F1 0.250 [0.126, 0.374]: 0.200 (seed 3), 0.300 (seed 4), 0.250 (seed 5)." in text
@@ -213,23 +210,23 @@ def test_the_page_says_how_many_runs_and_how_the_cold_starts_were(output):
         ([], 20, "learner.steps"),
     ],
 )
-def test_unlike_runs_do_not_stand_in_one_table(tmp_path, overrides, steps, key):
+def test_unlike_runs_share_no_table(tmp_path, overrides, steps, key):
     make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
     make_run(tmp_path, "grpo-lr1.9e-3", 4, STEADY[:steps], 0.7, *overrides)
     with pytest.raises(UserError, match=rf"grpo-lr1.9e-3/seed-4: other settings .*{key}.*; move it"):
         read_results(tmp_path)
 
 
-def test_what_only_makes_them_faster_may_differ(tmp_path):
+def test_speed_settings_may_differ(tmp_path):
+    with pytest.raises(UserError, match="no finished run in .*/runs; bash experiments/evidence.sh makes"):
+        read_results(tmp_path)
     make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
     for seed, faster in enumerate(("policy.attention_chunk=64", "learner.microbatch_rows=2"), 4):
         make_run(tmp_path, "grpo-lr1.9e-3", seed, STEADY, 0.7, faster)
-    assert [len(runs) for runs in read_results(tmp_path).values()] == [3]
-
-
-def test_a_folder_without_finished_runs_is_said(tmp_path):
-    with pytest.raises(UserError, match="no finished run in .*/runs; bash experiments/evidence.sh makes"):
-        read_results(tmp_path)
+    results = read_results(tmp_path)
+    assert [len(runs) for runs in results.values()] == [3]
+    text = evidence_tables.page(results, {})
+    assert "No run collapsed." in text and "Cold starts" not in text
 
 
 def test_lengths_are_of_wrong_and_right_trajectories(tmp_path):
@@ -252,7 +249,7 @@ def words(path):
     return {"".join(element.itertext()).strip() for element in ET.parse(path).iter(f"{SVG}text")}
 
 
-def test_the_report_writes_what_there_are_results_for(output, tmp_path, capsys):
+def test_report_writes_tables_and_figures(output, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     evidence_report.main([str(output), "--docs", str(tmp_path)])
     kinds = ("frontier", "rewards", "searches", "lambda")
@@ -292,7 +289,7 @@ def test_figures_show_shares_and_means(output, tmp_path):
     assert written[0] == written[1]
 
 
-def test_the_reward_curves_are_means_with_bands_over_the_seeds(output):
+def test_reward_curves_are_means_with_bands(output):
     pytest.importorskip("matplotlib")
     results = {arm: runs for arm, runs in read_results(output).items() if arm.method == "grpo"}
     axes = evidence_figures.curves({"": results}, "rewards").axes[0]
@@ -303,8 +300,77 @@ def test_the_reward_curves_are_means_with_bands_over_the_seeds(output):
     assert line.get_ydata()[-1] == pytest.approx(statistics.fmean([0.32, 0.32, 0.8]))
 
 
-def test_the_short_version_ends_with_its_own_arms(output, tmp_path):
+def test_short_version_ends_with_its_arms(output, tmp_path):
     pytest.importorskip("matplotlib")
     table, picture = evidence_report.write_short(output, ["short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"])
     assert list(cells(table)) == ["arm", "short-grpo-lr1.9e-3", "short-calibadv-lr1.9e-3"]
     assert {"grpo", "calibadv", "searches"} <= words(picture)
+
+
+def by_step(values):
+    return dict(enumerate(values, 1))
+
+
+def fell(high, low, until=20, steps=40):
+    """`high` up to a step, and `low` after it."""
+    return by_step([high] * until + [low] * (steps - until))
+
+
+FINE = by_step([1.0] * 40)
+
+
+@pytest.mark.parametrize(
+    ("reward", "format_valid", "step"),
+    [
+        (fell(0.8, 0.32), FINE, 29),  # nine of ten steps at 0.32: 0.368 < 0.4
+        (fell(1.0, 0.5), FINE, None),  # half of the maximum is not below it
+        (by_step([0.1] * 20 + [0.9] * 20), FINE, None),  # a later maximum is no earlier one
+        (by_step([0.8] * 20 + [0.0] * 4 + [0.8] * 16), FINE, None),  # a few bad steps
+        (by_step([0.8] * 5 + [0.0] * 4), FINE, None),  # no ten steps yet
+        (by_step([0.2] * 10 + [0.9] * 20 + [0.42] * 20), FINE, 40),  # of the largest mean, not of the first
+        (FINE, fell(1.0, 0.0), 26),  # six of ten: 0.4
+        (FINE, fell(1.0, 0.5), None),
+        (fell(1.0, 0.0, until=25), fell(1.0, 0.0), 26),  # whichever comes first
+        (fell(1.0, 0.0, until=15), fell(1.0, 0.0), 21),
+        (FINE, {}, None),
+    ],
+)
+def test_collapse(reward, format_valid, step):
+    assert collapse_step(reward, format_valid) == step
+
+
+def test_running_mean_ends_at_its_step():
+    assert running_mean({1: 1.0, 2: 2.0, 3: 6.0, 5: 1.0}, 3) == {3: 3.0, 5: 3.0}
+
+
+def test_intervals_are_students_and_exact():
+    """Of means and of shares; t(0.975, 4) = 2.77645, standard deviation sqrt(2.5)."""
+    assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
+    assert mean_interval([1, 2, 3, 4, 5]) == pytest.approx((3 - 1.96324, 3 + 1.96324), abs=1e-4)
+    assert mean_interval([0.4]) is None
+    for count, low, high in ((0, 0.0, 0.5218), (5, 0.4782, 1.0), (2, 0.0527, 0.8534)):
+        assert share_interval(count, 5) == pytest.approx((low, high), abs=1e-4)
+
+
+OTHERS = [by_step([1.0, 3.0]), by_step([2.0, 2.0])]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, 3.0, 2.0, 1.0, 3.0], None),  # the ends belong to the range
+        ([2, 4, 4, 2, 4, 4, 4, 4], Departure(7, "above")),
+        ([0, 0, 2, 0, 0, 0], Departure(6, "below")),
+        ([4, 0, 4, 0, 4, 0], None),  # not three on one side
+        ([4, 4], None),
+    ],
+)
+def test_three_steps_outside_the_range_warn(values, expected):
+    assert first_departure(by_step(values), OTHERS) == expected
+
+
+def test_range_is_of_the_steps_around():
+    """Other runs rise: 20 at step 20 is usual, 20 at step 31 is too little, for 21 was at step 21."""
+    rising = {step: float(step) for step in range(1, 41)}
+    assert first_departure(dict.fromkeys(range(10, 41), 20.0), [rising]) == Departure(33, "below")
+    assert first_departure(dict.fromkeys(range(52, 61), 20.0), [rising]) is None  # nothing to compare with

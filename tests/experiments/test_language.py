@@ -28,14 +28,14 @@ def judge(tmp_path_factory):
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    kept = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-    kept.save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    fast.save_pretrained(folder)
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=len(alphabet), bos_token_id=None, eos_token_id=None, **shape)
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
-    return folder, language.Judge(model, kept)
+    return folder, language.Judge(model, fast)
 
 
 def make_trajectory(tokenizer, question, thoughts, opening=""):
@@ -60,13 +60,13 @@ def make_trajectory(tokenizer, question, thoughts, opening=""):
                 observation_ids=ids("" if last else "<information>Oslo</information>"),
             )
         )
-    asked = Question("q", question, ("Oslo",), "test")
-    return Trajectory(asked, ids(f"Question: {question}"), turns, opening=opening)
+    subject = Question("q", question, ("Oslo",), "test")
+    return Trajectory(subject, ids(f"Question: {question}"), turns, opening=opening)
 
 
 @pytest.mark.parametrize("opening", ["", "<think>"])
 @pytest.mark.parametrize("spoken", [THOUGHTS, ("in", "think")])
-def test_the_thoughts_are_found_token_by_token(judge, spoken, opening):
+def test_thoughts_are_found_token_by_token(judge, spoken, opening):
     """Also one that is a part of its tag: it is found behind it."""
     tokenizer = judge[1].tokenizer
     trajectory = make_trajectory(tokenizer, "Where is Oslo?", spoken, opening)
@@ -102,7 +102,7 @@ def test_perplexities_are_those_of_the_judge(judge):
     assert language.perplexity(window.alone) == pytest.approx(np.exp(alone), rel=1e-4)
 
 
-def test_the_table_of_a_run(judge, tmp_path, monkeypatch, capsys):
+def test_table_of_a_run(judge, tmp_path, monkeypatch, capsys):
     folder, scorer = judge
     writer = RolloutWriter(tmp_path / "run", Config(), 1)
     for step in (1, 2, 3):
@@ -120,23 +120,19 @@ def test_the_table_of_a_run(judge, tmp_path, monkeypatch, capsys):
     assert [line.split()[-1] for line in lines] == ["0.000", "1.000"]
 
 
-def test_a_run_that_kept_nothing_is_one_line(judge, tmp_path, monkeypatch):
-    folder, _ = judge
-    monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), "--model", str(folder)])
-    with pytest.raises(SystemExit, match="no trajectories are kept there"):
-        language.main()
-
-
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("arguments", "message"),
     [
         (["--model", ".", "--window", "0"], "'0': must be a whole number above 0"),
         (["--model", "none"], "none: no config.json there; give the HuggingFace folder of the judge"),
+        (["--model", "."], "no trajectories are kept there"),
     ],
 )
-def test_what_is_given_wrongly_is_said_before_the_judge_is_loaded(tmp_path, monkeypatch, capsys, given, line):
+def test_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), *given])
-    with pytest.raises(SystemExit):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(language.Judge, "load", lambda folder: None)
+    monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as end:
         language.main()
-    assert capsys.readouterr().err.rstrip().endswith(line)
+    assert message in f"{end.value} {capsys.readouterr().err}"

@@ -1,17 +1,109 @@
-"""experiments.second_search: which way the advantages push a decision between two ways that pay."""
+"""experiments.second_search: which way the advantages push a decision, in a model and in runs."""
+
+import json
 
 import numpy as np
 import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.config import AdvantageConfig
-from experiments import second_search
-from experiments.second_search import World, draw_group, push
+from calibadv_jax.config import AdvantageConfig, load_config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.record.writer import RolloutWriter
+from experiments import figures as evidence_figures
+from experiments import second_search, second_search_runs
+from experiments.arms import METHODS, SHORT, parse_name
+from experiments.second_search import ARMS, BELIEVE, World, credit_of, draw_group, push
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
-GRPO, CALIBADV = AdvantageConfig(name="grpo"), AdvantageConfig()
 WORLD = World(truth=0.6, quoted=1.0)
+GRPO, CALIBADV = AdvantageConfig(name="grpo"), AdvantageConfig()
+
+
+def make_run(folder, steps, searches=(1.0,) * 5 + (2.0,) * 10):
+    """Steps of groups, as a run under the config of its arm keeps them."""
+    config = load_config(SHORT.config, parse_name(folder.parent.name).overrides())
+    writer = RolloutWriter(folder, config, 1)
+    for number, groups in enumerate(steps, 1):
+        credits = credit_of(parse_name(folder.parent.name).method, groups)
+        writer.write(number, groups, credits, [[None] * len(group.trajectories) for group in groups], 0)
+    rows = [{"step": step, "rollout/searches/mean": value} for step, value in enumerate(searches, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def draw_steps(seed, number=3, world=WORLD, groups=30):
+    rng = np.random.default_rng(seed)
+    return [[draw_group(rng, world, 0.35) for _ in range(groups)] for _ in range(number)]
+
+
+def rows_of(lines):
+    return {line.split()[0]: line.split()[1:] for line in lines}
+
+
+def test_arms_give_credit_for_the_same_trajectories(tmp_path, capsys):
+    steps = draw_steps(1)
+    failed = steps[0][0].trajectories.pop(0)  # it counts for nothing
+    failed.error, failed.turns, failed.answer_score = "retriever: away", failed.turns[:1], 0.0
+    steps[0][0].failed.append(failed)
+    run = make_run(tmp_path / "soft-lr1e-3/seed-3", steps)
+    second_search_runs.main([str(run), "--steps", "2"])
+    first, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    groups = [group for step in steps[:2] for group in step]
+    decided = [len(trajectory.turns) == 3 for group in groups for trajectory in group.trajectories]
+    assert len(decided) == 2 * 30 * 16 - 1
+    share = np.mean(decided)
+    assert first.startswith(f"60 groups; {share:.2f} search again")
+    rows = rows_of(lines[2:])
+    assert list(rows) == list(ARMS)
+    expected = push(groups, credit_of("calibadv", groups), share)
+    assert rows["calibadv"][:3] == [f"{expected.mean():+.3f}", "±", f"{expected.std(ddof=1) / 60**0.5:.3f}"]
+    assert rows["grpo"][3:] == ["+0.000", "±", "0.000"]
+    assert float(rows["soft"][3]) > 3 * float(rows["soft"][5])
+
+
+def test_runs_have_the_push_of_their_advantages(tmp_path, capsys):
+    steps = draw_steps(1, number=1)
+    runs = [
+        make_run(tmp_path / "calibadv-lr1e-3/seed-3", steps),
+        make_run(tmp_path / "grpo-lr1e-3/seed-3", steps, searches=(2.0, *(1.0,) * 10)),
+    ]
+    figure = tmp_path / "pushes.svg"
+    pytest.importorskip("matplotlib")
+    second_search_runs.main([*map(str, runs), "--steps", "1", "--figure", str(figure)])
+    arms, own = (rows_of(part.splitlines()) for part in capsys.readouterr().out.split("\n\n"))
+    assert list(own)[-2:] == [str(runs[1]), str(runs[0])]  # by push: GRPO's is the smaller one
+    for run, arm, searches in zip(runs, ("calibadv", "grpo"), ("2.00", "1.00"), strict=True):
+        assert (own[str(run)][0], own[str(run)][-1]) == (arms[arm][0], searches)
+    text = figure.read_text()
+    assert "grpo" in text and "calibadv" in text and "push to search again" in text
+
+
+def test_missing_decisions_steps_and_metrics_are_named(tmp_path):
+    (step,) = draw_steps(0, number=1, groups=1)
+    for trajectory in step[0].trajectories:
+        trajectory.turns = list(BELIEVE)
+    alike = make_run(tmp_path / "grpo-lr1e-3/seed-4", [step])
+    run = make_run(tmp_path / "grpo-lr1e-3/seed-3", draw_steps(0, number=1), searches=())
+    for folder, steps, message in (
+        (alike, "1", "all trajectories of these steps decide alike"),
+        (run, "2", "step 2 is not kept"),
+        (run, "1", "seed-3/metrics.jsonl: no step has rollout/se"),
+    ):
+        with pytest.raises(UserError, match=message):
+            second_search_runs.main([str(folder), "--steps", steps])
+
+
+def test_methods_have_distinct_marks():
+    pytest.importorskip("matplotlib")
+    names = [*METHODS, "mine", "another"]
+    figure = evidence_figures.scatter({name: [(0.0, 1.0)] for name in names}, "x", "y")
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    marks = [
+        (tuple(collection.get_facecolor()[0]), collection.get_paths()[0].vertices.tobytes())
+        for collection in figure.axes[0].collections
+    ]
+    assert labels == names and len(set(marks)) == len(names)
 
 
 def mean_push(chance, config, world=WORLD, number=400):
@@ -27,7 +119,7 @@ def test_grpo_follows_what_is_earned():
     assert mean_push(0.5, GRPO, always) == pytest.approx(0, abs=0.02)
 
 
-def test_calibadv_pushes_on_where_searching_again_earns_less_but_not_where_it_earns_nothing():
+def test_calibadv_pushes_on_where_searches_earn_less():
     assert mean_push(0.35, GRPO) < -0.02 < 0.02 < mean_push(0.35, CALIBADV)
     assert mean_push(0.0, CALIBADV) < 0
 
@@ -37,7 +129,7 @@ def test_lambda_moves_the_decision():
     assert low < 0 < middle < high
 
 
-def test_the_table_has_a_row_for_each_arm(capsys):
+def test_table_has_a_row_for_each_arm(capsys):
     second_search.main(["--groups", "20"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == list(second_search.ARMS)

@@ -6,8 +6,10 @@ import time
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 
 from retriever.corpus.passages import load_corpus
+from retriever.errors import RetrieverError
 
 NAMES = [f"{a} {b}" for a in ("ada", "bo", "cy", "di") for b in ("almson", "berkson", "carlson", "dorn")]
 TOWNS = {
@@ -18,14 +20,20 @@ TOWNS = {
 }
 
 
+def refuses(message, work, *arguments, **options):
+    """The call raises a RetrieverError in which the pattern is."""
+    with pytest.raises(RetrieverError, match=message):
+        work(*arguments, **options)
+
+
 def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def people_corpus(path, count):
+def people_corpus(path, count, words=""):
     """Passages of so many people, who live in seven towns."""
-    rows = [{"id": i, "contents": f'"Person {i}"\nlives in town {i % 7}.'} for i in range(count)]
+    rows = [{"id": i, "contents": f'"Person {i}"\nlives in town {i % 7}{words}.'} for i in range(count)]
     return load_corpus(write_rows(path, rows))
 
 
@@ -51,11 +59,12 @@ class Counting:
     """A real index that notes the size of every search, and can be slowed down."""
 
     def __init__(self, index, seconds=0.0):
-        self.index, self.seconds, self.batches = index, seconds, []
+        self.index, self.seconds, self.batches, self.queries = index, seconds, [], []
         self.manifest = index.manifest
 
     def search(self, queries, k):
         self.batches.append((len(queries), k))
+        self.queries += queries
         time.sleep(self.seconds)
         return self.index.search(queries, k)
 

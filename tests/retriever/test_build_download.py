@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import faiss
 import numpy as np
@@ -12,22 +13,19 @@ import pytest
 PATH = Path(__file__).parents[2] / "scripts" / "download.py"
 
 
-@pytest.fixture(scope="module")
-def download():
-    spec = importlib.util.spec_from_file_location("download", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def no_network(monkeypatch):
+def download(monkeypatch):
+    """The script, with no network."""
     hub = pytest.importorskip("huggingface_hub")
 
     def fail(*_, **__):
         raise hub.errors.LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(hub, "hf_hub_download", fail)
+    spec = importlib.util.spec_from_file_location("download", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -40,20 +38,14 @@ def parts(tmp_path):
     return whole
 
 
-def test_parts_are_joined(download, tmp_path, parts, no_network, capsys):
+def test_parts_are_joined(download, tmp_path, parts, capsys):
     assert download.main(["index", "--output", str(tmp_path), "--remove_parts"]) == 0
     assert (tmp_path / "e5_Flat.index").read_bytes() == parts
     assert [path.name for path in tmp_path.iterdir()] == ["e5_Flat.index"]
     assert capsys.readouterr().out.endswith("e5_Flat.index: 50 vectors\n")
 
 
-def test_short_part_is_found(download, tmp_path, parts, no_network, capsys):
-    (tmp_path / "part_ab").write_bytes(parts[1000:-4])
-    assert download.main(["index", "--output", str(tmp_path)]) == 2
-    assert "has 1,641 bytes, but 50 vectors of dimension 8 take 1,645" in capsys.readouterr().err
-
-
-def test_corpus_is_unpacked_and_checked(download, tmp_path, no_network, capsys):
+def test_corpus_is_unpacked_and_checked(download, tmp_path, capsys):
     rows = "".join(json.dumps({"id": str(i), "contents": "text"}) + "\n" for i in range(5))
     packed = tmp_path / "wiki-18.jsonl.gz"
     packed.write_bytes(gzip.compress(rows.encode())[:-6])
@@ -66,14 +58,18 @@ def test_corpus_is_unpacked_and_checked(download, tmp_path, no_network, capsys):
     assert capsys.readouterr().out.endswith("wiki-18.jsonl: 5 passages\n")
 
 
-def test_no_network(download, tmp_path, no_network, capsys):
+def test_no_network(download, tmp_path, capsys):
     assert download.main(["index", "--output", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert "part_aa of https://huggingface.co/datasets/PeterJinGo/wiki-18-e5-index" in error
     assert f"copy the file to {tmp_path / 'new' / 'part_aa'}" in error
 
 
-def test_full_disk_is_named(download, tmp_path, parts, no_network, monkeypatch, capsys):
-    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10}))
-    assert download.main(["index", "--output", str(tmp_path)]) == 2
+def test_full_disk_and_short_part_are_named(download, tmp_path, parts, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+        assert download.main(["index", "--output", str(tmp_path)]) == 2
     assert "needs up to 1,645 bytes more and 10 are free" in capsys.readouterr().err
+    (tmp_path / "part_ab").write_bytes(parts[1000:-4])
+    assert download.main(["index", "--output", str(tmp_path)]) == 2
+    assert "has 1,641 bytes, but 50 vectors of dimension 8 take 1,645" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_documented_options_exist():
 
 
 @pytest.mark.parametrize(
-    ("what", "size"),
+    ("name", "size"),
     [
         ("CPU, Flat", vector_bytes(ROWS, 768, "Flat")),
         ("SQ8`", vector_bytes(ROWS, 768, "SQ8")),
@@ -57,6 +57,6 @@ def test_documented_options_exist():
         ("Qdrant, three nodes", ROWS * 768 * 1.5 * 2 / 3),
     ],
 )
-def test_documented_sizes_are_computed(what, size):
-    (row,) = [line for line in TEXT.splitlines() if line.startswith("|") and what in line.split("|")[1]]
+def test_documented_sizes_are_computed(name, size):
+    (row,) = [line for line in TEXT.splitlines() if line.startswith("|") and name in line.split("|")[1]]
     assert row.split("|")[2].split()[0] == f"{size / 1e9:.1f}"

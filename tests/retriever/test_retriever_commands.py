@@ -1,6 +1,8 @@
-"""The commands: build_index, options, scripts/download.py."""
+"""The commands, their options and exit statuses; files that appear whole or not at all."""
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,15 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from retriever_rig import people_corpus
+from retriever_rig import people_corpus, refuses
 
 from retriever import prepare_corpus, serve
 from retriever.build_index import main
 from retriever.contrib.web import PROVIDERS
 from retriever.corpus.passages import load_corpus
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, Unavailable, status_of
+from retriever.files import replacing, replacing_folder
 from retriever.indexes.index import open_index
-from retriever.options import WEB_SEARCHES, parse, read_token
+from retriever.options import WEB_NAMES, parse, read_token
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,15 +38,15 @@ def interrupt(*_, **__):
 
 
 @pytest.mark.parametrize(
-    ("name", "where", "kept"),
+    ("name", "place", "kept"),
     [
-        ("hashed", "retriever.encoders.HashedEncoder.save", set()),
-        ("hashed", "retriever.indexes.faiss.write_faiss", {"i.embeddings"}),
-        ("hashed", "retriever.indexes.index.write_manifest", {"i.embeddings"}),
-        ("bm25", "retriever.indexes.index.write_manifest", set()),
+        ("hashed", "encoders.HashedEncoder.save", set()),
+        ("hashed", "indexes.faiss.write_faiss", {"i.embeddings"}),
+        ("hashed", "indexes.index.checksums", {"i.embeddings"}),
+        ("bm25", "indexes.index.checksums", set()),
     ],
 )
-def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch, name, where, kept):
+def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch, name, place, kept):
     """Also an older index stays."""
     if name == "bm25":
         pytest.importorskip("bm25s")
@@ -51,7 +54,7 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch
     arguments += ["--retriever_name", name]
     for index in (set(), {"i"}):
         with monkeypatch.context() as patch:
-            patch.setattr(where, interrupt)
+            patch.setattr(f"retriever.{place}", interrupt)
             assert main(arguments) == 130
         line = "interrupted; give the same command again: what was encoded is kept\n"
         assert capsys.readouterr().err == line
@@ -90,30 +93,24 @@ def test_ctrl_c_reaches_processes(tmp_path, files):
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "message"),
+    ("text", "message"),
     [
-        ("retrieval_top: 3", [], "unknown key 'retrieval_top'; did you mean 'retrieval_topk'"),
-        ("retrieval_topk: many", [], "retrieval_topk must be of type int, got 'many'"),
-        ("faiss_gpu: 3", [], "faiss_gpu must be true or false, got 3"),
-        ("cache_mode: keep", [], "cache_mode is 'keep'; known are use, replay"),
-        ("- a", [], "expected keys and values"),
-        ("port: 1", [], "--corpus_path is missing"),
-        ("retrieval_topk: [", [], "not valid YAML"),
-        *[
-            ("{corpus_path: c, index_path: i}", [f"--{name}", value], f"--{name} is {value}.*, but must be")
-            for name, value in (("max_queue", "0"), ("max_queries", "0"), ("threads", "-1"))
-        ],
-        *[
-            ("{corpus_path: c, index_path: i}", ["--request_seconds", value], "must be above 0")
-            for value in ("0", "-1", "nan")
-        ],
+        ("retrieval_top: 3", "unknown key 'retrieval_top'; did you mean 'retrieval_topk'"),
+        ("retrieval_topk: many", "retrieval_topk must be of type int, got 'many'"),
+        ("faiss_gpu: 3", "faiss_gpu must be true or false, got 3"),
+        ("cache_mode: keep", "cache_mode is 'keep'; known are use, replay"),
+        ("- a", "expected keys and values"),
+        ("port: 1", "--corpus_path is missing"),
+        ("retrieval_topk: [", "not valid YAML"),
+        *[(f"{name}: 0", f"--{name} is 0, but must be") for name in ("max_queue", "max_queries")],
+        ("threads: -1", "--threads is -1, but must be"),
+        *[(f"request_seconds: {value}", "must be above 0") for value in ("0", "-1", ".nan")],
     ],
 )
-def test_invalid_options_are_named(tmp_path, text, arguments, message):
-    path = tmp_path / "r.yaml"
-    path.write_text(text)
-    with pytest.raises(RetrieverError, match=message):
-        parse(["--config", str(path), *arguments])
+def test_invalid_options_are_named(tmp_path, text, message):
+    (tmp_path / "r.yaml").write_text(text)
+    paths = [] if text == "port: 1" else ["--corpus_path", "c", "--index_path", "i"]
+    refuses(message, parse, ["--config", str(tmp_path / "r.yaml"), *paths])
 
 
 def test_token_is_of_the_file_or_the_environment(tmp_path, monkeypatch):
@@ -123,8 +120,7 @@ def test_token_is_of_the_file_or_the_environment(tmp_path, monkeypatch):
     for text, message in ((None, "no such file; correct --token_file"), (" \n", "is empty; write a token")):
         if text:
             file.write_text(text)
-        with pytest.raises(RetrieverError, match=f"token: {message}"):
-            read_token(parse([*options, "--token_file", str(file)]))
+        refuses(f"token: {message}", read_token, parse([*options, "--token_file", str(file)]))
     file.write_text(" secret\n")
     assert read_token(parse([*options, "--token_file", str(file)])) == "secret"
 
@@ -134,12 +130,11 @@ def test_command_line_wins_over_the_file(tmp_path):
     path.write_text("{corpus_path: c, index_path: i, retrieval_topk: 20, mmap: true}")
     options = parse(["--config", str(path), "--retrieval_topk", "5"])
     assert (options.retrieval_topk, options.mmap, options.corpus_path) == (5, True, Path("c"))
-    with pytest.raises(RetrieverError, match="none.yaml: no such config file"):
-        parse(["--config", str(tmp_path / "none.yaml")])
+    refuses("none.yaml: no such config file", parse, ["--config", str(tmp_path / "none.yaml")])
 
 
 def test_web_searches_have_providers():
-    assert set(WEB_SEARCHES) == set(PROVIDERS)
+    assert set(WEB_NAMES) == set(PROVIDERS)
 
 
 def run_without(packages, *command):
@@ -149,30 +144,26 @@ def run_without(packages, *command):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("module", ["retriever.serve", "retriever.build_index"])
-def test_help_needs_no_optional_package(module):
-    packages = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic"]
-    packages += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "tqdm"]
-    answer = run_without(packages, module, "--help")
+@pytest.mark.parametrize(
+    ("module", "packages"), [("serve", ["fastapi", "uvicorn"]), ("build_index", ["scipy"])]
+)
+def test_help_needs_no_optional_package(module, packages):
+    module = f"retriever.{module}"
+    heavy = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic"]
+    heavy += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "tqdm"]
+    answer = run_without(heavy, module, "--help")
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.startswith(f"usage: python -m {module}")
+    for package in packages:
+        answer = run_without([package], module, "--corpus_path", "c", "--index_path", "i")
+        assert answer.returncode == 2 and answer.stderr.count("\n") == 1
+        assert answer.stderr.startswith(f"error: {package} is not installed: pip install 'calibadv-jax[retr")
 
 
-@pytest.mark.parametrize(
-    ("module", "package"),
-    [("retriever.serve", "fastapi"), ("retriever.serve", "uvicorn"), ("retriever.build_index", "scipy")],
-)
-def test_missing_extra_is_named(module, package):
-    answer = run_without([package], module, "--corpus_path", "c", "--index_path", "i")
-    assert answer.returncode == 2
-    assert answer.stderr == f"error: {package} is not installed: pip install 'calibadv-jax[retriever]'\n"
-
-
-def test_corpus_needs_no_optional_package(tmp_path):
+def test_corpus_needs_no_optional_package():
     """scripts/download.py reads one where nothing but the base packages is installed."""
-    code = "import sys; sys.modules.update(dict.fromkeys(['faiss', 'scipy', 'fastapi', 'bm25s', 'jax']))\n"
-    code += "import retriever.corpus.passages, retriever.indexes.faiss"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, env=dict(os.environ))
+    for module in ("retriever.corpus.passages", "retriever.indexes.faiss"):
+        assert run_without(["faiss", "scipy", "fastapi", "bm25s", "jax"], module).returncode == 0
 
 
 @pytest.mark.medium
@@ -187,3 +178,62 @@ def test_threads_win_over_the_environment(tmp_path):
             [*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
         )
         assert ended.stdout.strip() == expected, ended.stderr
+
+
+@pytest.mark.parametrize("by_many", [False, True])
+def test_failure_leaves_the_old_file(tmp_path, by_many):
+    path = tmp_path / "a"
+    with replacing(path, by_many) as partial:
+        partial.write_text("old")
+    with pytest.raises(OSError, match="full"), replacing(path, by_many) as partial:
+        partial.write_text("ne")
+        raise OSError(errno.ENOSPC, "full")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_failed_exchange_gives_back_the_old_folder(tmp_path, monkeypatch):
+    def failing(path, target, rename=Path.rename):
+        if path.name.endswith(".unfinished"):
+            raise OSError(errno.EIO, "broken")
+        return rename(path, target)
+
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="broken"), replacing_folder(tmp_path / "a"):
+        pass
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_two_processes_write_under_different_names(tmp_path, monkeypatch):
+    with replacing(tmp_path / "a", by_many=True) as first:
+        first.write_text("first")
+        monkeypatch.setattr("retriever.files.os.getpid", lambda: 1)
+        with replacing(tmp_path / "a", by_many=True) as second:
+            second.write_text("second")
+    assert (tmp_path / "a").read_text() == "first"
+
+
+def test_files_are_renamed_in_one_module():
+    paths = [
+        path
+        for path in (ROOT / "retriever").rglob("*.py")
+        if re.search(r"\.rename\(|os\.replace", path.read_text("utf-8"))
+    ]
+    assert paths == [ROOT / "retriever/files.py"]
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "status"),
+    [
+        (RetrieverError("a/b: cannot be written"), OSError(errno.ENOSPC, "full"), 75),
+        (RetrieverError("a/b: cannot be written"), PermissionError(errno.EACCES, "no"), 2),
+        (RetrieverError("--topk 0: at least 1"), None, 2),
+        (Unavailable("Qdrant is away"), None, 75),
+    ],
+    ids=str,
+)
+def test_exit_status_tells_input_from_environment(error, cause, status, capsys):
+    def work():
+        raise error from cause
+
+    assert status_of(work) == status and capsys.readouterr().err == f"error: {error}\n"

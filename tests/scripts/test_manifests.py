@@ -33,23 +33,18 @@ DOCUMENTS = [
 IDS = [f"{file}: {item['kind']}" for file, item in DOCUMENTS]
 
 
-def lost(given, kept):
-    """Fields of a mapping that its model does not know."""
-    if isinstance(given, dict):
-        return [name for name in given if name not in kept] + [
-            missing for name in given if name in kept for missing in lost(given[name], kept[name])
-        ]
-    if isinstance(given, list):
-        return [missing for item, other in zip(given, kept, strict=True) for missing in lost(item, other)]
-    return []
+def paths(value, path=""):
+    """The paths of all fields of a mapping."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return {path}.union(*(paths(child, f"{path}/{name}") for name, child in items))
 
 
 def check(document, version):
     if document["kind"] != "JobSet":
         validator.validate(document, version, strict=True)
         return
-    kept = jobsets.JobsetV1alpha2JobSet.from_dict(document).to_dict()
-    assert lost(document, kept) == []
+    parsed = jobsets.JobsetV1alpha2JobSet.from_dict(document).to_dict()
+    assert not paths(document) - paths(parsed)
     for item in document["spec"]["replicatedJobs"]:
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": item["name"]}}
         validator.validate(job | {"spec": item["template"]["spec"]}, version, strict=True)

@@ -4,8 +4,7 @@ import io
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
-from hub_rig import serve_hub, use_hub
+from hub_rig import running_hub, serve_hub, use_hub  # noqa: F401
 
 from calibadv_jax.contrib.commands.demonstrate import read_passages
 from calibadv_jax.data.questions import load_questions
@@ -27,13 +26,6 @@ def parquet(*rows):
     file = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(list(rows)), file)
     return file.getvalue()
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    with serve_hub() as running:
-        use_hub(monkeypatch, running, tmp_path / "cache")
-        yield running
 
 
 def test_questions_name_their_unique_paragraphs(hub, tmp_path, capsys):

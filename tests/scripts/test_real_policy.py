@@ -74,9 +74,15 @@ def script(*arguments):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def is_refused(done, message):
+    """Whether a script ended with one line that begins with or holds the message."""
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    return True
+
+
+def test_mistake_is_one_line():
+    for arguments, message in (
         (["--size", "huge"], "--size is huge; it is tiny, cpu or gpu"),
         (["--encoder", "dense"], "--encoder is dense; it is bm25, hashed, e5, bge or minilm"),
         (["--arms", "grpo ppo"], "--arms names ppo; an arm is grpo, or calibadv- and lambda"),
@@ -85,13 +91,8 @@ def script(*arguments):
         (["--data"], "--data needs a value"),
         (["--fast"], "unknown option --fast; see"),
         (["more"], "more is neither an option nor KEY=VALUE"),
-    ],
-)
-def test_mistake_is_one_line(arguments, message):
-    done = script(*arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and message in done.stderr
-    assert done.stderr.count("\n") == 1
+    ):
+        assert is_refused(script(*arguments), message)
 
 
 def test_help_names_every_option():
@@ -109,10 +110,13 @@ def used_folder(tmp_path, keys):
     for name in ("corpus", "train", "test"):
         (data / f"{name}.jsonl").touch()
     (output / "demonstrations.jsonl").touch()
-    asked = f"--data={data} --model={model} --size=tiny"
-    (output / "asked" / "demonstrations").write_text(f"{asked}{keys}\n")
+    settings = f"--data={data} --model={model} --size=tiny"
+    (output / "asked" / "demonstrations").write_text(f"{settings}{keys}\n")
     options = ["--size", "tiny", "--data", data, "--model", model, "--output", output, "--python", "false"]
-    return options, f"{output}/demonstrations.jsonl was made with other settings (then: {asked}{keys}; now: "
+    return (
+        options,
+        f"{output}/demonstrations.jsonl was made with other settings (then: {settings}{keys}; now: ",
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,8 +136,7 @@ def test_results_of_other_keys_are_not_reused(tmp_path, then, now):
     if now and now[0] in LATER:
         assert "made with other settings" not in done.stderr and "== coverage" in done.stdout
         return
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+    assert is_refused(done, f"error: {message}")
     assert f"remove {tmp_path}/output/asked to take all that is there" in done.stderr
 
 
@@ -190,8 +193,7 @@ def test_model_is_downloaded_in_pieces(tmp_path):
         ([work, "--piece", tmp_path / "no"], "no: no such file; --piece"),
         ([work, "--data", tmp_path / "no"], "no: no such folder; correct --data"),
     ):
-        done = gpu_script(*arguments)
-        assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
+        assert is_refused(gpu_script(*arguments), message)
 
 
 def test_pieces_of_several_packages_are_joined_in_order(tmp_path):

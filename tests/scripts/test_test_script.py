@@ -37,13 +37,9 @@ def run(tmp_path):
         path = f"{venv / 'bin'}:{os.environ['PATH']}"
         own = {"VENV": str(venv), "PATH": path, "CALLS": str(calls), "FAST": str(fast), "SLOW": str(slow)}
         own["MYPY"] = str(mypy)
+        command, environment = ["bash", "scripts/test.sh", *arguments], os.environ | own
         answer = subprocess.run(
-            ["bash", "scripts/test.sh", *arguments],
-            cwd=ROOT,
-            env=os.environ | own,
-            capture_output=True,
-            text=True,
-            timeout=60,
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
         )
         markers = [line.rpartition(" -m ")[2].split(" tests/")[0] for line in calls.read_text().splitlines()]
         return answer, markers

@@ -49,9 +49,8 @@ class QdrantServer:
             optimizer = {"default_segment_number": 1, "flush_interval_sec": 5, "deleted_threshold": 0.2}
             optimizer["vacuum_min_vector_number"] = 1000
             config = {"params": {"vectors": vectors}, "hnsw_config": hnsw, "optimizer_config": optimizer}
-            return {"status": "green", "optimizer_status": "ok", "segments_count": 1, "config": config} | {
-                "payload_schema": {}
-            }
+            state = {"status": "green", "optimizer_status": "ok", "segments_count": 1}
+            return state | {"config": config, "payload_schema": {}}
         if (method, route) == ("PUT", "/points"):
             batch = body["batch"]
             rows = zip(batch["ids"], batch["vectors"], batch["payloads"], strict=True)
@@ -62,17 +61,14 @@ class QdrantServer:
             return {"count": self.shard.count(edge.CountRequest())}
         if route == "/points/query/batch":
             self.searches += body["searches"]
-            requests = [
-                edge.QueryRequest(
-                    limit=item["limit"],
-                    query=edge.Query.Nearest(item["query"]["nearest"]),
-                    with_payload=False,
-                )
-                for item in body["searches"]
+            queries = [
+                (edge.Query.Nearest(item["query"]["nearest"]), item["limit"]) for item in body["searches"]
             ]
+            requests = [edge.QueryRequest(limit=n, query=query, with_payload=False) for query, n in queries]
             results = self.shard.query_batch(edge.QueryBatchRequest(requests))
+            names = ("id", "version", "score")
             return [
-                {"points": [{"id": item.id, "version": item.version, "score": item.score} for item in points]}
+                {"points": [{name: getattr(point, name) for name in names} for point in points]}
                 for points in results
             ]
         raise AssertionError(f"{method} {route}: not a request of the retriever")

@@ -9,12 +9,11 @@ pytest.importorskip("qdrant_client")
 
 from fastapi.testclient import TestClient
 from qdrant_client import QdrantClient, models
-from retriever_rig import brute_force_ids, ids, write_rows
+from retriever_rig import brute_force_ids, ids, people_corpus, refuses
 
 from retriever.backends import BuildOptions
 from retriever.contrib import qdrant
 from retriever.contrib.qdrant import Collection, collection_settings, search_params
-from retriever.corpus.passages import load_corpus
 from retriever.encoders import HashedEncoder
 from retriever.errors import RetrieverError, Unavailable
 from retriever.indexes.index import build_index, open_index
@@ -26,11 +25,7 @@ RLINF = "wiki_collection_m24_cef512"
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    rows = [
-        {"id": f"p{i}", "contents": f'"Person {i}"\nlives in town {i % 7}.', "url": f"u{i}"}
-        for i in range(50)
-    ]
-    return load_corpus(write_rows(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", rows))
+    return people_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 50)
 
 
 @pytest.fixture
@@ -68,16 +63,14 @@ def test_index_finds_rows_of_brute_force(tmp_path, corpus):
     assert ids(hits) == brute_force_ids(HashedEncoder.load(tmp_path / "q"), corpus, queries, 5)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: index.search(queries, 5), range(16))) == [hits] * 16
-    with pytest.raises(RetrieverError, match="open in another process"):
-        open_index(tmp_path / "q", corpus)
+    refuses("open in another process", open_index, tmp_path / "q", corpus)
 
 
 def test_absent_server_is_refused_before_encoding(tmp_path, corpus):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        url = f"http://127.0.0.1:{holder.getsockname()[1]}"
     options = BuildOptions(kind="qdrant", settings={"qdrant_url": url})
-    with pytest.raises(RetrieverError, match=rf"--qdrant_url {url}: no answer"):
-        build_index(corpus, tmp_path / "q", options, progress=False)
+    refuses(rf"--qdrant_url {url}: no answer", build_index, corpus, tmp_path / "q", options, progress=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -93,44 +86,28 @@ def test_rlinf_collection_is_served_unchanged(tmp_path, corpus, encoder):
         assert (state["kind"], state["documents"], state["encoder"]) == ("qdrant", 50, "hashed")
 
 
-def test_payload_without_text_is_refused(tmp_path, corpus, encoder):
-    upload(tmp_path, corpus, encoder, text="a text without a number", page=7)
-    with pytest.raises(RetrieverError, match=r"point 0 has no text in 'contents' \(it has text, page\)"):
-        Collection(str(tmp_path), RLINF, "e5")
-
-
 def test_unsuitable_collection_or_encoder_is_refused(tmp_path, corpus, encoder, monkeypatch):
+    def check(message, collection=RLINF, name="e5", used=encoder):
+        monkeypatch.setattr(qdrant, "make_encoder", lambda *_: used)
+        refuses(message, Collection, str(tmp_path), collection, name)
+
     upload(tmp_path, corpus, encoder)
-    small = HashedEncoder.fit(corpus, 64)
-    with pytest.raises(RetrieverError, match="collection 'none': cannot be opened"):
-        Collection(str(tmp_path), "none", "e5")
-    with pytest.raises(RetrieverError, match="--retriever_name hashed"):
-        Collection(str(tmp_path), RLINF, "hashed")
-    monkeypatch.setattr(qdrant, "make_encoder", lambda *_: small)
-    with pytest.raises(RetrieverError, match="dimension 4096, and .* makes 64"):
-        Collection(str(tmp_path), RLINF, "e5")
+    upload(tmp_path, corpus, encoder, "texts", text="a text without a number", page=7)
+    client, dot = QdrantClient(path=str(tmp_path)), models.Distance.DOT
+    client.create_collection("far", models.VectorParams(size=4, distance=models.Distance.EUCLID))
+    client.create_collection("named", {"a": models.VectorParams(size=4, distance=dot)})
+    client.create_collection("empty", models.VectorParams(size=4096, distance=dot))
+    client.close()
     other = HashedEncoder.fit(corpus)
     other._projection = -other._projection
-    monkeypatch.setattr(qdrant, "make_encoder", lambda *_: other)
-    with pytest.raises(RetrieverError, match=r"point 0: its vector is not what .*\(cosine -"):
-        Collection(str(tmp_path), RLINF, "e5")
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (models.VectorParams(size=4, distance=models.Distance.EUCLID), "its distance is Euclid"),
-        ({"a": models.VectorParams(size=4, distance=models.Distance.DOT)}, r"has named vectors \(a\)"),
-        (models.VectorParams(size=4096, distance=models.Distance.DOT), "is empty; upload into it first"),
-    ],
-    ids=["distance", "named", "empty"],
-)
-def test_collection_of_other_form_is_refused(tmp_path, encoder, size, message):
-    client = QdrantClient(path=str(tmp_path))
-    client.create_collection("c", size)
-    client.close()
-    with pytest.raises(RetrieverError, match=message):
-        Collection(str(tmp_path), "c", "e5")
+    check(r"point 0 has no text in 'contents' \(it has text, page\)", "texts")
+    check("its distance is Euclid", "far")
+    check(r"has named vectors \(a\)", "named")
+    check("is empty; upload into it first", "empty")
+    check("collection 'none': cannot be opened", "none")
+    check("--retriever_name hashed", name="hashed")
+    check("dimension 4096, and .* makes 64", used=HashedEncoder.fit(corpus, 64))
+    check(r"point 0: its vector is not what .*\(cosine -", used=other)
 
 
 @pytest.mark.filterwarnings("ignore:Local mode performs exact")
@@ -141,7 +118,7 @@ def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder):
     index = open_index(tmp_path / "i", corpus)
     assert index.search(["person 17"], 1)[0][0][0] == corpus[17]
     assert index.manifest["search"] == "hnsw_ef=64" and index.manifest["factory"] == "qdrant"
-    index._ranker._vectors._client.close()
+    index._ranker._vectors.client.close()
     served = Collection(str(tmp_path / "db"), "passages", "e5")
     assert served.search(["person 17"], 1)[0][0][0] == corpus[17]
 
@@ -149,7 +126,6 @@ def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder):
 @pytest.mark.parametrize("place", [{}, {"qdrant_url": ""}], ids=["kept", "gone with the index's folder"])
 def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place):
     monkeypatch.setattr(qdrant, "BATCH", 5)
-    monkeypatch.setattr(qdrant, "AHEAD", 3)
     options = options_for(tmp_path, shard_rows=20, **place)
     upsert, sent = QdrantClient.upsert, []
 
@@ -169,7 +145,7 @@ def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place
     build_index(corpus, tmp_path / "i", options, progress=False)
     assert sent == [*range(0 if place else 20, 50, 5)]
     index = open_index(tmp_path / "i", corpus)
-    assert ids(index.search([f"person {n}" for n in (3, 22, 49)], 1)) == [["p3"], ["p22"], ["p49"]]
+    assert ids(index.search([f"person {n}" for n in (3, 22, 49)], 1)) == [["3"], ["22"], ["49"]]
     assert not list(tmp_path.glob("i.embeddings"))
 
 
@@ -180,10 +156,8 @@ def test_foreign_collection_is_not_overwritten(tmp_path, corpus, encoder):
 
 
 def test_storage_options_reach_the_collection(tmp_path):
-    options = options_for(
-        tmp_path, qdrant_shards=6, qdrant_replicas=2, qdrant_on_disk=True, qdrant_quantization="int8"
-    )
-    settings = collection_settings(768, options)
+    values = {"qdrant_shards": 6, "qdrant_replicas": 2, "qdrant_on_disk": True, "qdrant_quantization": "int8"}
+    settings = collection_settings(768, options_for(tmp_path, **values))
     assert (settings["shard_number"], settings["replication_factor"]) == (6, 2)
     assert settings["vectors_config"].on_disk and settings["vectors_config"].size == 768
     assert settings["quantization_config"].scalar.type == models.ScalarType.INT8
@@ -205,18 +179,16 @@ def test_storage_options_reach_the_collection(tmp_path):
         ({"search": "hnsw_ef=many"}, "search parameter 'hnsw_ef=many'"),
         ({"factory": "HNSW8"}, "--factory HNSW8: --kind qdrant"),
     ],
-    ids=str,
 )
 def test_invalid_option_is_named(tmp_path, corpus, options, message):
-    with pytest.raises(RetrieverError, match=message):
-        build_index(corpus, tmp_path / "i", options_for(tmp_path, **options), progress=False)
+    refuses(message, build_index, corpus, tmp_path / "i", options_for(tmp_path, **options), progress=False)
 
 
 def test_search_parameters_are_parsed():
     assert search_params("") is None
     params = search_params("hnsw_ef=128,exact=false,rescore=true,oversampling=2.5")
-    assert (params.hnsw_ef, params.exact) == (128, False)
-    assert (params.quantization.rescore, params.quantization.oversampling) == (True, 2.5)
+    expected = {"hnsw_ef": 128, "exact": False, "quantization": {"rescore": True, "oversampling": 2.5}}
+    assert params.model_dump(exclude_unset=True) == expected
 
 
 def test_search_parameters_reach_the_collection(tmp_path, corpus, encoder, monkeypatch):
@@ -232,23 +204,20 @@ def test_search_parameters_reach_the_collection(tmp_path, corpus, encoder, monke
     served.search(["person 1", "person 2"], 3)
     sent = [(request.params.exact, request.limit, request.with_payload) for request in requests]
     assert sent == [(True, 3, True)] * 2 and served.manifest["search"] == "exact=true"
-    served._vectors._client.delete_collection(RLINF)
+    served._vectors.client.delete_collection(RLINF)
     with pytest.raises(Unavailable, match="no answer .*; is the server up"):
         served.search(["person 1"], 3)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--qdrant_collection is missing"),
-        (["--qdrant_collection", "c"], "--retriever_name is missing"),
-        (["--qdrant_collection", "c", "--retriever_name", "e5", "--corpus_path", "x"], "--corpus_path: "),
-        (["--qdrant_collection", "c", "--retriever_name", "e5", "--web_budget", "3"], "--web_budget: "),
-    ],
-)
-def test_collection_options_are_checked(arguments, message):
-    with pytest.raises(RetrieverError, match=message):
-        parse(["--qdrant_url", "u", *arguments])
+def test_collection_options_are_checked():
+    arguments = ["--qdrant_url", "u"]
+    for more, message in (
+        (["--corpus_path", "x"], "--corpus_path: "),
+        (["--web_budget", "3"], "--web_budget: "),
+        (["--retriever_name", ""], "--retriever_name is missing"),
+        (["--qdrant_collection", ""], "--qdrant_collection is missing"),
+    ):
+        refuses(message, parse, [*arguments, "--qdrant_collection", "c", "--retriever_name", "e5", *more])
 
 
 def test_search_option_wins_over_the_manifest(tmp_path, corpus):
@@ -257,6 +226,24 @@ def test_search_option_wins_over_the_manifest(tmp_path, corpus):
     paths = ["--corpus_path", str(tmp_path / "c.jsonl"), "--index_path", str(tmp_path / "i")]
     with TestClient(load(parse([*paths, "--qdrant_search", "exact=true"]))) as client:
         assert client.get("/health").json()["search"] == "exact=true"
-        assert client.post("/retrieve", json={"queries": ["person 9"]}).json()["result"][0][0]["id"] == "p9"
-    with pytest.raises(RetrieverError, match="--mmap: has no meaning for an index of kind qdrant"):
-        load(parse([*paths, "--mmap"]))
+        assert client.post("/retrieve", json={"queries": ["person 9"]}).json()["result"][0][0]["id"] == "9"
+    refuses("--mmap: has no meaning for an index of kind qdrant", load, parse([*paths, "--mmap"]))
+
+
+@pytest.mark.medium
+def test_rows_are_uploaded_and_searched_over_http(tmp_path):
+    """Several requests at once; storage options and search parameters reach the server."""
+    qdrant_rig = pytest.importorskip("qdrant_rig", reason="needs the package qdrant-edge-py")
+    corpus = people_corpus(tmp_path / "corpus.jsonl", 2000)
+    with qdrant_rig.qdrant_server(tmp_path / "engine") as (url, server):
+        settings = {"qdrant_url": url, "qdrant_quantization": "int8", "qdrant_replicas": 2}
+        options = BuildOptions(kind="qdrant", settings=settings, shard_rows=700, search="hnsw_ef=64")
+        build_index(corpus, tmp_path / "i", options, progress=False)
+        assert server.shard.info().points_count == 2000 and server.settings["replication_factor"] == 2
+        (hits,) = open_index(tmp_path / "i", corpus).search(["person 1234"], 5)
+        encoder = HashedEncoder.load(tmp_path / "i")
+        exact = encoder.encode_passages(corpus[:]) @ encoder.encode_queries(["person 1234"])[0]
+        assert hits[0][0]["id"] == "1234"
+        assert [score for _, score in hits] == pytest.approx(sorted(exact.tolist())[:-6:-1], rel=1e-3)
+        params = [search["params"] for search in server.searches]
+        assert len(params) >= 1 and all(values["hnsw_ef"] == 64 for values in params)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
+from retriever_rig import refuses
 
 from retriever.errors import RetrieverError
 from retriever.indexes import backend as plan
@@ -32,28 +33,19 @@ GIB = 2**30
 WIKI, WIDTH = 21_015_324, 768  # passages of wiki-18, and E5's dimension
 
 
-def whole(rng, *shape):
+def whole(seed, *shape):
     """Whole numbers as float32: their inner products are exact, so that every machine ranks them alike."""
-    return rng.integers(-500, 501, shape).astype(np.float32)
+    return np.random.default_rng(seed).integers(-500, 501, shape).astype(np.float32)
+
+
+VECTORS = whole(0, 1000, DIMENSION)  # 100 of them occur twice or more
+VECTORS[np.random.default_rng(3).permutation(1000)[:200]] = VECTORS[np.arange(200) % 100]
+QUERIES = whole(1, 30, DIMENSION)
 
 
 @pytest.fixture(scope="module")
-def vectors():
-    """float32 [1000, 24] with 100 vectors that occur twice or more."""
-    rng = np.random.default_rng(0)
-    results = whole(rng, 1000, DIMENSION)
-    results[rng.permutation(1000)[:200]] = results[rng.integers(0, 100, 200)]
-    return results
-
-
-@pytest.fixture(scope="module")
-def queries():
-    return whole(np.random.default_rng(1), 30, DIMENSION)
-
-
-@pytest.fixture(scope="module")
-def embeddings(tmp_path_factory, vectors):
-    return embeddings_of(tmp_path_factory.mktemp("shards"), vectors)
+def embeddings(tmp_path_factory):
+    return embeddings_of(tmp_path_factory.mktemp("shards"), VECTORS)
 
 
 def embeddings_of(folder, vectors, shard_rows=300):
@@ -68,21 +60,30 @@ def built(folder, embeddings, factory="Flat", search=""):
     return path
 
 
+def written(path, factory, vectors, ids=None, metric=faiss.METRIC_INNER_PRODUCT):
+    """The file of an index as FAISS itself writes it."""
+    index = faiss.index_factory(vectors.shape[1], factory, metric)
+    index.train(vectors[:1000] if len(vectors) > 100 else whole(1, 500, vectors.shape[1]))
+    index.add(vectors) if ids is None else index.add_with_ids(vectors, np.array(ids))
+    faiss.write_index(index, str(path))
+    return path
+
+
 def brute_force(vectors, queries, k):
     """int64 [Q, k] by a stable sort of the full product."""
     return np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :k]
 
 
-@pytest.mark.parametrize("mmap", [False, True])
-@pytest.mark.parametrize("k", [1, 3, 10, 150])
-def test_flat_equals_brute_force(tmp_path, embeddings, vectors, queries, mmap, k):
-    index = FaissVectors(built(tmp_path, embeddings), mmap)
+@pytest.mark.parametrize("engine", ["faiss", "mmap", "jax"])
+def test_flat_index_equals_brute_force(tmp_path, embeddings, engine):
+    path = built(tmp_path, embeddings)
+    index = JaxVectors(map_flat(path), "test") if engine == "jax" else FaissVectors(path, engine == "mmap")
     assert index.documents == 1000
-    scores, ids = index.nearest(queries, k)
-    expected = brute_force(vectors, queries, k)
-    product = np.take_along_axis(queries @ vectors.T, expected, 1)
-    np.testing.assert_array_equal(scores, product)
-    assert ids.tolist() == expected.tolist()
+    for k in (1, 3, 10, 150, 1000):
+        scores, ids = index.nearest(QUERIES, k)
+        expected = brute_force(VECTORS, QUERIES, k)
+        np.testing.assert_array_equal(scores, np.take_along_axis(QUERIES @ VECTORS.T, expected, 1))
+        assert ids.tolist() == expected.tolist() and ids.dtype == np.int64
 
 
 def test_scores_do_not_depend_on_the_batch(tmp_path):
@@ -106,28 +107,12 @@ def test_four_queries_share_one_matrix_product(version, limit):
     assert stand_in.cvar.distance_compute_blas_threshold == limit
 
 
-@pytest.mark.parametrize("k", [1, 3, 10, 150, 1000])
-def test_jax_equals_brute_force(vectors, queries, k):
-    scores, ids = JaxVectors(vectors, "test").nearest(queries, k)
-    assert ids.tolist() == brute_force(vectors, queries, k).tolist()
-    assert ids.dtype == np.int64
-    np.testing.assert_array_equal(scores, -np.sort(-(queries @ vectors.T))[:, :k])
-
-
 @pytest.mark.parametrize("count", [1, 7, 8, 17])
 def test_jax_finds_no_padding(count):
-    vectors = -np.abs(whole(np.random.default_rng(2), count, 4)) - 1
+    vectors = -np.abs(whole(2, count, 4)) - 1
     queries = np.ones((3, 4), np.float32)  # every score is negative: a row of padding would win
     _, ids = JaxVectors(vectors, "test").nearest(queries, count)
     assert ids.tolist() == brute_force(vectors, queries, count).tolist()
-
-
-def test_ties_are_in_corpus_order(tmp_path):
-    vectors = np.ones((500, 4), np.float32)
-    vectors[400] = 2
-    path = built(tmp_path, embeddings_of(tmp_path, vectors))
-    _, ids = FaissVectors(path).nearest(np.ones((40, 4), np.float32), 3)
-    assert ids.tolist() == [[400, 0, 1]] * 40
 
 
 @given(st_numpy.arrays(np.int8, st.integers(1, 60), elements=st.integers(0, 5)), st.integers(1, 60))
@@ -142,13 +127,13 @@ def test_top_k_is_a_stable_sort(scores, k):
 @pytest.mark.parametrize(
     "factory", ["IVF16,Flat", "HNSW16", "SQfp16", "IVF8,SQ8", "PCA20,Flat", "HNSW16_SQ8"]
 )
-def test_factories_find_results_of_brute_force(tmp_path, embeddings, vectors, queries, factory):
+def test_factories_find_results_of_brute_force(tmp_path, embeddings, factory):
     path = built(tmp_path, embeddings, factory, "nprobe=16" if "IVF" in factory else "")
-    _, ids = FaissVectors(path).nearest(queries, 10)
-    expected = brute_force(vectors, queries, 10)
+    _, ids = FaissVectors(path).nearest(QUERIES, 10)
+    expected = brute_force(VECTORS, QUERIES, 10)
     recall = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(ids, expected, strict=True)])
     assert recall > (0.5 if "PCA" in factory else 0.9)
-    _, mapped = FaissVectors(path, mmap=True).nearest(queries, 10)
+    _, mapped = FaissVectors(path, mmap=True).nearest(QUERIES, 10)
     assert mapped.tolist() == ids.tolist()
 
 
@@ -156,37 +141,26 @@ def test_search_parameters_are_kept_in_the_file(tmp_path, embeddings):
     assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat", "nprobe=5"))).nprobe == 5
     assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat"))).nprobe == 4
     assert faiss.read_index(str(built(tmp_path, embeddings, "HNSW16"))).hnsw.efSearch == 128
-    with pytest.raises(RetrieverError, match="--search 'nprob=5'"):
-        make_empty(8, "IVF16,Flat", "nprob=5")
+    refuses("--search 'nprob=5'", make_empty, 8, "IVF16,Flat", "nprob=5")
 
 
-def test_flat_files_are_those_of_faiss(tmp_path, embeddings, vectors):
-    index = faiss.IndexFlatIP(DIMENSION)
-    index.add(vectors)
-    faiss.write_index(index, str(tmp_path / "own"))
-    path = built(tmp_path, embeddings)
-    assert path.read_bytes() == (tmp_path / "own").read_bytes()
-    np.testing.assert_array_equal(map_flat(path), vectors)
+def test_flat_files_are_those_of_faiss(tmp_path, embeddings):
+    own = written(tmp_path / "own", "Flat", VECTORS)
+    assert built(tmp_path, embeddings).read_bytes() == own.read_bytes()
 
 
 @pytest.mark.parametrize("mmap", [False, True])
 def test_damaged_file_is_refused(tmp_path, embeddings, mmap):
     path = built(tmp_path, embeddings)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(RetrieverError, match=r"index.faiss: has 96,044 bytes, but .* take 96,045"):
-        FaissVectors(path, mmap)
+    refuses(r"index.faiss: has 96,044 bytes, but .* take 96,045", FaissVectors, path, mmap)
     path = built(tmp_path, embeddings, "SQ8")
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(RetrieverError, match="index.faiss: FAISS cannot read it"):
-        FaissVectors(path)
-    with pytest.raises(RetrieverError, match="FAISS type IxSQ; --engine jax needs factory Flat"):
-        map_flat(path)
+    refuses("index.faiss: FAISS cannot read it", FaissVectors, path)
+    refuses("FAISS type IxSQ; --engine jax needs factory Flat", map_flat, path)
     path.write_text("nothing")
-    with pytest.raises(RetrieverError, match="not a FAISS index"):
-        read_header(path)
-    faiss.write_index(faiss.IndexFlatL2(4), str(path))
-    with pytest.raises(RetrieverError, match="metric is FAISS number 1"):
-        read_header(path)
+    refuses("not a FAISS index", read_header, path)
+    refuses("metric is FAISS number 1", read_header, written(path, "Flat", VECTORS, metric=faiss.METRIC_L2))
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -208,15 +182,10 @@ def test_damaged_file_is_refused(tmp_path, embeddings, mmap):
 )
 def test_ids_must_be_row_numbers(tmp_path, factory, ids, example, mmap):
     """In any order: each passage is then found under its own row number."""
-    vectors = whole(np.random.default_rng(0), 4, DIMENSION)
-    index = faiss.index_factory(DIMENSION, factory, faiss.METRIC_INNER_PRODUCT)
-    index.train(whole(np.random.default_rng(1), 500, DIMENSION))
-    index.add_with_ids(vectors, np.array(ids))
-    path = tmp_path / "x.index"
-    faiss.write_index(index, str(path))
+    vectors = whole(0, 4, DIMENSION)
+    path = written(tmp_path / "x.index", factory, vectors, ids)
     if example:
-        with pytest.raises(RetrieverError, match=rf"x.index: its ids are not .* 0 … 3 .*{example}"):
-            FaissVectors(path, mmap)
+        refuses(rf"x.index: its ids are not .* 0 … 3 .*{example}", FaissVectors, path, mmap)
     elif factory == "IDMap,Flat":
         order = np.argsort(-(vectors @ vectors[0]), kind="stable")
         assert FaissVectors(path, mmap).nearest(vectors[:1], 4)[1][0].tolist() == [ids[i] for i in order]
@@ -227,8 +196,7 @@ def test_ids_must_be_row_numbers(tmp_path, factory, ids, example, mmap):
 def test_index_above_the_memory_is_refused(tmp_path, embeddings, monkeypatch):
     path = built(tmp_path, embeddings)
     monkeypatch.setattr(plan, "available_memory", lambda: 90_000)
-    with pytest.raises(RetrieverError, match=r"needs 0.0 GiB .*--mmap.* --factory IVF4096,PQ64"):
-        FaissVectors(path)
+    refuses(r"needs 0.0 GiB .*--mmap.* --factory IVF4096,PQ64", FaissVectors, path)
     FaissVectors(path, mmap=True)
     write_faiss(tmp_path / "again", embeddings, "Flat", "", progress=False)  # streamed, not held
     with pytest.raises(RetrieverError, match="factory IVF16,Flat: needs"):
@@ -239,7 +207,7 @@ def test_index_above_the_memory_is_refused(tmp_path, embeddings, monkeypatch):
     ("factory", "is_exhaustive"), [("Flat", True), ("SQ8", True), ("IVF16,Flat", False), ("HNSW16", False)]
 )
 def test_large_exhaustive_index_has_several_threads(
-    tmp_path, embeddings, vectors, queries, monkeypatch, factory, is_exhaustive
+    tmp_path, embeddings, monkeypatch, factory, is_exhaustive
 ):
     """In a thread of its own, one search at a time; what it finds is the same."""
     path = built(tmp_path, embeddings, factory, "nprobe=16" if "IVF" in factory else "")
@@ -249,19 +217,19 @@ def test_large_exhaustive_index_has_several_threads(
     large = FaissVectors(path, threads=2)
     assert (large._searcher is not None) == is_exhaustive
     with ThreadPoolExecutor(4) as pool:
-        for _, ids in pool.map(lambda _: large.nearest(queries, 5), range(8)):
-            assert ids.tolist() == small.nearest(queries, 5)[1].tolist()
+        for _, ids in pool.map(lambda _: large.nearest(QUERIES, 5), range(8)):
+            assert ids.tolist() == small.nearest(QUERIES, 5)[1].tolist()
     if is_exhaustive:
         assert large._searcher.submit(faiss.omp_get_max_threads).result() == 2
 
 
-def engine(scores, asked):
+def engine(scores, counts):
     """Gives the best `count` of each row, of those that tie the last ones first, as engines may."""
 
     def search(count):
-        asked.append(count)
-        order = np.lexsort((-np.arange(scores.shape[1])[None].repeat(len(scores), 0), -scores), axis=1)
-        order = order[:, :count]
+        counts.append(count)
+        places = np.arange(scores.shape[1])[None].repeat(len(scores), 0)
+        order = np.lexsort((-places, -scores), axis=1)[:, :count]
         return np.take_along_axis(scores, order, 1), order
 
     return search
@@ -285,12 +253,10 @@ def test_ties_do_not_depend_on_the_batch(k, documents, levels):
 
 
 def test_fetching_ends_with_the_tie():
-    asked = []
-    search_in_corpus_order(engine(np.arange(5000, dtype=np.float32)[None], asked), 3, 5000)
-    assert asked == [3 + MORE]
-    asked.clear()
-    search_in_corpus_order(engine(np.zeros((1, 5000), np.float32), asked), 3, 5000)
-    assert asked[-1] == MOST and asked == sorted(set(asked))
+    for scores, expected in ((np.arange(5000), [3 + MORE]), (np.zeros(5000), [19, 76, 304, MOST])):
+        counts = []
+        search_in_corpus_order(engine(scores[None], counts), 3, 5000)
+        assert counts == expected
 
 
 def test_places_without_a_document_come_last():
@@ -300,36 +266,30 @@ def test_places_without_a_document_come_last():
     assert ids.tolist() == [[2, 4, -1]] and scores[0, 2] == -np.inf
 
 
-def test_each_device_gets_an_even_part_in_order():
+def test_devices_get_even_parts_that_fit():
     shards = gpu.plan_shards(10, 4, [4 * GIB] * 3, "x")
     assert [list(rows) for rows in shards] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
     assert [len(rows) for rows in gpu.plan_shards(2, 4, [4 * GIB] * 3, "x")] == [0, 1, 1]
-
-
-def test_index_above_gpu_memory_is_refused():
     need = WIKI * (2 * WIDTH + 8) + gpu.WORKSPACE
     gpu.plan_shards(WIKI, WIDTH, [need], "wiki")
-    for free, message in (
-        ([need - 1], "wiki in fp16 over 1 GPU.s. needs 32.7 GiB .*GPU 0 has 32.7 GiB"),
-        ([40 * GIB, 10 * GIB], "over 2 GPU.s. needs 17.6 GiB .*GPU 1 has 10.0 GiB free; take more"),
-    ):
-        with pytest.raises(RetrieverError, match=message):
-            gpu.plan_shards(WIKI, WIDTH, free, "wiki")
-
-
-def test_inverted_lists_are_spread_and_checked():
     gpu.require_ivf_memory(20 * GIB, [14 * GIB, 14 * GIB], "x")
-    with pytest.raises(RetrieverError, match="x over 2 GPU.s. needs 13.5 GiB on each, and GPU 1 has 13"):
-        gpu.require_ivf_memory(20 * GIB, [14 * GIB, 13 * GIB], "x")
+    for check, message in (
+        (
+            lambda: gpu.plan_shards(WIKI, WIDTH, [need - 1], "wiki"),
+            "wiki in fp16 over 1 .*GPU 0 has 32.7 GiB",
+        ),
+        (lambda: gpu.plan_shards(WIKI, WIDTH, [40 * GIB, 10 * GIB], "x"), "17.6 GiB .*GPU 1 has 10.0 GiB"),
+        (lambda: gpu.require_ivf_memory(20 * GIB, [14 * GIB, 13 * GIB], "x"), "13.5 GiB .*GPU 1 has 13"),
+    ):
+        refuses(message, check)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("k", [3, 40])
 def test_gpu_shards_find_results_of_one_index(devices, k):
-    rng = np.random.default_rng(0)
-    vectors = rng.integers(-500, 501, (500, 16)).astype(np.float32)  # exact products on every machine
+    vectors = whole(0, 500, 16)
     vectors[300:400] = vectors[0:100]  # equal vectors on different devices
-    queries = vectors[rng.integers(0, 500, 20)]
+    queries = vectors[np.random.default_rng(0).integers(0, 500, 20)]
     added = []
 
     class Part(faiss.IndexFlatIP):
@@ -342,38 +302,19 @@ def test_gpu_shards_find_results_of_one_index(devices, k):
     assert added == [True] * devices  # one call each, of a view: nothing of the map was copied
     assert index.ntotal == 500
     _, results = search_in_corpus_order(lambda count: index.search(queries, count), k, 500)
-    expected = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :k]
-    assert results.tolist() == expected.tolist()
+    assert results.tolist() == brute_force(vectors, queries, k).tolist()
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("factory", "allowed"),
-    [
-        *[(factory, True) for factory in ("Flat", "IVF4,Flat", "IVF4,PQ4x4", "IVF4,SQ8")],
-        *[
-            (factory, False)
-            for factory in ("SQfp16", "SQ8", "PQ4x4", "HNSW8", "PCA8,Flat", "OPQ4,IVF4,PQ4x4")
-        ],
-    ],
-)
-def test_type_that_stays_on_the_cpu_is_refused(tmp_path, factory, allowed):
-    index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
-    vectors = np.random.default_rng(0).standard_normal((1000, 16), dtype=np.float32)
-    index.train(vectors)
-    index.add(vectors)
-    path = tmp_path / "index.faiss"
-    faiss.write_index(index, str(path))
-    if allowed:
-        gpu.check_kind(read_header(path).kind, "x")
-        message = "no GPU support"
-    else:
-        message = f"--faiss_gpu: {path} would stay on the CPU"
-    if hasattr(faiss, "GpuIndexFlatIP") and faiss.get_num_gpus() and allowed:
-        assert FaissVectors(path, gpu=True).nearest(vectors[:3], 1)[1].shape == (3, 1)
-        return
-    with pytest.raises(RetrieverError, match=message):
-        FaissVectors(path, gpu=True)
+def test_type_that_stays_on_the_cpu_is_refused(tmp_path):
+    on_cpu = ("SQfp16", "SQ8", "PQ4x4", "HNSW8", "PCA8,Flat", "OPQ4,IVF4,PQ4x4")
+    for factory in ("Flat", "IVF4,Flat", "IVF4,PQ4x4", "IVF4,SQ8", *on_cpu):
+        path = written(tmp_path / "index.faiss", factory, whole(0, 1000, 16))
+        if hasattr(faiss, "GpuIndexFlatIP") and faiss.get_num_gpus() and factory not in on_cpu:
+            assert FaissVectors(path, gpu=True).nearest(whole(1, 3, 16), 1)[1].shape == (3, 1)
+            continue
+        message = f"--faiss_gpu: {path} would stay on the CPU" if factory in on_cpu else "no GPU support"
+        refuses(message, FaissVectors, path, gpu=True)
 
 
 def test_missing_driver_is_named(monkeypatch):
@@ -381,8 +322,7 @@ def test_missing_driver_is_named(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(gpu.ctypes, "CDLL", missing)
-    with pytest.raises(RetrieverError, match="no CUDA driver .libcuda.so.1: cannot open"):
-        gpu.free_memory(1)
+    refuses("no CUDA driver .libcuda.so.1: cannot open", gpu.free_memory, 1)
 
 
 @pytest.mark.medium
@@ -391,30 +331,19 @@ def test_missing_driver_is_named(monkeypatch):
     ["Flat", "SQ8", "SQfp16", "PQ8x4", "IVF16,Flat", "IVF16,PQ8x4", "HNSW16", "PCA8,Flat", "IVF16_HNSW8,SQ4"],
 )
 def test_planned_bytes_are_those_of_the_file(tmp_path, factory):
-    vectors = np.random.default_rng(0).standard_normal((20_000, 16), dtype=np.float32)
-    index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
-    index.train(vectors[:1000])
-    index.add(vectors)
-    faiss.write_index(index, str(tmp_path / "index"))
-    assert plan.vector_bytes(20_000, 16, factory) == pytest.approx(
-        (tmp_path / "index").stat().st_size, rel=0.1
-    )
+    size = written(tmp_path / "index", factory, whole(0, 20_000, 16)).stat().st_size
+    assert plan.vector_bytes(20_000, 16, factory) == pytest.approx(size, rel=0.1)
 
 
-def test_memory_of_a_container_counts(tmp_path, monkeypatch):
+def test_memory_and_cores_of_a_container_count(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "CGROUP", tmp_path)
-    whole = plan.available_memory()
-    assert whole > 2**20
+    assert plan.available_memory() > 2**20
     (tmp_path / "memory.current").write_text("1000\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert plan.available_memory() > 2**20
     (tmp_path / "memory.max").write_text("5000\n")
     assert plan.available_memory() == 4000
-
-
-def test_cores_of_a_container_count(tmp_path, monkeypatch):
     monkeypatch.setattr(plan.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(plan, "CGROUP", tmp_path)
     assert plan.available_cores() == 8
     for text, cores in (("max 100000", 8), ("250000 100000", 3), ("20000 100000", 1), ("9900000 100000", 8)):
         (tmp_path / "cpu.max").write_text(text)

@@ -9,7 +9,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import product
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from fastapi.testclient import TestClient
@@ -19,11 +21,11 @@ from retriever_rig import NAMES, Counting, town_rows, write_rows
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import Pages, load_corpus
-from retriever.errors import RetrieverError, Unavailable
+from retriever.errors import RequestFailed, RetrieverError, Unavailable
 from retriever.indexes.index import build_index, open_index
-from retriever.service.app import ROUTES, BodyLimit, make_app
+from retriever.service.app import ROUTES, BodyLimit, index_identity, make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import MAX_QUERY_LENGTH, Depths, Limits, index_identity
+from retriever.service.engine import MAX_QUERY_LENGTH, Limits, RetrieveRequest
 
 ROWS = town_rows()
 TOKEN = {"Authorization": "Bearer secret"}
@@ -32,22 +34,21 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
     max_leaves=8,
 )
-fields = ["queries", "topk", "return_scores", "topk_retrieval", "topk_rerank", "not_sort", "urls", "more"]
-bodies = st.fixed_dictionaries(
-    {}, optional={name: json_values | st.lists(st.text(max_size=20), max_size=3) for name in fields}
-)
+fields = [*RetrieveRequest.model_fields, "urls", "more"]
+values = json_values | st.lists(st.text(max_size=20), max_size=3)
+bodies = st.fixed_dictionaries({}, optional=dict.fromkeys(fields, values))
 
 
 @pytest.fixture(scope="module")
 def client(towns):
-    with TestClient(make_app(towns, Depths(2))) as client:
+    with TestClient(make_app(towns, 2)) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def guarded(index):
     """A service with a token and a small limit of bodies."""
-    with TestClient(make_app(index, Depths(1), token="secret", limits=Limits(max_body=200))) as client:
+    with TestClient(make_app(index, 1, token="secret", limits=Limits(max_body=200))) as client:
         yield client
 
 
@@ -78,28 +79,17 @@ class Backwards:
         return [[(row, -1.0 - n) for n, (row, _) in enumerate(rows[::-1])][:k] for rows in hits]
 
 
-@pytest.mark.parametrize("return_scores", [True, False])
-@pytest.mark.parametrize(
-    "depths",
-    [
-        {"topk": 3},
-        {},
-        {"topk_retrieval": 3},
-        {"topk_retrieval": 3, "topk_rerank": 2},
-        {"topk_retrieval": 3, "topk_rerank": 2, "not_sort": True},
-    ],
-    ids=str,
-)
-def test_query_without_hits_gets_empty_list(towns, tmp_path, depths, return_scores):
+def test_query_without_hits_gets_empty_list(towns, tmp_path):
     """In every contract, alone and among others, from the index and from the store."""
     cache = ResultCache(tmp_path / "store", towns.manifest, "use")
-    app = make_app(towns, Depths(2), reranker=Backwards(), cache=cache)
-    body = depths | {"queries": ["zzzz", "Limmat", "", "!!!"], "return_scores": return_scores}
-    with TestClient(app) as client:
-        for _ in range(2):
+    deep = {"topk_retrieval": 3}
+    bodies = ({"topk": 3}, {}, deep, deep | {"topk_rerank": 2}, deep | {"topk_rerank": 2, "not_sort": True})
+    with TestClient(make_app(towns, 2, reranker=Backwards(), cache=cache)) as client:
+        for body, return_scores, _ in product(bodies, (True, False), range(2)):
+            body = body | {"queries": ["zzzz", "Limmat", "", "!!!"], "return_scores": return_scores}
             first, (hit,), *others = client.post("/retrieve", json=body).json()["result"]
             assert [first, *others] == [[]] * 3 and "Limmat" in str(hit)
-        assert client.post("/retrieve", json=body | {"queries": ["zzzz"]}).json() == {"result": [[]]}
+            assert client.post("/retrieve", json=body | {"queries": ["zzzz"]}).json() == {"result": [[]]}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +100,6 @@ def test_query_without_hits_gets_empty_list(towns, tmp_path, depths, return_scor
         ({"queries": ["a"], "topk_retrieval": 3, "topk_rerank": 1}, "topk_rerank: no reranker is loaded"),
         ({}, "queries"),
     ],
-    ids=["value", "field", "reranker", "empty"],
 )
 def test_invalid_request_names_the_field(client, body, message):
     reply = client.post("/retrieve", json=body)
@@ -122,9 +111,11 @@ def test_invalid_request_names_the_field(client, body, message):
     [
         (RetrieverError("/i/index.faiss: cannot be read"), 500, "/i/index.faiss: cannot be read"),
         (Unavailable("no Qdrant"), 503, "no Qdrant"),
+        (RequestFailed(503, "full"), 503, "full"),
+        (RequestFailed(402, "no money"), 402, "no money"),
         (ZeroDivisionError(), 500, "ZeroDivisionError in the service; its log has the details"),
     ],
-    ids=["error", "unavailable", "unexpected"],
+    ids=["error", "unavailable", "overload", "budget", "unexpected"],
 )
 def test_error_of_the_index_is_json(error, status, message):
     class Failing:
@@ -133,7 +124,7 @@ def test_error_of_the_index_is_json(error, status, message):
         def search(self, queries, k):
             raise error
 
-    with TestClient(make_app(Failing(), Depths(1)), raise_server_exceptions=False) as client:
+    with TestClient(make_app(Failing(), 1), raise_server_exceptions=False) as client:
         reply = client.post("/retrieve", json={"queries": ["a"]})
         assert (reply.status_code, reply.json()) == (status, {"error": message})
         assert reply.headers.get("retry-after") == ("1" if status == 503 else None)
@@ -144,88 +135,40 @@ def test_reranker_runs_in_one_thread(towns):
     """torch keeps buffers for each thread that calls it."""
     threads = set()
 
-    class Reranker:
-        model = "m"
-
+    class Slow(Backwards):
         def rerank(self, queries, hits, k):
             threads.add(threading.get_ident())
             time.sleep(0.05)
-            return [rows[:k] for rows in hits]
+            return super().rerank(queries, hits, k)
 
     body = {"queries": ["port elton"], "topk_retrieval": 2, "topk_rerank": 1}
-    app = make_app(towns, Depths(2), reranker=Reranker())
-    with TestClient(app) as client, ThreadPoolExecutor(6) as pool:
+    with TestClient(make_app(towns, 2, reranker=Slow())) as client, ThreadPoolExecutor(6) as pool:
         replies = list(pool.map(lambda _: client.post("/retrieve", json=body), range(12)))
     assert {reply.status_code for reply in replies} == {200} and len(threads) == 1
 
 
-def test_docs_page_loads_from_the_service_only(client):
+def test_docs_page_loads_from_the_service_only(client, towns, monkeypatch):
     """A cluster's nodes reach no CDN."""
     pytest.importorskip("fastapi_offline")
     page = client.get("/docs").text
     addresses = re.findall(r'(?:src|href)="([^"]+)"', page)
     assert len(addresses) >= 2 and all(address.startswith("/") for address in addresses)
     assert "http://" not in page and "https://" not in page
-    for address in addresses:
-        reply = client.get(address)
-        assert reply.status_code == 200 and len(reply.content) > 100
-    assert "/retrieve" in client.get("/openapi.json").json()["paths"]
-
-
-def test_docs_page_without_its_package_is_404(towns, monkeypatch):
+    assert all(len(client.get(address).raise_for_status().content) > 100 for address in addresses)
     monkeypatch.setitem(sys.modules, "fastapi_offline", None)
-    with TestClient(make_app(towns, Depths(2))) as client:
-        reply = client.get("/docs")
+    with TestClient(make_app(towns, 2)) as without:
+        reply = without.get("/docs")
         assert reply.status_code == 404 and "pip install fastapi-offline" in reply.json()["error"]
-        assert client.get("/openapi.json").status_code == 200
-
-
-def test_overload_is_503_with_retry_after(index):
-    slow = Counting(index, seconds=0.3)
-    app = make_app(slow, Depths(1), limits=Limits(max_batch=1, max_queue=1))
-    with TestClient(app) as client, ThreadPoolExecutor(6) as pool:
-        replies = list(pool.map(lambda _: client.post("/retrieve", json={"queries": ["ada"]}), range(6)))
-    statuses = sorted(reply.status_code for reply in replies)
-    assert statuses[0] == 200 and statuses[-1] == 503
-    refused = next(reply for reply in replies if reply.status_code == 503)
-    assert refused.headers["retry-after"] == "1" and "try again" in refused.json()["error"]
-
-
-def test_no_queries_have_no_results(index):
-    counting = Counting(index)
-    with TestClient(make_app(counting, Depths(1))) as client:
-        for body in ({"queries": []}, {"queries": [], "topk_retrieval": 3, "not_sort": True}):
-            reply = client.post("/retrieve", json=body)
-            assert reply.status_code == 200 and reply.json() == {"result": []}
-    assert not counting.batches
+        assert "/retrieve" in without.get("/openapi.json").json()["paths"]
 
 
 def test_long_query_is_cut_and_counted(index):
-    searched = []
-
-    class Noting(Counting):
-        def search(self, queries, k):
-            searched.extend(queries)
-            return super().search(queries, k)
-
-    fits = "b" * MAX_QUERY_LENGTH
-    body = {"queries": ["ada almson " + "x" * 9000, "bo dorn", fits], "topk": 1}
-    with TestClient(make_app(Noting(index), Depths(1))) as client:
-        reply = client.post("/retrieve", json=body)
-        assert reply.status_code == 200, reply.text
-        assert [rows[0]["id"] for rows in reply.json()["result"][:2]] == ["0", "7"]
+    counting, fits = Counting(index), "b" * MAX_QUERY_LENGTH
+    with TestClient(make_app(counting, 1)) as client:
+        reply = client.post("/retrieve", json={"queries": ["ada " + "x" * 9000, "bo dorn", fits]})
+        assert [len(rows) for rows in reply.json()["result"]] == [1, 1, 0]
         assert "retriever_cut_queries_total 1.0" in client.get("/metrics").text
-    assert searched == [body["queries"][0][:MAX_QUERY_LENGTH], "bo dorn", fits]
-
-
-@pytest.mark.parametrize("limits", [Limits(max_queries=3), Limits(max_queue=3)], ids=["queries", "queue"])
-def test_too_many_queries_are_refused(index, limits):
-    """Also where only the queue is shorter: 503 would tell the client to try again for ever."""
-    with TestClient(make_app(index, Depths(1), limits=limits)) as client:
-        assert client.post("/retrieve", json={"queries": NAMES[:3]}).status_code == 200
-        reply = client.post("/retrieve", json={"queries": NAMES[:4]})
-        assert reply.status_code == 422
-        assert "4 in one request, and 3 are taken" in reply.json()["error"]
+    assert counting.queries == [("ada " + "x" * 9000)[:MAX_QUERY_LENGTH], "bo dorn", fits]
 
 
 @pytest.mark.parametrize(
@@ -249,13 +192,12 @@ def test_every_route_but_health_needs_the_token(guarded, method, route, status):
     body = {"queries": ["ada"]} if route == "/retrieve" else {"urls": ["u"]}
 
     def ask(**headers):
-        content = body if method == "POST" else None
+        options = {"json": body} if method == "POST" else {}
         url = f"http://testserver{route}"
-        return guarded.request(method, url, json=content, headers=headers, follow_redirects=False)
+        return guarded.request(method, url, headers=headers, follow_redirects=False, **options)
 
-    refused = ask()
-    assert refused.status_code == 401 and "Authorization" in refused.json()["error"]
-    assert ask(Authorization="Bearer other").status_code == 401
+    for refused in (ask(), ask(Authorization="Bearer other")):
+        assert refused.status_code == 401 and "Authorization" in refused.json()["error"]
     reply = ask(**TOKEN)
     assert reply.status_code == status
     if route in ("/nothing", "/retrieve") and status in (404, 405):
@@ -270,28 +212,12 @@ def test_health_needs_no_token(guarded):
     assert tested | {"/health"} == ROUTES  # a new route belongs into the list above
 
 
-@pytest.mark.parametrize(
-    ("value", "status"),
-    [
-        *[(value, 200) for value in ("Bearer secret", "bearer secret", "BEARER  secret")],
-        *[
-            (value, 401)
-            for value in ("secret", "Bearer", "Bearer secrets", "Basic secret", "Bearersecret", "")
-        ],
-    ],
-)
-def test_scheme_of_the_token(guarded, value, status):
-    reply = guarded.post("/retrieve", json={"queries": ["ada"]}, headers={"Authorization": value})
-    assert reply.status_code == status, reply.text
-    assert reply.headers.get("www-authenticate") == (None if status == 200 else "Bearer")
-
-
-def test_refusals_are_counted(guarded):
-    large = guarded.post("/retrieve", json={"queries": ["a" * 300]}, headers=TOKEN)
-    assert large.status_code == 413 and "larger than 200 bytes" in large.json()["error"]
-    guarded.post("/retrieve", json={"queries": ["ada"]})
-    text = guarded.get("/metrics", headers=TOKEN).text
-    assert 'route="/retrieve",status="413"' in text and 'route="/retrieve",status="401"' in text
+def test_scheme_of_the_token(guarded):
+    wrong = ("secret", "Bearer", "Bearer secrets", "Basic secret", "Bearersecret", "")
+    for value in ("Bearer secret", "bearer secret", "BEARER  secret", *wrong):
+        reply = guarded.post("/retrieve", json={"queries": ["ada"]}, headers={"Authorization": value})
+        expected = (401, "Bearer") if value in wrong else (200, None)
+        assert (reply.status_code, reply.headers.get("www-authenticate")) == expected, value
 
 
 def scope_of(path="/retrieve", headers=()):
@@ -299,52 +225,41 @@ def scope_of(path="/retrieve", headers=()):
 
 
 def test_token_is_checked_before_the_body(index):
-    sent = []
-
-    async def receive():
-        raise AssertionError("the body was read")
-
-    async def send(message):
-        sent.append(message)
-
-    app = make_app(index, Depths(1), token="secret")
-    asyncio.run(app(scope_of(headers=[(b"content-length", b"9000000")]), receive, send))
-    assert sent[0]["status"] == 401
+    sent = AsyncMock()
+    app = make_app(index, 1, token="secret")
+    asyncio.run(app(scope_of(headers=[(b"content-length", b"9000000")]), None, sent))  # it cannot be read
+    assert sent.await_args_list[0].args[0]["status"] == 401
 
 
 def test_body_in_parts_arrives_whole():
     """Forty thousand parts: bytes that grow by `+=` would be copied for each, 80 GB in all."""
-    seen, sent = [], []
+    seen, sent = [], AsyncMock()
 
     async def app(scope, receive, send):
         seen.append(await receive())
 
-    async def send(message):
-        sent.append(message)
-
-    def ask(count, limit):
-        parts = iter([b"x" * 100] * count)
-        left = count
+    def ask(limit):
+        left = 40_000
 
         async def receive():
             nonlocal left
             left -= 1
-            return {"type": "http.request", "body": next(parts), "more_body": left > 0}
+            return {"type": "http.request", "body": b"x" * 100, "more_body": left > 0}
 
-        asyncio.run(BodyLimit(app, limit)(scope_of(), receive, send))
+        asyncio.run(BodyLimit(app, limit)(scope_of(), receive, sent))
         return left
 
-    assert ask(40_000, 2**22) == 0
-    assert seen == [{"type": "http.request", "body": b"x" * 4_000_000, "more_body": False}] and not sent
-    assert ask(40_000, 500) == 40_000 - 6  # it stops where the limit is passed
-    assert sent[0]["status"] == 413 and len(seen) == 1
+    assert ask(2**22) == 0 and not sent.await_count
+    assert seen == [{"type": "http.request", "body": b"x" * 4_000_000, "more_body": False}]
+    assert ask(500) == 40_000 - 6  # it stops where the limit is passed
+    assert sent.await_args_list[0].args[0]["status"] == 413 and len(seen) == 1
 
 
 @pytest.mark.medium
 def test_no_request_makes_the_service_fail(index, all_cases):
     """Some hundred; ten thousand with --all-cases."""
     examples, header = 8000 if all_cases else 300, {"content-type": "application/json"}
-    with TestClient(make_app(index, Depths(2)), raise_server_exceptions=False) as client:
+    with TestClient(make_app(index, 2), raise_server_exceptions=False) as client:
 
         @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
         @given(bodies | json_values, st.sampled_from(["/retrieve", "/access"]))
@@ -366,7 +281,7 @@ def test_no_request_makes_the_service_fail(index, all_cases):
 
 
 def identity(index, **more):
-    with TestClient(make_app(index, Depths(1), **more)) as client:
+    with TestClient(make_app(index, 1, **more)) as client:
         state = client.get("/health").json()["identity"]
         reply = client.post("/retrieve", json={"queries": ["port elton"]})
         assert reply.status_code == 200 and reply.headers["x-index-identity"] == state
@@ -398,17 +313,16 @@ def test_identity_covers_everything_that_decides_results(files, tmp_path):
     changed = [*ROWS[:-1], ROWS[-1] | {"contents": ROWS[-1]["contents"] + " Indeed."}]
     identities = {identity(opened(corpus, folder))}
     identities.add(identity(opened(corpus, folder), reranker=SimpleNamespace(model="m")))
-    for number, (rows, options) in enumerate(
-        [
-            (ROWS, BuildOptions()),
-            (ROWS[:-1], BuildOptions()),
-            (changed, BuildOptions()),
-            (ROWS, BuildOptions("bm25")),
-            (ROWS, BuildOptions(factory="SQ8")),
-            (ROWS, BuildOptions(factory="IVF2,Flat", search="nprobe=1")),
-            (ROWS, BuildOptions(factory="IVF2,Flat", search="nprobe=2")),
-        ]
-    ):
+    ivf = {"factory": "IVF2,Flat"}
+    options = [
+        {},
+        {"retriever_name": "bm25"},
+        {"factory": "SQ8"},
+        *[ivf | {"search": f"nprobe={n}"} for n in (1, 2)],
+    ]
+    builds = [(ROWS[:-1], {}), (changed, {}), *[(ROWS, values) for values in options]]
+    for number, (rows, values) in enumerate(builds):
+        options = BuildOptions(**values)
         file = write_rows(tmp_path / f"{number}.jsonl", rows)
         build_index(load_corpus(file), tmp_path / str(number), options, progress=False)
         identities.add(identity(opened(file, tmp_path / str(number))))
@@ -421,7 +335,7 @@ def test_pages_are_part_of_the_identity(index, tmp_path):
     for number, row in enumerate([*rows, "\n" + rows[0].strip()]):
         path = tmp_path / f"{number}.jsonl"
         path.write_text(row)
-        with TestClient(make_app(index, Depths(1), pages=Pages(path))) as client:
+        with TestClient(make_app(index, 1, pages=Pages(path))) as client:
             state = client.get("/health").json()
             for urls in (["a"], 5):
                 reply = client.post("/access", json={"urls": urls})
@@ -430,11 +344,16 @@ def test_pages_are_part_of_the_identity(index, tmp_path):
     assert len(identities) == 3  # blank lines and the last line's end are no part of the pages
 
 
-@pytest.mark.parametrize("body", [{"queries": 3}, {"queries": ["a"], "topk": 0}, {"queries": []}], ids=str)
-def test_refusals_carry_the_identity(guarded, body):
+def test_refusals_carry_the_identity_and_are_counted(guarded):
     state = guarded.get("/health").json()["identity"]
-    refused = guarded.post("/retrieve", json=body)
-    assert refused.status_code == 401 and refused.headers["x-index-identity"] == state
-    answered = guarded.post("/retrieve", json=body, headers=TOKEN)
-    assert answered.status_code in (200, 422) and answered.headers["x-index-identity"] == state
+    for queries, headers, status in (
+        (3, TOKEN, 422),
+        ([], TOKEN, 200),
+        (["a" * 300], TOKEN, 413),
+        ([], {}, 401),
+    ):
+        reply = guarded.post("/retrieve", json={"queries": queries}, headers=headers)
+        assert (reply.status_code, reply.headers["x-index-identity"]) == (status, state)
+        metrics = guarded.get("/metrics", headers=TOKEN).text
+        assert f'route="/retrieve",status="{status}"' in metrics
     assert "x-index-identity" not in guarded.get("/health").headers
