@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.evaluation.records import ScoredRow, read_scores
@@ -28,17 +29,7 @@ Results = dict[tuple[str, str, str], Comparison]  # (temperature, metric, data s
 BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("first", metavar="A", help="evaluation of the first policy, or of its seeds: A1,A2")
-    add("second", metavar="B", help="evaluation of the second policy, or of its seeds")
-    metrics = "metrics to compare (default: %(default)s)"
-    add("--metrics", nargs="+", default=list(DEFAULT_METRICS), metavar="NAME", help=metrics)
-    resamples = "number of resamples of bootstrap and test (default: %(default)s)"
-    add("--resamples", type=int, default=10000, metavar="N", help=resamples)
-    confidence = "coverage of the confidence intervals (default: %(default)s)"
-    add("--confidence", type=float, default=0.95, metavar="C", help=confidence)
-    add("--output", type=Path, metavar="FILE", help="also write the numbers to this JSON file")
+add_arguments = parser_of("compare")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from calibadv_jax.config import ColumnsConfig
+from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core import hub
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
@@ -31,25 +32,7 @@ from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.run.model import load_tokenizer
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    inputs = "question files: a path, a pattern, hf://datasets/OWNER/NAME/FILE, OWNER/NAME"
-    add("inputs", nargs="+", metavar="INPUT", help=inputs)
-    output = ".jsonl or .parquet file to write; a report comes beside it"
-    add("--output", type=Path, required=True, help=output)
-    source = "data source of rows without one (default: name of the file or folder)"
-    add("--data_source", default="", help=source)
-    add("--question", default="", metavar="KEY", help="key of the question in files of an unknown layout")
-    add("--answer", default="", metavar="KEY", help="key of the golden answer or answers in such files")
-    add("--separator", default="", help="text between several answers that are written as one, such as '|'")
-    add("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these data sources")
-    add("--exclude", nargs="+", default=[], metavar="INPUT", help="drop questions that occur in these files")
-    add("--max_characters", type=int, default=0, help="drop questions with more characters; 0: no limit")
-    tokens = "drop questions (or prompts of rows) with more tokens; 0: no limit"
-    add("--max_tokens", type=int, default=0, help=tokens)
-    add("--tokenizer", default="", help="tokenizer for --max_tokens: a folder or OWNER/NAME[@REVISION]")
-    add("--drop_prompt", action="store_true", help="leave out the prompts that rows carry")
+add_arguments = parser_of("prepare-data")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from calibadv_jax.config import RewardConfig
+from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.locking import locked_output
@@ -28,14 +29,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir)")
-    add("--output", type=Path, required=True, metavar="FILE", help="JSONL file to write")
-    score = "lowest answer score of a demonstration (default: the largest that the run's reward gives)"
-    add("--min-score", type=float, metavar="S", help=score)
-    number = "largest number of demonstrations of a question (default: %(default)s)"
-    add("--per-question", type=int, default=1, metavar="N", help=number)
+add_arguments = parser_of("select-rollouts")
 
 
 def run(arguments: argparse.Namespace) -> None:
