@@ -25,10 +25,11 @@ def parser_of(command: str) -> Callable[[argparse.ArgumentParser], None]:
 
 
 def _add_arguments(command: str, parser: argparse.ArgumentParser) -> None:
-    exclusive = parser.add_mutually_exclusive_group()
+    is_exclusive = any("exclusive" in fields for fields in COMMANDS[command].values())
+    exclusive = parser.add_mutually_exclusive_group() if is_exclusive else parser
     for name, fields in COMMANDS[command].items():
         options = dict(fields)
-        place = exclusive if options.pop("group", "") else parser
+        place = exclusive if options.pop("exclusive", False) else parser
         least, below = options.pop("least", None), options.pop("below", float("nan"))
         if "type" in options:
             kind = TYPES[options["type"]]

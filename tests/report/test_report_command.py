@@ -158,7 +158,7 @@ def test_many_long_runs_fit_into_five_megabytes(tmp_path):
     ("arguments", "words"),
     [
         ("{}/absent", "{}/absent: not a run folder"),
-        ("{}/run --smooth 0", "--smooth 0: must be at least 1"),
+        ("{}/run --smooth 0", "argument --smooth: 0: give 1 or more"),
         ("", "the following arguments are required: RUN"),
     ],
 )

@@ -282,8 +282,8 @@ def test_forged_texts_lose_tags_and_escapes(agent):
     [
         (["--host", "0.0.0.0"], "error: --host 0.0.0.0 is open to the network: protect it with --token-file"),
         (["--token-file", "none"], "error: --token-file none: no such file, or an empty one"),
-        (["--slots", "0"], "error: --slots 0: give 1 or more"),
-        (["--time-limit", "nan"], "error: --time-limit nan: give 1 or more"),
+        (["--slots", "0"], "error: argument --slots: 0: give 1 or more"),
+        (["--time-limit", "nan"], "error: argument --time-limit: nan: give 1 or more"),
         (["who?"], "error: 'who?' is no key.path=value"),
         (["--policy", "nowhere"], "error: nowhere: no such folder"),
     ],

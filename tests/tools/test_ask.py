@@ -184,8 +184,14 @@ def test_config_is_that_of_newest_start_of_run(tmp_path):
     [
         (["--policy", "nowhere", "who?"], "error: nowhere: no such folder"),
         (["--policy", ".", "who", "is", "it?"], "error: 3 questions were given; put quotes"),
-        (["--policy", ".", "--temperature", "-1", "who?"], "error: --temperature -1: give 0 or more"),
-        (["--policy", ".", "--temperature", "nan", "who?"], "error: --temperature nan: give 0 or more"),
+        (
+            ["--policy", ".", "--temperature", "-1", "who?"],
+            "error: argument --temperature: -1: give 0 or more",
+        ),
+        (
+            ["--policy", ".", "--temperature", "nan", "who?"],
+            "error: argument --temperature: nan: give 0 or more",
+        ),
         (["--policy", ".", "--config", "no.yaml", "who?"], "error: no.yaml: no such config file"),
         (["who?"], "error: the following arguments are required: --policy"),
     ],

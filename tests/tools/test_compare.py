@@ -131,8 +131,8 @@ def test_bad_arguments_are_one_line(pair, capsys, tmp_path):
     for argv, words in (
         ([first, tmp_path / "none.jsonl"], "none.jsonl: no such file; give the .jsonl"),
         ([first, tmp_path / "empty.jsonl"], "no questions in it"),
-        ([first, second, "--resamples", "0"], "--resamples must be at least 1"),
-        ([first, second, "--confidence", "95"], "--confidence between 0 and 1"),
+        ([first, second, "--resamples", "0"], "argument --resamples: 0: give 1 or more"),
+        ([first, second, "--confidence", "95"], "argument --confidence: 95: give 0.001 or more and below 1"),
         ([first], "required: B"),
     ):
         status, _, error = call(*argv, capsys=capsys)

@@ -51,7 +51,6 @@ def test_steps_choose_what_is_written(run_folder, tmp_path, steps, kept):
     [
         (["--steps", "one"], "--steps one: give FIRST-LAST"),
         (["--steps", "7-9"], "keeps steps 1 to 2"),
-        (["--port", "70000"], "--port 70000: a port is a number"),
     ],
 )
 def test_bad_arguments_are_named(run_folder, arguments, output):
@@ -66,10 +65,14 @@ def test_folder_without_run_is_refused(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}: no rollouts")
 
 
-def test_port_and_output_exclude_each_other(run_folder, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "output"),
+    [("--port 0 --output x", "not allowed with"), ("--port 70000", "70000: give 0 or more and below 65536")],
+)
+def test_bad_port_is_refused(run_folder, capsys, arguments, output):
     with pytest.raises(SystemExit) as end:
-        cli.calibadv(["inspect", str(run_folder), "--port", "0", "--output", str(tmp_path)])
-    assert end.value.code == 2 and "not allowed with" in capsys.readouterr().err
+        cli.calibadv(["inspect", str(run_folder), *arguments.split()])
+    assert end.value.code == 2 and output in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_opened_thought_is_whole_and_lines_are_rows(tmp_path, capsys):
             ["{run}", "--output", "{out}", "--min-score", "2"],
             "no trajectory with a score of 2 or more among 1",
         ),
-        (["{run}", "--output", "{out}", "--per-question", "0"], "it must be at least 1"),
+        (["{run}", "--output", "{out}", "--per-question", "0"], "argument --per-question: 0: give 1 or more"),
         (["{run}/none", "--output", "{out}"], "none: no rollouts/step_N.parquet"),
         (["{run}"], "required: --output"),
         (["{damaged}", "--output", "{out}"], "step_1.parquet: cannot be read"),

@@ -34,8 +34,6 @@ add_arguments = parser_of("compare")
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the differences B - A by temperature, metric and data source."""
-    if arguments.resamples < 1 or not 0 < arguments.confidence < 1:
-        raise UserError("--resamples must be at least 1, and --confidence between 0 and 1")
     console = Console()
     sides = [_seeds(given) for given in (arguments.first, arguments.second)]
     first, second = (_means(side) for side in sides)

@@ -39,8 +39,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Convert, filter, and print the counts."""
     if bool(arguments.max_tokens) != bool(arguments.tokenizer):
         raise UserError("--max_tokens needs --tokenizer, and the other way round: give both or neither")
-    if arguments.max_tokens < 0 or arguments.max_characters < 0:
-        raise UserError("--max_tokens and --max_characters must be at least 0")
     filters = Filters(
         default_source=arguments.data_source,
         columns=ColumnsConfig(arguments.question, arguments.answer, arguments.separator),

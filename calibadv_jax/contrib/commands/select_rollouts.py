@@ -34,8 +34,6 @@ add_arguments = parser_of("select-rollouts")
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the best by score, then fewest sampled tokens, then the earliest; print all counts."""
-    if arguments.per_question < 1:
-        raise UserError(f"--per-question is {arguments.per_question}: it must be at least 1")
     counts: Counter[str] = Counter()
     chosen: dict[tuple[str, str], list[tuple[Rank, RecordRow]]] = {}
     for number, folder in enumerate(arguments.runs):

@@ -37,13 +37,9 @@ _GROUP_COLUMNS = (
 
 
 class Pieces:
-    """Cuts the text of token ids into one piece a token.
+    """Cuts the text of token ids into one piece a token, with the tokenizer.json in `folder`.
 
-    Args:
-        folder: with the tokenizer.json of the policy.
-
-    Raises:
-        UserError: no such file, or it cannot be loaded.
+    Raises UserError if there is no such file, or it cannot be loaded.
     """
 
     def __init__(self, folder: Path):
@@ -95,12 +91,7 @@ def transcript(
     opening: str = "",
     actions: tuple[str, ...] = SEARCH_ALONE,
 ) -> dict[str, Any]:
-    """Return a group in JSON's types.
-
-    Args:
-        rows: all trajectories of the group, with all columns.
-        opening, actions: of every trajectory, see `Trajectory`.
-    """
+    """Return a group in JSON's types: `rows` are all its trajectories, with all columns."""
     first = rows[0]
     (group,), *_ = from_rows(rows, opening, actions)
     return {
@@ -164,9 +155,7 @@ def _document(document: RecordRow, turn: RecordRow, row: RecordRow, seen: Collec
 
 def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
     """Round to four places; None for values that JSON lacks."""
-    if values is None:
-        return None
-    return [round(value, 4) if math.isfinite(value) else None for value in values]
+    return values and [round(value, 4) if math.isfinite(value) else None for value in values]
 
 
 def observation_parts(text: str, documents: Sequence[RecordRow]) -> list[dict[str, Any]]:
@@ -205,16 +194,12 @@ def plain(value: float) -> str:
     return f"{round(value, 3):g}".replace("-", "−")
 
 
-_environment = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
-)
+_environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
 _environment.globals["no_actions"] = NO_ACTIONS
-_environment.filters |= {
-    "plain": plain,
-    "signed": signed,
-    "extract": lambda key, weights: weights.get(key, 0.0),
-}
-WORDS: Any = _environment.get_template("words.jinja").module
+_environment.filters |= {"plain": plain, "signed": signed}
+_environment.filters["weight"] = lambda name, silver: silver.get(name, 0.0)
+_source = Path(__file__).with_name("words.jinja").read_text(encoding="utf-8")
+WORDS: Any = _environment.from_string(_source).module
 
 
 def group_words(group: Sequence[RecordRow], settings: AdvantageSettings) -> list[str]:
