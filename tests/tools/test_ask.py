@@ -110,10 +110,7 @@ def test_missing_answer_says_why(texts, reason):
 
 @pytest.mark.parametrize(
     ("retriever", "line"),
-    [
-        (Shelf(QueryRefused("no")), QUERY_REFUSED),
-        (Shelf(documents=[]), "No results found."),
-    ],
+    [(Shelf(QueryRefused("no")), QUERY_REFUSED), (Shelf(documents=[]), "No results found.")],
     ids=["refused", "empty"],
 )
 def test_search_without_documents_is_printed(retriever, line):

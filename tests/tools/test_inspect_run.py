@@ -48,10 +48,7 @@ def test_steps_choose_what_is_written(run_folder, tmp_path, steps, kept):
 
 @pytest.mark.parametrize(
     ("arguments", "output"),
-    [
-        (["--steps", "one"], "--steps one: give FIRST-LAST"),
-        (["--steps", "7-9"], "keeps steps 1 to 2"),
-    ],
+    [(["--steps", "one"], "--steps one: give FIRST-LAST"), (["--steps", "7-9"], "keeps steps 1 to 2")],
 )
 def test_bad_arguments_are_named(run_folder, arguments, output):
     with pytest.raises(UserError, match=re.escape(output)):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from calibadv_jax.config import Config
@@ -94,26 +95,19 @@ def measure(
     async def look(question: Question, search: Search) -> QuestionCoverage:
         titles = [passages[name].title for name in question.supporting_ids if name in passages]
         results = [await search(query) for query in queries_for(question, titles)]
-        return _coverage(question, results[0], [document for result in results for document in result])
+        first, every = (_judge(question, documents) for documents in (results[0], list(chain(*results))))
+        return QuestionCoverage(*first, every[0], every[2])
 
     return look_up_each(config.retriever, url, questions, look, show)
 
 
-def _coverage(question: Question, first: Sequence[Document], every: Sequence[Document]) -> QuestionCoverage:
-    """Judge the documents of the question as query, and of every query."""
-
-    def has_answer(documents: Sequence[Document]) -> bool | None:
-        if all(answer.lower() in YES_NO for answer in question.golden_answers):
-            return None
-        return any(answer_in(f"{document.title}\n{document.text}", question) for document in documents)
-
-    def has(documents: Sequence[Document], enough: Callable[[Collection[bool]], bool]) -> bool | None:
-        ids = {document.id for document in documents}
-        supporting = question.supporting_ids
-        return enough([name in ids for name in supporting]) if supporting else None
-
-    answers = has_answer(first), has_answer(every)
-    return QuestionCoverage(answers[0], has(first, any), has(first, all), answers[1], has(every, all))
+def _judge(question: Question, documents: Sequence[Document]) -> tuple[bool | None, bool | None, bool | None]:
+    """Return whether the documents hold an answer, a supporting passage, and all of them."""
+    is_yes_no = all(answer.lower() in YES_NO for answer in question.golden_answers)
+    texts, ids = (f"{each.title}\n{each.text}" for each in documents), {each.id for each in documents}
+    answered = None if is_yes_no else any(answer_in(text, question) for text in texts)
+    supporting = [name in ids for name in question.supporting_ids]
+    return answered, any(supporting) if supporting else None, all(supporting) if supporting else None
 
 
 def summary(questions: Sequence[Question], coverages: Sequence[QuestionCoverage]) -> Shares:

@@ -74,7 +74,7 @@ def run(config: Config) -> None:
     async def find(question: Question, search: Search) -> list[Lookup]:
         return await searches(question, passages, search, config.rollout.max_searches)
 
-    search = next((action for action in actions if action.name == SEARCH), SearchAction())
+    search = next(action for action in actions if action.name == SEARCH)
     observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
 
     def shown(documents: Sequence[Document]) -> str:  # to the policy
@@ -127,13 +127,10 @@ def _too_long(demonstration: Demonstration, config: Config, tokenizer: Any) -> s
 
 
 def _row(demonstration: Demonstration) -> dict[str, Any]:
-    turns = [
-        {
-            "text": turn.text,
-            "documents": [{"id": d.id, "title": d.title, "text": d.text} for d in turn.documents],
-        }
-        for turn in demonstration.turns
-    ]
+    turns = []
+    for turn in demonstration.turns:
+        documents = [{"id": d.id, "title": d.title, "text": d.text} for d in turn.documents]
+        turns.append({"text": turn.text, "documents": documents})
     return question_row(demonstration.question) | {"turns": turns}
 
 
@@ -167,14 +164,13 @@ def read_passages(corpus: str | Path, ids: Collection[str]) -> dict[str, Documen
     passages: dict[str, Document] = {}
     for where, row in read_rows(corpus, "passages"):
         name = next((str(row[key]) for key in _IDS if row.get(key) not in (None, "")), "")
-        if name not in ids:
-            continue
-        title, text = row.get("title"), row.get("text")
-        if isinstance(row.get("contents"), str):
-            title, _, text = row["contents"].partition("\n")
-        if not isinstance(title, str) or not isinstance(text, str):
-            raise UserError(f"{where}: expected 'contents', or 'title' and 'text'; correct the row")
-        passages[name] = Document(name, title.strip().strip('"'), text)
+        if name in ids:
+            title, text = row.get("title"), row.get("text")
+            if isinstance(row.get("contents"), str):
+                title, _, text = row["contents"].partition("\n")
+            if not isinstance(title, str) or not isinstance(text, str):
+                raise UserError(f"{where}: expected 'contents', or 'title' and 'text'; correct the row")
+            passages[name] = Document(name, title.strip().strip('"'), text)
     return passages
 
 

@@ -9,7 +9,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
@@ -23,7 +22,7 @@ from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core import hub
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing
+from calibadv_jax.core.files import replacing, write_text
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.files import Sources, find_files
 from calibadv_jax.data.layouts import NO_COLUMNS, NoAnswer
@@ -49,16 +48,15 @@ def run(arguments: argparse.Namespace) -> None:
         count_tokens=_token_counter(arguments.tokenizer) if arguments.tokenizer else len,
         keeps_prompt=not arguments.drop_prompt,
     )
-    report = prepare(arguments.inputs, arguments.output, filters)
-    console = Console()
+    report, console = prepare(arguments.inputs, arguments.output, filters), Console()
     console.say(table(report.rows(), ["data source", "read", "written", *report.reasons]))
     if report.renamed:
         console.say(f"{report.renamed} ids were taken: a number was added to the ids of those rows")
     if report.empty_answers:
         console.say(f"{report.empty_answers} golden answers that normalise to nothing were left out")
     if report.joined_answers:
-        joined = f"{report.joined_answers} rows have one golden answer with a separator in it (|, ; or a line"
-        console.warn(f"{joined} break): if these are several answers, give --separator")
+        joined = "rows have one golden answer with a separator in it (|, ; or a line break)"
+        console.warn(f"{report.joined_answers} {joined}: if these are several answers, give --separator")
     console.say(f"written to {arguments.output}; dropped rows in {arguments.output}.report.json")
 
 
@@ -110,8 +108,7 @@ class PreparationReport:
     def drop(self, source: str, reason: str, where: str, text: str) -> None:
         self.dropped[source, reason] += 1
         shown = self.examples.setdefault(reason, [])
-        if len(shown) < EXAMPLES:
-            shown.append({"row": where, "question": text})
+        shown += [{"row": where, "question": text}] if len(shown) < EXAMPLES else []
 
     @property
     def reasons(self) -> list[str]:
@@ -128,8 +125,8 @@ class PreparationReport:
     def as_json(self) -> dict[str, Any]:
         names = ["data_source", "read", "written", *self.reasons]
         counts = [dict(zip(names, row, strict=True)) for row in self.rows()]
-        others = ("renamed", "empty_answers", "joined_answers", "examples")
-        return {"counts": counts} | {name: getattr(self, name) for name in others}
+        fields = ("renamed", "empty_answers", "joined_answers", "examples")
+        return {"counts": counts} | {name: getattr(self, name) for name in fields}
 
 
 def question_key(text: str) -> str:
@@ -144,16 +141,19 @@ def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> Pre
         raise UserError(f"{output}: the output must end in .jsonl or .parquet")
     report = PreparationReport()
     kept = _select(sources, filters, report)
-    with _whole(output) as unfinished:
-        (_write_parquet if output.suffix == ".parquet" else write_questions)(unfinished, kept)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output") from error
+    with replacing(output) as partial:
+        (_write_parquet if output.suffix == ".parquet" else write_questions)(partial, kept)
         if not report.written:
             raise UserError(
                 f"{output}: no question is left, {sum(report.read.values())} were dropped"
                 f" ({', '.join(report.reasons) or 'the files are empty'}); relax the filters"
             )
-        with _whole(output.with_name(output.name + ".report.json")) as report_file:
-            text = json.dumps(report.as_json(), indent=2, ensure_ascii=False)
-            report_file.write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(report.as_json(), indent=2, ensure_ascii=False)
+        write_text(output.with_name(output.name + ".report.json"), text + "\n")
     return report
 
 
@@ -180,8 +180,12 @@ def _select(sources: Sources, filters: Filters, report: PreparationReport) -> It
             answers = tuple(filter(normalise_answer, question.golden_answers))
             report.empty_answers += len(question.golden_answers) - len(answers)
             report.joined_answers += is_joined(question)
-            question = replace(question, golden_answers=answers)
-            yield _renamed(question if filters.keeps_prompt else replace(question, prompt=()), ids, report)
+            names = chain([question.id], (f"{question.id}_{number}" for number in count(2)))
+            name = next(name for name in names if name not in ids)
+            ids.add(name)
+            report.renamed += name != question.id
+            prompt = question.prompt if filters.keeps_prompt else ()
+            yield replace(question, id=name, golden_answers=answers, prompt=prompt)
 
 
 def _why_dropped(
@@ -201,31 +205,8 @@ def _why_dropped(
     return "overlap" if digest in excluded else "duplicate" if digest in seen else ""
 
 
-def _renamed(question: Question, ids: set[str], report: PreparationReport) -> Question:
-    """Return the question with a unique id: ``ID_2`` and so on where its own is taken."""
-    names = chain([question.id], (f"{question.id}_{number}" for number in count(2)))
-    name = next(name for name in names if name not in ids)
-    ids.add(name)
-    report.renamed += name != question.id
-    return replace(question, id=name)
-
-
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(question_key(text).encode(), digest_size=16).digest()
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary file beside `path` that replaces it if the block ends well."""
-    with ExitStack() as stack:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = stack.enter_context(replacing(path))
-            partial.touch()
-        except OSError as error:
-            problem = f"cannot be written ({error.strerror}); choose another --output"
-            raise UserError(f"{path}: {problem}") from error
-        yield partial
 
 
 def _write_parquet(path: Path, questions: Iterable[Question]) -> None:

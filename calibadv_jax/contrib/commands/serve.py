@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
             warm_up = asking.answer(rollouts, "warm-up", "who?", rollouts.context.watch)
             if error := rollouts.run(warm_up).error:  # else the first client waits for compilers
                 raise EnvironmentFailure(error)
-            service = app.Service(rollouts, printable(short_name(arguments.policy)), arguments)
+            limits = (arguments.slots, arguments.queue, arguments.time_limit, arguments.temperature)
+            service = app.Service(rollouts, printable(short_name(arguments.policy)), *limits)
             with app.serving(service, listener, token) as ended:
                 host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
                 console.say(f"http://{host}:{listener.getsockname()[1]}/")
