@@ -388,7 +388,7 @@ def test_filter_that_nothing_passes_says_so(small):
         ("#step=<b>&group=0", "The address holds step=<b>, which is no number."),
         (
             "#show=nothing&sort=age",
-            "There is no choice “nothing” under Show: all are shown. There is no order",
+            "There is no choice “nothing” under Show: all are shown. There is no",
         ),
         ("#run=other/run&from=1&to=1", "the link is for other/run: calibadv inspect its folder."),
     ],
