@@ -32,7 +32,7 @@ from calibadv_jax.contrib.pages.site import HEADERS, TYPES, is_this_machine
 from calibadv_jax.contrib.serving.chat import ApiError, ChatRequest, Reply, parse
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.secrets import redact
-from calibadv_jax.core.trajectory import Trajectory
+from calibadv_jax.core.trajectory import Trajectory, Turn
 from calibadv_jax.rollout.runner import Rollouts
 
 T = TypeVar("T")
@@ -51,9 +51,7 @@ STATIC = {"serving": ("page.html", "page.css", "page.js"), "pages": ("style.css"
 class Service:
     """Answers questions with `rollouts`, `slots` at a time; at most `queue` further ones wait.
 
-    Args:
-        seconds: time limit of a question, without its waiting.
-        temperature: of a request without it.
+    A question may take `seconds`, without its waiting; `temperature`: of a request without it.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class Service:
         """Cancel all questions; their clients get 503."""
         self._is_ending = True
         for attempt in list(self.attempts):
-            attempt.cancel(ApiError(503, "the service is ending", headers=LATER))
+            await attempt.cancel(ApiError(503, "the service is ending", headers=LATER))
 
 
 class Attempt:
@@ -101,22 +99,19 @@ class Attempt:
         service, rollouts = self._service, self._service.rollouts
         changes = request.changes(service.temperature, rollouts.context.rollout.max_turn_length)
         changes["time_limit"] = service.seconds
+
+        def watch(turn: Turn, is_observed: bool) -> None:
+            self.chunks.put_nowait(self.reply.turn(turn, is_observed))
+
         async with service.free:
-            return await asking.answer(
-                rollouts,
-                "serve",
-                request.question,
-                lambda turn, is_observed: self.chunks.put_nowait(self.reply.turn(turn, is_observed)),
-                request.seed,
-                session,
-                **changes,
-            )
+            question = rollouts, "serve", request.question, watch, request.seed, session
+            return await asking.answer(*question, **changes)
 
     def _note_end(self, _: asyncio.Task[Trajectory]) -> None:
         self._service.attempts.discard(self)
         self.chunks.put_nowait(None)
 
-    def cancel(self, failure: ApiError | None = None) -> None:
+    async def cancel(self, failure: ApiError | None = None) -> None:
         self._failure = failure or self._failure
         self._task.cancel()
 
@@ -132,12 +127,12 @@ class Attempt:
             logging.getLogger("uvicorn.error").error("a question failed", exc_info=error)
             raise ApiError(500, f"{type(error).__name__} in the service; its log has the details")
         trajectory = self._task.result()
-        if trajectory.error is None:
-            return trajectory
-        if trajectory.error.startswith("time: "):
+        if trajectory.error is not None and trajectory.error.startswith("time: "):
             message = f"not finished within {self._service.seconds:g} s (--time-limit)"
             raise ApiError(504, message, headers=NEVER)
-        raise ApiError(503, trajectory.error, headers=LATER)
+        if trajectory.error is not None:
+            raise ApiError(503, trajectory.error, headers=LATER)
+        return trajectory
 
     async def stream(self, chunk: dict[str, Any] | None) -> AsyncIterator[bytes]:
         """Yield events from the first `chunk` on."""
@@ -247,10 +242,6 @@ def make_app(service: Service, token: str) -> Starlette:
     async def chat(http: Request) -> Response:
         request = parse(await _body(http), service.model)
         attempt = service.begin(request)
-
-        async def cancel() -> None:  # a client may have left in the middle
-            attempt.cancel()
-
         try:
             if not request.stream:
                 return JSONResponse(attempt.reply.whole(await _while_connected(http, attempt.trajectory())))
@@ -258,11 +249,10 @@ def make_app(service: Service, token: str) -> Starlette:
             if first is None:  # it failed before a turn: the reply's status can still say so
                 await attempt.trajectory()
         except BaseException:
-            attempt.cancel()
+            await attempt.cancel()
             raise
-        return StreamingResponse(
-            attempt.stream(first), media_type="text/event-stream", background=BackgroundTask(cancel)
-        )
+        end = BackgroundTask(attempt.cancel)  # a client may have left in the middle
+        return StreamingResponse(attempt.stream(first), media_type="text/event-stream", background=end)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ready", "model": service.model, "questions": len(service.attempts)})

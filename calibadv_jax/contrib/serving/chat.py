@@ -101,11 +101,7 @@ class ChatRequest(_Strict):
 
 
 def parse(body: bytes, model: str) -> ChatRequest:
-    """Return a request for the `model`.
-
-    Raises:
-        ApiError: it is no such request, or asks for more than one question and its answer.
-    """
+    """Return a request for the `model`; ApiError if it asks for more than one question and its answer."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -142,11 +138,8 @@ class Reply:
 
     def __init__(self, request: ChatRequest, grammar: Grammar):
         self._request, self._grammar = request, grammar
-        self._head = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": request.model,
-        }
+        name, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+        self._head = {"id": name, "created": created, "model": request.model}
         self._turns: list[dict[str, Any]] = []
         self._documents: dict[tuple[str, str], dict[str, Any]] = {}
 
@@ -179,9 +172,8 @@ class Reply:
         message = {"role": "assistant", **self._content(trajectory)}
         message |= _reasoning("\n\n".join(line for about in self._turns for line in _lines(about)))
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(trajectory)}
-        own = self._own(trajectory) | {"turns": self._turns}
-        usage = {"usage": _usage(trajectory), "calibadv": own}
-        return {**self._head, "object": "chat.completion", "choices": [choice], **usage}
+        own = {"calibadv": self._own(trajectory) | {"turns": self._turns}, "usage": _usage(trajectory)}
+        return {**self._head, "object": "chat.completion", "choices": [choice], **own}
 
     def chunk(self, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
