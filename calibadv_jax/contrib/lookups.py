@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from itertools import count
 from typing import TypeVar
 
 from calibadv_jax.config import RetrieverConfig
@@ -28,22 +30,17 @@ def look_up_each(
     """Return what `work` makes of each item and a search, which finds nothing for a refused query."""
 
     async def all_of_them() -> list[Result]:
-        client = RetrieverClient(config, url)
-        slots, done = asyncio.Semaphore(AT_ONCE), 0
+        client, slots, numbers = RetrieverClient(config, url), asyncio.Semaphore(AT_ONCE), count(1)
 
         async def search(query: str) -> list[Document]:
-            try:
-                (documents,) = await client.search([query])
-            except QueryRefused:
-                return []
-            return documents
+            with suppress(QueryRefused):
+                return (await client.search([query]))[0]
+            return []
 
         async def finish(item: Item) -> Result:
-            nonlocal done
             async with slots:
                 result = await work(item, search)
-            done += 1
-            show(done)
+            show(next(numbers))
             return result
 
         try:

@@ -215,8 +215,7 @@ async def find_support(
         used = {lookup.query for lookup in lookups}
         queries = queries_for(question, _mentioned(passages, missing, read), bool(lookups))
         queries = [query for query in queries if query not in used]
-        if first_query is not None and not lookups:
-            queries = [first_query]
+        queries = queries if first_query is None or lookups else [first_query]
         results = [(_worth(documents := await search(query), missing), query, documents) for query in queries]
         _, query, documents = max(results, key=lambda result: result[0], default=(None, "", []))
         new_ids = [document.id for document in documents if document.id in missing]

@@ -99,10 +99,9 @@ def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
     sections = [gatherer.section(section) for section in [*SECTIONS, gatherer.other_metrics()]]
     charts = [chart for gathered in sections for chart in gathered.charts]
     curves = [curve for chart in charts for panel in chart.panels for curve in panel.curves]
-    shown = {chart.figure.key for chart in charts}
-    constant = {title for gathered in sections for title in gathered.constant}
+    shown = {chart.figure.key for chart in charts} | {name for each in sections for name in each.constant}
     figures = [figure for section in SECTIONS for figure in section.figures if figure.needs_rollouts]
-    left_out = [each for each in figures if each.key not in shown and each.title not in constant]
+    left_out = [figure for figure in figures if not {figure.key, figure.title} & shown]
     return Gathered(
         [gathered for gathered in sections if gathered.charts or gathered.constant],
         left_out if series[0].runs[0].kind == "training run" else [],
@@ -121,10 +120,7 @@ class _Gatherer:
     def section(self, section: Section) -> GatheredSection:
         """Return the section's charts; those whose curves are all flat become a line of text."""
         gathered = GatheredSection(section, [], {})
-        for figure in section.figures:
-            chart = self._chart(figure)
-            if chart is None:
-                continue
+        for chart in filter(None, map(self._chart, section.figures)):
             curves = [curve for panel in chart.panels for curve in panel.curves]
             ends = [end for curve in curves for end in (*curve.low, *curve.high)]
             if all(end == ends[0] for end in ends):  # never if one is NaN
@@ -162,21 +158,19 @@ class _Gatherer:
             for title, row in zip(titles, rows, strict=True)
             if (curves := [curve for curve in row if not curve.is_empty])
         ]
-        limits = {run.setting(figure.limit) for each in self.series for run in each.runs}
-        (limit,) = limits if len(limits) == 1 and figure.limit else (None,)
-        limit = float(limit) if isinstance(limit, int | float) else None
+        limit, *others = {run.setting(figure.limit) for each in self.series for run in each.runs}
+        limit = float(limit) if isinstance(limit, int | float) and not others else None
         return Chart(figure, tuple(panels), limit, is_by_series) if panels else None
 
     def _lines(self, figure: Figure) -> dict[str, str]:
         """Return metric -> name of its line, of the logged metrics."""
         lines: dict[str, str] = {}
         for metric, label in figure.metrics.items():
-            start = metric.removesuffix("*")
-            if start == metric:
-                lines |= {metric: label} if metric in self.logged else {}
-                continue
-            matching = [name for name in self.logged if name.startswith(start)]
-            lines |= {name: name.removeprefix(start).replace("_", " ") for name in matching}
+            if (start := metric.removesuffix("*")) != metric:
+                matching = [name for name in self.logged if name.startswith(start)]
+                lines |= {name: name.removeprefix(start).replace("_", " ") for name in matching}
+            elif metric in self.logged:
+                lines[metric] = label
         return lines
 
     def _curve(self, metric: str, label: str, runs: Sequence[Values]) -> Curve:
@@ -202,14 +196,12 @@ def _phases(run: Run, names: Iterable[str]) -> Values:
     timed = [name.removeprefix("timing_s/") for name in names if _is_phase(name) and name != "timing_s/step"]
     phases = [name for name in PHASES if name in timed] + [name for name in timed if name not in PHASES]
     values: Values = defaultdict(dict)
-    for step, row in run.rows.items():
-        total = row.get("timing_s/step")
-        if total is None:
-            continue
-        seconds = {name: row.get(f"timing_s/{name}") or 0.0 for name in phases}
-        for name, value in seconds.items():
-            values[f"phase/{name}"][step] = value
-        values["phase/rest" if phases else "phase/step"][step] = max(0.0, total - sum(seconds.values()))
+    for step, total in run.values("timing_s/step").items():
+        if total is not None:
+            seconds = {name: run.rows[step].get(f"timing_s/{name}") or 0.0 for name in phases}
+            seconds["rest" if phases else "step"] = max(0.0, total - sum(seconds.values()))
+            for name, value in seconds.items():
+                values[f"phase/{name}"][step] = value
     return dict(values)
 
 
@@ -284,14 +276,11 @@ def thin(curve: Curve, max_points: int) -> Curve:
     return Curve(curve.name, np.nanmean(split(curve.steps), axis=0), mean, low, high, trend, width)
 
 
-def _spread(
-    values: np.ndarray, lowest: np.ndarray, highest: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _spread(values: np.ndarray, lowest: np.ndarray, highest: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return mean, minimum and maximum of each column's finite values; NaN where there is none."""
-    finite = [np.ma.masked_invalid(part) for part in (values, lowest, highest)]
-    spread = finite[0].mean(axis=0), finite[1].min(axis=0), finite[2].max(axis=0)
-    mean, low, high = (part.filled(np.nan) for part in spread)
-    return mean, low, high
+    mean, low, high = (np.ma.masked_invalid(part) for part in (values, lowest, highest))
+    spread = mean.mean(axis=0), low.min(axis=0), high.max(axis=0)
+    return tuple(part.filled(np.nan) for part in spread)
 
 
 def rollout_values(run: Run) -> Values:

@@ -62,10 +62,9 @@ def render(series: Sequence[Series], gathered: Gathered, port: int) -> str:
 
 def _summary(series: Sequence[Series]) -> str:
     num_runs = sum(len(each.runs) for each in series)
-    if num_runs == 1:
-        return f"One run: {series[0].runs[0].folder}"
     if len(series) == 1:
-        return f"{num_runs} runs of one config with the seeds {series[0].seeds}."
+        alone = f"One run: {series[0].runs[0].folder}"
+        return alone if num_runs == 1 else f"{num_runs} runs of one config with the seeds {series[0].seeds}."
     parts = [f"{each.name} ({len(each.runs)} run{'s' if len(each.runs) > 1 else ''})" for each in series]
     return f"{num_runs} runs of {len(series)} configs: {', '.join(parts)}."
 
@@ -106,13 +105,9 @@ def _chart(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
             ends = [number(float(value)) for value in (finite[0], finite[-1], finite.min(), finite.max())]
             label += f" {name + ': ' if name else ''}from {ends[0]} to {ends[1]}."
             numbers.append([name or figure.title, *ends])
-    data = [_panel_data(place, panel) for place, panel in zip(places, chart.panels, strict=True)]
-    return {
-        **vars(figure),
-        "svg": Markup(themed_svg(drawing, figure.key, label)),
-        "numbers": numbers,
-        "data": _json(data),
-    }
+    data = _json([_panel_data(place, panel) for place, panel in zip(places, chart.panels, strict=True)])
+    svg = Markup(themed_svg(drawing, figure.key, label))
+    return {**vars(figure), "svg": svg, "numbers": numbers, "data": data}
 
 
 def _kept(run: Run) -> dict[str, Any]:
