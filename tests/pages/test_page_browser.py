@@ -305,7 +305,7 @@ def test_text_of_documents_questions_and_answers_stays_text(small):
     assert page.evaluate("window.hacked") is None
 
 
-def test_narrow_screens_show_list_group_or_help(small):
+def test_narrow_dark_screens_show_list_group_or_help(small):
     page, _ = small
     page.set_viewport_size({"width": 390, "height": 844})
     assert not page.locator("#detail").is_visible()
@@ -319,10 +319,6 @@ def test_narrow_screens_show_list_group_or_help(small):
     page.keyboard.press("Escape")
     page.click(".back")
     assert page.locator("#side").is_visible() and not page.locator("#detail").is_visible()
-
-
-def test_dark_and_light_differ(small):
-    page, _ = small
     colours = set()
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)

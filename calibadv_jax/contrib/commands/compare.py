@@ -22,7 +22,6 @@ from calibadv_jax.evaluation.report import ALL, AVERAGE, FEW, metric_names, scor
 from calibadv_jax.evaluation.statistics import Comparison, compare_paired
 from calibadv_jax.metrics.console import Console, table
 
-DEFAULT_METRICS = ("em", "f1", "cover_em")
 Questions = dict[tuple[str, str], ScoredRow]  # (data source, id) -> row
 Evaluation = dict[str, Questions]  # by temperature
 Results = dict[tuple[str, str, str], Comparison]  # (temperature, metric, data source) -> comparison
@@ -43,8 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"{arguments.first} has temperatures {', '.join(first)} and {arguments.second} has"
             f" {', '.join(second)}: evaluate both at one temperature"
         )
-    differing = _differing_services({**sides[0], **sides[1]})
-    if differing:
+    if differing := _differing_services({**sides[0], **sides[1]}):
         console.warn(f"other retrievers searched {differing}")
     results: Results = {}
     for temperature in common:
@@ -54,8 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
                 results[temperature, metric, source] = comparison
     console.say(f"A: {arguments.first}\nB: {arguments.second}")
     console.say(comparison_table(results, arguments.confidence))
-    few = {source: each.questions for (*_, source), each in results.items() if each.questions < FEW}
-    if few:
+    if few := {source: each.questions for (*_, source), each in results.items() if each.questions < FEW}:
         counts = ", ".join(f"{source}: {questions}" for source, questions in few.items())
         console.warn(
             f"fewer than {FEW} questions ({counts}): their intervals and p-values are not reliable; evaluate"
@@ -111,26 +108,22 @@ def _load(path: Path) -> Evaluation:
 
 def _differing_services(evaluations: dict[str, Evaluation]) -> str:
     """Describe the first two retrievers that differ; empty if none do. No retriever is no difference."""
-    services: list[tuple[str, dict[str, Any]]] = []
+    services: dict[str, dict[str, Any]] = {}
     for path, evaluation in evaluations.items():
         row = next(iter(next(iter(evaluation.values())).values()))
-        services += [(path, service)] if (service := row.get("retriever")) else []
-    for other, service in services[1:]:
-        path, first = services[0]
-        names = [name for name in first | service if first.get(name) != service.get(name)]
-        if names:
+        services |= {path: service} if (service := row.get("retriever")) else {}
+    path, first = next(iter(services.items()), ("", {}))
+    for other, service in services.items():
+        if names := [name for name in first | service if first.get(name) != service.get(name)]:
             differing = ", ".join(f"{name} {first.get(name)!r} and {service.get(name)!r}" for name in names)
             return f"for {path} and {other}: {differing}"
     return ""
 
 
 def _check_same(a: str, b: str, temperature: str, first: Questions, second: Questions) -> None:
-    differing = [
-        key
-        for key in first.keys() & second.keys()
-        if any(first[key][name] != second[key][name] for name in ("question", "golden_answers"))
-    ]
-    differing += first.keys() ^ second.keys()
+    differing = first.keys() ^ second.keys()
+    for name in ("question", "golden_answers"):
+        differing |= {key for key in first.keys() & second.keys() if first[key][name] != second[key][name]}
     if differing:
         source, name = min(differing)
         raise UserError(

@@ -31,15 +31,10 @@ def run(arguments: argparse.Namespace) -> None:
     target = Path(file or f"{Path(name).name}{SUFFIX}")
     if target.exists():
         raise UserError(f"{target}: exists; name another file: calibadv configs copy {name} FILE")
-    text = (shipped_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8")
-    lines = [
-        _by_name(line, Path(name).parent) if line.startswith("base:") else line
-        for line in text.splitlines(keepends=True)
-    ]
+    lines = (shipped_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8").splitlines(keepends=True)
+    for index, line in enumerate(lines):
+        if line.startswith("base:"):
+            base = Path(name).parent / line.partition(":")[2].strip()
+            lines[index] = f"base: {base.with_suffix('').as_posix()}\n"
     write_text(target, "".join(lines))
     console.say(f"{target} is {name}; edit it, then give it with --config {target}")
-
-
-def _by_name(line: str, folder: Path) -> str:
-    base = folder / line.partition(":")[2].strip()
-    return f"base: {base.with_suffix('').as_posix()}\n"

@@ -55,17 +55,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> Iterator[RecordRow]:
-    files = kept_steps(folder)
-    if not files:
+    if not (files := kept_steps(folder)):
         advice = "give the folder of a run with log.rollouts=parquet"
         raise UserError(f"{folder}: no rollouts/step_N.parquet; {advice}")
     for path in files.values():
         reward = RewardConfig(**json.loads(read_metadata(path).get("config", "{}")).get("reward", {}))
         if reward.shuffle:
-            raise UserError(
-                f"{path}: its scores were permuted among the trajectories of the step (reward.shuffle), and"
-                " say nothing of them; give other runs"
-            )
+            permuted = "its scores were permuted among the trajectories of the step (reward.shuffle)"
+            raise UserError(f"{path}: {permuted}, and say nothing of them; give other runs")
         head = read_columns(path, COLUMNS).to_pylist()
         verdicts = [_verdict(row, reward.max_score if min_score is None else min_score) for row in head]
         good = [index for index, verdict in enumerate(verdicts) if not verdict]
@@ -88,13 +85,10 @@ def _keep(
     candidates: list[tuple[Rank, RecordRow]], new: tuple[Rank, RecordRow], limit: int, counts: Counter[str]
 ) -> None:
     """Insert by rank; of equal texts the better one stays, and at most `limit` stay."""
-    same = [candidate for candidate in candidates if _texts(candidate[1]) == _texts(new[1])]
-    if same:
+    if same := [candidate for candidate in candidates if _texts(candidate[1]) == _texts(new[1])]:
         counts["duplicate"] += 1
-        if same[0][0] <= new[0]:
-            return
         candidates.remove(same[0])
-    candidates.append(new)
+    candidates.append(min(same + [new], key=lambda candidate: candidate[0]))
     candidates.sort(key=lambda candidate: candidate[0])
     counts["beyond --per-question"] += len(candidates) > limit
     del candidates[limit:]
@@ -114,8 +108,7 @@ def demonstration(row: RecordRow) -> dict[str, Any]:
 
 def _reply(turn: RecordRow) -> dict[str, Any]:
     """Return the documents or the text of the observation, or both where an action returned both."""
-    columns = ("id", "title", "text")
-    documents = [{name: document[name] for name in columns} for document in turn["documents"]]
+    documents = [{name: each[name] for name in ("id", "title", "text")} for each in turn["documents"]]
     shown = turn["observation_text"].partition(OPEN_INFORMATION)[2].rpartition(CLOSE_INFORMATION)[0]
     words, listed, _ = shown.partition(FIRST_DOCUMENT)
     if documents and listed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -196,11 +197,9 @@ class _ColdStartWorld:
         turns = self._look_up(title)
         if self.rng.random() >= flaws.wrong_name:
             return turns
-        related = sorted(
-            {p.title for word in title.split() for p in self.by_word[word] if word in p.title.split()}
-            - {title}
-        )
-        similar = str(self.rng.choice(related or sorted(set(self.by_title) - {title})))
+        words = title.split()
+        related = {p.title for word in words for p in self.by_word[word] if word in p.title.split()} - {title}
+        similar = str(self.rng.choice(sorted(related or set(self.by_title) - {title})))
         return (self._search_turn(similar), *turns)
 
     def _look_up(self, title: str, thought: str = "") -> Turns:
@@ -222,9 +221,8 @@ class _ColdStartWorld:
         passage = self.by_title[title]
         related = {p.id: p for word in title.split() for p in self.by_word[word] if p is not passage}
         pool = list(related.values()) if len(related) >= NUM_DOCUMENTS - 1 else self.passages
-        order = self.rng.permutation(len(pool))
-        others = [pool[index] for index in order if pool[index] is not passage][: NUM_DOCUMENTS - 1]
-        return (passage, *others)
+        drawn = (pool[index] for index in self.rng.permutation(len(pool)))
+        return (passage, *islice((each for each in drawn if each is not passage), NUM_DOCUMENTS - 1))
 
     def _other_fact(self, documents: Sequence[Document], statement: str) -> tuple[str, str]:
         """Draw another fact than `statement` from the documents: its sentence and its object."""
