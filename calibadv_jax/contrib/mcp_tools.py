@@ -139,7 +139,7 @@ class McpServer:
         """Raise EnvironmentFailure if a tool that is on is gone, or has another schema."""
         schemas = {tool.name: tool.input_schema for tool in tools}
         for name, schema in self.agreed.items():
-            if schemas.get(name) != schema:
+            if name not in schemas or schemas[name] != schema:
                 change = "has another schema than at the start of this run" if name in schemas else "is gone"
                 advice = "serve the tools that the run began with, or begin another run"
                 raise EnvironmentFailure(f"{self.where}: its tool {name!r} {change}; {advice}")

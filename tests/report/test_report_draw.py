@@ -8,8 +8,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from calibadv_jax.contrib.report.draw import COLOURS, DASHES, HATCHES, SVG, WIDTH, draw, themed_svg
-from calibadv_jax.contrib.report.figures import Figure
-from calibadv_jax.contrib.report.gather import Chart, Panel, over_seeds
+from calibadv_jax.contrib.report.gather import Chart, Figure, Panel, over_seeds
 from calibadv_jax.contrib.report.page import css_dashes
 from calibadv_jax.contrib.report.runs import LONGEST_NAME, MAX_SERIES
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from report_rig import keep_step, learning_curve, make_run, quickstart_config, two_configs
 
-from calibadv_jax.contrib.report.figures import SECTIONS
 from calibadv_jax.contrib.report.gather import (
     MAX_STEPS,
+    SECTIONS,
     Chart,
     Gathered,
     chosen_steps,

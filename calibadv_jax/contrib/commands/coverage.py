@@ -8,8 +8,14 @@ from itertools import chain
 from pathlib import Path
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.commands.demonstrate import YES_NO, answer_in, queries_for, read_passages
-from calibadv_jax.contrib.lookups import Search, look_up_each
+from calibadv_jax.contrib.commands.demonstrate import (
+    YES_NO,
+    SearchFunction,
+    answer_in,
+    look_up_each,
+    queries_for,
+    read_passages,
+)
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.locking import locked_output
@@ -92,7 +98,7 @@ def measure(
 ) -> list[QuestionCoverage]:
     """Measure the coverage of each question; the titles of its supporting `passages` are queries too."""
 
-    async def look(question: Question, search: Search) -> QuestionCoverage:
+    async def look(question: Question, search: SearchFunction) -> QuestionCoverage:
         titles = [passages[name].title for name in question.supporting_ids if name in passages]
         results = [await search(query) for query in queries_for(question, titles)]
         first, every = (_judge(question, documents) for documents in (results[0], list(chain(*results))))

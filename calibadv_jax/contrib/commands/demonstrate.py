@@ -7,21 +7,23 @@ passage shown before mentions it, so that no demonstration knows what it could n
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 from calibadv_jax.commands.sft import demonstration_length
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.contrib.commands.prepare_data import question_key
-from calibadv_jax.contrib.lookups import Search, look_up_each
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, neutralise
 from calibadv_jax.core.trajectory import Document, Question
@@ -34,7 +36,7 @@ from calibadv_jax.rollout.observation import Observations, encode, neutralise_do
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import build_model
-from calibadv_jax.services.retriever_client import open_retriever
+from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
 
 WRITTEN, NO_LIMIT = "written", 2**31
 # Cause for which a question gives no demonstration -> what to do.
@@ -71,7 +73,7 @@ def run(config: Config) -> None:
     searches = find_varied_support if config.sft.first_query == "varied" else find_support
     annotated = [q for q in questions if any(name in passages for name in q.supporting_ids)]
 
-    async def find(question: Question, search: Search) -> list[Lookup]:
+    async def find(question: Question, search: SearchFunction) -> list[Lookup]:
         return await searches(question, passages, search, config.rollout.max_searches)
 
     search = next(action for action in actions if action.name == SEARCH)
@@ -141,6 +143,44 @@ def _count_table(counts: Counter[tuple[str, str]]) -> str:
     return table([*rows, ["all", *map(sum, list(zip(*rows, strict=True))[1:])]], ["data source", *outcomes])
 
 
+AT_ONCE = 128  # items; the client puts their queries into common requests
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+SearchFunction = Callable[[str], Awaitable[list[Document]]]
+
+
+def look_up_each(
+    config: RetrieverConfig,
+    url: str | Sequence[str],
+    items: Sequence[Item],
+    work: Callable[[Item, SearchFunction], Awaitable[Result]],
+    show: Callable[[int], object] = lambda done: None,
+) -> list[Result]:
+    """Return what `work` makes of each item and a search, which finds nothing for a refused query."""
+
+    async def all_of_them() -> list[Result]:
+        client, slots, numbers = RetrieverClient(config, url), asyncio.Semaphore(AT_ONCE), count(1)
+
+        async def search(query: str) -> list[Document]:
+            with suppress(QueryRefused):
+                return (await client.search([query]))[0]
+            return []
+
+        async def finish(item: Item) -> Result:
+            async with slots:
+                result = await work(item, search)
+            show(next(numbers))
+            return result
+
+        try:
+            return list(await asyncio.gather(*map(finish, items)))
+        finally:
+            await client.close()
+
+    return asyncio.run(all_of_them())
+
+
 MAX_QUOTE = 40  # words of a passage that a thought quotes
 STRIDE = 10  # words between two places where a quote may begin in a sentence that is longer
 FIRST_THOUGHT = "I have to look this up."
@@ -199,7 +239,7 @@ def _plain(title: str) -> str:
 async def find_support(
     question: Question,
     passages: Mapping[str, Document],
-    search: Search,
+    search: SearchFunction,
     max_searches: int,
     first_query: str | None = None,
 ) -> list[Lookup]:
@@ -230,7 +270,7 @@ async def find_support(
 
 
 async def find_varied_support(
-    question: Question, passages: Mapping[str, Document], search: Search, max_searches: int
+    question: Question, passages: Mapping[str, Document], search: SearchFunction, max_searches: int
 ) -> list[Lookup]:
     """Do as `find_support`, with a first query drawn among those that lead to all supporting passages.
 
