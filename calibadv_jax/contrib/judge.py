@@ -159,8 +159,8 @@ class JudgeClient:
 
 def data_of(question: str, golden_answers: tuple[str, ...], answer: str) -> str:
     """Write one line of JSON for the judge: no text in it can end its field, its line or its message."""
-    golden, given = ", ".join(map(_quoted, golden_answers)), _quoted(answer[:LONGEST_ANSWER])
-    return f'{{"question": {_quoted(question)}, "golden_answers": [{golden}], "answer": {given}}}'
+    golden, judged = ", ".join(map(_quoted, golden_answers)), _quoted(answer[:LONGEST_ANSWER])
+    return f'{{"question": {_quoted(question)}, "golden_answers": [{golden}], "answer": {judged}}}'
 
 
 def _quoted(text: str) -> str:

@@ -41,11 +41,11 @@ def with_golden_logprobs(
     for group in groups:
         places.append([])
         if group.trajectories:  # the same for all of them; later turns continue as the second does
-            asked = [_asked(group.trajectories[0], number, tokenizer) for number in (0, 1)]
+            continuations = [_continuation(group.trajectories[0], number, tokenizer) for number in (0, 1)]
         for trajectory in group.trajectories:
             places[-1].append([])
             for number, prefix in enumerate(prefixes(trajectory)):
-                beginning, answer = asked[min(number, 1)]
+                beginning, answer = continuations[min(number, 1)]
                 tokens = np.concatenate([prefix, beginning, answer])
                 place = probes.setdefault(tokens.tobytes() + bytes([len(answer)]), len(samples))
                 if place == len(samples):
@@ -80,8 +80,8 @@ def prefixes(trajectory: Trajectory) -> list[np.ndarray]:
     return before
 
 
-def _asked(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The beginning of an answer in turn `number`, and the first golden answer that has tokens; int32."""
+def _continuation(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the beginning of an answer in a turn, and the first golden answer that has tokens; int32."""
     question = trajectory.question
     beginning = encode(tokenizer, behind_opening(trajectory.opening_of(number), BEGINNING))
     for golden in question.golden_answers:

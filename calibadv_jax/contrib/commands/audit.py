@@ -217,9 +217,9 @@ def windows(evidence: Mapping[int, Evidence], size: int) -> Iterator[tuple[int, 
 def totals_table(runs: Sequence[Sequence[Measured]]) -> str:
     """Return one row a measure, one column a setting: ``value (control)``; of several runs see `cell`."""
     columns = []
-    for same in zip(*runs, strict=True):
-        true = [measure(join(run.true.values())) for run in same]
-        control = [measure(join(run.control.values())) for run in same]
+    for column in zip(*runs, strict=True):
+        true = [measure(join(run.true.values())) for run in column]
+        control = [measure(join(run.control.values())) for run in column]
         columns.append([cell(name, true, control) for name in MEASURES])
     headers = ["measure", *(column.settings.name for column in runs[0])]
     if len(columns) <= EXPLAINED:

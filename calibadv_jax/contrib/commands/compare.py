@@ -34,7 +34,7 @@ add_arguments = parser_of("compare")
 def run(arguments: argparse.Namespace) -> None:
     """Print the differences B - A by temperature, metric and data source."""
     console = Console()
-    sides = [_seeds(given) for given in (arguments.first, arguments.second)]
+    sides = [_seeds(argument) for argument in (arguments.first, arguments.second)]
     first, second = (_means(side) for side in sides)
     common = [temperature for temperature in first if temperature in second]
     if not common:
@@ -66,20 +66,20 @@ def run(arguments: argparse.Namespace) -> None:
         write_json(arguments.output, about | {"other_retrievers": bool(differing), "differences": numbers})
 
 
-def _seeds(given: str) -> dict[str, Evaluation]:
+def _seeds(argument: str) -> dict[str, Evaluation]:
     """Read the evaluations that an argument names, by their paths."""
-    paths = BETWEEN_FILES.split(given)
+    paths = BETWEEN_FILES.split(argument)
     if len({Path(path).resolve().with_suffix("") for path in paths}) < len(paths):
-        raise UserError(f"{given}: names an evaluation twice; name each seed once")
+        raise UserError(f"{argument}: names an evaluation twice; name each seed once")
     return {path: _load(Path(path)) for path in paths}
 
 
 def _means(seeds: dict[str, Evaluation]) -> Evaluation:
     """Return the means of the scores over the seeds; a metric that a seed lacks is left out."""
-    (path, first), *others = seeds.items()
-    if not others:
+    (path, first), *further = seeds.items()
+    if not further:
         return first
-    for other, evaluation in others:
+    for other, evaluation in further:
         if evaluation.keys() != first.keys():
             raise UserError(
                 f"{path} has temperatures {', '.join(first)} and {other} has {', '.join(evaluation)}:"
@@ -93,7 +93,10 @@ def _means(seeds: dict[str, Evaluation]) -> Evaluation:
         names = [name for name in scores[0] if all(name in own for own in scores)]
         return row | {"scores": {name: statistics.fmean(own[name] for own in scores) for name in names}}
 
-    return {at: {key: mean(at, key, row) for key, row in rows.items()} for at, rows in first.items()}
+    return {
+        temperature: {key: mean(temperature, key, row) for key, row in rows.items()}
+        for temperature, rows in first.items()
+    }
 
 
 def _load(path: Path) -> Evaluation:
@@ -137,10 +140,10 @@ def _compare(
     arguments: argparse.Namespace, metric: str, first: Questions, second: Questions
 ) -> Iterator[tuple[str, Comparison]]:
     """Yield comparisons by data source. A question without a score of both policies is left out."""
-    for given, rows in ((arguments.first, first), (arguments.second, second)):
+    for argument, rows in ((arguments.first, first), (arguments.second, second)):
         if not any(metric in row["scores"] for row in rows.values()):
             names = ", ".join(metric_names(list(rows.values())))
-            raise UserError(f"{given}: no metric {metric!r}; it has {names or 'no scores at all'}")
+            raise UserError(f"{argument}: no metric {metric!r}; it has {names or 'no scores at all'}")
     both = [key for key in first if metric in first[key]["scores"] and metric in second[key]["scores"]]
     by_source: dict[str, list[tuple[str, str]]] = {}
     for key in both:

@@ -26,8 +26,7 @@ def run(arguments: argparse.Namespace) -> None:
     words: list[str] = arguments.words
     action, name, file, *more = [*words, "", ""]
     if action != "copy" or name not in names or any(more):
-        given = " ".join(words)
-        raise UserError(f"configs {given}: give copy NAME [FILE]; calibadv configs lists the names")
+        raise UserError(f"configs {' '.join(words)}: give copy NAME [FILE]; calibadv configs lists the names")
     target = Path(file or f"{Path(name).name}{SUFFIX}")
     if target.exists():
         raise UserError(f"{target}: exists; name another file: calibadv configs copy {name} FILE")

@@ -93,24 +93,24 @@ def run(config: Config) -> None:
         for question in questions
         if not any(name in passages for name in question.supporting_ids)
     )
-    kept = []
+    demonstrations = []
     for question, lookups in zip(annotated, results, strict=True):
         result: Demonstration | str = "not found"
         if is_complete(question, passages, lookups):
             result = demonstrate(question, lookups, shown, grammar)
         if isinstance(result, Demonstration) and not (cause := _too_long(result, config, tokenizer)):
-            kept.append(result)
+            demonstrations.append(result)
             cause = f"{WRITTEN}, {len(lookups)} search"
         counts[question.data_source, cause if isinstance(result, Demonstration) else result] += 1
-    if not kept:
+    if not demonstrations:
         causes = Counter(cause for _, cause in counts.elements()).most_common()
         reasons = "; ".join(f"{number} {cause} ({CAUSES[cause]})" for cause, number in causes)
         none = f"none of {len(questions)} questions gives a demonstration"
         raise UserError(f"{config.data.train}: {none}: {reasons}")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(Path(output), map(_row, kept))
+    write_jsonl(Path(output), map(_row, demonstrations))
     console.say(_count_table(counts))
-    console.note(f"{len(kept)} demonstrations written to {output}")
+    console.note(f"{len(demonstrations)} demonstrations written to {output}")
 
 
 def _too_long(demonstration: Demonstration, config: Config, tokenizer: Any) -> str:

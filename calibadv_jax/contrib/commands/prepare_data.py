@@ -140,13 +140,13 @@ def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> Pre
     if output.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"{output}: the output must end in .jsonl or .parquet")
     report = PreparationReport()
-    kept = _select(sources, filters, report)
+    questions = _select(sources, filters, report)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output") from error
     with replacing(output) as partial:
-        (_write_parquet if output.suffix == ".parquet" else write_questions)(partial, kept)
+        (_write_parquet if output.suffix == ".parquet" else write_questions)(partial, questions)
         if not report.written:
             raise UserError(
                 f"{output}: no question is left, {sum(report.read.values())} were dropped"

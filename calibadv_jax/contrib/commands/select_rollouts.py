@@ -41,16 +41,16 @@ def run(arguments: argparse.Namespace) -> None:
             tokens = sum(len(turn["token_ids"]) for turn in row["turns"])
             rank = (-row["answer_score"], tokens, number, row["step"], row["group"], row["index"])
             candidates = chosen.setdefault((row["data_source"], row["question_id"]), [])
-            _keep(candidates, (rank, row), arguments.per_question, counts)
+            _insert(candidates, (rank, row), arguments.per_question, counts)
     if not chosen:
         least = "the largest reward" if arguments.min_score is None else f"{arguments.min_score:g} or more"
         raise UserError(f"no trajectory with a score of {least} among {counts['all']}; lower --min-score")
-    kept = [row for _, candidates in sorted(chosen.items()) for _, row in candidates]
+    best = [row for _, candidates in sorted(chosen.items()) for _, row in candidates]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with locked_output(arguments.output, "--output", Console().warn):
-        write_jsonl(arguments.output, map(demonstration, kept))
+        write_jsonl(arguments.output, map(demonstration, best))
     rows = [[name, count] for name, count in counts.items() if name != "all" and count]
-    rows += [["written", len(kept)], ["questions", len(chosen)]]
+    rows += [["written", len(best)], ["questions", len(chosen)]]
     Console().say(table([["all", counts["all"]], *rows], ["trajectories", "number"]))
 
 
@@ -81,7 +81,7 @@ def _verdict(row: RecordRow, min_score: float) -> str:
     return "score too low" if row["answer_score"] < min_score else ""
 
 
-def _keep(
+def _insert(
     candidates: list[tuple[Rank, RecordRow]], new: tuple[Rank, RecordRow], limit: int, counts: Counter[str]
 ) -> None:
     """Insert by rank; of equal texts the better one stays, and at most `limit` stay."""

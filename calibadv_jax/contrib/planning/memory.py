@@ -199,7 +199,9 @@ def _held_elements(abstract: Params, mesh: Mapping[str, int]) -> dict[str, int]:
     """Return parameter path -> its elements on one device; an axis that the mesh does not divide is whole."""
     axes = AbstractMesh(tuple(mesh[name] for name in MESH_AXES), MESH_AXES)
     shardings = param_shardings(abstract, axes)
-    return flatten(jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), abstract, shardings))
+    return flatten(
+        jax.tree.map(lambda leaf, own: math.prod(own.shard_shape(leaf.shape)), abstract, shardings)
+    )
 
 
 def _moments(rule: OptimizerConfig, counts: Mapping[str, int]) -> dict[str, int]:

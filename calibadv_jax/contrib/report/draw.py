@@ -172,8 +172,8 @@ def _limits(all_axes: Sequence[Axes], chart: Chart) -> None:
             _note(axes, "guard", (0, chart.limit), ("axes fraction", "data"), 2)
 
 
-def _note(axes: Axes, text: str, at: tuple[float, float], system: tuple[str, str], lift: float) -> None:
-    axes.annotate(text, at, (3, lift), system, "offset points", color=MUTED, fontsize=SMALL_TEXT)  # type: ignore[arg-type]
+def _note(axes: Axes, text: str, place: tuple[float, float], system: tuple[str, str], lift: float) -> None:
+    axes.annotate(text, place, (3, lift), system, "offset points", color=MUTED, fontsize=SMALL_TEXT)  # type: ignore[arg-type]
 
 
 def _tops(chart: Chart, panel: Panel) -> np.ndarray:

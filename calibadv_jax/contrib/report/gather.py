@@ -1,4 +1,4 @@
-"""Charts: figures (``figures.yaml``) filled with the metrics of runs, and with what their trajectories hold."""
+"""Charts: figures (``figures.yaml``) filled with the metrics and kept trajectories of runs."""
 
 from __future__ import annotations
 
@@ -87,13 +87,10 @@ def _figure(
     return Figure(key, title, f"{text} {note}".rstrip(), metrics=lines, **options)
 
 
+_SECTIONS = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
 SECTIONS = [
-    Section(
-        key, entry["title"], entry["text"], [_figure(name, **row) for name, row in entry["figures"].items()]
-    )
-    for key, entry in yaml.safe_load(
-        Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8")
-    ).items()
+    Section(key, row["title"], row["text"], [_figure(name, **each) for name, each in row["figures"].items()])
+    for key, row in _SECTIONS.items()
 ]
 
 

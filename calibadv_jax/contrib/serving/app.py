@@ -399,8 +399,8 @@ class Guard:
             raise ApiError(403, "without a token only this machine is served: open http://localhost")
         if origin and origin.partition("://")[2] != host:
             raise ApiError(403, "pages of other origins are not served")
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        is_allowed = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.token)
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        is_allowed = scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self.token)
         if self.token and path.startswith("/v1/") and not is_allowed:
             message = "send the header Authorization: Bearer <the service's token>"
             raise ApiError(401, message, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
