@@ -66,35 +66,37 @@ def test_list_shows_every_group_and_trajectory_ending(small):
     assert "softened turn" in page.locator(".entry").first.locator(".chip").nth(1).get_attribute("title")
 
 
-def test_each_choice_of_show(small):
+def test_each_filter_alone(small):
+    """Text is searched in questions, answers and queries."""
     page, _ = small
     same = ("softened", "repeated", "invalid", "failed", "right")
     for number, shows in {6: ("wrong-good",), 3: same, 9: ("wrong",), 0: ("unfinished",), 15: ("",)}.items():
         for show in shows:
             page.select_option("#show", show)
             assert count(page) == f"{number} trajectories in {3 if number else 0} groups", show
+    numbers = {"BOB": 6, "bob keeps": 6, "ann": 15, "query": 15, "nobody": 0, "onerror bob": 2}
+    for text, number in numbers.items():
+        page.fill("#text", text)
+        assert count(page).startswith(f"{number} trajector"), text
 
 
 def test_filters_go_together_and_are_cleared(small):
     page, _ = small
     page.select_option("#source", "one_hop")
-    assert count(page) == "5 trajectories in 1 group"
+    assert count(page) == "5 trajectories in 1 group" and not page.locator("#empty").is_visible()
     page.fill("#to", "1")
     assert count(page) == "0 trajectories in 0 groups"
     page.click("#reset")
     assert count(page) == "15 trajectories in 3 groups"
     page.fill("#from", "2")
     page.select_option("#show", "softened")
-    assert count(page) == "1 trajectory in 1 group"
-    assert page.locator(".chip.matching").count() == 1
-
-
-def test_text_is_searched_in_question_answers_and_queries(small):
-    page, _ = small
-    numbers = {"BOB": 6, "bob keeps": 6, "ann": 15, "query": 15, "nobody": 0, "onerror bob": 2}
-    for text, number in numbers.items():
-        page.fill("#text", text)
-        assert count(page).startswith(f"{number} trajector"), text
+    assert count(page) == "1 trajectory in 1 group" and page.locator(".chip.matching").count() == 1
+    page.fill("#text", "nobody <b>")
+    shown = page.inner_text("#empty")
+    assert "text “nobody <b>”, “softened turn”, steps 2 to last" in shown and "from 1 to 2" in shown
+    page.click("#empty button")
+    assert count(page) == "15 trajectories in 3 groups" and not page.locator("#empty").is_visible()
+    assert page.input_value("#text") == "" and page.input_value("#from") == ""
 
 
 def test_softened_turn_is_found_and_explained(small):
@@ -360,19 +362,6 @@ def test_explanations_stand_where_they_belong(small):
     assert shared[0] == "Scores of the finished trajectories: 1, 0, 0, 0."
     columns = page.locator(".card .why").all_inner_texts()
     assert not [text for text in columns if any(sentence in text for sentence in shared)]
-
-
-def test_filter_that_nothing_passes_says_so(small):
-    page, _ = small
-    assert not page.locator("#empty").is_visible()
-    page.fill("#text", "nobody <b>")
-    page.fill("#from", "2")
-    page.select_option("#show", "softened")
-    shown = page.inner_text("#empty")
-    assert "text “nobody <b>”, “softened turn”, steps 2 to last" in shown and "from 1 to 2" in shown
-    page.click("#empty button")
-    assert count(page) == "15 trajectories in 3 groups" and not page.locator("#empty").is_visible()
-    assert page.input_value("#text") == "" and page.input_value("#from") == ""
 
 
 @pytest.mark.parametrize(

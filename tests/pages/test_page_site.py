@@ -6,7 +6,6 @@ import http.client
 import json
 import re
 import shutil
-import socket
 import sys
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -97,43 +96,51 @@ def test_transcript_has_every_token_and_marks_silver_documents(site):
     assert output["trajectories"][4]["error"] == "retriever: gone"
 
 
-def test_invalid_turns_and_formats_say_why(tmp_path, tokenizer, small_group):
+@pytest.fixture
+def content(tmp_path, tokenizer):
+    """Content of an address of a run whose only group this is."""
+
+    def content(group, config=Config(), address="data/group_1_0.json", planned=0, steps=()):
+        if not (tmp_path / "run").exists():
+            write_run(tmp_path / "run", [[group]], config, tokenizer, planned=planned)
+        return json.loads(Site(RunFiles(tmp_path / "run", *steps)).get(address))
+
+    return content
+
+
+def test_invalid_turns_and_formats_say_why(content, tokenizer, small_group):
     group = small_group()
     unknown = "unknown action <browse>: there are <search>, <answer>, written exactly so"
     flaws = {"<search> amber": "<search> is not closed", "<browse> amber </browse>": unknown}
     flaws |= {"<search> </search>": "<search> is empty"}
     for trajectory, text in zip(group.trajectories, flaws, strict=False):
         trajectory.turns[-1] = make_turn(tokenizer, f"<think> a </think> {text}", kind="invalid")
-    write_run(tmp_path / "run", [[group]], Config(), tokenizer)
-    shown = json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["trajectories"]
+    shown = content(group)["trajectories"]
     assert [each["turns"][-1]["flaw"] for each in shown[:3]] == list(flaws.values())
     assert [each["turns"][0]["flaw"] for each in shown] == [""] * 5
     assert shown[0]["why"] == "Invalid format: turn 2: <search> is not closed."
 
 
 @pytest.mark.parametrize(("name", "is_judged"), [("calibadv", True), ("querygroup", True), ("grpo", False)])
-def test_correctness_is_shown_where_searches_are_judged(tmp_path, tokenizer, small_group, name, is_judged):
+def test_correctness_is_shown_where_searches_are_judged(content, small_group, name, is_judged):
     config = Config(advantage=AdvantageConfig(name=name))
-    write_run(tmp_path / "run", [[small_group()]], config, tokenizer)
-    assert json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["is_judged"] is is_judged
+    assert content(small_group(), config)["is_judged"] is is_judged
 
 
-def test_thought_that_the_environment_opened_is_no_flaw(tmp_path, tokenizer, small_group):
+def test_thought_that_the_environment_opened_is_no_flaw(content, small_group):
     group = small_group()
     for turn in group.trajectories[0].turns:
         turn.text = turn.text.removeprefix("<think>")
-    config = Config(prompt=PromptConfig(prepend_think=True))
     group.trajectories[0].opening = "<think>"
-    write_run(tmp_path / "run", [[group]], config, tokenizer)
-    shown = json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["trajectories"]
+    shown = content(group, Config(prompt=PromptConfig(prepend_think=True)))["trajectories"]
     assert [turn["flaw"] for turn in shown[0]["turns"]] == ["", ""]
     assert shown[1]["turns"][0]["flaw"] == "<think> is not closed before <think>"
 
 
-def test_run_in_progress_names_the_planned_steps(tmp_path, tokenizer, small_group):
-    write_run(tmp_path / "run", [[small_group()]], Config(), tokenizer, planned=60)
-    assert json.loads(Site(RunFiles(tmp_path / "run")).get("data/index.json"))["planned"] == 60
-    assert json.loads(Site(RunFiles(tmp_path / "run", 1, 1)).get("data/index.json"))["planned"] == 1
+def test_run_in_progress_names_the_planned_steps(content, small_group):
+    for steps, planned in (((), 60), ((1, 1), 1)):
+        index = content(small_group(), address="data/index.json", planned=60, steps=steps)
+        assert index["planned"] == planned
 
 
 def test_cut_observation_shows_documents_that_are_in_it():
@@ -142,9 +149,7 @@ def test_cut_observation_shows_documents_that_are_in_it():
     parts = observation_parts(text, documents)
     assert [part["document"] for part in parts] == [None, 0, 1, None]
     assert "".join(part["text"] for part in parts) == text
-    assert observation_parts("My previous action is invalid.", []) == [
-        {"text": "My previous action is invalid.", "document": None}
-    ]
+    assert observation_parts("invalid", []) == [{"text": "invalid", "document": None}]
     assert observation_parts("", []) == []
 
 
@@ -235,11 +240,10 @@ def test_tokenizer_that_puts_spaces_between_words(tmp_path):
 
 
 def test_missing_or_damaged_tokenizer_is_named(tmp_path):
-    with pytest.raises(UserError, match="tokenizer.json: no such file"):
-        Pieces(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="no tokenizer can be loaded"):
-        Pieces(tmp_path)
+    for words in ("tokenizer.json: no such file", "no tokenizer can be loaded"):
+        with pytest.raises(UserError, match=words):
+            Pieces(tmp_path)
+        (tmp_path / "tokenizer.json").write_text("{")
 
 
 @pytest.fixture(scope="module")
@@ -311,16 +315,13 @@ def test_foreign_name_that_points_here_is_refused(ask, host):
     assert ask("/data/index.json", Host=host)[0] == status
 
 
-def test_it_listens_on_the_loopback_address_only(small_run):
-    with make_server(Site(RunFiles(small_run)), 0) as server:
-        assert server.server_address[0] == "127.0.0.1"
-
-
-def test_port_that_is_taken_is_named(small_run):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_port_is_of_this_machine_and_named_if_taken(small_run):
+    site = Site(RunFiles(small_run))
+    with make_server(site, 0) as server:
+        host, port = server.server_address
+        assert host == "127.0.0.1"
         with pytest.raises(UserError, match=f"port {port}: .*choose another one with --port"):
-            make_server(Site(RunFiles(small_run)), port)
+            make_server(site, port)
 
 
 def test_damaged_step_is_named(served, small_run, tmp_path, asker):

@@ -57,17 +57,6 @@ def test_every_figure_is_drawn(opened):
     assert min(opened.locator("figure .drawing").evaluate_all(count)) >= 1
 
 
-def test_colours_come_from_the_theme(opened):
-    looks = {}
-    for scheme in ("light", "dark"):
-        opened.emulate_media(color_scheme=scheme)
-        background = opened.evaluate("getComputedStyle(document.body).backgroundColor")
-        strokes = "all => all.map((one) => getComputedStyle(one).stroke)"
-        looks[scheme] = background, opened.locator("#reward .drawing path").evaluate_all(strokes)
-    assert looks["light"][0] != looks["dark"][0]
-    assert "rgb(0, 96, 174)" in looks["light"][1] and "rgb(108, 178, 255)" in looks["dark"][1]
-
-
 def test_pointer_reads_values(opened):
     drawing = opened.locator("#reward .drawing svg")
     drawing.scroll_into_view_if_needed()

@@ -155,7 +155,9 @@ def _document(document: RecordRow, turn: RecordRow, row: RecordRow, seen: Collec
 
 def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
     """Round to four places; None for values that JSON lacks."""
-    return values and [round(value, 4) if math.isfinite(value) else None for value in values]
+    if values is None:
+        return None
+    return [round(value, 4) if math.isfinite(value) else None for value in values]
 
 
 def observation_parts(text: str, documents: Sequence[RecordRow]) -> list[dict[str, Any]]:
