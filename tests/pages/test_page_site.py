@@ -100,9 +100,9 @@ def test_transcript_has_every_token_and_marks_silver_documents(site):
 def content(tmp_path, tokenizer):
     """Content of an address of a run whose only group this is."""
 
-    def content(group, config=Config(), address="data/group_1_0.json", planned=0, steps=()):
+    def content(group, config=None, address="data/group_1_0.json", planned=0, steps=()):
         if not (tmp_path / "run").exists():
-            write_run(tmp_path / "run", [[group]], config, tokenizer, planned=planned)
+            write_run(tmp_path / "run", [[group]], config or Config(), tokenizer, planned=planned)
         return json.loads(Site(RunFiles(tmp_path / "run", *steps)).get(address))
 
     return content

@@ -72,9 +72,8 @@ def test_page_asks_for_nothing_and_is_whole(of_two_configs):
     text = of_two_configs
     page = Page(text)
     assert page.open == []
-    assert {*re.findall(r"var\((--[a-z0-9-]+)\)", text)} <= {
-        *re.findall(r"(--[a-z0-9-]+):", text)
-    }  # the theme
+    theme = {*re.findall(r"(--[a-z0-9-]+):", text)}
+    assert {*re.findall(r"var\((--[a-z0-9-]+)\)", text)} <= theme
     addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\"' ]*", text))
     assert addresses <= {"http://www.w3.org/2000/svg", "//www.w3.org/2000/svg"}
     for attributes in (attributes for _, attributes in page.tags):
