@@ -76,7 +76,7 @@ def run(config: Config) -> None:
     async def find(question: Question, search: SearchFunction) -> list[Lookup]:
         return await searches(question, passages, search, config.rollout.max_searches)
 
-    search = next(action for action in actions if action.name == SEARCH)
+    search = next((action for action in actions if action.name == SEARCH), SearchAction())
     observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
 
     def shown(documents: Sequence[Document]) -> str:  # to the policy

@@ -1,4 +1,4 @@
-"""Charts: figures (``figures.yaml``) filled with the metrics and kept trajectories of runs."""
+"""Charts: figures (figures.yaml) filled with the metrics and kept trajectories of runs."""
 
 from __future__ import annotations
 
