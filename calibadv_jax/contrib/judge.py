@@ -96,7 +96,6 @@ class JudgeClient:
         return verdict
 
     async def close(self) -> None:
-        """Close the connections of the running event loop."""
         if (connections := self._connections.take()) is not None:
             for task in connections.asking.values():
                 task.cancel()

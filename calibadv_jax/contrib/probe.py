@@ -99,14 +99,12 @@ def _sample(tokens: np.ndarray, count: int, prompt: int) -> Sample:
 
 
 def _probed(trajectory: Trajectory, logprobs: Sequence[dict[str, float]]) -> Trajectory:
-    """Return a copy whose first turns have these log-probabilities by policy."""
     pairs = zip(trajectory.turns, logprobs, strict=False)
     turns = [replace(turn, golden_logprobs=by_policy) for turn, by_policy in pairs]
     return replace(trajectory, turns=turns + trajectory.turns[len(logprobs) :])
 
 
 def _metrics(places: Sequence[Sequence[int]], means: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean probability before the first and before the last turn, by policy."""
     return {
         f"advantage/golden/{policy}/{name}": float(np.mean([np.exp(values[own[turn]]) for own in places]))
         for policy, values in means.items()

@@ -28,7 +28,6 @@ add_arguments = parser_of("ask")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answer the question, or the questions that are typed."""
     overrides = [word for word in arguments.words if asking.OVERRIDE.fullmatch(word)]
     questions = [word for word in arguments.words if word not in overrides]
     if len(questions) > 1:

@@ -32,7 +32,6 @@ add_arguments = parser_of("compare")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the differences B - A by temperature, metric and data source."""
     console = Console()
     sides = [_seeds(argument) for argument in (arguments.first, arguments.second)]
     first, second = (_means(side) for side in sides)
@@ -67,7 +66,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _seeds(argument: str) -> dict[str, Evaluation]:
-    """Read the evaluations that an argument names, by their paths."""
     paths = BETWEEN_FILES.split(argument)
     if len({Path(path).resolve().with_suffix("") for path in paths}) < len(paths):
         raise UserError(f"{argument}: names an evaluation twice; name each seed once")

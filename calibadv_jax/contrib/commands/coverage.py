@@ -56,7 +56,6 @@ SAMPLED = ("answer", "passage", "all_passages")  # of the doctor
 
 
 def run(config: Config) -> None:
-    """Measure, write and print."""
     console = Console(config.log.progress)
     folder = Path(config.run.dir) / FOLDER
     files = {key: sources for key in ("train", "eval") if (sources := getattr(config.data, key))}

@@ -208,8 +208,6 @@ def check_retriever(config: Config) -> list[str]:
 def _timed(
     client: RetrieverClient | JudgeClient, ask: Callable[[Any], Awaitable[Any]], requests: Sequence[Any]
 ) -> tuple[list[Any], float]:
-    """Return the replies to the requests, one after the other, and the seconds that they took."""
-
     async def ask_all() -> list[Any]:
         try:
             return [await ask(request) for request in requests]

@@ -264,7 +264,6 @@ class LeverSearch:
             yield self._line((before or {}) | changes, self._needed(fitting))
 
     def _mildest(self, config: Config, chosen: Mapping[int, int], n: int) -> int:
-        """Return the first option of a lever with which it fits."""
         _, partly = self._with(config, {lever: chosen[lever] for lever in chosen if lever < n})
         strongest = len(levers(partly, self)[n]) - 1
         return bisect_left(

@@ -35,7 +35,6 @@ add_arguments = parser_of("prepare-data")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Convert, filter, and print the counts."""
     if bool(arguments.max_tokens) != bool(arguments.tokenizer):
         raise UserError("--max_tokens needs --tokenizer, and the other way round: give both or neither")
     filters = Filters(

@@ -25,7 +25,6 @@ add_arguments = parser_of("report")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page and the PNG files, and print their paths."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("matplotlib is not installed; pip install 'calibadv-jax[report]'")
     console = Console()

@@ -95,7 +95,6 @@ def _insert(
 
 
 def _texts(row: RecordRow) -> Sequence[str]:
-    """Return the texts of all turns, without regard to case and space."""
     return [" ".join(turn["text"].lower().split()) for turn in row["turns"]]
 
 

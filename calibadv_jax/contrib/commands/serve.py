@@ -26,7 +26,6 @@ add_arguments = parser_of("serve")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve until a signal."""
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"{package} is not installed; pip install 'calibadv-jax[retriever]'")

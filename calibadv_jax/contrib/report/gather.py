@@ -217,7 +217,6 @@ class _Gatherer:
         return Chart(figure, tuple(panels), limit, is_by_series) if panels else None
 
     def _lines(self, figure: Figure) -> dict[str, str]:
-        """Return metric -> name of its line, of the logged metrics."""
         lines: dict[str, str] = {}
         for metric, label in figure.metrics.items():
             if (start := metric.removesuffix("*")) != metric:
@@ -234,7 +233,6 @@ class _Gatherer:
 
 
 def _values(run: Run) -> Values:
-    """Return every metric of a run by step, with those that the report derives."""
     names = dict.fromkeys(name for row in run.rows.values() for name in row)
     values: Values = {name: run.values(name) for name in names if name not in ("step", "nonfinite")}
     values |= {"nonfinite_count": {step: len(row.get("nonfinite", [])) for step, row in run.rows.items()}}

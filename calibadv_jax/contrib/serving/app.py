@@ -91,7 +91,6 @@ class _Strict(BaseModel):
 
 
 def _text(content: Any) -> Any:
-    """Join the texts of a message's parts."""
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
@@ -205,7 +204,6 @@ class ChatReply:
         return self._documents.setdefault((document.id, document.text), texts)
 
     def whole(self, trajectory: Trajectory) -> dict[str, Any]:
-        """Return the reply that is not streamed."""
         message = {"role": "assistant", **self._content(trajectory)}
         message |= _reasoning("\n\n".join(line for about in self._turns for line in _lines(about)))
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(trajectory)}
@@ -243,7 +241,6 @@ def _reasoning(text: str) -> dict[str, str]:
 
 
 def _lines(about: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the paragraphs that tell a turn, its observation, or both."""
     if about.get("thought"):
         yield about["thought"]
     if "query" in about or "text" in about:
@@ -295,7 +292,6 @@ class Service:
         return Attempt(self, request, f"serve{self._begun}")
 
     async def end(self) -> None:
-        """Cancel all questions; their clients get 503."""
         self._is_ending = True
         for attempt in list(self.attempts):
             await attempt.cancel(ApiError(503, "the service is ending", headers=LATER))

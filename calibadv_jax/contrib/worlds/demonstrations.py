@@ -193,7 +193,6 @@ class _ColdStartWorld:
         return None
 
     def _look_up_with_detour(self, title: str, flaws: Flaws) -> Turns:
-        """Return the look-up of a title, now and then after a search for a similar one."""
         turns = self._look_up(title)
         if self.rng.random() >= flaws.wrong_name:
             return turns
