@@ -427,8 +427,8 @@ def _id_in(line: str) -> int | None:
     """Return the call of a damaged reply: its id stands before its result or behind it."""
     if '"jsonrpc"' not in line:
         return None
-    head, *rest = _RESULT.split(line, maxsplit=1)
-    ids = _ID.findall(head) or _ID.findall("".join(rest))[-1:]
+    head, *result = _RESULT.split(line, maxsplit=1)
+    ids = _ID.findall(head) or _ID.findall("".join(result))[-1:]
     return int(ids[0]) if ids else None
 
 

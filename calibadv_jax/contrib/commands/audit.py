@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
     say(f"\nverdict ({100 * CONFIDENCE:g} % intervals over groups; {unsure})")
     judged = [(str(folder), [column]) for folder, measured in by_run.items() for column in measured]
     if len(by_run) > 1:
-        together = f"all {len(by_run)} runs together"
-        judged += [(together, list(runs)) for runs in zip(*by_run.values(), strict=True)]
+        title = f"all {len(by_run)} runs together"
+        judged += [(title, list(runs)) for runs in zip(*by_run.values(), strict=True)]
     for title, runs in judged:
         say("\n".join([f"{title}, settings {runs[0].settings.name}:", *verdict(runs)]))
     if arguments.output is not None:

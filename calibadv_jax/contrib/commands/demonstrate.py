@@ -346,8 +346,8 @@ def demonstrate(
 
 def _quote(document: Document, question: Question) -> str:
     """Return the sentence with an answer, or with most words of the question; of a long one a part."""
-    pieces, asked = list(_pieces(document.text)), set(question_key(question.text).split())
-    best = max(pieces, key=lambda piece: len(asked & set(question_key(piece).split())), default="")
+    pieces, words = list(_pieces(document.text)), set(question_key(question.text).split())
+    best = max(pieces, key=lambda piece: len(words & set(question_key(piece).split())), default="")
     return next((piece for piece in pieces if answer_in(piece, question)), best)
 
 

@@ -80,8 +80,11 @@ def summary(failed: int, total: int, kind: str, counts: Counter[str]) -> str:
     if failed:
         return f"{failed} of {total} {kind}s failed"
     exceptions = [
-        f"{number} {noun}{'s' if number > 1 else ''}{rest}"
-        for number, noun, rest in ((counts["warn"], "warning", ""), (counts["skip"], "thing", " not checked"))
+        f"{number} {noun}{'s' if number > 1 else ''}{state}"
+        for number, noun, state in (
+            (counts["warn"], "warning", ""),
+            (counts["skip"], "thing", " not checked"),
+        )
         if number
     ]
     with_them = f", with {' and '.join(exceptions)}"

@@ -210,8 +210,8 @@ def changed(section: Any, changes: Changes) -> Any:
     """Return a config, or a section of it, with other values; ValidationError if one is invalid."""
     parts: dict[str, Changes] = {}
     for key, value in changes.items():
-        name, _, rest = key.partition(".")
-        parts.setdefault(name, {})[rest] = value
+        name, _, inner = key.partition(".")
+        parts.setdefault(name, {})[inner] = value
     values = {
         name: keys[""] if "" in keys else changed(getattr(section, name), keys)
         for name, keys in parts.items()

@@ -299,12 +299,12 @@ def device_lines(config: Config, architecture: Architecture, mesh: Mapping[str, 
 
 def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
     """Return the estimate, and if a device of this machine has less, the keys to change."""
-    line, device, here = memory_line(estimate), jax.local_devices()[0], jax.device_count()
+    line, device, present = memory_line(estimate), jax.local_devices()[0], jax.device_count()
     is_cpu = device.platform == "cpu"
     limit = host_memory() / devices if is_cpu else (device.memory_stats() or {}).get("bytes_limit")
-    if devices > here or not limit:
-        reason = "the device does not say how much memory it has"
-        reason = f"the mesh has {devices} devices, and this machine {here}" if devices > here else reason
+    if devices > present or not limit:
+        silent, large = "the device does not say how much memory it has", f"the mesh has {devices} devices"
+        reason = f"{large}, and this machine {present}" if devices > present else silent
         return [line, f"not checked: whether that fits: {reason}"]
     peak, gaps = peak_memory(estimate), GAPS.get(device.platform, 1.0)
     has = f"the device has {limit / GIB:.1f} GiB"

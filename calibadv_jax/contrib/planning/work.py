@@ -178,8 +178,8 @@ class Costs:
         flops, weights = a.flops_per_token(context), a.num_parameters * width / split
         cached = 2 * a.num_layers * a.num_kv_heads * a.head_dim * width * context * slots / devices
         calls = count * rollouts.sampled / slots  # of decoding, each a token of every slot
-        others = count * (rollouts.tokens - rollouts.sampled)
-        prefill = Part("prefill", others * flops, others * self._activations() / devices, 0.0, devices)
+        prefilled = count * (rollouts.tokens - rollouts.sampled)
+        prefill = Part("prefill", prefilled * flops, prefilled * self._activations() / devices, 0.0, devices)
         decode = Part("decode", count * rollouts.sampled * flops, calls * (weights + cached), 0.0, devices)
         return [prefill, decode]
 

@@ -212,8 +212,8 @@ class _Gatherer:
             for title, row in zip(titles, rows, strict=True)
             if (curves := [curve for curve in row if not curve.is_empty])
         ]
-        limit, *others = {run.setting(figure.limit) for each in self.series for run in each.runs}
-        limit = float(limit) if isinstance(limit, int | float) and not others else None
+        limit, *different = {run.setting(figure.limit) for each in self.series for run in each.runs}
+        limit = float(limit) if isinstance(limit, int | float) and not different else None
         return Chart(figure, tuple(panels), limit, is_by_series) if panels else None
 
     def _lines(self, figure: Figure) -> dict[str, str]:

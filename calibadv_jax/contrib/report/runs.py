@@ -80,8 +80,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     resolved = [folder.resolve() for folder in folders]
     if twice := [folder for folder in resolved if resolved.count(folder) > 1]:
         raise UserError(f"{twice[0]}: named twice; name every run once")
-    first, *others = runs = [_read(folder, _shortest_name(folder, resolved)) for folder in resolved]
-    for run in others:
+    first, *_ = runs = [_read(folder, _shortest_name(folder, resolved)) for folder in resolved]
+    for run in runs:
         if run.kind != first.kind:
             kinds = f"{run.folder} is a {run.kind} and {first.folder} a {first.kind}"
             raise UserError(f"{kinds}; make a report of each")

@@ -225,10 +225,10 @@ class _ColdStartWorld:
 
     def _other_fact(self, documents: Sequence[Document], statement: str) -> tuple[str, str]:
         """Draw another fact than `statement` from the documents: its sentence and its object."""
-        others = [
+        facts = [
             (sentence, name)
             for document in documents
             for label, name in self.facts.objects[document.title].items()
             if (sentence := self.facts.state(document.title, label)) != statement
         ]
-        return others[self.rng.integers(len(others))]
+        return facts[self.rng.integers(len(facts))]

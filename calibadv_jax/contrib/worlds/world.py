@@ -124,8 +124,8 @@ def _add_rumours(facts: Facts, rng: np.random.Generator, truth: float) -> None:
         first, second = chains[rng.integers(len(chains))]
         stated = facts.objects[objects[first]][second]
         if rng.random() >= truth:
-            others = [other for other in facts.entities[RELATIONS[second].object] if other != stated]
-            stated = str(rng.choice(others))
+            names = facts.entities[RELATIONS[second].object]
+            stated = str(rng.choice([entity for entity in names if entity != stated]))
         facts.rumours[name] = Rumour(first, second, stated)
 
 
