@@ -79,13 +79,11 @@ def summary(failed: int, total: int, kind: str, counts: Counter[str]) -> str:
     """Return the last line: "ready" only if everything was checked without a warning."""
     if failed:
         return f"{failed} of {total} {kind}s failed"
+    kinds = {"warn": ("warning", ""), "skip": ("thing", " not checked")}
     exceptions = [
-        f"{number} {noun}{'s' if number > 1 else ''}{state}"
-        for number, noun, state in (
-            (counts["warn"], "warning", ""),
-            (counts["skip"], "thing", " not checked"),
-        )
-        if number
+        f"{counts[status]} {noun}{'s' if counts[status] > 1 else ''}{state}"
+        for status, (noun, state) in kinds.items()
+        if counts[status]
     ]
     with_them = f", with {' and '.join(exceptions)}"
     return f"every {kind} passed{with_them}" if exceptions else f"ready: every {kind} passed"
