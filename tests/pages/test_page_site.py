@@ -315,7 +315,7 @@ def test_foreign_name_that_points_here_is_refused(ask, host):
     assert ask("/data/index.json", Host=host)[0] == status
 
 
-def test_port_is_of_this_machine_and_named_if_taken(small_run):
+def test_port_is_local_and_named_if_taken(small_run):
     site = Site(RunFiles(small_run))
     with make_server(site, 0) as server:
         host, port = server.server_address
