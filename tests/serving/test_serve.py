@@ -170,7 +170,7 @@ def test_rubbish_is_refused_in_openais_form(agent, status, method, path, headers
     assert reply.status_code == status and {*reply.json()["error"]} == {"message", "type", "param", "code"}
 
 
-def test_bytes_that_are_no_http_end_their_connection_alone(agent):
+def test_bytes_beside_http_end_their_connection_alone(agent):
     with socket.create_connection(agent.url.removeprefix("http://").split(":")) as rubbish:
         rubbish.sendall(b"\x00\xff GARBAGE\r\n\r\n")
         assert b"400" in rubbish.recv(1000)
