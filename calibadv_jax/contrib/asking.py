@@ -26,49 +26,23 @@ OVERRIDE = re.compile(r"(tools|[a-z_]+(\.[a-z_0-9]+)+)=.*", re.DOTALL)
 _PATIENCE = 10.0  # seconds without an answer of the retriever
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `read_policy` reads, but not the overrides."""
-    add = parser.add_argument
-    policy = "policy to ask: a run, its checkpoints folder, a checkpoint, a snapshot, a HuggingFace folder"
-    add("--policy", type=Path, required=True, metavar="FOLDER", help=policy)
-    config = "config with prompt, rollout, sampler and retriever; default: the config of the run"
-    add("--config", type=Path, metavar="FILE", help=config)
-    programs = (
-        "start the MCP servers that the run's own config names as commands; without it they are refused"
-    )
-    add("--start-programs", action="store_true", help=programs)
-    temperature = "sampling temperature (default: 0, always the most likely token)"
-    add("--temperature", type=float, default=0.0, help=temperature)
-
-
 def read_policy(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, PolicySource]:
-    """Return the config of the arguments, and the policy that they name.
+    """Return the config of the arguments, and the policy that they name, with the tokenizer beside it.
 
-    Raises:
-        UserError: no such policy or config, a bad temperature, or a config that starts programs.
+    Raises UserError if there is no such policy or config, or the run's own config starts programs.
     """
-    if not 0 <= arguments.temperature < float("inf"):
-        raise UserError(f"--temperature {arguments.temperature:g}: give 0 or more")
     if not arguments.policy.exists():
         raise UserError(f"{arguments.policy}: no such folder; give that of a run or of a HuggingFace model")
     source = find_policy(arguments.policy)
-    config = load_config(arguments.config or run_config(source), [*own_tokenizer(source), *overrides])
+    own_tokenizer = ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
+    config = load_config(arguments.config or run_config(source), [*own_tokenizer, *overrides])
     if not arguments.config and not arguments.start_programs:
         refuse_programs(config, source)
     return config, source
 
 
-def own_tokenizer(source: PolicySource) -> list[str]:
-    """Return the override that takes the policy's own tokenizer, if there is one beside it."""
-    return ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
-
-
 def run_config(source: PolicySource) -> Path:
-    """Return the config of the newest start of the policy's run.
-
-    Raises:
-        UserError: the policy belongs to no run, or all kept configs are damaged.
-    """
+    """Return the config of the newest start of the policy's run; UserError if it belongs to no run."""
     start = newest_start(source.model_folder.parent)
     if start is None:
         raise UserError(f"{source}: no config of a run beside it; name one with --config")
@@ -76,11 +50,7 @@ def run_config(source: PolicySource) -> Path:
 
 
 def refuse_programs(config: Config, source: PolicySource) -> None:
-    """Refuse a config that starts programs: a run's folder may come from somebody else.
-
-    Raises:
-        UserError: a tool is an MCP server with a command.
-    """
+    """Refuse (UserError) a config that starts programs: a run's folder may come from somebody else."""
     for tool in config.tools:
         if tool.mcp and tool.mcp.command:
             raise UserError(
@@ -103,14 +73,7 @@ def for_people(config: Config, folder: str, slots: int) -> Config:
 
 @contextmanager
 def open_policy(config: Config, source: PolicySource, slots: int = 1) -> Iterator[Rollouts]:
-    """Yield rollouts of the policy, with its sampler and its retriever.
-
-    Args:
-        slots: number of questions that are answered together.
-
-    Raises:
-        UserError: policy, sampler or retriever cannot be used.
-    """
+    """Yield rollouts of the policy for `slots` questions at a time; UserError if a part cannot be used."""
     with tempfile.TemporaryDirectory() as folder:
         config = for_people(config, folder, slots)
         model = build_model(config, str(source.model_folder), source.adapters)
@@ -138,15 +101,12 @@ async def answer(
 ) -> Trajectory:
     """Write a trajectory on the loop of `rollouts`, with `changes` of its RolloutConfig.
 
-    Args:
-        name: of the question; with the seed (None: the run's) it determines every sampled token.
-        watch: see `RolloutContext`.
-        session: unique among questions under way; default: `name`.
+    `name` and `seed` (None: the run's) determine every sampled token. `watch`: see `RolloutContext`.
+    `session` (default: `name`) is unique among questions under way.
     """
     context = rollouts.context
-    context = dataclasses.replace(
-        context, watch=watch, rollout=dataclasses.replace(context.rollout, **changes)
-    )
+    rollout = dataclasses.replace(context.rollout, **changes)
+    context = dataclasses.replace(context, watch=watch, rollout=rollout)
     question = Question(name, well_formed(text), (), "ask")
     seed = rollouts.seed if seed is None else seed
     return await run_trajectory(context, question, 0, seed, session or name)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio
+
 from calibadv_jax.config import McpConfig
 from calibadv_jax.core.errors import ActionRefused, EnvironmentFailure, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
@@ -97,10 +99,8 @@ class McpServer:
     async def call(self, action: str, tool: str, arguments: Mapping[str, Any]) -> Any:
         """Return a tool's result; the service that fails is called `action`.
 
-        Raises:
-            ActionRefused: the server does not take these arguments.
-            RequestFailed: it was away for longer than `config.patience`, or did not answer in time.
-            EnvironmentFailure: it no longer has the tools that it had at the start.
+        Raises ActionRefused for arguments that the server does not take, RequestFailed if it was away for
+        `config.patience` or late, EnvironmentFailure if it no longer has the tools of the start.
         """
         patience = self.config.patience
         try:
@@ -278,9 +278,8 @@ def _client(config: McpConfig, log: ServerLog) -> Any:
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     http = create_mcp_http_client(headers={"Authorization": f"Bearer {token}"} if token else None)
     http.event_hooks = {"response": [bound_reply]}
-    limit = "max_sse_event_size"  # older versions of the package have none
-    bounded = limit in inspect.signature(streamable_http_client).parameters
-    bounds = {limit: LONGEST_REPLY} if bounded else {}
+    limits = {"max_sse_event_size": LONGEST_REPLY}  # older versions of the package have none
+    bounds = limits if limits.keys() & inspect.signature(streamable_http_client).parameters else {}
     return mcp.Client(streamable_http_client(config.url, http_client=http, **bounds), cache=None)
 
 
@@ -291,15 +290,14 @@ class McpAction(Action):
         self._server, self._tool = server, tool.name
         schema = tool.input_schema if isinstance(tool.input_schema, dict) else {}
         properties = schema.get("properties") or {}
-        required = [name for name in schema.get("required") or [] if name in properties]
-        texts = [name for name in properties if _type(properties[name]) == "string"]
-        self._only = texts[0] if len(properties) == 1 and texts else ""
+        types = {name: _type(each) for name, each in properties.items()}
+        self._only = next(iter(types)) if list(types.values()) == ["string"] else ""
         described = " ".join((tool.description or "").split())[:LONGEST_PURPOSE].rstrip(".")
         self.name = re.sub(r"\W", "_", tool.name, flags=re.ASCII)
         self.purpose = f"use {self.name} ({described})" if described else f"use {self.name}"
-        fields = ", ".join(f'"{name}": {_type(schema)}' for name, schema in properties.items())
-        self.argument = self._only or f"{{{fields}}}"
-        self.may_be_empty, self.max_length = not required, max_length
+        fields = ", ".join(f'"{name}": {kind}' for name, kind in types.items())
+        self.argument, self.max_length = self._only or f"{{{fields}}}", max_length
+        self.may_be_empty = not set(schema.get("required") or []) & set(types)
 
     def parse(self, body: str) -> dict[str, Any]:
         if not body:
@@ -388,41 +386,19 @@ class ServerLog:
 @asynccontextmanager
 async def checked(transport: AbstractAsyncContextManager[Any], log: ServerLog) -> AsyncIterator[Any]:
     """Open the streams of a program's pipes; an unreadable line fails its call, or is warned of."""
-    async with transport as (messages, requests):
-        yield _Messages(messages, log), requests
+    readable, messages = anyio.create_memory_object_stream[Any]()
 
+    async def forward(lines: Any) -> None:
+        async with readable:
+            async for item in lines:
+                message = _message_of(item, log) if isinstance(item, ValueError) else item
+                if message is not None:
+                    await readable.send(message)
 
-class _Messages:
-    """A stream of messages, without the errors of lines that are none."""
-
-    def __init__(self, lines: Any, log: ServerLog):
-        self._lines, self._log = lines, log
-
-    async def receive(self) -> Any:
-        return await self._next(self._lines.receive)
-
-    async def __anext__(self) -> Any:
-        return await self._next(self._lines.__anext__)
-
-    async def _next(self, read: Callable[[], Awaitable[Any]]) -> Any:
-        while True:
-            item = await read()
-            if isinstance(item, ValueError):
-                item = _message_of(item, self._log)
-            if item is not None:
-                return item
-
-    async def aclose(self) -> None:
-        await self._lines.aclose()
-
-    def __aiter__(self) -> _Messages:
-        return self
-
-    async def __aenter__(self) -> _Messages:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+    async with transport as (lines, requests), messages, anyio.create_task_group() as tasks:
+        tasks.start_soon(forward, lines)
+        yield messages, requests
+        tasks.cancel_scope.cancel()
 
 
 def _message_of(error: Any, log: ServerLog) -> Any:
@@ -451,8 +427,8 @@ def _id_in(line: str) -> int | None:
     """Return the call of a damaged reply: its id stands before its result or behind it."""
     if '"jsonrpc"' not in line:
         return None
-    head, *rest = _RESULT.split(line, maxsplit=1)
-    ids = _ID.findall(head) or _ID.findall("".join(rest))[-1:]
+    head, *result = _RESULT.split(line, maxsplit=1)
+    ids = _ID.findall(head) or _ID.findall("".join(result))[-1:]
     return int(ids[0]) if ids else None
 
 

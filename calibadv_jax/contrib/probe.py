@@ -41,18 +41,16 @@ def with_golden_logprobs(
     for group in groups:
         places.append([])
         if group.trajectories:  # the same for all of them; later turns continue as the second does
-            asked = [_asked(group.trajectories[0], number, tokenizer) for number in (0, 1)]
+            continuations = [_continuation(group.trajectories[0], number, tokenizer) for number in (0, 1)]
         for trajectory in group.trajectories:
-            probed = []
+            places[-1].append([])
             for number, prefix in enumerate(prefixes(trajectory)):
-                beginning, answer = asked[min(number, 1)]
+                beginning, answer = continuations[min(number, 1)]
                 tokens = np.concatenate([prefix, beginning, answer])
-                key = tokens.tobytes() + bytes([len(answer)])
-                if key not in probes:
-                    probes[key] = len(samples)
+                place = probes.setdefault(tokens.tobytes() + bytes([len(answer)]), len(samples))
+                if place == len(samples):
                     samples.append(_sample(tokens, len(answer), len(trajectory.prompt_ids)))
-                probed.append(probes[key])
-            places[-1].append(probed)
+                places[-1][-1].append(place)
     if any(len(sample.tokens) > config.row_length for sample in samples):
         config = replace(config, row_length=config.row_length + PROBE_TOKENS)
     means = {
@@ -66,10 +64,11 @@ def with_golden_logprobs(
     probed_groups = []
     for group, of_group in zip(groups, places, strict=True):
         members = zip(group.trajectories, of_group, strict=True)
-        trajectories = [_with(member, [by_sample[at] for at in chosen]) for member, chosen in members]
+        trajectories = [_probed(member, [by_sample[place] for place in own]) for member, own in members]
         probed_groups.append(replace(group, trajectories=trajectories))
     num_tokens = sum(len(sample.tokens) for sample in samples)
-    return probed_groups, _metrics(places, means) | {"advantage/golden/tokens": float(num_tokens)}
+    metrics = _metrics([own for of_group in places for own in of_group if own], means)
+    return probed_groups, metrics | {"advantage/golden/tokens": float(num_tokens)}
 
 
 def prefixes(trajectory: Trajectory) -> list[np.ndarray]:
@@ -81,8 +80,8 @@ def prefixes(trajectory: Trajectory) -> list[np.ndarray]:
     return before
 
 
-def _asked(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The beginning of an answer in turn `number`, and the first golden answer that has tokens; int32."""
+def _continuation(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the beginning of an answer in a turn, and the first golden answer that has tokens; int32."""
     question = trajectory.question
     beginning = encode(tokenizer, behind_opening(trajectory.opening_of(number), BEGINNING))
     for golden in question.golden_answers:
@@ -99,21 +98,16 @@ def _sample(tokens: np.ndarray, count: int, prompt: int) -> Sample:
     return Sample(tokens, np.arange(len(tokens)) >= len(tokens) - count, nothing, nothing, prompt=prompt)
 
 
-def _with(trajectory: Trajectory, logprobs: Sequence[dict[str, float]]) -> Trajectory:
-    """Return a copy whose first turns have these log-probabilities by policy."""
+def _probed(trajectory: Trajectory, logprobs: Sequence[dict[str, float]]) -> Trajectory:
     pairs = zip(trajectory.turns, logprobs, strict=False)
-    probed = [replace(turn, golden_logprobs=by_policy) for turn, by_policy in pairs]
-    return replace(trajectory, turns=[*probed, *trajectory.turns[len(logprobs) :]])
+    turns = [replace(turn, golden_logprobs=by_policy) for turn, by_policy in pairs]
+    return replace(trajectory, turns=turns + trajectory.turns[len(logprobs) :])
 
 
-def _metrics(
-    places: Sequence[Sequence[Sequence[int]]], means: Mapping[str, Sequence[float]]
-) -> dict[str, float]:
-    """Mean probability before the first and before the last turn, by policy."""
-    turns = [chosen for of_group in places for chosen in of_group if chosen]
+def _metrics(places: Sequence[Sequence[int]], means: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {
-        f"advantage/golden/{policy}/{name}": float(np.mean([np.exp(values[chosen[at]]) for chosen in turns]))
+        f"advantage/golden/{policy}/{name}": float(np.mean([np.exp(values[own[turn]]) for own in places]))
         for policy, values in means.items()
-        for name, at in (("first", 0), ("last", -1))
-        if turns
+        for name, turn in (("first", 0), ("last", -1))
+        if places
     }

@@ -7,7 +7,7 @@ Blame is negative advantage × sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,15 +80,53 @@ def measure(evidence: Evidence) -> dict[str, float]:
     Those of silver documents are means over the groups with some; auc is the chance that a truly good search
     has the larger correctness, ties counting half. Means, shares and ratios of nothing are omitted.
     """
-    searches = evidence.searches
-    counts = {
-        "groups": len(evidence.groups),
-        "trajectories": int(evidence.groups["trajectories"].sum()),
-        "searches": len(searches),
-        "blamed": int((searches["raw"] < 0).sum()),
+    groups, searches = evidence.groups, evidence.searches
+    silver, judged = groups[groups["silver"] > 0], searches[searches["judged"]]
+    is_good, called = judged["good"], judged["correctness"] > 0
+    num_good = int(is_good.sum())
+    ranks = rankdata(judged["correctness"])[is_good]
+    u = float(ranks.sum()) - num_good * (num_good + 1) / 2  # Mann-Whitney's, of the good searches
+    blamed = searches[searches["raw"] < 0]
+    good, softened = blamed["good"], blamed["advantage"] > blamed["raw"]
+    before = -blamed["raw"] * blamed["tokens"]
+    spared = before + blamed["advantage"] * blamed["tokens"]
+    masses = {name: float(groups[name].sum()) for name in _MASSES}
+    means = {
+        "silver/group_share": groups["silver"] > 0,
+        "silver/size": silver["silver"],
+        "silver/precision": silver["silver_hits"] / silver["silver"],
+        "silver/recall": silver["silver_hits"] / silver["supporting"],
+        "silver/seen_precision": silver["seen_hits"] / silver["seen"],
+        "silver/seen_recall": silver["seen_hits"] / silver["supporting"],
+        "search/good_share": searches["good"],
+        "search/judged_share": searches["judged"],
+        "search/judged_good_share": is_good,
+        "search/precision": is_good[called],
+        "search/recall": called[is_good],
+        "search/agreement": is_good == called,
+        "blame/good_blamed": searches["raw"][searches["good"]] < 0,
+        "blame/good_share": good,
+        "blame/good_softened": softened[good],
+        "blame/useless_softened": softened[~good],
     }
-    groups = evidence.groups
-    return counts | _silver(groups) | _judgements(searches) | _blame(searches) | _answers(groups)
+    ratios = {
+        "search/auc": (u, num_good * (len(is_good) - num_good)),
+        "blame/good_spared": (spared[good].sum(), before[good].sum()),
+        "blame/useless_spared": (spared[~good].sum(), before[~good].sum()),
+        "blame/spared_good_share": (spared[good].sum(), spared.sum()),
+        "answer/ratio_before": (masses["negative_before"], masses["positive_before"]),
+        "answer/ratio_after": (masses["negative_after"], masses["positive_after"]),
+    }
+    counts = {"groups": len(groups), "trajectories": int(groups["trajectories"].sum())}
+    counts |= {"searches": len(searches), "blamed": len(blamed)}
+    values = _values(means, ratios)
+    return counts | {name: values[name] for name in MEASURES if name in values}
+
+
+def _values(means: Mapping[str, np.ndarray], ratios: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Return means and ratios, without those of nothing."""
+    of_some = {name: float(np.mean(values)) for name, values in means.items() if len(values)}
+    return of_some | {name: float(part) / float(whole) for name, (part, whole) in ratios.items() if whole > 0}
 
 
 def verdicts(evidence: Evidence, calibadv: Evidence) -> dict[str, float]:
@@ -97,13 +135,14 @@ def verdicts(evidence: Evidence, calibadv: Evidence) -> dict[str, float]:
     good, advantage = searches["good"], searches["advantage"]
     mass = advantage * searches["tokens"]
     negative, positive = np.maximum(-mass, 0), np.maximum(mass, 0)
-    return (
-        _share("good blamed", advantage[good] < 0)
-        | _share("useless praised", advantage[~good] > 0)
-        | _ratio("blame on good", float(negative[good].sum()), float(negative.sum()))
-        | _ratio("praise on useless", float(positive[~good].sum()), float(positive.sum()))
-        | _share("agreement", np.sign(advantage) == np.sign(calibadv.searches["advantage"]))
-    )
+    signs = np.sign(advantage) == np.sign(calibadv.searches["advantage"])
+    means = {"good blamed": advantage[good] < 0, "useless praised": advantage[~good] > 0, "agreement": signs}
+    ratios = {
+        "blame on good": (negative[good].sum(), negative.sum()),
+        "praise on useless": (positive[~good].sum(), positive.sum()),
+    }
+    values = _values(means, ratios)
+    return {name: values[name] for name in VERDICTS if name in values}
 
 
 def _group(credit: GroupCredit, searches: np.ndarray) -> tuple[float, ...]:
@@ -142,63 +181,3 @@ def _searches(credit: GroupCredit) -> list[tuple[float, ...]]:
             tokens = len(trajectory.turns[index].token_ids)
             rows.append((good[index], judged, correctness, *advantages, tokens))
     return rows
-
-
-def _share(name: str, values: np.ndarray) -> dict[str, float]:
-    return {name: float(np.mean(values))} if len(values) else {}
-
-
-def _ratio(name: str, part: float, whole: float) -> dict[str, float]:
-    return {name: part / whole} if whole > 0 else {}
-
-
-def _silver(groups: np.ndarray) -> dict[str, float]:
-    some = groups[groups["silver"] > 0]
-    return (
-        _share("silver/group_share", groups["silver"] > 0)
-        | _share("silver/size", some["silver"])
-        | _share("silver/precision", some["silver_hits"] / some["silver"])
-        | _share("silver/recall", some["silver_hits"] / some["supporting"])
-        | _share("silver/seen_precision", some["seen_hits"] / some["seen"])
-        | _share("silver/seen_recall", some["seen_hits"] / some["supporting"])
-    )
-
-
-def _judgements(searches: np.ndarray) -> dict[str, float]:
-    judged = searches[searches["judged"]]
-    good, called = judged["good"], judged["correctness"] > 0
-    num_good = int(good.sum())
-    ranks = rankdata(judged["correctness"])[good]
-    u = float(ranks.sum()) - num_good * (num_good + 1) / 2  # Mann-Whitney's, of the good searches
-    return (
-        _share("search/good_share", searches["good"])
-        | _share("search/judged_share", searches["judged"])
-        | _share("search/judged_good_share", good)
-        | _share("search/precision", good[called])
-        | _share("search/recall", called[good])
-        | _share("search/agreement", good == called)
-        | _ratio("search/auc", u, num_good * (len(good) - num_good))
-    )
-
-
-def _blame(searches: np.ndarray) -> dict[str, float]:
-    negative = searches[searches["raw"] < 0]
-    good = negative["good"]
-    softened = negative["advantage"] > negative["raw"]
-    before = -negative["raw"] * negative["tokens"]
-    spared = before + negative["advantage"] * negative["tokens"]
-    return (
-        _share("blame/good_blamed", searches["raw"][searches["good"]] < 0)
-        | _share("blame/good_share", good)
-        | _share("blame/good_softened", softened[good])
-        | _share("blame/useless_softened", softened[~good])
-        | _ratio("blame/good_spared", float(spared[good].sum()), float(before[good].sum()))
-        | _ratio("blame/useless_spared", float(spared[~good].sum()), float(before[~good].sum()))
-        | _ratio("blame/spared_good_share", float(spared[good].sum()), float(spared.sum()))
-    )
-
-
-def _answers(groups: np.ndarray) -> dict[str, float]:
-    sums = {name: float(groups[name].sum()) for name in _MASSES}
-    before = _ratio("answer/ratio_before", sums["negative_before"], sums["positive_before"])
-    return before | _ratio("answer/ratio_after", sums["negative_after"], sums["positive_after"])

@@ -107,7 +107,7 @@ def test_nothing_left_is_an_error_and_writes_nothing(files, tmp_path):
     ("arguments", "message"),
     [
         (["--max_tokens", "9"], "--max_tokens needs --tokenizer"),
-        (["--max_characters", "-1"], "must be at least 0"),
+        (["--max_characters", "-1"], "argument --max_characters: -1: give 0 or more"),
         (["--output", "out.txt"], "out.txt: the output must end in .jsonl or .parquet"),
         (["--output", "file/out.jsonl"], "file/out.jsonl: cannot be written"),
     ],

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 
@@ -45,6 +46,17 @@ def count(page):
     return page.inner_text("#count")
 
 
+def group_of(tokenizer, ways, answers, text="who keeps it?", **fields):
+    """A group whose trajectories take these ways, and end in these answers; "ann" is right."""
+    question = Question(text, text, ("ann",), "two_hop", ("a",))
+    prompt = np.array(tokenizer.encode(text).ids, np.int32)
+    trajectories = [
+        Trajectory(question, prompt, [*way, answer_turn(tokenizer, "so", answer)], index, **fields)
+        for index, (way, answer) in enumerate(zip(ways, answers, strict=True))
+    ]
+    return Group.of(question, trajectories)
+
+
 def test_list_shows_every_group_and_trajectory_ending(small):
     page, _ = small
     assert count(page) == "15 trajectories in 3 groups"
@@ -54,41 +66,37 @@ def test_list_shows_every_group_and_trajectory_ending(small):
     assert "softened turn" in page.locator(".entry").first.locator(".chip").nth(1).get_attribute("title")
 
 
-def test_each_choice_of_show(small):
+def test_each_filter_alone(small):
+    """Text is searched in questions, answers and queries."""
     page, _ = small
     same = ("softened", "repeated", "invalid", "failed", "right")
     for number, shows in {6: ("wrong-good",), 3: same, 9: ("wrong",), 0: ("unfinished",), 15: ("",)}.items():
         for show in shows:
             page.select_option("#show", show)
             assert count(page) == f"{number} trajectories in {3 if number else 0} groups", show
+    numbers = {"BOB": 6, "bob keeps": 6, "ann": 15, "query": 15, "nobody": 0, "onerror bob": 2}
+    for text, number in numbers.items():
+        page.fill("#text", text)
+        assert count(page).startswith(f"{number} trajector"), text
 
 
 def test_filters_go_together_and_are_cleared(small):
     page, _ = small
     page.select_option("#source", "one_hop")
-    assert count(page) == "5 trajectories in 1 group"
+    assert count(page) == "5 trajectories in 1 group" and not page.locator("#empty").is_visible()
     page.fill("#to", "1")
     assert count(page) == "0 trajectories in 0 groups"
     page.click("#reset")
     assert count(page) == "15 trajectories in 3 groups"
     page.fill("#from", "2")
     page.select_option("#show", "softened")
-    assert count(page) == "1 trajectory in 1 group"
-    assert page.locator(".chip.matching").count() == 1
-
-
-def test_text_is_searched_in_question_answers_and_queries(small):
-    page, _ = small
-    for text, number in {
-        "BOB": 6,
-        "bob keeps": 6,
-        "ann": 15,
-        "query": 15,
-        "nobody": 0,
-        "onerror bob": 2,
-    }.items():
-        page.fill("#text", text)
-        assert count(page).startswith(f"{number} trajector"), text
+    assert count(page) == "1 trajectory in 1 group" and page.locator(".chip.matching").count() == 1
+    page.fill("#text", "nobody <b>")
+    shown = page.inner_text("#empty")
+    assert "text “nobody <b>”, “softened turn”, steps 2 to last" in shown and "from 1 to 2" in shown
+    page.click("#empty button")
+    assert count(page) == "15 trajectories in 3 groups" and not page.locator("#empty").is_visible()
+    assert page.input_value("#text") == "" and page.input_value("#from") == ""
 
 
 def test_softened_turn_is_found_and_explained(small):
@@ -108,9 +116,8 @@ def test_new_address_draws_its_group_once(small):
     page, address = small
     page.evaluate(
         """() => {
-            window.drawn = [];
-            const seen = () => window.drawn.push(document.getElementById("detail").dataset.ready);
-            new MutationObserver(seen).observe(document.getElementById("detail"), {childList: true});
+            const detail = document.getElementById("detail"), drawn = window.drawn = [];
+            new MutationObserver(() => drawn.push(detail.dataset.ready)).observe(detail, {childList: true});
         }"""
     )
     open_group(page, address, 1, 0)
@@ -126,19 +133,16 @@ def test_tokens_and_legend_show_the_chosen_shade(small):
     assert "wavy line: negative" in legend.inner_text() and legend.locator(".token").count() == 8
 
     def style(selector):
-        token = page.locator(selector).first
-        return token.evaluate(
-            "e => [getComputedStyle(e).textDecorationStyle, getComputedStyle(e).backgroundColor]"
-        )
+        names = "e => [getComputedStyle(e).textDecorationStyle, getComputedStyle(e).backgroundColor]"
+        return page.locator(selector).first.evaluate(names)
 
     good, bad = ".card[data-index='0'] .token", ".card[data-index='1'] .token"
     assert style(good)[0] == "solid" and style(bad)[0] == "wavy"
     assert style(good)[1] != style(bad)[1]
     failed = page.locator(".card[data-index='4'] .token").first
     assert failed.evaluate("e => getComputedStyle(e).textDecorationLine") == "none"
-    assert page.locator(".card[data-index='1'] .tokens").first.inner_text() == (
-        "<think> one </think> <search> query </search>"
-    )
+    text = page.locator(".card[data-index='1'] .tokens").first.inner_text()
+    assert text == "<think> one </think> <search> query </search>"
     page.locator(bad).first.hover()
     assert "advantage −0.167" in page.inner_text("#tip") and "id " in page.inner_text("#tip")
     before = style(bad)
@@ -177,17 +181,13 @@ def test_link_leads_back_to_the_same_view(small):
 
 def test_keys(small):
     page, _ = small
-    page.keyboard.press("j")
-    page.wait_for_selector("#detail[data-ready='1/0']")
-    page.keyboard.press("j")
-    page.wait_for_selector("#detail[data-ready='1/1']")
-    page.keyboard.press("k")
-    page.wait_for_selector("#detail[data-ready='1/0']")
-    page.keyboard.press("l")
-    assert page.locator(".card.chosen").get_attribute("data-index") == "0"
-    page.keyboard.press("l")
-    page.keyboard.press("h")
-    assert page.locator(".card.chosen").get_attribute("data-index") == "0"
+    for key, group in (("j", "1/0"), ("j", "1/1"), ("k", "1/0")):
+        page.keyboard.press(key)
+        page.wait_for_selector(f"#detail[data-ready='{group}']")
+    for keys in ("l", "lh"):
+        for key in keys:
+            page.keyboard.press(key)
+        assert page.locator(".card.chosen").get_attribute("data-index") == "0"
     page.keyboard.press("?")
     assert page.locator("#help").is_visible()
     page.keyboard.press("Escape")
@@ -215,9 +215,7 @@ def test_keys_stay_with_trajectories_that_pass_filters(small):
         page.keyboard.press(key)
         seen.append(chosen.get_attribute("data-index"))
     assert seen == ["2", "1", "1", "2", "3"]
-    page.locator(
-        ".card[data-index='0'] > header"
-    ).click()  # one that does not pass may be clicked all the same
+    page.locator(".card[data-index='0'] > header").click()  # which does not pass: it can be clicked
     page.keyboard.press("h")
     assert chosen.get_attribute("data-index") == "0"
     page.keyboard.press("l")
@@ -226,18 +224,14 @@ def test_keys_stay_with_trajectories_that_pass_filters(small):
 
 def test_fully_spared_turn_does_not_look_untrained(served, page, tokenizer, tmp_path):
     """The second trajectory found silver documents only: its penalty is gone, and that can be seen."""
-    question = Question("q", "who keeps it?", ("ann",), "two_hop", ("a",))
-    prompt = np.array(tokenizer.encode(question.text).ids, np.int32)
-    turns = [
-        [
-            search_turn(tokenizer, thought, "query", [SHELF[name] for name in documents]),
-            answer_turn(tokenizer, "so", answer),
-        ]
-        for thought, documents, answer in (("first", "ab", "ann"), ("other", "ba", "bob"))
+    ways = [
+        [search_turn(tokenizer, thought, "query", [SHELF[name] for name in documents])]
+        for thought, documents in (("first", "ab"), ("other", "ba"))
     ]
-    made = [Trajectory(question, prompt, each, index) for index, each in enumerate(turns)]
-    failed = Trajectory(question, prompt, [answer_turn(tokenizer, "so", "bob")], 2, error="retriever: gone")
-    write_run(tmp_path / "run", [[Group.of(question, [*made, failed])]], Config(), tokenizer)
+    group = group_of(tokenizer, [*ways, []], ["ann", "bob", "bob"])
+    failed = replace(group.trajectories[2], error="retriever: gone")
+    group = Group.of(group.question, [*group.trajectories[:2], failed])
+    write_run(tmp_path / "run", [[group]], Config(), tokenizer)
     with served(tmp_path / "run") as address:
         open_group(page, address, 1, 0)
         spared = page.locator(".card[data-index='1'] .turn").first
@@ -248,7 +242,6 @@ def test_fully_spared_turn_does_not_look_untrained(served, page, tokenizer, tmp_
 
 
 def test_action_is_shown_with_name_and_reply(served, page, tokenizer, tmp_path):
-    question = Question("q", "how old did ann become?", ("31",), "age", ("a",))
     replies = ['Doc 1(Title: "title b") text of b', "31"]
     page_b, result = (f"\n\n<information>{reply}</information>\n\n" for reply in replies)
     read = make_turn(
@@ -260,18 +253,8 @@ def test_action_is_shown_with_name_and_reply(served, page, tokenizer, tmp_path):
         kind="calculate", think="subtract", query="1879 - 1848",
     )  # fmt: skip
     way = [search_turn(tokenizer, "first", "ann", [SHELF["a"]]), read, counted]
-    prompt = np.array(tokenizer.encode(question.text).ids, np.int32)
-    made = [
-        Trajectory(
-            question,
-            prompt,
-            [*way, answer_turn(tokenizer, "so", answer)],
-            index,
-            actions=("search", "access", "calculate"),
-        )
-        for index, answer in enumerate(["31", "30"])
-    ]
-    write_run(tmp_path / "run", [[Group.of(question, made)]], Config(), tokenizer)
+    group = group_of(tokenizer, [way, way], ["ann", "bob"], actions=("search", "access", "calculate"))
+    write_run(tmp_path / "run", [[group]], Config(), tokenizer)
     with served(tmp_path / "run") as address:
         open_group(page, address, 1, 0)
         turns = page.locator(".card[data-index='1'] .turn")
@@ -290,9 +273,8 @@ def test_pages_of_this_machine_alone_may_frame_it(small_run, browser, served, mo
 
     class Notebook(Handler):
         def do_GET(self):
-            self.reply(
-                200, f'<iframe src="{self.path[1:]}"></iframe>'.encode(), {"Content-Type": "text/html"}
-            )
+            frame = f'<iframe src="{self.path[1:]}"></iframe>'.encode()
+            self.reply(200, frame, {"Content-Type": "text/html"})
 
     context = browser.new_context()
     with served(small_run) as alone, serving(Notebook) as address:
@@ -325,7 +307,7 @@ def test_text_of_documents_questions_and_answers_stays_text(small):
     assert page.evaluate("window.hacked") is None
 
 
-def test_narrow_screens_show_list_group_or_help(small):
+def test_narrow_dark_screens_show_list_group_or_help(small):
     page, _ = small
     page.set_viewport_size({"width": 390, "height": 844})
     assert not page.locator("#detail").is_visible()
@@ -339,10 +321,6 @@ def test_narrow_screens_show_list_group_or_help(small):
     page.keyboard.press("Escape")
     page.click(".back")
     assert page.locator("#side").is_visible() and not page.locator("#detail").is_visible()
-
-
-def test_dark_and_light_differ(small):
-    page, _ = small
     colours = set()
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
@@ -386,19 +364,6 @@ def test_explanations_stand_where_they_belong(small):
     assert not [text for text in columns if any(sentence in text for sentence in shared)]
 
 
-def test_filter_that_nothing_passes_says_so(small):
-    page, _ = small
-    assert not page.locator("#empty").is_visible()
-    page.fill("#text", "nobody <b>")
-    page.fill("#from", "2")
-    page.select_option("#show", "softened")
-    shown = page.inner_text("#empty")
-    assert "text “nobody <b>”, “softened turn”, steps 2 to last" in shown and "from 1 to 2" in shown
-    page.click("#empty button")
-    assert count(page) == "15 trajectories in 3 groups" and not page.locator("#empty").is_visible()
-    assert page.input_value("#text") == "" and page.input_value("#from") == ""
-
-
 @pytest.mark.parametrize(
     ("link", "words"),
     [
@@ -408,7 +373,7 @@ def test_filter_that_nothing_passes_says_so(small):
         ("#step=<b>&group=0", "The address holds step=<b>, which is no number."),
         (
             "#show=nothing&sort=age",
-            "There is no choice “nothing” under Show: all are shown. There is no order",
+            "There is no choice “nothing” under Show: all are shown. There is no",
         ),
         ("#run=other/run&from=1&to=1", "the link is for other/run: calibadv inspect its folder."),
     ],
@@ -463,26 +428,17 @@ def test_list_answers_arrows_home_end_and_enter(small):
 
 def test_groups_are_sorted_by_score_length_and_searches(served, page, tokenizer, tmp_path):
     """Three groups of one trajectory, whose score, length and searches go in different orders."""
-    prompt = np.array(tokenizer.encode("who?").ids, np.int32)
     groups = []
-    for number, (thought, searches, answer) in enumerate(
-        (("a", 2, "bob"), ("b " * 60, 1, "ann"), ("c", 3, "ann lee"))
-    ):
-        question = Question(f"q{number}", f"question {number}", ("ann",), "one_hop")
-        turns = [search_turn(tokenizer, thought, f"query {n}", [SHELF["a"]]) for n in range(searches)]
-        turns.append(answer_turn(tokenizer, "so", answer))
-        groups.append(Group.of(question, [Trajectory(question, prompt, turns)]))
+    for thought, searches, answer in (("a", 2, "bob"), ("b " * 60, 1, "ann"), ("c", 3, "ann lee")):
+        way = [search_turn(tokenizer, thought, f"query {n}", [SHELF["a"]]) for n in range(searches)]
+        groups.append(group_of(tokenizer, [way], [answer], f"question {len(groups)}"))
     write_run(tmp_path / "run", [groups], Config(), tokenizer)
     with served(tmp_path / "run") as address:
         open_page(page, address)
         for sort, order, first in (
-            ("reward-high", "120", "score 1"),
-            ("reward-low", "021", "score 0"),
-            ("long", "120", "tokens"),
-            ("short", "021", "tokens"),
-            ("searches-many", "201", "searches 3"),
-            ("searches-few", "102", "searches 1"),
-            ("", "012", "step 1"),
+            *(("reward-high", "120", "score 1"), ("reward-low", "021", "score 0"), ("long", "120", "tokens")),
+            *(("short", "021", "tokens"), ("searches-many", "201", "searches 3")),
+            *(("searches-few", "102", "searches 1"), ("", "012", "step 1")),
         ):
             page.select_option("#sort", sort)
             shown = page.locator(".entry .question").all_inner_texts()
@@ -549,7 +505,6 @@ def test_ten_thousand_trajectories(served, tmp_path, page, capsys):
     with served(tmp_path / "run") as address:
         figures = measure(page, address)
         assert count(page).endswith("groups") and page.locator(".entry").count() < 40
+    shown = {name: round(value) for name, value in figures.items()}
     with capsys.disabled():
-        sys.stdout.write(
-            f"\n10,000 trajectories: { {name: round(value) for name, value in figures.items()} }\n"
-        )
+        sys.stdout.write(f"\n10,000 trajectories: {shown}\n")

@@ -6,7 +6,6 @@ import http.client
 import json
 import re
 import shutil
-import socket
 import sys
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -34,23 +33,25 @@ def site(small_run):
 
 def test_index_lists_every_trajectory_of_every_step(site):
     output = json.loads(site.get("data/index.json"))
-    assert output["advantage"]["name"] == "calibadv"
-    assert [step["step"] for step in output["steps"]] == [1, 2]
-    groups, rows = output["steps"][0]["groups"], output["steps"][0]["rows"]
-    assert groups["group"] == [0, 1]
+    assert output["advantage"]["name"] == "calibadv" and output["planned"] == 2
+    first, second = output["steps"]
+    groups, rows = first["groups"], first["rows"]
+    assert (first["step"], second["step"]) == (1, 2) and groups["group"] == [0, 1]
     assert groups["question"][0] == "who keeps it?" and groups["golden"][0] == ["ann"]
-    assert groups["source"] == ["two_hop", "two_hop"] and output["steps"][1]["groups"]["source"] == [
-        "one_hop"
-    ]
+    assert groups["source"] == ["two_hop"] * 2 and second["groups"]["source"] == ["one_hop"]
     assert groups["silver"][0] == 3
     assert rows["group"] == [0] * 5 + [1] * 5 and rows["index"] == [0, 1, 2, 3, 4] * 2
-    assert rows["score"][:5] == [1, 0, 0, 0, 0] and rows["searches"][:5] == [1, 2, 1, 1, 1]
     shown = json.loads(site.get("data/group_1_0.json"))["trajectories"]
     sampled = [sum(len(turn["ids"]) for turn in trajectory["turns"]) for trajectory in shown]
-    assert rows["length"][:5] == sampled and len(set(sampled)) > 3
-    assert output["planned"] == 2
-    assert rows["advantage"][:5] == [1.5, -0.5, -0.5, -0.5, None]
-    assert rows["answer"][:5] == ["ann", "bob", "bob", None, None] and rows["queries"][1] == "query\nquery"
+    columns = {
+        "score": [1, 0, 0, 0, 0],
+        "searches": [1, 2, 1, 1, 1],
+        "length": sampled,
+        "advantage": [1.5, -0.5, -0.5, -0.5, None],
+        "answer": ["ann", "bob", "bob", None, None],
+    }
+    assert {name: rows[name][:5] for name in columns} == columns and len(set(sampled)) > 3
+    assert rows["queries"][1] == "query\nquery"
 
 
 def test_flags_say_what_a_trajectory_is(site):
@@ -66,17 +67,11 @@ def test_flags_say_what_a_trajectory_is(site):
 
 
 def test_script_names_the_same_flags(site):
-    output = dict(re.findall(r"(\w+): (\d+)", site.static()["records.js"].decode().split("};")[0]))
-    assert {name: int(bit) for name, bit in output.items()} == {
-        "failed": index.FAILED,
-        "formatInvalid": index.FORMAT_INVALID,
-        "invalid": index.INVALID,
-        "unfinished": index.UNFINISHED,
-        "wrong": index.WRONG,
-        "goodSearch": index.GOOD_SEARCH,
-        "softened": index.SOFTENED,
-        "repeated": index.REPEATED,
-    }
+    """Python's names are those of the script in capitals: formatInvalid, FORMAT_INVALID."""
+    flags = dict(re.findall(r"(\w+): (\d+)", site.static()["records.js"].decode().split("};")[0]))
+    names = {name: re.sub(r"(?=[A-Z])", "_", name).upper() for name in flags}
+    assert len(flags) == 8
+    assert {name: getattr(index, names[name]) for name in flags} == {n: int(bit) for n, bit in flags.items()}
 
 
 def test_transcript_has_every_token_and_marks_silver_documents(site):
@@ -86,17 +81,11 @@ def test_transcript_has_every_token_and_marks_silver_documents(site):
     turn = each["turns"][0]
     assert "".join(turn["pieces"]) == "<think> one </think> <search> query </search>"
     assert len(turn["pieces"]) == len(turn["ids"]) == len(turn["logprobs"])
-    assert (
-        turn["softened"]
-        and turn["correctness"] == pytest.approx(2 / 3)
-        and turn["why"].startswith("Softened.")
-    )
+    assert turn["softened"] and turn["why"].startswith("Softened.")
+    assert turn["correctness"] == pytest.approx(2 / 3)
     marks = [(d["id"], d["weight"], d["is_new"], d["is_seen"], d["is_supporting"]) for d in turn["documents"]]
-    assert marks == [
-        ("a", 1, True, False, True),
-        ("b", 1, True, False, False),
-        ("d", None, False, False, False),
-    ]
+    new = [("a", 1, True, False, True), ("b", 1, True, False, False)]
+    assert marks == [*new, ("d", None, False, False, False)]
     assert turn["learner_logprobs"][3] == pytest.approx(turn["logprobs"][3] + 0.07, abs=2e-4)
     assert output["trajectories"][4]["turns"][0]["learner_logprobs"] is None
     second = each["turns"][1]
@@ -107,47 +96,51 @@ def test_transcript_has_every_token_and_marks_silver_documents(site):
     assert output["trajectories"][4]["error"] == "retriever: gone"
 
 
-def test_invalid_turns_and_formats_say_why(tmp_path, tokenizer, small_group):
+@pytest.fixture
+def content(tmp_path, tokenizer):
+    """Content of an address of a run whose only group this is."""
+
+    def content(group, config=None, address="data/group_1_0.json", planned=0, steps=()):
+        if not (tmp_path / "run").exists():
+            write_run(tmp_path / "run", [[group]], config or Config(), tokenizer, planned=planned)
+        return json.loads(Site(RunFiles(tmp_path / "run", *steps)).get(address))
+
+    return content
+
+
+def test_invalid_turns_and_formats_say_why(content, tokenizer, small_group):
     group = small_group()
-    flaws = {
-        "<think> a </think> <search> amber": "<search> is not closed",
-        "<think> a </think> <browse> amber </browse>": (
-            "unknown action <browse>: there are <search>, <answer>, written exactly so"
-        ),
-        "<think> a </think> <search> </search>": "<search> is empty",
-    }
+    unknown = "unknown action <browse>: there are <search>, <answer>, written exactly so"
+    flaws = {"<search> amber": "<search> is not closed", "<browse> amber </browse>": unknown}
+    flaws |= {"<search> </search>": "<search> is empty"}
     for trajectory, text in zip(group.trajectories, flaws, strict=False):
-        trajectory.turns[-1] = make_turn(tokenizer, text, kind="invalid")
-    write_run(tmp_path / "run", [[group]], Config(), tokenizer)
-    shown = json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["trajectories"]
+        trajectory.turns[-1] = make_turn(tokenizer, f"<think> a </think> {text}", kind="invalid")
+    shown = content(group)["trajectories"]
     assert [each["turns"][-1]["flaw"] for each in shown[:3]] == list(flaws.values())
     assert [each["turns"][0]["flaw"] for each in shown] == [""] * 5
     assert shown[0]["why"] == "Invalid format: turn 2: <search> is not closed."
 
 
 @pytest.mark.parametrize(("name", "is_judged"), [("calibadv", True), ("querygroup", True), ("grpo", False)])
-def test_correctness_is_shown_where_searches_are_judged(tmp_path, tokenizer, small_group, name, is_judged):
+def test_correctness_is_shown_where_searches_are_judged(content, small_group, name, is_judged):
     config = Config(advantage=AdvantageConfig(name=name))
-    write_run(tmp_path / "run", [[small_group()]], config, tokenizer)
-    assert json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["is_judged"] is is_judged
+    assert content(small_group(), config)["is_judged"] is is_judged
 
 
-def test_thought_that_the_environment_opened_is_no_flaw(tmp_path, tokenizer, small_group):
+def test_thought_that_the_environment_opened_is_no_flaw(content, small_group):
     group = small_group()
     for turn in group.trajectories[0].turns:
         turn.text = turn.text.removeprefix("<think>")
-    config = Config(prompt=PromptConfig(prepend_think=True))
     group.trajectories[0].opening = "<think>"
-    write_run(tmp_path / "run", [[group]], config, tokenizer)
-    shown = json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["trajectories"]
+    shown = content(group, Config(prompt=PromptConfig(prepend_think=True)))["trajectories"]
     assert [turn["flaw"] for turn in shown[0]["turns"]] == ["", ""]
     assert shown[1]["turns"][0]["flaw"] == "<think> is not closed before <think>"
 
 
-def test_run_in_progress_names_the_planned_steps(tmp_path, tokenizer, small_group):
-    write_run(tmp_path / "run", [[small_group()]], Config(), tokenizer, planned=60)
-    assert json.loads(Site(RunFiles(tmp_path / "run")).get("data/index.json"))["planned"] == 60
-    assert json.loads(Site(RunFiles(tmp_path / "run", 1, 1)).get("data/index.json"))["planned"] == 1
+def test_run_in_progress_names_the_planned_steps(content, small_group):
+    for steps, planned in (((), 60), ((1, 1), 1)):
+        index = content(small_group(), address="data/index.json", planned=60, steps=steps)
+        assert index["planned"] == planned
 
 
 def test_cut_observation_shows_documents_that_are_in_it():
@@ -156,15 +149,8 @@ def test_cut_observation_shows_documents_that_are_in_it():
     parts = observation_parts(text, documents)
     assert [part["document"] for part in parts] == [None, 0, 1, None]
     assert "".join(part["text"] for part in parts) == text
-    assert observation_parts("My previous action is invalid.", []) == [
-        {"text": "My previous action is invalid.", "document": None}
-    ]
+    assert observation_parts("invalid", []) == [{"text": "invalid", "document": None}]
     assert observation_parts("", []) == []
-
-
-def test_addresses_that_do_not_exist(site):
-    for address in ("data/group_1_9.json", "data/group_7_0.json", "nothing.js", "../pages/site.py", "data/"):
-        assert site.get(address) is None
 
 
 def test_index_is_sent_once_for_each_new_step(tmp_path, small_run, served, asker):
@@ -201,28 +187,19 @@ def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer
     assert json.loads(site.get("data/group_2_1.json"))["data_source"] == "comparison"
 
 
-def test_only_the_steps_asked_for(small_run):
+def test_folders_and_steps_without_rollouts_are_named(tmp_path, small_run):
     assert list(RunFiles(small_run, 2, 9).paths()) == [2]
     assert RunFiles(small_run, 2, 9).group(1, 0) == []
-    with pytest.raises(UserError, match="keeps steps 1 to 2"):
-        RunFiles(small_run, 3)
-
-
-def test_folder_without_rollouts_is_named(tmp_path):
-    with pytest.raises(UserError, match="no such folder"):
-        RunFiles(tmp_path / "nowhere")
-    for _ in range(2):
-        with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
-            RunFiles(tmp_path)
-        add_start(tmp_path, "log: {rollouts: none}\n", {})
-
-
-def test_damaged_step_is_named(tmp_path, small_run):
-    folder = tmp_path / "run"
-    shutil.copytree(small_run, folder)
-    (folder / "rollouts/step_1.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(UserError, match="step_1.parquet: cannot be read"):
-        Site(RunFiles(folder)).steps()
+    for folder, first, words in (
+        (small_run, 3, "keeps steps 1 to 2"),
+        (tmp_path / "nowhere", 0, "no such folder"),
+        (tmp_path, 0, "no rollouts/step_N.parquet there"),
+    ):
+        with pytest.raises(UserError, match=words):
+            RunFiles(folder, first)
+    add_start(tmp_path, "log: {rollouts: none}\n", {})
+    with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
+        RunFiles(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -232,14 +209,10 @@ def pieces(tmp_path_factory, tokenizer):
     return Pieces(folder)
 
 
-def test_words_and_tags_keep_their_own_text(pieces, tokenizer):
-    ids = tokenizer.encode("<think> basin cedar</think>").ids
-    assert pieces.pieces(ids) == ["<think>", " basin", " cedar", "</think>"] and pieces.pieces([]) == []
-
-
 def test_character_of_several_tokens_belongs_to_the_last(pieces, tokenizer):
-    ids = tokenizer.encode("aé日😀b").ids
-    assert pieces.pieces(ids) == ["a", "", "é", "", "", "日", "", "", "", "😀", "b"]
+    ids = tokenizer.encode("<think> basin cedar</think>aé日😀b").ids
+    text = ["<think>", " basin", " cedar", "</think>", "a", "", "é", "", "", "日", "", "", "", "😀", "b"]
+    assert pieces.pieces(ids) == text and pieces.pieces([]) == []
 
 
 def test_invalid_bytes_are_shown_and_lose_nothing(pieces, tokenizer):
@@ -267,11 +240,10 @@ def test_tokenizer_that_puts_spaces_between_words(tmp_path):
 
 
 def test_missing_or_damaged_tokenizer_is_named(tmp_path):
-    with pytest.raises(UserError, match="tokenizer.json: no such file"):
-        Pieces(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="no tokenizer can be loaded"):
-        Pieces(tmp_path)
+    for words in ("tokenizer.json: no such file", "no tokenizer can be loaded"):
+        with pytest.raises(UserError, match=words):
+            Pieces(tmp_path)
+        (tmp_path / "tokenizer.json").write_text("{")
 
 
 @pytest.fixture(scope="module")
@@ -307,23 +279,21 @@ def test_every_answer_forbids_foreign_scripts(ask):
     assert f'content="{POLICY}"' in ask("/")[2].decode()  # the page itself, for other servers
 
 
-def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch):
+def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch, asker):
     pytest.importorskip("IPython")
     shown = []
 
-    def ask(port, host):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        connection.request("GET", "/", headers={"Host": host})
-        response = connection.getresponse()
-        return response.status, response.headers["Content-Security-Policy"].partition("frame-ancestors ")[2]
+    def policy(host):
+        status, headers, _ = asker(f"127.0.0.1:{shown[-1]}")("/", Host=host)
+        return status, headers["Content-Security-Policy"].partition("frame-ancestors ")[2]
 
     monkeypatch.setattr("IPython.display.display", lambda frame: shown.append(urlsplit(frame.src).port))
     notebook.show(small_run)
-    assert ask(shown[0], "localhost:1") == (200, notebook.JUPYTER) and ask(shown[0], "evil.example")[0] == 403
+    assert policy("localhost:1") == (200, notebook.JUPYTER) and policy("evil.example")[0] == 403
     colab = SimpleNamespace(serve_kernel_port_as_iframe=lambda port, height: shown.append(port))
     monkeypatch.setitem(sys.modules, "google.colab.output", colab)
     notebook.show(small_run)
-    assert ask(shown[1], "8000-m-s.us-central1-0.prod.colab.dev") == (200, notebook.COLAB)
+    assert policy("8000-m-s.us-central1-0.prod.colab.dev") == (200, notebook.COLAB)
 
 
 def test_types_and_bodies(ask):
@@ -332,60 +302,47 @@ def test_types_and_bodies(ask):
         assert status == 200 and headers["Content-Type"].startswith(kind) and body
     status, headers, body = ask("/data/group_1_0.json")
     assert headers["Content-Type"] == "application/json" and json.loads(body)["group"] == 0
-    assert ask("/data/group_9_9.json")[0] == 404 and ask("/../../etc/passwd")[0] == 404
-
-
-def test_head_has_no_body_others_are_refused(ask):
+    for path in ("data/group_1_9.json", "data/group_7_0.json", "nothing.js", "../pages/site.py", "data/"):
+        assert ask(f"/{path}")[0] == 404
     status, headers, body = ask("/", method="HEAD")
     assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
     assert ask("/", method="POST")[0] == 501
 
 
-def test_foreign_name_that_points_here_is_refused(ask):
-    assert ask("/data/index.json", Host="evil.example:80")[0] == 403
-    assert ask("/data/index.json", Host="[")[0] == 403 and ask("/data/index.json", Host="")[0] == 403
-    assert ask("/data/index.json", Host="[::1]:9")[0] == 200
-    assert ask("/data/index.json", Host="localhost:9")[0] == 200  # through a tunnel the port differs
+@pytest.mark.parametrize("host", ["evil.example:80", "[", "", "[::1]:9", "localhost:9"])
+def test_foreign_name_that_points_here_is_refused(ask, host):
+    status = 200 if host.endswith(":9") else 403  # through a tunnel the port differs
+    assert ask("/data/index.json", Host=host)[0] == status
 
 
-def test_it_listens_on_the_loopback_address_only(small_run):
-    with make_server(Site(RunFiles(small_run)), 0) as server:
-        assert server.server_address[0] == "127.0.0.1"
-
-
-def test_port_that_is_taken_is_named(small_run):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_port_is_local_and_named_if_taken(small_run):
+    site = Site(RunFiles(small_run))
+    with make_server(site, 0) as server:
+        host, port = server.server_address
+        assert host == "127.0.0.1"
         with pytest.raises(UserError, match=f"port {port}: .*choose another one with --port"):
-            make_server(Site(RunFiles(small_run)), port)
+            make_server(site, port)
 
 
-def test_step_that_is_damaged_meanwhile_is_said(served, small_run, tmp_path, asker):
+def test_damaged_step_is_named(served, small_run, tmp_path, asker):
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
     with served(folder) as address:
-        (folder / "rollouts/step_1.parquet").write_bytes(b"PAR1")
-        status, _, body = asker(address)("/data/group_1_0.json")
-        assert status == 500 and b"step_1.parquet: cannot be read" in body
+        (folder / "rollouts/step_1.parquet").write_bytes(b"PAR1 and no more")
+        for path in ("/data/group_1_0.json", "/data/index.json"):
+            status, _, body = asker(address)(path)
+            assert status == 500 and b"step_1.parquet: cannot be read" in body
 
 
 def test_folder_has_all_that_the_server_has(small_run, tmp_path):
-    site = Site(RunFiles(small_run))
-    number = write_site(site, tmp_path / "page")
-    written = {
-        str(p.relative_to(tmp_path / "page")): p for p in (tmp_path / "page").rglob("*") if p.is_file()
-    }
-    assert len(written) == number
-    assert {name for name in written if name.startswith("data/group")} == {
-        f"data/group_{step}_{group}.json" for step, group in ((1, 0), (1, 1), (2, 0))
-    }
+    site, folder = Site(RunFiles(small_run)), tmp_path / "page"
+    number = write_site(site, folder)
+    written = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    groups = {f"data/group_{step}_{group}.json" for step, group in ((1, 0), (1, 1), (2, 0))}
+    assert len(written) == number and groups == {name for name in written if "group" in name}
     assert all(path.read_bytes() == site.get(name) for name, path in written.items())
-
-
-def test_writing_again_leaves_no_old_group(small_run, tmp_path):
-    write_site(Site(RunFiles(small_run)), tmp_path / "page")
-    write_site(Site(RunFiles(small_run, 2)), tmp_path / "page")
-    assert [path.name for path in (tmp_path / "page/data").glob("group_*")] == ["group_2_0.json"]
+    write_site(Site(RunFiles(small_run, 2)), folder)  # leaves no old group
+    assert [path.name for path in (folder / "data").glob("group_*")] == ["group_2_0.json"]
 
 
 def test_folder_with_other_things_is_left_alone(small_run, tmp_path):

@@ -28,22 +28,14 @@ TINY = [
 ]
 
 
-def make_run(folder, config):
-    config = load_config(ROOT / "configs" / config, [*TINY, f"run.dir={folder}"])
-    write_world(config.world)
-    train.run(config)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folder of a run of two steps with three actions, with its checkpoint."""
-    return make_run(tmp_path_factory.mktemp("trained") / "run", "actions.yaml")
-
-
-@pytest.fixture(scope="module")
-def grpo(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("grpo") / "run", "quickstart_grpo.yaml")
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    config = load_config(ROOT / "configs/actions.yaml", [*TINY, f"run.dir={folder}"])
+    write_world(config.world)
+    train.run(config)
+    return folder
 
 
 def test_its_page(trained, served, page):
@@ -54,24 +46,14 @@ def test_its_page(trained, served, page):
         assert page.locator(".card").count() == 4 and page.locator(".token").count() > 4
 
 
-def test_page_of_plain_grpo(grpo, served, page):
-    with served(grpo) as address:
-        page.goto(f"{address}/#step=2&group=1")
-        page.wait_for_selector("#detail[data-ready='2/1']")
-        assert page.inner_text("#count") == "32 trajectories in 8 groups"
-        assert "softened" not in page.inner_text("#detail")
-
-
-def test_report_of_both(trained, grpo, page, tmp_path):
+def test_its_report(trained, page, tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit) as end:
-        cli.calibadv(["report", str(trained), str(grpo), "--output", str(tmp_path / "report.html")])
+        cli.calibadv(["report", str(trained), "--output", str(tmp_path / "report.html")])
     assert end.value.code == 0
     page.goto((tmp_path / "report.html").as_uri())
     keys = page.locator("figure").evaluate_all("all => all.map((one) => one.id)")
     assert {"lengths", "endings", "phases", "tokens_per_second"} <= set(keys)
-    text = page.inner_text("body")
-    assert "calibadv" in text and "grpo" in text
 
 
 def test_question_to_its_policy(trained):

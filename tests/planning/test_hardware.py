@@ -25,18 +25,19 @@ def test_devices_are_counted_from_the_topology(monkeypatch):
         _ = gpu.limit
 
 
+NO_TPUS = ("v9", "v5p-4", "v5p-2", "v5p-9", "v3-8")
+
+
 @pytest.mark.parametrize(
     ("named", "output"),
     [
         ({}, "name the devices: --tpu v5e:4x4, or --gpu h100"),
         ({"tpu": "v5e:4x4", "gpu": "h100"}, "name the devices"),
-        ({"tpu": "v9"}, "--tpu v9: must be one of v5e, v5p, v6e, v4"),
-        ({"tpu": "v5e-12"}, "a name of Cloud TPU, such as v5e-16 (chips) and v5p-16 (cores, 8 chips)"),
-        ({"tpu": "v5p-4"}, "--tpu v5p-4: must be"),
-        ({"tpu": "v5p-2"}, "--tpu v5p-2: must be"),
-        ({"tpu": "v5p-9"}, "--tpu v5p-9: must be"),
-        ({"tpu": "v3-8"}, "--tpu v3-8: must be"),
-        ({"tpu": "v5e:4x0"}, "with the slice's shape, such as v5e:4x4"),
+        *(
+            ({"tpu": name}, f"--tpu {name}: must be one")
+            for name in ["v9", "v5p-4", "v5p-2", "v5p-9", "v3-8"]
+        ),
+        *(({"tpu": name}, "such as v5e:4x4, or a name of Cloud TPU") for name in ("v5e-12", "v5e:4x0")),
         ({"tpu": "v5e:4x4", "topology": "4x4"}, "--topology 4x4 is for --gpu"),
         ({"gpu": "a100", "topology": "1x1x8"}, "--gpu a100: must be one of h100, h200, h20"),
         ({"gpu": "h100"}, "--topology is missing: must be slices x hosts x GPUs"),
@@ -69,22 +70,22 @@ def test_names_of_cloud_tpu_are_understood(name, slice, devices, hosts, host):
     assert target.host.topology == host
 
 
-def test_mesh_advice_keeps_the_rows_of_a_device(tmp_path):
-    mesh = {"mesh__fsdp": 8, "learner__microbatch_rows": 16}
-    with pytest.raises(UserError, match="mesh.fsdp=1 mesh.tensor=1 learner.microbatch_rows=2$"):
-        placed_on(small(tmp_path, **mesh), find_target(gpu="h100", topology="1x1x1"))
-
-
 def test_placed_config_or_proposed_keys_fit(tmp_path):
     target = find_target(tpu="v5e:2x4")
     placed = placed_on(small(tmp_path, learner__microbatch_rows=8), target)
     assert (placed.mesh.fsdp, placed.policy.attention) == (8, "splash")
     gpus = find_target(gpu="h100", topology="1x1x8")
     assert placed_on(small(tmp_path, learner__microbatch_rows=8), gpus).policy.attention == "triton"
-    with pytest.raises(
-        UserError, match=r"multiple of mesh.data x mesh.fsdp = 8: set learner.microbatch_rows=8$"
+    for mesh, single, advice in (
+        ({"mesh__data": 2}, target, "multiple of mesh.data x mesh.fsdp = 8: set learner.microbatch_rows=8$"),
+        (
+            {"mesh__fsdp": 8, "learner__microbatch_rows": 16},  # the rows of a device stay
+            find_target(gpu="h100", topology="1x1x1"),
+            "mesh.fsdp=1 mesh.tensor=1 learner.microbatch_rows=2$",
+        ),
     ):
-        placed_on(small(tmp_path, mesh__data=2), target)
+        with pytest.raises(UserError, match=advice):
+            placed_on(small(tmp_path, **mesh), single)
     for mesh in ({"mesh__fsdp": 3, "mesh__tensor": 2}, {"mesh__data": 16}):
         with pytest.raises(UserError, match="does not fit 8 v5e .*: set (.*)$") as error:
             placed_on(small(tmp_path, **mesh), target)

@@ -60,12 +60,14 @@ def step(folder, rollouts=(), **changed):
     return step_of(config, ARCHITECTURE, expected_rollouts(config, *rollouts), TARGET)
 
 
+FEW_ROWS = {"learner__row_length": 256, "rollout__max_length": 256, "rollout__max_prompt_length": 128}
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_operations_are_those_that_xla_counts(tmp_path, remat):
     """Of layers without a loop, and rows of one block and one chunk: XLA counts the body of a loop once."""
-    keys = {"mesh__fsdp": 1, "policy__compute_dtype": "float32", "policy__remat": remat}
-    rows = {"learner__row_length": 256, "rollout__max_length": 256, "rollout__max_prompt_length": 128}
-    config = small(tmp_path, **keys, **rows, policy__attention="xla", policy__attention_chunk=256)
+    keys = {"policy__compute_dtype": "float32", "policy__remat": remat, "mesh__fsdp": 1} | FEW_ROWS
+    config = small(tmp_path, **keys, policy__attention="xla", policy__attention_chunk=256)
     architecture = architecture_from_hf(SHAPE | FEW)
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     lowered = lowered_programs(config, architecture, mesh, ["update", "log-probabilities"])
@@ -78,12 +80,10 @@ def test_operations_are_those_that_xla_counts(tmp_path, remat):
 
 def test_every_program_of_a_run_is_lowered(tmp_path):
     """A critic's and the sampler's too."""
-    rows = {"learner__row_length": 256, "rollout__max_length": 256, "rollout__max_prompt_length": 128}
-    config = small(tmp_path, mesh__fsdp=1, advantage__name="gae", **rows)
-    mesh, architecture = make_mesh(config.mesh, jax.devices()[:1]), architecture_from_hf(SHAPE | FEW)
-    names = programs_of(config)
-    assert lowered_programs(config, architecture, mesh, names).keys() == set(names)
+    config = small(tmp_path, mesh__fsdp=1, advantage__name="gae", **FEW_ROWS)
+    mesh, names = make_mesh(config.mesh, jax.devices()[:1]), programs_of(config)
     assert set(names) == {*TRAINED, *OF_CRITIC, "prefill", "decode"}
+    assert {*lowered_programs(config, architecture_from_hf(SHAPE | FEW), mesh, names)} == set(names)
 
 
 def test_step_computes_full_rows_and_reports_fill(tmp_path):
@@ -91,14 +91,13 @@ def test_step_computes_full_rows_and_reports_fill(tmp_path):
     full = step(tmp_path, (1024, 100), learner__row_widths=1)
     assert full.fill == 1.0 and full.trained == 32 * 1024
     few = {"learner__minibatch_size": 2, "learner__row_widths": 1}  # a row in each microbatch of four
-    fewer = step(tmp_path, (1024, 100), **few)
+    fewer, twice = step(tmp_path, (1024, 100), **few), step(tmp_path, (1024, 100), learner__epochs=2)
     assert fewer.fill == 0.25
-    work = {part.name: part.flops for part in fewer.parts}
-    assert work["update"] == pytest.approx(4 * {part.name: part.flops for part in full.parts}["update"])
-    assert "log-probabilities" in work  # several updates: the old ones are computed before the first
-    assert "log-probabilities" not in {part.name for part in full.parts}
-    twice = {part.name: part.flops for part in step(tmp_path, (1024, 100), learner__epochs=2).parts}
-    assert twice["optimizer's step"] == pytest.approx(2 * full.parts[1].flops)
+    once, work, twice = ({part.name: part.flops for part in each.parts} for each in (full, fewer, twice))
+    assert work["update"] == pytest.approx(4 * once["update"])
+    # Several updates: the old log-probabilities are computed before the first.
+    assert "log-probabilities" in work and "log-probabilities" not in once
+    assert twice["optimizer's step"] == pytest.approx(2 * once["optimizer's step"])
 
 
 def test_part_takes_as_long_as_its_slowest_bound():
@@ -196,13 +195,9 @@ def test_least_memory_is_named_where_nothing_fits(tmp_path):
     (line,) = ways_out(config, ARCHITECTURE, target, limit / 100)
     assert "take more devices or larger ones" in line and "adapters" not in line
     assert line.startswith("no combination of ") and "(the least: 0.1 GiB)" in line
-    strongest = {
-        "learner.optimizer.offload": "host",
-        "mesh.fsdp": 2,
-        "mesh.tensor": 2,
-        "sampler.name": "vllm",
-    }
-    least = needed(changed(config, strongest | {"learner.microbatch_rows": 2}), target)
+    strongest = {"learner.optimizer.offload": "host", "mesh.fsdp": 2, "mesh.tensor": 2}
+    strongest |= {"sampler.name": "vllm", "learner.microbatch_rows": 2}
+    least = needed(changed(config, strongest), target)
     (line,) = ways_out(config, ARCHITECTURE, target, least * 0.9)
     assert ", or train adapters: policy.lora.rank=16" in line
     assert needed(changed(config, changes_of(line.partition("adapters:")[2])), target) <= least * 0.9

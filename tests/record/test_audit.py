@@ -260,7 +260,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         ([good, "advantage.lambda=2"], "unknown key 'advantage.lambda'"),
         ([good, "advantage.target_ratio=0"], "advantage.target_ratio: must be greater than 0"),
         ([good, "--sweep", "advantage.target_ratio=1,,2"], "write it as key.path=VALUE,VALUE"),
-        ([good, "--window", "0"], "--window must be at least 1, got 0"),
+        ([good, "--window", "0"], "argument --window: 0: give 1 or more"),
         ([good, "--output", tmp_path / "no/a.json"], "no: no such folder; make it, or change --output"),
     ):
         status, out, err = call(*arguments, capsys=capsys)

@@ -53,28 +53,8 @@ def test_every_figure_is_drawn(opened):
     for key in keys:
         box = opened.locator(f"#{key} .drawing svg").bounding_box()
         assert box["width"] > 300 and box["height"] > 150
-    drawn = opened.locator("figure .drawing").evaluate_all(
-        "all => all.map((one) => one.querySelectorAll('path[style*=\"var(--series-\"]').length)"
-    )
-    assert min(drawn) >= 1
-
-
-def test_colours_come_from_the_theme(opened):
-    def look():
-        return opened.evaluate(
-            """() => {
-              const paths = [...document.querySelectorAll('#reward .drawing path')];
-              const page = getComputedStyle(document.body).backgroundColor;
-              return [page, ...paths.map((one) => getComputedStyle(one).stroke)];
-            }"""
-        )
-
-    opened.emulate_media(color_scheme="light")
-    light = look()
-    opened.emulate_media(color_scheme="dark")
-    dark = look()
-    assert light[0] != dark[0]
-    assert "rgb(0, 96, 174)" in light and "rgb(108, 178, 255)" in dark
+    count = "all => all.map((one) => one.querySelectorAll('path[style*=\"var(--series-\"]').length)"
+    assert min(opened.locator("figure .drawing").evaluate_all(count)) >= 1
 
 
 def test_pointer_reads_values(opened):
@@ -107,14 +87,8 @@ def test_touch_reads_values_and_they_stay(browser, report):
 def test_keyboard_reads_values(opened):
     figure, read = opened.locator("#f1_by_source"), opened.locator("#f1_by_source output")
     figure.focus()
-    for key, step in (
-        ("ArrowLeft", 40),
-        ("ArrowLeft", 39),
-        ("Home", 1),
-        ("ArrowLeft", 1),
-        ("PageDown", 11),
-        ("End", 40),
-    ):
+    for move in ["ArrowLeft 40", "ArrowLeft 39", "Home 1", "ArrowLeft 1", "PageDown 11", "End 40"]:
+        key, step = move.split()[0], int(move.split()[1])
         opened.keyboard.press(key)
         text = read.inner_text()
         assert text.startswith(f"step {step}: calibadv: a <b>& ")

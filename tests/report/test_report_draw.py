@@ -8,22 +8,23 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from calibadv_jax.contrib.report.draw import COLOURS, DASHES, HATCHES, SVG, WIDTH, draw, themed_svg
-from calibadv_jax.contrib.report.figures import Figure
-from calibadv_jax.contrib.report.gather import Chart, Panel, over_seeds
+from calibadv_jax.contrib.report.gather import Chart, Figure, Panel, over_seeds
 from calibadv_jax.contrib.report.page import css_dashes
 from calibadv_jax.contrib.report.runs import LONGEST_NAME, MAX_SERIES
 
 
 def chart_of(*panels, by_series=True, limit=None, **options):
     """A chart with a panel for each mapping of name -> values at the steps 1, 2, …"""
-    made = tuple(
-        Panel(
-            f"panel {index}" if len(panels) > 1 else "",
-            tuple(over_seeds(name, [dict(enumerate(values, 1))]) for name, values in curves.items()),
-        )
-        for index, curves in enumerate(panels)
-    )
-    return Chart(Figure("key", "Title", "text", "unit", {}, **options), made, limit, by_series)
+    made = []
+    for index, curves in enumerate(panels):
+        lines = (over_seeds(name, [dict(enumerate(values, 1))]) for name, values in curves.items())
+        made.append(Panel(f"panel {index}" if len(panels) > 1 else "", tuple(lines)))
+    return Chart(Figure("key", "Title", "text", "unit", {}, **options), tuple(made), limit, by_series)
+
+
+def axes_of(*panels, **options):
+    """The first axes of a drawing."""
+    return draw(chart_of(*panels, **options), ["x"])[0].axes[0]
 
 
 @pytest.mark.parametrize("kind", ["lines", "stack"])
@@ -53,29 +54,26 @@ def test_series_keeps_its_look_in_every_chart():
 def test_series_has_its_dashes_in_drawing_and_table(index):
     order = [str(number) for number in range(MAX_SERIES)]
     figure, _ = draw(chart_of({order[index]: [1.0, 2.0] * 20}), order)  # too many points for marks
-    styles = re.findall(
-        rf'style="([^"]*stroke: var\(--series-{index}\)[^"]*)"', themed_svg(figure, "key", "")
-    )
-    result = {
-        match[1] if (match := re.search(r"stroke-dasharray: ([^;]+)", style)) else "none" for style in styles
-    }
-    (pattern,) = result
-    assert [float(each) for each in pattern.replace("none", "0").split(",")] == pytest.approx(
-        [float(each) for each in css_dashes(index).replace("none", "0").split()]
-    )
+    text = themed_svg(figure, "key", "")
+    styles = re.findall(rf'style="([^"]*stroke: var\(--series-{index}\)[^"]*)"', text)
+    drawn = {tuple(re.findall(r"stroke-dasharray: ([^;]+)", style)) for style in styles}
+    assert len(drawn) == 1
+    dashes = ["".join(*drawn) or "0", css_dashes(index).replace("none", "0").replace(" ", ",")]
+    first, second = ([float(length) for length in each.split(",")] for each in dashes)
+    assert first == pytest.approx(second)
 
 
 def test_axis_starts_at_zero_unless_values_are_negative():
-    assert draw(chart_of({"": [5.0, 6.0]}), ["x"])[0].axes[0].get_ylim()[0] == 0
-    assert draw(chart_of({"": [5.0, 6.0]}, from_zero=False), ["x"])[0].axes[0].get_ylim()[0] > 4
-    assert draw(chart_of({"": [-5.0, 6.0]}), ["x"])[0].axes[0].get_ylim()[0] < -5
+    assert axes_of({"": [5.0, 6.0]}).get_ylim()[0] == 0
+    assert axes_of({"": [5.0, 6.0]}, from_zero=False).get_ylim()[0] > 4
+    assert axes_of({"": [-5.0, 6.0]}).get_ylim()[0] < -5
 
 
 def test_numbers_of_an_axis_differ():
-    figure, _ = draw(chart_of({"": [1.0, 1.000001]}, from_zero=False), ["x"])
-    figure.canvas.draw()
-    low, high = figure.axes[0].get_ylim()
-    shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    axes = axes_of({"": [1.0, 1.000001]}, from_zero=False)
+    axes.figure.canvas.draw()
+    low, high = axes.get_ylim()
+    shown = [label.get_text() for label in axes.get_yticklabels()]
     assert low <= 0.991 and high >= 1.009
     assert len(set(shown)) == len(shown) >= 3
 
@@ -99,32 +97,25 @@ def test_places_are_where_the_axes_are():
 
 def test_rare_spike_is_cut_and_named():
     values = [40.0] + [2.0] * 59
-    whole, _ = draw(chart_of({"": values}), ["x"])
-    assert whole.axes[0].get_ylim()[1] > 40
-    cut, _ = draw(chart_of({"": values}, cuts_spikes=True), ["x"])
-    assert 2 < cut.axes[0].get_ylim()[1] < 3
-    assert "up to 40" in [text.get_text() for text in cut.axes[0].texts]
+    assert axes_of({"": values}).get_ylim()[1] > 40
+    cut = axes_of({"": values}, cuts_spikes=True)
+    assert 2 < cut.get_ylim()[1] < 3 and "up to 40" in [text.get_text() for text in cut.texts]
 
 
 def test_threshold_is_drawn_where_it_is_in_view():
-    def texts(limit):
-        figure, _ = draw(chart_of({"": [0.5, 1.0]}, limit=limit), ["x"])
-        return [text.get_text() for text in figure.axes[0].texts]
-
-    assert "guard" in texts(0.25)
-    assert "guard" not in texts(5.0)
+    for limit, is_drawn in ((0.25, True), (5.0, False)):
+        texts = axes_of({"": [0.5, 1.0]}, limit=limit).texts
+        assert ("guard" in [text.get_text() for text in texts]) == is_drawn
 
 
 def test_stack_reaches_the_sum():
-    figure, _ = draw(chart_of({"a": [1.0, 2.0], "b": [3.0, 3.0]}, by_series=False, kind="stack"), ["x"])
-    tops = [collection.get_datalim(figure.axes[0].transData).y1 for collection in figure.axes[0].collections]
-    assert tops == [2, 5]
+    axes = axes_of({"a": [1.0, 2.0], "b": [3.0, 3.0]}, by_series=False, kind="stack")
+    assert [collection.get_datalim(axes.transData).y1 for collection in axes.collections] == [2, 5]
 
 
 def test_short_and_zero_curves_are_drawn():
     for values in ([0.0], [0.0, 0.0], [None, 1.0, None]):
-        figure, _ = draw(chart_of({"": values}), ["x"])
-        assert figure.axes[0].get_ylim()[1] > 0
+        assert axes_of({"": values}).get_ylim()[1] > 0
 
 
 def svg_of(chart, key="key"):
@@ -132,15 +123,10 @@ def svg_of(chart, key="key"):
 
 
 def test_svg_takes_its_colours_from_the_page():
-    text = themed_svg(
-        draw(chart_of({"a $x_1$ <b>": [1.0, 2.0], "c": [2.0, 1.0]}, by_series=False), ["x"])[0],
-        "key",
-        "label",
-    )
+    chart = chart_of({"a $x_1$ <b>": [1.0, 2.0], "c": [2.0, 1.0]}, by_series=False)
+    text = themed_svg(draw(chart, ["x"])[0], "key", "label")
     assert not re.findall(r"#[0-9a-f]{6}", text)
-    assert {"var(--series-0)", "var(--series-1)", "var(--ink)", "var(--muted)"} <= set(
-        re.findall(r"var\(--[a-z0-9-]+\)", text)
-    )
+    assert {"series-0", "series-1", "ink", "muted"} <= {*re.findall(r"var\(--([a-z0-9-]+)\)", text)}
     assert "font-family" not in text and "<style" not in text
     assert "a $x_1$ &lt;b&gt;" in text
 
@@ -158,7 +144,5 @@ def test_every_reference_of_svg_is_met_within_it():
     expected = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)
     assert {each or other for each, other in expected} == set(ids)
     assert len(set(ids)) == len(ids) and all(name.startswith("mine-") for name in ids)
-    assert {element.tag for element in root.iter()} <= {
-        f"{{{SVG}}}{name}"
-        for name in ("svg", "defs", "g", "path", "use", "text", "clipPath", "rect", "pattern")
-    }
+    names = ["svg", "defs", "g", "path", "use", "text", "clipPath", "rect", "pattern"]
+    assert {element.tag for element in root.iter()} <= {f"{{{SVG}}}{name}" for name in names}

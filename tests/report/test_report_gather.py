@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from report_rig import keep_step, learning_curve, make_run, quickstart_config, two_configs
 
-from calibadv_jax.contrib.report.figures import SECTIONS
 from calibadv_jax.contrib.report.gather import (
     MAX_STEPS,
+    SECTIONS,
     Chart,
     Gathered,
     chosen_steps,
@@ -27,22 +27,21 @@ from calibadv_jax.contrib.report.runs import group_runs, read_runs
 from calibadv_jax.metrics.summary import ALIASES
 
 
-def gather_folders(*folders, smooth=1) -> Gathered:
-    return gather(group_runs(read_runs(list(folders))), smooth)
+def gather_folders(*folders) -> Gathered:
+    return gather(group_runs(read_runs(list(folders))), smooth=1)
 
 
 def charts_of(gathered: Gathered) -> dict[str, Chart]:
     return {chart.figure.key: chart for each in gathered.sections for chart in each.charts}
 
 
-def constants_of(gathered: Gathered) -> dict[str, float]:
-    return {title: value for each in gathered.sections for title, value in each.constant.items()}
+def charts_in(*folders) -> dict[str, Chart]:
+    return charts_of(gather_folders(*folders))
 
 
 def test_keys_of_figures_name_files_and_are_unique():
-    keys = [figure.key for section in SECTIONS for figure in section.figures] + [
-        each.key for each in SECTIONS
-    ]
+    keys = [figure.key for section in SECTIONS for figure in section.figures]
+    keys += [section.key for section in SECTIONS]
     keys += ["runs", "evaluations", "settings", "main", "other"]  # the page's own
     assert len(set(keys)) == len(keys)
     assert all(re.fullmatch(r"[a-z0-9_]+", key) for key in keys)
@@ -50,7 +49,7 @@ def test_keys_of_figures_name_files_and_are_unique():
 
 def test_chart_holds_the_values_of_the_run(tmp_path):
     metrics = learning_curve(30, 0)
-    charts = charts_of(gather_folders(make_run(tmp_path, metrics)))
+    charts = charts_in(make_run(tmp_path, metrics))
     ((curve,),) = [panel.curves for panel in charts["reward"].panels]
     assert curve.steps.tolist() == list(range(1, 31))
     assert curve.mean.tolist() == metrics["reward/mean"]
@@ -59,7 +58,7 @@ def test_chart_holds_the_values_of_the_run(tmp_path):
 
 
 def test_seeds_are_one_curve_and_configs_are_several(tmp_path):
-    charts = charts_of(gather_folders(*two_configs(tmp_path, 5)))
+    charts = charts_in(*two_configs(tmp_path, 5))
     (panel,) = charts["reward"].panels
     assert [curve.name for curve in panel.curves] == ["calibadv", "grpo"]
     seeds = np.array([learning_curve(5, seed)["reward/mean"] for seed in (0, 1)])
@@ -74,127 +73,96 @@ def test_seeds_are_one_curve_and_configs_are_several(tmp_path):
 
 @pytest.mark.medium
 def test_with_more_configs_than_lines_configs_share_panel(tmp_path):
-    folders = []
-    for index in range(3):
-        config = quickstart_config(tmp_path / str(index), f"learner.steps={index + 5}")
-        folders.append(make_run(tmp_path / str(index), learning_curve(5, index), config))
-    chart = charts_of(gather_folders(*folders))["mass_before"]
+    folders = [tmp_path / str(index) for index in range(3)]
+    for index, folder in enumerate(folders):
+        make_run(folder, learning_curve(5, index), quickstart_config(folder, f"learner.steps={index + 5}"))
+    chart = charts_in(*folders)["mass_before"]
     assert [panel.title for panel in chart.panels] == ["positive", "negative"]
     assert [curve.name for curve in chart.panels[1].curves] == ["steps 5", "steps 6", "steps 7"]
     third = learning_curve(5, 2)["advantage/answer/negative_before"]
     assert chart.panels[1].curves[2].mean.tolist() == third
     assert chart.is_by_series
-    stack = charts_of(gather_folders(*folders))["correctness"]
+    stack = charts_in(*folders)["correctness"]
     assert [panel.title for panel in stack.panels] == ["steps 5", "steps 6", "steps 7"]
-
-
-def test_seed_that_stopped_early_leaves_the_others(tmp_path):
-    folders = [
-        make_run(tmp_path / str(steps), {"reward/mean": [float(steps)] * steps}, quickstart_config(tmp_path))
-        for steps in (2, 4)
-    ]
-    ((curve,),) = [panel.curves for panel in charts_of(gather_folders(*folders))["reward"].panels]
-    assert curve.mean.tolist() == [3, 3, 4, 4]
 
 
 def test_null_values_are_gaps_and_are_counted(tmp_path):
     metrics = {"reward/mean": [0.5, None, 0.25], "actor/grad_norm": [1.0, None, 2.0]}
-    charts = charts_of(gather_folders(make_run(tmp_path, metrics)))
+    charts = charts_in(make_run(tmp_path, metrics))
     assert np.isnan(charts["reward"].panels[0].curves[0].mean).tolist() == [False, True, False]
     assert charts["nonfinite"].panels[0].curves[0].mean.tolist() == [0, 2, 0]
     constant = make_run(tmp_path / "constant", {"reward/mean": [0.5, None, 0.5]})
-    assert "reward" in charts_of(gather_folders(constant))  # a gap is no constant
+    assert "reward" in charts_in(constant)  # a gap is no constant
 
 
 def test_constant_metrics_are_described(tmp_path):
     metrics = learning_curve(4, 0) | {"some/new_metric": [7.0] * 4}
     gathered = gather_folders(make_run(tmp_path, metrics))
-    assert constants_of(gathered) == {
-        "Failed trajectories: all": 0.0,
-        "Values that were not finite": 0.0,
-        "some/new_metric": 7.0,
-    }
+    constant = {title: value for each in gathered.sections for title, value in each.constant.items()}
+    zero = dict.fromkeys(["Failed trajectories: all", "Values that were not finite"], 0.0)
+    assert constant == zero | {"some/new_metric": 7.0}
 
 
 def test_metrics_without_figure_are_shown_at_end(tmp_path):
-    metrics = {
-        "reward/mean": [0.5, 0.25],
-        "new/metric": [1.0, 2.0],
-        "new/x/mean": [1.0, 2.0],
-        "new/x/max": [3.0, 4.0],
-    }
-    metrics |= {name: [1.0, 2.0] for name in ALIASES}
+    names = ["new/metric", "new/x/mean", "new/a_b", "new/a/b", "new/a-b", "new/a b", "new/a.b"]
+    metrics = {name: [1.0, 2.0] for name in ("reward/mean", "new/x/max", *names, *ALIASES)}
     gathered = gather_folders(make_run(tmp_path, metrics))
     assert gathered.sections[-1].section.key == "other"
-    assert [chart.figure.title for chart in gathered.sections[-1].charts] == ["new/metric", "new/x/mean"]
-
-
-def test_similar_metric_names_have_separate_figures(tmp_path):
-    names = ["new/a_b", "new/a/b", "new/a-b", "new/a b", "new/a.b"]
-    gathered = gather_folders(make_run(tmp_path, {name: [1.0, 2.0] for name in names}))
-    keys = [chart.figure.key for chart in gathered.sections[-1].charts]
-    assert len(set(keys)) == len(keys) == len(names)
-    assert all(re.fullmatch(r"[\w-]+", key) for key in keys)
+    figures = [chart.figure for chart in gathered.sections[-1].charts]
+    assert [figure.title for figure in figures] == sorted(names)
+    assert len({figure.key for figure in figures}) == len(names)  # an anchor and a file each
+    assert all(re.fullmatch(r"[\w-]+", figure.key) for figure in figures)
 
 
 def test_phases_add_up_to_the_step(tmp_path):
     metrics = learning_curve(4, 0) | {"timing_s/evaluate": [float("nan"), 5.0, float("nan"), float("nan")]}
     metrics["timing_s/step"] = [10.0, 20.0, 10.0, 10.0]
-    (panel,) = charts_of(gather_folders(make_run(tmp_path, metrics)))["phases"].panels
+    (panel,) = charts_in(make_run(tmp_path, metrics))["phases"].panels
     curves = {curve.name: curve.mean.tolist() for curve in panel.curves}
     assert list(curves) == ["rollout", "update", "evaluate", "rest"]
     assert curves["evaluate"] == [0, 5, 0, 0]
     assert np.sum(list(curves.values()), axis=0).tolist() == [10, 20, 10, 10]
 
 
-@pytest.mark.parametrize("name", ["eval/all/f1/greedy", "eval/greedy/all/f1"])
-def test_evaluations_during_the_training_have_a_figure(tmp_path, name):
-    nothing = float("nan")
-    metrics = {"reward/mean": [0.5, 0.25, 0.5], name: [nothing, 0.25, 0.75]}
-    chart = charts_of(gather_folders(make_run(tmp_path, metrics)))["evaluation_f1"]
-    assert chart.figure.title.endswith(": all, greedy")
-    assert chart.panels[0].curves[0].steps.tolist() == [2, 3]
-
-
 @pytest.mark.parametrize(
     ("name", "line"),
     [
+        ("eval/all/f1/greedy", "all, greedy"),
+        ("eval/greedy/all/f1", "all, greedy"),  # of earlier versions
         ("eval/hotpotqa/hotpot_qa/f1/greedy", "hotpotqa/hotpot qa, greedy"),
         ("eval/a/f1/b/f1/temperature_0.7", "a/f1/b, temperature 0.7"),
         ("eval//data/nq//f1/greedy", "/data/nq/, greedy"),
         ("eval/temperature_1/nq/open/f1", "nq/open, temperature 1"),
     ],
 )
-def test_data_source_with_slashes_is_drawn(tmp_path, name, line):
-    metrics = {"reward/mean": [0.5, 0.25], name: [0.25, 0.75], name.replace("f1", "em"): [0.5, 0.75]}
-    gathered = gather_folders(make_run(tmp_path, metrics))
-    assert charts_of(gathered)["evaluation_f1"].figure.title == f"F1 on held-out questions: {line}"
+def test_evaluations_during_the_training_have_a_figure(tmp_path, name, line):
+    evaluated = {name: [math.nan, 0.25, 0.75], name.replace("f1", "em"): [math.nan, 0.5, 0.75]}
+    gathered = gather_folders(make_run(tmp_path, {"reward/mean": [0.5, 0.25, 0.5]} | evaluated))
+    chart = charts_of(gathered)["evaluation_f1"]
+    assert chart.figure.title == f"F1 on held-out questions: {line}"
+    assert chart.panels[0].curves[0].steps.tolist() == [2, 3]
     assert "other" not in [each.section.key for each in gathered.sections]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "key"),
-    [
+def test_equal_metrics_are_one_curve(tmp_path):
+    values = [0.5, 0.25, 0.0]
+    for first, second, key in (
         ("group/tied", "advantage/groups/tied_share", "metric_group-tied"),  # the second of earlier versions
         ("advantage/groups/all_wrong_share", "group/all_zero", "groups"),
-    ],
-)
-def test_equal_metrics_are_one_curve(tmp_path, first, second, key):
-    values = [0.5, 0.25, 0.0]
-    charts = charts_of(gather_folders(make_run(tmp_path / "a", {first: values, second: values})))
-    assert list(charts) == [key]
-    assert charts[key].panels[0].curves[0].mean.tolist() == values
-    assert len(charts_of(gather_folders(make_run(tmp_path / "b", {second: values})))) == 1
+    ):
+        charts = charts_in(make_run(tmp_path / "a", {first: values, second: values}))
+        assert list(charts) == [key] and charts[key].panels[0].curves[0].mean.tolist() == values
+        assert len(charts_in(make_run(tmp_path / "b", {second: values}))) == 1
 
 
 def test_guards_threshold_is_that_of_the_config(tmp_path):
     config = quickstart_config(tmp_path, "guards.min_entropy=0.125")
     folder = make_run(tmp_path, learning_curve(4, 0), config)
-    charts = charts_of(gather_folders(folder))
+    charts = charts_in(folder)
     assert charts["entropy"].limit == 0.125
     assert charts["reward"].limit is None
     (folder / "configs/0.yaml").write_text("guards: {min_entropy: null}\n")
-    assert charts_of(gather_folders(folder))["entropy"].limit is None
+    assert charts_in(folder)["entropy"].limit is None
 
 
 def test_cold_start_has_its_own_figures(tmp_path):
@@ -215,14 +183,8 @@ def test_mean_of_last_skips_what_is_not_finite():
 
 def random_runs(draw: random.Random, number: int) -> list[dict[int, float | None]]:
     """Seeds that lack some steps and have some values that were not finite."""
-    return [
-        {
-            step: None if draw.random() < 0.2 else draw.uniform(-5, 5)
-            for step in range(1, 30)
-            if draw.random() < 0.7
-        }
-        for _ in range(number)
-    ]
+    steps = ([step for step in range(1, 30) if draw.random() < 0.7] for _ in range(number))
+    return [{step: None if draw.random() < 0.2 else draw.uniform(-5, 5) for step in run} for run in steps]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -270,19 +232,16 @@ def test_thinning_is_that_of_a_loop(seed):
     assert thin(thinned, 7) is thinned
 
 
-@pytest.mark.parametrize(
-    ("runs", "has_band", "is_empty"),
-    [
+def test_band_needs_seeds_that_differ():
+    for runs, has_band, is_empty in (
         ([{1: 0.5, 2: None}], False, False),
         ([{1: 0.5}, {1: 0.5}], False, False),
         ([{1: 0.5}, {1: 0.75}], True, False),
         ([{}, {}], False, True),
         ([{1: None}], False, True),
-    ],
-)
-def test_band_needs_seeds_that_differ(runs, has_band, is_empty):
-    curve = over_seeds("x", runs)
-    assert (curve.has_band, curve.is_empty) == (has_band, is_empty)
+    ):
+        curve = over_seeds("x", runs)
+        assert (curve.has_band, curve.is_empty) == (has_band, is_empty), runs
 
 
 @pytest.mark.parametrize(("steps", "smooth", "points"), [(40, 4, 1), (400, 20, 2), (2000, 20, 6)])
@@ -316,12 +275,8 @@ def test_f1_by_source_is_mean_of_finished_trajectories(tmp_path):
 
 
 def test_advantages_are_split_by_the_kind_of_turn(tmp_path):
-    turns = [
-        {"kind": "search", "advantage_raw": -1.0, "advantage": -0.25},
-        {"kind": "search", "advantage_raw": -1.0, "advantage": -1.0},
-        {"kind": "invalid", "advantage_raw": 9.0, "advantage": 9.0},
-        {"kind": "answer", "advantage_raw": -1.0, "advantage": -2.0},
-    ]
+    advantages = [("search", -1, -0.25), ("search", -1, -1), ("invalid", 9, 9), ("answer", -1, -2)]
+    turns = [{"kind": kind, "advantage_raw": raw, "advantage": after} for kind, raw, after in advantages]
     keep_step(tmp_path, 1, [row("nq", 1.0, turns=turns)])
     values = values_of(tmp_path)
     expected = {"search before": -1.0, "search after": -0.625, "answer before": -1.0, "answer after": -2.0}
@@ -336,8 +291,7 @@ def test_importance_weights_are_percentiles_over_all_tokens(tmp_path):
         {"kind": "answer", "logprobs": [-1.0], "learner_logprobs": None},
     ]
     keep_step(tmp_path, 1, [row("nq", 1.0, turns=turns)])
-    values = values_of(tmp_path)
-    weights = np.sort(np.exp(ours - sampled))
+    values, weights = values_of(tmp_path), np.exp(ours - sampled)
     for percent in (1, 50, 99):
         expected = np.percentile(weights, percent)
         assert values[f"importance/p{percent}"][1] == pytest.approx(expected, rel=1e-5)

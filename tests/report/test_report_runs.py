@@ -23,29 +23,21 @@ from calibadv_jax.core.errors import UserError
 
 GRPO, MANY = "advantage.name=grpo", ["learner.steps=7", "rollout.group_size=4", "rollout.max_searches=2"]
 MEANS = {"0": {"all": {"f1": 0.5, "trajectories": 300.0}, "nq": {"f1": 0.25, "trajectories": 100.0}}}
-WITH_INTERVALS = {
-    "policy": {"kind": "checkpoint"},
-    "method": "agent",
-    "confidence": 0.95,
-    "scores": MEANS,
-    "intervals": {"0": {"all": {"f1": [0.375, 0.625]}}},
-}
+WITH_INTERVALS = {"policy": {"kind": "checkpoint"}, "method": "agent", "confidence": 0.95, "scores": MEANS}
+WITH_INTERVALS |= {"intervals": {"0": {"all": {"f1": [0.375, 0.625]}}}}
 
 
 def test_rows_are_read_by_step(tmp_path):
-    (run,) = read_runs([make_run(tmp_path, {"a": [1.0, float("nan"), None]})])
-    assert run.kind == "training run"
-    assert run.steps == [1, 2, 3]
-    assert run.values("a") == {1: 1.0, 3: None}
-    assert run.values("b") == {}
-
-
-def test_later_row_counts_and_cut_one_does_not(tmp_path):
-    make_run(tmp_path, {"a": [1.0, 2.0]})
+    """A later row of a step counts, and one that was cut off does not; nor what a rolled back step kept."""
+    make_run(tmp_path, {"a": [1.0, 2.0, float("nan"), None]})
+    kept = [keep_step(tmp_path, step, []) for step in (1, 4, 5)]
+    (tmp_path / "rollouts/step_new.parquet").write_text("")
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "a": 7.0}\n{"step": 3, "a"')
+        file.write('{"step": 2, "a": 7.0}\n{"step": 5, "a"')
     (run,) = read_runs([tmp_path])
-    assert run.steps == [1, 2] and run.values("a") == {1: 1.0, 2: 7.0}
+    assert run.kind == "training run" and run.steps == [1, 2, 3, 4]
+    assert run.values("a") == {1: 1.0, 2: 7.0, 4: None} and run.values("b") == {}
+    assert run.rollouts == {1: kept[0], 4: kept[1]}
 
 
 def test_config_of_the_last_start_counts(tmp_path):
@@ -60,21 +52,11 @@ def test_config_of_the_last_start_counts(tmp_path):
 
 
 def test_state_of_a_run(tmp_path):
-    config = quickstart_config(tmp_path, "learner.steps=3")
-    (unfinished,) = read_runs([make_run(tmp_path / "a", {"a": [1.0, 2.0]}, config)])
-    (finished,) = read_runs([make_run(tmp_path / "b", {"a": [1.0, 2.0, 3.0]}, config)])
-    (unknown,) = read_runs([make_run(tmp_path / "c", {"a": [1.0]})])
-    assert state(unfinished) == "2 of 3 steps: still running, or stopped early"
-    assert state(finished) == "3 of 3 steps"
-    assert state(unknown) == "1 step"
-
-
-def test_trajectories_of_rolled_back_steps_do_not_count(tmp_path):
-    make_run(tmp_path, {"a": [1.0, 2.0]})
-    kept = [keep_step(tmp_path, step, []) for step in (1, 2, 3)]
-    (tmp_path / "rollouts/step_new.parquet").write_text("")
-    (run,) = read_runs([tmp_path])
-    assert run.rollouts == {1: kept[0], 2: kept[1]}
+    planned = quickstart_config(tmp_path, "learner.steps=3")
+    unfinished = "2 of 3 steps: still running, or stopped early"
+    for length, config, text in ((2, planned, unfinished), (3, planned, "3 of 3 steps"), (1, None, "1 step")):
+        (run,) = read_runs([make_run(tmp_path / str(length), {"a": [1.0] * length}, config)])
+        assert state(run) == text
 
 
 @pytest.mark.parametrize(
@@ -108,13 +90,11 @@ def test_names_are_the_shortest_that_differ(tmp_path):
 
 
 def runs_of(tmp_path, *settings, hashes=None):
-    """One run for each tuple of overrides; "grpo" as the first takes the config of that name."""
-    folders = []
-    for index, overrides in enumerate(settings):
-        folder = tmp_path / f"run-{index}"
+    """One run for each tuple of overrides."""
+    folders = [tmp_path / f"run-{index}" for index in range(len(settings))]
+    for index, (folder, overrides) in enumerate(zip(folders, settings, strict=True)):
         config = quickstart_config(folder, *overrides)
         make_run(folder, learning_curve(3, index), config, (hashes or [HASHES] * 9)[index])
-        folders.append(folder)
     return read_runs(folders)
 
 
@@ -185,6 +165,7 @@ def test_comparison_marks_exactly_the_differences(tmp_path):
     runs = runs_of(tmp_path, ["advantage.name=grpo"], [], ["run.seed=3"])
     rows = {row.key: row for row in compare(group_runs(runs))}
     assert set(rows) == set(flatten(runs[0].config))
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [{"e": 2}]}) == {"a.b": 1, "a.c": {}, "d": [{"e": 2}]}
     different = {key for key, row in rows.items() if row.is_different}
     assert different == {"advantage.name", "run.seed", "run.dir"}
     assert rows["advantage.name"].values == ("grpo", "calibadv")
@@ -193,10 +174,6 @@ def test_comparison_marks_exactly_the_differences(tmp_path):
     del runs[1].config["guards"]["patience"]
     rows = {row.key: row for row in compare(group_runs(runs))}
     assert rows["guards.patience"].is_different and "-" in " ".join(rows["guards.patience"].values)
-
-
-def test_flatten_keeps_lists_and_empty_sections():
-    assert flatten({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}) == {"a.b": 1, "a.c": {}, "d": [1, {"e": 2}]}
 
 
 def write(folder, name, content):
@@ -209,20 +186,21 @@ def test_means_and_intervals_are_read(tmp_path, has_intervals):
     (table,) = read_evaluations(tmp_path, None)
     assert (table.title, table.confidence) == ("Evaluation", 0.95 if has_intervals else None)
     assert table.metrics == ["f1", "trajectories"]
+    f1 = Score(0.5, 0.375, 0.625) if has_intervals else Score(0.5)
     assert table.rows == {
-        "temperature 0, all": {
-            "f1": Score(0.5, *((0.375, 0.625) if has_intervals else ())),
-            "trajectories": Score(300.0),
-        },
+        "temperature 0, all": {"f1": f1, "trajectories": Score(300.0)},
         "temperature 0, nq": {"f1": Score(0.25), "trajectories": Score(100.0)},
     }
 
 
 def test_quickstart_has_two_tables_in_order(tmp_path):
-    write(tmp_path, "evaluation_after.json", WITH_INTERVALS)
-    write(tmp_path, "evaluation_before.json", WITH_INTERVALS)
-    write(tmp_path, "evaluation.json", WITH_INTERVALS | {"method": "rag"})
-    write(tmp_path, "quickstart.json", {"before": MEANS, "after": MEANS, "seconds": {"total": 3}})
+    for name, content in (
+        ("evaluation_after", WITH_INTERVALS),
+        ("evaluation_before", WITH_INTERVALS),
+        ("evaluation", WITH_INTERVALS | {"method": "rag"}),
+        ("quickstart", {"before": MEANS, "after": MEANS, "seconds": {"total": 3}}),
+    ):
+        write(tmp_path, f"{name}.json", content)
     tables = read_evaluations(tmp_path, str(tmp_path / "evaluation.json"))
     assert [table.title for table in tables] == ["Before training", "After training", "Evaluation (rag)"]
     assert tables[0].confidence == 0.95
@@ -232,17 +210,9 @@ def test_quickstart_has_two_tables_in_order(tmp_path):
     assert titles == ["Before training", "After training"]  # of quickstart.json alone
 
 
-def test_evaluation_that_was_written_elsewhere_is_read(tmp_path):
-    (tmp_path / "run").mkdir()
-    write(tmp_path, "scores.json", MEANS)
-    (table,) = read_evaluations(tmp_path / "run", str(tmp_path / "scores.json"))
-    assert table.title == "scores"
-
-
 def test_nothing_and_half_a_file_are_no_tables(tmp_path):
-    assert read_evaluations(tmp_path, str(tmp_path / "absent" / "x.json")) == []
     write(tmp_path, "evaluation.json", '{"0": {"all": {"f1"')
-    assert read_evaluations(tmp_path, None) == []
+    assert read_evaluations(tmp_path, str(tmp_path / "absent" / "x.json")) == []
 
 
 def test_one_metric_of_all_tables(tmp_path):
@@ -257,12 +227,7 @@ def test_one_metric_of_all_tables(tmp_path):
         ("temperature 0, nq", ["0.250", "-"]),
         ("temperature 1, all", ["-", "0.750"]),
     ]
-
-
-def test_counts_are_whole_numbers():
-    assert score_cell("trajectories", Score(300.0)) == "300"
-    assert score_cell("searches", Score(2.0)) == "2.000"
-    assert score_cell("f1", None) == "-"
+    assert score_cell("trajectories", Score(300.0)) == "300" and score_cell("searches", Score(2.0)) == "2.000"
 
 
 @pytest.mark.parametrize("relative", [True, False])
@@ -274,4 +239,5 @@ def test_evaluation_output_is_read_once(tmp_path, monkeypatch, relative, name):
     (tmp_path / "link").symlink_to("run")
     for folder in (Path("run"), Path("link"), tmp_path / "run"):
         output = Path("run", name) if relative else tmp_path / "run" / name
-        assert len(read_evaluations(folder, str(output))) == 1
+        (table,) = read_evaluations(folder, str(output))
+        assert table.title == {"evaluation.json": "Evaluation"}.get(name, "scores")

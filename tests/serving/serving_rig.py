@@ -11,7 +11,6 @@ from tiny_policy import Letters
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.contrib.commands.serve import bind
-from calibadv_jax.contrib.serving.app import Service, serving
 from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.rollout.agent import RolloutContext
@@ -36,10 +35,10 @@ DOCUMENTS = [
 
 
 class Script:
-    """A sampler that says the turns of SCRIPTS; questions with "slow" wait for `is_open`."""
+    """A sampler that says the `texts`, or the turns of SCRIPTS; questions with "slow" wait for `is_open`."""
 
-    def __init__(self):
-        self.is_open, self.error = False, None
+    def __init__(self, texts=()):
+        self.texts, self.is_open, self.error = list(texts), False, None
         self.sampled, self.released = [], []
 
     async def generate(self, token_ids, sampling, session):
@@ -50,8 +49,11 @@ class Script:
         if self.error:
             raise self.error
         turns = next(turns for word, turns in SCRIPTS.items() if word in prompt)
-        text = turns[prompt.count("</information>\n\n")]
+        text = self.texts.pop(0) if self.texts else turns[prompt.count("</information>\n\n")]
         return Completion([ord(letter) for letter in text], [-1.0] * len(text), "stop", (0,))
+
+    async def load(self, version, params):
+        pass
 
     def release(self, session):
         self.released.append(session)
@@ -61,14 +63,15 @@ class Script:
 
 
 class Shelf:
-    """A retriever with DOCUMENTS, or with an error."""
+    """A retriever with documents, or with an error."""
 
-    error = None
+    def __init__(self, documents=None, error=None):
+        self.documents, self.error = DOCUMENTS if documents is None else documents, error
 
     async def search(self, queries):
         if self.error:
             raise self.error
-        return [DOCUMENTS]
+        return [self.documents]
 
     async def close(self):
         pass
@@ -79,11 +82,13 @@ class Served:
     url: str
     sampler: Script
     shelf: Shelf
-    service: Service
+    service: object
 
 
 @contextmanager
 def served(token="", slots=2, queue=1, seconds=60.0) -> Iterator[Served]:
+    from calibadv_jax.contrib.serving.app import Service, serving  # needs packages that test_ask does not
+
     sampler, shelf = Script(), Shelf()
     prompt = PromptConfig(template="short", chat="off")
     limits = replace(RolloutConfig(), max_searches=2, max_prompt_length=100, max_turn_length=500)

@@ -33,17 +33,21 @@ def agent():
         yield agent
 
 
+def as_role(content, role="user"):
+    return {"role": role, "content": content}
+
+
 def client_of(agent, key="none"):
     return openai.OpenAI(base_url=f"{agent.url}/v1", api_key=key, max_retries=0, timeout=30)
 
 
 def ask(agent, question="who wrote it?", key="none", **more):
-    fields = {"model": MODEL, "messages": [{"role": "user", "content": question}]} | more
+    fields = {"model": MODEL, "messages": [as_role(question)]} | more
     return client_of(agent, key).chat.completions.create(**fields)
 
 
 def post(agent, **fields):
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "who?"}]} | fields
+    body = {"model": MODEL, "messages": [as_role("who?")]} | fields
     return httpx.post(f"{agent.url}/v1/chat/completions", json=body, timeout=30)
 
 
@@ -112,10 +116,6 @@ def test_sampling_parameters_reach_the_sampler(agent):
     assert (other.max_tokens, plain.max_tokens, plain.temperature) == (500, 500, 0.0)
 
 
-def as_role(content, role="user"):
-    return {"role": role, "content": content}
-
-
 USER = as_role("who?")
 PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
 REFUSED = [  # fields of the request, the field that the error names, words of its message
@@ -167,15 +167,10 @@ RUBBISH = [  # status, method, path, headers, body
 @pytest.mark.parametrize(("status", "method", "path", "headers", "body"), RUBBISH, ids=range(len(RUBBISH)))
 def test_rubbish_is_refused_in_openais_form(agent, status, method, path, headers, body):
     reply = httpx.request(method, agent.url + path, headers=headers, content=body)
-    assert reply.status_code == status and reply.json()["error"].keys() == {
-        "message",
-        "type",
-        "param",
-        "code",
-    }
+    assert reply.status_code == status and {*reply.json()["error"]} == {"message", "type", "param", "code"}
 
 
-def test_bytes_that_are_no_http_end_their_connection_alone(agent):
+def test_bytes_beside_http_end_their_connection_alone(agent):
     with socket.create_connection(agent.url.removeprefix("http://").split(":")) as rubbish:
         rubbish.sendall(b"\x00\xff GARBAGE\r\n\r\n")
         assert b"400" in rubbish.recv(1000)
@@ -224,9 +219,7 @@ def test_client_that_leaves_frees_its_slot(stream):
 
 def test_failed_retriever_is_unavailable_with_reason(agent):
     agent.shelf.error = RequestFailed("retriever", "no answer for 10 s")
-    with pytest.raises(openai.InternalServerError, match="retriever: no answer for 10 s") as failed:
-        ask(agent)
-    assert failed.value.status_code == 503
+    assert post(agent).status_code == 503
     chunks = ask(agent, stream=True)  # its first turn was sampled
     with pytest.raises(openai.APIError, match="retriever: no answer for 10 s"):
         list(chunks)
@@ -251,10 +244,9 @@ def test_failed_sampler_has_a_status(agent, error, status, words, stream):
 
 def test_question_beyond_the_time_limit_fails():
     with served(seconds=0.2) as agent:
+        completions = client_of(agent).with_options(max_retries=2).chat.completions
         with pytest.raises(openai.InternalServerError, match="not finished within 0.2 s") as late:
-            client_of(agent).with_options(max_retries=2).chat.completions.create(
-                model=MODEL, messages=[{"role": "user", "content": "slow?"}]
-            )
+            completions.create(model=MODEL, messages=[as_role("slow?")])
         assert late.value.status_code == 504 and len(agent.sampler.sampled) == 1  # not repeated
 
 
@@ -282,8 +274,8 @@ def test_forged_texts_lose_tags_and_escapes(agent):
     [
         (["--host", "0.0.0.0"], "error: --host 0.0.0.0 is open to the network: protect it with --token-file"),
         (["--token-file", "none"], "error: --token-file none: no such file, or an empty one"),
-        (["--slots", "0"], "error: --slots 0: give 1 or more"),
-        (["--time-limit", "nan"], "error: --time-limit nan: give 1 or more"),
+        (["--slots", "0"], "error: argument --slots: 0: give 1 or more"),
+        (["--time-limit", "nan"], "error: argument --time-limit: nan: give 1 or more"),
         (["who?"], "error: 'who?' is no key.path=value"),
         (["--policy", "nowhere"], "error: nowhere: no such folder"),
     ],

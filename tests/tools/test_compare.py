@@ -2,76 +2,96 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from disk_rig import refuses_full_disk
 from evaluation_rig import QUESTIONS, Rig, Scripted
 
 from calibadv_jax import cli
-from calibadv_jax.contrib.commands import compare
 from calibadv_jax.evaluation.records import FIELDS
 
 
 @pytest.fixture
-def pair(tmp_path, monkeypatch):
-    """Two evaluations: the first policy knows a, the second one a and half of b; greedy and sampled."""
-
-    def evaluate(name, reply, **sections):
+def evaluate(tmp_path, monkeypatch):
+    def evaluate(name, reply, questions=QUESTIONS, **sections):
         (tmp_path / name).mkdir()
         rig = Rig(tmp_path / name, monkeypatch)
-        rig.questions = {"eval.jsonl": sections.pop("questions", QUESTIONS)}
+        rig.questions = {"eval.jsonl": questions}
         rig(Scripted(reply), evaluate={"temperatures": [0.0, 1.0], "samples": 2} | sections)
         return rig.file(".json")
+
+    return evaluate
+
+
+@pytest.fixture
+def pair(evaluate):
+    """Two evaluations: the first policy knows a, the second one a and half of b; greedy and sampled."""
 
     def better(prompt, seed):
         return "yes" if any(f"Question: {existing}" in prompt for existing in ("a", "b 0", "b 1")) else "no"
 
-    return evaluate("A", None), evaluate("B", better), evaluate
+    return evaluate("A", None), evaluate("B", better)
 
 
-def call(*argv, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.calibadv(["compare", *map(str, argv)])
-    return stop.value.code, *capsys.readouterr()
+@pytest.fixture
+def call(tmp_path, capsys):
+    """Runs the command; gives status, output, errors on one line, and the numbers that it wrote."""
+
+    def call(*argv):
+        file = tmp_path / "compare.json"
+        file.unlink(missing_ok=True)
+        with pytest.raises(SystemExit) as stop:
+            cli.calibadv(["compare", *map(str, argv), "--output", str(file)])
+        out, error = capsys.readouterr()
+        assert stop.value.code == 0 or (stop.value.code == 2 and error.count("\n") == 1)
+        numbers = json.loads(file.read_text()) if file.exists() else {}
+        return stop.value.code, out, " ".join(error.split()), numbers
+
+    return call
 
 
-def test_table_and_the_numbers(pair, capsys, tmp_path):
-    first, second, _ = pair
-    status, out, _ = call(first, second.with_suffix(".jsonl"), "--output", tmp_path / "c.json", capsys=capsys)
-    assert status == 0
+def change_rows(path, change):
+    """Rewrite the rows of an evaluation."""
+    rows = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    lines = (json.dumps(change(number, row)) + "\n" for number, row in enumerate(rows))
+    path.with_suffix(".jsonl").write_text("".join(lines))
+
+
+def test_table_and_the_numbers(pair, call):
+    first, second = pair[0], pair[1].with_suffix(".jsonl")
+    status, out, _, numbers = call(first, second)
     side_a, side_b, header, _, *lines = out.splitlines()
-    assert side_a == f"A: {first}" and side_b == f"B: {second.with_suffix('.jsonl')}"
+    assert status == 0 and (side_a, side_b) == (f"A: {first}", f"B: {second}")
     assert header.split()[:6] == ["temperature", "metric", "data", "questions", "A", "B"]
     assert "95% interval" in header and len(lines) == 2 * 3 * 4
     line = next(line.split() for line in lines if line.split()[:3] == ["0", "em", "b"])
     assert line[3:7] == ["4", "0.000", "0.500", "0.500"]
-    result = json.loads((tmp_path / "c.json").read_text())["differences"]["0"]["em"]
+    result = numbers["differences"]["0"]["em"]
     assert result["a"]["difference"] == 0 and result["a"]["p_value"] == 1
     assert result["b"]["difference"] == 0.5
     assert result["b"]["p_value"] == 0.5  # two questions differ: 2 of the 4 exchanges are as far apart
     assert result["all"]["difference"] == result["average"]["difference"] == 0.25
     low, high = result["b"]["interval"]
     assert 0 <= low < 0.5 < high <= 1
+    back = call(second, first)[-1]["differences"]["0"]["em"]["all"]  # a swap changes the sign only
+    assert back["difference"] == -0.25 and back["p_value"] == result["all"]["p_value"]
 
 
 def test_full_disk_is_refused(pair, small_disk, capsys):
     output = small_disk / "c.json"
-    command = ["compare", *map(str, pair[:2]), "--output", str(output)]
+    command = ["compare", *map(str, pair), "--output", str(output)]
     assert refuses_full_disk(small_disk, output, lambda: cli.calibadv(command), capsys)
 
 
-def test_metrics_and_confidence_are_chosen(pair, capsys):
-    first, second, _ = pair
-    options = ["--metrics", "pass@2", "searches", "--confidence", "0.9"]
-    status, _, error = call(first, second, *options, capsys=capsys)
-    assert (status, error.count("\n")) == (2, 1)
+def test_metrics_and_confidence_are_chosen(pair, call):
+    status, _, error, _ = call(*pair, "--metrics", "pass@2", "searches")
+    assert status == 2
     assert "no metric 'pass@2'; it has f1, em, cover_em, format, answered, searches, tokens" in error
-    status, out, _ = call(first, second, "--metrics", "tokens", "--confidence", "0.9", capsys=capsys)
+    status, out, *_ = call(*pair, "--metrics", "tokens", "--confidence", "0.9")
     assert status == 0 and "90% interval" in out
     assert {line.split()[1] for line in out.splitlines()[4:]} == {"tokens"}
 
@@ -85,120 +105,77 @@ def test_metrics_and_confidence_are_chosen(pair, capsys):
         ({"a": 30, "b": 30}, ""),
     ],
 )
-def test_few_questions_are_a_warning(tmp_path, capsys, numbers, words):
+def test_few_questions_are_a_warning(tmp_path, call, numbers, words):
+    ids = [(source, f"{source}{number}") for source, size in numbers.items() for number in range(size)]
+    blank = dict.fromkeys(FIELDS, "") | {"temperature": "0", "scores": {"em": 1.0}}
+    rows = [json.dumps(blank | {"data_source": source, "id": name}) + "\n" for source, name in ids]
     paths = [tmp_path / f"{name}.jsonl" for name in "AB"]
     for path in paths:
-        rows = [
-            dict.fromkeys(FIELDS, "")
-            | {"temperature": "0", "data_source": source, "id": f"{source}{number}"}
-            | {"scores": {"em": float(number % 2)}}
-            for source, size in numbers.items()
-            for number in range(size)
-        ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    status, _, error = call(*paths, "--metrics", "em", "--resamples", "50", capsys=capsys)
-    assert status == 0 and ("fewer than" in error) == bool(words) and words in " ".join(error.split())
+        path.write_text("".join(rows))
+    status, _, error, _ = call(*paths, "--metrics", "em", "--resamples", "50")
+    assert status == 0 and ("fewer than" in error) == bool(words) and words in error
 
 
-def test_swap_changes_the_sign_only(pair):
-    first, second, _ = pair
-    arguments = argparse.Namespace(first=first, second=second, resamples=500, confidence=0.95)
-    a, b = (compare._load(path)["0"] for path in (first, second))
-    forth = dict(compare._compare(arguments, "em", a, b))["all"]
-    back = dict(compare._compare(arguments, "em", b, a))["all"]
-    assert back.difference == -forth.difference and back.p_value == forth.p_value
+NO = [replace(question, golden_answers=("no",)) for question in QUESTIONS]
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "words", "of_seeds"),
     [
-        ({"questions": QUESTIONS[:-1]}, "1 differ, such as 'b3' of 'b'; evaluate both to the end"),
-        ({"questions": [replace(q, golden_answers=("no",)) for q in QUESTIONS]}, "8 differ, such as 'a0' of"),
-        ({"temperatures": [0.5]}, "has temperatures 0, 1 and .*C/evaluation.json has 0.5: evaluate both"),
+        ({"questions": QUESTIONS[:-1]}, "1 differ, such as 'b3' of 'b'; evaluate both", "1 differ"),
+        ({"questions": NO}, "8 differ, such as 'a0' of", "8 differ"),
+        ({"temperatures": [0.5]}, "has temperatures 0, 1 and .*C/evaluation.json has 0.5", "every seed at"),
     ],
 )
-def test_other_questions_or_temperatures_are_refused(pair, capsys, changes, words):
-    first, _, evaluate = pair
-    other = evaluate("C", None, **changes)
-    status, _, error = call(first, other, capsys=capsys)
-    assert status == 2 and error.count("\n") == 1 and re.search(words, error)
-    assert call(other, first, capsys=capsys)[0] == call(first, f"{other},{first}", capsys=capsys)[0] == 2
+def test_other_questions_or_temperatures_are_refused(evaluate, call, changes, words, of_seeds):
+    first, other = evaluate("A", None), evaluate("C", None, **changes)
+    for argv, expected in (((first, other), words), ((first, f"{other},{first}"), of_seeds)):
+        status, _, error, _ = call(*argv)
+        assert status == 2 and re.search(expected, error)
+    assert call(other, first)[0] == 2
 
 
-def test_bad_arguments_are_one_line(pair, capsys, tmp_path):
-    first, second, _ = pair
+def test_bad_arguments_are_one_line(evaluate, call, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
+    first = evaluate("A", None)
     for argv, words in (
         ([first, tmp_path / "none.jsonl"], "none.jsonl: no such file; give the .jsonl"),
         ([first, tmp_path / "empty.jsonl"], "no questions in it"),
-        ([first, second, "--resamples", "0"], "--resamples must be at least 1"),
-        ([first, second, "--confidence", "95"], "--confidence between 0 and 1"),
+        ([first, first, "--resamples", "0"], "argument --resamples: 0: give 1 or more"),
+        ([first, first, "--confidence", "95"], "argument --confidence: 95: give 0.001 or more and below 1"),
+        ([first, f"{first},{first.with_suffix('.jsonl')}"], "names an evaluation twice"),
+        ([first, f"{first},"], "give the .jsonl"),
         ([first], "required: B"),
     ):
-        status, _, error = call(*argv, capsys=capsys)
-        assert status == 2 and error.count("\n") == 1 and words in error
+        status, _, error, _ = call(*argv)
+        assert status == 2 and words in error
 
 
-def test_question_without_score_is_left_out_for_both(pair):
-    first, second, _ = pair
-    path = Path(first).with_suffix(".jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[0]["scores"] = {}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = argparse.Namespace(first=str(first), second=str(second), resamples=100, confidence=0.95)
-    a, b = (compare._load(each)["0"] for each in (first, second))
-    for sides in ((a, b), (b, a)):
-        assert dict(compare._compare(arguments, "em", *sides))["a"].questions == 3
+def test_question_without_score_is_left_out_for_both(pair, call):
+    change_rows(pair[0], lambda number, row: row | ({} if number else {"scores": {}}))
+    for sides in (pair, pair[::-1]):
+        assert call(*sides)[-1]["differences"]["0"]["em"]["a"]["questions"] == 3
 
 
-def test_seeds_are_averaged_a_question_at_a_time(pair, capsys, tmp_path):
-    first, second, evaluate = pair
+def test_seeds_are_averaged_a_question_at_a_time(pair, evaluate, call):
+    first, second = pair
     other = evaluate("C", lambda prompt, seed: "yes" if "Question: b" in prompt else "no")
     for order in (f"{second},{other}", f"{other},{second}"):
-        status, *_ = call(first, order, "--output", tmp_path / "c.json", capsys=capsys)
-        assert status == 0
-        numbers = json.loads((tmp_path / "c.json").read_text())
-        result = numbers["differences"]["0"]["em"]
+        numbers = call(first, order)[-1]
+        results = numbers["differences"]["0"]["em"]
+        a, b = SimpleNamespace(**results["a"]), SimpleNamespace(**results["b"])
         assert numbers["second"] == order
         # Of b the seeds know 2 and 4 of 4; a question still counts once. Of a the second seed knows nothing.
-        assert result["b"]["questions"] == 4 and result["b"]["second"] == 0.75
-        assert (
-            result["b"]["difference"] == 0.75 and result["b"]["p_value"] == 0.125
-        )  # all of 4 differ: 2 of 16
-        assert result["a"]["second"] == result["a"]["first"] / 2
+        assert (b.questions, b.second, b.difference) == (4, 0.75, 0.75)
+        assert b.p_value == 0.125 and a.second == a.first / 2  # all of 4 differ: 2 of 16
 
 
-def test_what_are_no_seeds_is_one_line(pair, capsys):
-    first, second, evaluate = pair
-    fewer = evaluate("C", None, questions=QUESTIONS[:-1])
-    cold = evaluate("D", None, temperatures=[0.0])
-    for seeds, words in (
-        (f"{second},{second.with_suffix('.jsonl')}", "names an evaluation twice"),
-        (f"{second},{fewer}", "did not answer the same questions at temperature 0: 1 differ"),
-        (f"{second},{cold}", "evaluate every seed at the same temperatures"),
-        (f"{second},", "give the .jsonl"),
-    ):
-        status, _, error = call(first, seeds, capsys=capsys)
-        assert status == 2 and error.count("\n") == 1 and words in error
-
-
-def test_path_may_hold_a_comma(pair, capsys, tmp_path):
-    first, second, _ = pair
+def test_path_may_hold_a_comma(pair, call, tmp_path):
     folder = tmp_path / "grpo,seed-0"
     folder.mkdir()
-    for kind in (".json", ".jsonl"):
-        (folder / f"e{kind}").write_bytes(second.with_suffix(kind).read_bytes())
-    assert call(first, folder / "e.json", capsys=capsys)[0] == 0
-    assert call(first, f"{folder / 'e.jsonl'},{first}", capsys=capsys)[0] == 0
-    (folder / "e.json").unlink()  # the rows are what is read
-    assert call(first, folder / "e.json", capsys=capsys)[0] == 0
-
-
-def searched_by(path, **output):
-    """The evaluation's rows, as another retriever's."""
-    path = Path(path).with_suffix(".jsonl")
-    lines = [json.loads(line) | {"retriever": output} for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "e.jsonl").write_bytes(pair[1].with_suffix(".jsonl").read_bytes())
+    assert call(pair[0], folder / "e.json")[0] == 0  # which is not there: the rows are read
+    assert call(pair[0], f"{folder / 'e.jsonl'},{pair[0]}")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -210,12 +187,9 @@ def searched_by(path, **output):
         ({"corpus_sha256": "c1"}, {}, ""),  # a policy that searched nothing
     ],
 )
-def test_other_retrievers_are_told(pair, capsys, tmp_path, first, second, words):
-    paths = pair[:2]
-    for path, output in zip(paths, (first, second), strict=True):
-        searched_by(path, **output)
-    status, out, error = call(*paths, "--output", tmp_path / "c.json", capsys=capsys)
-    assert status == 0 and out
-    shown = " ".join(error.split())
-    assert ("other retrievers searched for" in shown) == bool(words) and words in shown
-    assert json.loads((tmp_path / "c.json").read_text())["other_retrievers"] == bool(words)
+def test_other_retrievers_are_told(pair, call, first, second, words):
+    for path, service in zip(pair, (first, second), strict=True):
+        change_rows(path, lambda _, row, service=service: row | {"retriever": service})
+    status, _, error, numbers = call(*pair)
+    assert status == 0 and ("other retrievers searched for" in error) == bool(words) and words in error
+    assert numbers["other_retrievers"] == bool(words)

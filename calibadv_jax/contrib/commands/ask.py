@@ -13,6 +13,7 @@ from typing import Any
 
 from calibadv_jax.config import Config
 from calibadv_jax.contrib import asking
+from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import printable
 from calibadv_jax.core.trajectory import Trajectory, Turn
@@ -23,19 +24,10 @@ from calibadv_jax.run.model import PolicySource
 
 Say = Callable[[str], None]
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    asking.add_arguments(parser)
-    words = "values that replace those of the config, and the question"
-    parser.add_argument("words", nargs="*", metavar="key.path=value | question", help=words)
+add_arguments = parser_of("ask")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answer the question, or the questions that are typed.
-
-    Raises:
-        UserError: no such policy or config, or the question could not be answered.
-    """
     overrides = [word for word in arguments.words if asking.OVERRIDE.fullmatch(word)]
     questions = [word for word in arguments.words if word not in overrides]
     if len(questions) > 1:
@@ -47,13 +39,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def ask(config: Config, source: PolicySource, questions: Any, temperature: float, say: Say) -> None:
-    """Answer questions one after the other.
+    """Answer a list of questions, or those of an iterator that waits for somebody to type.
 
-    Args:
-        questions: a list, or an iterator that waits for somebody to type.
-
-    Raises:
-        UserError: policy, sampler or retriever cannot be used; or the only question of a list failed.
+    Raises UserError if policy, sampler or retriever cannot be used, or a question of a list failed.
     """
     with asking.open_policy(config, source) as rollouts:
         for number, text in enumerate(questions):
@@ -70,18 +58,14 @@ def answer(rollouts: Rollouts, name: str, text: str, temperature: float, say: Sa
     """Return the trajectory of a question; print each turn and each observation meanwhile."""
 
     def show(turn: Turn, is_observed: bool) -> None:
-        for line in (observation_lines if is_observed else _turn_lines)(turn):
+        turns = turn_lines(turn.kind, turn.think, turn.query, turn.text)
+        for line in _observation_lines(turn) if is_observed else turns:
             say(line)
 
     return rollouts.run(asking.answer(rollouts, name, text, show, temperature=temperature))
 
 
-def _turn_lines(turn: Turn) -> Iterator[str]:
-    return turn_lines(turn.kind, turn.think, turn.query, turn.text)
-
-
-def observation_lines(turn: Turn) -> Iterator[str]:
-    """Yield what the policy reads after a turn, a line a document."""
+def _observation_lines(turn: Turn) -> Iterator[str]:
     if words := printable(asking.observed_words(turn)):
         yield cut(f"        {words}", LONGEST)
     for number, document in enumerate(turn.documents, 1):

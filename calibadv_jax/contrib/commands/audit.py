@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from calibadv_jax.advantages.estimators import judges
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.credit import CALIBRATED
 from calibadv_jax.contrib import truth
+from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
 from calibadv_jax.contrib.truth import MEASURES, Evidence, gather, join, measure
 from calibadv_jax.core.errors import UserError
@@ -54,26 +55,12 @@ class Measured:
     control: dict[int, Evidence]  # with shuffled rewards
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    inputs = "folders of runs with log.rollouts, and settings of reward or advantage to try on them"
-    add("inputs", nargs="+", metavar="RUN|key.path=value", help=inputs)
-    sweep = "add a column for each of these values; may be given several times"
-    add("--sweep", action="append", default=[], metavar="key.path=V,V,…", help=sweep)
-    rivals = "table of whom these values of advantage.name praise and blame; calibadv+NAME: calibrated"
-    add("--estimators", type=lambda text: text.split(","), default=[], metavar="NAME,NAME,…", help=rivals)
-    window = "number of steps of a row in the table over training (default: %(default)s)"
-    add("--window", type=int, default=10, metavar="STEPS", help=window)
-    add("--seed", type=int, default=0, help="seed of the control's permutations (default: %(default)s)")
-    output = "also write the measures of every step to this JSON file"
-    add("--output", type=Path, metavar="FILE", help=output)
+add_arguments = parser_of("audit")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the tables of each run, and of several runs their mean."""
     folders, overrides = split(arguments.inputs)
-    if arguments.window < 1:
-        raise UserError(f"--window must be at least 1, got {arguments.window}")
     if arguments.output is not None and not arguments.output.parent.is_dir():
         raise UserError(f"{arguments.output.parent}: no such folder; make it, or change --output")
     columns = make_columns(overrides, arguments.sweep)
@@ -86,7 +73,9 @@ def run(arguments: argparse.Namespace) -> None:
     if overrides and arguments.sweep:
         say(f"the columns of --sweep: on top of {' '.join(overrides)}")
     for folder, measured in by_run.items():
-        say(f"\n{folder}: {counts(measured[0])}")
+        total = measure(join(measured[0].true.values()))
+        numbers = ", ".join(f"{total[name]:.0f} {name}" for name in ("groups", "trajectories", "searches"))
+        say(f"\n{folder}: {len(measured[0].true)} kept steps, {numbers}")
         say(totals_table([measured]))
         say(f"\n{folder} over training, settings: {' '.join(overrides) or 'of the run'}")
         say(windows_table(measured[1 if overrides else 0], arguments.window))
@@ -98,11 +87,11 @@ def run(arguments: argparse.Namespace) -> None:
         say(totals_table(list(by_run.values())))
     unsure = f"“cannot say”: intervals overlap, or there are fewer than {FEW} groups"
     say(f"\nverdict ({100 * CONFIDENCE:g} % intervals over groups; {unsure})")
-    verdicts_of = [(str(folder), [column]) for folder, measured in by_run.items() for column in measured]
+    judged = [(str(folder), [column]) for folder, measured in by_run.items() for column in measured]
     if len(by_run) > 1:
-        together = f"all {len(by_run)} runs together"
-        verdicts_of += [(together, list(runs)) for runs in zip(*by_run.values(), strict=True)]
-    for title, runs in verdicts_of:
+        title = f"all {len(by_run)} runs together"
+        judged += [(title, list(runs)) for runs in zip(*by_run.values(), strict=True)]
+    for title, runs in judged:
         say("\n".join([f"{title}, settings {runs[0].settings.name}:", *verdict(runs)]))
     if arguments.output is not None:
         results = [as_json(folder, measured, arguments.window) for folder, measured in audited.items()]
@@ -129,21 +118,20 @@ def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Settings]:
     """Return the run's own settings, these with all overrides, and on top of them each value swept."""
-    columns = [Settings("run")]
-    if overrides:
-        columns.append(Settings(" ".join(map(_short, overrides)), tuple(overrides)))
+    changes = [tuple(overrides)] if overrides else []
+    names = [" ".join(override.removeprefix("advantage.") for override in overrides)] if overrides else []
     for sweep in sweeps:
         key, sign, values = sweep.partition("=")
         if not sign or not all(values.split(",")):
             raise UserError(f"--sweep {sweep}: write it as key.path=VALUE,VALUE,…")
         swept = [f"{key}={value}" for value in values.split(",")]
-        columns += [Settings(_short(override), (*overrides, override)) for override in swept]
-    for override in (override for column in columns for override in column.overrides):
+        names += [override.removeprefix("advantage.") for override in swept]
+        changes += [(*overrides, override) for override in swept]
+    for override in (override for change in changes for override in change):
         if not override.startswith(SECTIONS):
-            raise UserError(
-                f"{override}: changes no credit of a kept step; give keys of reward and advantage"
-            )
-    return columns
+            advice = "changes no credit of a kept step; give keys of reward and advantage"
+            raise UserError(f"{override}: {advice}")
+    return [Settings("run"), *map(Settings, names, changes)]
 
 
 def make_rivals(overrides: Sequence[str], estimators: Sequence[str]) -> list[Settings]:
@@ -155,11 +143,6 @@ def make_rivals(overrides: Sequence[str], estimators: Sequence[str]) -> list[Set
             keys = [f"advantage.name={CALIBRATED}", f"advantage.base={base}"]
         rivals.append(Settings(name, (*overrides, *keys)))
     return rivals
-
-
-def _short(override: str) -> str:
-    """Drop "advantage."; "reward." stays, since names occur in both sections."""
-    return override.removeprefix("advantage.")
 
 
 def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console) -> list[Measured]:
@@ -207,8 +190,9 @@ def _check_passages(folder: Path, measured: Measured, num_groups: int, console: 
             " generated world, or on data that names them"
         )
     if missing := num_groups - len(groups):
-        lack = f"{missing} of {num_groups} groups name no supporting passages and are left out"
-        console.warn(f"{folder}: {lack}")
+        console.warn(
+            f"{folder}: {missing} of {num_groups} groups name no supporting passages and are left out"
+        )
     if not groups["seen_hits"].any():
         unseen = "no search ever showed a supporting passage; are supporting_ids ids of the corpus?"
         console.warn(f"{folder}: {unseen}")
@@ -230,19 +214,12 @@ def windows(evidence: Mapping[int, Evidence], size: int) -> Iterator[tuple[int, 
         yield steps[0], steps[-1], join([evidence[step] for step in steps])
 
 
-def counts(measured: Measured) -> str:
-    total = measure(join(measured.true.values()))
-    numbers = ", ".join(f"{total[name]:.0f} {name}" for name in ("groups", "trajectories", "searches"))
-    return f"{len(measured.true)} kept steps, {numbers}"
-
-
 def totals_table(runs: Sequence[Sequence[Measured]]) -> str:
     """Return one row a measure, one column a setting: ``value (control)``; of several runs see `cell`."""
     columns = []
-    for same in zip(*runs, strict=True):
-        true, control = (
-            [measure(join(getattr(run, side).values())) for run in same] for side in ("true", "control")
-        )
+    for column in zip(*runs, strict=True):
+        true = [measure(join(run.true.values())) for run in column]
+        control = [measure(join(run.control.values())) for run in column]
         columns.append([cell(name, true, control) for name in MEASURES])
     headers = ["measure", *(column.settings.name for column in runs[0])]
     if len(columns) <= EXPLAINED:
@@ -276,18 +253,14 @@ def verdict(runs: Sequence[Measured]) -> list[str]:
     The credit is right if the calibration takes a larger share of the blame from truly good searches than
     from useless ones, and better than chance if its lead is larger than in the control.
     """
-    true, control = (
-        structured_to_unstructured(join(parts).groups[list(truth.BLAME)])  # float64 [groups, 4]
-        for parts in (
-            [part for run in runs for part in getattr(run, side).values()] for side in ("true", "control")
-        )
+    sides = chain(*(run.true.values() for run in runs)), chain(*(run.control.values() for run in runs))
+    true, control = (  # float64 [groups, 4]
+        structured_to_unstructured(join(parts).groups[list(truth.BLAME)]) for parts in sides
     )
     num_good, num_useless = (int((true[:, column] > 0).sum()) for column in (0, 2))
     if min(num_good, num_useless) < FEW:
-        return [
-            f"  cannot say: truly good searches are blamed in {num_good} groups and useless ones in"
-            f" {num_useless}; at least {FEW} of each are needed"
-        ]
+        good = f"truly good searches are blamed in {num_good} groups and useless ones in {num_useless}"
+        return [f"  cannot say: {good}; at least {FEW} of each are needed"]
     sums = np.concatenate([true, control], axis=1)
     bounds = intervals_of_sums(sums, _shares, CONFIDENCE, RESAMPLES)
     values = _shares(sums.sum(axis=0, keepdims=True))[0]
@@ -295,9 +268,8 @@ def verdict(runs: Sequence[Measured]) -> list[str]:
         f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, (low, high) in zip(values, bounds, strict=True)
     )
     if not true[:, [1, 3]].any():
-        return [
-            f"  no calibration: no search lost any blame; {on_good} of the blame lies on truly good searches"
-        ]
+        lies = f"{on_good} of the blame lies on truly good searches"
+        return [f"  no calibration: no search lost any blame; {lies}"]
     right = _decide(bounds[1], bounds[2], "right", "wrong")
     adds = _decide(bounds[3], bounds[4], "better than chance", "worse than chance")
     return [

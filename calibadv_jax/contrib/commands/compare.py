@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.evaluation.records import ScoredRow, read_scores
@@ -21,32 +22,18 @@ from calibadv_jax.evaluation.report import ALL, AVERAGE, FEW, metric_names, scor
 from calibadv_jax.evaluation.statistics import Comparison, compare_paired
 from calibadv_jax.metrics.console import Console, table
 
-DEFAULT_METRICS = ("em", "f1", "cover_em")
 Questions = dict[tuple[str, str], ScoredRow]  # (data source, id) -> row
 Evaluation = dict[str, Questions]  # by temperature
 Results = dict[tuple[str, str, str], Comparison]  # (temperature, metric, data source) -> comparison
 BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("first", metavar="A", help="evaluation of the first policy, or of its seeds: A1,A2")
-    add("second", metavar="B", help="evaluation of the second policy, or of its seeds")
-    metrics = "metrics to compare (default: %(default)s)"
-    add("--metrics", nargs="+", default=list(DEFAULT_METRICS), metavar="NAME", help=metrics)
-    resamples = "number of resamples of bootstrap and test (default: %(default)s)"
-    add("--resamples", type=int, default=10000, metavar="N", help=resamples)
-    confidence = "coverage of the confidence intervals (default: %(default)s)"
-    add("--confidence", type=float, default=0.95, metavar="C", help=confidence)
-    add("--output", type=Path, metavar="FILE", help="also write the numbers to this JSON file")
+add_arguments = parser_of("compare")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the differences B - A by temperature, metric and data source."""
-    if arguments.resamples < 1 or not 0 < arguments.confidence < 1:
-        raise UserError("--resamples must be at least 1, and --confidence between 0 and 1")
     console = Console()
-    sides = [_seeds(given) for given in (arguments.first, arguments.second)]
+    sides = [_seeds(argument) for argument in (arguments.first, arguments.second)]
     first, second = (_means(side) for side in sides)
     common = [temperature for temperature in first if temperature in second]
     if not common:
@@ -54,8 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"{arguments.first} has temperatures {', '.join(first)} and {arguments.second} has"
             f" {', '.join(second)}: evaluate both at one temperature"
         )
-    differing = _differing_services({**sides[0], **sides[1]})
-    if differing:
+    if differing := _differing_services({**sides[0], **sides[1]}):
         console.warn(f"other retrievers searched {differing}")
     results: Results = {}
     for temperature in common:
@@ -65,8 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
                 results[temperature, metric, source] = comparison
     console.say(f"A: {arguments.first}\nB: {arguments.second}")
     console.say(comparison_table(results, arguments.confidence))
-    few = {source: each.questions for (*_, source), each in results.items() if each.questions < FEW}
-    if few:
+    if few := {source: each.questions for (*_, source), each in results.items() if each.questions < FEW}:
         counts = ", ".join(f"{source}: {questions}" for source, questions in few.items())
         console.warn(
             f"fewer than {FEW} questions ({counts}): their intervals and p-values are not reliable; evaluate"
@@ -80,20 +65,19 @@ def run(arguments: argparse.Namespace) -> None:
         write_json(arguments.output, about | {"other_retrievers": bool(differing), "differences": numbers})
 
 
-def _seeds(given: str) -> dict[str, Evaluation]:
-    """Read the evaluations that an argument names, by their paths."""
-    paths = BETWEEN_FILES.split(given)
+def _seeds(argument: str) -> dict[str, Evaluation]:
+    paths = BETWEEN_FILES.split(argument)
     if len({Path(path).resolve().with_suffix("") for path in paths}) < len(paths):
-        raise UserError(f"{given}: names an evaluation twice; name each seed once")
+        raise UserError(f"{argument}: names an evaluation twice; name each seed once")
     return {path: _load(Path(path)) for path in paths}
 
 
 def _means(seeds: dict[str, Evaluation]) -> Evaluation:
     """Return the means of the scores over the seeds; a metric that a seed lacks is left out."""
-    (path, first), *others = seeds.items()
-    if not others:
+    (path, first), *further = seeds.items()
+    if not further:
         return first
-    for other, evaluation in others:
+    for other, evaluation in further:
         if evaluation.keys() != first.keys():
             raise UserError(
                 f"{path} has temperatures {', '.join(first)} and {other} has {', '.join(evaluation)}:"
@@ -107,7 +91,10 @@ def _means(seeds: dict[str, Evaluation]) -> Evaluation:
         names = [name for name in scores[0] if all(name in own for own in scores)]
         return row | {"scores": {name: statistics.fmean(own[name] for own in scores) for name in names}}
 
-    return {at: {key: mean(at, key, row) for key, row in rows.items()} for at, rows in first.items()}
+    return {
+        temperature: {key: mean(temperature, key, row) for key, row in rows.items()}
+        for temperature, rows in first.items()
+    }
 
 
 def _load(path: Path) -> Evaluation:
@@ -122,26 +109,22 @@ def _load(path: Path) -> Evaluation:
 
 def _differing_services(evaluations: dict[str, Evaluation]) -> str:
     """Describe the first two retrievers that differ; empty if none do. No retriever is no difference."""
-    services: list[tuple[str, dict[str, Any]]] = []
+    services: dict[str, dict[str, Any]] = {}
     for path, evaluation in evaluations.items():
         row = next(iter(next(iter(evaluation.values())).values()))
-        services += [(path, service)] if (service := row.get("retriever")) else []
-    for other, service in services[1:]:
-        path, first = services[0]
-        names = [name for name in first | service if first.get(name) != service.get(name)]
-        if names:
+        services |= {path: service} if (service := row.get("retriever")) else {}
+    path, first = next(iter(services.items()), ("", {}))
+    for other, service in services.items():
+        if names := [name for name in first | service if first.get(name) != service.get(name)]:
             differing = ", ".join(f"{name} {first.get(name)!r} and {service.get(name)!r}" for name in names)
             return f"for {path} and {other}: {differing}"
     return ""
 
 
 def _check_same(a: str, b: str, temperature: str, first: Questions, second: Questions) -> None:
-    differing = [
-        key
-        for key in first.keys() & second.keys()
-        if any(first[key][name] != second[key][name] for name in ("question", "golden_answers"))
-    ]
-    differing += first.keys() ^ second.keys()
+    differing = first.keys() ^ second.keys()
+    for name in ("question", "golden_answers"):
+        differing |= {key for key in first.keys() & second.keys() if first[key][name] != second[key][name]}
     if differing:
         source, name = min(differing)
         raise UserError(
@@ -155,10 +138,10 @@ def _compare(
     arguments: argparse.Namespace, metric: str, first: Questions, second: Questions
 ) -> Iterator[tuple[str, Comparison]]:
     """Yield comparisons by data source. A question without a score of both policies is left out."""
-    for given, rows in ((arguments.first, first), (arguments.second, second)):
+    for argument, rows in ((arguments.first, first), (arguments.second, second)):
         if not any(metric in row["scores"] for row in rows.values()):
             names = ", ".join(metric_names(list(rows.values())))
-            raise UserError(f"{given}: no metric {metric!r}; it has {names or 'no scores at all'}")
+            raise UserError(f"{argument}: no metric {metric!r}; it has {names or 'no scores at all'}")
     both = [key for key in first if metric in first[key]["scores"] and metric in second[key]["scores"]]
     by_source: dict[str, list[tuple[str, str]]] = {}
     for key in both:

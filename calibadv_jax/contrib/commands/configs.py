@@ -7,14 +7,12 @@ import textwrap
 from pathlib import Path
 
 from calibadv_jax.config.shipped import SUFFIX, headline, shipped_folder, shipped_names
+from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_text
 from calibadv_jax.metrics.console import Console
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = "nothing: list the shipped configs; copy NAME [FILE]: write one to FILE (default: NAME.yaml here)"
-    parser.add_argument("words", nargs="*", metavar="copy NAME [FILE]", help=words)
+add_arguments = parser_of("configs")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -28,20 +26,14 @@ def run(arguments: argparse.Namespace) -> None:
     words: list[str] = arguments.words
     action, name, file, *more = [*words, "", ""]
     if action != "copy" or name not in names or any(more):
-        given = " ".join(words)
-        raise UserError(f"configs {given}: give copy NAME [FILE]; calibadv configs lists the names")
+        raise UserError(f"configs {' '.join(words)}: give copy NAME [FILE]; calibadv configs lists the names")
     target = Path(file or f"{Path(name).name}{SUFFIX}")
     if target.exists():
         raise UserError(f"{target}: exists; name another file: calibadv configs copy {name} FILE")
-    text = (shipped_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8")
-    lines = [
-        _by_name(line, Path(name).parent) if line.startswith("base:") else line
-        for line in text.splitlines(keepends=True)
-    ]
+    lines = (shipped_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8").splitlines(keepends=True)
+    for index, line in enumerate(lines):
+        if line.startswith("base:"):
+            base = Path(name).parent / line.partition(":")[2].strip()
+            lines[index] = f"base: {base.with_suffix('').as_posix()}\n"
     write_text(target, "".join(lines))
     console.say(f"{target} is {name}; edit it, then give it with --config {target}")
-
-
-def _by_name(line: str, folder: Path) -> str:
-    base = folder / line.partition(":")[2].strip()
-    return f"base: {base.with_suffix('').as_posix()}\n"

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.commands.demonstrate import YES_NO, answer_in, queries_for, read_passages
-from calibadv_jax.contrib.lookups import Search, look_up_each
+from calibadv_jax.contrib.commands.demonstrate import (
+    YES_NO,
+    SearchFunction,
+    answer_in,
+    look_up_each,
+    queries_for,
+    read_passages,
+)
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.locking import locked_output
@@ -49,7 +56,6 @@ SAMPLED = ("answer", "passage", "all_passages")  # of the doctor
 
 
 def run(config: Config) -> None:
-    """Measure, write and print."""
     console = Console(config.log.progress)
     folder = Path(config.run.dir) / FOLDER
     files = {key: sources for key in ("train", "eval") if (sources := getattr(config.data, key))}
@@ -91,29 +97,22 @@ def measure(
 ) -> list[QuestionCoverage]:
     """Measure the coverage of each question; the titles of its supporting `passages` are queries too."""
 
-    async def look(question: Question, search: Search) -> QuestionCoverage:
+    async def look(question: Question, search: SearchFunction) -> QuestionCoverage:
         titles = [passages[name].title for name in question.supporting_ids if name in passages]
         results = [await search(query) for query in queries_for(question, titles)]
-        return _coverage(question, results[0], [document for result in results for document in result])
+        first, every = (_judge(question, documents) for documents in (results[0], list(chain(*results))))
+        return QuestionCoverage(*first, every[0], every[2])
 
     return look_up_each(config.retriever, url, questions, look, show)
 
 
-def _coverage(question: Question, first: Sequence[Document], every: Sequence[Document]) -> QuestionCoverage:
-    """Judge the documents of the question as query, and of every query."""
-
-    def has_answer(documents: Sequence[Document]) -> bool | None:
-        if all(answer.lower() in YES_NO for answer in question.golden_answers):
-            return None
-        return any(answer_in(f"{document.title}\n{document.text}", question) for document in documents)
-
-    def has(documents: Sequence[Document], enough: Callable[[Collection[bool]], bool]) -> bool | None:
-        ids = {document.id for document in documents}
-        supporting = question.supporting_ids
-        return enough([name in ids for name in supporting]) if supporting else None
-
-    answers = has_answer(first), has_answer(every)
-    return QuestionCoverage(answers[0], has(first, any), has(first, all), answers[1], has(every, all))
+def _judge(question: Question, documents: Sequence[Document]) -> tuple[bool | None, bool | None, bool | None]:
+    """Return whether the documents hold an answer, a supporting passage, and all of them."""
+    is_yes_no = all(answer.lower() in YES_NO for answer in question.golden_answers)
+    texts, ids = (f"{each.title}\n{each.text}" for each in documents), {each.id for each in documents}
+    answered = None if is_yes_no else any(answer_in(text, question) for text in texts)
+    supporting = [name in ids for name in question.supporting_ids]
+    return answered, any(supporting) if supporting else None, all(supporting) if supporting else None
 
 
 def summary(questions: Sequence[Question], coverages: Sequence[QuestionCoverage]) -> Shares:

@@ -7,21 +7,23 @@ passage shown before mentions it, so that no demonstration knows what it could n
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 from calibadv_jax.commands.sft import demonstration_length
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.contrib.commands.prepare_data import question_key
-from calibadv_jax.contrib.lookups import Search, look_up_each
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, neutralise
 from calibadv_jax.core.trajectory import Document, Question
@@ -34,7 +36,7 @@ from calibadv_jax.rollout.observation import Observations, encode, neutralise_do
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import build_model
-from calibadv_jax.services.retriever_client import open_retriever
+from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
 
 WRITTEN, NO_LIMIT = "written", 2**31
 # Cause for which a question gives no demonstration -> what to do.
@@ -71,7 +73,7 @@ def run(config: Config) -> None:
     searches = find_varied_support if config.sft.first_query == "varied" else find_support
     annotated = [q for q in questions if any(name in passages for name in q.supporting_ids)]
 
-    async def find(question: Question, search: Search) -> list[Lookup]:
+    async def find(question: Question, search: SearchFunction) -> list[Lookup]:
         return await searches(question, passages, search, config.rollout.max_searches)
 
     search = next((action for action in actions if action.name == SEARCH), SearchAction())
@@ -91,24 +93,24 @@ def run(config: Config) -> None:
         for question in questions
         if not any(name in passages for name in question.supporting_ids)
     )
-    kept = []
+    demonstrations = []
     for question, lookups in zip(annotated, results, strict=True):
         result: Demonstration | str = "not found"
         if is_complete(question, passages, lookups):
             result = demonstrate(question, lookups, shown, grammar)
         if isinstance(result, Demonstration) and not (cause := _too_long(result, config, tokenizer)):
-            kept.append(result)
+            demonstrations.append(result)
             cause = f"{WRITTEN}, {len(lookups)} search"
         counts[question.data_source, cause if isinstance(result, Demonstration) else result] += 1
-    if not kept:
+    if not demonstrations:
         causes = Counter(cause for _, cause in counts.elements()).most_common()
         reasons = "; ".join(f"{number} {cause} ({CAUSES[cause]})" for cause, number in causes)
         none = f"none of {len(questions)} questions gives a demonstration"
         raise UserError(f"{config.data.train}: {none}: {reasons}")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(Path(output), map(_row, kept))
+    write_jsonl(Path(output), map(_row, demonstrations))
     console.say(_count_table(counts))
-    console.note(f"{len(kept)} demonstrations written to {output}")
+    console.note(f"{len(demonstrations)} demonstrations written to {output}")
 
 
 def _too_long(demonstration: Demonstration, config: Config, tokenizer: Any) -> str:
@@ -127,13 +129,10 @@ def _too_long(demonstration: Demonstration, config: Config, tokenizer: Any) -> s
 
 
 def _row(demonstration: Demonstration) -> dict[str, Any]:
-    turns = [
-        {
-            "text": turn.text,
-            "documents": [{"id": d.id, "title": d.title, "text": d.text} for d in turn.documents],
-        }
-        for turn in demonstration.turns
-    ]
+    turns = []
+    for turn in demonstration.turns:
+        documents = [{"id": d.id, "title": d.title, "text": d.text} for d in turn.documents]
+        turns.append({"text": turn.text, "documents": documents})
     return question_row(demonstration.question) | {"turns": turns}
 
 
@@ -142,6 +141,44 @@ def _count_table(counts: Counter[tuple[str, str]]) -> str:
     sources = sorted({source for source, _ in counts})
     rows = [[source, *(counts[source, outcome] for outcome in outcomes)] for source in sources]
     return table([*rows, ["all", *map(sum, list(zip(*rows, strict=True))[1:])]], ["data source", *outcomes])
+
+
+AT_ONCE = 128  # items; the client puts their queries into common requests
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+SearchFunction = Callable[[str], Awaitable[list[Document]]]
+
+
+def look_up_each(
+    config: RetrieverConfig,
+    url: str | Sequence[str],
+    items: Sequence[Item],
+    work: Callable[[Item, SearchFunction], Awaitable[Result]],
+    show: Callable[[int], object] = lambda done: None,
+) -> list[Result]:
+    """Return what `work` makes of each item and a search, which finds nothing for a refused query."""
+
+    async def all_of_them() -> list[Result]:
+        client, slots, numbers = RetrieverClient(config, url), asyncio.Semaphore(AT_ONCE), count(1)
+
+        async def search(query: str) -> list[Document]:
+            with suppress(QueryRefused):
+                return (await client.search([query]))[0]
+            return []
+
+        async def finish(item: Item) -> Result:
+            async with slots:
+                result = await work(item, search)
+            show(next(numbers))
+            return result
+
+        try:
+            return list(await asyncio.gather(*map(finish, items)))
+        finally:
+            await client.close()
+
+    return asyncio.run(all_of_them())
 
 
 MAX_QUOTE = 40  # words of a passage that a thought quotes
@@ -167,14 +204,13 @@ def read_passages(corpus: str | Path, ids: Collection[str]) -> dict[str, Documen
     passages: dict[str, Document] = {}
     for where, row in read_rows(corpus, "passages"):
         name = next((str(row[key]) for key in _IDS if row.get(key) not in (None, "")), "")
-        if name not in ids:
-            continue
-        title, text = row.get("title"), row.get("text")
-        if isinstance(row.get("contents"), str):
-            title, _, text = row["contents"].partition("\n")
-        if not isinstance(title, str) or not isinstance(text, str):
-            raise UserError(f"{where}: expected 'contents', or 'title' and 'text'; correct the row")
-        passages[name] = Document(name, title.strip().strip('"'), text)
+        if name in ids:
+            title, text = row.get("title"), row.get("text")
+            if isinstance(row.get("contents"), str):
+                title, _, text = row["contents"].partition("\n")
+            if not isinstance(title, str) or not isinstance(text, str):
+                raise UserError(f"{where}: expected 'contents', or 'title' and 'text'; correct the row")
+            passages[name] = Document(name, title.strip().strip('"'), text)
     return passages
 
 
@@ -203,7 +239,7 @@ def _plain(title: str) -> str:
 async def find_support(
     question: Question,
     passages: Mapping[str, Document],
-    search: Search,
+    search: SearchFunction,
     max_searches: int,
     first_query: str | None = None,
 ) -> list[Lookup]:
@@ -219,8 +255,7 @@ async def find_support(
         used = {lookup.query for lookup in lookups}
         queries = queries_for(question, _mentioned(passages, missing, read), bool(lookups))
         queries = [query for query in queries if query not in used]
-        if first_query is not None and not lookups:
-            queries = [first_query]
+        queries = queries if first_query is None or lookups else [first_query]
         results = [(_worth(documents := await search(query), missing), query, documents) for query in queries]
         _, query, documents = max(results, key=lambda result: result[0], default=(None, "", []))
         new_ids = [document.id for document in documents if document.id in missing]
@@ -235,7 +270,7 @@ async def find_support(
 
 
 async def find_varied_support(
-    question: Question, passages: Mapping[str, Document], search: Search, max_searches: int
+    question: Question, passages: Mapping[str, Document], search: SearchFunction, max_searches: int
 ) -> list[Lookup]:
     """Do as `find_support`, with a first query drawn among those that lead to all supporting passages.
 
@@ -311,8 +346,8 @@ def demonstrate(
 
 def _quote(document: Document, question: Question) -> str:
     """Return the sentence with an answer, or with most words of the question; of a long one a part."""
-    pieces, asked = list(_pieces(document.text)), set(question_key(question.text).split())
-    best = max(pieces, key=lambda piece: len(asked & set(question_key(piece).split())), default="")
+    pieces, words = list(_pieces(document.text)), set(question_key(question.text).split())
+    best = max(pieces, key=lambda piece: len(words & set(question_key(piece).split())), default="")
     return next((piece for piece in pieces if answer_in(piece, question)), best)
 
 

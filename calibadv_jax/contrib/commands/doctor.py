@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,8 +45,6 @@ from calibadv_jax.snapshots.huggingface import check_weights
 
 NO_ANSWER = "I do not know"
 STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}  # how a line begins; else ok
-Item = TypeVar("Item")
-Reply = TypeVar("Reply")
 
 
 def run(config: Config, offline: bool = False) -> None:
@@ -81,10 +79,11 @@ def summary(failed: int, total: int, kind: str, counts: Counter[str]) -> str:
     """Return the last line: "ready" only if everything was checked without a warning."""
     if failed:
         return f"{failed} of {total} {kind}s failed"
+    kinds = {"warn": ("warning", ""), "skip": ("thing", " not checked")}
     exceptions = [
-        f"{number} {noun}{'s' if number > 1 else ''}{rest}"
-        for number, noun, rest in ((counts["warn"], "warning", ""), (counts["skip"], "thing", " not checked"))
-        if number
+        f"{counts[status]} {noun}{'s' if counts[status] > 1 else ''}{state}"
+        for status, (noun, state) in kinds.items()
+        if counts[status]
     ]
     with_them = f", with {' and '.join(exceptions)}"
     return f"every {kind} passed{with_them}" if exceptions else f"ready: every {kind} passed"
@@ -92,8 +91,7 @@ def summary(failed: int, total: int, kind: str, counts: Counter[str]) -> str:
 
 def check_questions(config: Config, offline: bool = False) -> list[str]:
     """Check both question files, row by row; offline, files that are absent are not checked."""
-    lines = []
-    texts: dict[str, set[str]] = {}
+    lines, texts = [], dict[str, set[str]]()
     for key in ("train", "eval"):
         sources = getattr(config.data, key)
         files = list(sources.values()) if isinstance(sources, dict) else sources
@@ -114,20 +112,18 @@ def check_questions(config: Config, offline: bool = False) -> list[str]:
     return lines
 
 
-def check_question_files(config: Config) -> list[str]:
-    return check_questions(config, offline=True)
+check_question_files = partial(check_questions, offline=True)
 
 
 def check_policy(config: Config) -> list[str]:
     model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
     tags = grammar_of(make_actions(config)).tags
-    pieces = {tag: len(encode(model.tokenizer, tag)) for tag in tags}
     architecture = model.policy.architecture
     return [
         f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters, mesh"
         f" {dict(model.mesh.shape)}",
         *weight_lines(config, model),
-        "tokens of each tag: " + ", ".join(f"{tag} {count}" for tag, count in pieces.items()),
+        "tokens of each tag: " + ", ".join(f"{tag} {len(encode(model.tokenizer, tag))}" for tag in tags),
         *prompt_lines(config, model.tokenizer),
         *device_lines(config, architecture, model.mesh.shape),
     ]
@@ -168,8 +164,8 @@ def opening_lines(config: Config, opening: str) -> list[str]:
     if not leaves_thought_open(opening):
         own = "the first turn counts with it, or with a thought of its own; later turns need one"
         return [f"the prompt ends in {opening!r}: {own}"]
-    opens, off = "opens later turns too", "is off: the policy opens later turns itself"
-    later = opens if config.prompt.prepend_think else off
+    is_on = config.prompt.prepend_think
+    later = "opens later turns too" if is_on else "is off: the policy opens later turns itself"
     return [f"the prompt opens the first turn with {opening!r}; prompt.prepend_think {later}"]
 
 
@@ -197,9 +193,7 @@ def check_retriever(config: Config) -> list[str]:
         health = retriever.health()
         state = ", ".join(f"{name} {value}" for name, value in health.items() if value != "")
         reranked = retriever.check_reranker(health)
-        begun = time.monotonic()
-        ((documents,),) = asyncio.run(_each(retriever, retriever.search, [[question.text]]))
-        seconds = time.monotonic() - begun
+        ((documents,),), seconds = _timed(retriever, retriever.search, [[question.text]])
         outcome = f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?"
         if documents:
             outcome = f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}"
@@ -212,13 +206,17 @@ def check_retriever(config: Config) -> list[str]:
         ]
 
 
-async def _each(
-    client: RetrieverClient | JudgeClient, ask: Callable[[Item], Awaitable[Reply]], items: Sequence[Item]
-) -> list[Reply]:
-    try:
-        return [await ask(item) for item in items]
-    finally:
-        await client.close()
+def _timed(
+    client: RetrieverClient | JudgeClient, ask: Callable[[Any], Awaitable[Any]], requests: Sequence[Any]
+) -> tuple[list[Any], float]:
+    async def ask_all() -> list[Any]:
+        try:
+            return [await ask(request) for request in requests]
+        finally:
+            await client.close()
+
+    begun = time.monotonic()
+    return asyncio.run(ask_all()), time.monotonic() - begun
 
 
 def check_judge(config: Config) -> list[str]:
@@ -227,19 +225,16 @@ def check_judge(config: Config) -> list[str]:
         return []
     judge = JudgeClient(replace(config.reward.judge, patience=ONCE))
     question = load_questions(config.data.eval, config.data.columns)[0]
-    answers = question.golden_answers[0], NO_ANSWER
-    begun = time.monotonic()
+    right = question.golden_answers[0]
     try:
-        golden, other = asyncio.run(_each(judge, partial(judge.verdict, question), answers))
+        (golden, other), seconds = _timed(judge, partial(judge.verdict, question), [right, NO_ANSWER])
     except RequestFailed as error:
         raise UserError(str(error)) from error
-    scores = f"{judge.config.model} gives {answers[0]!r} {golden:g} and {NO_ANSWER!r} {other:g}"
-    wrong = [f"the golden answer {answers[0]!r} to {question.text!r} wrong"] if golden < 0.5 else []
+    scores = f"{judge.config.model} gives {right!r} {golden:g} and {NO_ANSWER!r} {other:g}"
+    wrong = [f"the golden answer {right!r} to {question.text!r} wrong"] if golden < 0.5 else []
     wrong += [f"{NO_ANSWER!r} to {question.text!r} right"] if other >= 0.5 else []
-    return [
-        f"{judge.url}: {scores} in {1000 * (time.monotonic() - begun):.0f} ms",
-        *(f"warning: it finds {verdict}; see reward.judge.prompt" for verdict in wrong),
-    ]
+    warnings = [f"warning: it finds {verdict}; see reward.judge.prompt" for verdict in wrong]
+    return [f"{judge.url}: {scores} in {1000 * seconds:.0f} ms", *warnings]
 
 
 def check_prompt(config: Config) -> list[str]:
@@ -284,13 +279,11 @@ def check_shape(config: Config) -> list[str]:
 
 
 def check_updates(config: Config) -> list[str]:
-    learner, rollout = config.learner, config.rollout
-    trajectories = rollout.questions_per_step * rollout.group_size
-    updates = step_updates(learner, trajectories)
-    return [
-        f"{learner.steps} steps of {rollout.questions_per_step} questions x {rollout.group_size} ="
-        f" {trajectories} trajectories, {updates} update(s) each: {learner.steps * updates} in all"
-    ]
+    steps, rollout = config.learner.steps, config.rollout
+    questions, size = rollout.questions_per_step, rollout.group_size
+    updates = step_updates(config.learner, questions * size)
+    step = f"{questions} questions x {size} = {questions * size} trajectories, {updates} update(s) each"
+    return [f"{steps} steps of {step}: {steps * updates} in all"]
 
 
 def check_services(config: Config) -> list[str]:

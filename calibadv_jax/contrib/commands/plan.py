@@ -47,18 +47,8 @@ class RunPlan:
     step: Step
     rollouts: ExpectedRollouts
     efficiency: float
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.step.seconds(self.target, self.efficiency)
-
-    @property
-    def device_hours(self) -> float:
-        """Of the trainer's devices, and of those of workers that run elsewhere."""
-        sampling = max((part.devices for part in self.step.parts if part.name == "decode"), default=0)
-        devices = self.target.devices + (sampling if self.config.sampler.urls else 0)
-        return self.config.learner.steps * self.seconds * devices / 3600
+    seconds: float  # of a step
+    device_hours: float  # of the trainer's devices, and of those of workers that run elsewhere
 
 
 def run(
@@ -116,28 +106,26 @@ def make_plan(
     rollouts = expected_rollouts(config, tokens, sampled)
     estimate = memory_of(config, architecture, target)
     step = step_of(config, architecture, rollouts, target)
-    return RunPlan(config, target, architecture, estimate, step, rollouts, efficiency)
+    seconds = step.seconds(target, efficiency)
+    sampling = max((part.devices for part in step.parts if part.name == "decode"), default=0)
+    devices = target.devices + (sampling if config.sampler.urls else 0)
+    hours = config.learner.steps * seconds * devices / 3600
+    return RunPlan(config, target, architecture, estimate, step, rollouts, efficiency, seconds, hours)
 
 
 def compile_programs(plan: RunPlan, console: Console) -> dict[str, dict[str, Any]]:
     """Return `compiled_figures` of each program, with the memory that lies beside it on a device."""
-    sampler = sampler_of(plan.config, plan.target)  # on the devices of one host
-    trained = compiled.TRAINED + compiled.OF_CRITIC
-    results = {}
-    for config, target, group in (
-        (plan.config, plan.target, trained),
-        (sampler, plan.target.host, compiled.SAMPLED),
-    ):
+    results, shares = {}, memory.shares_base(plan.config) and plan.target.hosts == 1
+    trained = plan.config, plan.target, compiled.TRAINED + compiled.OF_CRITIC
+    sampled = sampler_of(plan.config, plan.target), plan.target.host, compiled.SAMPLED  # on one host
+    for config, target, group in (trained, sampled):
         names = [name for name in compiled.programs_of(config) if name in group]
-        if not names:
-            continue
-        mesh = compiled.topology_mesh(config, target)
+        if names:
+            mesh = compiled.topology_mesh(config, target)
         for name in names:
             with console.phase(f"compiling for {target}: {name}", announce=True):
                 program = compiled.lowered_programs(config, plan.architecture, mesh, [name])[name]
-                beside = memory.held_beside(
-                    plan.estimate, name, memory.shares_base(config) and plan.target.hosts == 1
-                )
+                beside = memory.held_beside(plan.estimate, name, shares)
                 results[name] = compiled.compiled_figures(program, beside)
     return results
 
@@ -155,7 +143,7 @@ def memory_verdict(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> 
         ]
         headers = ("program", "arguments GiB", "in use at once", "needed, with all that lies beside it")
         lines.append(table(rows, headers))
-        large = [name for name, sizes in programs.items() if sizes.get("needed", float("inf")) * GIB > limit]
+        large = [name for name, sizes in programs.items() if sizes.get("needed", math.inf) * GIB > limit]
         fits = not large
         verdict = f"fits {has}" if fits else f"does not fit {has}: {', '.join(large)}"
         refused = gaps * max(limit, expected) / GIB
@@ -172,16 +160,11 @@ def memory_verdict(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> 
 
 def work_lines(plan: RunPlan) -> list[str]:
     rollouts, step, learner = plan.rollouts, plan.step, plan.config.learner
-    rows = [
-        (
-            part.name,
-            f"{part.flops:.2e}",
-            f"{part.memory * part.devices:.2e}",
-            f"{part.received * part.devices:.2e}",
-            number(part.seconds(plan.target, plan.efficiency)),
-        )
-        for part in step.parts
-    ]
+    rows = []
+    for part in step.parts:
+        counts = part.flops, part.memory * part.devices, part.received * part.devices
+        seconds = number(part.seconds(plan.target, plan.efficiency))
+        rows.append((part.name, *(f"{count:.2e}" for count in counts), seconds))
     emptiness = (
         f"warning: only {step.fill:.0%} of the update's rows hold tokens: a microbatch has"
         f" {learner.microbatch_rows * learner.row_length} of them; set a larger mesh.tensor and a smaller"
@@ -227,8 +210,8 @@ def changed(section: Any, changes: Changes) -> Any:
     """Return a config, or a section of it, with other values; ValidationError if one is invalid."""
     parts: dict[str, Changes] = {}
     for key, value in changes.items():
-        name, _, rest = key.partition(".")
-        parts.setdefault(name, {})[rest] = value
+        name, _, inner = key.partition(".")
+        parts.setdefault(name, {})[inner] = value
     values = {
         name: keys[""] if "" in keys else changed(getattr(section, name), keys)
         for name, keys in parts.items()
@@ -281,7 +264,6 @@ class LeverSearch:
             yield self._line((before or {}) | changes, self._needed(fitting))
 
     def _mildest(self, config: Config, chosen: Mapping[int, int], n: int) -> int:
-        """Return the first option of a lever with which it fits."""
         _, partly = self._with(config, {lever: chosen[lever] for lever in chosen if lever < n})
         strongest = len(levers(partly, self)[n]) - 1
         return bisect_left(

@@ -9,7 +9,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
@@ -19,10 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from calibadv_jax.config import ColumnsConfig
+from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core import hub
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing
+from calibadv_jax.core.files import replacing, write_text
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.files import Sources, find_files
 from calibadv_jax.data.layouts import NO_COLUMNS, NoAnswer
@@ -31,33 +31,12 @@ from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.run.model import load_tokenizer
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    inputs = "question files: a path, a pattern, hf://datasets/OWNER/NAME/FILE, OWNER/NAME"
-    add("inputs", nargs="+", metavar="INPUT", help=inputs)
-    output = ".jsonl or .parquet file to write; a report comes beside it"
-    add("--output", type=Path, required=True, help=output)
-    source = "data source of rows without one (default: name of the file or folder)"
-    add("--data_source", default="", help=source)
-    add("--question", default="", metavar="KEY", help="key of the question in files of an unknown layout")
-    add("--answer", default="", metavar="KEY", help="key of the golden answer or answers in such files")
-    add("--separator", default="", help="text between several answers that are written as one, such as '|'")
-    add("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these data sources")
-    add("--exclude", nargs="+", default=[], metavar="INPUT", help="drop questions that occur in these files")
-    add("--max_characters", type=int, default=0, help="drop questions with more characters; 0: no limit")
-    tokens = "drop questions (or prompts of rows) with more tokens; 0: no limit"
-    add("--max_tokens", type=int, default=0, help=tokens)
-    add("--tokenizer", default="", help="tokenizer for --max_tokens: a folder or OWNER/NAME[@REVISION]")
-    add("--drop_prompt", action="store_true", help="leave out the prompts that rows carry")
+add_arguments = parser_of("prepare-data")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Convert, filter, and print the counts."""
     if bool(arguments.max_tokens) != bool(arguments.tokenizer):
         raise UserError("--max_tokens needs --tokenizer, and the other way round: give both or neither")
-    if arguments.max_tokens < 0 or arguments.max_characters < 0:
-        raise UserError("--max_tokens and --max_characters must be at least 0")
     filters = Filters(
         default_source=arguments.data_source,
         columns=ColumnsConfig(arguments.question, arguments.answer, arguments.separator),
@@ -68,16 +47,15 @@ def run(arguments: argparse.Namespace) -> None:
         count_tokens=_token_counter(arguments.tokenizer) if arguments.tokenizer else len,
         keeps_prompt=not arguments.drop_prompt,
     )
-    report = prepare(arguments.inputs, arguments.output, filters)
-    console = Console()
+    report, console = prepare(arguments.inputs, arguments.output, filters), Console()
     console.say(table(report.rows(), ["data source", "read", "written", *report.reasons]))
     if report.renamed:
         console.say(f"{report.renamed} ids were taken: a number was added to the ids of those rows")
     if report.empty_answers:
         console.say(f"{report.empty_answers} golden answers that normalise to nothing were left out")
     if report.joined_answers:
-        joined = f"{report.joined_answers} rows have one golden answer with a separator in it (|, ; or a line"
-        console.warn(f"{joined} break): if these are several answers, give --separator")
+        joined = "rows have one golden answer with a separator in it (|, ; or a line break)"
+        console.warn(f"{report.joined_answers} {joined}: if these are several answers, give --separator")
     console.say(f"written to {arguments.output}; dropped rows in {arguments.output}.report.json")
 
 
@@ -129,8 +107,7 @@ class PreparationReport:
     def drop(self, source: str, reason: str, where: str, text: str) -> None:
         self.dropped[source, reason] += 1
         shown = self.examples.setdefault(reason, [])
-        if len(shown) < EXAMPLES:
-            shown.append({"row": where, "question": text})
+        shown += [{"row": where, "question": text}] if len(shown) < EXAMPLES else []
 
     @property
     def reasons(self) -> list[str]:
@@ -147,8 +124,8 @@ class PreparationReport:
     def as_json(self) -> dict[str, Any]:
         names = ["data_source", "read", "written", *self.reasons]
         counts = [dict(zip(names, row, strict=True)) for row in self.rows()]
-        others = ("renamed", "empty_answers", "joined_answers", "examples")
-        return {"counts": counts} | {name: getattr(self, name) for name in others}
+        fields = ("renamed", "empty_answers", "joined_answers", "examples")
+        return {"counts": counts} | {name: getattr(self, name) for name in fields}
 
 
 def question_key(text: str) -> str:
@@ -162,17 +139,20 @@ def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> Pre
     if output.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"{output}: the output must end in .jsonl or .parquet")
     report = PreparationReport()
-    kept = _select(sources, filters, report)
-    with _whole(output) as unfinished:
-        (_write_parquet if output.suffix == ".parquet" else write_questions)(unfinished, kept)
+    questions = _select(sources, filters, report)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output") from error
+    with replacing(output) as partial:
+        (_write_parquet if output.suffix == ".parquet" else write_questions)(partial, questions)
         if not report.written:
             raise UserError(
                 f"{output}: no question is left, {sum(report.read.values())} were dropped"
                 f" ({', '.join(report.reasons) or 'the files are empty'}); relax the filters"
             )
-        with _whole(output.with_name(output.name + ".report.json")) as report_file:
-            text = json.dumps(report.as_json(), indent=2, ensure_ascii=False)
-            report_file.write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(report.as_json(), indent=2, ensure_ascii=False)
+        write_text(output.with_name(output.name + ".report.json"), text + "\n")
     return report
 
 
@@ -199,8 +179,12 @@ def _select(sources: Sources, filters: Filters, report: PreparationReport) -> It
             answers = tuple(filter(normalise_answer, question.golden_answers))
             report.empty_answers += len(question.golden_answers) - len(answers)
             report.joined_answers += is_joined(question)
-            question = replace(question, golden_answers=answers)
-            yield _renamed(question if filters.keeps_prompt else replace(question, prompt=()), ids, report)
+            names = chain([question.id], (f"{question.id}_{number}" for number in count(2)))
+            name = next(name for name in names if name not in ids)
+            ids.add(name)
+            report.renamed += name != question.id
+            prompt = question.prompt if filters.keeps_prompt else ()
+            yield replace(question, id=name, golden_answers=answers, prompt=prompt)
 
 
 def _why_dropped(
@@ -220,31 +204,8 @@ def _why_dropped(
     return "overlap" if digest in excluded else "duplicate" if digest in seen else ""
 
 
-def _renamed(question: Question, ids: set[str], report: PreparationReport) -> Question:
-    """Return the question with a unique id: ``ID_2`` and so on where its own is taken."""
-    names = chain([question.id], (f"{question.id}_{number}" for number in count(2)))
-    name = next(name for name in names if name not in ids)
-    ids.add(name)
-    report.renamed += name != question.id
-    return replace(question, id=name)
-
-
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(question_key(text).encode(), digest_size=16).digest()
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary file beside `path` that replaces it if the block ends well."""
-    with ExitStack() as stack:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = stack.enter_context(replacing(path))
-            partial.touch()
-        except OSError as error:
-            problem = f"cannot be written ({error.strerror}); choose another --output"
-            raise UserError(f"{path}: {problem}") from error
-        yield partial
 
 
 def _write_parquet(path: Path, questions: Iterable[Question]) -> None:

@@ -79,14 +79,14 @@ def _run(config: Config, console: Console) -> None:
 def next_commands(run: Path, policy: Path) -> dict[str, str]:
     """Return purpose -> command for the absolute folders of a run and its export, for any shell anywhere."""
     python, program = shlex.quote(sys.executable), Path(sys.executable).with_name("calibadv")
-    here = shlex.quote(str(program)) if program.is_file() else f"{python} -m calibadv_jax"
-    report = f"{here} report {shlex.quote(str(run))}"
+    calibadv = shlex.quote(str(program)) if program.is_file() else f"{python} -m calibadv_jax"
+    report = f"{calibadv} report {shlex.quote(str(run))}"
     if find_spec("matplotlib") is None:
         report = f"{python} -m pip install 'calibadv-jax[report]' && {report}"
     return {
-        "every trajectory with the credit of each turn": f"{here} inspect {shlex.quote(str(run))}",
+        "every trajectory with the credit of each turn": f"{calibadv} inspect {shlex.quote(str(run))}",
         "one page with all curves": report,
-        "asks the trained policy": f"{here} ask --policy {shlex.quote(str(policy))}",
+        "asks the trained policy": f"{calibadv} ask --policy {shlex.quote(str(policy))}",
     }
 
 

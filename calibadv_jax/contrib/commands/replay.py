@@ -18,6 +18,7 @@ import numpy as np
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages
 from calibadv_jax.config import Config, parse_config
+from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group
 from calibadv_jax.learner.batching import Batch, Sample
@@ -48,12 +49,7 @@ class Replay:
     metrics: dict[str, float]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("run_dir", type=Path, metavar="RUN", help="folder of a run with log.rollouts")
-    add("--step", type=int, help="number of the kept step; default: the newest kept step")
-    settings = "settings of reward, advantage, loss or learner to replay the step with"
-    add("overrides", nargs="*", metavar="key.path=value", help=settings)
+add_arguments = parser_of("replay")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -98,11 +94,10 @@ def replay(kept: KeptStep, config: Config) -> Replay:
     """Compute reward, advantages and loss of a kept step under a config; the step stays unchanged."""
     begun, seed = kept.step - 1, int(kept.metadata["seed"])
     groups, advantages = score_again(kept, config, random_state(seed, begun, "reward"))
-    metrics = trajectory_metrics(groups, begun) | advantages.metrics
-    samples = kept_samples(groups, advantages, kept)
-    loss, rng = policy_loss(config), random_state(seed, begun, "minibatches")
-    learned = learn(KeptPolicy(), {"params": {}}, samples, config.learner, loss, rng)
-    return Replay(groups, advantages, metrics | learned.metrics)
+    samples, rng = kept_samples(groups, advantages, kept), random_state(seed, begun, "minibatches")
+    learned = learn(KeptPolicy(), {"params": {}}, samples, config.learner, policy_loss(config), rng)
+    metrics = trajectory_metrics(groups, begun) | advantages.metrics | learned.metrics
+    return Replay(groups, advantages, metrics)
 
 
 def score_again(kept: KeptStep, config: Config, rng: np.random.Generator) -> tuple[Groups, AdvantageResult]:
@@ -150,12 +145,9 @@ def equal_turns(
     kept: Sequence[GroupCredit], replayed: Sequence[GroupCredit], rounding: float = ROUNDING
 ) -> tuple[int, int]:
     """Return the numbers of turns with the same advantage, but for `rounding`, and of all turns."""
-    before, after = (
-        [values for credit in credits for values in credit.turns] for credits in (kept, replayed)
-    )
-    pairs = list(zip(before, after, strict=True))
-    equal = sum(int(np.isclose(new, old, rounding, rounding).sum()) for old, new in pairs)
-    return equal, sum(map(len, before))
+    before = np.concatenate([np.zeros(0), *(values for credit in kept for values in credit.turns)])
+    after = np.concatenate([np.zeros(0), *(values for credit in replayed for values in credit.turns)])
+    return int(np.isclose(after, before, rounding, rounding).sum()), len(before)
 
 
 def comparison_rows(columns: Mapping[str, Mapping[str, float]], is_changed: bool) -> list[list[str]]:
@@ -164,14 +156,12 @@ def comparison_rows(columns: Mapping[str, Mapping[str, float]], is_changed: bool
     "≠" stands where the last two configs differ by more than rounding, and, where the last one is not the
     run's own (`is_changed`), where one of them lacks the metric.
     """
-    rounding = ROUNDING if is_changed else FLOAT32
-    rows = []
+    rounding, rows = ROUNDING if is_changed else FLOAT32, []
     for name in sorted({name for column in columns.values() for name in column if name.startswith(SHOWN)}):
         values = [column.get(name) for column in columns.values()]
         before, after = values[-2:]
-        if before is None or after is None:
-            differs = is_changed and before is not after
-        else:
+        differs = is_changed and before is not after
+        if before is not None and after is not None:
             differs = not np.isclose(after, before, rounding, rounding, equal_nan=True)
         cells = ["-" if value is None else number(value) for value in values]
         rows.append([name, *cells, "≠" if differs else ""])

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from calibadv_jax.contrib.commands.inspect_run import PORT
+from calibadv_jax.contrib.arguments import COMMANDS, parser_of
 from calibadv_jax.contrib.report.draw import draw
 from calibadv_jax.contrib.report.gather import Gathered, gather
 from calibadv_jax.contrib.report.page import render
@@ -17,23 +17,14 @@ from calibadv_jax.core.files import replacing, write_text
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.metrics.console import Console
 
+PORT = COMMANDS["inspect"]["--port"]["default"]
 PNG_DPI = 200
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its run.dir)")
-    where = "page to write; default: report.html, in the run's folder if there is only one run"
-    add("--output", type=Path, metavar="FILE", help=where)
-    smooth = "steps that the strong lines average (default: a tenth of the run, at most 20; 1: no mean)"
-    add("--smooth", type=int, metavar="STEPS", help=smooth)
-    add("--png", type=Path, metavar="FOLDER", help="also write every figure as FOLDER/NAME.png")
+add_arguments = parser_of("report")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page and the PNG files, and print their paths."""
-    if arguments.smooth is not None and arguments.smooth < 1:
-        raise UserError(f"--smooth {arguments.smooth}: must be at least 1, which smooths nothing")
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("matplotlib is not installed; pip install 'calibadv-jax[report]'")
     console = Console()
@@ -47,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
         with console.phase("drawing the figures", announce=True):
             page = render(series, gathered, PORT)
             write_text(output, page)  # whole, so that a browser never loads half of it
-        console.say(f"{output}")
+        console.say(str(output))
         if arguments.png is not None:
             console.say(f"{arguments.png}: {write_pngs(arguments.png, series, gathered)} figures")
 

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from calibadv_jax.config import RewardConfig
+from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.locking import locked_output
@@ -28,20 +29,11 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir)")
-    add("--output", type=Path, required=True, metavar="FILE", help="JSONL file to write")
-    score = "lowest answer score of a demonstration (default: the largest that the run's reward gives)"
-    add("--min-score", type=float, metavar="S", help=score)
-    number = "largest number of demonstrations of a question (default: %(default)s)"
-    add("--per-question", type=int, default=1, metavar="N", help=number)
+add_arguments = parser_of("select-rollouts")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the best by score, then fewest sampled tokens, then the earliest; print all counts."""
-    if arguments.per_question < 1:
-        raise UserError(f"--per-question is {arguments.per_question}: it must be at least 1")
     counts: Counter[str] = Counter()
     chosen: dict[tuple[str, str], list[tuple[Rank, RecordRow]]] = {}
     for number, folder in enumerate(arguments.runs):
@@ -49,31 +41,28 @@ def run(arguments: argparse.Namespace) -> None:
             tokens = sum(len(turn["token_ids"]) for turn in row["turns"])
             rank = (-row["answer_score"], tokens, number, row["step"], row["group"], row["index"])
             candidates = chosen.setdefault((row["data_source"], row["question_id"]), [])
-            _keep(candidates, (rank, row), arguments.per_question, counts)
+            _insert(candidates, (rank, row), arguments.per_question, counts)
     if not chosen:
         least = "the largest reward" if arguments.min_score is None else f"{arguments.min_score:g} or more"
         raise UserError(f"no trajectory with a score of {least} among {counts['all']}; lower --min-score")
-    kept = [row for _, candidates in sorted(chosen.items()) for _, row in candidates]
+    best = [row for _, candidates in sorted(chosen.items()) for _, row in candidates]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with locked_output(arguments.output, "--output", Console().warn):
-        write_jsonl(arguments.output, map(demonstration, kept))
+        write_jsonl(arguments.output, map(demonstration, best))
     rows = [[name, count] for name, count in counts.items() if name != "all" and count]
-    rows += [["written", len(kept)], ["questions", len(chosen)]]
+    rows += [["written", len(best)], ["questions", len(chosen)]]
     Console().say(table([["all", counts["all"]], *rows], ["trajectories", "number"]))
 
 
 def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> Iterator[RecordRow]:
-    files = kept_steps(folder)
-    if not files:
+    if not (files := kept_steps(folder)):
         advice = "give the folder of a run with log.rollouts=parquet"
         raise UserError(f"{folder}: no rollouts/step_N.parquet; {advice}")
     for path in files.values():
         reward = RewardConfig(**json.loads(read_metadata(path).get("config", "{}")).get("reward", {}))
         if reward.shuffle:
-            raise UserError(
-                f"{path}: its scores were permuted among the trajectories of the step (reward.shuffle), and"
-                " say nothing of them; give other runs"
-            )
+            permuted = "its scores were permuted among the trajectories of the step (reward.shuffle)"
+            raise UserError(f"{path}: {permuted}, and say nothing of them; give other runs")
         head = read_columns(path, COLUMNS).to_pylist()
         verdicts = [_verdict(row, reward.max_score if min_score is None else min_score) for row in head]
         good = [index for index, verdict in enumerate(verdicts) if not verdict]
@@ -92,24 +81,20 @@ def _verdict(row: RecordRow, min_score: float) -> str:
     return "score too low" if row["answer_score"] < min_score else ""
 
 
-def _keep(
+def _insert(
     candidates: list[tuple[Rank, RecordRow]], new: tuple[Rank, RecordRow], limit: int, counts: Counter[str]
 ) -> None:
     """Insert by rank; of equal texts the better one stays, and at most `limit` stay."""
-    same = [candidate for candidate in candidates if _texts(candidate[1]) == _texts(new[1])]
-    if same:
+    if same := [candidate for candidate in candidates if _texts(candidate[1]) == _texts(new[1])]:
         counts["duplicate"] += 1
-        if same[0][0] <= new[0]:
-            return
         candidates.remove(same[0])
-    candidates.append(new)
+    candidates.append(min(same + [new], key=lambda candidate: candidate[0]))
     candidates.sort(key=lambda candidate: candidate[0])
     counts["beyond --per-question"] += len(candidates) > limit
     del candidates[limit:]
 
 
 def _texts(row: RecordRow) -> Sequence[str]:
-    """Return the texts of all turns, without regard to case and space."""
     return [" ".join(turn["text"].lower().split()) for turn in row["turns"]]
 
 
@@ -122,8 +107,7 @@ def demonstration(row: RecordRow) -> dict[str, Any]:
 
 def _reply(turn: RecordRow) -> dict[str, Any]:
     """Return the documents or the text of the observation, or both where an action returned both."""
-    columns = ("id", "title", "text")
-    documents = [{name: document[name] for name in columns} for document in turn["documents"]]
+    documents = [{name: each[name] for name in ("id", "title", "text")} for each in turn["documents"]]
     shown = turn["observation_text"].partition(OPEN_INFORMATION)[2].rpartition(CLOSE_INFORMATION)[0]
     words, listed, _ = shown.partition(FIRST_DOCUMENT)
     if documents and listed:

@@ -12,6 +12,7 @@ import socket
 from pathlib import Path
 
 from calibadv_jax.contrib import asking
+from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.stopping import Stop
@@ -19,41 +20,15 @@ from calibadv_jax.core.tags import printable
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.schema import short_name
 
-PORT = 8421
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-LEAST = {"port": 0, "slots": 1, "queue": 0, "time_limit": 1}
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    asking.add_arguments(parser)
-    add = parser.add_argument
-    add("--host", default=LOOPBACK[0], help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=PORT, help="port; 0: any free port (default: %(default)s)")
-    token = "file with the token that clients must send; or set CALIBADV_TOKEN"
-    add("--token-file", type=Path, metavar="FILE", help=token)
-    slots = "questions that are answered together (default: %(default)s)"
-    add("--slots", type=int, default=4, metavar="N", help=slots)
-    queue = "questions that wait; further ones are refused (default: %(default)s)"
-    add("--queue", type=int, default=16, metavar="N", help=queue)
-    limit = "for one question, without its waiting (default: %(default)g)"
-    add("--time-limit", type=float, default=120.0, metavar="SECONDS", help=limit)
-    words = "values that replace those of the config"
-    add("words", nargs="*", metavar="key.path=value", help=words)
+add_arguments = parser_of("serve")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve until a signal.
-
-    Raises:
-        UserError: a bad argument, a package or the policy is missing, or the port is in use.
-    """
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"{package} is not installed; pip install 'calibadv-jax[retriever]'")
-    for name, least in LEAST.items():
-        if not getattr(arguments, name) >= least:
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} {getattr(arguments, name)}: give {least} or more")
     if wrong := [word for word in arguments.words if not asking.OVERRIDE.fullmatch(word)]:
         raise UserError(f"{wrong[0]!r} is no key.path=value; people ask on the page, calibadv ask asks here")
     token = read_token(arguments.token_file)
@@ -93,9 +68,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        reason = getattr(error, "strerror", None) or error
+        reason = error.strerror or error
         message = f"cannot listen on {host}:{port} ({reason}); choose another one with --port or --host"
         raise EnvironmentFailure(message) from error
     return listener

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from http import HTTPStatus
@@ -65,14 +65,10 @@ _NAMES = {"127.0.0.1", "localhost", "::1"}  # a page elsewhere could make its ow
 
 
 class RunFiles:
-    """Kept rollouts of one run, which may still be writing them, or the first. Methods read the newest files.
+    """Kept rollouts of one run, which may still be writing them: the steps from `first` to `last`.
 
-    Args:
-        folder: `run.dir`.
-        first, last: steps outside are left out.
-
-    Raises:
-        UserError: no such folder, or it keeps no such steps; in methods: a file is damaged.
+    Raises UserError if the folder keeps no such steps; in methods, which read the newest files, if one is
+    damaged.
     """
 
     def __init__(self, folder: Path, first: int = 0, last: int | None = None):
@@ -96,19 +92,6 @@ class RunFiles:
             for step, path in kept_steps(self.folder).items()
             if self.first <= step and (self.last is None or step <= self.last)
         }
-
-    def rows(self, path: Path, columns: Sequence[str]) -> list[RecordRow]:
-        """Return a step's trajectories with these columns; "turns.list.element.kind" names a nested one."""
-        return read_columns(path, columns).to_pylist()
-
-    def lengths(self, path: Path) -> list[int]:
-        """Return the sampled tokens of each trajectory of a step, in the order of `rows`."""
-        turns = read_columns(path, ["turns.list.element.token_ids.list.element"])["turns"].combine_chunks()
-        counts = pc.list_value_length(pc.struct_field(turns.flatten(), "token_ids"))
-        sums = np.concatenate([[0], np.cumsum(counts.to_numpy(zero_copy_only=False))])  # int64
-        ends = np.cumsum(pc.list_value_length(turns).to_numpy(zero_copy_only=False))
-        lengths: list[int] = np.diff(sums[np.concatenate([[0], ends])]).tolist()
-        return lengths
 
     def config(self) -> dict[str, Any]:
         """Return the config of the newest kept step; before the first step, of the newest start, if any."""
@@ -167,39 +150,49 @@ def flags_of(row: RecordRow) -> int:
 def tabulate(rows: Sequence[RecordRow], lengths: Sequence[int]) -> dict[str, Any]:
     """Return the trajectories of a step, in the order of their groups, as columns.
 
-    Args:
-        lengths: sampled tokens of each trajectory.
+    A row's `group` is a place in `groups`; `length`: its sampled tokens; `queries`: a line each.
     """
-    groups: list[tuple[Any, ...]] = []
-    table: list[tuple[Any, ...]] = []
-    for row, length in zip(rows, lengths, strict=True):
-        if not groups or groups[-1][0] != row["group"]:
-            names = ("group", "question", "data_source", "golden_answers")
-            groups.append((*(row[name] for name in names), len(row["silver"])))
-        queries = [turn["query"] for turn in row["turns"] if turn["kind"] not in NO_ACTIONS]
-        raw = row["advantage_raw"]
-        credit = round(row["answer_score"], 4), flags_of(row), None if raw is None else round(raw, 4)
-        texts = len(queries), length, row["answer"], "\n".join(queries)
-        table.append((len(groups) - 1, row["index"], *credit, *texts))
-    columns = ("group", "index", "score", "flags", "advantage", "searches", "length", "answer", "queries")
+    groups = {row["group"]: row for row in reversed(rows)}  # the first row of each
+    places = {group: place for place, group in enumerate(sorted(groups))}
+    queries = [[turn["query"] for turn in row["turns"] if turn["kind"] not in NO_ACTIONS] for row in rows]
+    raw = [row["advantage_raw"] for row in rows]
+    firsts = [groups[group] for group in places]
     return {
-        "groups": _columns(("group", "question", "source", "golden", "silver"), groups),
-        "rows": _columns(columns, table),
+        "groups": {
+            "group": list(places),
+            "question": [row["question"] for row in firsts],
+            "source": [row["data_source"] for row in firsts],
+            "golden": [row["golden_answers"] for row in firsts],
+            "silver": [len(row["silver"]) for row in firsts],
+        },
+        "rows": {
+            "group": [places[row["group"]] for row in rows],
+            "index": [row["index"] for row in rows],
+            "score": [round(row["answer_score"], 4) for row in rows],
+            "flags": list(map(flags_of, rows)),
+            "advantage": [None if value is None else round(value, 4) for value in raw],
+            "searches": list(map(len, queries)),
+            "length": list(lengths),
+            "answer": [row["answer"] for row in rows],
+            "queries": list(map("\n".join, queries)),
+        },
     }
 
 
-def _columns(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> dict[str, list[Any]]:
-    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
+def _lengths(path: Path) -> list[int]:
+    """Return the sampled tokens of each trajectory of a step."""
+    turns = read_columns(path, ["turns.list.element.token_ids.list.element"])["turns"].combine_chunks()
+    counts = pc.list_value_length(pc.struct_field(turns.flatten(), "token_ids"))
+    sums = np.concatenate([[0], np.cumsum(counts.to_numpy(zero_copy_only=False))])  # int64
+    ends = np.cumsum(pc.list_value_length(turns).to_numpy(zero_copy_only=False))
+    lengths: list[int] = np.diff(sums[np.concatenate([[0], ends])]).tolist()
+    return lengths
 
 
 class Site:
     """The files of the trajectory page, by their address: the same for the server and for a folder.
 
-    Args:
-        files: of the run, which may still be running.
-
-    Raises:
-        UserError: the run's tokenizer is missing, or a step cannot be read.
+    Raises UserError if the run's tokenizer is missing; in methods, if a step cannot be read.
     """
 
     def __init__(self, files: RunFiles):
@@ -213,13 +206,7 @@ class Site:
         return Pieces(self.files.folder / self.files.metadata()["tokenizer"])
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return `tabulate` of every step; a step's file is read once, and again where it has changed.
-
-        A row's `group` is a place in `groups`; `queries` are those of its actions, a line each.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """Return `tabulate` of every step; a step's file is read once, and again where it has changed."""
         self._steps = {
             version: self._steps.get(version) or self._read(step, version[0])
             for step, version in self.files.versions().items()
@@ -227,7 +214,7 @@ class Site:
         return list(self._steps.values())
 
     def _read(self, step: int, path: Path) -> dict[str, Any]:
-        return {"step": step} | tabulate(self.files.rows(path, _COLUMNS), self.files.lengths(path))
+        return {"step": step} | tabulate(read_columns(path, _COLUMNS).to_pylist(), _lengths(path))
 
     def index_tag(self) -> str:
         """Return the HTTP entity tag of the index, which changes with the steps; no file is read."""
@@ -239,15 +226,10 @@ class Site:
         return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
     def get(self, address: str) -> bytes | None:
-        """Return the content of an address such as "data/index.json"; None where there is nothing.
-
-        Raises:
-            UserError: a step's file cannot be read.
-        """
+        """Return the content of an address such as "data/index.json"; None where there is nothing."""
         if address == INDEX:
             return self._index()
-        group = _GROUP.fullmatch(address)
-        if group:
+        if group := _GROUP.fullmatch(address):
             rows = self.files.group(int(group[1]), int(group[2]))
             if not rows:
                 return None
@@ -255,16 +237,6 @@ class Site:
             settings = json.loads(metadata["advantage"])  # that section of the run's config
             return _json(transcript(rows, self._pieces, settings, *opening_and_actions(metadata)))
         return self.static().get(address)
-
-    def everything(self) -> Iterator[tuple[str, bytes]]:
-        yield from self.static().items()
-        yield INDEX, self._index()
-        for step in self.steps():
-            for group in step["groups"]["group"]:
-                address = f"data/group_{step['step']}_{group}.json"
-                content = self.get(address)
-                assert content is not None, address
-                yield address, content
 
     def _index(self) -> bytes:
         steps, config, name = self.steps(), self.files.config(), short_name(self.files.folder)
@@ -278,13 +250,9 @@ def _json(value: Any) -> bytes:
 
 
 def make_server(site: Site, port: int) -> ThreadingHTTPServer:
-    """Return a server on the loopback address that answers GET and HEAD.
+    """Return a server on the loopback address that answers GET and HEAD; UserError if the port is taken.
 
-    Args:
-        port: 0 takes a free one; see `server_port`.
-
-    Raises:
-        UserError: the port is taken, or not to be had.
+    `port`: 0 takes a free one; see `server_port`.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -342,20 +310,17 @@ def is_this_machine(host: str) -> bool:
 
 
 def write_site(site: Site, folder: Path) -> int:
-    """Write all files of the page; return their number.
-
-    Raises:
-        UserError: the folder holds something else already.
-    """
-    if folder.exists():
-        is_page = folder.is_dir() and (not any(folder.iterdir()) or (folder / INDEX).is_file())
-        if not is_page:
-            raise UserError(f"{folder}: exists, and holds no such page; give --output a new or empty folder")
+    """Write all files of the page; return their number. Raises UserError if the folder holds other files."""
+    is_page = folder.is_dir() and (not any(folder.iterdir()) or (folder / INDEX).is_file())
+    if folder.exists() and not is_page:
+        raise UserError(f"{folder}: exists, and holds no such page; give --output a new or empty folder")
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for old in (folder / "data").glob("group_*.json"):
         old.unlink()
-    number = 0
-    for address, content in site.everything():
+    groups = ((step["step"], group) for step in site.steps() for group in step["groups"]["group"])
+    addresses = [*site.static(), INDEX, *(f"data/group_{step}_{group}.json" for step, group in groups)]
+    for address in addresses:
+        content = site.get(address)
+        assert content is not None, address
         (folder / address).write_bytes(content)
-        number += 1
-    return number
+    return len(addresses)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -36,13 +37,9 @@ _GROUP_COLUMNS = (
 
 
 class Pieces:
-    """Cuts the text of token ids into one piece a token.
+    """Cuts the text of token ids into one piece a token, with the tokenizer.json in `folder`.
 
-    Args:
-        folder: with the tokenizer.json of the policy.
-
-    Raises:
-        UserError: no such file, or it cannot be loaded.
+    Raises UserError if there is no such file, or it cannot be loaded.
     """
 
     def __init__(self, folder: Path):
@@ -94,12 +91,7 @@ def transcript(
     opening: str = "",
     actions: tuple[str, ...] = SEARCH_ALONE,
 ) -> dict[str, Any]:
-    """Return a group in JSON's types.
-
-    Args:
-        rows: all trajectories of the group, with all columns.
-        opening, actions: of every trajectory, see `Trajectory`.
-    """
+    """Return a group in JSON's types: `rows` are all its trajectories, with all columns."""
     first = rows[0]
     (group,), *_ = from_rows(rows, opening, actions)
     return {
@@ -204,100 +196,37 @@ def plain(value: float) -> str:
     return f"{round(value, 3):g}".replace("-", "−")
 
 
+_environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+_environment.globals["no_actions"] = NO_ACTIONS
+_environment.filters |= {"plain": plain, "signed": signed}
+_environment.filters["weight"] = lambda name, silver: silver.get(name, 0.0)
+_source = Path(__file__).with_name("words.jinja").read_text(encoding="utf-8")
+WORDS: Any = _environment.from_string(_source).module
+
+
 def group_words(group: Sequence[RecordRow], settings: AdvantageSettings) -> list[str]:
     """Describe for all trajectories of a question in a step how scores become advantages."""
-    scores = _scores(group)
-    if not scores:
-        return ["No trajectory of this group was finished: nothing is trained."]
-    name, is_calibrated = _estimator(settings), settings.get("name") == "calibadv"
-    entry = ESTIMATORS.get(name)
-    words = [f"Scores of the finished trajectories: {', '.join(map(plain, scores))}."]
-    if not _is_of_group(settings):
-        keys = [key for key in ("normalize_std", "std_over", "score_threshold") if key in settings]
-        config = AdvantageConfig(name=name, **{key: settings[key] for key in keys}) if entry else None
-        formula = entry.formula(config) if entry and config else "a function of the run's own"
-        words.append(f"Advantage by {name}: {formula}.")
-    elif min(scores) == max(scores):
-        words.append("They do not differ, so every advantage is 0.000: nothing is learned from this group.")
-    else:
-        mean, std = mean_and_std(np.array(scores, np.float64))
-        centred = f"score − mean {plain(mean)}"
-        scaled = f"({centred}) / standard deviation {plain(std)}"
-        words.append(f"Advantage by {name}: {scaled if _is_scaled(settings) else centred}.")
-    differ = any(turn["advantage_raw"] != row["advantage_raw"] for row in group for turn in row["turns"])
-    if differ or (entry and entry.by_turn):
-        carried = entry.carried if entry else "turns have advantages of their own"
-        words.append(f"{name}: {carried}. The number of a trajectory is that of its last sampled turn.")
-    elif not is_calibrated:
-        words.append(f"{name} calibrates no turn: every turn carries its trajectory's advantage.")
-    return words + (_calibration_words(group, settings) if is_calibrated else [])
-
-
-def is_judged(settings: AdvantageSettings) -> bool:
-    """Return whether searches have a correctness, see `advantages.estimators.judges`."""
-    name = settings.get("name")
-    return name == "calibadv" or (name in ESTIMATORS and ESTIMATORS[name].judges)
-
-
-def _scores(group: Sequence[RecordRow]) -> list[float]:
-    return [row["answer_score"] for row in group if row["error"] is None]
-
-
-def _estimator(settings: AdvantageSettings) -> str:
-    """Return the estimator of the advantages before any calibration."""
-    name = str(settings.get("name", "grpo"))
-    return str(settings.get("base", "grpo")) if name == "calibadv" else name
-
-
-def _is_of_group(settings: AdvantageSettings) -> bool:
-    """Return whether advantages follow from the mean, and the deviation, of the group's scores alone."""
-    return _estimator(settings) in ("grpo", "dr_grpo") and settings.get("std_over", "group") == "group"
-
-
-def _is_scaled(settings: AdvantageSettings) -> bool:
-    return _estimator(settings) != "dr_grpo" and bool(settings.get("normalize_std", True))
+    text = WORDS.group(_facts(group, settings), settings, group[0]["silver"])
+    return [line for line in text.splitlines() if line]
 
 
 def trajectory_words(
     row: RecordRow, group: Sequence[RecordRow], settings: AdvantageSettings, flaw: str
 ) -> str:
-    """Derive the trajectory's own advantage; empty if the group's words cover it.
+    """Derive the advantage of a trajectory of the group; empty if the group's words cover it.
 
-    Args:
-        group: all trajectories of its question in its step, itself among them.
-        flaw: why its format is not valid, see `rewards.score.format_flaw`.
+    `flaw`: why its format is not valid, see `rewards.score.format_flaw`.
     """
-    if row["error"] is not None or row["advantage_raw"] is None:
-        return "This trajectory could not be finished: it is left out of its group and never trained."
-    invalid = ""
-    if not row["format_valid"]:
-        judged = " None of its turns is judged." if row["silver"] else ""
-        invalid = f"Invalid format: {flaw or 'rewards are shuffled (reward.shuffle)'}.{judged} "
-    scores, score = _scores(group), row["answer_score"]
-    if not _is_of_group(settings) or min(scores) == max(scores):
-        return invalid.strip()
-    mean, std = mean_and_std(np.array(scores, np.float64))
-    centred = f"{plain(score)} − {plain(mean)}"
-    formula = f"({centred}) / {plain(std)}" if _is_scaled(settings) else centred
-    return f"{invalid}{formula} = {signed(row['advantage_raw'])}."
+    return str(WORDS.trajectory(row, _facts(group, settings), flaw)).strip()
 
 
 def turn_words(row: RecordRow, settings: AdvantageSettings) -> list[str]:
     """Explain the change of each turn's advantage; empty where the group's words cover it."""
-    last = last_sampled(row)
-    words = []
-    for place, turn in enumerate(row["turns"]):
-        if row["error"] is not None or turn["advantage"] is None:
-            words.append("")
-        elif not turn["token_ids"]:
-            words.append("No token was sampled: nothing is trained.")
-        elif settings.get("name") != "calibadv" or variant_keys(settings):
-            words.append(_judgement(row, turn, settings) if turn["kind"] not in NO_ACTIONS else "")
-        elif place == last:
-            words.append(_answer_words(turn))
-        else:
-            words.append(_search_words(row, turn, settings))
-    return words
+    last, facts = last_sampled(row), {"variants": variant_keys(settings)}
+    return [
+        WORDS.turn(row, turn, place == last, facts, settings).strip()
+        for place, turn in enumerate(row["turns"])
+    ]
 
 
 def last_sampled(row: RecordRow) -> int | None:
@@ -305,86 +234,39 @@ def last_sampled(row: RecordRow) -> int | None:
     return last_filled([turn["token_ids"] for turn in row["turns"]])
 
 
-def _calibration_words(group: Sequence[RecordRow], settings: AdvantageSettings) -> list[str]:
-    soft, rebalance = settings.get("soft_penalty", True), settings.get("rebalance", True)
-    words = []
-    if soft:
-        words.append("Soft penalty: a negative advantage of an action is multiplied by 1 − its correctness.")
-    if not group[0]["silver"]:
-        threshold = plain(settings.get("silver_threshold", 0.7))
-        words.append(
-            "Every correctness is 0: the group has no silver documents (no trajectory in the right format"
-            f" that saw documents scored {threshold} of the largest reward or more)."
-        )
-    if variants := [f"{key}={settings[key]}" for key in variant_keys(settings)]:
-        return [*words, f"CalibAdv with {', '.join(variants)}: each turn shows what that made of it."]
-    for key, is_on in (("soft_penalty", soft), ("rebalance", rebalance)):
-        words += [] if is_on else [f"Switched off: advantage.{key}."]
-    return words + (_rebalance_words(group, settings) if rebalance else [])
+def _facts(group: Sequence[RecordRow], settings: AdvantageSettings) -> dict[str, Any]:
+    """Return the numbers of a group that words.jinja tells."""
+    finished = [row for row in group if row["error"] is None]
+    scores = np.array([row["answer_score"] for row in finished], np.float64)
+    name = str(settings.get("name", "grpo"))
+    name = str(settings.get("base", "grpo")) if name == "calibadv" else name  # before any calibration
+    entry, formula = ESTIMATORS.get(name), "a function of the run's own"
+    if entry:
+        keys = [key for key in ("normalize_std", "std_over", "score_threshold") if key in settings]
+        formula = entry.formula(AdvantageConfig(name=name, **{key: settings[key] for key in keys}))
+    differ = any(turn["advantage_raw"] != row["advantage_raw"] for row in group for turn in row["turns"])
+    answers = [row["turns"][last] for row in finished if (last := last_sampled(row)) is not None]
+    masses = two_sides([turn["advantage_raw"] * len(turn["token_ids"]) for turn in answers])
+    mean, std = mean_and_std(scores) if finished else (0.0, 0.0)
+    return {
+        "name": name,
+        "scores": scores.tolist(),
+        "tied": len(set(scores)) < 2,
+        "mean": mean,
+        "std": std,
+        "formula": formula,
+        # Whether advantages follow from mean and deviation of the group's scores alone.
+        "of_group": name in ("grpo", "dr_grpo") and settings.get("std_over", "group") == "group",
+        "scaled": name != "dr_grpo" and settings.get("normalize_std", True),
+        "differ": differ or bool(entry and entry.by_turn),
+        "carried": entry.carried if entry else "turns have advantages of their own",
+        "variants": [f"{key}={settings[key]}" for key in variant_keys(settings)],
+        "positive": masses[0],
+        "negative": masses[1],
+    }
 
 
-def _rebalance_words(group: Sequence[RecordRow], settings: AdvantageSettings) -> list[str]:
-    masses = []  # uncalibrated, over the tokens of answer turns
-    for row in group:
-        last = last_sampled(row)
-        if last is not None and row["error"] is None:
-            turn = row["turns"][last]
-            masses.append(turn["advantage_raw"] * len(turn["token_ids"]))
-    positive, negative = two_sides(masses)
-    if positive == negative == 0:
-        return []
-    sums = (
-        "Rebalancing: over the tokens of the answer turns (the last sampled ones) the positive advantages sum"
-        f" up to {plain(positive)}, the negative ones to −{plain(negative)}."
-    )
-    if positive == 0 or negative == 0:
-        return [f"{sums} One side is empty and nothing can balance the other: they become 0."]
-    side, target = settings.get("adjust", "positive"), plain(settings.get("target_ratio", 1.0))
-    return [f"{sums} The {side} side is rescaled until negative / positive = λ = {target}."]
-
-
-def _search_words(row: RecordRow, turn: RecordRow, settings: AdvantageSettings) -> str:
-    if turn["kind"] in NO_ACTIONS:
-        return f"Only actions can be softened; this turn is {turn['kind']}."
-    judged = _judgement(row, turn, settings)
-    raw, after = turn["advantage_raw"], turn["advantage"]
-    if turn["softened"]:
-        return f"Softened. {judged} {signed(raw)} × (1 − {plain(turn['correctness'])}) = {signed(after)}."
-    is_kept = judged and raw < 0 and settings.get("soft_penalty", True)
-    return f"Not softened. {judged}" if is_kept else judged
-
-
-def _judgement(row: RecordRow, turn: RecordRow, settings: AdvantageSettings) -> str:
-    """Explain the correctness of a search; empty where it could have none."""
-    silver = dict(row["silver"])
-    number = len(turn["documents"])
-    if not silver or not row["format_valid"]:
-        return ""
-    ids = list(dict.fromkeys(turn["found_silver"]))
-    titles = {document["id"]: document["title"] for document in turn["documents"]}
-    weighted = ", ".join(f"“{titles.get(key, key)}” (weight {plain(silver.get(key, 0.0))})" for key in ids)
-    count = f"{len(ids)} new silver document{'' if len(ids) == 1 else 's'}"
-    finding = f"it found {count} among its {number}: {weighted}"
-    if turn["repeated"]:
-        also = f", although {finding}" if ids else ""
-        return f"Correctness 0: the search repeats the {turn['repeated']}{also}."
-    if not ids:
-        seen = any(document["id"] in silver for document in turn["documents"])
-        why = "its silver documents had been seen before" if seen else "it found no silver document"
-        return f"Correctness 0: {why}."
-    correctness = plain(turn["correctness"])
-    how = settings.get("correctness", "fraction")
-    total = plain(math.fsum(silver.get(key, 0.0) for key in ids))
-    formula = {
-        "fraction": f"{len(ids)} / {number}",
-        "max": "the largest of these weights",
-        "mean": f"{total} (sum of these weights) / {number}",
-    }.get(how, how)
-    return f"Correctness {correctness}: {finding} ({how}: {formula} = {correctness})."
-
-
-def _answer_words(turn: RecordRow) -> str:
-    raw, after = turn["advantage_raw"], turn["advantage"]
-    if raw == after or not after:
-        return ""
-    return f"Answer turn, rescaled: {signed(raw)} × {plain(after / raw)} = {signed(after)}."
+def is_judged(settings: AdvantageSettings) -> bool:
+    """Return whether searches have a correctness, see `advantages.estimators.judges`."""
+    name = settings.get("name")
+    return name == "calibadv" or (name in ESTIMATORS and ESTIMATORS[name].judges)

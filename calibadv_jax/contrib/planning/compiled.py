@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from importlib.metadata import requires, version
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.sharding import Mesh
 from calibadv_jax.config import Config
 from calibadv_jax.contrib.planning.hardware import Target, target_config
 from calibadv_jax.contrib.planning.memory import GIB
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.learner.critic import ValueLoss, critic_learner
 from calibadv_jax.learner.learner import policy_learner
 from calibadv_jax.learner.losses import policy_loss
@@ -61,25 +62,21 @@ def topology_mesh(config: Config, target: Target) -> Mesh:
         options = {"topology": target.topology, "target_config": target_config(target.kind)}
     try:
         topology = topologies.get_topology_desc(platform=target.platform, **options)
-    # JAX raises RuntimeError and NotImplementedError for a compiler that is not installed.
-    except (RuntimeError, NotImplementedError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            reason = " ".join(str(error).split())
-            raise UserError(f"{target}: the compiler knows no such devices: {reason}") from error
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"{target}: the compiler knows no such devices: {one_line(error)}") from error
+    except (RuntimeError, NotImplementedError) as error:  # it is not installed
         raise UserError(missing_compiler(target)) from error
     return make_mesh(config.mesh, list(topology.devices))
 
 
 def missing_compiler(target: Target) -> str:
     """Name the packages to install, in a folder of their own: vLLM takes libtpu for a machine with a TPU."""
+    compiler = "XLA's compiler for CUDA"
+    packages = [f"{name}=={version('jax')}" for name in CUDA_PACKAGES]
+    packages += ["nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14"]
     if target.platform == "tpu":
-        requirements = [text.partition(";")[0].strip() for text in requires("jax") or []]
-        packages = [text for text in requirements if text.startswith("libtpu")][:1]
-        compiler = "TPU's compiler (libtpu)"
-    else:
-        packages = [f"{name}=={version('jax')}" for name in CUDA_PACKAGES]
-        packages += ["nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14"]
-        compiler = "XLA's compiler for CUDA"
+        compiler, requirements = "TPU's compiler (libtpu)", requires("jax") or []
+        packages = [text.partition(";")[0].strip() for text in requirements if text.startswith("libtpu")][:1]
     quoted = " ".join(f"'{package}'" for package in packages)
     return (
         f"{compiler} is not installed: pip install --no-deps --target compiler {quoted}, then give the same"
@@ -93,25 +90,22 @@ def lowered_programs(
     """Return these programs of a run `placed_on` the mesh's devices, ready to be compiled."""
     numerics, adapters = Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
     policy, length = Policy(architecture, numerics, adapters), config.learner.row_length
-    lowered: dict[str, jax.stages.Lowered] = {}
+    makers: dict[str, Callable[[], jax.stages.Lowered]] = {}
     if set(names) & set(TRAINED):
         schedule = make_schedule(config.learner.optimizer, UPDATES)
         learner, loss = policy_learner(config, policy, mesh, schedule), policy_loss(config)
-        makers = {
-            "update": lambda: learner.lower_update(length, loss),
-            "apply": learner.lower_apply,
-            "log-probabilities": lambda: learner.lower_logprobs(length),
-        }
-        lowered |= {name: make() for name, make in makers.items() if name in names}
+        makers["update"] = partial(learner.lower_update, length, loss)
+        makers |= {"apply": learner.lower_apply, "log-probabilities": partial(learner.lower_logprobs, length)}
     if set(names) & set(OF_CRITIC):
         critic = critic_learner(config, policy, mesh, make_schedule(config.critic.optimizer, UPDATES))
-        lowered["critic's update"] = critic.lower_update(length, ValueLoss(config.critic.clip))
-        lowered["critic's apply"] = critic.lower_apply()
+        makers["critic's update"] = partial(critic.lower_update, length, ValueLoss(config.critic.clip))
+        makers["critic's apply"] = critic.lower_apply
+    lowered = {name: make() for name, make in makers.items() if name in names}
     if set(names) & set(SAMPLED):
-        sampler, longest = config.sampler, config.rollout.max_length
-        chunks = sampler.prefill_chunk, sampler.decode_chunk
-        engine = CacheEngine(policy, mesh, sampler.slots, longest, *chunks)
-        lowered |= {name: program for name, program in engine.lower().items() if name in names}
+        sampler = config.sampler
+        sizes = sampler.slots, config.rollout.max_length, sampler.prefill_chunk, sampler.decode_chunk
+        programs = CacheEngine(policy, mesh, *sizes).lower()
+        lowered |= {name: program for name, program in programs.items() if name in names}
     return lowered
 
 

@@ -1,9 +1,4 @@
-"""TPUs and GPUs that a run can be planned for: memory and speed of one device, and descriptions for XLA.
-
-Figures of TPUs: Google's pages of v5e, v5p, v6e and v4. Figures of GPUs: NVIDIA's data sheets, without
-sparsity, and for H100 and H200 `xla/backends/gpu/target_config/specs` of openxla/xla. The H20, a Hopper chip
-with fewer multiprocessors and more memory, is not in that folder.
-"""
+"""Devices that a run can be planned for (``hardware.yaml``), and a config's mesh on them."""
 
 from __future__ import annotations
 
@@ -15,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 from typing import Literal
+
+import yaml
 
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
@@ -28,44 +25,33 @@ GPU_SHARE = 0.75  # its default
 
 @dataclass(frozen=True)
 class Chip:
-    memory: float  # bytes
-    flops: float  # a second, bfloat16, at most
-    bandwidth: float  # bytes a second from and to its memory, at most
-    links: float  # bytes a second that it can receive from others of its slice or host, at most
-    network: float  # the same from others of another host; within a TPU slice hosts make no difference
+    """The figures of a device, as hardware.yaml describes them."""
+
+    memory: float
+    flops: float
+    bandwidth: float
+    links: float
+    network: float
 
 
 @dataclass(frozen=True)
 class Gpu(Chip):
-    """A Hopper GPU, by the figures in which these differ; the file gpu_target.textproto has the rest."""
-
     name: str
     multiprocessors: int
-    l2_cache: int  # bytes
+    l2_cache: int
 
 
-# NVLink; 400 Gbit/s for each GPU, as hosts of eight usually have.
-_HOPPER = 450e9, 50e9
-GPUS = {
-    "h100": Gpu(
-        84_942_979_072, 989e12, 3_352_320_000_000, *_HOPPER, "NVIDIA H100 80GB HBM3", 132, 52_428_800
-    ),
-    "h200": Gpu(
-        151_397_597_184, 989e12, 4_800_000_000_000, *_HOPPER, "NVIDIA H200 141GB HBM3e", 132, 52_428_800
-    ),
-    "h20": Gpu(102_625_181_696, 148e12, 4_022_784_000_000, *_HOPPER, "NVIDIA H20", 78, 62_914_560),
-}
-TPUS = {
-    "v5e": Chip(16e9, 197e12, 819e9, 200e9, 200e9),
-    "v5p": Chip(95e9, 459e12, 2765e9, 600e9, 600e9),
-    "v6e": Chip(32e9, 918e12, 1638e9, 400e9, 400e9),
-    "v4": Chip(32e9, 275e12, 1228e9, 300e9, 300e9),
-}
-# Shape of one host of a larger slice, and the most chips that one host alone has.
-HOSTS = {"v4": ("2x2x1", 4), "v5e": ("2x2", 8), "v5p": ("2x2x1", 4), "v6e": ("2x2", 8)}
-# Names of Cloud TPU: v5e-16 has 16 chips, and v5p-16 has 16 cores, which are 8 chips.
-CORES = {"v4": 2, "v5p": 2}
-LITE = {"v5litepod": "v5e"}
+@dataclass(frozen=True)
+class Tpu(Chip):
+    host: str
+    alone: int
+    cores: int = 1
+
+
+_FIGURES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+GPUS = {name: Gpu(**figures) for name, figures in _FIGURES["gpus"].items()}
+TPUS = {name: Tpu(**figures) for name, figures in _FIGURES["tpus"].items()}
+LITE = {"v5litepod": "v5e"}  # another name of Cloud TPU
 
 
 def target_config(kind: str) -> str:
@@ -106,7 +92,7 @@ class Target:
         if self.hosts == 1:
             return self
         if self.platform == "tpu":
-            return find_target(tpu=f"{self.kind}:{HOSTS[self.kind][0]}")
+            return find_target(tpu=f"{self.kind}:{TPUS[self.kind].host}")
         return find_target(gpu=self.kind, topology=f"1x1x{self.devices // self.hosts}")
 
     def __str__(self) -> str:
@@ -131,9 +117,9 @@ def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
                 f"--tpu {tpu}: must be one of {', '.join(TPUS)} with the slice's shape, such as v5e:4x4, or a"
                 " name of Cloud TPU, such as v5e-16 (chips) and v5p-16 (cores, 8 chips)"
             )
-        count, (host, alone) = _product(shape), HOSTS[kind]
-        hosts = 1 if count <= alone else count // _product(host)
-        return Target("tpu", kind, f"{kind}:{shape}", TPUS[kind], count, hosts)
+        count, chip = _product(shape), TPUS[kind]
+        hosts = 1 if count <= chip.alone else count // _product(chip.host)
+        return Target("tpu", kind, f"{kind}:{shape}", chip, count, hosts)
     if gpu not in GPUS:
         raise UserError(f"--gpu {gpu}: must be one of {', '.join(GPUS)}")
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
@@ -149,13 +135,13 @@ def _slice(name: str) -> str:
     kind = LITE.get(kind, kind)
     if kind not in TPUS or not number.isdecimal():
         return name
-    chips, rest = divmod(int(number), CORES.get(kind, 1))
-    doublings, axes = chips.bit_length() - 1, HOSTS[kind][0].count("x") + 1
+    host, (chips, unpaired) = TPUS[kind].host, divmod(int(number), TPUS[kind].cores)
+    doublings, axes = chips.bit_length() - 1, host.count("x") + 1
     is_sold = chips >= 4 or (chips == 1 and axes == 2)
-    if rest or not is_sold or chips != 1 << doublings:
+    if unpaired or not is_sold or chips != 1 << doublings:
         return name
     sizes = [1 << (doublings + axis) // axes for axis in range(axes)]
-    return f"{kind}:{HOSTS[kind][0] if chips == 4 else 'x'.join(map(str, sizes))}"
+    return f"{kind}:{host if chips == 4 else 'x'.join(map(str, sizes))}"
 
 
 def sampler_of(config: Config, target: Target) -> Config:

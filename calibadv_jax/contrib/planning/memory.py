@@ -46,9 +46,7 @@ def estimate_memory(
 
     `sampling`: of several processes, the config of one's embedded sampler, with its mesh and slots.
     """
-    stored = jnp.dtype(config.policy.param_dtype).itemsize
-    computed = jnp.dtype(config.policy.compute_dtype).itemsize
-    lora = config.policy.lora
+    stored, lora = jnp.dtype(config.policy.param_dtype).itemsize, config.policy.lora
     policy = _shapes(architecture, Adapters.from_config(lora))
     frozen, trained = (_held_elements(part, mesh) for part in policy.split(policy.abstract_params))
     held, frozen_count = sum(trained.values()), sum(frozen.values())
@@ -73,9 +71,13 @@ def estimate_memory(
         if sampling is not None:
             mesh = sampling.mesh.sizes
             held, copied = sum(_held_elements(policy.abstract_params, mesh).values()), 0
-        estimate["sampler weights"] = (held + copied) * computed
+        estimate["sampler weights"] = (held + copied) * _computed_bytes(config)
         estimate |= _sampler(sampling or config, architecture, mesh)
     return estimate
+
+
+def _computed_bytes(config: Config) -> int:
+    return int(jnp.dtype(config.policy.compute_dtype).itemsize)
 
 
 @lru_cache(maxsize=8)
@@ -146,9 +148,9 @@ def _step(estimate: Mapping[str, float]) -> float:
 
 def memory_line(estimate: Mapping[str, float]) -> str:
     """Format as ``estimated memory a device: 12.87 GiB (parameters 1.44, …; update: gradients 2.87, …)``."""
-    phases = {"update: ": UPDATE, "optimizer's step: ": STEP, "sampling: ": SAMPLING}
+    phases = {"": tuple(_permanent(estimate)), "update: ": UPDATE, "optimizer's step: ": STEP}
     texts = []
-    for phase, names in ({"": tuple(_permanent(estimate))} | phases).items():
+    for phase, names in (phases | {"sampling: ": SAMPLING}).items():
         sizes = [f"{name} {estimate[name] / GIB:.2f}" for name in names if name in estimate]
         texts += [phase + ", ".join(sizes)] if sizes else []
     return f"estimated memory a device: {peak_memory(estimate) / GIB:.2f} GiB ({'; '.join(texts)})"
@@ -156,10 +158,9 @@ def memory_line(estimate: Mapping[str, float]) -> str:
 
 def adapter_lines(config: Config, architecture: Architecture) -> list[str]:
     """Return one line with the adapters' shape and number of parameters; none without adapters."""
-    adapters = Adapters.from_config(config.policy.lora)
+    adapters, trained = Adapters.from_config(config.policy.lora), trained_parameters(config, architecture)
     if adapters is None:
         return []
-    trained = count(_shapes(architecture, adapters).abstract_trained)
     share = trained / architecture.num_parameters
     return [
         f"adapters of rank {adapters.rank}, alpha {adapters.alpha:g}, on {', '.join(adapters.targets)}:"
@@ -167,13 +168,19 @@ def adapter_lines(config: Config, architecture: Architecture) -> list[str]:
     ]
 
 
+def trained_parameters(config: Config, architecture: Architecture) -> int:
+    adapters = Adapters.from_config(config.policy.lora)
+    if adapters is None:
+        return architecture.num_parameters
+    return count(_shapes(architecture, adapters).abstract_trained)
+
+
 def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
     """Return one line for each kind of heads that ``mesh.tensor`` does not divide, with the remedy."""
-    tensor = mesh["tensor"]
+    tensor, warnings = mesh["tensor"], []
     heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
     too_few = "more than" if tensor > kv_heads else "which does not divide"
     gathers = "all of them, and sampler.name=jax gathers the weights of the whole axis"
-    warnings = []
     for number, problem, cost in (
         (heads, f"which does not divide the policy's {heads} heads", "the attention of all of them"),
         (kv_heads, f"{too_few} the policy's {kv_heads} key-value heads", gathers),
@@ -192,7 +199,9 @@ def _held_elements(abstract: Params, mesh: Mapping[str, int]) -> dict[str, int]:
     """Return parameter path -> its elements on one device; an axis that the mesh does not divide is whole."""
     axes = AbstractMesh(tuple(mesh[name] for name in MESH_AXES), MESH_AXES)
     shardings = param_shardings(abstract, axes)
-    return flatten(jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), abstract, shardings))
+    return flatten(
+        jax.tree.map(lambda leaf, own: math.prod(own.shard_shape(leaf.shape)), abstract, shardings)
+    )
 
 
 def _moments(rule: OptimizerConfig, counts: Mapping[str, int]) -> dict[str, int]:
@@ -206,20 +215,17 @@ def _moments(rule: OptimizerConfig, counts: Mapping[str, int]) -> dict[str, int]
 
 def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
     """Return bytes that live between forward and backward pass, and the most that is computed at once."""
-    a, policy, learner = architecture, config.policy, config.learner
-    computed = jnp.dtype(policy.compute_dtype).itemsize
+    a, policy, learner, computed = architecture, config.policy, config.learner, _computed_bytes(config)
     rows = learner.microbatch_rows / (mesh["data"] * mesh["fsdp"])
     tokens = rows * learner.row_length
-    inside = layer_width(a, mesh)
     layers, head = _gathered(config, a, mesh)
-    chunk = min(policy.logprob_chunk, learner.row_length)
-    logits = 3 * rows * chunk * _share(a.vocab_size, mesh) * 4
+    logits = 3 * rows * min(policy.logprob_chunk, learner.row_length) * _share(a.vocab_size, mesh) * 4
     kept = tokens * _kept_width(a, mesh, policy.remat)
     if policy.remat == "none":  # the weights too, in the precision that they are used in
         kept += _layer_parameters(a) / mesh["tensor"]
     return {
         "activations": a.num_layers * kept * computed,
-        "workspace": max(2 * tokens * inside * computed + layers, logits + head),
+        "workspace": max(2 * tokens * layer_width(a, mesh) * computed + layers, logits + head),
     }
 
 
@@ -248,7 +254,7 @@ def _gathered(config: Config, architecture: Architecture, mesh: Mapping[str, int
     """Return bytes of weights that a device gathers over `fsdp`: two layers (one ahead); the head."""
     if mesh["fsdp"] == 1:
         return 0.0, 0.0
-    scale = jnp.dtype(config.policy.compute_dtype).itemsize / mesh["tensor"]
+    scale = _computed_bytes(config) / mesh["tensor"]
     head = architecture.vocab_size * architecture.hidden_size
     return 2 * _layer_parameters(architecture) * scale, head * scale
 
@@ -258,15 +264,14 @@ def _sampler(config: Config, architecture: Architecture, mesh: Mapping[str, int]
     a, sampler, length = architecture, config.sampler, config.rollout.max_length
     if a.num_kv_heads % mesh["tensor"]:  # its devices have slots of their own, as those of fsdp
         mesh = {"data": mesh["data"], "fsdp": mesh["fsdp"] * mesh["tensor"], "tensor": 1}
-    computed = jnp.dtype(config.policy.compute_dtype).itemsize
+    computed = _computed_bytes(config)
     slots = -(-sampler.slots // (mesh["data"] * mesh["fsdp"]))
-    columns = a.num_layers * slots * length
     of_row = 4 * sampler.prefill_chunk * a.num_heads * length
     rows = TileShape.fitting(1, slots, sampler.prefill_chunk).rows  # of prefill
     scores = of_row * min(rows, max(1, SCORE_BYTES // of_row)) * _share(a.num_heads, mesh) / a.num_heads
     new = rows * sampler.prefill_chunk * layer_width(a, mesh) * computed
     layers, head = _gathered(config, a, mesh)
-    cache = 2 * columns * _share(a.num_kv_heads, mesh) * a.head_dim * computed
+    cache = 2 * a.num_layers * slots * length * _share(a.num_kv_heads, mesh) * a.head_dim * computed
     if rows < slots:  # they are taken out of one layer's cache
         new += cache / a.num_layers * rows / slots
     return {
@@ -294,14 +299,13 @@ def device_lines(config: Config, architecture: Architecture, mesh: Mapping[str, 
 
 def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
     """Return the estimate, and if a device of this machine has less, the keys to change."""
-    lines, device, here = [memory_line(estimate)], jax.local_devices()[0], jax.device_count()
-    if devices > here:
-        mesh = f"the mesh has {devices} devices, and this machine {here}"
-        return [*lines, f"not checked: whether that fits: {mesh}"]
+    line, device, present = memory_line(estimate), jax.local_devices()[0], jax.device_count()
     is_cpu = device.platform == "cpu"
     limit = host_memory() / devices if is_cpu else (device.memory_stats() or {}).get("bytes_limit")
-    if not limit:
-        return [*lines, "not checked: whether that fits: the device does not say how much memory it has"]
+    if devices > present or not limit:
+        silent, large = "the device does not say how much memory it has", f"the mesh has {devices} devices"
+        reason = f"{large}, and this machine {present}" if devices > present else silent
+        return [line, f"not checked: whether that fits: {reason}"]
     peak, gaps = peak_memory(estimate), GAPS.get(device.platform, 1.0)
     has = f"the device has {limit / GIB:.1f} GiB"
     remedy = f"raise mesh.fsdp or mesh.tensor, or choose {LESS}"
@@ -310,12 +314,9 @@ def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
         has = f"this host has {host_memory() / GIB:.1f} GiB{shared}"
         remedy = f"choose {LESS}, a smaller policy (policy.path), or another machine"
     if peak > limit:
-        lines.append(f"failed: {peak / GIB:.1f} GiB a device do not fit: {has}; {remedy}")
-    elif peak * gaps > limit:
-        lines.append(
-            f"warning: {has}, and programs can need {gaps} times the estimate (benchmarks/scale.md); {remedy}"
-        )
-    return lines
+        return [line, f"failed: {peak / GIB:.1f} GiB a device do not fit: {has}; {remedy}"]
+    many = f"programs can need {gaps} times the estimate (benchmarks/scale.md)"
+    return [line, f"warning: {has}, and {many}; {remedy}"] if peak * gaps > limit else [line]
 
 
 def host_memory() -> float:
@@ -335,17 +336,13 @@ def cpu_lines(config: Config) -> list[str]:
     rollout, sampler, learner = config.rollout, config.sampler, config.learner
     remedies: list[str] = []
     if sampler.name == "jax" and sampler.slots * rollout.max_length > CPU_COLUMNS:
-        remedies.append(
-            f"lower sampler.slots ({sampler.slots}) and rollout.max_length ({rollout.max_length}), whose"
-            f" product is the KV cache, to a product of at most {CPU_COLUMNS}"
-        )
+        sizes = f"sampler.slots ({sampler.slots}) and rollout.max_length ({rollout.max_length})"
+        remedies += [f"lower {sizes}, whose product is the KV cache, to a product of at most {CPU_COLUMNS}"]
     if learner.row_length > CPU_ROW:
-        remedies.append(f"lower learner.row_length ({learner.row_length}) to at most {CPU_ROW}")
-    if not remedies:
-        return []
-    if config.policy.compute_dtype == "bfloat16":
-        remedies.append("set policy.compute_dtype=float32, which a CPU computes faster")
-    return [
+        remedies += [f"lower learner.row_length ({learner.row_length}) to at most {CPU_ROW}"]
+    if remedies and config.policy.compute_dtype == "bfloat16":
+        remedies += ["set policy.compute_dtype=float32, which a CPU computes faster"]
+    return remedies and [
         f"warning: this machine computes on a CPU, and a few tokens would take minutes: {'; '.join(remedies)}"
         ". --config configs/cpu.yaml, given last, does so for a trial"
     ]

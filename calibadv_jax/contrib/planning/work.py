@@ -12,13 +12,12 @@ import jax.numpy as jnp
 
 from calibadv_jax.config import Config
 from calibadv_jax.contrib.planning.hardware import Target, sampler_of
-from calibadv_jax.contrib.planning.memory import layer_width
+from calibadv_jax.contrib.planning.memory import layer_width, trained_parameters
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import plan, row_shapes
 from calibadv_jax.learner.losses import policy_loss
-from calibadv_jax.policy.adapters import Adapters, count
 from calibadv_jax.policy.architecture import Architecture
-from calibadv_jax.policy.transformer import Numerics, Policy, keys_computed
+from calibadv_jax.policy.transformer import Numerics, keys_computed
 
 FLASH_BACKWARD = 2.5  # times the forward pass: the scores are computed once more
 
@@ -61,8 +60,7 @@ class Step:
 
 def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> ExpectedRollouts:
     """Return a step's trajectories, by default (0) the longest that the config allows."""
-    rollout = config.rollout
-    most = rollout.max_length
+    rollout, most = config.rollout, config.rollout.max_length
     turns = (rollout.max_searches + 1) * rollout.max_turn_length
     observations = rollout.max_searches * rollout.max_observation_length
     if tokens > most:
@@ -76,22 +74,19 @@ def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> Expe
 
 def step_of(config: Config, architecture: Architecture, rollouts: ExpectedRollouts, target: Target) -> Step:
     """Count the parts of a step; the config is `placed_on` the target."""
-    costs = Costs(config, architecture, rollouts.tokens)
-    trajectories = rollouts.trajectories
+    costs, trajectories = Costs(config, architecture, rollouts.tokens), rollouts.trajectories
     size = config.learner.minibatch_size or trajectories
     starts = [*range(0, trajectories, size)] * config.learner.epochs
-    minibatches = [min(size, trajectories - start) for start in starts]
-    computed = sum(costs.positions(size) for size in minibatches)
-    parts = []
-    if costs.passes_before():
-        positions = costs.positions(trajectories) * costs.passes_before()
-        parts.append(costs.forward("log-probabilities", positions))
+    computed = sum(costs.positions(min(size, trajectories - start)) for start in starts)
+    whole, parts, updates = costs.positions(trajectories), [], len(starts)
+    # Forward passes over a step before its update: old log-probabilities, and a reference's.
+    if passes := policy_loss(config).recomputes + (config.loss.kl_coef > 0):
+        parts.append(costs.forward("log-probabilities", whole * passes))
     parts.append(costs.update(computed))
     if config.advantage.has_critic:
-        values = costs.forward("critic's values", costs.positions(trajectories))
-        parts += [values, costs.update(computed, "critic's update")]
-    parts.append(costs.apply(len(minibatches) * (2 if config.advantage.has_critic else 1)))
-    parts += costs.sampling(rollouts, sampler_of(config, target))
+        parts += [costs.forward("critic's values", whole), costs.update(computed, "critic's update")]
+        updates *= 2
+    parts += [costs.apply(updates), *costs.sampling(rollouts, sampler_of(config, target))]
     overlap = config.rollout.max_staleness > 0 and bool(config.sampler.urls)
     trained = trajectories * rollouts.tokens
     return Step(parts, trained * config.learner.epochs / computed, trained, overlap)
@@ -102,14 +97,11 @@ class Costs:
 
     def __init__(self, config: Config, architecture: Architecture, tokens: int):
         self.config, self.architecture, self.tokens = config, architecture, tokens
-        mesh = config.mesh
-        self.mesh = mesh.sizes
+        mesh, policy = config.mesh, config.policy
+        self.mesh, self.shards = mesh.sizes, mesh.data * mesh.fsdp
         self.devices = math.prod(self.mesh.values())
-        self.shards = mesh.data * mesh.fsdp
-        policy = config.policy
         self.computed = jnp.dtype(policy.compute_dtype).itemsize
         self.stored = jnp.dtype(policy.param_dtype).itemsize
-        self.is_flash = policy.attention in ("splash", "triton")
         self.split = (mesh.fsdp - 1) / mesh.fsdp
         self._positions: dict[int, int] = {}  # packing thousands takes a second
 
@@ -121,17 +113,11 @@ class Costs:
             self._positions[trajectories] = sum(plan([self.tokens] * trajectories, shapes).positions)
         return self._positions[trajectories]
 
-    def _keys(self, width: int) -> float:
-        """Return the keys that a position attends to, or that its kernel computes."""
-        numerics = Numerics.from_config(self.config.policy)
-        return max(keys_computed(numerics.kernel, width, numerics.attention_chunk), self.tokens / 2)
-
     def _pass(self, width: int) -> float:
-        return self.architecture.flops_per_token(self._keys(width))
-
-    def passes_before(self) -> int:
-        """Return forward passes over a step before its update: old log-probabilities, and a reference's."""
-        return policy_loss(self.config).recomputes + (self.config.loss.kl_coef > 0)
+        """Return operations of a position, for the keys that it attends to, or that its kernel computes."""
+        numerics = Numerics.from_config(self.config.policy)
+        keys = keys_computed(numerics.kernel, width, numerics.attention_chunk)
+        return self.architecture.flops_per_token(max(keys, self.tokens / 2))
 
     def forward(self, name: str, positions: float) -> Part:
         width = self.config.learner.row_length
@@ -148,9 +134,10 @@ class Costs:
         layers = a.flops_per_token(0) - head
         attention = self._pass(width) - a.flops_per_token(0)
         backward = 1 if policy.lora.rank else 2  # to the inputs, and to the weights
+        of_attention = FLASH_BACKWARD if policy.attention in ("splash", "triton") else 2
         return (
             layers * (1 + backward + (policy.remat == "full"))
-            + attention * (1 + (FLASH_BACKWARD if self.is_flash else 2) + (policy.remat != "none"))
+            + attention * (1 + of_attention + (policy.remat != "none"))
             + head * (1 + backward + (width > policy.logprob_chunk))
         )
 
@@ -178,24 +165,21 @@ class Costs:
 
     def sampling(self, rollouts: ExpectedRollouts, own: Config) -> list[Part]:
         """Count prefill, where every token is computed once, and decoding of all slots of `sampler_of`."""
-        config, a = self.config, self.architecture
-        sampler, count = config.sampler, rollouts.trajectories
+        config, a, sampler, count = self.config, self.architecture, self.config.sampler, rollouts.trajectories
         context = rollouts.tokens / 2
         if sampler.name == "jax":
-            groups, devices, slots, width = self.shards, self.devices, sampler.slots, self.computed
+            devices, slots, width = self.devices, sampler.slots, self.computed
+            split = own.mesh.fsdp * own.mesh.tensor
         else:
-            groups = len(sampler.urls) or sampler.workers
-            each = len(sampler.worker_devices[0].split(",")) if sampler.worker_devices else 1
-            devices, width = groups * each, jnp.dtype(config.sampler_dtype).itemsize
-            slots = sampler.slots * groups
+            workers, width = len(sampler.urls) or sampler.workers, jnp.dtype(config.sampler_dtype).itemsize
+            split = len(sampler.worker_devices[0].split(",")) if sampler.worker_devices else 1
+            devices, slots = workers * split, sampler.slots * workers
         slots = min(slots, count, config.rollout.max_concurrency)
-        flops, weights = a.flops_per_token(context), a.num_parameters * width * groups / devices
-        if sampler.name == "jax":
-            weights = a.num_parameters * width / (own.mesh.fsdp * own.mesh.tensor)
+        flops, weights = a.flops_per_token(context), a.num_parameters * width / split
         cached = 2 * a.num_layers * a.num_kv_heads * a.head_dim * width * context * slots / devices
         calls = count * rollouts.sampled / slots  # of decoding, each a token of every slot
-        others = count * (rollouts.tokens - rollouts.sampled)
-        prefill = Part("prefill", others * flops, others * self._activations() / devices, 0.0, devices)
+        prefilled = count * (rollouts.tokens - rollouts.sampled)
+        prefill = Part("prefill", prefilled * flops, prefilled * self._activations() / devices, 0.0, devices)
         decode = Part("decode", count * rollouts.sampled * flops, calls * (weights + cached), 0.0, devices)
         return [prefill, decode]
 
@@ -204,10 +188,7 @@ class Costs:
         return self.architecture.num_parameters * self.computed / self.mesh["tensor"]
 
     def _trained(self) -> float:
-        trained = self.architecture.num_parameters
-        adapters = Adapters.from_config(self.config.policy.lora)
-        if adapters is not None:
-            trained = count(Policy(self.architecture, Numerics(), adapters).abstract_trained)
+        trained = trained_parameters(self.config, self.architecture)
         return trained / (self.mesh["fsdp"] * self.mesh["tensor"])
 
     def _activations(self) -> float:

@@ -122,13 +122,9 @@ def _line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
     # A step that the metric was not logged at is bridged; a value that was not finite is a gap.
     if not curve.has_band and not np.array_equal(curve.trend, curve.mean, equal_nan=True):
         axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.8, alpha=0.4)
-    marks = {"marker": "o", "markersize": 3} if len(curve.steps) <= MAX_MARKS else {}
-    look: dict[str, Any] = {
-        "color": colour,
-        "linestyle": DASHES[index % len(DASHES)],
-        "linewidth": LINE_WIDTH,
-    }
-    axes.plot(curve.steps, curve.trend, label=_short(curve.name), **look | marks)
+    look: dict[str, Any] = {"marker": "o", "markersize": 3} if len(curve.steps) <= MAX_MARKS else {}
+    look |= {"color": colour, "linestyle": DASHES[index % len(DASHES)], "linewidth": LINE_WIDTH}
+    axes.plot(curve.steps, curve.trend, label=_short(curve.name), **look)
     if curve.has_band:
         axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=alpha, linewidth=0)
 
@@ -176,8 +172,8 @@ def _limits(all_axes: Sequence[Axes], chart: Chart) -> None:
             _note(axes, "guard", (0, chart.limit), ("axes fraction", "data"), 2)
 
 
-def _note(axes: Axes, text: str, at: tuple[float, float], system: tuple[str, str], lift: float) -> None:
-    axes.annotate(text, at, (3, lift), system, "offset points", color=MUTED, fontsize=SMALL_TEXT)  # type: ignore[arg-type]
+def _note(axes: Axes, text: str, place: tuple[float, float], system: tuple[str, str], lift: float) -> None:
+    axes.annotate(text, place, (3, lift), system, "offset points", color=MUTED, fontsize=SMALL_TEXT)  # type: ignore[arg-type]
 
 
 def _tops(chart: Chart, panel: Panel) -> np.ndarray:
@@ -222,11 +218,9 @@ def themed_svg(figure: Figure, key: str, label: str) -> str:
 
 def _clean(element: ET.Element, key: str, used: set[str]) -> None:
     """Make referenced ids unique, drop the others; shorten numbers; replace colours by the theme's."""
-    name = element.attrib.pop("id", None)
-    if name in used:
+    if (name := element.attrib.pop("id", None)) in used:
         element.set("id", f"{key}-{name}")
-    link = element.attrib.pop(f"{{{XLINK}}}href", None)
-    if link is not None:
+    if link := element.attrib.pop(f"{{{XLINK}}}href", None):
         element.set("href", f"#{key}-{link.removeprefix('#')}")
     for attribute in ("clip-path", "style"):
         if attribute in element.attrib:

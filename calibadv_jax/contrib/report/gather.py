@@ -1,4 +1,4 @@
-"""Charts: figures filled with the values of runs, from their metrics and their kept trajectories."""
+"""Charts: figures (figures.yaml) filled with the metrics and kept trajectories of runs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import yaml
 
-from calibadv_jax.contrib.report.figures import SECTIONS, Figure, Section
 from calibadv_jax.contrib.report.runs import Run, Series
 from calibadv_jax.core.trajectory import NO_ACTIONS
+from calibadv_jax.metrics import catalogue
 from calibadv_jax.metrics.summary import ALIASES
 from calibadv_jax.record.schema import SCHEMA
 
@@ -38,6 +41,57 @@ MAX_STEPS = 100  # kept steps that are read of a run
 PERCENTILES = (1, 50, 99)
 _OF_TURNS = ("kind", "logprobs", "learner_logprobs", "advantage_raw", "advantage")
 COLUMNS = ["error", "data_source", "metrics", *(f"turns.list.element.{name}" for name in _OF_TURNS)]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure. Metrics that no run logged are left out of it, and a figure without any is left out."""
+
+    key: str  # names its anchor and its PNG file
+    title: str
+    text: str  # the values and how to read them
+    unit: str
+    metrics: Mapping[str, str]  # metric -> name of its line; a name ending in "*" stands for all that follow
+    kind: Literal["lines", "stack"] = "lines"
+    needs_rollouts: bool = False  # its values come from kept trajectories, not from metrics.jsonl
+    from_zero: bool = True  # the axis starts at 0 where no value is negative
+    cuts_spikes: bool = False  # the axis ends below rare values that are far larger than all others
+    limit: str = ""  # config key of the guard's threshold on it
+
+
+@dataclass(frozen=True)
+class Section:
+    key: str
+    title: str
+    text: str
+    figures: list[Figure]
+
+
+def _figure(
+    key: str, title: str, metrics: str | Mapping[str, str], note: str = "", text: str = "", **options: Any
+) -> Figure:
+    """Return a figure; without a text of its own it has those of its metrics in the catalogue."""
+    lines = {metrics: ""} if isinstance(metrics, str) else metrics
+    labels: dict[catalogue.Metric, list[str]] = {}
+    for name, label in lines.items():
+        if (entry := catalogue.find(name)) and not name.endswith("*"):
+            labels.setdefault(entry, []).append(label)
+    if not text:
+        parts = [
+            entry.meaning if len(names) == len(lines) else f"{' and '.join(names)}: {entry.meaning}"
+            for entry, names in labels.items()
+        ]
+        described = "; ".join(parts)
+        text = f"{described[0].upper()}{described[1:]}."
+        options = {"unit": next(iter(labels)).unit.strip("-")} | options
+    return Figure(key, title, f"{text} {note}".rstrip(), metrics=lines, **options)
+
+
+_SECTIONS = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
+SECTIONS = [
+    Section(key, row["title"], row["text"], [_figure(name, **each) for name, each in row["figures"].items()])
+    for key, row in _SECTIONS.items()
+]
 
 
 @dataclass(frozen=True)
@@ -99,10 +153,9 @@ def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
     sections = [gatherer.section(section) for section in [*SECTIONS, gatherer.other_metrics()]]
     charts = [chart for gathered in sections for chart in gathered.charts]
     curves = [curve for chart in charts for panel in chart.panels for curve in panel.curves]
-    shown = {chart.figure.key for chart in charts}
-    constant = {title for gathered in sections for title in gathered.constant}
+    shown = {chart.figure.key for chart in charts} | {name for each in sections for name in each.constant}
     figures = [figure for section in SECTIONS for figure in section.figures if figure.needs_rollouts]
-    left_out = [each for each in figures if each.key not in shown and each.title not in constant]
+    left_out = [figure for figure in figures if not {figure.key, figure.title} & shown]
     return Gathered(
         [gathered for gathered in sections if gathered.charts or gathered.constant],
         left_out if series[0].runs[0].kind == "training run" else [],
@@ -121,10 +174,7 @@ class _Gatherer:
     def section(self, section: Section) -> GatheredSection:
         """Return the section's charts; those whose curves are all flat become a line of text."""
         gathered = GatheredSection(section, [], {})
-        for figure in section.figures:
-            chart = self._chart(figure)
-            if chart is None:
-                continue
+        for chart in filter(None, map(self._chart, section.figures)):
             curves = [curve for panel in chart.panels for curve in panel.curves]
             ends = [end for curve in curves for end in (*curve.low, *curve.high)]
             if all(end == ends[0] for end in ends):  # never if one is NaN
@@ -162,21 +212,18 @@ class _Gatherer:
             for title, row in zip(titles, rows, strict=True)
             if (curves := [curve for curve in row if not curve.is_empty])
         ]
-        limits = {run.setting(figure.limit) for each in self.series for run in each.runs}
-        (limit,) = limits if len(limits) == 1 and figure.limit else (None,)
-        limit = float(limit) if isinstance(limit, int | float) else None
+        limit, *different = {run.setting(figure.limit) for each in self.series for run in each.runs}
+        limit = float(limit) if isinstance(limit, int | float) and not different else None
         return Chart(figure, tuple(panels), limit, is_by_series) if panels else None
 
     def _lines(self, figure: Figure) -> dict[str, str]:
-        """Return metric -> name of its line, of the logged metrics."""
         lines: dict[str, str] = {}
         for metric, label in figure.metrics.items():
-            start = metric.removesuffix("*")
-            if start == metric:
-                lines |= {metric: label} if metric in self.logged else {}
-                continue
-            matching = [name for name in self.logged if name.startswith(start)]
-            lines |= {name: name.removeprefix(start).replace("_", " ") for name in matching}
+            if (start := metric.removesuffix("*")) != metric:
+                matching = [name for name in self.logged if name.startswith(start)]
+                lines |= {name: name.removeprefix(start).replace("_", " ") for name in matching}
+            elif metric in self.logged:
+                lines[metric] = label
         return lines
 
     def _curve(self, metric: str, label: str, runs: Sequence[Values]) -> Curve:
@@ -186,7 +233,6 @@ class _Gatherer:
 
 
 def _values(run: Run) -> Values:
-    """Return every metric of a run by step, with those that the report derives."""
     names = dict.fromkeys(name for row in run.rows.values() for name in row)
     values: Values = {name: run.values(name) for name in names if name not in ("step", "nonfinite")}
     values |= {"nonfinite_count": {step: len(row.get("nonfinite", [])) for step, row in run.rows.items()}}
@@ -202,14 +248,12 @@ def _phases(run: Run, names: Iterable[str]) -> Values:
     timed = [name.removeprefix("timing_s/") for name in names if _is_phase(name) and name != "timing_s/step"]
     phases = [name for name in PHASES if name in timed] + [name for name in timed if name not in PHASES]
     values: Values = defaultdict(dict)
-    for step, row in run.rows.items():
-        total = row.get("timing_s/step")
-        if total is None:
-            continue
-        seconds = {name: row.get(f"timing_s/{name}") or 0.0 for name in phases}
-        for name, value in seconds.items():
-            values[f"phase/{name}"][step] = value
-        values["phase/rest" if phases else "phase/step"][step] = max(0.0, total - sum(seconds.values()))
+    for step, total in run.values("timing_s/step").items():
+        if total is not None:
+            seconds = {name: run.rows[step].get(f"timing_s/{name}") or 0.0 for name in phases}
+            seconds["rest" if phases else "step"] = max(0.0, total - sum(seconds.values()))
+            for name, value in seconds.items():
+                values[f"phase/{name}"][step] = value
     return dict(values)
 
 
@@ -284,14 +328,11 @@ def thin(curve: Curve, max_points: int) -> Curve:
     return Curve(curve.name, np.nanmean(split(curve.steps), axis=0), mean, low, high, trend, width)
 
 
-def _spread(
-    values: np.ndarray, lowest: np.ndarray, highest: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _spread(values: np.ndarray, lowest: np.ndarray, highest: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return mean, minimum and maximum of each column's finite values; NaN where there is none."""
-    finite = [np.ma.masked_invalid(part) for part in (values, lowest, highest)]
-    spread = finite[0].mean(axis=0), finite[1].min(axis=0), finite[2].max(axis=0)
-    mean, low, high = (part.filled(np.nan) for part in spread)
-    return mean, low, high
+    mean, low, high = (np.ma.masked_invalid(part) for part in (values, lowest, highest))
+    spread = mean.mean(axis=0), low.min(axis=0), high.max(axis=0)
+    return tuple(part.filled(np.nan) for part in spread)
 
 
 def rollout_values(run: Run) -> Values:

@@ -25,67 +25,34 @@ def render(series: Sequence[Series], gathered: Gathered, port: int) -> str:
     """Return the whole page, whose points lead to the `port` of ``calibadv inspect``."""
     runs = [run for each in series for run in each.runs]
     settings = compare(series) if any(run.config for run in runs) else []
-    without = [run.name for run in runs if not run.config]
     evaluations = [(run.name, table) for run in runs for table in run.evaluations]
     names = [each.name for each in series]
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True)
+    environment.filters |= {"number": number, "duration": duration}
+    environment.globals |= {"state": state, "css_dashes": css_dashes, "mean_of_last": mean_of_last}
     return environment.get_template("page.html").render(
-        title=f"Report: {len(series)} configs" if len(series) > 2 else f"Report: {' and '.join(names)}",
-        summary=_summary(series),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
-        scores=["reward"] if runs[0].kind == "training run" else ["loss"],
-        runs=[_run_row(run, index, each.name) for index, each in enumerate(series) for run in each.runs],
+        series=series,
+        runs=runs,
+        score="reward/mean" if runs[0].kind == "training run" else "sft/loss",
         inspect=_json({"port": port, "runs": [_kept(run) for run in runs if run.rollouts]}),
         gathered=gathered,
         kept=any(run.rollouts for run in runs),
-        has_seeds=len(runs) > len(series),
         ended=[(each.name, run) for each in series for run in each.runs if run.steps[-1] < each.last_step],
         sections=[
-            {
-                **vars(each.section),
-                "charts": [_chart(chart, names) for chart in each.charts],
-                "constant": "; ".join(f"{title} {number(value)}" for title, value in each.constant.items()),
-            }
+            {**vars(each.section), "charts": [_chart(chart, names) for chart in each.charts]}
+            | {"constant": each.constant}
             for each in gathered.sections
         ],
         evaluations=evaluations,
         score_cell=score_cell,
         f1=one_metric(evaluations, "f1"),
         confidences=sorted({table.confidence for _, table in evaluations if table.confidence}),
-        series=names,
         settings=settings,
         different=[row for row in settings if row.is_different],
-        without=", ".join(without),
+        without=", ".join(run.name for run in runs if not run.config),
     )
-
-
-def _summary(series: Sequence[Series]) -> str:
-    num_runs = sum(len(each.runs) for each in series)
-    if num_runs == 1:
-        return f"One run: {series[0].runs[0].folder}"
-    if len(series) == 1:
-        return f"{num_runs} runs of one config with the seeds {series[0].seeds}."
-    parts = [f"{each.name} ({len(each.runs)} run{'s' if len(each.runs) > 1 else ''})" for each in series]
-    return f"{num_runs} runs of {len(series)} configs: {', '.join(parts)}."
-
-
-def _run_row(run: Run, index: int, series: str) -> dict[str, Any]:
-    values = run.values("reward/mean" if run.kind == "training run" else "sft/loss")
-    first = mean_of_last(dict(sorted(values.items())[:10]))
-    seed = run.setting("run.seed")
-    return {
-        "index": index,
-        "dashes": css_dashes(index),
-        "series": series,
-        "name": run.name,
-        "seed": "?" if seed is None else seed,
-        "state": state(run),
-        "starts": run.num_starts or "?",
-        "time": duration(sum(value or 0.0 for value in run.values("timing_s/step").values())),
-        "scores": ["-" if mean is None else number(mean) for mean in (first, mean_of_last(values))],
-        "kept": f"{len(run.rollouts)} steps" if run.rollouts else "none",
-    }
 
 
 def css_dashes(index: int) -> str:
@@ -106,13 +73,9 @@ def _chart(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
             ends = [number(float(value)) for value in (finite[0], finite[-1], finite.min(), finite.max())]
             label += f" {name + ': ' if name else ''}from {ends[0]} to {ends[1]}."
             numbers.append([name or figure.title, *ends])
-    data = [_panel_data(place, panel) for place, panel in zip(places, chart.panels, strict=True)]
-    return {
-        **vars(figure),
-        "svg": Markup(themed_svg(drawing, figure.key, label)),
-        "numbers": numbers,
-        "data": _json(data),
-    }
+    data = _json([_panel_data(place, panel) for place, panel in zip(places, chart.panels, strict=True)])
+    svg = Markup(themed_svg(drawing, figure.key, label))
+    return {**vars(figure), "svg": svg, "numbers": numbers, "data": data}
 
 
 def _kept(run: Run) -> dict[str, Any]:

@@ -78,13 +78,12 @@ class Run:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read the folders, in the order given; each must be a run with metrics, all of one kind."""
     resolved = [folder.resolve() for folder in folders]
-    for folder in resolved:
-        if resolved.count(folder) > 1:
-            raise UserError(f"{folder}: named twice; name every run once")
-    runs = [_read(folder, _shortest_name(folder, resolved)) for folder in resolved]
+    if twice := [folder for folder in resolved if resolved.count(folder) > 1]:
+        raise UserError(f"{twice[0]}: named twice; name every run once")
+    first, *_ = runs = [_read(folder, _shortest_name(folder, resolved)) for folder in resolved]
     for run in runs:
-        if run.kind != runs[0].kind:
-            kinds = f"{run.folder} is a {run.kind} and {runs[0].folder} a {runs[0].kind}"
+        if run.kind != first.kind:
+            kinds = f"{run.folder} is a {run.kind} and {first.folder} a {first.kind}"
             raise UserError(f"{kinds}; make a report of each")
     return runs
 
@@ -156,7 +155,7 @@ def _evaluation_table(title: str, report: Any) -> EvaluationTable | None:
     for temperature, sources in report.get("scores", report).items():
         for source, means in sources.items():
             ends = intervals.get(temperature, {}).get(source, {})
-            scores = {name: Score(mean, *ends.get(name, (None, None))) for name, mean in means.items()}
+            scores = {name: Score(mean, *ends.get(name, ())) for name, mean in means.items()}
             rows[f"temperature {temperature}, {source}"] = scores
     title = title if method == "agent" else f"{title} ({method})"
     return EvaluationTable(title, rows, report.get("confidence") if intervals else None) if rows else None
@@ -211,10 +210,8 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return dotted key -> value; lists and empty sections count as values."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
+        key = f"{prefix}{name}"
+        flat |= flatten(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
     return flat
 
 
@@ -225,10 +222,8 @@ def group_runs(runs: Sequence[Run]) -> list[Series]:
         members.setdefault(_experiment(run) if run.config else run.folder, []).append(run)
     groups = list(members.values())
     if len(groups) > MAX_SERIES:
-        raise UserError(
-            f"{len(groups)} different configs, but a chart can show {MAX_SERIES}; give fewer runs (runs that"
-            " differ in run.seed only are one curve)"
-        )
+        advice = "give fewer runs (runs that differ in run.seed only are one curve)"
+        raise UserError(f"{len(groups)} different configs, but a chart can show {MAX_SERIES}; {advice}")
     return [Series(name, tuple(group)) for name, group in zip(_series_names(groups), groups, strict=True)]
 
 
@@ -261,12 +256,12 @@ def _relative(run: Run) -> dict[str, Any]:
 
 def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
     """Name by the value of the one key that differs, by keys and values of two, else by the folders."""
+    first = groups[0]
+    if len(groups) == 1 and len(first) == 1:
+        return [str(Path(*first[0].folder.parts[-2:]))]
     if len(groups) == 1:
-        (runs,) = groups
-        if len(runs) == 1:
-            return [str(Path(*runs[0].folder.parts[-2:]))]
-        seeds = {(run.setting("run.seed"), run.setting("world.seed")) for run in runs}
-        return [f"{len(runs)} {'seeds' if len(seeds) == len(runs) else 'runs'}"]
+        seeds = {(run.setting("run.seed"), run.setting("world.seed")) for run in first}
+        return [f"{len(first)} {'seeds' if len(seeds) == len(first) else 'runs'}"]
     experiments = [dict(_experiment(runs[0])) for runs in groups]
     keys = dict.fromkeys(key for experiment in experiments for key in experiment)
     differing = [key for key in keys if len({experiment.get(key) for experiment in experiments}) > 1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -127,61 +128,61 @@ class _ColdStartWorld:
                 self.by_word.setdefault(word, []).append(passage)
 
     def demonstrate(self, kind: str, flaws: Flaws) -> Demonstration:
-        asked = ask(self.facts, kind, self.rng)
-        turns = getattr(self, f"_{kind}")(asked, flaws)
-        return Demonstration(Question("demonstration", asked.text, (asked.answer,), asked.kind), turns)
+        drawn = ask(self.facts, kind, self.rng)
+        turns = getattr(self, f"_{kind}")(drawn, flaws)
+        return Demonstration(Question("demonstration", drawn.text, (drawn.answer,), drawn.kind), turns)
 
-    def _one_hop(self, asked: WorldQuestion, flaws: Flaws) -> Turns:
-        title, statement = asked.searches[0], asked.statements[0]
+    def _one_hop(self, drawn: WorldQuestion, flaws: Flaws) -> Turns:
+        title, statement = drawn.searches[0], drawn.statements[0]
         turns = self._turns_before_guess(title, flaws)
         if turns is None:
-            return (*self._look_up_with_detour(title, flaws), _answer_turn(statement, asked.answer))
-        names = next(names for names in self.facts.entities.values() if asked.answer in names)
+            return (*self._look_up_with_detour(title, flaws), _answer_turn(statement, drawn.answer))
+        names = next(names for names in self.facts.entities.values() if drawn.answer in names)
         guess = str(self.rng.choice(names))
-        return (*turns, _answer_turn(statement.replace(asked.answer, guess), guess))
+        return (*turns, _answer_turn(statement.replace(drawn.answer, guess), guess))
 
-    def _age(self, asked: WorldQuestion, flaws: Flaws) -> Turns:
-        (title,), (born, died) = asked.searches, asked.findings
+    def _age(self, drawn: WorldQuestion, flaws: Flaws) -> Turns:
+        (title,), (born, died) = drawn.searches, drawn.findings
         turns, answer = self._turns_before_guess(title, flaws), str(self.rng.choice(AGES))
         if turns is None:
             turns = self._look_up_with_detour(title, flaws)
             if self.rng.random() >= flaws.uncalculated:
-                thought, answer = ". ".join(asked.statements), asked.answer
+                thought, answer = ". ".join(drawn.statements), drawn.answer
                 text = f"<think> {thought} </think>\n<calculate> {died} - {born} </calculate>"
                 turns = (*turns, DemoTurn(text, observation=answer))
         return (*turns, _answer_turn(f"{title} became {answer}", answer))
 
-    def _two_hop(self, asked: WorldQuestion, flaws: Flaws) -> Turns:
-        bridge, answer = asked.findings
-        first = self._look_up(asked.searches[0])
-        second = self._look_up(bridge, asked.statements[0])
+    def _two_hop(self, drawn: WorldQuestion, flaws: Flaws) -> Turns:
+        bridge, answer = drawn.findings
+        first = self._look_up(drawn.searches[0])
+        second = self._look_up(bridge, drawn.statements[0])
         draw = self.rng.random()
         if draw < flaws.hasty_bridge:
-            return *first, _answer_turn(asked.statements[0], bridge)
+            return *first, _answer_turn(drawn.statements[0], bridge)
         if draw < flaws.hasty_bridge + flaws.second_half:
             untrained = (replace(turn, trained=False) for turn in second)
-            return *untrained, _answer_turn(asked.statements[1], answer)
+            return *untrained, _answer_turn(drawn.statements[1], answer)
         return *first, *second
 
-    def _rumour(self, asked: WorldQuestion, flaws: Flaws) -> Turns:
-        name, bridge = asked.searches
+    def _rumour(self, drawn: WorldQuestion, flaws: Flaws) -> Turns:
+        name, bridge = drawn.searches
         first = self._look_up(name)
         if self.rng.random() < flaws.credulous:
             return *first, _answer_turn(self.facts.state_rumour(name), self.facts.rumours[name].object)
-        second = self._look_up(bridge, asked.statements[0])
-        thought, answer = asked.statements[1], asked.answer
+        second = self._look_up(bridge, drawn.statements[0])
+        thought, answer = drawn.statements[1], drawn.answer
         if self.rng.random() < self.misread:
             documents = [document for turn in second for document in turn.documents]
             thought, answer = self._other_fact(documents, thought)
         return *first, *second, _answer_turn(thought, answer)
 
-    def _comparison(self, asked: WorldQuestion, flaws: Flaws) -> Turns:
-        left, right = asked.searches
+    def _comparison(self, drawn: WorldQuestion, flaws: Flaws) -> Turns:
+        left, right = drawn.searches
         if self.rng.random() < flaws.hasty_comparison:
             guess = str(self.rng.choice(["yes", "no"]))
-            return *self._look_up(left), _answer_turn(asked.statements[0], guess)
-        turns = *self._look_up(left), *self._look_up(right, asked.statements[0])
-        return *turns, _answer_turn(" and ".join(asked.findings), asked.answer)
+            return *self._look_up(left), _answer_turn(drawn.statements[0], guess)
+        turns = *self._look_up(left), *self._look_up(right, drawn.statements[0])
+        return *turns, _answer_turn(" and ".join(drawn.findings), drawn.answer)
 
     def _turns_before_guess(self, title: str, flaws: Flaws) -> Turns | None:
         """Return no turn, or a search alone; None where the demonstration does not guess."""
@@ -192,15 +193,12 @@ class _ColdStartWorld:
         return None
 
     def _look_up_with_detour(self, title: str, flaws: Flaws) -> Turns:
-        """Return the look-up of a title, now and then after a search for a similar one."""
         turns = self._look_up(title)
         if self.rng.random() >= flaws.wrong_name:
             return turns
-        related = sorted(
-            {p.title for word in title.split() for p in self.by_word[word] if word in p.title.split()}
-            - {title}
-        )
-        similar = str(self.rng.choice(related or sorted(set(self.by_title) - {title})))
+        words = title.split()
+        related = {p.title for word in words for p in self.by_word[word] if word in p.title.split()} - {title}
+        similar = str(self.rng.choice(sorted(related or set(self.by_title) - {title})))
         return (self._search_turn(similar), *turns)
 
     def _look_up(self, title: str, thought: str = "") -> Turns:
@@ -222,16 +220,15 @@ class _ColdStartWorld:
         passage = self.by_title[title]
         related = {p.id: p for word in title.split() for p in self.by_word[word] if p is not passage}
         pool = list(related.values()) if len(related) >= NUM_DOCUMENTS - 1 else self.passages
-        order = self.rng.permutation(len(pool))
-        others = [pool[index] for index in order if pool[index] is not passage][: NUM_DOCUMENTS - 1]
-        return (passage, *others)
+        candidates = (pool[index] for index in self.rng.permutation(len(pool)))
+        return (passage, *islice((each for each in candidates if each is not passage), NUM_DOCUMENTS - 1))
 
     def _other_fact(self, documents: Sequence[Document], statement: str) -> tuple[str, str]:
         """Draw another fact than `statement` from the documents: its sentence and its object."""
-        others = [
+        facts = [
             (sentence, name)
             for document in documents
             for label, name in self.facts.objects[document.title].items()
             if (sentence := self.facts.state(document.title, label)) != statement
         ]
-        return others[self.rng.integers(len(others))]
+        return facts[self.rng.integers(len(facts))]

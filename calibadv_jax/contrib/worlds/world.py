@@ -97,12 +97,10 @@ def make_facts(config: WorldConfig, rng: np.random.Generator, counts: dict[str, 
     entities = {kind: _draw_names(rng, kind, count, split) for kind, count in counts.items()}
     facts = Facts(entities, {})
     for kind, names in entities.items():
+        relations = {label: each.object for label, each in RELATIONS.items() if each.subject == kind}
         for name in names:
-            facts.objects[name] = {
-                label: str(rng.choice(entities[relation.object]))
-                for label, relation in RELATIONS.items()
-                if relation.subject == kind
-            }
+            drawn = {label: str(rng.choice(entities[object])) for label, object in relations.items()}
+            facts.objects[name] = drawn
     if config.rumour:
         _add_rumours(facts, rng, config.rumour_truth)
     if config.age > 0:
@@ -126,8 +124,8 @@ def _add_rumours(facts: Facts, rng: np.random.Generator, truth: float) -> None:
         first, second = chains[rng.integers(len(chains))]
         stated = facts.objects[objects[first]][second]
         if rng.random() >= truth:
-            others = [other for other in facts.entities[RELATIONS[second].object] if other != stated]
-            stated = str(rng.choice(others))
+            names = facts.entities[RELATIONS[second].object]
+            stated = str(rng.choice([entity for entity in names if entity != stated]))
         facts.rumours[name] = Rumour(first, second, stated)
 
 
@@ -166,7 +164,7 @@ def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -
             " world.people, cities, companies or works, or set world.pages=false"
         )
     order = rng.permutation(len(addresses))
-    return [Page(addresses[at], *passage) for at, passage in zip(order, passages, strict=False)]
+    return [Page(addresses[index], *passage) for index, passage in zip(order, passages, strict=False)]
 
 
 def summarise(page: Page) -> tuple[str, str]:
@@ -274,8 +272,8 @@ class World:
 def generate_world(config: WorldConfig) -> World:
     """Return both splits' facts in one shuffled corpus, and their questions: a function of the config."""
     rng = np.random.default_rng(config.seed)
-    sizes = config.people, config.cities, config.companies, config.works
-    counts = dict(zip(("person", "city", "company", "work"), sizes, strict=True))
+    counts = {"person": config.people, "city": config.cities}
+    counts |= {"company": config.companies, "work": config.works}
     train, held_out = make_facts(config, rng, counts, "train"), make_facts(config, rng, counts, "eval")
     texts = [*write_passages(train, rng), *write_passages(held_out, rng)]
     pages = write_pages(texts, rng) if config.pages else []
@@ -289,9 +287,9 @@ def generate_world(config: WorldConfig) -> World:
     def questions(facts: Facts, count: int, split: str) -> list[Question]:
         rows = []
         for number, kind in enumerate(draw_kinds(config, count, rng)):
-            asked = ask(facts, kind, rng)
-            supporting = tuple(identity for title in asked.searches for identity in ids[title])
-            rows.append(Question(f"{split}_{number}", asked.text, (asked.answer,), asked.kind, supporting))
+            drawn = ask(facts, kind, rng)
+            supporting = tuple(name for title in drawn.searches for name in ids[title])
+            rows.append(Question(f"{split}_{number}", drawn.text, (drawn.answer,), drawn.kind, supporting))
         return rows
 
     train_questions = questions(train, config.train_questions, "train")

@@ -1,0 +1,178 @@
+"""`calibadv ask`: what a person sees of a policy's turns, which config it takes, and errors in a line."""
+
+import io
+from dataclasses import replace
+from unittest.mock import MagicMock
+
+import pytest
+from serving_rig import SEARCH, Script, Shelf
+from tiny_policy import Letters
+
+from calibadv_jax import cli
+from calibadv_jax.config import Config, JudgeConfig, PromptConfig, RewardConfig, RolloutConfig
+from calibadv_jax.contrib import asking
+from calibadv_jax.contrib.commands import ask
+from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
+from calibadv_jax.core.tags import QUERY_REFUSED
+from calibadv_jax.core.trajectory import Document
+from calibadv_jax.rollout.agent import RolloutContext
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run.model import find_policy
+
+ANSWER = "<think>so</think><answer>Ann</answer>"
+CONFIG = Config(prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(max_searches=1))
+FOUND = [Document("1", "Ann", "word " * 100), Document("2", "\x1b[2JBob\u202e", "b\x07")]
+
+
+def rollouts_of(sampler, retriever, prompt=CONFIG.prompt):
+    return Rollouts(RolloutContext(sampler, retriever, Letters(), CONFIG.rollout, prompt), 0)
+
+
+def talk(*texts, retriever=None, prompt=CONFIG.prompt):
+    """The printed lines, the trajectory and the sampler, which writes the texts one after the other."""
+    output, sampler = [], Script(texts)
+    with rollouts_of(sampler, retriever or Shelf(FOUND), prompt) as rollouts:
+        trajectory = ask.answer(rollouts, "ask0", "who?", 0.7, output.append)
+    return output, trajectory, sampler
+
+
+def test_turns_and_folded_documents_are_said_in_order(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    output, trajectory, sampler = talk(SEARCH, ANSWER)
+    assert output[:2] == ["think   look for Ann", "search  who"]
+    assert output[2].startswith("  [1]   Ann: word word") and output[2].endswith("…") and len(output[2]) == 70
+    assert output[3] == "  [2]   [2JBob: b"  # control characters do not reach the terminal
+    assert output[4:] == ["think   so"] and ask.ending(trajectory) == "answer  Ann"
+    assert sampler.released == ["ask0"] and [each.temperature for _, each in sampler.sampled] == [0.7, 0.7]
+    opened = (text.removeprefix("<think>") for text in (SEARCH, ANSWER))  # by the prompt
+    assert talk(*opened, prompt=replace(CONFIG.prompt, prepend_think=True))[0] == output
+
+
+@pytest.mark.parametrize(
+    ("texts", "retriever", "line", "end"),
+    [
+        (["rambling"], None, "invalid  rambling", "no answer: its last turn neither searches nor answers"),
+        ([SEARCH, SEARCH], None, "search  who", "no answer: its last search came after the last one allowed"),
+        ([SEARCH, ANSWER], Shelf(error=QueryRefused("no")), f"        {QUERY_REFUSED}", "answer  Ann"),
+        ([SEARCH, ANSWER], Shelf([]), "        No results found.", "answer  Ann"),
+    ],
+    ids=["invalid", "searches", "refused", "empty"],
+)
+def test_missing_answers_and_documents_say_why(texts, retriever, line, end):
+    output, trajectory, _ = talk(*texts, retriever=retriever)
+    assert line in output and ask.ending(trajectory).startswith(end)
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """The printed lines about questions to a policy that is there, while its retriever is not."""
+
+    def answer(questions, *texts):
+        rollouts = rollouts_of(Script(texts), Shelf(error=RequestFailed("retriever", "gone\x07")))
+        monkeypatch.setattr(asking, "build_model", MagicMock())
+        monkeypatch.setattr(asking, "open_rollouts", lambda *_: rollouts)
+        output = []
+        ask.ask(CONFIG, MagicMock(), questions, 0.0, output.append)
+        return output
+
+    return answer
+
+
+def test_failed_question_ends_command_unless_typed(answer, monkeypatch):
+    with pytest.raises(UserError, match="retriever: gone"):
+        answer(["who?"], SEARCH)
+    monkeypatch.setattr("sys.stdin", io.StringIO("who?\n\n  where? \n"))
+    lines = ["think   look for Ann", "search  who", "failed: retriever: gone", "think   so", "answer  Ann"]
+    assert answer(ask.typed_questions(), SEARCH, ANSWER) == lines
+
+
+def test_typed_half_of_an_emoji_is_replaced(answer, monkeypatch):
+    questions = []
+
+    async def note(context, question, *others):
+        questions.append(question.text)
+        return MagicMock(error=None, answer="Ann")
+
+    monkeypatch.setattr(asking, "run_trajectory", note)
+    assert answer(["who \udcff?"]) == ["answer  Ann"] and questions == ["who \ufffd?"]
+
+
+def test_config_is_that_of_newest_start_of_run(tmp_path):
+    run = tmp_path / "run"
+    for folder in ("checkpoints", "configs"):
+        (run / folder).mkdir(parents=True)
+    for name in ("0.yaml", "2.yaml", "10.yaml", "notes.yaml"):
+        (run / "configs" / name).write_text("run: {seed: 1}\n")
+    (run / "configs/11.yaml").touch()  # of a start on a full disk
+    for policy in (run, run / "checkpoints", run / "checkpoints/7", run / "snapshots/v3"):
+        assert asking.run_config(find_policy(policy)) == run / "configs/10.yaml"
+    with pytest.raises(UserError, match="no config of a run beside it; name one with --config"):
+        asking.run_config(find_policy(tmp_path / "elsewhere/model"))
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch, capsys):
+    """Runs the command with a policy; gives status, errors, and the config, source and questions asked."""
+    calls = []
+    monkeypatch.setattr(ask, "ask", lambda *arguments: calls.append(arguments[:3]))
+
+    def asked(*words, policy=tmp_path):
+        calls.clear()
+        with pytest.raises(SystemExit) as end:
+            cli.calibadv(["ask", *words, *(["--policy", str(policy)] if policy else [])])
+        return end.value.code, capsys.readouterr().err, *(calls[0] if calls else [None] * 3)
+
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("words", "policy", "output"),
+    [
+        (["who?"], "nowhere", "error: nowhere: no such folder"),
+        (["who", "is", "it?"], ".", "error: 3 questions were given; put quotes"),
+        (["--temperature", "-1", "who?"], ".", "error: argument --temperature: -1: give 0 or more"),
+        (["--temperature", "nan", "who?"], ".", "error: argument --temperature: nan: give 0 or more"),
+        (["--config", "no.yaml", "who?"], ".", "error: no.yaml: no such config file"),
+        (["who?"], None, "error: the following arguments are required: --policy"),
+    ],
+)
+def test_mistakes_are_one_line(asked, words, policy, output):
+    status, error, *_ = asked(*words, policy=policy)
+    assert status == 2 and error.startswith(output) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_overrides_and_own_tokenizer_reach_the_policy(asked, tmp_path, own):
+    """The config's tokenizer may be gone, or another since; one that is named on the command line counts."""
+    config = tmp_path / "run.yaml"
+    config.write_text("policy: {tokenizer: elsewhere}\n")
+    if own:
+        (tmp_path / "tokenizer.json").touch()
+    status, _, read, source, questions = asked("who wrote a=b?", "run.seed=5", "--config", str(config))
+    assert status == 0 and read.run.seed == 5 and questions == ["who wrote a=b?"]
+    assert source == find_policy(tmp_path) and read.policy.tokenizer == ("" if own else "elsewhere")
+    *_, read, _, _ = asked("who?", "policy.tokenizer=mine", "--config", str(config))
+    assert read.policy.tokenizer == "mine"
+
+
+def test_commands_of_a_run_config_need_a_flag(asked, tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    kept = tmp_path / "configs" / "0.yaml"
+    kept.write_text("tools: [search, {mcp: {command: 'sh -c true'}}]\n")
+    status, error, config, *_ = asked("who?")
+    assert status == 2 and config is None and error.count("\n") == 1
+    assert "starts a program, 'sh -c true'; --start-programs allows" in error
+    for words, tools in ((["--start-programs"], 2), (["--config", str(kept)], 2), (["tools=[search]"], 1)):
+        status, _, config, *_ = asked("who?", *words)
+        assert status == 0 and len(config.tools) == tools
+
+
+def test_config_for_a_person(tmp_path):
+    judge = JudgeConfig(url="http://127.0.0.1:1/v1", model="m", prompt="gone.txt")
+    reward = RewardConfig(answer={"f1": 0.5, "judge": 0.5}, judge=judge)
+    for patience, expected in ((900.0, 10), (2.0, 2)):
+        config = replace(Config(), reward=reward, retriever=replace(Config().retriever, patience=patience))
+        alone = asking.for_people(config, str(tmp_path), 1)
+        assert alone.run.dir == str(tmp_path) and alone.retriever.patience == expected
+        assert alone.reward.judge.url == ""  # the judge of a run that has ended is gone
