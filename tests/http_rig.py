@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,26 +58,4 @@ def serving(handler: Any, port: int = 0) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
-
-
-@contextmanager
-def late(handler: Any, seconds: float = 0.5) -> Iterator[str]:
-    """Base URL at which nobody listens for as long; then a server with this handler."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ended = threading.Event()
-
-    def work() -> None:
-        time.sleep(seconds)
-        with serving(handler, port):
-            ended.wait()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        ended.set()
         thread.join()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_jax_sampler import CharTokenizer, make_sampler
+from sampler_rig import CharTokenizer, make_sampler
 from tiny_policy import NARROW, tiny
 
 from calibadv_jax.core.interfaces import SamplingParams
@@ -18,7 +18,7 @@ CONFIG = NARROW | {"vocab_size": len(CharTokenizer.pieces), "hidden_size": 16, "
 
 
 @pytest.mark.parametrize("adapters", [None, Adapters(2, 4.0, ("gate", "o", "v"), "float32")], ids=bool)
-def test_nothing_of_the_old_weights_is_left(adapters):
+def test_swap_leaves_nothing_of_old_weights(adapters):
     policy = tiny(CONFIG, adapters)
     old, new = (jax.jit(policy.init)(jax.random.key(seed)) for seed in (0, 1))
     base, trained = policy.split(old)

@@ -32,48 +32,46 @@ def alone(context):
 
 
 @pytest.fixture
-def tile():
-    return TileShape(groups=2, slots=6, rows=2, width=WIDTH)
+def slots():
+    """Contexts -> (copied columns, tiles) of filling the cache; with `held` and `cache`, of twelve slots."""
+    tile = TileShape(groups=2, slots=6, rows=2, width=WIDTH)
+    prefixes = Prefixes(tile)
+
+    def fill(contexts):
+        return run(prefixes.fill(contexts, fill.held), fill.cache, tile)
+
+    fill.held, fill.cache = [[] for _ in range(12)], [[] for _ in range(12)]
+    return fill
 
 
-def test_a_groups_prompt_is_computed_once(tile):
-    prefixes, held, cache = Prefixes(tile), [[] for _ in range(12)], [[] for _ in range(12)]
+def test_prompt_of_a_group_is_computed_once(slots):
     contexts = {slot: [1, 2, 3, 4, 5, 6, 7, 8, 9, 9] for slot in range(12)}
-    copied, tiles = run(prefixes.fill(contexts, held), cache, tile)
-    assert cache == [alone(contexts[slot]) for slot in range(12)]
-    assert (copied, tiles) == (10 * 9, 2)  # in each group five slots; three segments, two in a tile
+    assert slots(contexts) == (10 * 9, 2)  # in each group five slots; three segments, two in a tile
+    assert slots.cache == [alone(contexts[slot]) for slot in range(12)]
 
 
-def test_prompts_that_begin_alike_share_whole_segments(tile):
-    prefixes, held, cache = Prefixes(tile), [[] for _ in range(12)], [[] for _ in range(12)]
+def test_prompts_that_begin_alike_share_whole_segments(slots):
     start = list(range(18))
-    run(prefixes.fill({0: [*start, 50, 51]}, held), cache, tile)
-    copied, _ = run(prefixes.fill({1: [*start, 60, 61]}, held), cache, tile)
-    assert copied == 16
-    assert cache[1] == alone([*start, 60, 61])
+    slots({0: [*start, 50, 51]})
+    assert slots({1: [*start, 60, 61]})[0] == 16 and slots.cache[1] == alone([*start, 60, 61])
 
 
-def test_nothing_is_copied_where_it_saves_no_tile(tile):
-    prefixes, held, cache = Prefixes(tile), [[] for _ in range(12)], [[] for _ in range(12)]
-    copied, tiles = run(prefixes.fill({0: [1, 2, 3], 1: [1, 2, 3]}, held), cache, tile)
-    assert (copied, tiles) == (0, 1)
+def test_nothing_is_copied_where_it_saves_no_tile(slots):
+    assert slots({0: [1, 2, 3], 1: [1, 2, 3]}) == (0, 1)
 
 
-def test_what_was_decoded_is_never_copied(tile):
-    prefixes, held, cache = Prefixes(tile), [[] for _ in range(12)], [[] for _ in range(12)]
+def test_decoded_tokens_are_never_copied(slots):
     prompt = list(range(9))
-    run(prefixes.fill({0: prompt}, held), cache, tile)
+    slots({0: prompt})
     decoded = [*prompt, 30, 31, 32, 33, 34, 35, 36]
-    held[0].extend(decoded[8:])  # as the sampler does after decoding
-    copied, _ = run(prefixes.fill({1: [*decoded, 40]}, held), cache, tile)
-    assert copied == 8
+    slots.held[0].extend(decoded[8:])  # as the sampler does after decoding
+    assert slots({1: [*decoded, 40]})[0] == 8
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_sessions_hold_what_they_would_alone(tile, seed):
+def test_random_sessions_hold_their_own_columns(slots, seed):
     """Prompts from a few beginnings, sessions that go on, end, or begin anew in another one's slot."""
-    rng = np.random.default_rng(seed)
-    prefixes, held, cache = Prefixes(tile), [[] for _ in range(12)], [[] for _ in range(12)]
+    rng, held, cache = np.random.default_rng(seed), slots.held, slots.cache
     starts = [rng.integers(0, 3, 11).tolist() for _ in range(3)]
     contents, copied = {}, 0
     for _ in range(12):
@@ -93,7 +91,7 @@ def test_random_sessions_hold_what_they_would_alone(tile, seed):
                 cut = int(rng.integers(1, 12))
                 text = [*starts[rng.integers(3)][:cut], *rng.integers(0, 3, rng.integers(1, 4)).tolist()]
                 contexts[slot], contents[slot] = text, alone(text)
-        copied += run(prefixes.fill(contexts, held), cache, tile)[0]
+        copied += slots(contexts)[0]
         for slot, columns in contents.items():
             assert cache[slot][: len(columns)] == columns
             assert held[slot] == [token for token, _ in columns]

@@ -27,9 +27,7 @@ def written(shape, calls, length=32):
             at = tile, group, row
             slot = row if call.slots is None else call.slots[at]
             start, count = call.starts[at], call.counts[at]
-            assert start == 0 or cache[group, slot, start - 1] >= 0 or start == FIRST, (
-                "columns in their order"
-            )
+            assert start in (0, FIRST) or cache[group, slot, start - 1] >= 0, "columns in their order"
             assert start + count <= call.columns[tile]
             cache[group, slot, start : start + count] = call.tokens[at][:count]
     return cache
@@ -40,7 +38,7 @@ FIRST = 4  # column that the longest row begins at
 
 @pytest.mark.parametrize("shape", [FEW, WHOLE], ids=["few", "whole"])
 @pytest.mark.parametrize("length", [1, 3, 4, 22])
-def test_every_token_is_written_once_and_in_order(shape, length):
+def test_every_token_is_written_once_in_order(shape, length):
     work = [{0: (FIRST, range(100, 100 + length)), 1: (0, [7])}, {1: (0, [8, 9, 10, 11])}]
     calls = list(shape.calls(pending(shape, work)))
     tiles = written(shape, calls)
@@ -58,13 +56,13 @@ def test_no_more_tiles_than_the_work_needs():
     assert not list(FEW.calls([[], []]))
 
 
-def test_where_every_slot_has_a_row_nothing_is_gathered():
+def test_whole_tiles_gather_no_slots():
     (call,) = WHOLE.calls(pending(WHOLE, [{1: (0, [5])}, {}]))
     assert call.slots is None and call.tokens[0, 0].tolist() == [[0, 0, 0], [5, 0, 0]]
     assert len(list(WHOLE.calls(pending(WHOLE, [{1: (0, range(7))}, {}])))) == 3
 
 
-def test_a_tile_is_small_on_a_cpu_and_large_elsewhere():
+def test_tiles_are_small_on_a_cpu_only():
     assert TileShape.fitting(2, 40, 32, "cpu").rows == TILE_TOKENS["cpu"] // 32
     assert TileShape.fitting(2, 40, 1024, "cpu").rows == 1
     assert TileShape.fitting(8, 8, 256, "gpu").is_whole

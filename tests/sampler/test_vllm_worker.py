@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,7 @@ from calibadv_jax.sampler import vllm_worker
 from calibadv_jax.sampler.vllm_sampler import error_message
 from calibadv_jax.services.http_client import Unreachable, open_session
 
+pytestmark = pytest.mark.timeout(90)
 ROOT = Path(vllm_worker.__file__).parents[2]
 # What the server does at each of its starts; a start beyond the last does as the last.
 SERVER = """
@@ -93,26 +95,18 @@ def launch(tmp_path):
 
 
 @pytest.mark.medium
-def test_a_restart_that_fails_is_tried_again(launch, tmp_path):
+def test_failed_restart_is_tried_again(launch, tmp_path):
     process, url = launch("dies", "ends", "hangs up", "refuses", "ends", "serves")
-    deadline = time.monotonic() + 60
-    book = tmp_path / "book"
-    while not (book.is_file() and book.stat().st_size == 6):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
+    book, is_healthy = tmp_path / "book", False
+    while not is_healthy:
+        assert process.poll() is None
         time.sleep(0.05)
-    while True:
-        try:
-            assert httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
-            break
-        except httpx.TransportError:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-    assert process.poll() is None
+        with suppress(httpx.TransportError, FileNotFoundError):
+            is_healthy = book.stat().st_size == 6 and httpx.get(f"{url}/health", trust_env=False).is_success
 
 
 @pytest.mark.medium
-def test_a_first_start_that_fails_ends_the_launcher(launch, tmp_path):
+def test_failed_first_start_ends_the_launcher(launch, tmp_path):
     process, _ = launch("ends", "serves")
     assert process.wait(60) == 75
     assert process.stderr.read() == "error: vLLM's server ended with status 7; its output is above\n"
@@ -133,17 +127,15 @@ def test_restarts_come_to_an_end(launch):
     assert "(0 restarts left after this one)" in lines[2] and "restart" not in lines[3]
 
 
-def test_a_launcher_that_is_killed_leaves_neither_server_nor_engine(launch, tmp_path):
+def test_killed_launcher_leaves_no_server_or_engine(launch, tmp_path):
     process, _ = launch("stays")
-    deadline = time.monotonic() + 60
     while not (tmp_path / "port").exists():
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.05)
     pids = [int(pid) for pid in (tmp_path / "book.pids").read_text().split()]
     assert all(map(is_running, pids))
     process.kill()
     while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 

@@ -61,7 +61,7 @@ def test_options_reach_the_server(arguments, option, value):
         ("vllm", "0.32.0+cu130", "gpu"),
     ],
 )
-def test_the_build_that_is_installed_is_used(package, version, flavour, monkeypatch):
+def test_installed_build_is_used(package, version, flavour, monkeypatch):
     def version_of(name):
         if name != package:
             raise PackageNotFoundError(name)
@@ -75,7 +75,7 @@ def test_the_build_that_is_installed_is_used(package, version, flavour, monkeypa
 
 
 @pytest.mark.parametrize(("length", "whole"), [(512, "2048"), (20000, "20000")])
-def test_on_the_cpu_a_prompt_is_prefilled_in_one_part(length, whole, monkeypatch):
+def test_cpu_prefills_a_prompt_in_one_part(length, whole, monkeypatch):
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)
     arguments = ("--flavour", "cpu", "--max_model_len", str(length), "--kv_cache_gib", "3")

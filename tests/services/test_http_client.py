@@ -20,7 +20,6 @@ from calibadv_jax.services.http_client import (
     HttpReply,
     Unreachable,
     open_session,
-    post,
     request,
     retry,
     watched,
@@ -159,7 +158,7 @@ def test_redirection_is_not_followed(monkeypatch, status):
 
     async def send(url):
         async with open_session(5.0, "TEST_TOKEN") as http:
-            return await post(http, url, json={})
+            return await request(http, "POST", url, json={})
 
     with serving(Moved) as url:
         assert asyncio.run(send(f"{url}/here")).status == status

@@ -40,16 +40,14 @@ def service():
         if between is not None:
             client.health()
 
-        async def ask():
+        with asyncio.Runner() as runner:
             try:
                 if between is not None:
-                    await client.access(addresses)
+                    runner.run(client.access(addresses))
                     between()
-                return await client.access(addresses)
+                return runner.run(client.access(addresses))
             finally:
-                await client.close()
-
-        return asyncio.run(ask())
+                runner.run(client.close())
 
     with serving(Pages) as url:
         yield read, Pages
@@ -61,7 +59,7 @@ def test_page_differs_from_passage_of_its_title(service):
     assert sorted(handler.asked) == [("/access", ["p/ann"]), ("/access", ["p/bob"])]
 
 
-def test_what_passes_is_waited_for(service):
+def test_passing_failures_are_waited_for(service):
     read, handler = service
     handler.replies += [(503, b""), (200, b"{}"), (200, {"result": []})]
     assert read("ann") == [Document("page ann", "Ann", "Ann paints.")]
@@ -85,7 +83,7 @@ def test_service_that_stays_ill(service, reply, times, kind, message):
     assert (type(error.value) is UserError) == (kind is UserError)
 
 
-def test_other_pages_than_at_the_start_are_never_taken(service):
+def test_exchanged_pages_are_never_taken(service):
     read, handler = service
 
     def exchange():

@@ -16,7 +16,7 @@ class Ready(Handler):
         self.reply(200, {"status": "ready"})
 
 
-def test_inside_a_running_event_loop_it_is_asked_too():
+def test_service_answers_inside_a_running_event_loop():
     async def ask():
         with serving(Ready) as url:
             return retriever_client.RetrieverClient(RetrieverConfig(), url).health()
@@ -52,7 +52,7 @@ def test_service_that_never_comes_ends_the_start():
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:port", "ftp://a"])
-def test_what_is_no_url_is_not_waited_for(url):
+def test_invalid_url_is_not_waited_for(url):
     messages = []
     with pytest.raises(UserError, match="not a URL; give one such as"):
         check_running(RetrieverConfig(url=url, patience=600.0), messages.append)
