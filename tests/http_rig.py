@@ -59,3 +59,21 @@ def serving(handler: Any, port: int = 0) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def replying(*replies: tuple[Any, ...]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Base URL and requests (path, headers) of a server with these replies; the last one stays."""
+    requests: list[tuple[str, Any]] = []
+    pending = list(replies)
+
+    class Replying(Handler):
+        def do_GET(self) -> None:
+            self.body()
+            requests.append((self.path, self.headers))
+            self.reply(*(pending.pop(0) if len(pending) > 1 else pending[0]))
+
+        do_POST = do_GET
+
+    with serving(Replying) as url:
+        yield url, requests

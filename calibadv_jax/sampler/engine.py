@@ -284,7 +284,7 @@ class CacheEngine:
 
     def _decode_rows(
         self, params: Params, cache: Cache, rows: SlotArrays, pause: jax.Array, filtered: bool, window: int
-    ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[Cache, *SlotArrays]:
         _, positions, remaining, *_ = rows
         columns = jnp.max(positions + jnp.minimum(remaining, self.decode_chunk))
         loop = partial(self._decode_loop, filtered, window)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from http_rig import Handler, serving
+from http_rig import replying
 
 from calibadv_jax.config import Config, SamplerConfig
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
@@ -64,20 +64,12 @@ def test_failed_start_stops_all_workers(events):
     assert sorted(worker.name[-1] for method, worker in events if method == "stop") == ["0", "1", "2"]
 
 
-class Info(Handler):
-    """A worker; its first replies are `replies`."""
-
-    replies = ()
-
-    def do_GET(self):
-        is_info = self.path == "/weight_info"
-        good = (200, {"weight_version": "abc/3"}) if is_info else (404, {})
-        self.reply(*(self.replies.pop() if self.replies else good))
+INFO = 200, {"weight_version": "abc/3"}
 
 
 def test_running_workers_are_used_and_missing_ones_named(events):
     lines = []
-    with serving(Info) as first, serving(Info) as second:
+    with replying(INFO) as (first, _), replying(INFO) as (second, _):
         with opened(lines.append, urls=[first, second]) as urls:
             assert urls == [first, second] and lines == []
         with opened(lines.append, urls=[first, "http://127.0.0.1:9"], patience=600.0) as urls:
@@ -90,10 +82,10 @@ def test_running_workers_are_used_and_missing_ones_named(events):
 def test_worker_that_announces_absence_is_waited_for(monkeypatch, content):
     """Whatever its reply holds."""
     monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
-    starting = type("Starting", (Info,), {"replies": [(503, content), (500, content)]})
     lines = []
-    with serving(starting) as url, opened(lines.append, urls=[url], patience=60.0) as urls:
-        assert urls == [url] and not starting.replies
+    replies = replying((503, content), (500, content), INFO)
+    with replies as (url, requests), opened(lines.append, urls=[url], patience=60.0) as urls:
+        assert urls == [url] and len(requests) == 3
     (line,) = lines
     assert line.startswith(f"waiting up to 60 s for vLLM worker {url} (")
     assert "scripts/launch_vllm_worker.sh" in line and "sampler.urls" in line
@@ -103,8 +95,11 @@ def test_missing_or_foreign_worker_ends_the_run():
     never = pytest.raises(UserError, match="vLLM worker http://127.0.0.1:9: cannot be reached .*; start it")
     with never, opened(urls=["http://127.0.0.1:9"], patience=0.3):
         pass
-    foreign, lines = type("Foreign", (Info,), {"replies": [(404, {})]}), []
-    with serving(foreign) as url, pytest.raises(UserError, match=f"{url}: no /weight_info; start the worker"):
+    lines = []
+    with (
+        replying((404, {})) as (url, _),
+        pytest.raises(UserError, match=f"{url}: no /weight_info; start the worker"),
+    ):
         opened(lines.append, urls=[url], patience=600.0).__enter__()
     assert lines == []  # at once
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_rig import Handler, serving
+from http_rig import replying
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.sampler import vllm_worker
@@ -147,15 +147,11 @@ def is_running(pid):
 
 @pytest.mark.parametrize("body", [b" " * (2**26 + 1), b"[" * 100_000], ids=["long", "brackets"])
 def test_odd_reply_is_from_no_worker(body):
-    class Odd(Handler):
-        def do_GET(self):
-            self.reply(200, gzip.compress(body, 1), {"Content-Encoding": "gzip"})
-
     async def ask(question, url):
         async with open_session(20) as http:
             await question(http, url)
 
-    with serving(Odd) as url:
+    with replying((200, gzip.compress(body, 1), {"Content-Encoding": "gzip"})) as (url, _):
         with pytest.raises(UserError, match="no /weight_info"):
             asyncio.run(ask(vllm_worker.ask_label, url))
         if body[:1] == b" ":

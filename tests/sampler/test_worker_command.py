@@ -9,8 +9,7 @@ from calibadv_jax.sampler.vllm_worker import parse, server_command
 
 
 def command(*arguments, port=8123):
-    words, environment = server_command(parse(["--model", "folder", *arguments]), port)
-    return words, environment
+    return server_command(parse(["--model", "folder", *arguments]), port)
 
 
 def value_of(words, option):

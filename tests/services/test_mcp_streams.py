@@ -55,23 +55,23 @@ def results(action, *lines):
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        RESULT[:-2] % "cut",
-        '{"result": {"content": [{"id": 99, "type": "te\x01xt"}]}, "jsonrpc": "2.0", "id": $ID}',
-        '{"jsonrpc": "2.0", "id": $ID}',
-        '{"id": $ID, "result": {"content": []}}',
-        '{"jsonrpc": "2.0", "id": $ID, "result": 3}',
-        '{"jsonrpc": "2.0", "id": $ID, "result": {"content": 3}}',
-        '{"jsonrpc": "2.0", "id": $ID, "result": {"content": [{"type": "text"}]}}',
-    ],
-    ids=["cut", "control character", "no result", "no version", "number", "content", "block"],
-)
-def test_unreadable_reply_fails_its_call_alone(config, line):
+HEAD = '{"jsonrpc": "2.0", "id": $ID'
+UNREADABLE = [
+    RESULT[:-2] % "cut",
+    '{"result": {"content": [{"id": 99, "type": "te\x01xt"}]}, "jsonrpc": "2.0", "id": $ID}',
+    f"{HEAD}}}",
+    '{"id": $ID, "result": {"content": []}}',
+    f'{HEAD}, "result": 3}}',
+    f'{HEAD}, "result": {{"content": 3}}}}',
+    f'{HEAD}, "result": {{"content": [{{"type": "text"}}]}}}}',
+]
+
+
+def test_unreadable_reply_fails_its_call_alone(config):
     (action,) = mcp_tools.mcp_actions(config, 0)
-    failed, good = results(action, line, RESULT % "\\\\ud83d \\ud83d\\ud83d\\ude00")
-    assert type(failed) is RequestFailed and failed.service == "say" and str(failed).isprintable()
+    *failed, good = results(action, *UNREADABLE, RESULT % "\\\\ud83d \\ud83d\\ud83d\\ude00")
+    for failure in failed:
+        assert type(failure) is RequestFailed and failure.service == "say" and str(failure).isprintable()
     assert good == "\\ud83d \ufffd\U0001f600"  # of half an emoji and a whole one
 
 

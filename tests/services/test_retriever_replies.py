@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from http_rig import Handler, serving
+from http_rig import replying
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.services.http_client import BadReply, HttpReply
@@ -33,11 +33,7 @@ def test_passage_keeps_its_id_in_both_contracts(row):
     ids=["surrogate", "brackets", "no UTF-8"],
 )
 def test_odd_health_of_a_service_is_read(body, state):
-    class Odd(Handler):
-        def do_GET(self):
-            self.reply(200, body)
-
-    with serving(Odd) as url:
+    with replying((200, body)) as (url, _):
         assert RetrieverClient(RetrieverConfig(timeout=5.0, patience=0.1), url).health() == state
 
 
