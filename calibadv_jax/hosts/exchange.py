@@ -47,13 +47,8 @@ INLINE = 2**14  # bytes; longer values go from device to device: the coordinatio
 WAIT = 2000  # milliseconds; between two waits a signal's handler may run
 # Anyone who reaches the coordination service can write there, so bytes must not name a function to call.
 _TRAJECTORIES = {"Document", "Group", "Message", "Question", "Trajectory", "Turn"}
-_ARRAYS = {
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "scalar"),
-    ("numpy._core.numeric", "_frombuffer"),
-}
+_ARRAYS = {("numpy", "dtype"), ("numpy", "ndarray"), ("numpy._core.numeric", "_frombuffer")}
+_ARRAYS |= {("numpy._core.multiarray", name) for name in ("_reconstruct", "scalar")}
 
 
 class Hosts:

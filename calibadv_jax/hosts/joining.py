@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +40,7 @@ KEYS = {
 PERIOD = 0.5  # seconds between two checks
 PATIENCE = 10  # times the timeout after which a process is given up
 LINE = 300  # bytes of a message at most
-_HELLO, _GO = b"calibadv", b"go\n"
+_HELLO, _GO = re.compile(rb"calibadv (\d+) (\d+)\n"), b"go\n"
 MARGIN = 10.0  # seconds for which an error waits for the news that another process is lost
 
 
@@ -261,10 +262,9 @@ def _admit(connection: socket.socket, count: int, present: dict[int, socket.sock
     """Read which process this is; anything else that connects is left alone."""
     connection.settimeout(PERIOD)
     with suppress(OSError):
-        hello, *numbers = connection.recv(LINE).split() or [b""]
-        if hello != _HELLO or len(numbers) != 2 or not all(number.isdigit() for number in numbers):
+        if (hello := _HELLO.fullmatch(connection.recv(LINE))) is None:
             return
-        index, other = map(int, numbers)
+        index, other = map(int, hello.groups())
         if other != count or not 0 < index < count or index in present:
             raise UserError(
                 f"distributed: two processes are number {index}"
@@ -285,7 +285,7 @@ def _come(host: str, port: int, count: int, index: int, check: Callable[[str], N
             time.sleep(PERIOD)
     answer = b""
     with connection:
-        connection.sendall(b"%s %d %d\n" % (_HELLO, index, count))
+        connection.sendall(b"calibadv %d %d\n" % (index, count))
         connection.settimeout(PERIOD)
         while not answer.endswith(b"\n") and len(answer) < LINE:
             check("another process (process 0 says which)")

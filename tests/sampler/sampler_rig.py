@@ -3,10 +3,12 @@
 import asyncio
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from calibadv_jax.config import MeshConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
+from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
@@ -40,6 +42,14 @@ def make_sampler(policy, params, mesh=ALONE, max_length=96, stops=STOPS, **confi
     if params is not None:
         asyncio.run(sampler.load(7, params))
     return sampler
+
+
+def learner_logprobs(policy, params, row, temperature):
+    """Log-probabilities [T] of the successors of a row's tokens, as the learner computes them."""
+    decoder = policy.merge(params)
+    hidden = decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row))
+    targets = jnp.concatenate([row[:, 1:], row[:, :1]], axis=1)
+    return token_logprobs(decoder, hidden, targets, temperature, 1024)[0][0]
 
 
 def sample_sessions(sampler, numbers, prompt, vocabulary, completion, observation):

@@ -2,21 +2,21 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampler_rig import EOS, CharTokenizer, make_sampler
+from sampler_rig import EOS, CharTokenizer, learner_logprobs, make_sampler
 from tiny_policy import WIDER
 
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.stopping import StopRule
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,7 @@ def sampler(policy, params):
 def recompute(policy, params):
     """Tokens, temperature -> [T - 1] log-probabilities of the successors, as the learner computes them."""
 
-    @jax.jit
-    def logprobs_of(row, temperature):
-        decoder = policy.merge(params)
-        hidden = decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row))
-        targets = jnp.concatenate([row[:, 1:], row[:, :1]], axis=1)
-        return token_logprobs(decoder, hidden, targets, temperature, 1024)[0][0]
+    logprobs_of = jax.jit(partial(learner_logprobs, policy, params))
 
     def padded(tokens):  # to one length, so that it compiles once: attention is causal
         return jnp.asarray([[*tokens, *[0] * (96 - len(tokens))]], jnp.int32)
@@ -156,6 +151,7 @@ async def test_successive_requests_begin_together(sampler, monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["find", "_chunk"])
+@pytest.mark.timeout(60)
 async def test_error_reaches_all_who_wait(sampler, monkeypatch, part):
     """And the next requests are served."""
 
