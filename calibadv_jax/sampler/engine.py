@@ -122,10 +122,6 @@ class CacheEngine:
         self._params = joined(unflatten(shared), self._cast(unflatten(own)))
         self.forget()
 
-    @property
-    def is_loaded(self) -> bool:
-        return self._params is not None
-
     def forget(self) -> None:
         """Discard everything that the cache holds."""
         for row in self.held:

@@ -61,7 +61,7 @@ class JaxSampler:
     def __init__(self, policy: Policy, stops: StopRule, config: SamplerConfig, mesh: Mesh, max_length: int):
         self.policy, self.stops, self.config, self.mesh = policy, stops, config, mesh
         self.max_length = max_length
-        self._version = -1
+        self._version = -1  # of no weights
         self._engine = CacheEngine(
             policy, mesh, config.slots, max_length, config.prefill_chunk, config.decode_chunk
         )
@@ -94,7 +94,7 @@ class JaxSampler:
 
         Raises RuntimeError without weights, ValueError if the context is empty or leaves no room for a token.
         """
-        if not self._engine.is_loaded:
+        if self._version < 0:
             raise RuntimeError("no weights: call load before generating")
         if not 0 < len(token_ids) < self.max_length:
             raise ValueError(f"context of {len(token_ids)} tokens; must be 1 to {self.max_length - 1}")

@@ -1,4 +1,4 @@
-"""Meetings of the processes of a run, with threads in their place: what is exchanged, and how all stop."""
+"""Barriers and exchanges of the processes of a run, with threads in their place, and how all stop."""
 
 import pickle
 import socket
@@ -67,7 +67,7 @@ def run_all():
         with ThreadPoolExecutor(count) as threads:
             results = list(threads.map(run_process, range(count)))
         kept = [key for key in notes.kept if key.startswith("calibadv_exchange")]
-        assert len(kept) <= (left or count)  # of the last meeting alone
+        assert len(kept) <= (left or count)  # of the last barrier alone
         return results
 
     yield run
@@ -155,7 +155,7 @@ def test_signal_while_waiting_is_noted_for_the_others(run_all, monkeypatch):
 
 @pytest.mark.parametrize("reason", ["absent", "gone"])
 def test_error_without_the_others_is_out_of_step(run_all, monkeypatch, reason):
-    """Process 0 never comes to the meeting, or has ended and taken the store with it."""
+    """Process 0 never comes to the barrier, or has ended and taken the store with it."""
     monkeypatch.setattr(exchange, "WAIT", 20)
 
     def gone(*_):
@@ -205,7 +205,7 @@ def test_signal_within_a_barrier_stops_at_the_next(run_all, monkeypatch):
 
 @pytest.mark.parametrize("called", [0, 1])
 def test_signal_to_a_waiting_process_stops_both(run_all, called):
-    """It waits for the rollouts of the one that is called: both stop at this meeting, with its status."""
+    """It waits for the rollouts of the one that is called: both stop at this barrier, with its status."""
 
     def work(hosts):
         stop = Stop()
@@ -219,7 +219,7 @@ def test_signal_to_a_waiting_process_stops_both(run_all, called):
 
 
 def test_late_note_of_a_stop_is_harmless(run_all):
-    """Process 0 notes that it stops, and the other reads the note only when both have met and save."""
+    """Process 0 notes that it stops, and the other reads the note only when both have passed the barrier and save."""
     saved = []
 
     def work(hosts):
