@@ -40,7 +40,7 @@ KEYS = {
 PERIOD = 0.5  # seconds between two checks
 PATIENCE = 10  # times the timeout after which a process is given up
 LINE = 300  # bytes of a message at most
-_HELLO, _GO = re.compile(rb"calibadv (\d+) (\d+)\n"), b"go\n"
+_HELLO, _GO = re.compile(rb"calibadv (\d+) (\d+)\s*"), b"go\n"
 MARGIN = 10.0  # seconds for which an error waits for the news that another process is lost
 
 

@@ -219,7 +219,7 @@ def test_signal_to_a_waiting_process_stops_both(run_all, called):
 
 
 def test_late_note_of_a_stop_is_harmless(run_all):
-    """Process 0 notes that it stops, and the other reads the note only when both have passed the barrier and save."""
+    """Process 0 notes that it stops, and the other reads the note only after the barrier, while it saves."""
     saved = []
 
     def work(hosts):
