@@ -41,7 +41,7 @@ def params(policy):
 def sample(policy, params, mesh):
     """Twenty sessions over sixteen slots: most prefills take a few rows of some groups."""
     sampler = make_sampler(policy, params, mesh, LENGTH, slots=SLOTS, decode_chunk=4)
-    return sampler, sample_sessions(sampler, range(20), prompt, 14, completion=6, observation=11)
+    return sampler, sample_sessions(sampler, range(20), prompt, 14, completion=6, observation=13)
 
 
 def prompt(number):

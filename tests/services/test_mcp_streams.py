@@ -132,8 +132,8 @@ def test_standard_error_is_kept_and_bounded(config, tmp_path, monkeypatch):
 
 
 def test_last_line_of_a_program_is_printable():
-    log = mcp_tools.ServerLog(None, lambda line: None)
     for text, line in (("starting\n", "starting"), ("\x1b[31mno module\x07 here\n", "[31mno module here")):
+        log = mcp_tools.ServerLog(None, lambda line: None)
         log.write(text)
         assert log.last_line() == line
 

@@ -254,7 +254,7 @@ def test_body_of_a_tool_with_one_text(fake, body, arguments):
 
 
 def test_body_of_other_tools_is_an_object(fake):
-    fake.tools = [tool(), tool(properties={"left": {"type": "integer"}, "text": {"type": "string"}})]
+    fake.tools = [tool(), tool("other", {"left": {"type": "integer"}, "text": {"type": "string"}})]
     of_text, action = fake_actions()
     with pytest.raises(ValueError, match="too many brackets"):
         of_text.parse("[" * 60 + "{" * 41)
