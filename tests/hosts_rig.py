@@ -41,6 +41,19 @@ def free_port():
         return held.getsockname()[1]
 
 
+def places(home):
+    """Overrides of the files of a world in a folder."""
+    keys = [f"world.dir={home}/world", f"retriever.index={home}/index", "retriever.url="]
+    keys += [f"data.{name}={home}/world/{name}.jsonl" for name in ("train", "eval")]
+    return [*keys, f"policy.tokenizer={home}/world/tokenizer", f"retriever.corpus={home}/world/corpus.jsonl"]
+
+
+def spawn(command, variables):
+    """Start a program of this project, whose standard error is read."""
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=variables, **pipes)
+
+
 def environment(devices):
     """The environment of a process with so many simulated devices."""
     return os.environ | {
@@ -57,26 +70,12 @@ def start(arguments, processes, devices, signals=None):
     Args:
         signals: number of a process -> its HOSTS_RIG.
     """
-    address = f"127.0.0.1:{free_port()}"
+    variables = environment(devices) | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
+    command = ["-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml", *arguments]
     running = []
     for index in range(processes):
-        variables = environment(devices) | {
-            "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": str(processes),
-            "JAX_PROCESS_ID": str(index),
-            "HOSTS_RIG": (signals or {}).get(index, "0:0"),
-        }
-        command = [sys.executable, "-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml"]
-        running.append(
-            subprocess.Popen(
-                [*command, *arguments],
-                cwd=ROOT,
-                env=variables,
-                text=True,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            )
-        )
+        variables |= {"JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(index)}
+        running.append(spawn(command, variables | {"HOSTS_RIG": (signals or {}).get(index, "0:0")}))
     return running
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -64,22 +62,18 @@ def serving(handler: Any, port: int = 0) -> Iterator[str]:
 
 
 @contextmanager
-def late(handler: Any, seconds: float = 0.5) -> Iterator[str]:
-    """Base URL at which nobody listens for as long; then a server with this handler."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ended = threading.Event()
+def replying(*replies: tuple[Any, ...]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Base URL and requests (path, headers) of a server with these replies; the last one stays."""
+    requests: list[tuple[str, Any]] = []
+    pending = list(replies)
 
-    def work() -> None:
-        time.sleep(seconds)
-        with serving(handler, port):
-            ended.wait()
+    class Replying(Handler):
+        def do_GET(self) -> None:
+            self.body()
+            requests.append((self.path, self.headers))
+            self.reply(*(pending.pop(0) if len(pending) > 1 else pending[0]))
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        ended.set()
-        thread.join()
+        do_POST = do_GET
+
+    with serving(Replying) as url:
+        yield url, requests

@@ -89,7 +89,7 @@ async def measure(
     tensors: dict[str, np.ndarray] = {}
     for kind, snapshot in snapshots:
         begun = time.monotonic()
-        await sampler.load_snapshot(snapshot)
+        await sampler.load(int(snapshot.name.removeprefix("v")), snapshot)
         seconds[kind].append(time.monotonic() - begun)
         (tensors[kind],) = (await sampler.prompt_logprobs(tokens.tolist())).values()
     await sampler.close()

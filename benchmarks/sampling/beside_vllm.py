@@ -224,7 +224,7 @@ async def measure(
     """The largest difference of log-probabilities, and what the rounds of every arm took."""
     for sampler in samplers.values():
         if isinstance(sampler, VllmSampler):
-            await sampler.load_snapshot(snapshot)
+            await sampler.load(int(snapshot.name.removeprefix("v")), snapshot)
         else:
             await sampler.load(0, params)
     works = islice(setting.rounds, rounds + 1)

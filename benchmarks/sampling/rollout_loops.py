@@ -143,7 +143,7 @@ class Loops:
 
 async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
     sampler = VllmSampler([url], SamplerConfig(), StopRule(build_word_tokenizer(), []), "benchmark")
-    await sampler.load_snapshot(snapshot)
+    await sampler.load(int(snapshot.name.removeprefix("v")), snapshot)
     seconds: dict[str, list[float]] = {"continuous": [], "lock step": [], "stream": []}
     all_turns: Turns = []
     all_searches = []

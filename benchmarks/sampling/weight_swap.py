@@ -37,7 +37,7 @@ async def measure(url: str, snapshots: list[Path], copy_to: Path) -> dict[str, l
     sampler = VllmSampler([url], SamplerConfig(), StopRule(build_word_tokenizer(), []), "benchmark")
     for number, snapshot in enumerate(snapshots):
         begun = time.monotonic()
-        await sampler.load_snapshot(snapshot)
+        await sampler.load(int(snapshot.name.removeprefix("v")), snapshot)
         swapped = time.monotonic()
         shutil.copytree(snapshot, copy_to)
         copied = time.monotonic()

@@ -254,7 +254,7 @@ class Arm:
         snapshot = self.store.publish(
             self.number, self.state["params"], hf_config=self.model.hf_config, tokenizer_hash="benchmark"
         )
-        await self.sampler.load_snapshot(snapshot)
+        await self.sampler.load(self.number, snapshot)
 
 
 def sample(prompt: list[int], written: list[int], logprobs: list[float], score: float) -> Sample:

@@ -1,9 +1,9 @@
-"""What the processes of a run tell each other, and how they stop at the same place.
+"""Exchange values between the processes of a run, and stop all of them at the same place.
 
-All processes run the same program. What each does by itself, such as its share of the rollouts, stands in an
-`local_work` block; there a signal or an error stops a process at once. At the end of the block the processes
-meet: if one stops, all stop, at the same step and with the same parameters, so that they can save them
-together. Programs of all devices stand outside of these blocks: a signal waits for the next meeting, and an
+All processes run the same program. Work of one process, such as its share of the rollouts, stands in a
+`local_work` block; there a signal or an error stops a process at once. At the end of the block is a barrier:
+if one process stops, all stop, at the same step and with the same parameters, so that they can save them
+together. Programs of all devices stand outside of these blocks: a signal waits for the next barrier, and an
 error leaves the others waiting in the middle of a program, so that `Watch` must end them.
 """
 
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -43,74 +43,63 @@ from calibadv_jax.hosts.watch import STOPPING, Watch
 
 T = TypeVar("T")
 
-INLINE = 2**14  # bytes; what is longer goes from device to device: the coordination service is slow
+INLINE = 2**14  # bytes; longer values go from device to device: the coordination service is slow
 WAIT = 2000  # milliseconds; between two waits a signal's handler may run
-_ROOT, _SAVE_ROOT = "calibadv_exchange", "calibadv_save"
 # Anyone who reaches the coordination service can write there, so bytes must not name a function to call.
 _TRAJECTORIES = {"Document", "Group", "Message", "Question", "Trajectory", "Turn"}
-_ARRAYS = {
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "scalar"),
-    ("numpy._core.numeric", "_frombuffer"),
-}
+_ARRAYS = {("numpy", "dtype"), ("numpy", "ndarray"), ("numpy._core.numeric", "_frombuffer")}
+_ARRAYS |= {("numpy._core.multiarray", name) for name in ("_reconstruct", "scalar")}
 
 
 class Hosts:
-    """One process alone: nothing to exchange, and nobody to wait for.
-
-    Attributes:
-        in_step: after an error, whether all processes have stopped at the same place, so that they can still
-            do something together.
-    """
+    """One process alone: nothing to exchange, and nobody to wait for."""
 
     index, count = 0, 1
-    in_step = True
+    in_step = True  # after an error: all processes have stopped at the same place and can still save together
 
     @property
     def is_first(self) -> bool:
         """Whether this process writes the shared files."""
         return self.index == 0
 
-    def exchange(self, what: str, value: T) -> list[T]:
+    def exchange(self, name: str, value: T) -> list[T]:
         """Return the values of all processes, by their numbers; all call this in the same order.
 
         Raises UserError or SystemExit if another process stops here.
         """
         return [value]
 
-    def first(self, what: str, work: Callable[[], T]) -> T:
-        """Return what `work` returns in process 0, which alone does it; raise as it, or as `exchange`."""
+    def first(self, name: str, work: Callable[[], T]) -> T:
+        """Do `work` in process 0 alone, and return its result in all; raises its error, or as `exchange`."""
         return work()
 
     def out_of_step(self) -> None:
         """Note that an operation of all processes has failed in this one."""
 
     def save_barrier(self) -> SaveBarrier | None:
-        """Return a new barrier for the threads that save checkpoints; None where nobody waits there."""
+        """Return a new barrier for the threads that save checkpoints; None for one process."""
         return None
 
     @contextmanager
     def steps(self, stop: Stop) -> Iterator[None]:
-        """Within the block a signal ends the process only where it works `local_work`, or at a meeting."""
+        """Within the block a signal ends the process in `local_work` or at a barrier only."""
         yield
 
     @contextmanager
-    def local_work(self, what: str) -> Iterator[None]:
+    def local_work(self, name: str) -> Iterator[None]:
         """As `barrier`; a signal ends the block at once, in all processes."""
         yield
 
     @contextmanager
-    def barrier(self, what: str) -> Iterator[None]:
-        """The processes meet at the end of the block. If it failed in one, it ends with an error in all."""
+    def barrier(self, name: str) -> Iterator[None]:
+        """Wait for all processes at the end of the block. If it failed in one, it fails in all."""
         yield
 
-    def same(self, what: str, value: Callable[[], object]) -> None:
+    def same(self, name: str, value: Callable[[], object]) -> None:
         """Refuse (UserError) a value that is not the same in all processes; alone, it is not computed."""
 
-    def share(self, what: str, folder: Path) -> None:
-        """Refuse (UserError) a folder, named by the key `what`, that is not one for all processes."""
+    def share(self, key: str, folder: Path) -> None:
+        """Refuse (UserError) a folder, the value of a config key, that is not the same for all processes."""
 
 
 ALONE = Hosts()
@@ -127,11 +116,11 @@ class Joined(Hosts):
     def __init__(self, client: Any, index: int, count: int, timeout: float):
         self.index, self.count, self.in_step = index, count, False
         self._client, self._timeout = client, timeout
-        self._number = 0  # of the next meeting
+        self._all_gather = _AllGather(client, "calibadv_exchange", index, count)
         self.machines = [""] * count
-        self._stop = Stop()  # which no signal reaches, until there are steps
-        self._starting = ExitStack()
-        self._starting.enter_context(self._stop.held())
+        self._stop = Stop()  # no signal reaches it, until there are steps
+        self._starting = self._stop.held()
+        self._starting.__enter__()
         self._agreed: BaseException | None = None  # the error with which all have stopped
         self.watch = Watch(client, index, count, self.named, timeout, self._called)
         self.watch.start()
@@ -141,26 +130,26 @@ class Joined(Hosts):
         """Return the name of a process for messages."""
         return f"process {index}" + (f" ({self.machines[index]})" if self.machines[index] else "")
 
-    def exchange(self, what: str, value: T) -> list[T]:
-        sent = to_bytes(value)
+    def exchange(self, name: str, value: T) -> list[T]:
+        data = to_bytes(value)
         with self._stop.held():  # the others rely on this process now
-            heads = self._meet(what, len(sent), sent if len(sent) <= INLINE else b"")
+            heads = self._meet(name, len(data), data if len(data) <= INLINE else b"")
             parts = [head.short for head in heads]
             longest = max(head.length for head in heads)
             if longest > INLINE:
                 # Few different lengths: each is a program.
                 padded = np.zeros(2 ** int(np.ceil(np.log2(longest))), np.uint8)
-                padded[: len(sent)] = np.frombuffer(sent, np.uint8)
+                padded[: len(data)] = np.frombuffer(data, np.uint8)
                 rows = multihost_utils.process_allgather(padded)
                 parts = [row[: head.length].tobytes() for row, head in zip(rows, heads, strict=True)]
         return [from_bytes(part) for part in parts]
 
-    def first(self, what: str, work: Callable[[], T]) -> T:
+    def first(self, name: str, work: Callable[[], T]) -> T:
         value: Any = None
-        with self.local_work(what):
+        with self.local_work(name):
             if self.is_first:
                 value = work()
-        return self.exchange(what, value)[0]
+        return self.exchange(name, value)[0]
 
     def out_of_step(self) -> None:
         self.in_step = False
@@ -176,83 +165,80 @@ class Joined(Hosts):
             self._meet("the last step")
 
     @contextmanager
-    def local_work(self, what: str) -> Iterator[None]:
-        with self.barrier(what), self._stop.released():
+    def local_work(self, name: str) -> Iterator[None]:
+        with self.barrier(name), self._stop.released():
             yield
 
     @contextmanager
-    def barrier(self, what: str) -> Iterator[None]:
+    def barrier(self, name: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
             if error is not self._agreed:
-                self._leave(what, error)
+                self._leave(name, error)
             raise
-        self._meet(what)
+        self._meet(name)
 
-    def same(self, what: str, value: Callable[[], object]) -> None:
-        with self.barrier(what):
-            mine = value()
-            for index, other in enumerate(self.exchange(what, mine)):
-                if other != mine:
+    def same(self, name: str, value: Callable[[], object]) -> None:
+        with self.barrier(name):
+            own = value()
+            for index, other in enumerate(self.exchange(name, own)):
+                if other != own:
                     raise UserError(
-                        f"{self.named(index)} has another {what} than {self.named(self.index)}: start all"
+                        f"{self.named(index)} has another {name} than {self.named(self.index)}: start all"
                         " processes with the same config and the same files"
                     )
 
-    def share(self, what: str, folder: Path) -> None:
-        seen: Path | None = None
-        name = self.first(what, lambda: f".seen_by_all_{secrets.token_hex(8)}")
+    def share(self, key: str, folder: Path) -> None:
+        file = folder / self.first(key, lambda: f".seen_by_all_{secrets.token_hex(8)}")
         try:
-            with self.barrier(what):
+            with self.barrier(key):
                 if self.is_first:
-                    seen = folder / name
-                    seen.touch()
-            with self.barrier(what):
+                    file.touch()
+            with self.barrier(key):
                 until = time.monotonic() + self._timeout  # a network's file system may be slow
-                while not (folder / name).exists():
+                while not file.exists():
                     if time.monotonic() > until:
                         raise UserError(
-                            f"{what}={folder}: {self.named(self.index)} does not see there what"
+                            f"{key}={folder}: {self.named(self.index)} does not see there what"
                             f" {self.named(0)} writes: all processes must share one folder"
                         )
                     time.sleep(0.1)
         finally:
-            if seen is not None:
-                seen.unlink(missing_ok=True)
+            if self.is_first:
+                file.unlink(missing_ok=True)
 
     def final_barrier(self) -> None:
         """Wait for the others a last time; from now on each process may end."""
-        self._tell(_Head("the end"))
+        self._send(_Head("the end"))
         self.watch.close()
 
-    def _meet(self, what: str, length: int = 0, short: bytes = b"") -> list[_Head]:
+    def _meet(self, name: str, length: int = 0, short: bytes = b"") -> list[_Head]:
         """Wait until all processes are here; raise as `exchange`."""
-        # What comes after this process has told its part counts at the next meeting: all must see the same.
-        heads = self._tell(_Head(what, length, short, status=self._own_status()))
-        if any(head.stops for head in heads):
+        # A signal after this process has sent its head counts at the next barrier: all must see the same.
+        heads = self._send(_Head(name, length, short, status=self._own_status()))
+        if any(head.error or head.status is not None for head in heads):
             self._stop_with(heads)
         for index, head in enumerate(heads):
-            if head.what != what:
-                raise RuntimeError(f"{self.named(index)} came for {head.what!r}, this process for {what!r}")
+            if head.name != name:
+                raise RuntimeError(f"{self.named(index)} came for {head.name!r}, this process for {name!r}")
         return heads
 
-    def _leave(self, what: str, error: BaseException) -> None:
-        """Say, at the next meeting, that this process stops, and wait until all others are there.
+    def _leave(self, name: str, error: BaseException) -> None:
+        """Say, at the next barrier, that this process stops, and wait until all others are there.
 
         Raises UserError or SystemExit if it stops because another process does.
         """
         with suppress(jax.errors.JaxRuntimeError):
             self.watch.note(STOPPING, "")
-        code = error.code if isinstance(error, SystemExit) else None
-        status = code if isinstance(code, int) else None
+        status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         message = "" if status is not None else f"{kind}{' '.join(str(error).split())}"
         called = self._stop.was_called and status is not None
         failure = exit_status(error) if isinstance(error, UserError) else ENVIRONMENT_STATUS
-        head = _Head(what, error=message, status=None if called else status, failure=failure)
+        head = _Head(name, error=message, status=None if called else status, failure=failure)
         try:
-            heads = self._tell(head, time.monotonic() + 2 * self._timeout)
+            heads = self._send(head, time.monotonic() + 2 * self._timeout)
         except (TimeoutError, jax.errors.JaxRuntimeError):
             return  # not in step: `Watch` ends the others
         if called:
@@ -271,7 +257,7 @@ class Joined(Hosts):
         raise error
 
     def _called(self) -> None:
-        """Another process stops. Its note may come late: after the meeting it breaks off nothing.
+        """Another process stops. Its note may come late: after the barrier it breaks off nothing.
 
         Nor does it take the place of an error with which this process ends already.
         """
@@ -282,41 +268,54 @@ class Joined(Hosts):
         """Return the status with which this process itself was told to stop."""
         return None if self._stop.was_called else self._stop.status
 
-    def _tell(self, head: _Head, until: float = math.inf) -> list[_Head]:
-        """Return what every process says at this meeting; raise TimeoutError if one is late."""
-        number, self._number = self._number, self._number + 1
-        self._client.key_value_set_bytes(f"{_ROOT}/{number}/{self.index}", to_bytes(astuple(head)))
-        heads = [_Head(*self._wait(f"{_ROOT}/{number}/{index}", until)) for index in range(self.count)]
-        if number:  # who is at this meeting has read all of the one before
-            self._client.key_value_delete(f"{_ROOT}/{number - 1}/{self.index}")
-        return heads
+    def _send(self, head: _Head, until: float = math.inf) -> list[_Head]:
+        """Return the heads of all processes at this barrier; raise TimeoutError if one is late."""
 
-    def _wait(self, key: str, until: float) -> Any:
-        while time.monotonic() < until:
-            try:
-                return from_bytes(self._client.blocking_key_value_get_bytes(key, WAIT))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
+        def check() -> None:
             if self._stop.status is not None:  # a signal came meanwhile: the others must not take their time
                 self.watch.note(STOPPING, "")
-        raise TimeoutError(key)
+            if time.monotonic() >= until:
+                raise TimeoutError(head.name)
+
+        return [_Head(*values) for values in self._all_gather(astuple(head), check)]
 
 
 @dataclass(frozen=True)
 class _Head:
     """The message of a process at a barrier."""
 
-    what: str  # it came for
-    length: int = 0  # bytes that it brings
-    short: bytes = b""  # they, if they are few
+    name: str  # of the barrier
+    length: int = 0  # bytes of its value
+    short: bytes = b""  # the value, if it is short
     error: str = ""  # why it stops here
     failure: int = 0  # exit status of that error
     status: int | None = None  # with which it stops here
 
-    @property
-    def stops(self) -> bool:
-        return bool(self.error) or self.status is not None
+
+class _AllGather:
+    """All-gather of short values through JAX' coordination service; every call is a barrier."""
+
+    def __init__(self, client: Any, root: str, index: int, count: int):
+        self._client, self._root, self._index, self._count = client, root, index, count
+        self._number = 0  # of the next call
+
+    def __call__(self, value: Any, check: Callable[[], object]) -> list[Any]:
+        """Return the values of all processes, by their numbers; `check` may raise, after every WAIT."""
+        number, self._number = self._number, self._number + 1
+        self._client.key_value_set_bytes(f"{self._root}/{number}/{self._index}", to_bytes(value))
+        values = [self._wait(f"{self._root}/{number}/{index}", check) for index in range(self._count)]
+        if number:  # whoever is here has read all of the call before
+            self._client.key_value_delete(f"{self._root}/{number - 1}/{self._index}")
+        return values
+
+    def _wait(self, key: str, check: Callable[[], object]) -> Any:
+        while True:
+            try:
+                return from_bytes(self._client.blocking_key_value_get_bytes(key, WAIT))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            check()
 
 
 class _Reader(pickle.Unpickler):
@@ -331,9 +330,9 @@ def to_bytes(value: Any) -> bytes:
     return pickle.dumps(value, protocol=5)
 
 
-def from_bytes(sent: bytes) -> Any:
+def from_bytes(data: bytes) -> Any:
     """Deserialise `to_bytes`; raise pickle.UnpicklingError for anything else."""
-    return _Reader(io.BytesIO(sent)).load()
+    return _Reader(io.BytesIO(data)).load()
 
 
 class SaveBarrier:
@@ -343,8 +342,7 @@ class SaveBarrier:
     """
 
     def __init__(self, client: Any, index: int, count: int, named: Callable[[int], str]):
-        self._client, self._index, self._count, self._named = client, index, count, named
-        self._number = 0  # of the next barrier
+        self._all_gather, self._named = _AllGather(client, "calibadv_save", index, count), named
         self._failure: BaseException | None = None
 
     @property
@@ -360,11 +358,7 @@ class SaveBarrier:
         if threading.current_thread() is not threading.main_thread():
             failure = sys.exc_info()[1]  # Orbax comes to its last barrier with the error that its thread met
         text = "" if failure is None else cause_text(failure)
-        number, self._number = self._number, self._number + 1
-        self._client.key_value_set_bytes(self._path(number, self._index), to_bytes((key, text)))
-        states = [self._wait(self._path(number, index)) for index in range(self._count)]
-        if number:  # whoever is at this barrier has read the one before
-            self._client.key_value_delete(self._path(number - 1, self._index))
+        states = self._all_gather((key, text), _check_main_thread)
         failed = [f"{self._named(index)}: {text}" for index, (_, text) in enumerate(states) if text]
         if failed or len({key for key, _ in states}) > 1:
             self._failure = failure or OSError("; ".join(failed) or "another process could not save its part")
@@ -374,26 +368,19 @@ class SaveBarrier:
         """Begin a new save: all processes have seen how the one before ended."""
         self._failure = None
 
-    def _path(self, number: int, index: int) -> str:
-        return f"{_SAVE_ROOT}/{number}/{index}"
 
-    def _wait(self, path: str) -> Any:
-        while threading.main_thread().is_alive():  # else the process ends, and waits for this thread
-            try:
-                return from_bytes(self._client.blocking_key_value_get_bytes(path, WAIT))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-        raise threading.BrokenBarrierError(path)
+def _check_main_thread() -> None:
+    if not threading.main_thread().is_alive():  # the process ends, and waits for this thread
+        raise threading.BrokenBarrierError
 
 
 LOOK = 1.0  # seconds between two exchanges of what is complete, where groups run ahead
 
 
 class SharedGroups:
-    """Begins the groups whose number falls to this process, and exchanges those that are complete.
+    """Begin the groups whose number falls to this process, and exchange complete groups.
 
-    All processes ask for the same groups in the same order, so that nobody need say which ones.
+    All processes begin the same groups in the same order, so that the numbers need no exchange.
 
     Args:
         begin: starts the rollout of (number, question) in this process.
@@ -403,19 +390,19 @@ class SharedGroups:
 
     def __init__(self, begin: Callable[[int, Question], Future[Group]], hosts: Hosts, run_ahead: bool):
         self._begin, self._hosts, self._run_ahead = begin, hosts, run_ahead
-        self._mine: dict[int, Future[Group]] = {}
-        self._asked: dict[int, Future[Group]] = {}  # of all processes
+        self._own: dict[int, Future[Group]] = {}
+        self._all: dict[int, Future[Group]] = {}
 
     def begin(self, number: int, question: Question) -> Future[Group]:
-        """A future that all processes fulfil in the same call of `wait`, whoever writes the group.
+        """Return a future that all processes fulfil in the same call of `wait`, whoever writes the group.
 
         If it is cancelled, the group is not written to its end.
         """
-        asked = self._asked[number] = Future()
+        shared = self._all[number] = Future()
         if number % self._hosts.count == self._hosts.index:
-            mine = self._mine[number] = self._begin(number, question)
-            asked.add_done_callback(lambda future: future.cancelled() and mine.cancel())
-        return asked
+            own = self._own[number] = self._begin(number, question)
+            shared.add_done_callback(lambda future: future.cancelled() and own.cancel())
+        return shared
 
     def wait(self, _: list[Future[Group]]) -> None:
         """Wait until all groups are there or, where some run ahead, until one is.
@@ -424,11 +411,11 @@ class SharedGroups:
         """
         seconds, until = (LOOK, FIRST_COMPLETED) if self._run_ahead else (None, ALL_COMPLETED)
         while True:
-            wait(self._mine.values(), seconds, until)
-            written = {number: future.result() for number, future in self._mine.items() if future.done()}
-            self._mine = {number: future for number, future in self._mine.items() if number not in written}
-            completed = self._hosts.exchange("groups", written)
+            wait(self._own.values(), seconds, until)
+            done = {number: future.result() for number, future in self._own.items() if future.done()}
+            self._own = {number: future for number, future in self._own.items() if number not in done}
+            completed = self._hosts.exchange("groups", done)
             for number, group in (item for groups in completed for item in groups.items()):
-                self._asked.pop(number).set_result(group)
+                self._all.pop(number).set_result(group)
             if any(completed):
                 return

@@ -1,4 +1,4 @@
-"""Brings the processes of a run together, before JAX knows its devices, and ends them together."""
+"""Bring the processes of a run together, before JAX knows its devices, and end them together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -36,10 +37,10 @@ KEYS = {
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-PERIOD = 0.5  # seconds between two looks
+PERIOD = 0.5  # seconds between two checks
 PATIENCE = 10  # times the timeout after which a process is given up
 LINE = 300  # bytes of a message at most
-_HELLO, _GO = b"calibadv", b"go\n"
+_HELLO, _GO = re.compile(rb"calibadv (\d+) (\d+)\s*"), b"go\n"
 MARGIN = 10.0  # seconds for which an error waits for the news that another process is lost
 
 
@@ -47,12 +48,11 @@ MARGIN = 10.0  # seconds for which an error waits for the news that another proc
 def joined(config: Config) -> Iterator[Hosts]:
     """Yield this process among those of the run, by the section `distributed`; alone by default.
 
-    Raises UserError if the section is incomplete, the others do not come, or something that is asked for
-    does not work with several processes.
+    Raises UserError if the section is incomplete, the others do not come, or the config does not work with
+    several processes.
     """
-    asked = _asked(config.distributed)
-    warn = Console(config.log.progress).warn
-    hosts = None if asked is None else _join(asked, config.distributed.timeout, warn)
+    place, timeout = _place(config.distributed), config.distributed.timeout
+    hosts = _join(place, timeout, Console(config.log.progress).warn) if place else None
     if hosts is None:
         yield Hosts()
         return
@@ -63,15 +63,15 @@ def joined(config: Config) -> Iterator[Hosts]:
         if hosts.in_step:
             _end(hosts)
         else:
-            _end_alone(hosts, error, config.distributed.timeout)
+            _end_alone(hosts, error, timeout)
         raise
     _end(hosts)
 
 
 def alone(config: DistributedConfig, command: str) -> None:
     """Refuse (UserError) several processes, for a command that runs in one."""
-    asked = _asked(config)
-    if asked is not None and (asked["num_processes"] or 1) > 1:
+    place = _place(config)
+    if place and (place["num_processes"] or 1) > 1:
         raise UserError(
             f"calibadv {command} runs in one process: start it once, without distributed.num_processes and"
             f" {KEYS['num_processes']}"
@@ -80,18 +80,18 @@ def alone(config: DistributedConfig, command: str) -> None:
 
 def describe_processes(config: Config) -> list[str]:
     """Return a line on how many processes train; none for one. Raises UserError as `joined`."""
-    asked = _asked(config.distributed)
-    if asked is None:
+    place = _place(config.distributed)
+    if not place:
         return []
-    address, count, index = asked.values()
+    address, count, index = place.values()
     if address == AUTO:
         return ["several processes ON: as many as JAX detects"]
     check_workers(config.sampler, count)
     return [f"several processes ON: this is number {index} of {count}; they meet at {address}"]
 
 
-def _asked(config: DistributedConfig) -> dict[str, Any] | None:
-    """Return the arguments of `jax.distributed.initialize`; None for one process."""
+def _place(config: DistributedConfig) -> dict[str, Any]:
+    """Return the arguments of `jax.distributed.initialize`; empty for one process."""
     values: dict[str, Any] = {name: getattr(config, name) for name in KEYS}
     for name, variable in KEYS.items():
         if values[name] in ("", None) and os.environ.get(variable):
@@ -103,16 +103,15 @@ def _asked(config: DistributedConfig) -> dict[str, Any] | None:
                 f"distributed.num_processes is {count}, but nothing says where they meet: set"
                 " distributed.coordinator_address to host:port of process 0, or to auto"
             )
-        return None
+        return {}
     if count == 1:
-        return None
-    if address != AUTO:
-        missing = [name for name in ("num_processes", "process_id") if values[name] is None]
-        if missing:
-            raise UserError(
-                f"distributed.coordinator_address is {address}, but distributed.{missing[0]} is missing: give"
-                f" it (or {KEYS[missing[0]]}), or set distributed.coordinator_address=auto"
-            )
+        return {}
+    missing = [name for name, value in values.items() if value is None]
+    if address != AUTO and missing:
+        raise UserError(
+            f"distributed.coordinator_address is {address}, but distributed.{missing[0]} is missing: give"
+            f" it (or {KEYS[missing[0]]}), or set distributed.coordinator_address=auto"
+        )
     if count is not None and index is not None and index >= count:
         raise UserError(
             f"distributed.process_id is {index}, but there are distributed.num_processes={count}: they are"
@@ -128,10 +127,10 @@ def _number(variable: str) -> int:
     return int(text)
 
 
-def _join(asked: dict[str, Any], timeout: float, warn: Callable[[str], object]) -> Joined | None:
+def _join(place: dict[str, Any], timeout: float, warn: Callable[[str], object]) -> Joined | None:
     """Join the other processes; return None if there is only one."""
-    is_auto = asked["coordinator_address"] == AUTO
-    address, count, index = asked.values()
+    address, count, index = place.values()
+    is_auto = address == AUTO
     if is_auto:  # as JAX does below
         detect = ClusterEnv.auto_detect_unset_distributed_params
         address, count, index, _ = detect(None, count, index, None, None, math.ceil(timeout))
@@ -142,15 +141,15 @@ def _join(asked: dict[str, Any], timeout: float, warn: Callable[[str], object]) 
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            **asked | {"coordinator_address": None if is_auto else asked["coordinator_address"]},
+            **place | ({"coordinator_address": None} if is_auto else {}),
             cluster_detection_method=None if is_auto else "deactivate",
             heartbeat_timeout_seconds=math.ceil(3 * timeout + MARGIN),
             shutdown_timeout_seconds=math.ceil(timeout),
         )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is one
-        where = "the job's processes (auto)" if is_auto else f"{asked['coordinator_address']}"
+        where = "the job's processes (auto)" if is_auto else address
         raise EnvironmentFailure(
-            f"distributed.coordinator_address: process {asked['process_id']} could not join {where}:"
+            f"distributed.coordinator_address: process {place['process_id']} could not join {where}:"
             f" {' '.join(str(error).split())[:300]}; is every process started, with the same address and"
             " num_processes, and is the port free?"
         ) from error
@@ -182,7 +181,7 @@ def _end(hosts: Joined) -> None:
 
 
 def _end_alone(hosts: Joined, error: BaseException, timeout: float) -> None:
-    """The others are elsewhere: says why this process ends, and lets it end without waiting for them."""
+    """Say why this process ends, and let it end without waiting for the others, which are elsewhere."""
     if isinstance(error, jax.errors.JaxRuntimeError) or is_lost_process(error):
         # A program that another process has left fails here too: `Watch` knows why, and ends this one.
         time.sleep(timeout + MARGIN)
@@ -195,50 +194,42 @@ def _end_alone(hosts: Joined, error: BaseException, timeout: float) -> None:
 
 
 def meet(address: str, count: int, index: int, timeout: float, warn: Callable[[str], object]) -> None:
-    """Wait until all processes have started.
+    """Wait until all processes have started; `address` (host:port) is that of process 0.
 
-    Args:
-        address: of process 0, as host:port.
-        timeout: seconds after which `warn` gets a line that names the missing processes; they are given up
-            after `PATIENCE` times as long.
-
-    Raises:
-        UserError: `address` has no port, or the processes disagree about their numbers.
-        EnvironmentFailure: processes are missing, or one has ended while it waited.
+    After `timeout` seconds `warn` gets a line that names the missing processes; they are given up after
+    `PATIENCE` times as long. Raises UserError if `address` has no port, or the processes disagree about their
+    numbers; EnvironmentFailure if processes are missing, or one has ended while it waited.
     """
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         raise UserError(f"distributed.coordinator_address={address} names no port; set it to host:port")
-    wait = _Wait(timeout, warn)
-    if index:
-        _come(host.strip("[]"), int(port), count, index, wait)
-    else:
-        bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address).rpartition(":")[2]
-        _receive(int(bound), count, wait)
+    begun, has_warned = time.monotonic(), False
 
-
-class _Wait:
-    def __init__(self, timeout: float, warn: Callable[[str], object]):
-        self._timeout, self._warn, self._begun, self._has_warned = timeout, warn, time.monotonic(), False
-
-    def check(self, missing: str) -> None:
-        seconds = time.monotonic() - self._begun
-        if seconds > PATIENCE * self._timeout:
+    def check(missing: str) -> None:
+        nonlocal has_warned
+        seconds = time.monotonic() - begun
+        if seconds > PATIENCE * timeout:
             raise EnvironmentFailure(
                 f"{missing} did not start within {seconds:.0f} s; start every process, with the same"
                 " distributed.coordinator_address and num_processes, at an address that all reach"
             )
-        if seconds > self._timeout and not self._has_warned:
-            self._has_warned = True
-            self._warn(f"waiting for {missing} since {seconds:.0f} s")
+        if seconds > timeout and not has_warned:
+            has_warned = True
+            warn(f"waiting for {missing} since {seconds:.0f} s")
+
+    if index:
+        _come(host.strip("[]"), int(port), count, index, check)
+    else:
+        bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address).rpartition(":")[2]
+        _receive(int(bound), count, check)
 
 
-def _receive(port: int, count: int, wait: _Wait) -> None:
+def _receive(port: int, count: int, check: Callable[[str], None]) -> None:
     """Wait in process 0 until all others are connected, and let them go."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+    has_ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
     try:
-        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_ipv6)
     except OSError as error:
         raise EnvironmentFailure(
             f"distributed.coordinator_address: port {port} cannot be opened ({error.strerror}); end the"
@@ -249,7 +240,7 @@ def _receive(port: int, count: int, wait: _Wait) -> None:
         stack.enter_context(listener).settimeout(PERIOD)
         try:
             while len(present) < count - 1:
-                wait.check(_names(index for index in range(1, count) if index not in present))
+                check(_names(index for index in range(1, count) if index not in present))
                 if gone := [index for index, connection in present.items() if _has_ended(connection)]:
                     raise EnvironmentFailure(
                         f"{_names(gone)} ended before all had started; start all processes again"
@@ -271,10 +262,9 @@ def _admit(connection: socket.socket, count: int, present: dict[int, socket.sock
     """Read which process this is; anything else that connects is left alone."""
     connection.settimeout(PERIOD)
     with suppress(OSError):
-        hello, *numbers = connection.recv(LINE).split() or [b""]
-        if hello != _HELLO or len(numbers) != 2 or not all(number.isdigit() for number in numbers):
+        if (hello := _HELLO.fullmatch(connection.recv(LINE))) is None:
             return
-        index, other = map(int, numbers)
+        index, other = map(int, hello.groups())
         if other != count or not 0 < index < count or index in present:
             raise UserError(
                 f"distributed: two processes are number {index}"
@@ -284,10 +274,10 @@ def _admit(connection: socket.socket, count: int, present: dict[int, socket.sock
         present[index] = connection
 
 
-def _come(host: str, port: int, count: int, index: int, wait: _Wait) -> None:
+def _come(host: str, port: int, count: int, index: int, check: Callable[[str], None]) -> None:
     """Connect to process 0, and wait until it lets all processes go."""
     while True:
-        wait.check(f"process 0 ({host}:{port})")
+        check(f"process 0 ({host}:{port})")
         try:
             connection = socket.create_connection((host, port), timeout=2.0)
             break
@@ -295,16 +285,16 @@ def _come(host: str, port: int, count: int, index: int, wait: _Wait) -> None:
             time.sleep(PERIOD)
     answer = b""
     with connection:
-        connection.sendall(b"%s %d %d\n" % (_HELLO, index, count))
+        connection.sendall(b"calibadv %d %d\n" % (index, count))
         connection.settimeout(PERIOD)
         while not answer.endswith(b"\n") and len(answer) < LINE:
-            wait.check("another process (process 0 says which)")
+            check("another process (process 0 says which)")
             try:
                 part = connection.recv(LINE)
             except TimeoutError:
                 continue
             except OSError:
-                part = b""
+                break
             if not part:
                 break
             answer += part
@@ -342,19 +332,19 @@ def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerC
     The lists are shared out in their order, as evenly as can be. Raises UserError if there are fewer
     workers than processes, or workers that are started here cannot be shared out evenly.
     """
-    given = len(config.urls)
-    if given and given < count:
+    total = len(config.urls) or config.workers
+    if config.urls and total < count:
         raise UserError(
-            f"sampler.urls names {given} vLLM worker{'s' if given > 1 else ''} for {count} processes: each"
-            f" process needs one of its own; start {count - given} more"
+            f"sampler.urls names {total} vLLM worker{'s' if total > 1 else ''} for {count} processes: each"
+            f" process needs one of its own; start {count - total} more"
         )
-    if not given and config.workers % count:
+    if not config.urls and total % count:
         raise UserError(
             f"sampler.workers is {config.workers}, for {count} processes that start as many each: set it to a"
             f" multiple of {count}"
         )
-    begin, end = ((given or config.workers) * number // count for number in (index, index + 1))
-    if given:
+    begin, end = (total * number // count for number in (index, index + 1))
+    if config.urls:
         return replace(config, urls=config.urls[begin:end]), begin
     return replace(config, workers=end - begin, worker_devices=config.worker_devices[begin:end]), begin
 

@@ -1,7 +1,7 @@
-"""Whether the other processes of a run still live; ends this one if they do not.
+"""Watch the other processes of a run, and end this one if one of them is lost.
 
 A program of all devices waits for ever for a process that is gone, and no Python runs meanwhile in the thread
-that began it. So a thread of its own looks, once a second, and ends the process.
+that began it. So another thread watches, once a second, and ends the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 
 from calibadv_jax.core.errors import ENVIRONMENT_STATUS
 
-PERIOD = 1.0  # seconds between two looks
+PERIOD = 1.0  # seconds between two checks
 LAST_WORDS = 4 * PERIOD  # for which process 0, which keeps the notes, outlives the others
 ALIVE, ENDED, STOPPING, DONE = "alive", "ended", "stopping", "done"
 _ROOT = "calibadv_watch"
@@ -30,7 +30,7 @@ class Watch:
 
     Args:
         client: of JAX' coordination service, which keeps the notes in process 0.
-        named: says how messages call a process.
+        named: returns the name of a process for messages.
         timeout: seconds without news of a process after which it is lost.
         stopping: called in the main thread, as a signal's handler, when another process stops.
     """
@@ -48,9 +48,7 @@ class Watch:
         self._timeout, self._stopping = timeout, stopping
         self._over = threading.Event()
         self._has_called = False
-        self._thread = threading.Thread(
-            target=self._look_on, name="watch of the other processes", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch, name="watch of the other processes", daemon=True)
 
     def start(self) -> None:
         self.note(ALIVE, "0")
@@ -59,7 +57,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching: this process and the others no longer need each other."""
+        """Stop watching, when this process and the others no longer need each other."""
         self.note(DONE, "")
         self._over.set()
         self._thread.join()
@@ -76,9 +74,9 @@ class Watch:
         if self._index == 0:
             time.sleep(LAST_WORDS)
 
-    def _look_on(self) -> None:
-        seen: dict[int, tuple[str, float]] = {}
-        looked = time.monotonic()
+    def _watch(self) -> None:
+        heard: dict[int, tuple[str, float]] = {}  # last sign of life and its time, by process
+        checked = time.monotonic()
         for number in range(1, sys.maxsize):
             if self._over.wait(PERIOD):
                 return
@@ -90,14 +88,14 @@ class Watch:
                 self._end(f"{self._named(0)} is gone, or cannot be reached ({why})")
                 return
             now = time.monotonic()
-            stood_still, looked = now - looked > self._timeout / 2, now
+            was_paused, checked = now - checked > self._timeout / 2, now
             for index in range(self._count):
                 text = notes.get((ALIVE, index), "")
-                if stood_still or index not in seen or seen[index][0] != text:
-                    seen[index] = text, now
-            self._heed(notes, {index: now - since for index, (_, since) in seen.items()})
+                if was_paused or index not in heard or heard[index][0] != text:
+                    heard[index] = text, now
+            self._act(notes, {index: now - since for index, (_, since) in heard.items()})
 
-    def _heed(self, notes: dict[tuple[str, int], str], silent: dict[int, float]) -> None:
+    def _act(self, notes: dict[tuple[str, int], str], silent: dict[int, float]) -> None:
         for (kind, index), text in notes.items():
             if kind == ENDED and index != self._index:
                 self._end(f"{self._named(index)} has ended: {text}")

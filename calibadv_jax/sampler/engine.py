@@ -12,11 +12,11 @@ A layer of a cache with six slots, on two devices:
                slot 5  #################.......................|
                        |<------- a window ------->|
 
-Slot: the tokens of one session, a trajectory that is being written. What its next turn begins with stays.
+Slot: the tokens of one session, a trajectory that is being written. The beginning of its next turn stays.
 Group: the slots that one device holds and works on.
-Tile: what prefill computes at once, here two segments of at most ten new tokens in each group. A longer
+Tile: the work that prefill does at once, here two segments of at most ten new tokens in each group. A longer
 context is several segments of its slot, in tiles one after the other. All tiles have one shape, so that
-prefill is one program; what a tile has no tokens for is computed and not written.
+prefill is one program; places of a tile without tokens are computed and not written.
 Window: the columns that a call reads, the narrowest of a few widths that holds the longest row. Platforms in
 BRANCHING choose it within one program, others have a program for each.
 Decoding works on all slots at once, a column of each at a time, until all have paused or made a whole chunk.
@@ -24,7 +24,7 @@ Decoding works on all slots at once, a column of each at a time, until all have 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,20 +46,19 @@ from calibadv_jax.policy.sharding import (
 )
 from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy, Window
 from calibadv_jax.policy.weights import flatten, unflatten
-from calibadv_jax.sampler.prefixes import Copy, Prefixes, Tiles, TileShape
+from calibadv_jax.sampler.prefixes import Copy, Prefixes, Segment, Tiles, TileShape
 from calibadv_jax.sampler.sampling import sample_tokens
 
 MIN_WINDOW = 1024  # columns; every window is a program to compile, so that short rows have one
 BRANCHING = {"cpu"}  # platforms on which one program has all widths: a branch costs next to nothing there
 STEP, MOST_WIDTHS = 64, 8  # the widths of such a program are multiples of STEP columns, at most so many
+SlotArrays = tuple[jax.Array, ...]
 
 
 class CacheEngine:
     """Slots of a KV cache on a mesh. Every call has one of a few static shapes.
 
-    The slots lie in groups, one for every device of the axes that split them: slot s is row s % rows of group
-    s // rows, and each group is worked on by the device that holds it. Only a window of the columns is read,
-    as narrow as the longest row allows, so that a token costs what its context is long.
+    Slot s is row s % rows of group s // rows. There is a group for every device of the axes that split slots.
 
     On a CPU, a row gets the same bits in every slot and beside any other rows, where the slots of a device
     times the vocabulary are a multiple of 16 (else the last elements of a vector loop round differently).
@@ -67,14 +66,14 @@ class CacheEngine:
     slots.
 
     Args:
-        slots: at least so many; rounded up to a multiple of the groups.
+        slots: rounded up to a multiple of the groups.
         max_length: tokens of the longest row.
         prefill_chunk: tokens of a row that prefill computes together.
         decode_chunk: tokens of a row that one decode call makes.
 
     Attributes:
-        held: token ids that the cache holds of each slot. `fill` writes here; whoever calls `decode` adds
-            what it has decoded, and clears a slot, between calls, that another session takes.
+        held: token ids that the cache holds of each slot. `fill` writes here; the caller of `decode` adds the
+            decoded tokens, and clears a slot, between calls, that another session takes.
         in_turn: all slots; successive ones are of different devices, so that few rows keep all busy.
     """
 
@@ -91,9 +90,7 @@ class CacheEngine:
         self._tile = TileShape.fitting(self._groups, self._rows, prefill_chunk, platform)
         self._prefixes = Prefixes(self._tile)
         self.held: list[list[int]] = [[] for _ in range(self.slots)]
-        self.in_turn = [
-            row + first for row in range(self._rows) for first in range(0, self.slots, self._rows)
-        ]
+        self.in_turn = np.arange(self.slots).reshape(self._groups, self._rows).T.ravel().tolist()
         branches = platform in BRANCHING
         self._windows = [max_length] if branches else _halvings(max_length)
         self._widths = even_widths(max_length) if branches else []
@@ -102,8 +99,8 @@ class CacheEngine:
         # A copy even where the precision is the same: the learner donates its parameters at the next update.
         self._cast = jax.jit(
             lambda params: jax.tree.map(
-                lambda leaf, at: jax.lax.with_sharding_constraint(
-                    jnp.array(leaf, policy.numerics.compute_dtype, copy=True), at
+                lambda leaf, sharding: jax.lax.with_sharding_constraint(
+                    jnp.array(leaf, policy.numerics.compute_dtype, copy=True), sharding
                 ),
                 params,
                 param_shardings(params, mesh),
@@ -114,20 +111,16 @@ class CacheEngine:
         self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
 
     def load(self, params: Params) -> None:
-        """Takes a copy of the parameters in the policy's `compute_dtype`; what the cache holds is void.
+        """Take a copy of the parameters in the policy's `compute_dtype`, and forget the cache.
 
-        Of a frozen base that has this precision there is no copy: nobody donates it.
+        A frozen base that has this precision is not copied: nobody donates it.
         """
         base, _ = self.policy.split(params)
         dtype = self.policy.numerics.compute_dtype
         shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
-        rest = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
-        self._params = joined(unflatten(shared), self._cast(unflatten(rest)))
+        own = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
+        self._params = joined(unflatten(shared), self._cast(unflatten(own)))
         self.forget()
-
-    @property
-    def is_loaded(self) -> bool:
-        return self._params is not None
 
     def forget(self) -> None:
         """Discard everything that the cache holds."""
@@ -139,9 +132,9 @@ class CacheEngine:
         self._cache = None
 
     def fill(self, contexts: dict[int, list[int]]) -> None:
-        """Brings all but the last token of the context of every slot into the cache; what is there stays.
+        """Bring all but the last token of the context of every slot into the cache.
 
-        What another slot holds already is copied, not computed (`prefixes`).
+        A beginning that another slot holds is copied, not computed (`prefixes`).
         """
         if self._cache is None:
             self._cache = jax.jit(self._empty_cache, out_shardings=self._cache_sharding())()
@@ -154,10 +147,15 @@ class CacheEngine:
                     tiles = jax.device_put(call, replicated(self.mesh))
                     self._cache = self._prefill(self._params, self._cache, tiles, self._window(call.columns))
 
+    def empty_rows(self) -> tuple[np.ndarray, ...]:
+        """Return `rows` of `decode` in which no slot makes tokens."""
+        integers, ones = np.zeros((4, self.slots), np.int32), np.ones((2, self.slots), np.float32)
+        return *integers[:3], np.zeros(self.slots, np.uint32), *ones, integers[3]
+
     def decode(
         self, rows: tuple[np.ndarray, ...], pause: jax.Array, filtered: bool
     ) -> tuple[np.ndarray, ...]:
-        """Decodes in every slot until it has paused, run out, or made `decode_chunk` tokens.
+        """Decode in every slot until it has paused, run out, or made `decode_chunk` tokens.
 
         Args:
             rows: of each slot the last token, its position, tokens it may make (0: none), seed, temperature,
@@ -172,42 +170,31 @@ class CacheEngine:
         window = self._window(positions + np.minimum(remaining, self.decode_chunk))
         whole = replicated(self.mesh)
         with jax.set_mesh(self.mesh):
-            self._cache, *made = self._decode(
-                self._params, self._cache, jax.device_put(rows, whole), pause, filtered, window
-            )
-        return tuple(jax.device_get(made))
+            rows = jax.device_put(rows, whole)
+            self._cache, *decoded = self._decode(self._params, self._cache, rows, pause, filtered, window)
+        return tuple(jax.device_get(decoded))
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """Lower prefill and decoding of all slots for compiling ahead of time."""
-        whole, slots = replicated(self.mesh), self.slots
-        policy = self.policy
+        policy, length = self.policy, self.max_length
         params = placed_params(policy.abstract_params, self.mesh, policy.numerics.compute_dtype)
-        cache = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._cache_sharding()),
-            jax.eval_shape(self._empty_cache),
-        )
 
-        def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+        def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
+            place = sharding or replicated(self.mesh)
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree
+            )
 
-        tile = self._tile
-        counts = of(np.int32, tile.at_once, self._groups, tile.rows)
-        tokens = of(np.int32, *counts.shape, tile.width)
-        columns, chosen = of(np.int32, tile.at_once), None if tile.is_whole else counts
-        tiles = Tiles(tokens, counts, counts, columns, of(np.int32), chosen)
-        dtypes = (np.int32, np.int32, np.int32, np.uint32, np.float32, np.float32, np.int32)
-        rows = tuple(of(dtype, slots) for dtype in dtypes)
-        pause = of(np.bool_, policy.architecture.vocab_size)
+        cache = abstract(jax.eval_shape(self._empty_cache), self._cache_sharding())
+        (tiles,) = self._tile.calls([[Segment(0, 0, [0])] for _ in range(self._groups)])
+        copied = np.zeros((self._groups, 2, self._rows), np.int32), np.zeros(self._groups, np.int32)
+        rows = self.empty_rows()
+        pause = np.zeros(policy.architecture.vocab_size, np.bool_)
         with jax.set_mesh(self.mesh):
             return {
-                "prefill": self._prefill.lower(params, cache, tiles, self.max_length),
-                "copy": self._copy.lower(
-                    cache,
-                    of(np.int32, self._groups, 2, self._rows),
-                    of(np.int32, self._groups),
-                    self.max_length,
-                ),
-                "decode": self._decode.lower(params, cache, rows, pause, False, self.max_length),
+                "prefill": self._prefill.lower(params, cache, abstract(tiles), length),
+                "copy": self._copy.lower(cache, *abstract(copied), length),
+                "decode": self._decode.lower(params, cache, abstract(rows), abstract(pause), False, length),
             }
 
     def _cache_sharding(self) -> NamedSharding:
@@ -229,11 +216,9 @@ class CacheEngine:
             positions = tiles.starts[number][..., None] + offsets
             valid = offsets < tiles.counts[number][..., None]
             rows = None if tiles.slots is None else tiles.slots[number]
-            seen = self._seen(tiles.columns[number], window)
+            append = self._append(decoder, self._seen(tiles.columns[number], window))
             tokens = tiles.tokens[number]
-            embedded = decoder.embed_groups(tokens)
-            _, cache = self._append(decoder, cache, tokens, positions, valid, rows, embedded, seen)
-            return cache
+            return append(tokens, positions, valid, cache, rows, decoder.embed_groups(tokens))[1]
 
         if len(tiles.tokens) == 1:
             return one_tile(0, cache)
@@ -252,16 +237,16 @@ class CacheEngine:
         return jax.device_put(slots, by_group), jax.device_put(counts, by_group), width
 
     def _copy_columns(self, cache: Cache, slots: jax.Array, counts: jax.Array, width: int) -> Cache:
-        """The first `width` columns of slots for others of their group, one after the other.
+        """Copy the first `width` columns of slots to others of their group, one after the other.
 
-        What is copied beyond the columns that are wanted is written anew before it is read.
+        Columns that are copied beyond the shared prefix are written anew before they are read.
 
         Args:
             slots: int32 [groups, 2, rows], sources and targets.
-            counts: int32 [groups], how many of them there are.
+            counts: int32 [groups], number of them.
         """
 
-        def of_a_group(cache: Cache, slots: jax.Array, counts: jax.Array) -> Cache:
+        def copy_in_group(cache: Cache, slots: jax.Array, counts: jax.Array) -> Cache:
             def copy_one(number: jax.Array, cache: Cache) -> Cache:
                 source, target = slots[0, :, number]
 
@@ -276,7 +261,11 @@ class CacheEngine:
 
         by_group, held = spec(self._slot_axis), self._cache_sharding().spec
         return jax.shard_map(
-            of_a_group, mesh=self.mesh, in_specs=(held, by_group, by_group), out_specs=held, check_vma=False
+            copy_in_group,
+            mesh=self.mesh,
+            in_specs=(held, by_group, by_group),
+            out_specs=held,
+            check_vma=False,
         )(cache, slots, counts)
 
     def _seen(self, columns: jax.Array, window: int) -> Window:
@@ -285,75 +274,42 @@ class CacheEngine:
             return [window], 0
         return self._widths, jnp.sum(columns > jnp.asarray(self._widths[:-1], jnp.int32))
 
-    def _append(
-        self,
-        decoder: Decoder,
-        cache: Cache,
-        tokens: jax.Array,
-        positions: jax.Array,
-        valid: jax.Array,
-        slots: jax.Array | None,
-        embedded: jax.Array | None,
-        window: Window,
-    ) -> tuple[jax.Array, Cache]:
-        """`Decoder.decode` for every group by the devices that hold it; all arrays [groups, ...]."""
-        append = partial(decoder.decode, window=window)
-        append = jax.vmap(append, spmd_axis_name=RULES[self._slot_axis])
-        return append(tokens, positions, valid, cache, slots, embedded)
+    def _append(self, decoder: Decoder, window: Window) -> Callable[..., tuple[jax.Array, Cache]]:
+        """Return `Decoder.decode` for every group by the devices that hold it; all arrays [groups, ...]."""
+        return jax.vmap(partial(decoder.decode, window=window), spmd_axis_name=RULES[self._slot_axis])
 
     def _decode_rows(
-        self,
-        params: Params,
-        cache: Cache,
-        rows: tuple[jax.Array, ...],
-        pause: jax.Array,
-        filtered: bool,
-        window: int,
-    ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+        self, params: Params, cache: Cache, rows: SlotArrays, pause: jax.Array, filtered: bool, window: int
+    ) -> tuple[Cache, *SlotArrays]:
         _, positions, remaining, *_ = rows
         columns = jnp.max(positions + jnp.minimum(remaining, self.decode_chunk))
-        loop = partial(self._decode_loop, filtered=filtered, window=window)
+        loop = partial(self._decode_loop, filtered, window)
         if 1 < self.mesh.size == self.mesh.shape["data"]:
             # Every device has all parameters: it decodes its own rows, and waits for no other at every token.
             batch = P(RULES["batch"])
-            loop = jax.shard_map(
-                loop,
-                mesh=self.mesh,
-                in_specs=(P(), batch, batch, P(), P()),
-                out_specs=(batch, batch, batch, batch),
-                check_vma=False,
-            )
+            inputs, outputs = (P(), batch, batch, P(), P()), (batch, batch, batch, batch)
+            loop = jax.shard_map(loop, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         return loop(params, cache, rows, pause, columns)
 
-    def _decode_loop(
-        self,
-        params: Params,
-        cache: Cache,
-        rows: tuple[jax.Array, ...],
-        pause: jax.Array,
-        columns: jax.Array,
-        *,
-        filtered: bool,
-        window: int,
-    ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+    def _decode_loop(self, filtered: bool, window: int, *arrays: Any) -> tuple[Cache, *SlotArrays]:
         """Decode in all groups of the cache until none of their rows goes on."""
-        chunk = self.decode_chunk
+        params, cache, rows, pause, columns = arrays
         last, positions, remaining, seeds, temperatures, top_p, top_k = rows
-        decoder = self.policy.merge(params)
+        chunk, decoder = self.decode_chunk, self.policy.merge(params)
+        append = self._append(decoder, self._seen(columns, window))
         num_rows = last.shape[0]
-        seen = self._seen(columns, window)
 
         def running(carry: Any) -> jax.Array:
             return (carry[0] < chunk) & jnp.any(carry[3])
 
         def one_token(carry: Any) -> Any:
             step, cache, last, live, tokens, logprobs, counts = carry
-            at = positions + counts
-            token, position, valid = (x.reshape(-1, self._rows, 1) for x in (last, at, live))
-            hidden, cache = self._append(decoder, cache, token, position, valid, None, None, seen)
-            chosen, chosen_logprobs = sample_tokens(
-                decoder.logits(hidden.reshape(num_rows, -1)), seeds, at, temperatures, top_p, top_k, filtered
-            )
+            places = positions + counts
+            token, position, valid = (x.reshape(-1, self._rows, 1) for x in (last, places, live))
+            hidden, cache = append(token, position, valid, cache, None, None)
+            logits = decoder.logits(hidden.reshape(num_rows, -1))
+            sampling = seeds, places, temperatures, top_p, top_k
+            chosen, chosen_logprobs = sample_tokens(logits, *sampling, filtered)
             last = jnp.where(live, chosen, last)
             tokens = tokens.at[:, step].set(jnp.where(live, chosen, 0))
             logprobs = logprobs.at[:, step].set(jnp.where(live, chosen_logprobs, 0.0))
@@ -361,15 +317,10 @@ class CacheEngine:
             live = live & ~pause[chosen] & (counts < remaining)
             return step + 1, cache, last, live, tokens, logprobs, counts
 
-        start = (
-            jnp.int32(0),
-            cache,
-            last,
-            remaining > 0,
-            jnp.zeros((num_rows, chunk), jnp.int32),
-            jnp.zeros((num_rows, chunk), jnp.float32),
-            jnp.zeros(num_rows, jnp.int32),
-        )
+        no_tokens = jnp.zeros((num_rows, chunk), jnp.int32)
+        no_logprobs = jnp.zeros((num_rows, chunk), jnp.float32)
+        counts = jnp.zeros(num_rows, jnp.int32)
+        start = jnp.int32(0), cache, last, remaining > 0, no_tokens, no_logprobs, counts
         _, cache, _, _, tokens, logprobs, counts = jax.lax.while_loop(running, one_token, start)
         return cache, tokens, logprobs, counts
 

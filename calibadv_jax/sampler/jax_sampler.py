@@ -1,9 +1,9 @@
 """The embedded sampler: continuous batching over a KV cache, in process, on the trainer's mesh.
 
-A trajectory owns one row of the cache ("slot") from its first turn to its release, so that each
-turn prefills only what is new. Prefill and decode have static shapes; between chunks of decoded
-tokens finished rows are handed back and waiting ones admitted. The next chunk of the others begins
-before the host has read what the finished ones say.
+A trajectory owns one row of the cache ("slot") from its first turn to its release, so that each turn prefills
+its new tokens only. Prefill and decode have static shapes; between chunks of decoded tokens finished rows are
+handed back and waiting ones admitted. The next chunk of the others begins before the host has read the text
+of the finished ones.
 """
 
 from __future__ import annotations
@@ -28,14 +28,6 @@ from calibadv_jax.sampler.stopping import StopRule
 
 QUIET = 0.002  # seconds without a new request after which an idle sampler begins
 MOST_WAITS = 10  # of QUIET seconds
-
-
-@dataclass(frozen=True)
-class _Pauses:
-    """Tokens at which a row pauses, for the host to look whether its completion has ended."""
-
-    on_host: np.ndarray  # bool [V]
-    on_device: jax.Array  # the same
 
 
 @dataclass
@@ -66,17 +58,10 @@ class JaxSampler:
         max_length: tokens of the longest trajectory, prompt included.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        stops: StopRule,
-        config: SamplerConfig,
-        mesh: Mesh,
-        max_length: int,
-    ):
+    def __init__(self, policy: Policy, stops: StopRule, config: SamplerConfig, mesh: Mesh, max_length: int):
         self.policy, self.stops, self.config, self.mesh = policy, stops, config, mesh
         self.max_length = max_length
-        self._version = -1
+        self._version = -1  # of no weights
         self._engine = CacheEngine(
             policy, mesh, config.slots, max_length, config.prefill_chunk, config.decode_chunk
         )
@@ -84,7 +69,7 @@ class JaxSampler:
         self._waiting: deque[_Request] = deque()
         self._active: dict[int, _Request] = {}
         self._pump_task: asyncio.Task[None] | None = None
-        self._pause_table: dict[tuple[str, ...], _Pauses] = {}
+        self._pause_tables: dict[tuple[str, ...], tuple[np.ndarray, jax.Array]] = {}  # by stop strings
 
     async def load(self, version: int, published: Params) -> None:
         """Take a copy of the parameters in `compute_dtype`; RuntimeError while completions are running."""
@@ -109,7 +94,7 @@ class JaxSampler:
 
         Raises RuntimeError without weights, ValueError if the context is empty or leaves no room for a token.
         """
-        if not self._engine.is_loaded:
+        if self._version < 0:
             raise RuntimeError("no weights: call load before generating")
         if not 0 < len(token_ids) < self.max_length:
             raise ValueError(f"context of {len(token_ids)} tokens; must be 1 to {self.max_length - 1}")
@@ -129,7 +114,7 @@ class JaxSampler:
 
     def _kick(self) -> None:
         if self._pump_task is None or self._pump_task.done():
-            self._pump_task = asyncio.get_running_loop().create_task(self._pump())
+            self._pump_task = asyncio.create_task(self._pump())
 
     async def _pump(self) -> None:
         await self._gather()
@@ -147,7 +132,7 @@ class JaxSampler:
                 raise
 
     async def _round(self, running: dict[int, _Request], paused: dict[int, _Request]) -> dict[int, _Request]:
-        """Decodes a chunk of the running rows, and hands back the paused ones meanwhile; returns the next."""
+        """Decode a chunk of the running rows, hand back the paused ones meanwhile; return the next paused."""
         if not running:
             self._hand_back(paused)
             return {}
@@ -156,8 +141,8 @@ class JaxSampler:
         try:
             self._hand_back(paused)
         finally:
-            pausing = await chunk  # nothing else may use the engine before
-        return pausing
+            next_paused = await chunk  # nothing else may use the engine before
+        return next_paused
 
     async def _gather(self) -> None:
         """Wait for the requests of a step: a chunk costs the same for one row and for all."""
@@ -169,10 +154,8 @@ class JaxSampler:
 
     def _hand_back(self, paused: dict[int, _Request]) -> None:
         for slot, request in paused.items():
-            if self._active.get(slot) is not request:  # released meanwhile
-                continue
-            reason = self._ended(request)
-            if reason is None:
+            # Not a request that was released meanwhile, or that a token of another's stop string has paused.
+            if self._active.get(slot) is not request or (reason := self._ended(request)) is None:
                 continue
             del self._active[slot]
             if not request.future.done():
@@ -189,28 +172,28 @@ class JaxSampler:
         self._engine.drop()
 
     def _admit(self) -> None:
-        held = deque[_Request]()
-        taken = set(self._slot_of.values())
-        free = deque(slot for slot in self._engine.in_turn if slot not in taken)
+        still_waiting = deque[_Request]()
+        used = set(self._slot_of.values())
+        free = deque(slot for slot in self._engine.in_turn if slot not in used)
         while self._waiting:
             request = self._waiting.popleft()
             if request.future.done():
                 continue
             if request.session not in self._slot_of:
                 if not free:
-                    held.append(request)
+                    still_waiting.append(request)
                     continue
                 slot = self._slot_of[request.session] = free.popleft()
                 # Not at the release: a chunk may still write the old session's.
                 self._engine.held[slot].clear()
             self._active[self._slot_of[request.session]] = request
-        self._waiting = held
+        self._waiting = still_waiting
 
     def _advance(self, requests: dict[int, _Request]) -> dict[int, _Request]:
         """Prefill new contexts, decode a chunk, and return the rows that may have ended."""
         self._engine.fill({slot: request.context for slot, request in requests.items() if not request.tokens})
         self._chunk(requests)
-        pauses = self._pauses(requests).on_host
+        pauses, _ = self._pauses(requests)
         return {
             slot: request
             for slot, request in requests.items()
@@ -218,30 +201,24 @@ class JaxSampler:
         }
 
     def _chunk(self, requests: dict[int, _Request]) -> None:
-        shape = self._engine.slots
-        last, positions, remaining, top_k = (np.zeros(shape, np.int32) for _ in range(4))
-        seeds = np.zeros(shape, np.uint32)
-        temperatures, top_p = np.ones(shape, np.float32), np.ones(shape, np.float32)
+        rows = self._engine.empty_rows()
+        last, positions, remaining, seeds, temperatures, top_p, top_k = rows
         for slot, request in requests.items():
             sampling = request.sampling
-            last[slot] = request.last
-            positions[slot] = request.length - 1
+            last[slot], positions[slot] = request.last, request.length - 1
             room = self.max_length - request.length
             remaining[slot] = min(sampling.max_tokens - len(request.tokens), room)
             temperatures[slot], top_p[slot] = sampling.temperature, sampling.top_p
             top_k[slot], seeds[slot] = sampling.top_k, sampling.seed & 0xFFFFFFFF
         filtered = any(r.sampling.top_p < 1 or r.sampling.top_k > 0 for r in requests.values())
-        rows = last, positions, remaining, seeds, temperatures, top_p, top_k
-        tokens, logprobs, counts = self._engine.decode(rows, self._pauses(requests).on_device, filtered)
+        _, pauses = self._pauses(requests)
+        tokens, logprobs, counts = self._engine.decode(rows, pauses, filtered)
         for slot, request in requests.items():
             count = int(counts[slot])
             self._engine.held[slot].append(int(last[slot]))
             self._engine.held[slot].extend(tokens[slot, : count - 1].tolist())
             request.tokens.extend(tokens[slot, :count].tolist())
             request.logprobs.extend(logprobs[slot, :count].tolist())
-
-    def lower(self) -> dict[str, jax.stages.Lowered]:
-        return self._engine.lower()
 
     def _ended(self, request: _Request) -> StopReason | None:
         # A row pauses at every token that may end it, so that nothing follows the one that does.
@@ -253,14 +230,13 @@ class JaxSampler:
     def _is_full(self, request: _Request) -> bool:
         return request.length >= self.max_length or len(request.tokens) >= request.sampling.max_tokens
 
-    def _pauses(self, requests: dict[int, _Request]) -> _Pauses:
-        """Return the tokens with which a completion of these requests may end."""
-        stops = {request.sampling.stop for request in requests.values()}
-        stop = tuple(sorted({stop for group in stops for stop in group}))
-        if stop not in self._pause_table:
+    def _pauses(self, requests: dict[int, _Request]) -> tuple[np.ndarray, jax.Array]:
+        """Return at which tokens a row pauses, as a completion may end: bool [V], on host and device."""
+        stop = tuple(sorted({stop for request in requests.values() for stop in request.sampling.stop}))
+        if stop not in self._pause_tables:
             table = np.zeros(self.policy.architecture.vocab_size, bool)
             for token in range(min(len(self.stops.tokenizer), len(table))):
                 table[token] = self.stops.may_end(token, stop)
             table[list(self.stops.end_ids)] = True
-            self._pause_table[stop] = _Pauses(table, jax.device_put(table, replicated(self.mesh)))
-        return self._pause_table[stop]
+            self._pause_tables[stop] = table, jax.device_put(table, replicated(self.mesh))
+        return self._pause_tables[stop]

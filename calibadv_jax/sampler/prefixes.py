@@ -1,9 +1,9 @@
-"""Prompts that begin alike are computed once: what other slots of the cache hold already is copied.
+"""Compute prompts that begin alike once: copy the beginnings that other slots of the cache hold.
 
-The trajectories of a group have one prompt, and all prompts begin with the same instructions. Only what
-prefill wrote from the first column on is copied, and only whole segments (or a whole prompt), so that every
-token lies at the same place of its segment as if nothing had been copied: its keys and values are the same
-bits.
+The trajectories of a group have one prompt, and all prompts begin with the same instructions. Only columns
+that prefill wrote are copied, and only whole segments from the first column on (or a whole prompt), so that
+every token lies at the same place of its segment as if nothing had been copied: its keys and values are the
+same bits.
 """
 
 from __future__ import annotations
@@ -38,50 +38,45 @@ class Wave:
 
 @dataclass
 class Prefixes:
-    """What every slot of a cache can give to others.
-
-    Args:
-        tile: its `groups` of `slots` each, and the segments of prefill.
-    """
+    """The beginnings that slots of a cache can give to others."""
 
     tile: TileShape
     _keys: dict[int, list[tuple[int, int]]] = field(
         default_factory=dict
-    )  # slot: (columns, key of the tokens)
+    )  # slot: (columns, key of their tokens)
 
     def fill(self, contexts: dict[int, list[int]], held: list[list[int]]) -> list[Wave]:
-        """How all but the last token of every slot's context come into the cache; `held` says so afterwards.
+        """Plan how all but the last token of every slot's context come into the cache, and note it in `held`.
 
-        One wave follows the other. Where copies save no tile of prefill, there are none.
+        Waves are done one after the other. Where copies save no tile of prefill, there are none.
         """
         shared = [self._empty_wave()]
         plain = self._empty_wave()
         donors = self._donors(contexts, held)
         for slot, context in contexts.items():
             group, row = divmod(slot, self.tile.slots)
-            tokens, before = context[:-1], held[slot]
-            kept = common_prefix(before, tokens)
-            before[kept:] = tokens[kept:]
-            plain.segments[group] += self.tile.segments(row, kept, tokens[kept:])
+            tokens = context[:-1]
+            start = common_prefix(held[slot], tokens)
+            held[slot][start:] = tokens[start:]
+            plain.segments[group] += self.tile.segments(row, start, tokens[start:])
             number = 0
-            if kept:
-                self._keys[slot] = [entry for entry in self._keys.get(slot, ()) if entry[0] <= kept]
+            if start:
+                self._keys[slot] = [entry for entry in self._keys.get(slot, ()) if entry[0] <= start]
             else:
                 self._keys[slot] = list(self._keys_of(tokens))
-                number, source, kept = self._longest(slot, tokens, held, donors[group])
+                number, source, start = self._longest(slot, tokens, held, donors[group])
                 while len(shared) <= number:
                     shared.append(self._empty_wave())
-                if kept:
-                    shared[number].copies[group].append(Copy(source % self.tile.slots, row, kept))
+                if start:
+                    shared[number].copies[group].append(Copy(source % self.tile.slots, row, start))
                 for _, key in self._keys[slot]:
                     donors[group].setdefault(key, (slot, number))
-            shared[number].segments[group] += self.tile.segments(row, kept, tokens[kept:])
+            shared[number].segments[group] += self.tile.segments(row, start, tokens[start:])
         tiles = sum(self.tile.count(wave.segments) for wave in shared)
         return shared if tiles < self.tile.count(plain.segments) else [plain]
 
     def _empty_wave(self) -> Wave:
-        groups = range(self.tile.groups)
-        return Wave([[] for _ in groups], [[] for _ in groups])
+        return Wave([[] for _ in range(self.tile.groups)], [[] for _ in range(self.tile.groups)])
 
     def _donors(
         self, contexts: dict[int, list[int]], held: Sequence[Sequence[int]]
@@ -122,10 +117,10 @@ class Prefixes:
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the number of equal tokens with which both begin."""
-    shared = min(len(left), len(right))
-    if list(left[:shared]) == list(right[:shared]):
-        return shared
-    return next(index for index in range(shared) if left[index] != right[index])
+    length = min(len(left), len(right))
+    if list(left[:length]) == list(right[:length]):  # the usual case, in one comparison
+        return length
+    return next(index for index in range(length) if left[index] != right[index])
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ class Segment:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tiles:
-    """Work of one prefill call. Unused rows have no tokens."""
+    """Work of one prefill call. Unused rows have a count of 0."""
 
     tokens: Any  # int32 [tiles, groups, rows, width]
     starts: Any  # int32 [tiles, groups, rows], column of the first token
@@ -152,17 +147,12 @@ class Tiles:
 
 @dataclass(frozen=True)
 class TileShape:
-    """How prefill work is cut.
+    """Shape into which prefill work is cut."""
 
-    Attributes:
-        groups, slots: groups of slots, and slots of each.
-        rows, width: segments of a tile in each group, and tokens of a segment.
-    """
-
-    groups: int
-    slots: int
-    rows: int
-    width: int
+    groups: int  # of slots
+    slots: int  # of each group
+    rows: int  # segments of a tile in each group
+    width: int  # tokens of a segment
 
     @classmethod
     def fitting(cls, groups: int, slots: int, width: int, platform: str = "") -> TileShape:
@@ -182,10 +172,8 @@ class TileShape:
 
     def segments(self, row: int, start: int, tokens: Sequence[int]) -> list[Segment]:
         """Cut new tokens of a slot, from column `start` on, into segments."""
-        return [
-            Segment(row, start + at, list(tokens[at : at + self.width]))
-            for at in range(0, len(tokens), self.width)
-        ]
+        cuts = range(0, len(tokens), self.width)
+        return [Segment(row, start + cut, list(tokens[cut : cut + self.width])) for cut in cuts]
 
     def count(self, groups: Sequence[Sequence[Segment]]) -> int:
         """Return the number of tiles that the segments of every group take."""
@@ -201,14 +189,14 @@ class TileShape:
         """Cut a group's segments into tiles of (row of the tile, segment)."""
         if not self.is_whole:
             cuts = range(0, len(segments), self.rows)
-            return [list(enumerate(segments[at : at + self.rows])) for at in cuts]
+            return [list(enumerate(segments[cut : cut + self.rows])) for cut in cuts]
         tiles: list[list[tuple[int, Segment]]] = []
-        seen = [0] * self.slots
+        counts = [0] * self.slots
         for segment in segments:
-            if seen[segment.row] == len(tiles):
+            if counts[segment.row] == len(tiles):
                 tiles.append([])
-            tiles[seen[segment.row]].append((segment.row, segment))
-            seen[segment.row] += 1
+            tiles[counts[segment.row]].append((segment.row, segment))
+            counts[segment.row] += 1
         return tiles
 
     def _call(self, groups: Sequence[Sequence[Sequence[tuple[int, Segment]]]]) -> Tiles:
@@ -218,9 +206,9 @@ class TileShape:
         for group, tiles in enumerate(groups):
             for number, tile in enumerate(tiles):
                 for row, segment in tile:
-                    at = number, group, row
-                    tokens[(*at, slice(len(segment.tokens)))] = segment.tokens
-                    starts[at], counts[at], slots[at] = segment.start, len(segment.tokens), segment.row
+                    place, length = (number, group, row), len(segment.tokens)
+                    tokens[place][:length] = segment.tokens
+                    starts[place], counts[place], slots[place] = segment.start, length, segment.row
         used = np.asarray(max(map(len, groups)), np.int32)
         columns = np.where(counts > 0, starts + counts, 0).max((1, 2))
         return Tiles(tokens, starts, counts, columns, used, None if self.is_whole else slots)

@@ -18,7 +18,7 @@ def sample_tokens(
     top_k: jax.Array,
     filtered: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """One token a row; randomness depends on the row's seed and position only.
+    """Choose one token a row; randomness depends on the row's seed and position only.
 
     Args:
         logits: float32 [S, V]. seeds: uint32 [S]. positions: int32 [S].
@@ -28,19 +28,17 @@ def sample_tokens(
 
     Returns:
         int32 [S] tokens and float32 [S] log-probabilities at the row's temperature, before top-p and
-        top-k (greedy rows: at temperature 1), which is what the learner recomputes.
+        top-k (greedy rows: at temperature 1), as the learner recomputes them.
     """
     greedy = temperatures <= 0.0
     temperatures = jnp.where(greedy, 1.0, temperatures)[:, None]
     logprobs = jax.nn.log_softmax(logits / temperatures, axis=-1)
     best = _first_best(logits)
-    kept = logprobs
+    allowed = logprobs
     if filtered:
-        kept = jnp.where(_filter_mask(logits, best, temperatures, top_p, top_k), logprobs, -jnp.inf)
-    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
-        seeds, positions
-    )
-    tokens = jnp.where(greedy, best, _draw(jnp.exp(kept), keys)).astype(jnp.int32)
+        allowed = jnp.where(_filter_mask(logits, best, temperatures, top_p, top_k), logprobs, -jnp.inf)
+    keys = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), positions)
+    tokens = jnp.where(greedy, best, _draw(jnp.exp(allowed), keys)).astype(jnp.int32)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
 
 
@@ -76,7 +74,7 @@ def _inverse_transform(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _first_best(logits: jax.Array) -> jax.Array:
-    """As argmax, in two plain reductions, which a CPU computes several times as fast."""
+    """Return the argmax by two plain reductions, which a CPU computes several times as fast."""
     vocab = logits.shape[-1]
     best = jnp.max(logits, axis=-1, keepdims=True)
     return jnp.min(jnp.where(logits == best, jnp.arange(vocab), vocab - 1), axis=-1)

@@ -1,4 +1,4 @@
-"""Where a completion ends: one rule for every sampler, whatever the engine behind it noticed."""
+"""The rule of where a completion ends: the same for every sampler, whatever the engine behind it noticed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from calibadv_jax.core.files import read_json
 
 
 class StopRule:
-    """A completion ends at the token that completes a stop string, or at an end-of-text token.
-
-    Args:
-        end_ids: end-of-text tokens; one or many.
-    """
+    """A completion ends at the token that completes a stop string, or at an end-of-text token (`end_ids`)."""
 
     def __init__(self, tokenizer: Any, end_ids: int | Iterable[int]):
         self.tokenizer = tokenizer
@@ -34,7 +30,7 @@ class StopRule:
         return None if end is None else (end + 1, "eos")
 
     def remainders(self, tokens: Sequence[int], stop: Sequence[str]) -> list[str]:
-        """Return the missing rest of each stop string whose beginning ends the tokens."""
+        """Return the missing part of each stop string whose beginning ends the tokens."""
         text = self.text(tokens)
         return [
             string[length:]
@@ -44,14 +40,14 @@ class StopRule:
         ]
 
     def may_end(self, token: int, stop: Sequence[str]) -> bool:
-        """Whether a completion can end at this token, whatever stands before it.
+        """Return whether a completion can end at this token, whatever stands before it.
 
-        A stop string ends inside a token that contains it, or that begins with what is missing of it.
+        A stop string ends inside a token that contains it, or that begins with an end of it.
         """
         text = self.text([token])
         is_part = "\ufffd" in text  # of a character: it may complete any that is not ASCII
         return token in self.end_ids or any(
-            string in text or text.startswith(_endings(string)) or (is_part and not string.isascii())
+            string in text or text.startswith(_ends(string)) or (is_part and not string.isascii())
             for string in stop
         )
 
@@ -60,22 +56,20 @@ class StopRule:
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _is_complete(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
-        if not stop:
-            return False
-        text = self.text(tokens)
+        text = self.text(tokens) if stop else ""
         return any(string in text for string in stop)
 
 
 @cache
-def _endings(stop: str) -> tuple[str, ...]:
-    return tuple(stop[at:] for at in range(1, len(stop)))
+def _ends(stop: str) -> tuple[str, ...]:
+    return tuple(stop[start:] for start in range(1, len(stop)))
 
 
 def end_of_text_ids(folder: str | Path, hf_config: dict[str, Any], tokenizer: Any) -> int | list[int]:
     """Return every end-of-text token of a policy: of its config, its generation config and its tokenizer.
 
-    As a HuggingFace config has it: one token, or several, ascending. The policy's HuggingFace `folder`
-    may lack generation_config.json; "" for none. Raises UserError if that file is no JSON object.
+    As in a HuggingFace config: one token, or several, ascending. The policy's HuggingFace `folder` ("" for
+    none) may lack generation_config.json. Raises UserError if that file is no JSON object.
     """
     path = Path(folder) / "generation_config.json"
     generation = read_json(path, "fix or remove it") if folder and path.is_file() else {}

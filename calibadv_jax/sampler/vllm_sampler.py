@@ -1,8 +1,7 @@
 """The sampler over one or many vLLM servers: token-in, token-out, with weights from snapshots.
 
-Every completion carries the version label of the weights that wrote it. If the label is not one of this
-run (the worker was restarted, or someone else used it), the reply is discarded, and the worker is brought
-to the current snapshot first.
+Every completion carries the version label of the weights that wrote it. If the label is not of this run (the
+worker was restarted, or someone else used it), the reply is discarded, and the worker loads the snapshot.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ import asyncio
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
+from aiohttp import ClientTimeout
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import REFUSAL, RequestFailed, UserError
@@ -28,17 +27,17 @@ from calibadv_jax.core.tags import printable
 from calibadv_jax.core.trajectory import StopReason
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_worker import ask_alive, ask_label
-from calibadv_jax.services.http_client import BadReply, Unreachable, limit, open_session, post, watched
+from calibadv_jax.services.http_client import BadReply, PerLoop, Unreachable, open_session, request, watched
 
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
-WATCH_PAUSE = 10.0  # seconds between two looks at whether workers that are asked something are still there
+WATCH_PAUSE = 10.0  # seconds between two checks of whether workers with open requests are still there
 SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
 REQUEST_TIMEOUT = 1800.0  # seconds a completion may take; then its worker counts as lost
 MAX_LOSSES = 5  # workers lost over one completion: it may be what kills them
 MAX_EMPTY = 6  # replies without a token, one after another, after which their worker counts as lost
 EMPTY_PAUSE = 0.05  # seconds after the first of them; doubles
 HIGHEST = 1e-4  # of a log-probability: above 0 only by rounding
-LOWEST = -9999.0  # what vLLM sends for minus infinity, which no sampled token can have
+LOWEST = -9999.0  # vLLM's minus infinity, which no sampled token can have
 GENERATE = "/inference/v1/generate"
 
 
@@ -51,11 +50,11 @@ class Worker:
     """A vLLM server and its state."""
 
     url: str
-    version: int | None = None  # it serves; None: not known to be usable
+    version: int | None = None  # of its weights; None: not known to be usable
     busy: int = 0  # completions in progress
-    requests: set[asyncio.Task[Any]] = field(default_factory=set)  # of these
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)  # of these completions
     lost: str = "not started"  # why it is not usable
-    refusal: UserError | None = None  # why it will not be before another snapshot is loaded
+    refusal: UserError | None = None  # of the current snapshot: it is not asked again before the next one
     reviving: asyncio.Task[None] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are swapped
 
@@ -65,7 +64,6 @@ class VllmSampler:
 
     Args:
         urls: base URLs of servers started by `sampler.vllm_worker`.
-        stops: decides where a completion ends.
         tokenizer_hash: identity of the vocabulary; a worker with another one refuses the run.
         vocab_size: the policy's; a reply with a token beyond it is unusable.
     """
@@ -82,9 +80,9 @@ class VllmSampler:
         self.vocab_size = vocab_size
         self.run = uuid.uuid4().hex[:12]
         self.workers = [Worker(url.rstrip("/")) for url in urls]
-        self._http: aiohttp.ClientSession | None = None  # opened by the loop that first asks
+        self._http = PerLoop(lambda: open_session(REQUEST_TIMEOUT))
         self._snapshot: tuple[Path, int] | None = None
-        self._home: dict[str, Worker] = {}  # session -> where its prefix is cached
+        self._home: dict[str, Worker] = {}  # session -> the worker that caches its prefix
         self._changed = asyncio.Event()  # a worker has become usable, or refused the snapshot
         self._watching: asyncio.Task[None] | None = None
         self.lost_count = 0
@@ -92,13 +90,12 @@ class VllmSampler:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
         """Sample up to a stop string, end-of-text, or `sampling.max_tokens`.
 
-        A completion cut by a weight swap continues with the new weights; one whose worker was lost
-        starts again at another. vLLM looks for stop strings in what one request has written, and so
-        cannot see one that a cut has divided: what it says is a hint, and `stops` decides over the
-        whole completion.
+        A completion cut by a weight swap continues with the new weights; one whose worker was lost continues
+        at another. vLLM looks for stop strings in the tokens of one request, and so cannot see one that a cut
+        has divided: its stop reason is a hint, and `stops` decides over the whole completion.
 
-        Raises RequestFailed without a worker for `patience` seconds, if a worker refuses the request,
-        or MAX_LOSSES workers were lost over it.
+        Raises RequestFailed without a worker for `patience` seconds, if a worker refuses the request, or if
+        MAX_LOSSES workers were lost over it.
         """
         if self._snapshot is None:
             raise RuntimeError("no weights: call load before generating")
@@ -131,34 +128,29 @@ class VllmSampler:
                 await asyncio.sleep(EMPTY_PAUSE * 2 ** (empty - 1))
                 continue
             if ended := self.stops.find(tokens, sampling.stop):
-                count, why = ended
-                return Completion(tokens[:count], logprobs[:count], why, tuple(versions))
-            if part.stop_reason in ("eos", "length") or len(tokens) >= sampling.max_tokens:
-                reason: StopReason = "eos" if part.stop_reason == "eos" else "length"
-                return Completion(tokens, logprobs, reason, tuple(versions))
+                count, reason = ended
+                return Completion(tokens[:count], logprobs[:count], reason, tuple(versions))
+            if part.stop_reason == "eos" or part.stop_reason == "length":
+                return Completion(tokens, logprobs, part.stop_reason, tuple(versions))
+            if len(tokens) >= sampling.max_tokens:
+                return Completion(tokens, logprobs, "length", tuple(versions))
 
     def release(self, session: str) -> None:
         """Forget a session that has ended."""
         self._home.pop(session, None)
 
     async def load(self, version: int, published: Path) -> None:
-        """Load a policy's published snapshot; see `load_snapshot`."""
-        await self.load_snapshot(published)
+        """Load a snapshot into every worker that answers; the others follow before they serve again.
 
-    async def load_snapshot(self, snapshot: Path) -> None:
-        """Bring every worker that answers to a snapshot; the others follow before they serve again.
-
-        Completions in progress are cut and continue with the new weights. Raises UserError if a
-        worker refuses the snapshot (it keeps the old weights), or RequestFailed if none is there for
-        `patience` seconds.
+        Completions in progress are cut and continue with the new weights. Raises UserError if a worker
+        refuses the snapshot (it keeps the old one), RequestFailed without a worker for `patience` seconds.
         """
-        version = int(snapshot.name.removeprefix("v"))
-        if self._snapshot and version <= self._snapshot[1]:  # a rollback; workers take no old ones
+        if self._snapshot and version <= self._snapshot[1]:  # a rollback; workers take no old versions
             self.run = uuid.uuid4().hex[:12]
             for worker in self.workers:
                 worker.version = None
-        self._snapshot = (snapshot.absolute(), version)
-        # A refusal of one is raised when all are done: a swap that is cancelled leaves its worker paused.
+        self._snapshot = (published.absolute(), version)
+        # A refusal is raised when all are done: a swap that is cancelled leaves its worker paused.
         swaps = [self._bring(worker) for worker in self.workers]
         for outcome in await asyncio.gather(*swaps, return_exceptions=True):
             if outcome is not None:
@@ -166,13 +158,13 @@ class VllmSampler:
         await self._wait_for_any()
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-        """Log-probabilities float32 [T - 1] of tokens 1 … T - 1 under each worker's weights, by URL."""
+        """Return log-probabilities float32 [T - 1] of tokens 1 … T - 1 under the weights of each URL."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        request = {"token_ids": list(token_ids), "sampling_params": sampling}
+        body = {"token_ids": list(token_ids), "sampling_params": sampling}
         values = {}
         for worker in [worker for worker in self.workers if worker.version is not None]:
             try:
-                reply = await self._post(worker, GENERATE, json=request)
+                reply = await self._post(worker, GENERATE, json=body)
                 entries = zip(token_ids[1:], reply["prompt_logprobs"][1:], strict=True)
                 logprobs = [entry[str(token)]["logprob"] for token, entry in entries]
                 values[worker.url] = np.array(logprobs, np.float32)
@@ -190,11 +182,11 @@ class VllmSampler:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
-        if self._http is not None:
-            await self._http.close()
+        if http := self._http.take():
+            await http.close()
 
     async def _choose(self, session: str) -> Worker:
-        """Return the session's own worker while it is not much busier than the least busy one."""
+        """Return the session's own worker, or the least busy one if the own worker is much busier."""
         await self._wait_for_any()
         usable = [worker for worker in self.workers if worker.version is not None]
         least = min(usable, key=lambda worker: worker.busy)
@@ -222,60 +214,52 @@ class VllmSampler:
     async def _ask(
         self, worker: Worker, context: Sequence[int], done: list[int], sampling: SamplingParams
     ) -> Completion:
-        """Return the tokens that the worker adds to `done`."""
-        most = sampling.max_tokens - len(done)
-        request = completion_request(context, done, sampling, self.stops)
-        reply = await self._held(worker, self._post(worker, GENERATE, json=request))
+        """Return the tokens that the worker adds to `done`; raise WorkerLost if it is gone meanwhile."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        body = completion_request(context, done, sampling, self.stops)
+        posted = asyncio.create_task(self._post(worker, GENERATE, json=body))
+        worker.requests.add(posted)
         try:
-            return read_completion(reply, self._version, most, self.vocab_size)
+            reply = await posted
+            return read_completion(reply, self._version, sampling.max_tokens - len(done), self.vocab_size)
         except ValueError as error:
             raise WorkerLost(f"unusable reply ({error})") from error
-
-    async def _held(self, worker: Worker, reply: Coroutine[Any, Any, Any]) -> Any:
-        """Await a completion's reply; raise WorkerLost if the worker is gone meanwhile."""
-        if self._watching is None:
-            self._watching = asyncio.get_running_loop().create_task(self._watch())
-        request = asyncio.get_running_loop().create_task(reply)
-        worker.requests.add(request)
-        try:
-            return await request
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is not None and current.cancelling():  # this completion itself is cancelled
                 raise
             raise WorkerLost(worker.lost or "gone, and here again") from None
         finally:
-            worker.requests.discard(request)
+            worker.requests.discard(posted)
 
     async def _watch(self) -> None:
-        """Finds workers that hold completions and are gone.
+        """Lose workers that hold completions and are gone.
 
         A vLLM server that was told to end, as by the death of its launcher, keeps its connections for ever
-        and answers nothing more on them; another one may serve at the same address meanwhile.
+        and answers nothing more on them; another server may listen at the same address meanwhile.
         """
         while True:
             await asyncio.sleep(WATCH_PAUSE)
             holding = [worker for worker in self.workers if worker.requests and worker.version is not None]
-            await asyncio.gather(*map(self._look_at, holding))
+            await asyncio.gather(*map(self._check, holding))
 
-    async def _look_at(self, worker: Worker) -> None:
-        assert self._http is not None
-        reason = ""
+    async def _check(self, worker: Worker) -> None:
+        http = self._http.get()
         try:
             try:
-                self._version(str(await ask_label(self._http, worker.url)))
+                self._version(str(await ask_label(http, worker.url)))
             except Unreachable:
-                # The label comes between two steps of the engine; one of many long prompts takes minutes.
-                await ask_alive(self._http, worker.url)
+                # The label comes between two steps of the engine; a step over long prompts takes minutes.
+                await ask_alive(http, worker.url)
         except (Unreachable, UserError, WorkerLost) as error:
-            reason = str(error)
-        if reason and worker.version is not None:  # else it is being swapped
-            self._lose(worker, reason)
-            self._drop_requests(worker)
+            if worker.version is not None:  # else it is being swapped
+                self._lose(worker, str(error))
+                self._drop_requests(worker)
 
     def _drop_requests(self, worker: Worker) -> None:
-        for request in worker.requests:
-            request.cancel()
+        for posted in worker.requests:
+            posted.cancel()
 
     def _version(self, label: str) -> int:
         run, _, number = label.partition("/")
@@ -289,7 +273,7 @@ class VllmSampler:
             self.lost_count += 1
         worker.version, worker.lost = None, reason
         if worker.reviving is None or worker.reviving.done():
-            worker.reviving = asyncio.get_running_loop().create_task(self._revive(worker))
+            worker.reviving = asyncio.create_task(self._revive(worker))
 
     async def _revive(self, worker: Worker) -> None:
         while worker.version is None:
@@ -298,7 +282,7 @@ class VllmSampler:
                 await self._swap(worker)
             except WorkerLost as error:
                 worker.lost = str(error)
-            except UserError as error:  # it would refuse this snapshot again; it is asked again with the next
+            except UserError as error:  # it would refuse this snapshot again
                 worker.lost, worker.refusal = str(error), error
                 self._changed.set()
                 return
@@ -310,7 +294,7 @@ class VllmSampler:
             self._lose(worker, str(error))
 
     async def _swap(self, worker: Worker) -> None:
-        """Loads the current snapshot; raises WorkerLost, or UserError where the snapshot is refused."""
+        """Load the current snapshot; raise WorkerLost, or UserError if the snapshot is refused."""
         async with worker.lock:
             assert self._snapshot is not None
             worker.refusal = None
@@ -318,16 +302,15 @@ class VllmSampler:
                 before, worker.version = worker.version, None  # nothing new goes there meanwhile
                 path = self._snapshot[0]
                 if before is None:
-                    info = {"session": self.run, "tokenizer": self.tokenizer_hash}
-                    route = "/init_weight_transfer_engine"
-                    await self._control(worker, route, refusal="refuses the run", json={"init_info": info})
+                    info = {"init_info": {"session": self.run, "tokenizer": self.tokenizer_hash}}
+                    await self._control(worker, "/init_weight_transfer_engine", "refuses the run", json=info)
                 await self._control(worker, "/pause", params={"mode": "abort"})
                 try:
                     await self._update(worker, path, version)
                 finally:
                     await self._control(worker, "/resume")
                 if before is None:
-                    self._drop_requests(worker)  # what it was asked before has no answer
+                    self._drop_requests(worker)  # its older requests have no answer
                 worker.version, worker.lost = version, ""
                 self._changed.set()
 
@@ -340,19 +323,17 @@ class VllmSampler:
             await self._control(worker, "/finish_weight_update")  # a trainer was stopped during its swap
             await self._control(worker, "/start_weight_update")
         update = {"update_info": {"path": str(path), "version": version}}
-        await self._control(
-            worker, "/update_weights", refusal=f"refuses {path}", json=update, timeout=limit(SWAP_TIMEOUT)
-        )
+        timeout = ClientTimeout(SWAP_TIMEOUT)
+        await self._control(worker, "/update_weights", f"refuses {path}", json=update, timeout=timeout)
         label = {"weight_version": f"{self.run}/{version}"}
         await self._control(worker, "/finish_weight_update", json=label)
 
     async def _control(self, worker: Worker, route: str, refusal: str = "", **arguments: Any) -> Any:
         """`_post` on a connection of its own: vLLM's server closes the one on which it reported a failure.
 
-        A load may take long. A server that is stopped or hangs is found by its health meanwhile.
+        A load may take long. A server that is stopped or hangs is noticed by its health meanwhile.
         """
-        self._http = self._http or open_session(REQUEST_TIMEOUT)
-        alive = partial(ask_alive, self._http, worker.url)
+        alive = partial(ask_alive, self._http.get(), worker.url)
         reply = self._post(worker, route, refusal, headers={"connection": "close"}, **arguments)
         try:
             return await watched(reply, alive, WATCH_PAUSE)
@@ -360,14 +341,9 @@ class VllmSampler:
             raise WorkerLost(f"{route}: {error}") from error
 
     async def _post(self, worker: Worker, route: str, refusal: str = "", **arguments: Any) -> Any:
-        """The JSON reply of a route.
-
-        Args:
-            refusal: where our engine in the worker objects, what it does then; the text of a UserError.
-        """
-        self._http = self._http or open_session(REQUEST_TIMEOUT)
+        """Return the JSON reply of a route; `refusal` is the verb of the UserError if our engine refuses."""
         try:
-            reply = await post(self._http, worker.url + route, **arguments)
+            reply = await request(self._http.get(), "POST", worker.url + route, **arguments)
             if reply.status == 200:
                 return json.loads(reply.body)
         except (BadReply, Unreachable, ValueError, RecursionError) as error:
@@ -388,14 +364,18 @@ class VllmSampler:
 def completion_request(
     context: Sequence[int], done: Sequence[int], sampling: SamplingParams, stops: StopRule
 ) -> dict[str, Any]:
-    """Build the request for the tokens that follow `done`."""
+    """Build the request for the tokens that follow `done`; after a cut it has another seed."""
+    seed = sampling.seed
+    if done:
+        digest = hashlib.blake2b(f"{seed}/{len(done)}".encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "big")
     parameters = {
         "max_tokens": sampling.max_tokens - len(done),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "seed": _continued_seed(sampling.seed, len(done)),
-        # The rest of a stop string that was cut, too; it may also end a part where it means nothing.
+        "seed": seed,
+        # Also the missing part of a stop string that was cut, which may end a part where it means nothing.
         "stop": [*sampling.stop, *stops.remainders(done, sampling.stop)],
         "stop_token_ids": sorted(stops.end_ids),
         "include_stop_str_in_output": True,
@@ -410,8 +390,8 @@ def read_completion(
 ) -> Completion:
     """Return the completion in a reply to a request for `max_tokens` tokens, all below `vocab_size`.
 
-    `version_of` gives the policy version of a label of weights; its errors pass. Raises ValueError if it
-    is no completion, or one whose tokens or log-probabilities cannot be true.
+    `version_of` returns the policy version of a label of weights; its errors pass. Raises ValueError for an
+    invalid reply, token or log-probability.
     """
     try:
         (choice,) = reply["choices"]
@@ -444,13 +424,6 @@ def error_message(body: bytes) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         message = body.decode(errors="replace")
     return printable(message).split(", please check the stack trace")[0][:600]
-
-
-def _continued_seed(seed: int, done: int) -> int:
-    """Return another seed for a completion that continues after a cut."""
-    if not done:
-        return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=4).digest(), "big")
 
 
 def _stop_reason(choice: dict[str, Any]) -> StopReason:

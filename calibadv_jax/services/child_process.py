@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from calibadv_jax.core.errors import INPUT_STATUS, EnvironmentFailure, UserError
@@ -20,30 +21,24 @@ _HARMLESS = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")  # vLLM's warnings name er
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # the log has every line at once, and errors after what led to them
 
 
+@dataclass
 class ChildService:
     """A child process, ready when the block begins, stopped when it ends.
 
-    `what` and `timeout_key` (the config key of `start_timeout`) are for messages. The `command` is started
-    with ``--port 0 --port_file FILE --parent_pid PID`` added, and its output is added to `log_path`; other
-    commands may write there too. The `environment` holds the variables that differ from this process's.
+    The `command` is started with ``--port 0 --port_file FILE --parent_pid PID`` added, and its output is
+    added to `log_path`; other commands may write there too.
     """
 
-    def __init__(
-        self,
-        what: str,
-        command: Sequence[str],
-        log_path: Path,
-        start_timeout: float,
-        timeout_key: str,
-        environment: Mapping[str, str] | None = None,
-    ):
-        self.what, self.command, self.log_path = what, list(command), log_path
-        self.start_timeout, self.timeout_key = start_timeout, timeout_key
-        self.environment = environment or {}
-        self.url = ""
-        self.process: subprocess.Popen[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._log_start = 0  # bytes of the log before this child's
+    name: str  # in messages
+    command: Sequence[str]
+    log_path: Path
+    start_timeout: float  # seconds
+    timeout_key: str  # config key of `start_timeout`, for messages
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that differ from this process's
+    url: str = field(default="", init=False)
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
+    _log_start: int = field(default=0, init=False)  # bytes of the log before this child's
 
     def __enter__(self) -> ChildService:
         """Start the service and wait for it; raise UserError if it ends or does not get ready in time."""
@@ -66,10 +61,9 @@ class ChildService:
         set_aside(self.log_path)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
+            command = [*self.command, *arguments]
             variables = os.environ | UNBUFFERED | dict(self.environment)
-            self.process = subprocess.Popen(
-                self.command + arguments, stdout=log, stderr=subprocess.STDOUT, env=variables
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
 
     def wait(self) -> None:
         """Wait until it is ready; see `__enter__`."""
@@ -77,16 +71,15 @@ class ChildService:
         deadline = time.monotonic() + self.start_timeout
         while not self._port_file.is_file():
             if self.process.poll() is not None:
-                # Status 2: a mistake in what the child was given, which is this run's config.
                 output = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
-                kind = UserError if self.process.returncode == INPUT_STATUS else EnvironmentFailure
-                raise kind(
-                    f"{self.what} ended with status {self.process.returncode}:"
-                    f" {_cause(output)}; see {self.log_path}"
-                )
+                status = self.process.returncode
+                kind = (
+                    UserError if status == INPUT_STATUS else EnvironmentFailure
+                )  # this run's config, or not
+                raise kind(f"{self.name} ended with status {status}: {_cause(output)}; see {self.log_path}")
             if time.monotonic() > deadline:
                 raise EnvironmentFailure(
-                    f"{self.what} was not ready within {self.start_timeout:g} s; see {self.log_path}"
+                    f"{self.name} was not ready within {self.start_timeout:g} s; see {self.log_path}"
                     f" or raise {self.timeout_key}"
                 )
             time.sleep(0.05)

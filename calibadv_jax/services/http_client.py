@@ -103,17 +103,8 @@ def open_session(timeout: float, token_variable: str = "") -> aiohttp.ClientSess
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
     token = os.environ.get(token_variable, "").strip()
     headers = {"Authorization": f"Bearer {token}"} if token else None
-    return aiohttp.ClientSession(connector=connector, timeout=limit(timeout), headers=headers)
-
-
-def limit(seconds: float) -> aiohttp.ClientTimeout:
-    """Limit a request's time, from its connection to the last byte of its reply."""
-    return aiohttp.ClientTimeout(total=seconds)
-
-
-async def post(http: aiohttp.ClientSession, url: str, **arguments: Any) -> HttpReply:
-    """Send a POST request; see `request`."""
-    return await request(http, "POST", url, **arguments)
+    whole = aiohttp.ClientTimeout(total=timeout)  # from the connection to the last byte of the reply
+    return aiohttp.ClientSession(connector=connector, timeout=whole, headers=headers)
 
 
 async def request(
@@ -146,13 +137,13 @@ async def read_all(parts: AsyncIterator[bytes], longest: int = LONGEST_REPLY) ->
     return bytes(body)
 
 
-async def watched(reply: Coroutine[Any, Any, T], look: Callable[[], Awaitable[object]], pause: float) -> T:
-    """Return a reply; meanwhile call `look` every `pause` seconds, and raise its Unreachable."""
-    task = asyncio.get_running_loop().create_task(reply)
+async def watched(reply: Coroutine[Any, Any, T], check: Callable[[], Awaitable[object]], pause: float) -> T:
+    """Return a reply; meanwhile call `check` every `pause` seconds, and raise its Unreachable."""
+    task = asyncio.create_task(reply)
     try:
         while not (await asyncio.wait({task}, timeout=pause))[0]:
             try:
-                await look()
+                await check()
             except Unreachable:
                 if not task.done():
                     raise
@@ -178,11 +169,11 @@ async def retry(
             return await attempt()
         except Unreachable as error:
             deadline = deadline or time.monotonic() + patience
-            left = deadline - time.monotonic()
-            if left <= 0 or patience <= ONCE:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or patience <= ONCE:
                 raise
             on_away(error)
-            seconds = min(max(pause + random.uniform(0, FIRST_PAUSE), error.retry_after), left)
+            seconds = min(max(pause + random.uniform(0, FIRST_PAUSE), error.retry_after), remaining)
         except BadReply:
             bad_replies, deadline, seconds = bad_replies + 1, 0.0, pause
             if bad_replies == BAD_REPLIES:
@@ -196,16 +187,8 @@ def no_answer(patience: float) -> str:
     return f"no answer for {patience:g} s" if patience > ONCE else "no answer"
 
 
-@dataclass(frozen=True)
-class Present(Generic[T]):
-    """Services that answer, at least one, and services that do not."""
-
-    answers: dict[str, T]  # by URL, in the order of the URLs
-    missing: dict[str, str]  # URL: why it does not answer
-
-
 def wait_for_any(
-    what: str,
+    service: str,
     urls: Sequence[str],
     ask: Callable[[aiohttp.ClientSession, str], Awaitable[T]],
     *,
@@ -214,22 +197,22 @@ def wait_for_any(
     advice: str,
     say: Callable[[str], object],
     token_variable: str = "",
-) -> Present[T]:
-    """Ask all services together until one answers, for `patience` seconds; `say` once what is waited for.
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Return the answers of the services that answer, at least one, and why the others do not, by URL.
 
-    `ask` raises Unreachable where a service is to be waited for; other errors pass at once. A question may
-    take `timeout` seconds. `what` names a service in messages, and `advice` says how to start one. Raises
-    EnvironmentFailure if none has answered.
+    Asks all of them together, for `patience` seconds, `timeout` for one attempt. `ask` raises Unreachable
+    where a service is to be waited for; other errors pass at once. Messages name the `service`, with `advice`
+    on how to start it; `say` gets one about the wait. Raises EnvironmentFailure if none has answered.
     """
     names, is_first = ", ".join(urls), True
 
     def on_away(error: Unreachable) -> None:
         nonlocal is_first
         if is_first:
-            say(f"waiting up to {patience:g} s for {what} {names} ({error}); otherwise {advice}")
+            say(f"waiting up to {patience:g} s for {service} {names} ({error}); otherwise {advice}")
         is_first = False
 
-    async def ask_all() -> Present[T]:
+    async def ask_all() -> tuple[dict[str, T], dict[str, str]]:
         async with open_session(timeout, token_variable) as http:
             distinct = list(dict.fromkeys(urls))
             outcomes = await asyncio.gather(*(ask(http, url) for url in distinct), return_exceptions=True)
@@ -244,12 +227,12 @@ def wait_for_any(
                 answers[url] = outcome
         if not answers:
             raise next(iter(missing.values()))
-        return Present(answers, {url: str(error) for url, error in missing.items()})
+        return answers, {url: str(error) for url, error in missing.items()}
 
     try:
         return run_to_its_end(lambda: retry(ask_all, patience, on_away))
     except Unreachable as error:
-        raise EnvironmentFailure(f"{what} {names}: cannot be reached ({error}); {advice}") from error
+        raise EnvironmentFailure(f"{service} {names}: cannot be reached ({error}); {advice}") from error
 
 
 def run_to_its_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -77,16 +77,17 @@ class ObjectStore:
             return dict(sorted((entry["name"].rpartition("/")[2], entry["size"]) for entry in entries))
         return {}
 
-    def call(self, what: str, work: Callable[[], T], progress: Callable[[], Any] = int) -> T:
+    def call(self, operation: str, work: Callable[[], T], progress: Callable[[], Any] = int) -> T:
         """Return the result of `work` or raise UserError, also after STALLED seconds without `progress`."""
         future, idle, before = in_daemon_thread(work), 0, progress()
         while not wait([future], NOTED).done:
             last, before = before, progress()
             idle = idle + NOTED if before == last else 0
             if idle >= STALLED:
-                why = f"has not answered for {idle} s ({what}); try again later"
-                raise EnvironmentFailure(f"{self.key} {why}")
-            self._note(f"waiting for {self.key} ({what})")
+                raise EnvironmentFailure(
+                    f"{self.key} has not answered for {idle} s ({operation}); try again later"
+                )
+            self._note(f"waiting for {self.key} ({operation})")
         try:
             return future.result()
         except UserError:
@@ -94,4 +95,4 @@ class ObjectStore:
         except Exception as error:  # every store has errors of its own
             kind = UserError if isinstance(error, FileNotFoundError | PermissionError) else EnvironmentFailure
             way_out = "make room" if storage_errno(error) in FULL else "check the address and the credentials"
-            raise kind(f"{self.key} cannot be used ({what}: {cause_text(error)}); {way_out}") from error
+            raise kind(f"{self.key} cannot be used ({operation}: {cause_text(error)}); {way_out}") from error

@@ -47,19 +47,18 @@ MAX_BATCH = 256  # queries in one request
 PROBE = "test"  # a query that no service can object to
 CHECK_PAUSE = 0.5  # seconds before a service that failed is asked for its health; doubles up to LAST_PAUSE
 
-Outcome = list[Document] | RequestFailed  # of one query
+QueryResult = list[Document] | RequestFailed
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(eq=False)
 class Replica:
     url: str
     pause: float  # before its health is asked for
     is_busy: bool = False  # with a request of ours
     is_well: bool = True
     is_verified: bool = False  # it has shown its index since it was last away
-    other: str = ""  # what it serves instead of the agreed index
-    turn: int = 0  # of its last request
+    other: str = ""  # how its index differs from the agreed index
     check: asyncio.Task[None] | None = None
 
 
@@ -82,8 +81,7 @@ class Replicas:
         warn: Callable[[str], object],
     ):
         self._http, self._agreed, self._named, self._warn = http, agreed, named, warn
-        self._all = [Replica(url, CHECK_PAUSE) for url in urls]
-        self._turns = 0
+        self._all = [Replica(url, CHECK_PAUSE) for url in urls]  # by last request, the newest at the end
         self._changed = asyncio.Event()
 
     async def close(self) -> None:
@@ -92,27 +90,26 @@ class Replicas:
             check.cancel()
         await asyncio.gather(*checks, return_exceptions=True)
 
-    async def ask(self, ask: Callable[[Replica], Awaitable[T]]) -> T:
-        """Return a free service's answer; one that is away is left out, and another one asked.
+    async def post(
+        self, route: str, body: Callable[[], Mapping[str, Any]], read: Callable[[str, HttpReply], T]
+    ) -> T:
+        """Return `read` of a free service's URL and reply; `body` is called when a service is free.
 
-        Raises Unreachable if none is left. Other errors of `ask` pass.
+        A service that is away or of another index is left out, and another one asked. Raises Unreachable if
+        none is left. Other errors of `read` pass.
         """
         while True:
             replica = await self.acquire()
             try:
-                return await ask(replica)
+                reply = await request(self._http, "POST", replica.url + route, json=body())
+                if not reply.is_away:
+                    await self.check(replica, reply)
+                return read(replica.url, reply)
             except Unreachable as error:
                 if not self.leave_out(replica, error):
                     raise
             finally:
                 self.release(replica)
-
-    async def post(self, replica: Replica, route: str, body: Mapping[str, Any]) -> HttpReply:
-        """Return a service's reply; raise Unreachable unless it is of the agreed index."""
-        reply = await request(self._http, "POST", replica.url + route, json=body)
-        if not reply.is_away:
-            await self.check(replica, reply)
-        return reply
 
     async def acquire(self) -> Replica:
         """Return the service that has been free longest; if none is well, any that may be again.
@@ -127,12 +124,12 @@ class Replicas:
                     f" ({self._all[0].other}); serve the index that the run began with, or begin another run"
                 )
             candidates = [replica for replica in usable if replica.is_well] or usable
-            free = [replica for replica in candidates if not replica.is_busy]
-            if free:
-                replica = min(free, key=lambda replica: replica.turn)
-                self._turns += 1
-                replica.is_busy, replica.turn = True, self._turns
-                return replica
+            for replica in candidates:
+                if not replica.is_busy:
+                    replica.is_busy = True
+                    self._all.remove(replica)
+                    self._all.append(replica)
+                    return replica
             self._changed.clear()
             await self._changed.wait()
 
@@ -158,20 +155,18 @@ class Replicas:
     async def check(self, replica: Replica, reply: HttpReply) -> None:
         """Note that the service is well; raise Unreachable unless the reply is of the agreed index."""
         if self._agreed is not None:
-            await self._check_index(replica, reply, self._agreed.get(IDENTITY))
-        replica.is_well, replica.pause = True, CHECK_PAUSE
-
-    async def _check_index(self, replica: Replica, reply: HttpReply, agreed: Any) -> None:
-        name = reply.headers.get(IDENTITY_HEADER)
-        if agreed is not None and name is not None:
-            self._named.add(replica.url)
-            self._compare(replica, f"{IDENTITY} {name!r} instead of {agreed!r}" if name != agreed else "")
-        elif reply.status == 200 and replica.url in self._named:
-            self._compare(replica, f"no {IDENTITY_HEADER} instead of {agreed!r}")
-        elif not replica.is_verified:
-            self._compare(replica, self._differs(replica, await ask_health(self._http, replica.url)))
+            agreed, name = self._agreed.get(IDENTITY), reply.headers.get(IDENTITY_HEADER)
+            if agreed is not None and name is not None:
+                self._named.add(replica.url)
+                other = "" if name == agreed else f"{IDENTITY} {name!r} instead of {agreed!r}"
+                self._note_index(replica, other)
+            elif reply.status == 200 and replica.url in self._named:
+                self._note_index(replica, f"no {IDENTITY_HEADER} instead of {agreed!r}")
+            elif not replica.is_verified:
+                self._note_index(replica, self._differs(replica, await ask_health(self._http, replica.url)))
         if replica.other:
             raise Unreachable(f"it serves another index: {replica.other}")
+        replica.is_well, replica.pause = True, CHECK_PAUSE
 
     def _differs(self, replica: Replica, state: Mapping[str, Any]) -> str:
         if self._agreed is None:
@@ -180,7 +175,7 @@ class Replicas:
             return f"no {IDENTITY} instead of {self._agreed[IDENTITY]!r}"
         return difference(self._agreed, state)
 
-    def _compare(self, replica: Replica, other: str) -> None:
+    def _note_index(self, replica: Replica, other: str) -> None:
         if other and other != replica.other:
             self._warn(
                 f"retriever {replica.url} serves another index ({other}) and is left out; serve the one that"
@@ -197,7 +192,7 @@ class Replicas:
                 state = await ask_health(self._http, replica.url)
             except Unreachable:
                 continue
-            self._compare(replica, self._differs(replica, state))
+            self._note_index(replica, self._differs(replica, state))
             replica.is_well = not replica.other
         self._changed.set()
 
@@ -207,7 +202,7 @@ class _Batch:
     """Queries that share a request."""
 
     queries: list[str]
-    outcomes: asyncio.Task[list[Outcome]]
+    results: asyncio.Task[list[QueryResult]]
 
 
 class _Divisible(Exception):
@@ -254,18 +249,17 @@ class RetrieverClient:
         """
         self._connections.get()
         batch = self._batch
-        is_full = batch is not None and len(batch.queries) + len(queries) > MAX_BATCH
-        if batch is None or is_full or batch.outcomes.done():
+        if batch is None or len(batch.queries) + len(queries) > MAX_BATCH or batch.results.done():
             shared: list[str] = []
             batch = self._batch = _Batch(shared, asyncio.create_task(self._answer(shared, BATCH_WINDOW)))
         start = len(batch.queries)
         batch.queries += queries
         documents = []
         # Shielded: others wait for the same request. Whatever ends its task is raised here.
-        for outcome in (await asyncio.shield(batch.outcomes))[start : start + len(queries)]:
-            if isinstance(outcome, RequestFailed):
-                raise outcome
-            documents.append(outcome)
+        for result in (await asyncio.shield(batch.results))[start : start + len(queries)]:
+            if isinstance(result, RequestFailed):
+                raise result
+            documents.append(result)
         return documents
 
     async def access(self, addresses: Sequence[str]) -> list[Document | None]:
@@ -281,7 +275,7 @@ class RetrieverClient:
         To be called before the first search. Waits until one of them answers, for `config.patience` seconds;
         `missing` names the others. Raises UserError if none does, or if they serve different indexes.
         """
-        present = wait_for_any(
+        answers, self.missing = wait_for_any(
             "retriever",
             self.urls,
             ask_health,
@@ -291,9 +285,8 @@ class RetrieverClient:
             say=self._warn,
             token_variable=TOKEN_VARIABLE,
         )
-        self.missing = present.missing
-        (first, agreed), *others = present.answers.items()
-        for url, state in others:
+        first, agreed = next(iter(answers.items()))
+        for url, state in answers.items():
             if other := difference(agreed, state):
                 raise UserError(f"retriever.url: {url} has {other} of {first}; name services of one index")
         self._agreed = agreed
@@ -328,7 +321,7 @@ class RetrieverClient:
             await replicas.close()
             await http.close()
 
-    async def _request(self, replicas: Replicas, queries: list[str]) -> list[Outcome]:
+    async def _request(self, replicas: Replicas, queries: list[str]) -> list[QueryResult]:
         """Return the documents of each query; queries join until a service is free."""
         config = self.config
         depths: dict[str, Any] = {"topk": config.topk}  # how many documents, and by that whose contract
@@ -336,26 +329,27 @@ class RetrieverClient:
             depths = {"topk_retrieval": config.retrieval_topk, "topk_rerank": config.rerank_topk}
             depths["not_sort"] = False
 
-        async def ask(replica: Replica) -> list[Outcome]:
+        def body() -> dict[str, Any]:
             if self._batch is not None and self._batch.queries is queries:
                 self._batch = None
-            body = {"queries": queries, "return_scores": True} | depths
-            reply = await replicas.post(replica, ROUTE, body)
-            documents = read_documents(replica.url, reply, len(queries), bool(config.rerank_topk))
+            return {"queries": queries, "return_scores": True} | depths
+
+        def read(url: str, reply: HttpReply) -> list[QueryResult]:
+            documents = read_documents(url, reply, len(queries), bool(config.rerank_topk))
             self._has_answered = True
             return list(documents)
 
-        return await replicas.ask(ask)
+        return await replicas.post(ROUTE, body, read)
 
-    async def _answer(self, queries: list[str], window: float = 0.0) -> list[Outcome]:
-        """Return the outcome of each query, after `window` seconds in which others may join.
+    async def _answer(self, queries: list[str], window: float = 0.0) -> list[QueryResult]:
+        """Return the result of each query, after `window` seconds in which others may join.
 
         A request that fails is divided, until it shows which queries fail.
         """
         _, replicas = self._connections.get()
         await asyncio.sleep(window)
 
-        async def attempt() -> list[Outcome]:
+        async def attempt() -> list[QueryResult]:
             try:
                 return await self._request(replicas, queries)
             except Broken as error:
@@ -367,38 +361,44 @@ class RetrieverClient:
             raise failure if len(queries) == 1 else _Divisible
 
         try:
-            return await retry(attempt, self.config.patience)
-        except Unreachable as error:
-            return [self._gave_up(error)] * len(queries)
-        except BadReply as error:
-            return [self._failed(f"no usable answer in {BAD_REPLIES} attempts ({error})")]
-        except QueryRefused as error:
-            await self._check_contract(queries)
-            return [error]
+            return await self._retry("answer", attempt)
         except _Divisible:
             middle = len(queries) // 2
             halves = await asyncio.gather(self._answer(queries[:middle]), self._answer(queries[middle:]))
-            return [outcome for half in halves for outcome in half]
+            return [result for half in halves for result in half]
+        except RequestFailed as error:
+            if isinstance(error, QueryRefused):
+                await self._check_contract(queries)
+            return [error] * len(queries)
 
     async def _page(self, address: str) -> Document | None:
         _, replicas = self._connections.get()
         body = {"urls": [self.config.page_address.replace("{}", address)]}
 
-        async def ask(replica: Replica) -> Document | None:
-            return read_page(replica.url, await replicas.post(replica, PAGE_ROUTE, body), address)
-
         async def attempt() -> Document | None:
             try:
-                return await replicas.ask(ask)
+                return await replicas.post(
+                    PAGE_ROUTE, lambda: body, lambda url, reply: read_page(url, reply, address)
+                )
             except Broken as error:
                 raise BadReply(str(error)) from error
 
+        return await self._retry("page", attempt)
+
+    async def _retry(self, subject: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat an attempt as the config says; RequestFailed if it fails in the end."""
+        patience = self.config.patience
         try:
-            return await retry(attempt, self.config.patience)
+            return await retry(attempt, patience)
         except Unreachable as error:
-            raise self._gave_up(error) from error
+            problem = (
+                f"{no_answer(patience)} ({error}); start it with"
+                " scripts/launch_retriever.sh, set retriever.url, or raise retriever.patience"
+            )
+            raise RequestFailed("retriever", f"retriever {self.url}: {problem}") from error
         except BadReply as error:
-            raise self._failed(f"no usable page in {BAD_REPLIES} attempts ({error})") from error
+            problem = f"no usable {subject} in {BAD_REPLIES} attempts ({error})"
+            raise RequestFailed("retriever", f"retriever {self.url}: {problem}") from error
 
     async def _serves(self, replicas: Replicas) -> bool:
         """Return whether the service answers an ordinary query, if only to refuse it."""
@@ -413,8 +413,8 @@ class RetrieverClient:
         """If nothing was ever answered, a refusal may mean every query: then the run must not go on."""
         if self._has_answered or refused == [PROBE]:
             return
-        (outcome,) = await self._answer([PROBE])
-        if isinstance(outcome, QueryRefused):
+        (result,) = await self._answer([PROBE])
+        if isinstance(result, QueryRefused):
             config = self.config
             contract = f"Search-R1's POST /retrieve, and does it take retriever.topk={config.topk}"
             if config.rerank_topk:
@@ -422,16 +422,7 @@ class RetrieverClient:
                     "a reranker and the CalibAdv authors' POST /retrieve, and does it take"
                     f" retriever.retrieval_topk={config.retrieval_topk} and rerank_topk={config.rerank_topk}"
                 )
-            raise UserError(f"{outcome}; it refuses every query: is it a service with {contract}?")
-
-    def _failed(self, reason: str) -> RequestFailed:
-        return RequestFailed("retriever", f"retriever {self.url}: {reason}")
-
-    def _gave_up(self, reason: Unreachable) -> RequestFailed:
-        return self._failed(
-            f"{no_answer(self.config.patience)} ({reason}); start it with"
-            " scripts/launch_retriever.sh, set retriever.url, or raise retriever.patience"
-        )
+            raise UserError(f"{result}; it refuses every query: is it a service with {contract}?")
 
 
 class RetrieverProcess(ChildService):
@@ -450,8 +441,7 @@ class RetrieverProcess(ChildService):
         }
         command = [sys.executable, "-m", "retriever.serve", "--build_if_missing"]
         for name, value in options.items():
-            if value != "":
-                command += [f"--{name}", str(value)]
+            command += [f"--{name}", str(value)] if value != "" else []
         super().__init__("the retriever", command, log_path, config.start_timeout, "retriever.start_timeout")
 
 

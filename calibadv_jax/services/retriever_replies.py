@@ -36,7 +36,7 @@ class Broken(Away):
     """The service says that it failed over a request: because of its queries, or it fails over all."""
 
 
-class _Row(BaseModel):
+class _Passage(BaseModel):
     id: str | int | None = None
     contents: str
 
@@ -49,15 +49,15 @@ class _Row(BaseModel):
 _Score = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
-class _Item(BaseModel):
-    document: _Row
+class _ScoredPassage(BaseModel):
+    document: _Passage
     score: _Score | None = None
 
     def to_document(self) -> Document:
         return self.document.to_document(self.score)
 
 
-class _RankedItem(BaseModel):
+class _RankedText(BaseModel):
     """A document in the authors' contract. Without an id its text is its identity: passages share titles."""
 
     document: str
@@ -66,10 +66,10 @@ class _RankedItem(BaseModel):
 
     def to_document(self) -> Document:
         name = self.document if self.id is None else self.id
-        return _Row(id=name, contents=self.document).to_document(self.score)
+        return _Passage(id=name, contents=self.document).to_document(self.score)
 
 
-class _Reply(BaseModel, Generic[T]):
+class _Body(BaseModel, Generic[T]):
     result: T
 
 
@@ -77,13 +77,13 @@ def read_documents(url: str, reply: HttpReply, num_queries: int, is_reranked: bo
     """Return the documents of each query, best first.
 
     Raises:
-        Away: the service says so, perhaps as `Broken`.
-        BadReply: no answer to `num_queries` queries.
-        QueryRefused: the service does not take one of the queries.
+        Away: the service cannot answer now, perhaps as `Broken`.
+        BadReply: the reply is no answer to `num_queries` queries.
+        QueryRefused: the service refuses one of the queries.
         UserError: it asks for a token, or has no such route.
     """
     _check_status(url, reply, "set retriever.url to a retrieval service")
-    results = _parse(reply, list[list[_RankedItem]] if is_reranked else list[list[_Item]])
+    results = _parse(reply, list[list[_RankedText]] if is_reranked else list[list[_ScoredPassage]])
     if len(results) != num_queries:
         raise BadReply(f"{len(results)} lists for {num_queries} queries")
     return [[item.to_document() for item in items] for items in results]
@@ -92,14 +92,14 @@ def read_documents(url: str, reply: HttpReply, num_queries: int, is_reranked: bo
 def read_page(url: str, reply: HttpReply, address: str) -> Document | None:
     """Return the page at an address, None where there is none; raises as `read_documents`."""
     _check_status(url, reply, "start the service with --pages_path, or leave access out of tools")
-    (page,) = _parse(reply, tuple[_Row | None])
+    (page,) = _parse(reply, tuple[_Passage | None])
     # Not the passage of the same name, which may have been shown before.
     return None if page is None else replace(page.to_document(), id=f"page {address}")
 
 
 def _parse(reply: HttpReply, kind: Any) -> Any:
     try:
-        return reply.parse(_Reply[kind]).result
+        return reply.parse(_Body[kind]).result
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -137,7 +137,7 @@ async def ask_health(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 def difference(agreed: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Say why a service gives other documents than was agreed on; empty: nothing shows that it does."""
+    """Return how a service's documents differ from the agreed ones; empty if nothing shows a difference."""
     names = [*SAME, IDENTITY] if IDENTITY in agreed and IDENTITY in state else SAME
     for name in names:
         if state.get(name) != agreed.get(name):
@@ -146,5 +146,5 @@ def difference(agreed: Mapping[str, Any], state: Mapping[str, Any]) -> str:
 
 
 def identity(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a service's state that decides which documents it gives; may be empty."""
+    """Return the part of a service's state that decides its documents; may be empty."""
     return {name: state[name] for name in (*SAME, IDENTITY) if name in state}

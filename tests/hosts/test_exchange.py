@@ -1,6 +1,5 @@
-"""Meetings of the processes of a run, with threads in their place: what is exchanged, and how all stop."""
+"""Barriers and exchanges of the processes of a run, with threads in their place, and how all stop."""
 
-import math
 import pickle
 import socket
 import threading
@@ -67,8 +66,8 @@ def run_all():
 
         with ThreadPoolExecutor(count) as threads:
             results = list(threads.map(run_process, range(count)))
-        kept = [key for key in notes.kept if key.startswith(exchange._ROOT)]
-        assert len(kept) <= (left or count)  # of the last meeting alone
+        kept = [key for key in notes.kept if key.startswith("calibadv_exchange")]
+        assert len(kept) <= (left or count)  # of the last barrier alone
         return results
 
     yield run
@@ -76,7 +75,13 @@ def run_all():
         hosts.watch.close()
 
 
-def test_values_come_to_all_in_the_order_of_the_processes(run_all):
+def check_stopped(results, status=130):
+    """All have stopped in step with the status of a signal."""
+    for error, in_step in results:
+        assert isinstance(error, SystemExit) and error.code == status and in_step
+
+
+def test_exchange_keeps_the_order_of_processes(run_all):
     def work(hosts):
         values = [hosts.exchange("a", hosts.index), hosts.first("b", lambda: f"from {hosts.index}")]
         hosts.final_barrier()  # nobody is watched any more
@@ -112,7 +117,7 @@ def test_error_ends_all_processes_with_its_kind(run_all, raised, status):
     assert second is raised and is_in_step and other_is_in_step
 
 
-def test_an_error_within_a_first_block_is_that_of_process_0(run_all):
+def test_error_of_first_is_that_of_process_0(run_all):
     def refuse():
         raise UserError("run.dir=x holds another experiment")
 
@@ -122,18 +127,16 @@ def test_an_error_within_a_first_block_is_that_of_process_0(run_all):
     assert exit_status(second) == 2
 
 
-def test_a_signal_stops_all_at_the_next_meeting_with_its_status(run_all):
-    for error, in_step in run_all(with_signal):
-        assert isinstance(error, SystemExit) and error.code == 130 and in_step
+def test_signal_stops_all_at_the_next_barrier(run_all):
+    def work(hosts):
+        stop = Stop()
+        with hosts.steps(stop):
+            if hosts.index:
+                stop.status = 130  # as its handler sets it within held work
+            with hosts.local_work("rollout"):
+                assert not hosts.index, "nothing begins any more"
 
-
-def with_signal(hosts):
-    stop = Stop()
-    with hosts.steps(stop):
-        if hosts.index:
-            stop.status = 130  # as its handler sets it within held work
-        with hosts.local_work("rollout"):
-            assert not hosts.index, "nothing begins any more"
+    check_stopped(run_all(work))
 
 
 def test_signal_while_waiting_is_noted_for_the_others(run_all, monkeypatch):
@@ -146,15 +149,13 @@ def test_signal_while_waiting_is_noted_for_the_others(run_all, monkeypatch):
                 stop.status = 130  # as its handler sets it within held work
             while hosts.index and (watch.STOPPING, 0) not in hosts.watch._notes():
                 time.sleep(0.01)
-        raise AssertionError("nothing stopped it")
 
-    for error, in_step in run_all(work):
-        assert isinstance(error, SystemExit) and error.code == 130 and in_step
+    check_stopped(run_all(work))
 
 
 @pytest.mark.parametrize("reason", ["absent", "gone"])
 def test_error_without_the_others_is_out_of_step(run_all, monkeypatch, reason):
-    """Process 0 never comes to the meeting, or has ended and taken the store with it."""
+    """Process 0 never comes to the barrier, or has ended and taken the store with it."""
     monkeypatch.setattr(exchange, "WAIT", 20)
 
     def gone(*_):
@@ -166,9 +167,9 @@ def test_error_without_the_others_is_out_of_step(run_all, monkeypatch, reason):
         if not hosts.index:
             return None
         if reason == "gone":
-            hosts._client = SimpleNamespace(key_value_set_bytes=gone, blocking_key_value_get_bytes=gone)
-            with pytest.raises(jax.errors.JaxRuntimeError):
-                hosts._wait("a", math.inf)
+            hosts._all_gather._client = SimpleNamespace(
+                key_value_set_bytes=lambda *_: None, blocking_key_value_get_bytes=gone
+            )
         with hosts.barrier("record"):
             raise UserError("data.train: no such file")
 
@@ -176,35 +177,35 @@ def test_error_without_the_others_is_out_of_step(run_all, monkeypatch, reason):
     assert str(error) == "data.train: no such file" and (first, second) == (False, False)
 
 
-def test_a_signal_during_a_meeting_stops_all_at_the_next(run_all, monkeypatch):
+def test_signal_within_a_barrier_stops_at_the_next(run_all, monkeypatch):
     """One process has said that it goes on when it is told to stop; the other may have gone on already."""
-    wait = Joined._wait
+    wait, first = exchange._AllGather._wait, []
 
-    def late(hosts, key, until):
-        value = wait(hosts, key, until)
-        if hosts.index == 0 and getattr(hosts, "met", 0) == 2:
-            hosts.stop.status = 143
+    def late(gather, key, check):
+        value = wait(gather, key, check)
+        if gather._index == 0 and first and first[0].met == 2:
+            first[0].stop.status = 143
         return value
 
-    monkeypatch.setattr(Joined, "_wait", late)
+    monkeypatch.setattr(exchange._AllGather, "_wait", late)
 
     def work(hosts):
         hosts.stop, hosts.met = Stop(), 0
+        if hosts.is_first:
+            first.append(hosts)
         with hosts.steps(hosts.stop):
             try:
                 for hosts.met in range(1, 6):
                     hosts.exchange("groups", hosts.met)
             finally:
                 assert hosts.met == 3
-        raise AssertionError("nothing stopped it")
 
-    for error, in_step in run_all(work):
-        assert isinstance(error, SystemExit) and error.code == 143 and in_step
+    check_stopped(run_all(work), 143)
 
 
 @pytest.mark.parametrize("called", [0, 1])
-def test_signal_to_one_that_waits_breaks_off_the_others_rollouts(run_all, called):
-    """It waits for the rollouts of the one that is called: both stop at this meeting, with its status."""
+def test_signal_to_a_waiting_process_stops_both(run_all, called):
+    """It waits for the rollouts of the one that is called: both stop at this barrier, with its status."""
 
     def work(hosts):
         stop = Stop()
@@ -213,14 +214,12 @@ def test_signal_to_one_that_waits_breaks_off_the_others_rollouts(run_all, called
                 stop.was_called, stop.status = True, CALLED  # as `Stop.call` in its main thread
                 raise SystemExit(CALLED)
             stop.status = 130
-        raise AssertionError("nothing stopped it")
 
-    for error, in_step in run_all(work):
-        assert isinstance(error, SystemExit) and error.code == 130 and in_step
+    check_stopped(run_all(work))
 
 
-def test_the_note_of_a_stop_breaks_off_nothing_after_the_meeting(run_all):
-    """Process 0 notes that it stops, and the other reads the note only when both have met and save."""
+def test_late_note_of_a_stop_is_harmless(run_all):
+    """Process 0 notes that it stops, and the other reads the note only after the barrier, while it saves."""
     saved = []
 
     def work(hosts):
@@ -255,89 +254,70 @@ def test_difference_stops_all_at_one_step(run_all, in_rollouts):
         assert "has another score of a group than process" in str(error)
 
 
-def test_processes_at_different_places_do_not_take_each_other_for_something_else(run_all):
+def test_processes_at_different_barriers_fail(run_all):
     errors = [error for error, _ in run_all(lambda hosts: hosts.exchange(f"from {hosts.index}", 0))]
     assert all(isinstance(error, RuntimeError) and "came for" in str(error) for error in errors)
 
 
-def test_every_process_writes_its_share_of_the_groups_and_gets_all(run_all):
+QUESTIONS = [Question(f"q{number}", "?", ("a",), "toy") for number in range(5)]
+
+
+def begin_all(hosts, run_ahead):
+    """Shared groups, the futures of all groups, and those of the groups that this process writes."""
+    own = {}
+    shared = SharedGroups(lambda number, _: own.setdefault(number, Future()), hosts, run_ahead)
+    return shared, [shared.begin(number, question) for number, question in enumerate(QUESTIONS)], own
+
+
+def test_process_writes_its_share_and_gets_all(run_all):
     def work(hosts):
-        begun = []
-
-        def begin(number, question):
-            begun.append(number)
-            future = Future()
+        shared, futures, own = begin_all(hosts, run_ahead=False)
+        for number, future in own.items():
+            question = QUESTIONS[number]
             future.set_result(Group(question, [Trajectory(question, np.arange(number + 1))]))
-            return future
-
-        shared = SharedGroups(begin, hosts, run_ahead=False)
-        futures = [shared.begin(number, Question(f"q{number}", "?", ("a",), "toy")) for number in range(5)]
         shared.wait(futures)
-        return begun, [
-            (future.result().question.id, len(future.result().trajectories[0].prompt_ids))
-            for future in futures
-        ]
+        groups = [future.result() for future in futures]
+        return list(own), [(group.question.id, len(group.trajectories[0].prompt_ids)) for group in groups]
 
-    ((mine, groups), _), ((others, same), _) = run_all(work)
-    assert (mine, others) == ([0, 2, 4], [1, 3])
+    ((own, groups), _), ((other, same), _) = run_all(work)
+    assert (own, other) == ([0, 2, 4], [1, 3])
     assert groups == same == [(f"q{number}", number + 1) for number in range(5)]
 
 
-def test_groups_that_run_ahead_come_as_soon_as_one_is_complete(run_all, monkeypatch):
-    """And in the same order to all: which groups a step trains must not depend on who wrote them."""
+def test_groups_that_run_ahead_come_one_by_one(run_all, monkeypatch):
+    """In the same order to all: which groups a step trains must not depend on who wrote them."""
     monkeypatch.setattr(exchange, "LOOK", 0.01)
-    questions = [Question(f"q{number}", "?", ("a",), "toy") for number in range(4)]
 
     def work(hosts):
-        written = {}
-
-        def begin(number, question):
-            written[number] = Future()
-            return written[number]
-
-        shared = SharedGroups(begin, hosts, run_ahead=True)
-        asked = {number: shared.begin(number, question) for number, question in enumerate(questions)}
+        shared, futures, own = begin_all(hosts, run_ahead=True)
         order = []
         for number in (3, 0, 1, 2):
-            if number in written:
-                written[number].set_result(Group(questions[number], []))
+            if number in own:
+                own[number].set_result(Group(QUESTIONS[number], []))
             shared.wait([])
-            order.append([number for number, future in asked.items() if future.done()])
+            order.append([number for number, future in enumerate(futures) if future.done()])
         return order
 
     (first, _), (second, _) = run_all(work)
     assert first == second == [[3], [0, 3], [0, 1, 3], [0, 1, 2, 3]]
 
 
-def test_a_group_that_nobody_wants_any_more_is_not_written_to_its_end(run_all):
+def test_cancelled_group_is_not_written(run_all):
     """As when a run goes back to a checkpoint while groups run ahead."""
 
     def work(hosts):
-        begun = []
+        _, futures, own = begin_all(hosts, run_ahead=True)
+        for future in futures:
+            future.cancel()
+        return {future.cancelled() for future in own.values()}
 
-        def begin(number, question):
-            begun.append(Future())
-            return begun[-1]
-
-        shared = SharedGroups(begin, hosts, run_ahead=True)
-        for number in range(4):
-            shared.begin(number, Question(f"q{number}", "?", ("a",), "toy")).cancel()
-        return [future.cancelled() for future in begun]
-
-    assert [value for value, _ in run_all(work)] == [[True, True]] * 2
+    assert [value for value, _ in run_all(work)] == [{True}] * 2
 
 
-def test_trajectories_come_as_they_were_and_nothing_else_comes():
-    question = Question("q", "who?", ("Ann",), "toy")
-    turn = Turn(
-        "search",
-        np.arange(3, dtype=np.int32),
-        np.float32([-1, -2, -0.1]),
-        documents=(Document("1", "T", "x"),),
-    )
-    group = Group.of(
-        question, [Trajectory(question, np.arange(4), [turn], metrics={"judge": np.float64(0.5)})]
-    )
+def test_trajectories_are_restored_and_nothing_else():
+    question, tokens = Question("q", "who?", ("Ann",), "toy"), np.arange(3, dtype=np.int32)
+    turn = Turn("search", tokens, np.float32([-1, -2, -0.1]), documents=(Document("1", "T", "x"),))
+    group = Group.of(question, [Trajectory(question, tokens, [turn], metrics={"judge": np.float64(0.5)})])
     restored = from_bytes(to_bytes({3: group}))[3]
     assert restored.question == question and restored.trajectories[0].turns[0].documents == turn.documents
     assert restored.trajectories[0].turns[0].logprobs.tobytes() == turn.logprobs.tobytes()
@@ -354,7 +334,7 @@ def test_trajectories_come_as_they_were_and_nothing_else_comes():
 
 
 @pytest.mark.parametrize("is_one", [True, False])
-def test_a_folder_that_is_not_one_for_all_is_refused(run_all, tmp_path, is_one):
+def test_separate_run_folders_are_refused(run_all, tmp_path, is_one):
     folders = [tmp_path / "a", tmp_path / ("a" if is_one else "b")]
     for folder in folders:
         folder.mkdir(exist_ok=True)
@@ -397,7 +377,7 @@ def test_long_values_arrive_whole_beside_shorter_values(run_all, monkeypatch, le
     assert [value for value, _ in run_all(work, len(lengths))] == [values] * len(lengths)
 
 
-def test_stop_of_another_process_keeps_an_error_in_flight(run_all):
+def test_stop_keeps_an_error_in_flight(run_all):
     """As where a full disk ends process 0 while process 1 stops because its save failed."""
 
     def work(hosts):

@@ -23,21 +23,8 @@ AHEAD = ["rollout.max_staleness=1", "loss.importance_cap=2.0"]
 def settings(tmp_path_factory):
     """Overrides of all starts of one run, whose services run."""
     home = tmp_path_factory.mktemp("hosts")
-    places = [
-        f"world.dir={home}/world",
-        f"retriever.index={home}/index",
-        f"run.dir={home}/run",
-    ]
-    places += [f"data.{name}={home}/world/{name}.jsonl" for name in ("train", "eval")]
-    places += [f"policy.tokenizer={home}/world/tokenizer", f"retriever.corpus={home}/world/corpus.jsonl"]
-    overrides = [
-        *SMALL,
-        *places,
-        "retriever.url=",
-        "mesh.fsdp=-1",
-        "distributed.timeout=60",
-    ]
-    overrides += ["reward.answer=hosts_rig:noisy", "checkpoint.every=0"]
+    overrides = [*SMALL, *hosts_rig.places(home), f"run.dir={home}/run", "mesh.fsdp=-1"]
+    overrides += ["distributed.timeout=60", "reward.answer=hosts_rig:noisy", "checkpoint.every=0"]
     overrides += ["sampler.name=vllm", "policy.init.head_dim=32", "sampler.workers=2"]
     overrides += ["checkpoint.allow_change=[rollout.max_staleness,loss.importance_cap]"]
     config = load_config(hosts_rig.ROOT / "configs/quickstart.yaml", overrides)
@@ -47,7 +34,7 @@ def settings(tmp_path_factory):
         yield home / "run", [*overrides, f"retriever.url={url}", f"sampler.urls=[{','.join(workers)}]"]
 
 
-def test_each_process_samples_with_its_own_worker_and_one_process_goes_on_with_both(settings):
+def test_each_process_samples_with_its_own_worker(settings):
     """Two processes train two steps and three ahead by one; then one process takes over."""
     folder, overrides = settings
     ended = hosts_rig.ends(hosts_rig.start([*overrides, "learner.steps=2"], 2, 2))

@@ -1,5 +1,6 @@
 """Where a process learns that it is one of several, and what is refused."""
 
+import dataclasses
 from dataclasses import replace
 
 import jax
@@ -17,18 +18,21 @@ def no_variables(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
 
 
+PAIR = DistributedConfig(coordinator_address="a:1", num_processes=2, process_id=0)
+
+
 def words_of(**keys):
     return describe_processes(Config(distributed=DistributedConfig(**keys)))
 
 
-def test_one_process_is_the_default_and_joins_nobody():
+def test_one_process_is_the_default():
     assert words_of() == words_of(num_processes=1) == []
     with joined(Config()) as hosts:
         assert hosts.count == 1 and hosts.is_first and hosts.in_step
     assert jax._src.distributed.global_state.client is None
 
 
-def test_keys_and_environment_say_which_process_this_is(monkeypatch):
+def test_keys_and_environment_number_the_process(monkeypatch):
     keys = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
     assert words_of(**keys) == ["several processes ON: this is number 1 of 2; they meet at a:1"]
     for variable, value in zip(KEYS.values(), ("b:2", "4", "3"), strict=True):
@@ -53,25 +57,18 @@ def test_keys_and_environment_say_which_process_this_is(monkeypatch):
         ),
     ],
 )
-def test_an_incomplete_section_is_one_line(keys, message):
+def test_incomplete_section_is_refused(keys, message):
     with pytest.raises(UserError, match=message), joined(Config(distributed=DistributedConfig(**keys))):
         pass
 
 
-def test_what_does_not_work_with_several_processes_is_refused_and_all_else_is_not(tmp_path, monkeypatch):
+def test_export_refuses_several_processes(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text("run: {seed: 0}\n")
-    several = [
-        "distributed.coordinator_address=a:1",
-        "distributed.num_processes=2",
-        "distributed.process_id=0",
-    ]
-
-    def words(*overrides):
-        return describe_processes(load_config(tmp_path / "config.yaml", [*several, *overrides]))
-
-    both = ["learner.optimizer.offload=host", "critic.optimizer.offload=host", "advantage.name=gae"]
-    assert words(*both, "policy.lora.rank=2", "rollout.replace_tied=1", "reward.answer=mine:score")
-    config = load_config(tmp_path / "config.yaml", several)
+    keys = ["learner.optimizer.offload=host", "critic.optimizer.offload=host", "advantage.name=gae"]
+    keys += ["policy.lora.rank=2", "rollout.replace_tied=1", "reward.answer=mine:score"]
+    keys += [f"distributed.{key}={value}" for key, value in dataclasses.asdict(PAIR).items() if key in KEYS]
+    config = load_config(tmp_path / "config.yaml", keys)
+    assert describe_processes(config)
     with pytest.raises(UserError, match="calibadv export runs in one process"):
         alone(config.distributed, "export")
     alone(Config().distributed, "export")
@@ -89,7 +86,7 @@ WORKERS = [f"http://node{number}:8100" for number in range(5)]
         ({"workers": 4, "worker_devices": ["0", "1", "2", "3"]}, [["0", "1"], ["2", "3"]]),
     ],
 )
-def test_every_process_has_vllm_workers_of_its_own(sampler, shares):
+def test_process_has_its_own_vllm_workers(sampler, shares):
     config = SamplerConfig(name="vllm", **sampler)
     sections = [own_workers(config, index, 2) for index in (0, 1)]
     assert [first for _, first in sections] == [0, 2]
@@ -110,10 +107,9 @@ def test_every_process_has_vllm_workers_of_its_own(sampler, shares):
         ({"workers": 3}, "sampler.workers is 3, for 2 processes .* as many each: set it to a multiple of 2"),
     ],
 )
-def test_too_few_vllm_workers_are_one_line(sampler, message):
-    section = DistributedConfig(coordinator_address="a:1", num_processes=2, process_id=0)
+def test_too_few_vllm_workers_are_refused(sampler, message):
     with pytest.raises(UserError, match=message):
-        describe_processes(Config(distributed=section, sampler=SamplerConfig(name="vllm", **sampler)))
+        describe_processes(Config(distributed=PAIR, sampler=SamplerConfig(name="vllm", **sampler)))
 
 
 class OnMachines(Hosts):

@@ -4,7 +4,7 @@ import socket
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import hosts_rig
 import pytest
@@ -24,13 +24,12 @@ def outcomes(*processes, timeout=10.0):
     address = f"127.0.0.1:{hosts_rig.free_port()}"
 
     def start(process):
-        index, count = process
-        lines = []
+        (index, count), lines, failure = process, [], None
         try:
             joining.meet(address, count, index, timeout, lines.append)
         except UserError as error:
-            return lines, error
-        return lines, None
+            failure = error
+        return lines, failure
 
     with ThreadPoolExecutor(len(processes)) as threads:
         return list(threads.map(start, processes))
@@ -52,20 +51,6 @@ def test_missing_process_0_is_named():
     assert lines[0].startswith("waiting for process 0 (127.0.0.1:") and exit_status(error) == 75
 
 
-def test_process_that_ends_while_waiting_ends_all():
-    port = hosts_rig.free_port()
-
-    def leave():
-        with connected(port) as connection:
-            connection.sendall(b"calibadv 1 3\n")
-
-    with ThreadPoolExecutor(1) as threads:
-        gone = threads.submit(leave)
-        with pytest.raises(EnvironmentFailure, match="process 1 ended before all had started"):
-            joining.meet(f"127.0.0.1:{port}", 3, 0, 10.0, print)
-        gone.result()
-
-
 @pytest.mark.parametrize(
     ("processes", "message"),
     [
@@ -81,34 +66,46 @@ def test_processes_that_disagree_are_refused(processes, message):
     assert any(heard) == (len(processes) == 3) and all(exit_status(other) == 75 for _, other in others)
 
 
-def connected(port):
+@pytest.fixture
+def process_0():
+    """Port and result of process 0 of three."""
+    port = hosts_rig.free_port()
+    with ThreadPoolExecutor(1) as threads:
+        yield port, threads.submit(joining.meet, f"127.0.0.1:{port}", 3, 0, 10.0, print)
+
+
+def connected(port, text=b""):
+    """A connection to process 0, which has sent a text."""
     while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port))
-        except ConnectionRefusedError:
-            continue
+        with suppress(ConnectionRefusedError):
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(text)
+            return connection
 
 
-def test_second_process_0_is_refused():
+def test_process_that_ends_while_waiting_ends_all(process_0):
+    port, first = process_0
+    connected(port, b"calibadv 1 3\n").close()
+    with pytest.raises(EnvironmentFailure, match="process 1 ended before all had started"):
+        first.result()
+
+
+def test_second_process_0_is_refused(process_0):
     """As where it listens on another machine."""
-    port = hosts_rig.free_port()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(joining.meet, f"127.0.0.1:{port}", 2, 0, 10.0, print)
-        with connected(port) as connection:
-            connection.sendall(b"calibadv 0 2\n")
-            with pytest.raises(UserError, match="two processes are number 0"):
-                first.result()
+    port, first = process_0
+    with connected(port, b"calibadv 0 3\n"), pytest.raises(UserError, match="two processes are number 0"):
+        first.result()
 
 
-def test_foreign_connections_are_left_alone():
-    port = hosts_rig.free_port()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(joining.meet, f"127.0.0.1:{port}", 2, 0, 10.0, print)
-        for text in (b"GET / HTTP/1.1", b"calibadv", b"calibadv 1 2 3", b"calibadv one 2", b"other 1 2", b""):
-            with connected(port) as connection:
-                connection.sendall(text + b"\n" if text else b"")
-        joining.meet(f"127.0.0.1:{port}", 2, 1, 10.0, print)
-        assert first.result() is None
+def test_foreign_connections_are_left_alone(process_0):
+    port, first = process_0
+    for text in (b"GET / HTTP/1.1", b"calibadv", b"calibadv 1 3 3", b"calibadv one 3", b"other 1 3", b""):
+        connected(port, text + b"\n" if text else b"").close()
+    with ThreadPoolExecutor(2) as threads:
+        others = [
+            threads.submit(joining.meet, f"127.0.0.1:{port}", 3, index, 10.0, print) for index in (1, 2)
+        ]
+        assert [process.result() for process in (first, *others)] == [None] * 3
 
 
 RESET = None  # the connection ends as that of a killed process

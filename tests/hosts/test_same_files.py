@@ -54,25 +54,24 @@ def test_another_copy_of_one_file_shows(hashes, change, what):
     assert ours == hashes()
 
 
-def test_actions_of_which_the_policy_is_told_something_else_show(hashes, monkeypatch):
+def test_another_description_of_actions_shows(hashes, monkeypatch):
     ours = hashes(keys=[CALCULATOR])
     another_calculator(monkeypatch, "guess a number")
     other = hashes(keys=[CALCULATOR])
     assert [name for name in ours if ours[name] != other[name]] == ["set of actions (key tools)"]
 
 
-def test_weights_that_a_checkpoint_replaces_need_not_be_there(hashes):
+def test_weights_behind_a_checkpoint_are_optional(hashes):
     before = hashes()
     (hashes.run / "checkpoints" / "3").mkdir(parents=True)
     after = hashes()
     assert before["newest checkpoint in run.dir"] is None and after["newest checkpoint in run.dir"] == 3
     assert before.keys() - after.keys() == {"set of weights in policy.path"}
-    assert (
-        hashes(keys=["policy.lora.rank=2"]).keys() == before.keys()
-    )  # a checkpoint lacks the adapters' base
+    adapted = hashes(keys=["policy.lora.rank=2"])
+    assert adapted.keys() == before.keys()  # a checkpoint lacks the adapters' base
 
 
-def test_adapters_to_begin_with_are_compared_where_they_count(hashes, tmp_path):
+def test_initial_adapters_are_compared_while_used(hashes, tmp_path):
     begun = ["policy.lora.rank=2", f"policy.lora.init_from={tmp_path}"]
     values = []
     for scale in (1, 2):

@@ -1,7 +1,5 @@
 """The barrier of the threads that save checkpoints: an error in one process ends the waits of all."""
 
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -103,17 +101,9 @@ def test_processes_at_different_barriers_have_failed():
 
 def start(count, folder, asynchronous):
     address = f"127.0.0.1:{hosts_rig.free_port()}"
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(index), str(folder), str(asynchronous), str(count)],
-            cwd=hosts_rig.ROOT,
-            env=hosts_rig.environment(1),
-            text=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        for index in range(count)
-    ]
+    arguments = [str(folder), str(asynchronous), str(count)]
+    commands = [["-c", PROGRAM, address, str(index), *arguments] for index in range(count)]
+    return [hosts_rig.spawn(command, hosts_rig.environment(1)) for command in commands]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run import model
 from calibadv_jax.run.wiring import open_services
 from calibadv_jax.snapshots import mirror
+from calibadv_jax.snapshots.checkpoint import newest_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("faiss")
@@ -35,10 +36,13 @@ STEPS, PER_STEP = 5, 16  # trajectories
 def settings(tmp_path_factory):
     """Overrides of all runs: one world, one retriever, five steps."""
     home = tmp_path_factory.mktemp("hosts")
-    places = [f"world.dir={home}/world", f"retriever.index={home}/index", "retriever.url="]
-    places += [f"data.{name}={home}/world/{name}.jsonl" for name in ("train", "eval")]
-    places += [f"policy.tokenizer={home}/world/tokenizer", f"retriever.corpus={home}/world/corpus.jsonl"]
-    overrides = [*SMALL, *places, f"learner.steps={STEPS}", "mesh.fsdp=-1", "distributed.timeout=30"]
+    overrides = [
+        *SMALL,
+        *hosts_rig.places(home),
+        f"learner.steps={STEPS}",
+        "mesh.fsdp=-1",
+        "distributed.timeout=30",
+    ]
     overrides += ["reward.answer=hosts_rig:noisy", "checkpoint.every=0", "evaluate.every=4"]
     overrides += ["evaluate.sample_size=2", "evaluate.temperatures=[0.0]"]
     overrides += ["loss.kl_coef=0.01", "advantage.probes=[current]"]  # passes that read log-probabilities
@@ -48,10 +52,13 @@ def settings(tmp_path_factory):
         yield home, [*overrides, f"retriever.url={url}"]
 
 
-def config_of(settings, name, *overrides):
+def arguments(settings, name, *overrides):
     home, common = settings
-    arguments = [*common, f"run.dir={home / name}", *overrides]
-    return load_config(hosts_rig.ROOT / "configs/quickstart.yaml", arguments)
+    return [*common, f"run.dir={home / name}", *overrides]
+
+
+def config_of(settings, name, *overrides):
+    return load_config(hosts_rig.ROOT / "configs/quickstart.yaml", arguments(settings, name, *overrides))
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +70,11 @@ def undisturbed(settings):
 
 def trained(folder):
     """Parameters of the newest checkpoint, by path."""
-    step = max(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+    path = folder / "checkpoints" / str(newest_step(folder / "checkpoints")) / "state"
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        tree = checkpointer.metadata(folder / "checkpoints" / str(step) / "state").item_metadata.tree
+        tree = checkpointer.metadata(path).item_metadata.tree
         arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        state = checkpointer.restore(
-            folder / "checkpoints" / str(step) / "state", args=ocp.args.PyTreeRestore(restore_args=arrays)
-        )
+        state = checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=arrays))
     return flatten(state["params"])
 
 
@@ -86,11 +91,6 @@ def is_same(folder, other):
         np.testing.assert_allclose(array, trained(other)[name], rtol=1e-3, atol=1e-5, err_msg=name)
     assert kept_steps(folder).keys() == kept_steps(other).keys()
     return True
-
-
-def arguments(settings, name, *overrides):
-    home, common = settings
-    return [*common, f"run.dir={home / name}", *overrides]
 
 
 def finished(settings, name):
@@ -115,7 +115,7 @@ def test_one_device_trains_as_eight_do(settings, undisturbed, monkeypatch):
     assert is_same(settings[0] / "one", undisturbed)
 
 
-def test_sigterm_to_one_stops_both_at_one_step_and_one_process_goes_on(settings, undisturbed):
+def test_sigterm_to_one_stops_both_in_step(settings, undisturbed):
     """The signal comes while process 1 scores what its third step would train."""
     running = hosts_rig.start(arguments(settings, "parts"), 2, 4, signals={1: f"{2 * PER_STEP + 3}:15"})
     ended = hosts_rig.ends(running)
@@ -129,7 +129,7 @@ def test_sigterm_to_one_stops_both_at_one_step_and_one_process_goes_on(settings,
     assert len(list((folder / "configs").glob("*.yaml"))) == 2
 
 
-def test_adapters_and_critic_begin_in_one_process_and_go_on_in_two(settings, expected):
+def test_adapters_and_critic_continue_in_two_processes(settings, expected):
     """On the policy of another run. Its moments lie in host memory, and tied groups give way."""
     more = [f"policy.path={settings[0]}/whole_exported", "policy.lora.rank=2", "policy.lora.alpha=4"]
     more += ["learner.optimizer.offload=host", "advantage.name=gae", "critic.optimizer.lr=0.01"]
@@ -144,7 +144,7 @@ def test_adapters_and_critic_begin_in_one_process_and_go_on_in_two(settings, exp
     assert sum(row["rollout/replaced_groups"] for row in hosts_rig.rows(settings[0] / "shared")[2:]) > 0
 
 
-def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed, expected):
+def test_kill_of_one_of_four_ends_all(settings, undisturbed, expected):
     """From one process to four, of which one is killed, to two, whose policy is exported and evaluated."""
     home, _ = settings
     first = config_of(settings, "killed", "learner.steps=2", "evaluate.every=0")
@@ -167,7 +167,7 @@ def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed, expec
     assert scores == expected_scores and scores
 
 
-def test_what_process_0_alone_learns_ends_both_at_one_step(settings):
+def test_lost_mirror_ends_both_in_step(settings):
     """Another start takes run.mirror: only the process that copies can find that out."""
     store = settings[0] / "store"
     more = ["checkpoint.every=1", "learner.steps=200", "evaluate.every=0", f"run.mirror={store}"]
@@ -187,5 +187,6 @@ def test_what_process_0_alone_learns_ends_both_at_one_step(settings):
     assert "was taken over by another start of this run (process 7 on elsewhere)" in first
     assert re.search(r"error: process 0 \(.*\) has ended: run.mirror=.* was taken over", second), second
     folder = settings[0] / "overtaken"
-    steps = [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
-    assert max(steps) == len(hosts_rig.rows(folder)) < 200  # both were there to save the last step
+    assert (
+        newest_step(folder / "checkpoints") == len(hosts_rig.rows(folder)) < 200
+    )  # both were there to save the last step

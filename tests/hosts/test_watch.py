@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from contextlib import suppress
 
@@ -19,9 +18,9 @@ class Ended(Exception):
 
 @pytest.fixture
 def last_line(monkeypatch, capfd):
-    """What a watch of process 1 of 3 says, and its status, when it finds these notes."""
+    """What a watch of process 1 of 3 says at the end of the process, if work ends it."""
 
-    def of(notes, silent):
+    def of(store, work):
         statuses = []
 
         def leave(status):
@@ -29,27 +28,36 @@ def last_line(monkeypatch, capfd):
             raise Ended
 
         monkeypatch.setattr(os, "_exit", leave)
-        called = threading.Event()
-        watcher = watch.Watch(None, 1, 3, lambda index: f"process {index} (host{index})", 30.0, called.set)
+        watcher = watch.Watch(store, 1, 3, lambda index: f"process {index} (host{index})", 30.0, print)
+        monkeypatch.setattr(watcher._over, "wait", lambda _: False)
         with suppress(Ended):
-            watcher._heed(notes, silent)
-        return capfd.readouterr().err, statuses
+            work(watcher)
+        error = capfd.readouterr().err
+        assert error.count("\n") == len(statuses) and statuses in ([], [75])
+        return error
 
     return of
 
 
-def test_a_process_that_is_silent_or_has_failed_ends_this_one_with_a_line(last_line):
-    line, statuses = last_line({}, {0: 1.0, 1: 0.0, 2: 31.0})
-    assert line.startswith(
-        "error: process 2 (host2) is lost: no sign of life for 31 s; start all processes again"
-    )
-    assert line.count("\n") == 1 and statuses == [75]
-    line, statuses = last_line({("ended", 0): "OSError disk full"}, {0: 0.0})
-    assert line.startswith("error: process 0 (host0) has ended: OSError disk full;") and statuses == [75]
-
-
-def test_processes_that_live_or_are_done_end_nobody(last_line):
-    assert last_line({("done", 2): "", ("ended", 1): "myself"}, {0: 29.0, 2: 60.0}) == ("", [])
+@pytest.mark.parametrize(
+    ("notes", "silent", "line"),
+    [
+        (
+            {},
+            {0: 1.0, 1: 0.0, 2: 31.0},
+            "error: process 2 (host2) is lost: no sign of life for 31 s; start all",
+        ),
+        (
+            {("ended", 0): "OSError disk full"},
+            {0: 0.0},
+            "error: process 0 (host0) has ended: OSError disk full;",
+        ),
+        ({("done", 2): "", ("ended", 1): "myself"}, {0: 29.0, 2: 60.0}, ""),
+    ],
+)
+def test_lost_or_ended_process_ends_this_one(last_line, notes, silent, line):
+    actual = last_line(None, lambda watcher: watcher._act(notes, silent))
+    assert actual.startswith(line) and bool(actual) == bool(line)
 
 
 def test_paused_watch_counts_nobody_as_lost(monkeypatch):
@@ -58,10 +66,10 @@ def test_paused_watch_counts_nobody_as_lost(monkeypatch):
     silences, now = [], iter([0.0, 1.0, 100.0, 101.0])
     monkeypatch.setattr(watcher, "note", lambda *_: None)
     monkeypatch.setattr(watcher, "_notes", lambda: {("alive", 0): "7", ("alive", 1): str(len(silences))})
-    monkeypatch.setattr(watcher, "_heed", lambda notes, silent: silences.append(silent))
+    monkeypatch.setattr(watcher, "_act", lambda notes, silent: silences.append(silent))
     monkeypatch.setattr(watcher._over, "wait", lambda _: len(silences) == 3)
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    watcher._look_on()
+    watcher._watch()
     assert silences == [{0: 0.0, 1: 0.0}, {0: 0.0, 1: 0.0}, {0: 1.0, 1: 0.0}]
 
 
@@ -72,17 +80,11 @@ class Gone(Notes):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused\nat line 1")
 
 
-def test_lost_store_ends_the_process(last_line, monkeypatch, capfd):
-    last_line({}, {})  # for the stand-in of the end
-    watcher = watch.Watch(Gone(), 1, 2, lambda index: f"process {index}", 30.0, lambda: None)
-    monkeypatch.setattr(watcher._over, "wait", lambda _: False)
-    with suppress(Ended):
-        watcher._look_on()
-    line = capfd.readouterr().err
+def test_lost_store_ends_the_process(last_line):
+    line = last_line(Gone(), lambda watcher: watcher._watch())
     assert line.startswith(
-        "error: process 0 is gone, or cannot be reached (UNAVAILABLE: connection refused);"
+        "error: process 0 (host0) is gone, or cannot be reached (UNAVAILABLE: connection ref"
     )
-    assert line.count("\n") == 1
 
 
 def test_last_words_are_left_where_they_can_be():

@@ -6,19 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_jax_sampler import CharTokenizer, make_sampler
+from sampler_rig import CharTokenizer, learner_logprobs, make_sampler
 from tiny_policy import NARROW, tiny
 
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy.adapters import Adapters, joined
-from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.weights import flatten
 
 CONFIG = NARROW | {"vocab_size": len(CharTokenizer.pieces), "hidden_size": 16, "tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize("adapters", [None, Adapters(2, 4.0, ("gate", "o", "v"), "float32")], ids=bool)
-def test_nothing_of_the_old_weights_is_left(adapters):
+def test_swap_leaves_nothing_of_old_weights(adapters):
     policy = tiny(CONFIG, adapters)
     old, new = (jax.jit(policy.init)(jax.random.key(seed)) for seed in (0, 1))
     base, trained = policy.split(old)
@@ -44,13 +43,9 @@ def test_nothing_of_the_old_weights_is_left(adapters):
     assert first.policy_versions == (7,) and second.policy_versions == (8,)
     row = jnp.asarray([[*again, *second.token_ids]], jnp.int32)
     for params, is_right in ((new, True), (old, False)):
-        decoder = policy.merge(params)
-        hidden = decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row))
-        targets = jnp.concatenate([row[:, 1:], row[:, :1]], axis=1)
-        expected = token_logprobs(decoder, hidden, targets, 1.0, 1024)[0][0][len(again) - 1 : -1]
+        expected = learner_logprobs(policy, params, row, 1.0)[len(again) - 1 : -1]
         assert np.allclose(second.logprobs, expected, atol=1e-4) == is_right
     held = flatten(sampler._engine._params)
     assert all(held[path] is leaf for path, leaf in flatten(base).items())  # no copy
-    assert not any(
-        held[path] is leaf for path, leaf in flatten(policy.split(new)[1]).items()
-    )  # donated later
+    donated = flatten(policy.split(new)[1])
+    assert not any(held[path] is leaf for path, leaf in donated.items())

@@ -1,20 +1,16 @@
 """A trajectory is the same to the last bit whoever is sampled with it, and in whichever slot."""
 
-import asyncio
 import random
 
 import jax
 import numpy as np
 import pytest
-from test_jax_sampler import CharTokenizer
+from sampler_rig import CharTokenizer, make_sampler, sample_sessions
 from tiny_policy import WIDER
 
-from calibadv_jax.config import MeshConfig, SamplerConfig
-from calibadv_jax.core.interfaces import SamplingParams
+from calibadv_jax.config import MeshConfig
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 
 LENGTH = 200  # four widths of the cache
@@ -31,12 +27,9 @@ def policy():
 @pytest.fixture(scope="module")
 def sampler(policy):
     """Forty slots on each of two devices; prefill takes eight rows of a device, up to 32 tokens of each."""
-    mesh = make_mesh(MeshConfig(2, 1, 1), jax.devices()[:2])
+    params, config = jax.jit(policy.init)(jax.random.key(5)), {"decode_chunk": 6, "prefill_chunk": 32}
     stops = StopRule(CharTokenizer(), [])
-    config = SamplerConfig(slots=80, decode_chunk=6, prefill_chunk=32)
-    sampler = JaxSampler(policy, stops, config, mesh, LENGTH)
-    asyncio.run(sampler.load(1, jax.jit(policy.init)(jax.random.key(5))))
-    return sampler
+    return make_sampler(policy, params, MeshConfig(2, 1, 1), LENGTH, stops, slots=80, **config)
 
 
 def short_prompt(number):
@@ -50,27 +43,11 @@ def shared_prompt(number):
 
 
 def sample(sampler, numbers, prompt=short_prompt):
-    """Sessions of three turns with observations of unequal lengths: [(tokens, log-probabilities)] of each."""
-
-    async def session(number):
-        rng = np.random.default_rng(number)
-        context, turns = prompt(number), []
-        for turn in range(3):
-            sampling = SamplingParams(4 + (number + turn) % 9, 1.0, seed=number)
-            done = await sampler.generate(context, sampling, str(number))
-            turns.append((done.token_ids, done.logprobs))
-            context = [*context, *done.token_ids, *rng.integers(0, 398, 1 + (11 * number) % 53).tolist()]
-        sampler.release(str(number))
-        return turns
-
-    async def all_of_them():
-        return await asyncio.gather(*map(session, numbers))
-
-    return dict(zip(numbers, asyncio.run(all_of_them()), strict=True))
+    return sample_sessions(sampler, numbers, prompt, 398, completion=12, observation=53)
 
 
 @pytest.mark.medium
-def test_alone_together_and_in_another_order(sampler):
+def test_bits_do_not_depend_on_other_rows(sampler):
     together = sample(sampler, list(NUMBERS))
     shuffled = random.Random(3).sample(NUMBERS, len(NUMBERS))
     assert sample(sampler, shuffled) == together
@@ -79,7 +56,7 @@ def test_alone_together_and_in_another_order(sampler):
 
 
 @pytest.mark.medium
-def test_a_prompt_that_is_copied_is_as_one_that_is_computed(sampler, monkeypatch):
+def test_copied_prompts_equal_computed_ones(sampler, monkeypatch):
     engine, copies = sampler._engine, []
     plan = engine._prefixes.fill
 

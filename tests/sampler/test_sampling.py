@@ -12,18 +12,24 @@ from calibadv_jax.sampler import sampling
 from calibadv_jax.sampler.sampling import sample_tokens
 
 
+def arguments(logits, top_p=1.0, top_k=0, temperature=1.0, position=0):
+    """Arguments of `sample_tokens` but the last; the seed of a row is its number."""
+    rows = len(logits)
+    positions, temperatures = jnp.full(rows, position), jnp.full(rows, temperature)
+    filters = jnp.full(rows, top_p), jnp.full(rows, top_k, jnp.int32)
+    return (
+        jnp.asarray(logits, jnp.float32),
+        jnp.arange(rows, dtype=jnp.uint32),
+        positions,
+        temperatures,
+        *filters,
+    )
+
+
 @pytest.mark.parametrize(("top_p", "top_k", "allowed"), [(1.0, 2, {0, 1}), (0.55, 0, {0, 1}), (0.01, 0, {0})])
 def test_filters_keep_the_best_tokens(top_p, top_k, allowed):
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]).repeat(400, 0))
-    tokens, logprobs = sample_tokens(
-        logits,
-        jnp.arange(400, dtype=jnp.uint32),
-        jnp.zeros(400, jnp.int32),
-        jnp.ones(400),
-        jnp.full(400, top_p),
-        jnp.full(400, top_k, jnp.int32),
-        filtered=True,
-    )
+    tokens, logprobs = sample_tokens(*arguments(logits, top_p, top_k), filtered=True)
     assert set(np.asarray(tokens).tolist()) == allowed
     np.testing.assert_allclose(logprobs, np.asarray(logits)[0, np.asarray(tokens)], atol=1e-6)
 
@@ -31,17 +37,12 @@ def test_filters_keep_the_best_tokens(top_p, top_k, allowed):
 @pytest.mark.parametrize(("top_p", "top_k", "best"), [(1e-6, 0, 1), (1.0, 3, 3)])
 def test_filters_hold_without_compiler_optimisation(top_p, top_k, best):
     """There a program may compute a log-probability twice, with two results."""
-    rows, vocab = 8, 37
-    vectors = jnp.full(rows, 0.7), jnp.full(rows, top_p), jnp.full(rows, top_k, jnp.int32)
-    program = None
     rng = np.random.default_rng(0)
+    lowered = jax.jit(partial(sample_tokens, filtered=True)).lower(*arguments(np.zeros((8, 37))))
+    program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
     for position in range(40):
-        logits = jnp.asarray(3 * rng.normal(size=(rows, vocab)), jnp.float32)
-        arguments = (logits, jnp.arange(rows, dtype=jnp.uint32), jnp.full(rows, position), *vectors)
-        if program is None:
-            lowered = jax.jit(partial(sample_tokens, filtered=True)).lower(*arguments)
-            program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-        tokens = np.asarray(program(*arguments)[0])
+        logits = 3 * rng.normal(size=(8, 37)).astype(np.float32)
+        tokens = np.asarray(program(*arguments(logits, top_p, top_k, 0.7, position))[0])
         allowed = np.argsort(-logits, axis=-1)[:, :best]
         assert (tokens[:, None] == allowed).any(-1).all(), position
 
@@ -64,8 +65,7 @@ def test_small_vocabulary_is_drawn_with_one_number():
     """The figures of docs/results.md were drawn so."""
     rows, vocab = 200, 4096
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(rows, vocab)), jnp.float32)
-    seeds, ones = jnp.arange(rows, dtype=jnp.uint32), jnp.ones(rows)
-    tokens, _ = sample_tokens(logits, seeds, jnp.full(rows, 3), ones, ones, jnp.zeros(rows, jnp.int32), False)
+    tokens, _ = sample_tokens(*arguments(logits, position=3), filtered=False)
     keys = [jax.random.fold_in(jax.random.key(seed), 3) for seed in range(rows)]
     uniform = np.array([jax.random.uniform(key, ()) for key in keys])
     cumulative = np.asarray(jnp.cumsum(jnp.exp(jax.nn.log_softmax(logits)), axis=-1))
@@ -132,12 +132,9 @@ def test_large_vocabularies_are_drawn_as_reported(monkeypatch):
     assert variation < 3e-5
 
 
-def test_of_equally_likely_tokens_greedy_takes_the_first():
+def test_greedy_takes_the_first_best_token():
     logits = jnp.array([[0.0, 2.0, 1.0, 2.0], [-jnp.inf, -jnp.inf, 0.0, -1.0], [5.0, 5.0, 5.0, 5.0]])
-    zeros = jnp.zeros(3)
-    tokens, logprobs = sample_tokens(
-        logits, jnp.arange(3, dtype=jnp.uint32), jnp.zeros(3, jnp.int32), zeros, zeros, zeros, filtered=False
-    )
+    tokens, logprobs = sample_tokens(*arguments(logits, temperature=0.0), filtered=False)
     assert tokens.tolist() == [1, 2, 0]
     plain = jax.nn.log_softmax(logits)[jnp.arange(3), tokens]  # reported at temperature 1
     np.testing.assert_allclose(logprobs, plain, atol=1e-6)

@@ -54,19 +54,19 @@ def letters(text):
         ([*letters("</sea"), *ids("<eos>"), *letters("rch>")], (6, "eos")),
     ],
 )
-def test_the_first_that_ends_it(tokens, expected):
+def test_completion_ends_at_its_first_end(tokens, expected):
     assert RULE.find(tokens, STOP) == expected
     if expected:
         assert RULE.find(tokens[: expected[0] - 1], STOP) is None
         assert RULE.find(tokens[: expected[0]], STOP) == expected
 
 
-def test_without_stop_strings_only_the_end_of_text_ends():
+def test_end_of_text_ends_without_stop_strings():
     assert RULE.find(letters("</search>"), ()) is None
     assert StopRule(PieceTokenizer(), 1).find(ids("<eos>", "<im_end>"), ()) == (2, "eos")
 
 
-def test_what_is_missing_of_a_stop_string():
+def test_missing_parts_of_stop_strings():
     assert RULE.remainders(letters("a </sea"), STOP) == ["rch>"]
     assert sorted(RULE.remainders(letters("a </"), STOP)) == ["answer>", "search>"]
     assert RULE.remainders(letters("a </search> b"), STOP) == []
@@ -74,29 +74,17 @@ def test_what_is_missing_of_a_stop_string():
     assert RULE.remainders(letters("aba"), ("abac", "bad")) == ["bac", "c", "d"]
 
 
-@pytest.mark.parametrize("piece", ["<eos>", "<im_end>", ">", ">\n", "</search>", "rch>x"])
-def test_a_token_at_which_a_completion_may_end(piece):
-    assert RULE.may_end(PIECES.index(piece), STOP)
+def test_tokens_that_may_end_a_completion():
+    ending = {piece for token, piece in enumerate(PIECES) if RULE.may_end(token, STOP)}
+    assert ending == {"<eos>", "<im_end>", ">", ">\n", "</search>", "rch>x"}
+    assert RULE.may_end(PIECES.index("\ufffd"), ("fin é",))  # a part of a character may complete it
 
 
-@pytest.mark.parametrize("piece", ["<", "/", "h", "</", " ", "é", "x>", "<think>", "</think>", "<search>"])
-def test_a_token_at_which_none_can_end(piece):
-    assert not RULE.may_end(PIECES.index(piece), STOP)
-
-
-def test_a_part_of_a_character_may_complete_one():
-    part = PIECES.index("\ufffd")
-    assert RULE.may_end(part, ("fin é",)) and not RULE.may_end(part, STOP)
-
-
-def test_every_token_that_ends_a_completion_may_end_it():
-    rng = random.Random(0)
-    ends = 0
+def test_every_token_that_ends_may_end():
+    rng, ends = random.Random(0), 0
     for _ in range(3000):
-        tokens = [
-            *letters(rng.choice(["</search", "</answer", "</sea", "<"])),
-            *rng.choices(range(len(PIECES)), k=3),
-        ]
+        start = letters(rng.choice(["</search", "</answer", "</sea", "<"]))
+        tokens = [*start, *rng.choices(range(len(PIECES)), k=3)]
         end = RULE.find(tokens, STOP)
         if end:
             ends += 1
@@ -106,9 +94,10 @@ def test_every_token_that_ends_a_completion_may_end_it():
 
 def test_every_end_of_text_token_of_a_policy(tmp_path):
     tokenizer = PieceTokenizer()
-    assert end_of_text_ids("", {}, tokenizer) == 0
-    assert end_of_text_ids(tmp_path, {"eos_token_id": 0}, tokenizer) == 0
-    assert end_of_text_ids(tmp_path, {"eos_token_id": None}, tokenizer) == 0
+    for hf_config in ({}, {"eos_token_id": 0}, {"eos_token_id": None}):
+        assert (
+            end_of_text_ids("", hf_config, tokenizer) == end_of_text_ids(tmp_path, hf_config, tokenizer) == 0
+        )
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 1]}))
     assert end_of_text_ids(tmp_path, {"eos_token_id": 3}, tokenizer) == [0, 1, 3, 5]
     assert end_of_text_ids(tmp_path, {"eos_token_id": [3, 4], "vocab_size": 5}, tokenizer) == [0, 1, 3, 4]

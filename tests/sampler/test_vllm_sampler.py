@@ -1,19 +1,19 @@
-"""The client against a server that speaks vLLM's routes and can be told where to cut, lie and fail."""
+"""The client against a server that can be told where to cut, lie and fail: completions and their requests."""
 
 import asyncio
-import contextlib
+import json
+import math
 
 import pytest
-from aiohttp import web
-from test_stop_rule import PIECES, RULE, STOP, ids, letters
+from test_stop_rule import PIECES, STOP, ids, letters
+from vllm_server import PROMPT, SAMPLING, SCRIPT, Server, begin, sampler_of, sampling, until
 
-from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.sampler import vllm_sampler
-from calibadv_jax.sampler.vllm_sampler import VllmSampler
+from calibadv_jax.sampler.vllm_sampler import read_completion
 
-PROMPT = letters("ab")
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 TEXTS = {
     "letters": letters("hm </search>") + letters("more <eos"),
     "pieces": [*letters("hm "), *ids("</"), *letters("sea"), *ids("rch>x"), *letters("more")],
@@ -23,198 +23,238 @@ TEXTS = {
     "end": [*letters("</sea"), *ids("<im_end>"), *letters("rch>")],
     "never": letters("nothing of the sort"),
 }
+FAST = {("tempting", 0), ("pieces", 3)}
 
 
-class Server:
-    """Writes `script` after PROMPT; each request is cut after as many tokens as `cuts` says next.
-
-    As vLLM does, it looks for stop strings in what this request has written only, and says "stop" for them;
-    end-of-text ends where the request names it. `overshoot` tokens follow a stop string, as they can.
-    """
-
-    def __init__(self, script, cuts=(), overshoot=0):
-        self.script, self.cuts, self.overshoot = script, list(cuts), overshoot
-        self.requests, self.label = [], ""
-        self.reply = None  # instead of a completion: status and body
-
-    async def generate(self, request):
-        body = await request.json()
-        self.requests.append(body)
-        if self.reply is not None:
-            return web.json_response(self.reply[1], status=self.reply[0])
-        context, sampling = body["token_ids"], body["sampling_params"]
-        assert context[: len(PROMPT)] == PROMPT
-        done = len(context) - len(PROMPT)
-        assert context[len(PROMPT) :] == self.script[:done]
-        limit, reason, stop = sampling["max_tokens"], "length", None
-        if self.cuts and self.cuts[0] < limit:
-            limit, reason = self.cuts[0], "abort"
-        self.cuts[:1] = []
-        written = []
-        for token in self.script[done : done + limit]:
-            written.append(token)
-            text = RULE.text(written)
-            stops = [stop for stop in sampling["stop"] if stop in text]
-            if stops or token in sampling["stop_token_ids"]:
-                reason, stop = "stop", stops[0] if stops else token
-                break
-        written += self.script[done + len(written) :][: self.overshoot if stop else 0]
-        choice = {
-            "token_ids": written,
-            "finish_reason": reason,
-            "stop_reason": stop,
-            "logprobs": {"content": [{"logprob": -0.001 * (done + n)} for n in range(len(written))]},
-            "weight_versions": [{"version": self.label}] if written else [],
-        }
-        return web.json_response({"choices": [choice]})
-
-    async def control(self, request):
-        if request.path == "/finish_weight_update" and request.can_read_body:
-            self.label = (await request.json())["weight_version"]
-        return web.json_response({})
-
-
-@contextlib.asynccontextmanager
-async def serving(server):
-    app = web.Application()
-    app.router.add_post("/inference/v1/generate", server.generate)
-    app.router.add_post("/{route}", server.control)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)  # some requests never end
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-def write(server, tmp_path, max_tokens=60, cuts=None, **config):
-    """A completion for each entry of `cuts`, or one, and the sampler's counts."""
-    sampling = SamplingParams(max_tokens, stop=STOP, seed=5)
-
-    async def run():
-        async with serving(server) as url:
-            sampler = VllmSampler([url], SamplerConfig(**config), RULE, "a tokenizer")
-            written = []
-            try:
-                await sampler.load_snapshot(tmp_path / "v000003")
-                for places in cuts or [server.cuts]:
-                    server.cuts = list(places)
-                    written.append(await sampler.generate(PROMPT, sampling, "s"))
-                return written if cuts else written[0], sampler.metrics()
-            finally:
-                await sampler.close()
-
-    return asyncio.run(asyncio.wait_for(run(), 60))
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(vllm_sampler, "PROBE_PAUSE", 0.01)
+    monkeypatch.setattr(vllm_sampler, "EMPTY_PAUSE", 0.01)
 
 
 @pytest.mark.parametrize(
     ("name", "overshoot"),
     [
-        ("tempting", 0),
-        ("pieces", 3),
-        *(
-            pytest.param(name, overshoot, marks=pytest.mark.medium)
-            for name in TEXTS
-            for overshoot in (0, 3)
-            if (name, overshoot) not in {("tempting", 0), ("pieces", 3)}
-        ),
+        pytest.param(name, overshoot, marks=() if (name, overshoot) in FAST else pytest.mark.medium)
+        for name in TEXTS
+        for overshoot in (0, 3)
     ],
 )
-def test_a_cut_at_any_place_changes_nothing(tmp_path, name, overshoot):
+async def test_cut_at_any_place_changes_nothing(tmp_path, name, overshoot):
     """Also a second cut, also right at the beginning, and whatever the server writes past the end."""
-    script = TEXTS[name]
-    uncut, _ = write(Server(script), tmp_path, len(script))
-    ends = {"end": "<im_end>", "never": "t", "pieces": "rch>x", "whole": "</search>"}
-    assert PIECES[uncut.token_ids[-1]] == ends.get(name, ">") and uncut.policy_versions == (3,)
-    assert uncut.stop_reason == {"end": "eos", "never": "length"}.get(name, "stop")
-    cuts = [[first, *more] for first in range(len(uncut.token_ids) + 1) for more in ([], [0], [1], [4])]
-    written, metrics = write(Server(script, (), overshoot), tmp_path, len(script), cuts)
-    for places, got in zip(cuts, written, strict=True):
-        assert got == uncut, f"cut at {places}"
-    assert metrics == {"rollout/workers_lost": 0.0}
+    server, limit = Server(TEXTS[name]), SamplingParams(len(TEXTS[name]), stop=STOP, seed=5)
+    async with sampling(tmp_path, server) as sampler:
+        uncut = await sampler.generate(PROMPT, limit, "s")
+        ends = {"end": "<im_end>", "never": "t", "pieces": "rch>x", "whole": "</search>"}
+        assert PIECES[uncut.token_ids[-1]] == ends.get(name, ">") and uncut.policy_versions == (3,)
+        assert uncut.stop_reason == {"end": "eos", "never": "length"}.get(name, "stop")
+        server.overshoot = overshoot
+        for first in range(len(uncut.token_ids) + 1):
+            for more in ([], [0], [1], [4]):
+                server.cuts = [first, *more]
+                assert await sampler.generate(PROMPT, limit, "s") == uncut, f"cut at {[first, *more]}"
+        assert sampler.metrics() == {"rollout/workers_lost": 0.0}
 
 
-def test_a_completion_ends_at_the_limit_and_what_follows_a_cut_draws_other_numbers(tmp_path):
+async def test_limit_counts_all_parts_with_other_seeds(tmp_path):
     server = Server(TEXTS["never"], [4, 3])
-    completion, _ = write(server, tmp_path, max_tokens=9)
+    async with sampling(tmp_path, server) as sampler:
+        completion = await sampler.generate(PROMPT, SamplingParams(9, stop=STOP, seed=5), "s")
     assert completion.token_ids == TEXTS["never"][:9] and completion.stop_reason == "length"
-    limits = [body["sampling_params"]["max_tokens"] for body in server.requests]
-    assert limits == [9, 5, 2]
-    assert len({body["sampling_params"]["seed"] for body in server.requests}) == 3
-    assert all(body["sampling_params"]["stop_token_ids"] == [0, 1] for body in server.requests)
+    parameters = [body["sampling_params"] for body in server.requests]
+    assert [sent["max_tokens"] for sent in parameters] == [9, 5, 2]
+    assert len({sent["seed"] for sent in parameters}) == 3
+    assert all(sent["stop_token_ids"] == [0, 1] for sent in parameters)
 
 
-def test_a_cut_tag_is_not_written_on_past_its_end(tmp_path):
-    """The server is asked to stop at what is missing of it: it need not run to the limit."""
+async def test_cut_tag_ends_at_its_end(tmp_path):
+    """The server is asked to stop at the missing part: it need not run to the limit."""
     server = Server([*letters("</search>"), *letters("z" * 40)], [5])
-    completion, _ = write(server, tmp_path)
+    async with sampling(tmp_path, server) as sampler:
+        completion = await sampler.generate(PROMPT, SAMPLING, "s")
     assert completion.token_ids == letters("</search>")
     assert [body["sampling_params"]["stop"] for body in server.requests] == [[*STOP], [*STOP, "rch>"]]
 
 
-@pytest.mark.parametrize("status", [400, 422])
-def test_a_refused_request_fails_by_itself(tmp_path, status):
-    server = Server([])
-    server.reply = status, {"error": {"message": "longer than the maximum model length"}}
-    with pytest.raises(RequestFailed, match="refuses /inference/v1/generate: longer than") as caught:
-        write(server, tmp_path)
-    assert caught.value.service == "sampler" and len(server.requests) == 1
+async def test_completion_names_versions_of_all_parts(tmp_path):
+    """Cut by two swaps, one of them before another token was written."""
+    server = Server([*letters("abcdef"), *ids("</search>")], [2, 0, 3])
+    good, versions = server.generate, iter([4, 5, 6])
+
+    async def generate(request):
+        reply = await good(request)
+        if version := next(versions, None):
+            await sampler.load(version, tmp_path / f"v00000{version}")
+        return reply
+
+    server.generate = generate
+    async with sampling(tmp_path, server) as sampler:
+        assert (await sampler.generate(PROMPT, SAMPLING, "s")).policy_versions == (3, 5, 6)
+
+
+LOST = r"5 vLLM workers were lost over one completion; the last: .*"
 
 
 @pytest.mark.parametrize(
-    ("status", "message"), [(404, "no such route"), (500, "refused by calibadv_jax: another run")]
+    ("status", "message", "kind", "words", "count"),
+    [
+        (400, "longer than the limit", RequestFailed, "refuses /inference/v1/generate: longer than", 1),
+        (422, "longer than the limit", RequestFailed, "refuses /inference/v1/generate: longer than", 1),
+        (404, "no", UserError, "no such route", 1),
+        (500, "refused by calibadv_jax: another run", UserError, "another run", 1),
+        (500, "engine is dead", RequestFailed, f"{LOST}dead", vllm_sampler.MAX_LOSSES),
+    ],
 )
-def test_a_worker_that_is_none_of_this_run_ends_the_run(tmp_path, status, message):
-    server = Server([])
+async def test_failed_completion_raises_and_is_not_busy(tmp_path, status, message, kind, words, count):
+    server = Server()
     server.reply = status, {"error": {"message": message}}
-    with pytest.raises(UserError, match="no such route|another run") as caught:
-        write(server, tmp_path)
-    assert not isinstance(caught.value, RequestFailed)
+    async with sampling(tmp_path, server) as sampler:
+        with pytest.raises(kind, match=words) as caught:
+            await sampler.generate(PROMPT, SAMPLING, "s")
+        assert type(caught.value) is kind and len(server.requests) == count
+        assert kind is UserError or caught.value.service == "sampler"
+        assert sampler.workers[0].busy == 0
 
 
-def test_a_request_that_loses_every_worker_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_sampler, "PROBE_PAUSE", 0.01)
-    server = Server([])
-    server.reply = 500, {"error": {"message": "engine is dead"}}
-    with pytest.raises(RequestFailed, match="5 vLLM workers were lost over one completion; the last: .*dead"):
-        write(server, tmp_path)
-    assert len(server.requests) == vllm_sampler.MAX_LOSSES
+async def test_cancelled_completion_is_not_busy(tmp_path):
+    server = Server()
+    async with sampling(tmp_path, server) as sampler:
+        server.gate.clear()
+        (task,) = begin(sampler, "s")
+        await until(lambda: server.waiting)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        server.gate.set()
+        assert task.cancelled() and sampler.workers[0].busy == 0
 
 
-def test_lost_workers_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_sampler, "PROBE_PAUSE", 0.01)
-    server = Server(TEXTS["whole"])
-    good, label = server.generate, []
-
-    async def foreign_at_first(request):
-        label.append(server.label)
-        if len(label) < 3:
-            server.label = "another/3"
-        return await good(request)
-
-    server.generate = foreign_at_first
-    completion, metrics = write(server, tmp_path)
-    assert completion.token_ids[-1:] == ids("</search>") and metrics == {"rollout/workers_lost": 2.0}
+async def test_empty_replies_lose_the_worker(tmp_path):
+    """It says that a swap has cut every completion, as a paused server does; a few such replies are borne."""
+    few = [0] * (vllm_sampler.MAX_EMPTY - 1)
+    server = Server(SCRIPT, [*few, 2, *few])
+    async with sampling(tmp_path, server) as sampler:
+        assert (await sampler.generate(PROMPT, SAMPLING, "s")).token_ids == SCRIPT
+        assert sampler.lost_count == 0
+        server.cuts, before = [0] * 10_000, len(server.requests)
+        with pytest.raises(RequestFailed, match=f"{LOST}6 replies without a token"):
+            await sampler.generate(PROMPT, SAMPLING, "s")
+        assert len(server.requests) - before == vllm_sampler.MAX_EMPTY * vllm_sampler.MAX_LOSSES
 
 
-def test_no_worker_for_as_long_as_the_patience_lasts(tmp_path):
-    async def run():
-        sampler = VllmSampler(["http://127.0.0.1:9"], SamplerConfig(patience=0.2), RULE, "a tokenizer")
-        with pytest.raises(RequestFailed, match="no vLLM worker for 0.2 s"):
-            await sampler.load_snapshot(tmp_path / "v000003")
-        await sampler.close()
+async def test_completions_are_spread_over_workers(tmp_path):
+    servers = [Server(), Server()]
+    async with sampling(tmp_path, *servers) as sampler:
+        for server in servers:
+            server.gate.clear()
+        tasks = begin(sampler, *"abcdef")
+        await until(lambda: sum(server.waiting for server in servers) == 6)
+        assert [server.waiting for server in servers] == [worker.busy for worker in sampler.workers] == [3, 3]
+        for server in servers:
+            server.gate.set()
+        await asyncio.gather(*tasks)
+        assert [worker.busy for worker in sampler.workers] == [0, 0]
 
-    asyncio.run(run())
+
+async def test_session_stays_at_its_worker_until_released(tmp_path):
+    servers = [Server(), Server()]
+    async with sampling(tmp_path, *servers) as sampler:
+        servers[0].gate.clear()
+        (first,) = begin(sampler, "a")  # both idle: the first one
+        await until(lambda: servers[0].waiting)
+        await sampler.generate(PROMPT, SAMPLING, "b")  # the other one
+        servers[0].gate.set()
+        await first
+        for _ in range(3):  # both are idle again
+            await sampler.generate(PROMPT, SAMPLING, "b")
+        assert [len(server.requests) for server in servers] == [1, 4]
+        sampler.release("b")
+        await sampler.generate(PROMPT, SAMPLING, "b")
+        assert [len(server.requests) for server in servers] == [2, 4]
 
 
-def test_worker_without_weights_is_not_probed():
-    async def run():
-        sampler = VllmSampler(["http://127.0.0.1:9"], SamplerConfig(), RULE, "a tokenizer")
-        try:
-            return await sampler.prompt_logprobs([1, 2]), sampler.workers[0].reviving
-        finally:
-            await sampler.close()
+@pytest.mark.parametrize("entries", [[None, {"8": {"logprob": -0.5}}, {"9": {"logprob": -2}}], [None], None])
+async def test_prompt_logprobs_come_by_worker(tmp_path, monkeypatch, entries):
+    monkeypatch.setattr(vllm_sampler, "PROBE_PAUSE", 600.0)
+    servers = [Server(), Server()]
+    good = {"prompt_logprobs": [None, {"8": {"logprob": -1.5}}, {"7": {}, "9": {"logprob": -3.0}}]}
+    servers[0].reply, servers[1].reply = (200, {"prompt_logprobs": entries}), (200, good)
+    async with sampling(tmp_path, *servers) as sampler:
+        values = await sampler.prompt_logprobs([7, 8, 9])
+        assert servers[0].requests[0]["token_ids"] == [7, 8, 9]
+        expected = dict(
+            zip((worker.url for worker in sampler.workers), ([-0.5, -2], [-1.5, -3]), strict=True)
+        )
+        if is_bad := entries is None or len(entries) < 3:
+            del expected[sampler.workers[0].url]
+        assert {url: array.tolist() for url, array in values.items()} == expected
+        assert sampler.lost_count == is_bad
 
-    assert asyncio.run(run()) == ({}, None)  # nothing was asked, so that nothing failed
+
+async def test_sampler_without_weights_asks_nobody():
+    sampler = sampler_of("http://127.0.0.1:9")
+    with pytest.raises(RuntimeError, match="no weights"):
+        await sampler.generate(PROMPT, SAMPLING, "s")
+    assert (await sampler.prompt_logprobs([1, 2]), sampler.workers[0].reviving) == ({}, None)
+    await sampler.close()
+
+
+VOCABULARY = 400
+
+
+def values(*numbers):
+    return {"logprobs": {"content": [{"logprob": number} for number in numbers]}}
+
+
+def read(changes):
+    """Completion of a reply with these fields; or of a reply that is no object of fields."""
+    reply = changes
+    if isinstance(changes, dict) and "choices" not in changes:
+        good = {"token_ids": [5, 6], "finish_reason": "length", "stop_reason": None, **values(-0.5, 0.0)}
+        reply = {"choices": [good | {"weight_versions": [{"version": "7"}]} | changes]}
+    return read_completion(json.loads(json.dumps(reply)), int, 2, VOCABULARY)
+
+
+def test_good_reply_is_read():
+    completion = read({})
+    assert completion.token_ids == [5, 6] and completion.logprobs == [-0.5, 0.0]
+    assert completion.policy_versions == (7,) and completion.stop_reason == "length"
+    assert read(values(-9998.0, 1e-6)).logprobs == [-9998.0, 1e-6]  # rounding above 0
+    assert read({"token_ids": [0, VOCABULARY - 1]}).token_ids == [0, VOCABULARY - 1]
+
+
+NOTHING = {"token_ids": [], "logprobs": None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        values(-0.5, math.nan),
+        values(-math.inf, -0.5),
+        values(-0.5, math.inf),
+        values(0.1, -0.5),
+        values(-9999.0, -0.5),  # vLLM's minus infinity
+        values(-0.5, True),
+        values(-0.5, None),
+        values(-0.5, "high"),
+        values(-0.5),
+        values(-0.5, -0.5, -0.5),
+        {"logprobs": None},
+        {"logprobs": [-0.5, -0.5]},
+        {"token_ids": [5, 6, 7], **values(-1.0, -1.0, -1.0)},  # more than were asked for
+        {"token_ids": [5, -1]},
+        {"token_ids": [5, VOCABULARY]},
+        {"token_ids": [5, 6.0]},
+        {"token_ids": [5, True]},
+        {"token_ids": ["5", 6]},
+        {"weight_versions": None},
+        {"weight_versions": [3]},
+        {"finish_reason": "tired"},
+        NOTHING | {"finish_reason": "stop"},
+        NOTHING | {"finish_reason": "length"},
+        *(None, [], {"choices": []}, {"choices": [None]}, {"choices": [[]]}, {"choices": 3}),
+    ],
+    ids=str,
+)
+def test_bad_reply_is_refused(changes):
+    with pytest.raises(ValueError, match="."):
+        read(changes)

@@ -25,7 +25,7 @@ from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.snapshots.publish import SnapshotStore
 
-MAX_LENGTH = 3072
+MAX_LENGTH, EOS = 3072, 1
 SHAPE = {
     "vocab_size": 398,
     "hidden_size": 64,
@@ -35,7 +35,7 @@ SHAPE = {
     "num_key_value_heads": 1,
     "head_dim": 32,
     "max_position_embeddings": MAX_LENGTH,
-    "eos_token_id": 1,
+    "eos_token_id": EOS,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -54,7 +54,6 @@ class Rig:
     hf_config: dict[str, Any]
     dtype: str = "float32"
     num_workers: int = 1
-    workers: list[VllmWorkerProcess] = field(default_factory=list)
     tokenizer_hash: str = "a tokenizer"
     tokenizer: Any = field(default_factory=build_word_tokenizer)
 
@@ -64,15 +63,13 @@ class Rig:
         )
         self.store = SnapshotStore(self.folder / "snapshots", keep=20, dtype=jnp.dtype(self.dtype))
         self.tokenizer.save_pretrained(self.folder / "tokenizer")
+        self.model_folder = self.folder / "model"
         save_folder(self.params(0), self.hf_config, self.model_folder, self.dtype, self.folder / "tokenizer")
-
-    @property
-    def model_folder(self) -> Path:
-        return self.folder / "model"
-
-    @property
-    def urls(self) -> list[str]:
-        return [worker.url for worker in self.workers]
+        options = {"flavour": "cpu", "dtype": self.dtype, "max_num_seqs": 64, "max_model_len": MAX_LENGTH}
+        logs = [self.folder / f"worker{number}.log" for number in range(self.num_workers)]
+        self.workers = [
+            VllmWorkerProcess(self.model_folder, log, options, start_timeout=600.0) for log in logs
+        ]
 
     def params(self, seed: int) -> Any:
         """Random parameters, large enough that logits lie well apart."""
@@ -85,35 +82,18 @@ class Rig:
             version, params, hf_config=self.hf_config, tokenizer_hash=self.tokenizer_hash
         )
 
-    def start(self) -> None:
-        """Begins to start the workers; `wait` waits for them."""
-        for number in range(self.num_workers):
-            worker = self.worker(number)
-            worker.start()
-            self.workers.append(worker)
+    async def load(self, sampler: VllmSampler, version: int) -> Any:
+        """Publish random parameters as a version, load it, and return them."""
+        params = self.params(version)
+        await sampler.load(version, self.publish(version, params))
+        return params
 
-    def wait(self) -> None:
-        for worker in self.workers:
-            worker.wait()
-
-    def stop(self) -> None:
-        for worker in self.workers:
-            worker.stop()
-
-    def worker(self, number: int) -> VllmWorkerProcess:
-        options = {"flavour": "cpu", "dtype": self.dtype, "max_num_seqs": 64, "max_model_len": MAX_LENGTH}
-        log = self.folder / f"worker{number}.log"
-        return VllmWorkerProcess(self.model_folder, log, options, start_timeout=600.0)
-
-    def sampler(self, urls: list[str] | None = None, **config: Any) -> VllmSampler:
-        stops = StopRule(self.tokenizer, self.hf_config["eos_token_id"])
-        return VllmSampler(urls or self.urls, SamplerConfig(**config), stops, self.tokenizer_hash)
-
-    def run(self, coroutine_of: Any, urls: list[str] | None = None, **config: Any) -> Any:
-        """Runs ``coroutine_of(sampler)``, for five minutes at most, and closes the sampler."""
+    def run(self, coroutine_of: Any) -> Any:
+        """Run ``coroutine_of(sampler)``, for five minutes at most, and close the sampler."""
 
         async def run() -> Any:
-            sampler = self.sampler(urls, **config)
+            urls, stops = [worker.url for worker in self.workers], StopRule(self.tokenizer, EOS)
+            sampler = VllmSampler(urls, SamplerConfig(), stops, self.tokenizer_hash)
             try:
                 return await asyncio.wait_for(coroutine_of(sampler), 300)
             finally:
@@ -123,15 +103,15 @@ class Rig:
 
 
 @contextmanager
-def running(*rigs: Rig) -> Iterator[None]:
-    """Their workers, which start side by side and end with the block."""
+def running(rig: Rig) -> Iterator[Rig]:
+    """The rig with its workers, which start side by side and end with the block."""
     with ExitStack() as stack:
-        for rig in rigs:
-            stack.callback(rig.stop)
-            rig.start()
-        for rig in rigs:
-            rig.wait()
-        yield
+        for worker in rig.workers:
+            stack.callback(worker.stop)
+            worker.start()
+        for worker in rig.workers:
+            worker.wait()
+        yield rig
 
 
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:

@@ -11,6 +11,11 @@ from calibadv_jax.services import child_process
 from calibadv_jax.services.child_process import ChildService
 
 
+def child(log, code, *arguments, timeout=30.0, **options):
+    command = [sys.executable, "-c", code, *arguments]
+    return ChildService("the child", command, log, timeout, "some.start_timeout", **options)
+
+
 @pytest.mark.parametrize(
     ("code", "cause"),
     [
@@ -32,7 +37,7 @@ from calibadv_jax.services.child_process import ChildService
 def test_cause_is_named_and_the_log(tmp_path, monkeypatch, code, cause):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # the child's output is in order all the same
     log = tmp_path / "logs" / "child.log"
-    service = ChildService("the child", [sys.executable, "-c", code], log, 20.0, "some.start_timeout")
+    service = child(log, code)
     with pytest.raises(UserError) as caught:
         service.__enter__()
     message = str(caught.value)
@@ -44,11 +49,9 @@ def test_cause_is_named_and_the_log(tmp_path, monkeypatch, code, cause):
 
 
 def test_child_that_does_not_get_ready_in_time(tmp_path):
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    service = ChildService("the child", command, tmp_path / "log", 0.3, "some.start_timeout")
-    with pytest.raises(
-        EnvironmentFailure, match="not ready within 0.3 s; see .*log or raise some.start_timeout"
-    ):
+    service = child(tmp_path / "log", "import time; time.sleep(60)", timeout=0.3)
+    message = "not ready within 0.3 s; see .*log or raise some.start_timeout"
+    with pytest.raises(EnvironmentFailure, match=message):
         service.__enter__()
     assert service.process is None
 
@@ -58,9 +61,8 @@ def test_long_log_is_set_aside_at_a_start(tmp_path, monkeypatch):
     monkeypatch.setattr(child_process, "LONGEST_LOG", 100)
     log = tmp_path / "child.log"
     for number in range(30):
-        ended = [sys.executable, "-c", f"raise SystemExit('gone {number}')"]
         with pytest.raises(UserError, match=f": gone {number}; see"):
-            ChildService("the child", ended, log, 20.0, "key").__enter__()
+            child(log, f"raise SystemExit('gone {number}')").__enter__()
     kept = [(tmp_path / name).read_text().splitlines() for name in ("child.log.old", "child.log")]
     assert [*kept[0], *kept[1]][-10:] == [f"gone {number}" for number in range(20, 30)]
     assert sum(map(len, kept)) < 30 and len(list(tmp_path.iterdir())) == 2
@@ -73,13 +75,12 @@ def test_log_that_another_child_writes_is_not_cut(tmp_path):
         "import pathlib, sys, time; print('ValueError: theirs')\n"
         "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\nprint('end')"
     )
-    first = ChildService("the first", [sys.executable, "-c", code, str(go_on)], log, 20.0, "key")
+    first = child(log, code, str(go_on))
     first.start()
     while "theirs" not in log.read_text():
         time.sleep(0.02)
-    failing = [sys.executable, "-c", "raise SystemExit('gone')"]
-    with pytest.raises(UserError, match="the second ended with status 1: gone; see"):
-        ChildService("the second", failing, log, 20.0, "key").__enter__()
+    with pytest.raises(UserError, match="the child ended with status 1: gone; see"):
+        child(log, "raise SystemExit('gone')").__enter__()
     go_on.touch()
     assert first.process.wait(20) is not None
     first.stop()
@@ -99,25 +100,20 @@ time.sleep(60)
 """
 
 
-def make(tmp_path, *arguments, **options):
-    command = [sys.executable, "-c", READY, *arguments]
-    return ChildService("the child", command, tmp_path / "logs" / "child.log", 30.0, "key", **options)
-
-
 def test_child_gets_port_file_and_parent(tmp_path, monkeypatch):
     monkeypatch.setenv("KEPT", "yes")
     monkeypatch.setenv("WHAT", "ours")
-    with make(tmp_path, "mine", environment={"WHAT": "its own"}) as service:
+    log = tmp_path / "logs/child.log"
+    with child(log, READY, "mine", environment={"WHAT": "its own"}) as service:
         assert service.url == "http://127.0.0.1:8123"
-        file = service._port_file
-        output = (tmp_path / "logs/child.log").read_text()
+        file, output = service._port_file, log.read_text()
         expected = ["mine", "--port", "0", "--port_file", str(file), "--parent_pid", str(os.getpid())]
         assert output == f"{expected} its own yes\n"
     assert os.environ["WHAT"] == "ours"
 
 
 def test_nothing_is_left_at_the_end(tmp_path):
-    service = make(tmp_path)
+    service = child(tmp_path / "log", READY)
     with pytest.raises(ZeroDivisionError), service:
         process, folder = service.process, service._port_file.parent
         assert process.poll() is None and folder.is_dir()
@@ -129,6 +125,6 @@ def test_nothing_is_left_at_the_end(tmp_path):
 @pytest.mark.timeout(60)  # else it would wait for a child that never ends
 def test_child_that_does_not_listen_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(child_process, "STOP_SECONDS", 0.3)
-    with make(tmp_path, "ignore") as service:
+    with child(tmp_path / "log", READY, "ignore") as service:
         process = service.process
     assert process.returncode == -9

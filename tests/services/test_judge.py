@@ -94,14 +94,12 @@ def endpoint():
 
 
 def judged_with(config, work):
-    async def ask():
-        client = JudgeClient(config)
+    client = JudgeClient(config)
+    with asyncio.Runner() as runner:
         try:
-            return await work(client)
+            return runner.run(work(client))
         finally:
-            await client.close()
-
-    return asyncio.run(ask())
+            runner.run(client.close())
 
 
 def scores(config, *answers):
@@ -113,25 +111,11 @@ def scores(config, *answers):
     return judged_with(config, score_all)
 
 
-def test_lone_surrogate_of_a_verdict_is_replaced(endpoint):
-    handler, config = endpoint
-    handler.judge = lambda self, system, user: f"hm \ud83d\n{KEY.search(system)[1]} 0.25"
-    assert scores(config, "Paris")[0]["judge"] == 0.25
-
-
-def test_long_reply_of_the_judge_is_no_verdict(endpoint):
-    handler, config = endpoint
-    zipped = gzip.compress(b" " * 2**23)
-    handler.do_POST = lambda self: self.body() and self.reply(200, zipped, {"Content-Encoding": "gzip"})
-    (failed,) = scores(config, "Paris")
-    assert isinstance(failed, RequestFailed)
-    assert "no verdict in 3 attempts: the reply is longer than 4 MiB" in str(failed)
-
-
 @pytest.mark.parametrize(("verdict", "agreement"), [(0.5, 1.0), (0.49, 0.0), (1.0, 1.0), (0.0, 0.0)])
 def test_verdict_of_one_half_agrees_with_a_match(endpoint, verdict, agreement):
+    """A lone surrogate before the verdict is replaced."""
     handler, config = endpoint
-    handler.judge = lambda self, system, user: f"{KEY.search(system)[1]} {verdict}"
+    handler.judge = lambda self, system, user: f"hm \ud83d\n{KEY.search(system)[1]} {verdict}"
     assert scores(config, "Paris") == [{"judge": verdict, "judge_agreement": agreement}]
 
 
@@ -173,7 +157,6 @@ def test_missing_verdict_fails_the_trajectory(endpoint):
     handler.replies += [no_verdict, (400, b"filtered"), (200, {"choices": []})]
     (failure,) = scores(config, "Paris")
     assert isinstance(failure, RequestFailed) and failure.service == "judge"
-    assert "no verdict in 3" in str(failure)
     (failure,) = scores(replace(config, url="http://127.0.0.1:9/v1", patience=0.05), "Paris")
     assert isinstance(failure, RequestFailed) and "no answer for 0.05 s" in str(failure)
     assert "start the endpoint" in str(failure)
@@ -190,11 +173,16 @@ def test_missing_verdict_fails_the_trajectory(endpoint):
         ({"message": {"content": "yes"}, "finish_reason": "stop"}, "yes, no or a number from 0 to 1"),
         ({"message": {"content": None}, "finish_reason": "length"}, "cut after reward.judge.max_tokens=512"),
         ({}, "the reply is no chat completion"),
+        (gzip.compress(b" " * 2**23), "no verdict in 3 attempts: the reply is longer than 4 MiB"),
     ],
+    ids=["key", "number", "cut", "shape", "long"],
 )
 def test_reply_without_a_verdict_names_the_expected_line(endpoint, choice, message):
     handler, config = endpoint
-    handler.replies += [(200, {"choices": [choice]})] * http_client.BAD_REPLIES
+    reply = (200, {"choices": [choice]})
+    if isinstance(choice, bytes):
+        reply = (200, choice, {"Content-Encoding": "gzip"})
+    handler.replies += [reply] * http_client.BAD_REPLIES
     (failure,) = scores(config, "Paris")
     assert isinstance(failure, RequestFailed) and message in str(failure)
     assert "start the endpoint" not in str(failure)
@@ -251,7 +239,7 @@ short_way = mean
         ("examples.own_reward:none", "has no function none"),
         (
             {"examples.own_reward:short_way": 0.5, "test_judge:short_way": 0.5},
-            "reward/short_way, which is another metric's name",
+            "reward/short_way, which is an",
         ),
         ("test_judge:mean", "reward/mean, which is another metric's name"),
     ],
@@ -266,12 +254,12 @@ def test_failed_verdict_is_asked_again(endpoint):
     handler, config = endpoint
     handler.replies += [(200, {"choices": []})] * http_client.BAD_REPLIES
 
-    async def twice(client):
+    async def score_twice(client):
         with pytest.raises(RequestFailed, match="no verdict in 3"):
             await client.score(answered("Paris"))
         return await client.score(answered("Paris"))
 
-    assert judged_with(config, twice) == {"judge": 1.0, "judge_agreement": 1.0}
+    assert judged_with(config, score_twice) == {"judge": 1.0, "judge_agreement": 1.0}
     assert len(handler.bodies) == http_client.BAD_REPLIES + 1
 
 
@@ -306,13 +294,11 @@ def test_judge_keeps_to_max_concurrency(endpoint, limit, monkeypatch):
     assert [verdict["judge"] for verdict in verdicts] == [1.0] * 9 and most == limit
 
 
-@pytest.mark.parametrize("line", [*VERDICTS, *NO_VERDICTS])
-def test_verdict_is_the_whole_last_line(line):
-    if line in VERDICTS:
-        assert judge.read_verdict(line, "k") == VERDICTS[line]
-        return
-    with pytest.raises(http_client.BadReply):
-        judge.read_verdict(line, "k")
+def test_verdict_is_the_whole_last_line():
+    assert {line: judge.read_verdict(line, "k") for line in VERDICTS} == VERDICTS
+    for line in NO_VERDICTS:
+        with pytest.raises(http_client.BadReply):
+            judge.read_verdict(line, "k")
 
 
 def test_judge_remembers_the_newest_verdicts(endpoint, monkeypatch):

@@ -55,23 +55,23 @@ def results(action, *lines):
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        RESULT[:-2] % "cut",
-        '{"result": {"content": [{"id": 99, "type": "te\x01xt"}]}, "jsonrpc": "2.0", "id": $ID}',
-        '{"jsonrpc": "2.0", "id": $ID}',
-        '{"id": $ID, "result": {"content": []}}',
-        '{"jsonrpc": "2.0", "id": $ID, "result": 3}',
-        '{"jsonrpc": "2.0", "id": $ID, "result": {"content": 3}}',
-        '{"jsonrpc": "2.0", "id": $ID, "result": {"content": [{"type": "text"}]}}',
-    ],
-    ids=["cut", "control character", "no result", "no version", "number", "content", "block"],
-)
-def test_unreadable_reply_fails_its_call_alone(config, line):
+HEAD = '{"jsonrpc": "2.0", "id": $ID'
+UNREADABLE = [
+    RESULT[:-2] % "cut",
+    '{"result": {"content": [{"id": 99, "type": "te\x01xt"}]}, "jsonrpc": "2.0", "id": $ID}',
+    f"{HEAD}}}",
+    '{"id": $ID, "result": {"content": []}}',
+    f'{HEAD}, "result": 3}}',
+    f'{HEAD}, "result": {{"content": 3}}}}',
+    f'{HEAD}, "result": {{"content": [{{"type": "text"}}]}}}}',
+]
+
+
+def test_unreadable_reply_fails_its_call_alone(config):
     (action,) = mcp_tools.mcp_actions(config, 0)
-    failed, good = results(action, line, RESULT % "\\\\ud83d \\ud83d\\ud83d\\ude00")
-    assert type(failed) is RequestFailed and failed.service == "say" and str(failed).isprintable()
+    *failed, good = results(action, *UNREADABLE, RESULT % "\\\\ud83d \\ud83d\\ud83d\\ude00")
+    for failure in failed:
+        assert type(failure) is RequestFailed and failure.service == "say" and str(failure).isprintable()
     assert good == "\\ud83d \ufffd\U0001f600"  # of half an emoji and a whole one
 
 
@@ -131,11 +131,11 @@ def test_standard_error_is_kept_and_bounded(config, tmp_path, monkeypatch):
     assert all(file.stat().st_size <= 100_000 + 2**16 for file in files)
 
 
-@pytest.mark.parametrize("error", ["", "\x1b[31mno module\x07 here\n"])
-def test_last_line_of_a_program_is_printable(error):
-    log = mcp_tools.ServerLog(None, lambda line: None)
-    log.write(f"starting\n{error}")
-    assert log.last_line() == ("[31mno module here" if error else "starting")
+def test_last_line_of_a_program_is_printable():
+    for text, line in (("starting\n", "starting"), ("\x1b[31mno module\x07 here\n", "[31mno module here")):
+        log = mcp_tools.ServerLog(None, lambda line: None)
+        log.write(text)
+        assert log.last_line() == line
 
 
 def test_silent_program_is_waited_for_once(tmp_path, caplog):
@@ -153,6 +153,13 @@ def test_silent_program_is_waited_for_once(tmp_path, caplog):
     assert starts.read_text() == "start\n" and not caplog.records
 
 
+ABOUT = {"protocolVersion": "2025-06-18", "serverInfo": {"name": "web", "version": "1"}}
+ANSWERS = {
+    "initialize": {"capabilities": {"tools": {}}} | ABOUT,
+    "tools/list": {"tools": [{"name": "say", "inputSchema": SCHEMA}]},
+}
+
+
 class OverHttp(Handler):
     """Answers a call with `content`, compressed if that is asked for."""
 
@@ -160,21 +167,12 @@ class OverHttp(Handler):
 
     def do_POST(self):
         request = json.loads(self.body())
-        answers = {
-            "initialize": {
-                "protocolVersion": "2025-06-18",
-                "capabilities": {"tools": {}},
-                "serverInfo": {"name": "web", "version": "1"},
-            },
-            "tools/list": {"tools": [{"name": "say", "inputSchema": SCHEMA}]},
-        }
         if request["method"] == "tools/call":
             text = self.content.replace(b"$ID", str(request["id"]).encode())
             encoding = {"Content-Encoding": "gzip"} if self.zipped else {}
             sent = gzip.compress(text, 1) if self.zipped else text
             self.reply(200, sent, {"Content-Type": "application/json"} | encoding)
-        elif request["method"] in answers:
-            result = answers[request["method"]]
+        elif result := ANSWERS.get(request["method"]):
             self.reply(200, {"jsonrpc": "2.0", "id": request["id"], "result": result})
         else:
             self.reply(404 if "id" in request else 202, b"")

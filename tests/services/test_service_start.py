@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from http_rig import Handler, serving
+from http_rig import replying
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
@@ -11,32 +11,21 @@ from calibadv_jax.services import retriever_client
 from calibadv_jax.services.retriever_client import check_running, open_retriever
 
 
-class Ready(Handler):
-    def do_GET(self):
-        self.reply(200, {"status": "ready"})
-
-
-def test_inside_a_running_event_loop_it_is_asked_too():
+def test_service_answers_inside_a_running_event_loop():
     async def ask():
-        with serving(Ready) as url:
+        with replying((200, {"status": "ready"})) as (url, _):
             return retriever_client.RetrieverClient(RetrieverConfig(), url).health()
 
     assert asyncio.run(ask()) == {"status": "ready"}
 
 
 def test_service_that_is_loading_is_waited_for(tmp_path):
-    asked, messages = [], []
-
-    class Loading(Handler):
-        def do_GET(self):
-            asked.append(self.path)
-            self.reply(503 if len(asked) < 3 else 200, {"status": "loading", "stage": "reading the index"})
-
-    with serving(Loading) as url:
+    state, messages = {"status": "loading", "stage": "reading the index"}, []
+    with replying((503, state), (503, state), (200, state)) as (url, requests):
         config = RetrieverConfig(url=url, patience=60.0)
         with open_retriever(config, tmp_path / "log", messages.append) as urls:
             assert urls == url
-    assert asked == ["/health"] * 3
+    assert [path for path, _ in requests] == ["/health"] * 3
     assert len(messages) == 1 and "reading the index" in messages[0]
     assert messages[0].startswith(f"waiting up to 60 s for retriever {url} (")
     assert "otherwise start it with scripts/launch_retriever.sh or set retriever.url" in messages[0]
@@ -52,7 +41,7 @@ def test_service_that_never_comes_ends_the_start():
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:port", "ftp://a"])
-def test_what_is_no_url_is_not_waited_for(url):
+def test_invalid_url_is_not_waited_for(url):
     messages = []
     with pytest.raises(UserError, match="not a URL; give one such as"):
         check_running(RetrieverConfig(url=url, patience=600.0), messages.append)

@@ -177,9 +177,9 @@ def check_sampler(config: Config) -> list[str]:
     if not sampler.urls:
         require_vllm()
         return [f"{sampler.workers} vLLM worker(s) of flavour {sampler.flavour} will be started here"]
-    workers = find_workers(replace(sampler, patience=ONCE), lambda _: None)
-    lines = [f"{url}: serves weights {label!r}" for url, label in workers.answers.items()]
-    return lines + [f"warning: {url} is away ({reason})" for url, reason in workers.missing.items()]
+    labels, missing = find_workers(replace(sampler, patience=ONCE), lambda _: None)
+    lines = [f"{url}: serves weights {label!r}" for url, label in labels.items()]
+    return lines + [f"warning: {url} is away ({reason})" for url, reason in missing.items()]
 
 
 def check_retriever(config: Config) -> list[str]:
