@@ -648,3 +648,29 @@ def test_stalled_fetch_ends_and_slow_one_goes_on(tmp_path, monkeypatch):
     mirror = opened(tmp_path / "c", store)
     with mirror.inputs() as count:
         assert count == 2
+
+
+def test_full_disk_leaves_the_copy_whole(tmp_path, small_disk):
+    """The marker above all: cut off, it would hide every checkpoint, and refuse every start."""
+    store, folder = small_disk / "store", tmp_path / "a"
+    start(config_at(folder, store, learner={"steps": 2}))
+    ballast = small_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(b"x" * 4096)
+    config = config_at(folder, store, learner={"steps": 2})
+    mirror = open_mirror(config, QUIET)
+    with pytest.raises(
+        EnvironmentFailure, match=r"run\.mirror=.* cannot be used \(.*No space left.*make room"
+    ):
+        mirror.fetch(claim=True)
+    assert steps_at(store) == [2]
+    ballast.unlink()
+    mirror.fetch(claim=True)
+    with mirror:
+        ballast.write_bytes(b"x" * max(0, shutil.disk_usage(small_disk).free - 8192))
+        (folder / "larger").write_bytes(b"y" * 65536)
+        mirror.put(2)
+        until(lambda: mirror._failure)
+        assert "No space left" in mirror._failure and steps_at(store) == [2]
+        ballast.unlink()
