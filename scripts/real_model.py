@@ -21,6 +21,7 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,7 @@ def hf_config(metadata: dict[str, Any]) -> dict[str, Any]:
         "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
         "pad_token_id": metadata["tokenizer.ggml.padding_token_id"],
         "dtype": "float32",
+        "transformers_version": version("transformers"),
         **layout.config,
     }
 

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -312,7 +313,9 @@ def _complete(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         }
     rope = {"rope_theta": a.rope_theta, "rope_parameters": scaling | {"rope_theta": a.rope_theta}}
     rope |= {"rope_scaling": scaling} if a.rope_scaling is not None else {}
-    return explicit | present | rope | {"dtype": dtype, "torch_dtype": dtype}
+    # Without it transformers 5 warns of a folder with a large vocabulary that its tokenizer were wrong.
+    origin = {"transformers_version": version("transformers")}
+    return origin | explicit | present | rope | {"dtype": dtype, "torch_dtype": dtype}
 
 
 def _is_tokenizer_file(name: str) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +62,16 @@ def test_fields_with_differing_defaults_are_written(tmp_path):
     written = read_hf_config(tmp_path / "out")
     assert written["architectures"] == ["Qwen2ForCausalLM"]
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+    assert written["transformers_version"] == version("transformers")
     assert written["num_key_value_heads"] == 4 and written["head_dim"] == 4
     assert written["rms_norm_eps"] == 1e-6 and written["rope_theta"] == 10000.0
-    both = sparse | {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}
+    both = sparse | {
+        "transformers_version": "4.43.1",
+        "rope_theta": 1e4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 3e4},
+    }
     save_folder(zeros, both, tmp_path / "other", "bfloat16", None)
+    assert read_hf_config(tmp_path / "other")["transformers_version"] == "4.43.1"
     assert read_hf_config(tmp_path / "other")["rope_theta"] == architecture_from_hf(both).rope_theta == 3e4
 
 
