@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from calibadv_jax.config import Config, RewardConfig, load_config
 from calibadv_jax.config.kept import newest_start
+from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, well_formed
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
@@ -24,6 +26,18 @@ from calibadv_jax.run.wiring import open_rollouts
 
 OVERRIDE = re.compile(r"(tools|[a-z_]+(\.[a-z_0-9]+)+)=.*", re.DOTALL)
 _PATIENCE = 10.0  # seconds without an answer of the retriever
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `read_policy` reads, but not the overrides, and --temperature."""
+    text = "policy to ask: a run, its checkpoints folder, a checkpoint, a snapshot, a HuggingFace folder"
+    parser.add_argument("--policy", type=Path, required=True, metavar="FOLDER", help=text)
+    text = "config with prompt, rollout, sampler and retriever; default: the config of the run"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+    text = "start the MCP servers that the run's own config names as commands; without it they are refused"
+    parser.add_argument("--start-programs", action="store_true", help=text)
+    text = "sampling temperature (default: 0, always the most likely token)"
+    parser.add_argument("--temperature", type=number(float, least=0, below=math.inf), default=0.0, help=text)
 
 
 def read_policy(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, PolicySource]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from calibadv_jax.config import Config
 from calibadv_jax.contrib import asking
-from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import printable
 from calibadv_jax.core.trajectory import Trajectory, Turn
@@ -24,7 +23,11 @@ from calibadv_jax.run.model import PolicySource
 
 Say = Callable[[str], None]
 
-add_arguments = parser_of("ask")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    asking.add_arguments(parser)
+    text = "values that replace those of the config, and the question"
+    parser.add_argument("words", nargs="*", metavar="key.path=value | question", help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from calibadv_jax.advantages.estimators import judges
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.credit import CALIBRATED
 from calibadv_jax.contrib import truth
-from calibadv_jax.contrib.arguments import parser_of
+from calibadv_jax.contrib.arguments import number
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
 from calibadv_jax.contrib.truth import MEASURES, Evidence, gather, join, measure
 from calibadv_jax.core.errors import UserError
@@ -55,7 +55,23 @@ class Measured:
     control: dict[int, Evidence]  # with shuffled rewards
 
 
-add_arguments = parser_of("audit")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "folders of runs with log.rollouts, and settings of reward or advantage to try on them"
+    parser.add_argument("inputs", nargs="+", metavar="RUN|key.path=value", help=text)
+    text = "add a column for each of these values; may be given several times"
+    parser.add_argument("--sweep", action="append", default=[], metavar="key.path=V,V,…", help=text)
+    text = "table of whom these values of advantage.name praise and blame; calibadv+NAME: calibrated"
+    parser.add_argument("--estimators", type=_names, default=[], metavar="NAME,NAME,…", help=text)
+    text = "number of steps of a row in the table over training (default: %(default)s)"
+    parser.add_argument("--window", type=number(int, least=1), default=10, metavar="STEPS", help=text)
+    text = "seed of the control's permutations (default: %(default)s)"
+    parser.add_argument("--seed", type=int, default=0, help=text)
+    text = "also write the measures of every step to this JSON file"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def run(arguments: argparse.Namespace) -> None:

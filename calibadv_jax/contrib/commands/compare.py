@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax.contrib.arguments import parser_of
+from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.evaluation.records import ScoredRow, read_scores
@@ -28,7 +28,18 @@ Results = dict[tuple[str, str, str], Comparison]  # (temperature, metric, data s
 BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
 
 
-add_arguments = parser_of("compare")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="A", help="evaluation of the first policy, or of its seeds: A1,A2")
+    parser.add_argument("second", metavar="B", help="evaluation of the second policy, or of its seeds")
+    text = "metrics to compare (default: %(default)s)"
+    parser.add_argument("--metrics", nargs="+", default=["em", "f1", "cover_em"], metavar="NAME", help=text)
+    text = "number of resamples of bootstrap and test (default: %(default)s)"
+    parser.add_argument("--resamples", type=number(int, least=1), default=10000, metavar="N", help=text)
+    text = "coverage of the confidence intervals (default: %(default)s)"
+    share = number(float, least=0.001, below=1)
+    parser.add_argument("--confidence", type=share, default=0.95, metavar="C", help=text)
+    text = "also write the numbers to this JSON file"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -7,12 +7,14 @@ import textwrap
 from pathlib import Path
 
 from calibadv_jax.config.shipped import SUFFIX, headline, shipped_folder, shipped_names
-from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_text
 from calibadv_jax.metrics.console import Console
 
-add_arguments = parser_of("configs")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "nothing: list the shipped configs; copy NAME [FILE]: write one to FILE (default: NAME.yaml here)"
+    parser.add_argument("words", nargs="*", metavar="copy NAME [FILE]", help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
-from calibadv_jax.contrib.arguments import parser_of
+from calibadv_jax.contrib.arguments import number
 from calibadv_jax.contrib.pages.site import RunFiles, Site, make_server, write_site
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
 
-add_arguments = parser_of("inspect")
+PORT = 8420
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run (its run.dir)")
+    text = "show only these steps, such as 10-20"
+    parser.add_argument("--steps", default="", metavar="FIRST-LAST", help=text)
+    group = parser.add_mutually_exclusive_group()
+    text = "port of the server, which only this machine reaches (default: %(default)s; 0: any free port)"
+    group.add_argument("--port", type=number(int, least=0, below=65536), default=PORT, help=text)
+    text = "write the page as files for a web server into this folder, and end"
+    group.add_argument("--output", type=Path, metavar="FOLDER", help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from calibadv_jax.config import ColumnsConfig
-from calibadv_jax.contrib.arguments import parser_of
+from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core import hub
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
@@ -31,7 +31,31 @@ from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.run.model import load_tokenizer
 
-add_arguments = parser_of("prepare-data")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "question files: a path, a pattern, hf://datasets/OWNER/NAME/FILE, OWNER/NAME"
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=text)
+    text = ".jsonl or .parquet file to write; a report comes beside it"
+    parser.add_argument("--output", type=Path, required=True, help=text)
+    text = "data source of rows without one (default: name of the file or folder)"
+    parser.add_argument("--data_source", default="", help=text)
+    text = "key of the question in files of an unknown layout"
+    parser.add_argument("--question", default="", metavar="KEY", help=text)
+    text = "key of the golden answer or answers in such files"
+    parser.add_argument("--answer", default="", metavar="KEY", help=text)
+    text = "text between several answers that are written as one, such as '|'"
+    parser.add_argument("--separator", default="", help=text)
+    text = "keep only these data sources"
+    parser.add_argument("--only", nargs="+", default=[], metavar="DATA_SOURCE", help=text)
+    text = "drop questions that occur in these files"
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="INPUT", help=text)
+    text = "drop questions with more characters; 0: no limit"
+    parser.add_argument("--max_characters", type=number(int, least=0), default=0, help=text)
+    text = "drop questions (or prompts of rows) with more tokens; 0: no limit"
+    parser.add_argument("--max_tokens", type=number(int, least=0), default=0, help=text)
+    text = "tokenizer for --max_tokens: a folder or OWNER/NAME[@REVISION]"
+    parser.add_argument("--tokenizer", default="", help=text)
+    parser.add_argument("--drop_prompt", action="store_true", help="leave out the prompts that rows carry")
 
 
 def run(arguments: argparse.Namespace) -> None:

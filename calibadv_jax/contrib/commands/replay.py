@@ -18,7 +18,6 @@ import numpy as np
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages
 from calibadv_jax.config import Config, parse_config
-from calibadv_jax.contrib.arguments import parser_of
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group
 from calibadv_jax.learner.batching import Batch, Sample
@@ -49,7 +48,11 @@ class Replay:
     metrics: dict[str, float]
 
 
-add_arguments = parser_of("replay")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of a run with log.rollouts")
+    parser.add_argument("--step", type=int, help="number of the kept step; default: the newest kept step")
+    text = "settings of reward, advantage, loss or learner to replay the step with"
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,8 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from calibadv_jax.contrib.arguments import COMMANDS, parser_of
+from calibadv_jax.contrib.arguments import number
+from calibadv_jax.contrib.commands.inspect_run import PORT
 from calibadv_jax.contrib.report.draw import draw
 from calibadv_jax.contrib.report.gather import Gathered, gather
 from calibadv_jax.contrib.report.page import render
@@ -17,11 +18,17 @@ from calibadv_jax.core.files import replacing, write_text
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.metrics.console import Console
 
-PORT = COMMANDS["inspect"]["--port"]["default"]
 PNG_DPI = 200
 
 
-add_arguments = parser_of("report")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its run.dir)")
+    text = "page to write; default: report.html, in the run's folder if there is only one run"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
+    text = "steps that the strong lines average (default: a tenth of the run, at most 20; 1: no mean)"
+    parser.add_argument("--smooth", type=number(int, least=1), metavar="STEPS", help=text)
+    text = "also write every figure as FOLDER/NAME.png"
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from calibadv_jax.config import RewardConfig
-from calibadv_jax.contrib.arguments import parser_of
+from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.locking import locked_output
@@ -29,17 +29,23 @@ COLUMNS = (
 )  # fmt: skip
 
 
-add_arguments = parser_of("select-rollouts")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL file to write")
+    text = "lowest answer score of a demonstration (default: the largest that the run's reward gives)"
+    parser.add_argument("--min-score", type=float, metavar="S", help=text)
+    text = "largest number of demonstrations of a question (default: %(default)s)"
+    parser.add_argument("--per-question", type=number(int, least=1), default=1, metavar="N", help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the best by score, then fewest sampled tokens, then the earliest; print all counts."""
     counts: Counter[str] = Counter()
     chosen: dict[tuple[str, str], list[tuple[Rank, RecordRow]]] = {}
-    for number, folder in enumerate(arguments.runs):
+    for run_index, folder in enumerate(arguments.runs):
         for row in _good_rows(folder, arguments.min_score, counts):
             tokens = sum(len(turn["token_ids"]) for turn in row["turns"])
-            rank = (-row["answer_score"], tokens, number, row["step"], row["group"], row["index"])
+            rank = (-row["answer_score"], tokens, run_index, row["step"], row["group"], row["index"])
             candidates = chosen.setdefault((row["data_source"], row["question_id"]), [])
             _insert(candidates, (rank, row), arguments.per_question, counts)
     if not chosen:

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 
 from calibadv_jax.contrib import asking
-from calibadv_jax.contrib.arguments import parser_of
+from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.stopping import Stop
@@ -22,7 +22,23 @@ from calibadv_jax.record.schema import short_name
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-add_arguments = parser_of("serve")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    asking.add_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    text = "port; 0: any free port (default: %(default)s)"
+    parser.add_argument("--port", type=number(int, least=0, below=65536), default=8421, help=text)
+    text = "file with the token that clients must send; or set CALIBADV_TOKEN"
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=text)
+    text = "questions that are answered together (default: %(default)s)"
+    parser.add_argument("--slots", type=number(int, least=1), default=4, metavar="N", help=text)
+    text = "questions that wait; further ones are refused (default: %(default)s)"
+    parser.add_argument("--queue", type=number(int, least=0), default=16, metavar="N", help=text)
+    text = "for one question, without its waiting (default: %(default)g)"
+    seconds = number(float, least=1)
+    parser.add_argument("--time-limit", type=seconds, default=120.0, metavar="SECONDS", help=text)
+    text = "values that replace those of the config"
+    parser.add_argument("words", nargs="*", metavar="key.path=value", help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:
