@@ -11,12 +11,12 @@ from scripts.size import sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "core lines": 23_150,
-    "retriever lines": 4_280,
-    "optional lines": 8_500,
-    "test lines": 46_275,
+    "core lines": 21_700,
+    "retriever lines": 4_000,
+    "optional lines": 7_960,
+    "test lines": 41_450,
     "modules loaded by train": 100,
-    "lines loaded by train": 17_000,
+    "lines loaded by train": 15_800,
     "words in README and docs": 37_500,
 }
 # Everyday words that hide what a name holds (docs/glossary.md has the terms).
