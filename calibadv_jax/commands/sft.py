@@ -58,12 +58,20 @@ DEFAULT_STEPS = 100  # of a phase that gives no length
 CHECKPOINTS, START = "sft_checkpoints", "sft_start.json"  # in the run's folder, until the policy is written
 GONE = "sft_checkpoints.removed"  # the checkpoints while they are deleted
 COMPARED = (
-    *(*COLD_START_KEYS, "policy.compute_dtype", "policy.param_dtype"),
-    *("rollout.max_prompt_length", "rollout.max_observation_length"),
+    *COLD_START_KEYS,
+    "policy.compute_dtype",
+    "policy.param_dtype",
+    "rollout.max_prompt_length",
+    "rollout.max_observation_length",
 )
 FREE = (  # of those; contents of files are compared by their hash
-    *("sft.output", "sft.init_from", "sft.demonstrations", "sft.held_out_every", "sft.checkpoint_every"),
-    *("sft.optimizer.offload", "world.dir"),
+    "sft.output",
+    "sft.init_from",
+    "sft.demonstrations",
+    "sft.held_out_every",
+    "sft.checkpoint_every",
+    "sft.optimizer.offload",
+    "world.dir",
 )
 UNREADABLE = (FileNotFoundError, ValueError, KeyError, TypeError)  # a damaged START
 MOST_SECONDS = 600.0  # of work that a kill may cost if updates are slow

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -119,8 +119,8 @@ class Joined(Hosts):
         self._all_gather = _AllGather(client, "calibadv_exchange", index, count)
         self.machines = [""] * count
         self._stop = Stop()  # no signal reaches it, until there are steps
-        self._starting = self._stop.held()
-        self._starting.__enter__()
+        self._starting = ExitStack()
+        self._starting.enter_context(self._stop.held())
         self._agreed: BaseException | None = None  # the error with which all have stopped
         self.watch = Watch(client, index, count, self.named, timeout, self._called)
         self.watch.start()

@@ -51,7 +51,7 @@ def joined(config: Config) -> Iterator[Hosts]:
     Raises UserError if the section is incomplete, the others do not come, or the config does not work with
     several processes.
     """
-    place, timeout = _place(config.distributed), config.distributed.timeout
+    place, timeout = _process_arguments(config.distributed), config.distributed.timeout
     hosts = _join(place, timeout, Console(config.log.progress).warn) if place else None
     if hosts is None:
         yield Hosts()
@@ -70,7 +70,7 @@ def joined(config: Config) -> Iterator[Hosts]:
 
 def alone(config: DistributedConfig, command: str) -> None:
     """Refuse (UserError) several processes, for a command that runs in one."""
-    place = _place(config)
+    place = _process_arguments(config)
     if place and (place["num_processes"] or 1) > 1:
         raise UserError(
             f"calibadv {command} runs in one process: start it once, without distributed.num_processes and"
@@ -80,7 +80,7 @@ def alone(config: DistributedConfig, command: str) -> None:
 
 def describe_processes(config: Config) -> list[str]:
     """Return a line on how many processes train; none for one. Raises UserError as `joined`."""
-    place = _place(config.distributed)
+    place = _process_arguments(config.distributed)
     if not place:
         return []
     address, count, index = place.values()
@@ -90,7 +90,7 @@ def describe_processes(config: Config) -> list[str]:
     return [f"several processes ON: this is number {index} of {count}; they meet at {address}"]
 
 
-def _place(config: DistributedConfig) -> dict[str, Any]:
+def _process_arguments(config: DistributedConfig) -> dict[str, Any]:
     """Return the arguments of `jax.distributed.initialize`; empty for one process."""
     values: dict[str, Any] = {name: getattr(config, name) for name in KEYS}
     for name, variable in KEYS.items():
