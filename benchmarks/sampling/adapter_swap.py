@@ -34,7 +34,7 @@ from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, weights_hash
-from calibadv_jax.snapshots.publish import SnapshotStore
+from calibadv_jax.snapshots.publish import SnapshotStore, snapshot_version
 
 LENGTH = 256  # tokens of the text
 KINDS = ("merged", "adapters")
@@ -89,7 +89,7 @@ async def measure(
     tensors: dict[str, np.ndarray] = {}
     for kind, snapshot in snapshots:
         begun = time.monotonic()
-        await sampler.load(int(snapshot.name.removeprefix("v")), snapshot)
+        await sampler.load(snapshot_version(snapshot), snapshot)
         seconds[kind].append(time.monotonic() - begun)
         (tensors[kind],) = (await sampler.prompt_logprobs(tokens.tolist())).values()
     await sampler.close()

@@ -65,7 +65,7 @@ from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import open_workers
 from calibadv_jax.snapshots.huggingface import save_folder
-from calibadv_jax.snapshots.publish import SnapshotStore
+from calibadv_jax.snapshots.publish import SnapshotStore, snapshot_version
 
 ARMS = ("jax", "vllm", "jax:whole")
 MIDDLE = SHAPES["30m"]
@@ -224,7 +224,7 @@ async def measure(
     """The largest difference of log-probabilities, and what the rounds of every arm took."""
     for sampler in samplers.values():
         if isinstance(sampler, VllmSampler):
-            await sampler.load(int(snapshot.name.removeprefix("v")), snapshot)
+            await sampler.load(snapshot_version(snapshot), snapshot)
         else:
             await sampler.load(0, params)
     works = islice(setting.rounds, rounds + 1)

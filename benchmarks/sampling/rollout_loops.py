@@ -37,7 +37,7 @@ from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
-from calibadv_jax.snapshots.publish import SnapshotStore
+from calibadv_jax.snapshots.publish import SnapshotStore, snapshot_version
 
 DOCUMENT_TOKENS = 60
 MAX_LENGTH = 4096
@@ -143,7 +143,7 @@ class Loops:
 
 async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
     sampler = VllmSampler([url], SamplerConfig(), StopRule(build_word_tokenizer(), []), "benchmark")
-    await sampler.load(int(snapshot.name.removeprefix("v")), snapshot)
+    await sampler.load(snapshot_version(snapshot), snapshot)
     seconds: dict[str, list[float]] = {"continuous": [], "lock step": [], "stream": []}
     all_turns: Turns = []
     all_searches = []

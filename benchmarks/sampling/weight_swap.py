@@ -29,7 +29,7 @@ from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
-from calibadv_jax.snapshots.publish import SnapshotStore
+from calibadv_jax.snapshots.publish import SnapshotStore, snapshot_version
 
 
 async def measure(url: str, snapshots: list[Path], copy_to: Path) -> dict[str, list[float]]:
@@ -37,7 +37,7 @@ async def measure(url: str, snapshots: list[Path], copy_to: Path) -> dict[str, l
     sampler = VllmSampler([url], SamplerConfig(), StopRule(build_word_tokenizer(), []), "benchmark")
     for number, snapshot in enumerate(snapshots):
         begun = time.monotonic()
-        await sampler.load(int(snapshot.name.removeprefix("v")), snapshot)
+        await sampler.load(snapshot_version(snapshot), snapshot)
         swapped = time.monotonic()
         shutil.copytree(snapshot, copy_to)
         copied = time.monotonic()

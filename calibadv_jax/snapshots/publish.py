@@ -77,7 +77,7 @@ class SnapshotStore:
         if not writes:
             return folder
         for stale in self.folder.glob("v*"):
-            if _version(stale) >= version:
+            if snapshot_version(stale) >= version:
                 _remove(stale)
         with written(folder), ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
             folder.mkdir(parents=True)
@@ -95,7 +95,7 @@ class SnapshotStore:
             "tensors": tensors,
         } | ({"base": dict(base) | {"dtype": self.dtype}} if base else {})
         write_json(folder / MANIFEST, manifest)
-        complete = sorted((path.parent for path in self.folder.glob(f"v*/{MANIFEST}")), key=_version)
+        complete = sorted((path.parent for path in self.folder.glob(f"v*/{MANIFEST}")), key=snapshot_version)
         for old in complete[: -self.keep]:
             _remove(old)
         return folder
@@ -286,7 +286,8 @@ def _digest(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
-def _version(folder: Path) -> int:
+def snapshot_version(folder: Path) -> int:
+    """Return the version in the name of a snapshot's folder; -1 if it has none."""
     digits = folder.name[1:]
     return int(digits) if digits.isdigit() else -1
 
