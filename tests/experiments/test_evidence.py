@@ -1,7 +1,6 @@
 """The experiments of experiments/evidence.md: what each arm changes, and what is run in which order."""
 
 import dataclasses
-import itertools
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.folder import differences
 from experiments import cold as evidence_cold
 from experiments import runs as evidence
-from experiments.arms import Arm, Job, parse_name, plan
+from experiments.arms import FOUR, Arm, Job, parse_name, plan
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
@@ -29,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs/evidence.yaml")
 ARMS = list(dict.fromkeys(job.arm for job in plan("all", [0])))
 PLACES = ("run.dir", "evaluate.output", "export.output", "export.adapter_output", "sft.output")
+COMMANDS = ("train", "evaluate")
 CALIBADV = {"advantage.name": "calibadv"}
 
 
@@ -55,10 +55,10 @@ def changes(arm):
         "soft-lr1.9e-3": {**CALIBADV, "advantage.rebalance": False},
         "rebalance-lr1.9e-3": {**CALIBADV, "advantage.soft_penalty": False},
         "calibadv-lr1.9e-3": CALIBADV,
-        "calibadv-lambda0.5-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": 0.5},
-        "calibadv-lambda0.75-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": 0.75},
-        "calibadv-lambda1.5-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": 1.5},
-        "calibadv-lambda2-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": 2.0},
+        **{
+            f"calibadv-lambda{ratio}-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": ratio}
+            for ratio in (0.5, 0.75, 1.5, 2)
+        },
         "grpo-cliphigh-lr1.9e-3": {"loss.clip_high": 0.28},
         "grpo-kl0.001-lr1.9e-3": {"loss.kl_coef": 0.001},
         "drgrpo-lr1.9e-3": {"advantage.normalize_std": False},
@@ -70,31 +70,21 @@ def test_arm_changes_its_named_keys(name, expected):
     assert changes(parse_name(name)) == expected
 
 
-def test_grpo_is_grpo_with_five_updates_a_step():
-    config = training(Arm("grpo", "1.9e-3"))
-    assert (config.advantage.name, config.learner.optimizer.lr) == ("grpo", 0.0019)
-    assert config.learner.optimizer.schedule == "constant"
-    assert config.evaluate.every == 20
-    assert training(Arm("grpo", "1.9e-3"), steps=20).evaluate.every == 0
-    trajectories = config.rollout.questions_per_step * config.rollout.group_size
-    assert trajectories / config.learner.minibatch_size == 5
-
-
 def test_training_starts_from_its_seeds_cold_start(tmp_path):
-    cold = tmp_path / "cold/seed-4"
-    config = training(Arm("grpo", "1.9e-3"), tmp_path, seed=5, cold_seed=4, steps=40)
+    job = Job(Arm("grpo", "1.9e-3"), 5, 4, 40)
+    config = config_of(evidence.train_command(tmp_path, job, CONFIG))
+    assert config_of(evidence.evaluate_command(tmp_path, job, CONFIG)) == config
     assert config.run.dir == str(tmp_path / "runs/grpo-lr1.9e-3/seed-5-from-4")
     assert (config.run.seed, config.learner.steps, config.world.dir) == (5, 40, "")
+    assert (config.advantage.name, config.learner.optimizer.schedule) == ("grpo", "constant")
+    assert (config.evaluate.every, training(job.arm, steps=20).evaluate.every) == (20, 0)
+    cold = tmp_path / "cold/seed-4"
     made = config_of(evidence.cold_command(tmp_path, 4, CONFIG))
     assert (made.run.dir, made.run.seed, made.world.seed) == (str(cold), 4, 4)
     assert config.policy.path == made.sft.output == str(cold / "sft")
     assert config.policy.tokenizer == f"{made.world.dir}/tokenizer"
     assert (config.data, config.retriever) == (made.data, made.retriever)
-    # Evaluated alike: the cold start, the policy in training, and the last one.
     assert config.evaluate.temperatures == made.evaluate.temperatures == [1.0]
-    assert (config.evaluate.every, config.evaluate.sample_size) == (20, 100)
-    job = Job(Arm("grpo", "1.9e-3"), 5, 4, 40)
-    assert config_of(evidence.evaluate_command(tmp_path, job, CONFIG)) == config
 
 
 def test_names_identify_arms():
@@ -107,21 +97,11 @@ def test_names_identify_arms():
 def test_most_telling_runs_come_first():
     jobs = plan("all", [3, 4])
     assert len({job.name for job in jobs}) == len(jobs)
-    assert all(job.cold_seed == job.seed for job in jobs)
-    plain = ("grpo", "calibadv", "soft", "rebalance")
-    near = [f"{method}-lr{lr}" for lr in ("1.9e-3", "2.2e-3") for method in plain]
+    near = [f"{method}-lr{lr}" for lr in ("1.9e-3", "2.2e-3") for method in FOUR]
     assert [job.name for job in jobs[:16]] == [f"{name}/seed-{seed}" for seed in (3, 4) for name in near]
-    kinds = [(job.arm.method not in plain, bool(job.arm.updates)) for job in jobs[16:]]
-    assert list(dict.fromkeys(kinds)) == [(True, False), (False, False), (False, True)]
-    rates = {(job.arm.updates, job.arm.lr) for job in plan("frontier", [3])}
-    lrs = ("1e-3", "1.5e-3", "1.9e-3", "2.2e-3", "3e-3")
-    assert rates == {(updates, lr) for updates in ("", "-1update") for lr in lrs}
-    assert [job.arm.name for job in plan("remedies", [3], "2.2e-3")] == [
-        "grpo-cliphigh-lr2.2e-3", "grpo-kl0.001-lr2.2e-3", "drgrpo-lr2.2e-3"
-    ]  # fmt: skip
-    assert [job.name for job in plan("halves", [3, 4], "1e-3")] == [
-        f"{method}-lr1e-3/seed-{seed}" for seed in (3, 4) for method in plain
-    ]
+    methods = {part: [job.arm.method for job in plan(part, [3], "1e-3")] for part in ("remedies", "halves")}
+    assert methods == {"remedies": ["grpo-cliphigh", "grpo-kl0.001", "drgrpo"], "halves": [*FOUR]}
+    assert len(plan("frontier", [3])) == 2 * 5 * len(FOUR)  # updates, learning rates
 
 
 def test_each_estimator_and_loss_is_an_arm():
@@ -135,30 +115,31 @@ def test_each_estimator_and_loss_is_an_arm():
     assert moved.count(0) == 1 and len(moved) == len(different)
 
 
-def test_each_version_has_its_seeds_and_cold_starts(capsys):
-    arguments = evidence.parse(["out"])
+def test_each_version_has_its_seeds_and_cold_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = evidence.parse(["out", "--config", "mine.yaml"])
     assert (arguments.seeds, arguments.steps, arguments.workers) == ([3, 4, 5, 6, 7], 60, 1)
+    assert (arguments.output, arguments.config) == (tmp_path / "out", str(tmp_path / "mine.yaml"))
     assert evidence.parse(["out", "--seeds", "8 11"]).seeds == [8, 11]
-    seeds = [("--seeds", value, "must be numbers with spaces between them") for value in ("8,11", "")]
-    counts = itertools.product(
-        ("--steps", "--workers"), ("0", "-1", "two"), ["must be a whole number above 0"]
-    )
-    for option, value, message in (*seeds, *counts):
-        with pytest.raises(SystemExit):
-            evidence.parse(["out", f"{option}={value}"])
-        assert f"{value!r}: {message}" in capsys.readouterr().err
     arguments = evidence.parse(["out", "--part", "short"])
-    assert (arguments.seeds, arguments.steps, arguments.workers) == ([9, 10], 20, 2)
-    assert Path(arguments.config) == ROOT / "configs/rumours.yaml"
+    assert (arguments.steps, arguments.workers, arguments.config) == (
+        20,
+        2,
+        str(ROOT / "configs/rumours.yaml"),
+    )
     jobs = plan("short", arguments.seeds, arguments.lr, arguments.steps)
     methods = ("calibadv-lambda2", "grpo")
     arms = [f"short-{method}-lr1e-3/seed-{seed}" for seed in (9, 10) for method in methods]
     assert [(job.name, job.cold_seed, job.steps) for job in jobs] == [(name, 9, 20) for name in arms]
-    arguments = evidence.parse(["out", "--part", "rivals"])
-    jobs = plan("rivals", arguments.seeds, arguments.lr, arguments.steps)
-    assert len(jobs) == 45 and {job.cold_seed for job in jobs} == {9}
-    names = ["a2tgpo-lr1e-3/seed-9", "tips-lr1e-3/seed-9", "grpo-lr1e-3/seed-10-from-9"]
-    assert [job.name for job in jobs[7:10]] == names
+    jobs = plan("rivals", evidence.parse(["out", "--part", "rivals"]).seeds, "1e-3", 40)
+    assert len(jobs) == 45 and jobs[9].name == "grpo-lr1e-3/seed-10-from-9"
+
+
+@pytest.mark.parametrize("option", ["--seeds=8,11", "--seeds=", "--steps=0", "--workers=-1", "--steps=two"])
+def test_invalid_number_is_named(option, capsys):
+    with pytest.raises(SystemExit):
+        evidence.parse(["out", option])
+    assert f"{option.partition('=')[2]!r}: must be " in capsys.readouterr().err
 
 
 def test_mistake_is_found_before_the_first_run(tmp_path):
@@ -169,13 +150,6 @@ def test_mistake_is_found_before_the_first_run(tmp_path):
         with pytest.raises(UserError, match=message):
             evidence.main([str(tmp_path), "--part", "short", option, value])
     assert not list(tmp_path.iterdir())
-
-
-def test_paths_are_relative_to_the_caller(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    arguments = evidence.parse(["out", "--config", "mine.yaml"])
-    assert (arguments.output, arguments.config) == (tmp_path / "out", str(tmp_path / "mine.yaml"))
-    assert evidence.parse(["out"]).config == CONFIG
 
 
 def test_moved_cold_start_is_taken_but_no_other(tmp_path, monkeypatch):
@@ -222,7 +196,7 @@ def programs(tmp_path, monkeypatch):
         name = str(folder.relative_to(tmp_path))
         return [sys.executable, "-S", "-c", start + programs[kind], str(folder), name]
 
-    for kind in ("train", "evaluate"):
+    for kind in COMMANDS:
         monkeypatch.setattr(
             evidence,
             f"{kind}_command",
@@ -235,8 +209,7 @@ def programs(tmp_path, monkeypatch):
 
 
 def calls(output):
-    path = output / "calls.txt"
-    return path.read_text().splitlines() if path.is_file() else []
+    return (output / "calls.txt").read_text().splitlines()
 
 
 def jobs_of(*names, seeds=(3,)):
@@ -250,20 +223,20 @@ def run_all(output, jobs, num_workers=1):
 
 
 def test_finished_run_is_not_run_again(tmp_path, programs, capsys):
-    jobs = jobs_of("grpo", "calibadv")
-    harness = run_all(tmp_path, jobs[:1])
-    assert calls(tmp_path) == [
-        "cold cold/seed-3", "train runs/grpo-lr1.9e-3/seed-3", "evaluate runs/grpo-lr1.9e-3/seed-3"
-    ]  # fmt: skip
-    assert harness.num_done() == 1
-    run_all(tmp_path, jobs)
-    assert calls(tmp_path)[3:] == [
-        "train runs/calibadv-lr1.9e-3/seed-3", "evaluate runs/calibadv-lr1.9e-3/seed-3"
-    ]  # fmt: skip
+    jobs = jobs_of("grpo", "calibadv", "soft")
+    assert run_all(tmp_path, jobs[:1]).num_done() == 1
+    for _ in range(2):
+        run_all(tmp_path, jobs[:2])
+    trained = [
+        f"{name} runs/{method}-lr1.9e-3/seed-3" for method in ("grpo", "calibadv") for name in COMMANDS
+    ]
+    assert calls(tmp_path) == ["cold cold/seed-3", *trained]
     output = capsys.readouterr().out
     assert "calibadv-lr1.9e-3/seed-3: held-out F1 0.500" in output and "2 of 2 runs done" in output
-    run_all(tmp_path, jobs)
-    assert len(calls(tmp_path)) == 5
+    (tmp_path / "runs/calibadv-lr1.9e-3/seed-3/evaluation.json").unlink()
+    (tmp_path / "runs/calibadv-lr1.9e-3/seed-3/metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    states = [line.split()[3:] for line in evidence.list_runs(tmp_path, jobs).splitlines()[2:]]
+    assert states == [["done"], ["2", "steps"], ["-"]]
 
 
 @pytest.mark.parametrize(
@@ -275,24 +248,18 @@ def test_finished_run_is_not_run_again(tmp_path, programs, capsys):
         ('{"pol', False),
     ],
 )
-def test_only_evaluation_of_last_step_counts(tmp_path, programs, report, is_done):
+def test_only_evaluation_of_last_step_counts(tmp_path, report, is_done):
     (job,) = jobs_of("grpo")
-    folder = evidence.run_folder(tmp_path, job)
-    folder.mkdir(parents=True)
-    (folder / "evaluation.json").write_text(report)
+    evidence.run_folder(tmp_path, job).mkdir(parents=True)
+    (evidence.run_folder(tmp_path, job) / "evaluation.json").write_text(report)
     assert evidence.is_done(tmp_path, job) == is_done
-    assert run_all(tmp_path, [job]).num_done() == 1
-    assert ("train runs/grpo-lr1.9e-3/seed-3" in calls(tmp_path)) != is_done
 
 
 def test_failed_run_does_not_stop_others(tmp_path, programs, capsys):
     programs["train"] = "sys.exit(3 if 'grpo' in sys.argv[2] else 0)"
     harness = run_all(tmp_path, jobs_of("grpo", "soft"))
-    assert [line for line in calls(tmp_path) if "seed-3" in line][1:] == [
-        "train runs/grpo-lr1.9e-3/seed-3",
-        "train runs/soft-lr1.9e-3/seed-3",
-        "evaluate runs/soft-lr1.9e-3/seed-3",
-    ]
+    names = ("train runs/grpo", "train runs/soft", "evaluate runs/soft")
+    assert calls(tmp_path)[1:] == [f"{name}-lr1.9e-3/seed-3" for name in names]
     log = tmp_path / "runs/grpo-lr1.9e-3/seed-3/evidence.log"
     assert harness.failures == [f"grpo-lr1.9e-3/seed-3: ended with status 3; see {log}"]
     assert log.is_file() and harness.num_done() == 1
@@ -335,21 +302,3 @@ time.sleep(60)
     assert end.value.code == 143
     assert (folder / "saved").exists()
     assert calls(tmp_path) == ["cold cold/seed-3", "train runs/grpo-lr1.9e-3/seed-3"]
-
-
-def test_ended_harness_begins_no_second_command(tmp_path):
-    ended = evidence.Runs(tmp_path, [], "")
-    ended._end_children()
-    touch = [sys.executable, "-c", f"open({str(tmp_path / 'begun')!r}, 'w')"]
-    assert not ended._try("a run", tmp_path / "run", 1, touch)
-    assert not (tmp_path / "begun").exists() and not ended.failures
-
-
-def test_list_shows_progress_of_each_run(tmp_path, programs):
-    jobs = jobs_of("grpo", "soft", "calibadv")
-    run_all(tmp_path, jobs[:1])
-    folder = evidence.run_folder(tmp_path, jobs[1])
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    states = [line.split()[3:] for line in evidence.list_runs(tmp_path, jobs).splitlines()[2:]]
-    assert states == [["done"], ["2", "steps"], ["-"]]

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import statistics
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -35,19 +34,16 @@ pytestmark = pytest.mark.medium  # of a benchmark's program
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs/evidence.yaml")
 STEADY, FALLEN = [0.8] * 40, [0.8] * 20 + [0.32] * 20
-AT_1 = "eval__average__f1__temperature_1"
+AT_1, ENTROPY = "eval__average__f1__temperature_1", "actor__entropy"
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def turn(tokens):
-    return {"kind": "search", "token_ids": list(range(tokens))}
 
 
 def keep(folder, step, rows):
     """rollouts/step_N.parquet of (reward, error, tokens of each turn)."""
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     made = [
-        {"step": step, "answer_score": score, "error": error, "turns": [turn(tokens) for tokens in turns]}
+        {"step": step, "answer_score": score, "error": error}
+        | {"turns": [{"kind": "search", "token_ids": list(range(tokens))} for tokens in turns]}
         for score, error, turns in rows
     ]
     table = pa.Table.from_pylist(made, schema=SCHEMA).replace_schema_metadata({"schema_version": VERSION})
@@ -100,36 +96,38 @@ def entropy(from_step=41, value=0.0, steps=40):
 def output(tmp_path_factory):
     """GRPO collapses with two of three seeds, CalibAdv with none, lambda 0.5 with its only one."""
     output = tmp_path_factory.mktemp("evidence")
-    make_run(
-        output, "grpo-lr1.9e-3", 3, FALLEN, 0.2,
-        actor__entropy=entropy(21, 0.9), advantage__search__softened_share=entropy(5, 0.0),
-        **{AT_1: {20: 0.75, 40: 0.1}},
-    )  # fmt: skip
-    tied = {step: float(step > 34) for step in range(1, 41)}  # six of the last ten steps
-    searches = {step: 1.0 + (step > 35) for step in range(1, 41)}
-    make_run(output, "grpo-lr1.9e-3", 4, FALLEN, 0.3, group__tied=tied, rollout__searches__mean=searches)
-    make_run(output, "grpo-lr1.9e-3", 5, STEADY, 0.7, "data.train=/elsewhere/train.jsonl")
-    make_run(
-        output, "calibadv-lr1.9e-3", 3, STEADY, 0.8,
-        actor__entropy=entropy() | {7: 0.4, 8: 0.6}, advantage__search__softened_share=entropy(),
-    )  # fmt: skip
-    make_run(output, "calibadv-lr1.9e-3", 4, STEADY, 0.7)
-    make_run(output, "calibadv-lr1.9e-3", 5, STEADY, 0.6, actor__entropy=entropy(1, 0.95))
-    make_run(
-        output, "soft-lr1.9e-3", 3, STEADY, 0.5,
-        actor__entropy=entropy(38, 0.7), rollout__searches__mean=searches,
-    )  # fmt: skip
-    make_run(
-        output, "calibadv-lambda0.5-lr1.9e-3", 3, FALLEN, 0.1,
-        actor__entropy=entropy(31, 0.1), advantage__search__softened_share=entropy(21, 0.2),
-        rollout__searches__mean=searches,
-    )  # fmt: skip
+    searches = {"rollout__searches__mean": {step: 1.0 + (step > 35) for step in range(1, 41)}}
+    tied = {"group__tied": {step: float(step > 34) for step in range(1, 41)}}  # six of the last ten steps
+    softened = "advantage__search__softened_share"
+    for name, seed, reward, f1, metrics in (
+        (
+            "grpo",
+            3,
+            FALLEN,
+            0.2,
+            {ENTROPY: entropy(21, 0.9), softened: entropy(5, 0.0), AT_1: {20: 0.75, 40: 0.1}},
+        ),
+        ("grpo", 4, FALLEN, 0.3, tied | searches),
+        ("grpo", 5, STEADY, 0.7, {}),
+        ("calibadv", 3, STEADY, 0.8, {ENTROPY: entropy() | {7: 0.4, 8: 0.6}, softened: entropy()}),
+        ("calibadv", 4, STEADY, 0.7, {}),
+        ("calibadv", 5, STEADY, 0.6, {ENTROPY: entropy(1, 0.95)}),
+        ("soft", 3, STEADY, 0.5, {ENTROPY: entropy(38, 0.7)} | searches),
+        (
+            "calibadv-lambda0.5",
+            3,
+            FALLEN,
+            0.1,
+            {ENTROPY: entropy(31, 0.1), softened: entropy(21, 0.2)} | searches,
+        ),
+        ("short-calibadv", 3, STEADY, 0.9, searches),
+        ("short-grpo", 3, STEADY, 0.9, searches),
+    ):
+        make_run(output, f"{name}-lr1.9e-3", seed, reward, f1, **metrics)
     # Not finished: no evaluation, that of an earlier step, and no run at all.
     (make_run(output, "calibadv-lr2.2e-3", 3, STEADY, 0.9) / "evaluation.json").unlink()
     make_run(output, "calibadv-lr2.2e-3", 4, STEADY, 0.9, step=20)
     (output / "runs/notes").mkdir()
-    for name in ("short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"):
-        make_run(output, name, 3, STEADY, 0.9, rollout__searches__mean=searches)
     for seed, f1 in ((3, 0.2), (4, 0.3), (5, 0.25)):
         write_evaluation(output / f"cold/seed-{seed}", f1, None)
     return output
@@ -143,38 +141,32 @@ def cells(table):
 
 def test_only_finished_runs_count(output):
     seeds = {arm.name: [run.seed for run in runs] for arm, runs in read_results(output).items()}
-    assert seeds == {
-        "grpo-lr1.9e-3": [3, 4, 5],
-        "calibadv-lr1.9e-3": [3, 4, 5],
-        "soft-lr1.9e-3": [3],
-        "calibadv-lambda0.5-lr1.9e-3": [3],
-    }
-    scores = {"all": {"f1": 0.6}, "average": {"f1": 0.5}, "one_hop": {"f1": 0.4}}
-    assert held_out_f1({"scores": {"1": scores}}) == 0.5  # each kind of question counts the same
-    assert held_out_f1({"scores": {"1": {"all": {"f1": 0.6}, "one_hop": {"f1": 0.6}}}}) == 0.6
-    assert list(seeds)[0] == "grpo-lr1.9e-3" and list(seeds)[-1] == "calibadv-lambda0.5-lr1.9e-3"
+    expected = {"grpo": [3, 4, 5], "calibadv": [3, 4, 5], "soft": [3], "calibadv-lambda0.5": [3]}
+    assert list(seeds.items()) == [(f"{method}-lr1.9e-3", numbers) for method, numbers in expected.items()]
+    scores = {"all": {"f1": 0.6}, "one_hop": {"f1": 0.4}}
+    assert held_out_f1({"scores": {"1": scores}}) == 0.6
+    scores["average"] = {"f1": 0.5}  # each kind of question counts the same
+    assert held_out_f1({"scores": {"1": scores}}) == 0.5
 
 
-def test_table_of_arms(output):
-    rows = cells(evidence_tables.arms_table(read_results(output)))
-    columns = "seeds, collapsed, final F1, best F1, tied, searches, final F1 - GRPO's"
-    assert rows["arm"] == columns.split(", ")
-    assert rows["grpo-lr1.9e-3"] == [
-        "3", "2 [0.09, 0.99]", "0.400 [-0.257, 1.057]", "0.583 [-0.029, 1.196]", "0.60", "1.50", "-"
-    ]  # fmt: skip
-    assert rows["calibadv-lr1.9e-3"] == [
-        "3", "0 [0.00, 0.71]", "0.700 [0.452, 0.948]", "0.700 [0.452, 0.948]",
-        "-", "-", "+0.300 [-0.596, 1.196]",
-    ]  # fmt: skip
-    seeds, collapsed, final, best, _, _, difference = rows["calibadv-lambda0.5-lr1.9e-3"]
-    assert (seeds, final, best, difference) == ("1", "0.100", "0.100", "-0.100")
-    assert collapsed.startswith("1 [")
-    rewards = cells(evidence_tables.reward_table(read_results(output)))
-    assert rewards["arm"] == ["1-10", "11-20", "21-30", "31-40"]
+def test_page_has_the_numbers_of_runs(output):
+    results = read_results(output)
+    arms = cells(evidence_tables.arms_table(results))
+    # collapsed, final F1, best F1, tied, searches, less GRPO's
+    grpo = ["2 [0.09, 0.99]", "0.400 [-0.257, 1.057]", "0.583 [-0.029, 1.196]", "0.60", "1.50", "-"]
+    assert arms["grpo-lr1.9e-3"] == ["3", *grpo]
+    calibadv = ["0 [0.00, 0.71]", *["0.700 [0.452, 0.948]"] * 2, "-", "-", "+0.300 [-0.596, 1.196]"]
+    assert arms["calibadv-lr1.9e-3"] == ["3", *calibadv]
+    rewards = cells(evidence_tables.reward_table(results))
     assert rewards["grpo-lr1.9e-3"] == ["0.80", "0.80", "0.48", "0.48"]  # (0.32 + 0.32 + 0.8) / 3
+    text = evidence_tables.page(results, cold_starts(output))
+    assert "8 finished runs of 40 steps, seeds 3, 4, 5." in text
+    assert "Cold starts: F1 0.250 [0.126, 0.374]: 0.200 (seed 3), 0.300 (seed 4), 0.250 (seed 5)." in text
+    last = ["3", "29", "0.100", "0.100", "0.320", "0.100", "-", "1.500"]
+    assert cells(text)["calibadv-lambda0.5-lr1.9e-3"] == last
 
 
-def test_table_of_first_warnings(output):
+def test_first_warnings_have_step_side_and_lead(output):
     runs = [run for arm_runs in read_results(output).values() for run in arm_runs]
     collapsed, healthy = evidence_tables.warnings(runs), evidence_tables.controls(runs)
     rows = cells(evidence_tables.summary_table(collapsed, healthy))
@@ -182,24 +174,10 @@ def test_table_of_first_warnings(output):
     # GRPO softens nothing, so that its share of 0 is no warning.
     assert rows["softened share"] == ["1 of 1", "0 above, 1 below", "6", "0 of 0"]
     assert rows["perplexity"] == ["0 of 0", "-", "-", "0 of 0"]
-    table = evidence_tables.warnings_table(collapsed).splitlines()
-    names, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in (table[0], *table[2:]))
-    shown = [dict(zip(names, values, strict=True)) for values in lines]
-    assert [(row["arm"], row["seed"], row["collapse"], row["entropy"]) for row in shown] == [
-        ("grpo-lr1.9e-3", "3", "29", "23 above (6)"),
-        ("grpo-lr1.9e-3", "4", "29", "-"),
-        ("calibadv-lambda0.5-lr1.9e-3", "3", "29", "33 below"),
+    lines = [line.split(" | ")[:4] for line in evidence_tables.warnings_table(collapsed).splitlines()[2:]]
+    assert [line[1:] for line in lines] == [
+        *(["3", "29", "23 above (6)"], ["4", "29", "-"], ["3", "29", "33 below"])  # seed, collapse, entropy
     ]
-
-
-def test_page_shows_numbers_of_runs_and_cold_starts(output):
-    text = evidence_tables.page(read_results(output), cold_starts(output))
-    assert "8 finished runs of 40 steps, seeds 3, 4, 5. In brackets 95 % intervals" in text
-    assert "Cold starts: F1 0.250 [0.126, 0.374]: 0.200 (seed 3), 0.300 (seed 4), 0.250 (seed 5)." in text
-    assert cells(text)["calibadv-lambda0.5-lr1.9e-3"]== [
-        "3", "29", "0.100", "0.100", "0.320", "0.100", "-", "1.500"
-    ]  # fmt: skip
-    assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 110
 
 
 @pytest.mark.parametrize(
@@ -251,60 +229,54 @@ def words(path):
 
 def test_report_writes_tables_and_figures(output, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    evidence_report.main([str(output), "--docs", str(tmp_path)])
+    evidence_report.main([str(output), "--docs", str(tmp_path), "--name", "rumours"])
     kinds = ("frontier", "rewards", "searches", "lambda")
-    names = ["evidence_tables.md", *(f"evidence_{kind}.svg" for kind in kinds)]
+    names = ["rumours_tables.md", *(f"rumours_{kind}.svg" for kind in kinds)]
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / name) for name in names]
-    assert {"grpo", "calibadv", "soft", "5 updates a step", "1.9"} <= words(tmp_path / names[1])
-    assert {"grpo", "calibadv", "reward"} <= words(tmp_path / names[2])
-    panels = {"learning rate 1.9e-3", "learning rate 1.9e-3: λ"}
-    assert {"grpo", "soft", "calibadv-lambda0.5", "searches", *panels} <= words(tmp_path / names[3])
-    assert {"grpo", "calibadv", "λ", "0.5", "1"} <= words(tmp_path / names[4])
-    evidence_report.main([str(output), "--docs", str(tmp_path / "more"), "--name", "rumours"])
-    more = {path.name for path in (tmp_path / "more").iterdir()}
-    assert more == {name.replace("evidence", "rumours") for name in names}
-
-
-def test_figures_show_shares_and_means(output, tmp_path):
-    """The frontier, and the sweep of lambda, which is 1 where CalibAdv is; drawn alike each time."""
-    pytest.importorskip("matplotlib")
-    results = read_results(output)
-    shares, f1 = evidence_figures.figures(results)["frontier"].axes
-    drawn = {line.get_label(): line.get_ydata() for line in shares.lines}
-    assert drawn["grpo"] == pytest.approx([2 / 3]) and drawn["calibadv"] == pytest.approx([0.0])
-    means = {line.get_label(): line.get_ydata() for line in f1.lines}
-    assert means["grpo"] == pytest.approx([0.4]) and means["calibadv"] == pytest.approx([0.7])
-    bars = [sorted(line.get_ydata()) for line in f1.lines if len(line.get_ydata()) == 2]
-    assert [pytest.approx([-0.257, 1.057], abs=1e-3), pytest.approx([0.452, 0.948], abs=1e-3)] == bars
-    sweeps = [evidence_figures.figures(results)["lambda"] for _ in range(2)]
-    shares, f1 = sweeps[0].axes
-    swept = [{line.get_label(): list(line.get_ydata()) for line in axes.lines} for axes in (shares, f1)]
-    assert swept[1]["calibadv"] == pytest.approx([0.1, 0.7]) and swept[0]["calibadv"] == [1, 0]
-    assert swept[1]["grpo"] == pytest.approx([0.4, 0.4])
-    assert [label.get_text() for label in f1.get_xticklabels()] == ["0.5", "1"]
-    written = []
-    for figure in sweeps:
-        evidence_figures.save(figure, tmp_path / "x.svg")
-        written.append((tmp_path / "x.svg").read_bytes())
-    assert written[0] == written[1]
-
-
-def test_reward_curves_are_means_with_bands(output):
-    pytest.importorskip("matplotlib")
-    results = {arm: runs for arm, runs in read_results(output).items() if arm.method == "grpo"}
-    axes = evidence_figures.curves({"": results}, "rewards").axes[0]
-    (band,) = axes.collections
-    low, high = band.get_datalim(axes.transData).intervaly
-    assert (low, high) == pytest.approx((0.32, 0.8))
-    line = axes.lines[0]
-    assert line.get_ydata()[-1] == pytest.approx(statistics.fmean([0.32, 0.32, 0.8]))
-
-
-def test_short_version_ends_with_its_arms(output, tmp_path):
-    pytest.importorskip("matplotlib")
+    for name, labels in zip(
+        names[1:],
+        (
+            {"calibadv", "soft", "5 updates a step", "1.9"},
+            {"calibadv", "reward"},
+            {"soft", "calibadv-lambda0.5", "searches", "learning rate 1.9e-3", "learning rate 1.9e-3: λ"},
+            {"calibadv", "λ", "0.5", "1"},
+        ),
+        strict=True,
+    ):
+        assert {"grpo"} | labels <= words(tmp_path / name)
     table, picture = evidence_report.write_short(output, ["short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"])
     assert list(cells(table)) == ["arm", "short-grpo-lr1.9e-3", "short-calibadv-lr1.9e-3"]
     assert {"grpo", "calibadv", "searches"} <= words(picture)
+
+
+def test_figures_show_shares_and_means(output, tmp_path):
+    """The frontier; the sweep of lambda, which is 1 where CalibAdv is; curves with bands; drawn alike."""
+    pytest.importorskip("matplotlib")
+    results = read_results(output)
+
+    def drawn(figure):
+        return [{line.get_label(): list(line.get_ydata()) for line in axes.lines} for axes in figure.axes]
+
+    sweeps = [evidence_figures.figures(results)["lambda"] for _ in range(2)]
+    frontier = evidence_figures.figures(results)["frontier"]
+    shares, means = drawn(frontier)
+    assert shares["grpo"] == pytest.approx([2 / 3]) and shares["calibadv"] == pytest.approx([0.0])
+    assert means["grpo"] == pytest.approx([0.4]) and means["calibadv"] == pytest.approx([0.7])
+    bars = [sorted(line.get_ydata()) for line in frontier.axes[1].lines if len(line.get_ydata()) == 2]
+    assert [pytest.approx([-0.257, 1.057], abs=1e-3), pytest.approx([0.452, 0.948], abs=1e-3)] == bars
+    shares, means = drawn(sweeps[0])
+    assert shares["calibadv"] == [1, 0] and means["calibadv"] == pytest.approx([0.1, 0.7])
+    assert means["grpo"] == pytest.approx([0.4, 0.4])
+    grpo = {arm: runs for arm, runs in results.items() if arm.method == "grpo"}
+    axes = evidence_figures.curves({"": grpo}, "rewards").axes[0]
+    (band,) = axes.collections
+    assert tuple(band.get_datalim(axes.transData).intervaly) == pytest.approx((0.32, 0.8))
+    assert axes.lines[0].get_ydata()[-1] == pytest.approx((0.32 + 0.32 + 0.8) / 3)
+    paths = [tmp_path / str(number) / "x.svg" for number in range(2)]
+    for figure, path in zip(sweeps, paths, strict=True):
+        path.parent.mkdir()
+        evidence_figures.save(figure, path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def by_step(values):
