@@ -17,7 +17,6 @@ import pytest
 from retriever_rig import people_corpus, refuses
 
 from retriever.backends import BuildOptions, IndexOptions
-from retriever.contrib import qdrant
 from retriever.encoders import HashedEncoder
 from retriever.errors import RetrieverError
 from retriever.indexes import backend, index
@@ -282,7 +281,7 @@ def test_bm25_places_out_of_range_are_noticed(built, long_corpus, tmp_path, name
 def test_every_kind_finds_the_same_in_many_shards(tmp_path, corpus, monkeypatch, kind):
     if kind == "qdrant":
         pytest.importorskip("qdrant_client")
-        monkeypatch.setattr(qdrant, "BATCH", 2)  # several uploads a shard, too
+        monkeypatch.setattr("retriever.contrib.qdrant.BATCH", 2)  # several uploads a shard, too
 
     def hits(folder):
         results = open_index(folder, corpus).search(QUERIES, 5)
