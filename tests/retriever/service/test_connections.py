@@ -5,27 +5,26 @@ import contextlib
 import resource
 import socket
 import time
+from itertools import product
 from unittest.mock import AsyncMock
 
 import pytest
 from retriever_rig import Counting, served
 
-from benchmarks.retrieval.flood import TOKEN, bodies, idle, service, slow, watch
 from retriever.service.app import BodyLimit, make_app
 from retriever.service.engine import Limits
 from retriever.service.server import MAX_HEAD, SPARE_FILES, allowed_connections
 
 BODY = b'{"queries": ["ada almson"], "topk": 1}'
 HEAD = b"POST /retrieve HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-
-
 LENGTH = len(BODY)
-MB = 2**20
 REQUEST = HEAD % LENGTH + b"\r\n" + BODY
 
 
-def request(length=LENGTH):
-    return HEAD % length + b"\r\n"
+def connected(stack, address, sent=b""):
+    connection = stack.enter_context(socket.create_connection(address))
+    connection.sendall(sent)
+    return connection
 
 
 def read(connection):
@@ -45,14 +44,13 @@ def read(connection):
 
 
 def ask(address, content=REQUEST):
-    with socket.create_connection(address) as connection:
-        connection.sendall(content)
-        return read(connection)
+    with contextlib.ExitStack() as stack:
+        return read(connected(stack, address, content))
 
 
 def test_idle_connections_beyond_the_limit_are_closed(index):
     with served(make_app(index, 1), max_connections=20) as address, contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(address)) for _ in range(60)]
+        idle = [connected(stack, address) for _ in range(60)]
         assert b" 200 OK" in ask(address)
         time.sleep(0.1)
         closed = [connection for connection in idle if is_closed(connection)]
@@ -72,13 +70,11 @@ def test_unread_request_is_not_dropped(index):
         await app(scope, receive, send)
 
     with served(blocking, max_connections=5, loop="asyncio") as address, contextlib.ExitStack() as stack:
-        blocker = stack.enter_context(socket.create_connection(address))
-        blocker.sendall(b"GET /block HTTP/1.1\r\nhost: h\r\n\r\n")
+        connected(stack, address, b"GET /block HTTP/1.1\r\nhost: h\r\n\r\n")
         time.sleep(0.1)
-        client = stack.enter_context(socket.create_connection(address))
-        client.sendall(REQUEST)
+        client = connected(stack, address, REQUEST)
         for _ in range(30):
-            stack.enter_context(socket.create_connection(address))
+            connected(stack, address)
         assert b" 200 OK" in read(client)
 
 
@@ -95,32 +91,26 @@ def is_closed(connection):
 
 
 def test_connection_beyond_busy_ones_gets_503(index):
-    with served(make_app(index, 1), max_connections=3) as address:
-        busy = [socket.create_connection(address) for _ in range(3)]
-        for connection in busy:
-            connection.sendall(request() + BODY[:10])
+    with served(make_app(index, 1), max_connections=3) as address, contextlib.ExitStack() as stack:
+        busy = [connected(stack, address, REQUEST[:-20]) for _ in range(3)]
         time.sleep(0.2)
         refused = ask(address)
         assert b" 503 " in refused and b"retry-after: 1" in refused and b"--max_connections" in refused
         for connection in busy:
-            connection.sendall(BODY[10:])
+            connection.sendall(REQUEST[-20:])
             assert b" 200 OK" in read(connection)
-            connection.close()
 
 
 def test_endless_head_is_cut_off(index):
     """Also the second request's of a connection, whose first one the server had answered."""
-    with served(make_app(index, 1), seconds=0.5) as address:
-        for first in (b"", REQUEST):
-            with socket.create_connection(address) as connection:
-                if first:
-                    connection.sendall(first)
-                    assert b" 200 OK" in read(connection)
-                connection.sendall(b"POST /retr")
-                with pytest.raises(OSError):
-                    for _ in range(60):  # a byte now and then must not keep it open
-                        time.sleep(0.05)
-                        connection.sendall(b"i")
+    with served(make_app(index, 1), seconds=0.5) as address, contextlib.ExitStack() as stack:
+        for is_second in (False, True):
+            connection = connected(stack, address, REQUEST if is_second else b"")
+            assert not is_second or b" 200 OK" in read(connection)
+            with pytest.raises(OSError):
+                for letter in b"POST /retr" + b"i" * 60:  # a byte now and then must not keep it open
+                    time.sleep(0.05)
+                    connection.sendall(bytes([letter]))
 
 
 def test_long_search_is_not_cut_off(index):
@@ -150,10 +140,10 @@ def test_untaken_reply_is_given_up(index):
 
 
 def test_bodies_of_all_requests_together_are_bounded(index):
-    limits, large = Limits(max_body=2**20, max_bodies=2**20), request(500_000) + BODY.ljust(500_000)
+    limits, large = Limits(max_body=2**20, max_bodies=2**20), HEAD % 500_000 + b"\r\n" + BODY.ljust(500_000)
     with served(make_app(index, 1, limits=limits)) as address:
-        with socket.create_connection(address) as half:
-            half.sendall(request(2**20 - 100) + b" " * 700_000)
+        with contextlib.ExitStack() as stack:
+            connected(stack, address, HEAD % (2**20 - 100) + b"\r\n" + b" " * 700_000)
             time.sleep(0.2)
             refused = ask(address, large)
             assert b" 503 " in refused and b"retry-after: 1" in refused
@@ -176,23 +166,17 @@ def test_connections_leave_descriptors_for_files():
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
 
 
-def open_health(address, method, size=16 * 2**20):
-    """A connection that has sent the head of a request to /health, and nearly all of its body."""
-    connection = socket.create_connection(address)
-    head = f"{method} /health HTTP/1.1\r\nhost: h\r\ncontent-length: {size}\r\n\r\n"
-    with contextlib.suppress(OSError):  # the service may have answered and closed
-        connection.sendall(head.encode() + b" " * (size - 1))
-    return connection
-
-
 @pytest.mark.parametrize(("method", "status"), [("POST", b" 401 "), ("GET", b" 200 ")])
 def test_bodies_to_health_delay_no_search(index, method, status):
     """Eight of 16 MB took all that bodies may take."""
+    size, held = 16 * 2**20, []
+    head = f"{method} /health HTTP/1.1\r\nhost: h\r\ncontent-length: {size}\r\n\r\n"
     with served(make_app(index, 1, token="secret")) as address, contextlib.ExitStack() as stack:
-        held = [stack.enter_context(open_health(address, method)) for _ in range(8)]
-        with socket.create_connection(address) as connection:
-            connection.sendall(HEAD % LENGTH + b"authorization: Bearer secret\r\n\r\n" + BODY)
-            assert b" 200 OK" in read(connection)
+        for _ in range(8):
+            held.append(connected(stack, address))
+            with contextlib.suppress(OSError):  # the service may have answered and closed
+                held[-1].sendall(head.encode() + b" " * (size - 1))
+        assert b" 200 OK" in ask(address, HEAD % LENGTH + b"authorization: Bearer secret\r\n\r\n" + BODY)
         assert status in read(held[0])
 
 
@@ -209,20 +193,17 @@ def test_bodies_to_health_delay_no_search(index, method, status):
 def test_head_of_64_kib_is_the_largest(index, start, fill, end, in_parts):
     """Also one that comes whole, and as a second request of its connection."""
     largest = (MAX_HEAD - len(start + end)) // len(fill)
-    with served(make_app(index, 1)) as address:
-        for before in (b"", REQUEST):
-            for count, status in ((largest, b" 200 OK"), (largest + 1, b" 400 ")):
-                with socket.create_connection(address) as connection:
-                    if before:
-                        connection.sendall(before)
-                        assert b" 200 OK" in read(connection)
-                    head = start + fill * count + end
-                    for part in (head[:40_000], head[40_000:]) if in_parts else (head,):
-                        connection.sendall(part)
-                        time.sleep(0.02 * in_parts)
-                    reply = read(connection)
-                    assert status in reply, (before, count)
-                    assert (b'{"error": "' in reply and b"65536 bytes" in reply) == (count > largest)
+    with served(make_app(index, 1)) as address, contextlib.ExitStack() as stack:
+        for before, count in product((b"", REQUEST), (largest, largest + 1)):
+            connection = connected(stack, address, before)
+            assert not before or b" 200 OK" in read(connection)
+            head = start + fill * count + end
+            for part in (head[:40_000], head[40_000:]) if in_parts else (head,):
+                connection.sendall(part)
+                time.sleep(0.02 * in_parts)
+            reply, is_refused = read(connection), count > largest
+            assert (b" 400 " if is_refused else b" 200 OK") in reply, (before, count)
+            assert (b'{"error": "' in reply and b"65536 bytes" in reply) == is_refused
 
 
 def test_trailers_and_a_waiting_head_are_bounded(index):
@@ -230,42 +211,13 @@ def test_trailers_and_a_waiting_head_are_bounded(index):
     chunked = HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked") + b"\r\n"
     body = b"%x\r\n%s\r\n0\r\n" % (LENGTH, BODY)
     second = b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * MAX_HEAD + b"\r\n\r\n"
-    with served(make_app(index, 1)) as address:
+    with served(make_app(index, 1)) as address, contextlib.ExitStack() as stack:
         for sent, statuses in (
             (chunked + body + b"x: y\r\n\r\n", [b"200"]),
             (chunked + body + b"x: " + b"y" * MAX_HEAD + b"\r\n\r\n", [b"400"]),
             (REQUEST + second, [b"200", b"400"]),
         ):
-            with socket.create_connection(address) as connection:
-                connection.sendall(sent)
-                replies = b""
-                while replies.count(b"HTTP/1.1 ") < len(statuses):
-                    replies += read(connection)
+            connection, replies = connected(stack, address, sent), b""
+            while replies.count(b"HTTP/1.1 ") < len(statuses):
+                replies += read(connection)
             assert [part[:3] for part in replies.split(b"HTTP/1.1 ")[1:]] == statuses
-
-
-@pytest.fixture(scope="module")
-def running(files):
-    with service(*files, "--max_connections", "150", "--request_seconds", "2") as (address, pid):
-        bodies(address, 2, 15 * MB, TOKEN)  # buffers of a first large body stay
-        yield address, pid
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "flood", "growth"),
-    [
-        ("more idle connections than it takes", lambda address: idle(address, 400, 3.0), 20 * MB),
-        ("slow heads and bodies", lambda address: slow(address, 60, 4.0), 20 * MB),
-        ("40 bodies without token", lambda address: bodies(address, 40, 15 * MB), 30 * MB),
-        # 128 MB of bodies at most, up to twice that while they grow
-        ("40 bodies with token", lambda address: bodies(address, 40, 15 * MB, TOKEN), 270 * MB),
-        ("a body in small parts", lambda address: bodies(address, 1, 4 * MB, TOKEN, 1024), 30 * MB),
-    ],
-)
-def test_memory_stays_and_the_service_answers(running, name, flood, growth):
-    address, pid = running
-    outcome = watch(name, address, pid, lambda: flood(address))
-    assert outcome.answers >= 2
-    assert outcome.longest < 10, outcome
-    assert outcome.most - outcome.before < growth, outcome

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import faiss
 import httpx
@@ -23,20 +25,16 @@ from retriever.service.app import index_identity, make_app
 from retriever.service.server import Loading, listen, load, load_index, run
 
 
-def test_connections_send_at_once():
-    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
-        accepted, _ = listener.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+def command(corpus, folder, *more):
+    base = [sys.executable, "-m", "retriever.serve", "--corpus_path", str(corpus)]
+    return [*base, "--index_path", str(folder), "--port", "0", *more]
 
 
 @pytest.mark.medium
 def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
-    corpus, folder = files
     port_file = tmp_path / "port"
-    command = [sys.executable, "-m", "retriever.serve", "--corpus_path", str(corpus), "--port", "0"]
-    command += ["--index_path", str(folder), "--port_file", str(port_file), "--max_batch", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    options = ["--port_file", str(port_file), "--max_batch", "1"]
+    process = subprocess.Popen(command(*files, *options), stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while not port_file.is_file():
@@ -45,7 +43,7 @@ def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
         url = f"http://127.0.0.1:{port_file.read_text()}/retrieve"
         outcomes = []
 
-        async def item(client):
+        async def ask(client):
             try:
                 reply = await client.post(url, json={"queries": NAMES * 8, "topk": 16})
                 outcomes.append(reply.status_code)
@@ -56,8 +54,7 @@ def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
 
         async def load():
             async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-                await item(client)
-                tasks = [asyncio.create_task(item(client)) for _ in range(12)]
+                tasks = [asyncio.create_task(ask(client)) for _ in range(12)]
                 while outcomes.count(200) < 2 and not all(task.done() for task in tasks):
                     await asyncio.sleep(0.01)
                 process.send_signal(signal.SIGTERM)
@@ -65,8 +62,7 @@ def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
 
         asyncio.run(load())
         assert process.wait(30) in (0, -signal.SIGTERM)  # uvicorn raises the signal again when it is done
-        assert outcomes.count(200) >= 2
-        assert set(outcomes) <= {200, "refused"}, outcomes
+        assert outcomes.count(200) >= 2 and set(outcomes) <= {200, "refused"}, outcomes
     finally:
         process.kill()
 
@@ -77,19 +73,16 @@ def test_addresses_of_both_families(host):
         pytest.skip("no IPv6 here")
     with listen(host, 0) as listener:
         for address in ("::1", "127.0.0.1") if host == "::" else (host,):
-            socket.create_connection((address, listener.getsockname()[1])).close()
+            with socket.create_connection((address, listener.getsockname()[1])):
+                accepted, _ = listener.accept()
+                with accepted:  # it sends at once
+                    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-class Empty:
-    manifest = {"documents": 0}
-
-    def search(self, queries, k):
-        return [[] for _ in queries]
+EMPTY = SimpleNamespace(manifest={"documents": 0}, search=lambda queries, k: [[] for _ in queries])
 
 
-def with_client(loading, ask):
-    """Runs `ask` with a client of the application."""
-
+def run_with_client(loading, ask):
     async def run():
         transport = httpx.ASGITransport(loading)
         async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
@@ -104,7 +97,7 @@ def test_loading_is_reported_before_the_service():
     def load(report):
         report("reading the corpus")
         go_on.wait(30)
-        return make_app(Empty(), 3)
+        return make_app(EMPTY, 3)
 
     loading = Loading(load)
 
@@ -119,11 +112,11 @@ def test_loading_is_reported_before_the_service():
         go_on.set()
         await waiting
         ready = (await client.get("/health")).json()
-        identity = index_identity(Empty.manifest, "")
+        identity = index_identity(EMPTY.manifest, "")
         assert ready == {"status": "ready", "documents": 0, "reranker": "", "identity": identity}
         assert (await client.post("/retrieve", json={"queries": ["q"]})).json() == {"result": [[]]}
 
-    with_client(loading, ask)
+    run_with_client(loading, ask)
 
 
 def test_loading_stage_needs_the_token():
@@ -135,20 +128,15 @@ def test_loading_stage_needs_the_token():
         assert early.status_code == 503 and "starting" in early.json()["error"]
         assert (await client.get("/health")).status_code == 503
 
-    with_client(Loading(lambda report: None, "secret"), ask)
-
-
-def command(folder, *more):
-    base = [sys.executable, "-m", "retriever.serve", "--corpus_path", str(folder / "corpus.jsonl")]
-    return [*base, "--index_path", str(folder / "index"), "--port", "0", *more]
+    run_with_client(Loading(lambda report: None, "secret"), ask)
 
 
 @pytest.mark.medium
 def test_failed_loading_ends_the_service(tmp_path):
-    ended = subprocess.run(command(tmp_path), capture_output=True, text=True, timeout=60)
+    call = command(tmp_path / "corpus.jsonl", tmp_path / "index")
+    ended = subprocess.run(call, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: ") and "corpus.jsonl" in ended.stderr
-    assert ended.stderr.count("\n") == 1
+    assert re.fullmatch("error: .*corpus.jsonl.*\n", ended.stderr)
 
 
 @pytest.mark.medium
@@ -158,9 +146,8 @@ def test_stop_does_not_wait_for_loading(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows) + "\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    process = subprocess.Popen(
-        [*command(tmp_path), "--build_if_missing", "--port", port], stderr=subprocess.DEVNULL
-    )
+    call = command(tmp_path / "corpus.jsonl", tmp_path / "index", "--build_if_missing", "--port", port)
+    process = subprocess.Popen(call, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while True:
