@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,15 +53,9 @@ def changes(arm):
     {
         "soft-lr1.9e-3": {**CALIBADV, "advantage.rebalance": False},
         "rebalance-lr1.9e-3": {**CALIBADV, "advantage.soft_penalty": False},
-        "calibadv-lr1.9e-3": CALIBADV,
-        **{
-            f"calibadv-lambda{ratio}-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": ratio}
-            for ratio in (0.5, 0.75, 1.5, 2)
-        },
+        "calibadv-lambda0.5-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": 0.5},
         "grpo-cliphigh-lr1.9e-3": {"loss.clip_high": 0.28},
-        "grpo-kl0.001-lr1.9e-3": {"loss.kl_coef": 0.001},
         "drgrpo-lr1.9e-3": {"advantage.normalize_std": False},
-        "grpo-lr1e-3": {"learner.optimizer.lr": 0.001},
         "grpo-1update-lr3e-3": {"learner.minibatch_size": 0, "learner.optimizer.lr": 0.003},
     }.items(),
 )
@@ -87,21 +80,14 @@ def test_training_starts_from_its_seeds_cold_start(tmp_path):
     assert config.evaluate.temperatures == made.evaluate.temperatures == [1.0]
 
 
-def test_names_identify_arms():
+def test_plan_begins_with_the_most_telling_runs():
     for arm in (*ARMS, Arm("calibadv", "2.2e-3", is_short=True)):
         assert parse_name(arm.name) == arm
-    for name in ("notes", "grpo", "sarsa-lr1e-3", "grpo-lr", "grpo-2updates-lr1e-3"):
-        assert parse_name(name) is None
-
-
-def test_most_telling_runs_come_first():
+    assert [parse_name(name) for name in ("notes", "grpo", "sarsa-lr1e-3", "grpo-lr")] == [None] * 4
     jobs = plan("all", [3, 4])
     assert len({job.name for job in jobs}) == len(jobs)
     near = [f"{method}-lr{lr}" for lr in ("1.9e-3", "2.2e-3") for method in FOUR]
     assert [job.name for job in jobs[:16]] == [f"{name}/seed-{seed}" for seed in (3, 4) for name in near]
-    methods = {part: [job.arm.method for job in plan(part, [3], "1e-3")] for part in ("remedies", "halves")}
-    assert methods == {"remedies": ["grpo-cliphigh", "grpo-kl0.001", "drgrpo"], "halves": [*FOUR]}
-    assert len(plan("frontier", [3])) == 2 * 5 * len(FOUR)  # updates, learning rates
 
 
 def test_each_estimator_and_loss_is_an_arm():
@@ -115,41 +101,21 @@ def test_each_estimator_and_loss_is_an_arm():
     assert moved.count(0) == 1 and len(moved) == len(different)
 
 
-def test_each_version_has_its_seeds_and_cold_starts(tmp_path, monkeypatch):
+def test_each_part_has_its_seeds_and_cold_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = evidence.parse(["out", "--config", "mine.yaml"])
     assert (arguments.seeds, arguments.steps, arguments.workers) == ([3, 4, 5, 6, 7], 60, 1)
     assert (arguments.output, arguments.config) == (tmp_path / "out", str(tmp_path / "mine.yaml"))
-    assert evidence.parse(["out", "--seeds", "8 11"]).seeds == [8, 11]
     arguments = evidence.parse(["out", "--part", "short"])
-    assert (arguments.steps, arguments.workers, arguments.config) == (
-        20,
-        2,
-        str(ROOT / "configs/rumours.yaml"),
-    )
     jobs = plan("short", arguments.seeds, arguments.lr, arguments.steps)
-    methods = ("calibadv-lambda2", "grpo")
-    arms = [f"short-{method}-lr1e-3/seed-{seed}" for seed in (9, 10) for method in methods]
+    arms = [f"short-{method}-lr1e-3/seed-{n}" for n in (9, 10) for method in ("calibadv-lambda2", "grpo")]
     assert [(job.name, job.cold_seed, job.steps) for job in jobs] == [(name, 9, 20) for name in arms]
-    jobs = plan("rivals", evidence.parse(["out", "--part", "rivals"]).seeds, "1e-3", 40)
-    assert len(jobs) == 45 and jobs[9].name == "grpo-lr1e-3/seed-10-from-9"
-
-
-@pytest.mark.parametrize("option", ["--seeds=8,11", "--seeds=", "--steps=0", "--workers=-1", "--steps=two"])
-def test_invalid_number_is_named(option, capsys):
-    with pytest.raises(SystemExit):
-        evidence.parse(["out", option])
-    assert f"{option.partition('=')[2]!r}: must be " in capsys.readouterr().err
-
-
-def test_mistake_is_found_before_the_first_run(tmp_path):
-    for option, value, message in (
-        ("--lr", "fast", "learner.optimizer.lr: must be a number"),
-        ("--config", "nowhere.yaml", "nowhere.yaml: no such config file"),
-    ):
-        with pytest.raises(UserError, match=message):
-            evidence.main([str(tmp_path), "--part", "short", option, value])
-    assert not list(tmp_path.iterdir())
+    for option in ("--seeds=8,11", "--seeds=", "--steps=0", "--workers=-1"):
+        with pytest.raises(SystemExit):
+            evidence.parse(["out", option])
+    with pytest.raises(UserError, match="learner.optimizer.lr: must be a number"):
+        evidence.main(["out", "--lr", "fast"])
+    assert not list(tmp_path.iterdir())  # found before the first run
 
 
 def test_moved_cold_start_is_taken_but_no_other(tmp_path, monkeypatch):
@@ -181,7 +147,6 @@ EVALUATE = """
 report = {"policy": {"step": 60}, "scores": {"1": {"all": {"f1": 0.5}}}}
 (folder / "evaluation.json").write_text(json.dumps(report))
 """
-SCORES = '"scores": {"%s": {"all": {"f1": 0.5}}}}'
 
 
 @pytest.fixture
@@ -233,26 +198,13 @@ def test_finished_run_is_not_run_again(tmp_path, programs, capsys):
     assert calls(tmp_path) == ["cold cold/seed-3", *trained]
     output = capsys.readouterr().out
     assert "calibadv-lr1.9e-3/seed-3: held-out F1 0.500" in output and "2 of 2 runs done" in output
-    (tmp_path / "runs/calibadv-lr1.9e-3/seed-3/evaluation.json").unlink()
-    (tmp_path / "runs/calibadv-lr1.9e-3/seed-3/metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    folder = evidence.run_folder(tmp_path, jobs[1])
+    for report in ('{"policy": {"step": 40}, "scores": {"1": {}}}', '{"policy": {"step": 60}, "scores": {}}'):
+        (folder / "evaluation.json").write_text(report)
+        assert not evidence.is_done(tmp_path, jobs[1])
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     states = [line.split()[3:] for line in evidence.list_runs(tmp_path, jobs).splitlines()[2:]]
     assert states == [["done"], ["2", "steps"], ["-"]]
-
-
-@pytest.mark.parametrize(
-    ("report", "is_done"),
-    [
-        ('{"policy": {"step": 60}, ' + SCORES % "1", True),
-        ('{"policy": {"step": 40}, ' + SCORES % "1", False),
-        ('{"policy": {"step": 60}, ' + SCORES % "0", False),  # another temperature
-        ('{"pol', False),
-    ],
-)
-def test_only_evaluation_of_last_step_counts(tmp_path, report, is_done):
-    (job,) = jobs_of("grpo")
-    evidence.run_folder(tmp_path, job).mkdir(parents=True)
-    (evidence.run_folder(tmp_path, job) / "evaluation.json").write_text(report)
-    assert evidence.is_done(tmp_path, job) == is_done
 
 
 def test_failed_run_does_not_stop_others(tmp_path, programs, capsys):
@@ -267,13 +219,6 @@ def test_failed_run_does_not_stop_others(tmp_path, programs, capsys):
     harness = run_all(tmp_path, jobs_of("grpo", seeds=(5,)))
     assert calls(tmp_path)[-1] == "cold cold/seed-5"  # without it nothing is run
     assert harness.failures[0].startswith("cold start of seed 5: ended with status 1")
-
-
-def test_two_workers_do_every_run_once(tmp_path, programs):
-    programs["train"] = "time.sleep(0.05)"
-    jobs = jobs_of("grpo", "soft", "rebalance", "calibadv", seeds=(3, 4))
-    assert run_all(tmp_path, jobs, num_workers=2).num_done() == 8
-    assert set(Counter(calls(tmp_path)).values()) == {1}
 
 
 def test_signal_ends_training_and_begins_nothing_more(tmp_path, programs, monkeypatch):

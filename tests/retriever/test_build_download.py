@@ -1,31 +1,24 @@
 """scripts/download.py: joins, unpacks and checks; files in the folder need no network."""
 
 import gzip
-import importlib.util
 import json
-from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import faiss
 import numpy as np
 import pytest
 
-PATH = Path(__file__).parents[2] / "scripts" / "download.py"
+from scripts import download as download_script
 
 
 @pytest.fixture
 def download(monkeypatch):
     """The script, with no network."""
     hub = pytest.importorskip("huggingface_hub")
-
-    def fail(*_, **__):
-        raise hub.errors.LocalEntryNotFoundError("no connection")
-
-    monkeypatch.setattr(hub, "hf_hub_download", fail)
-    spec = importlib.util.spec_from_file_location("download", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    absent = Mock(side_effect=hub.errors.LocalEntryNotFoundError("no connection"))
+    monkeypatch.setattr(hub, "hf_hub_download", absent)
+    return download_script
 
 
 @pytest.fixture
@@ -66,10 +59,10 @@ def test_no_network(download, tmp_path, capsys):
 
 
 def test_full_disk_and_short_part_are_named(download, tmp_path, parts, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-        assert download.main(["index", "--output", str(tmp_path)]) == 2
-    assert "needs up to 1,645 bytes more and 10 are free" in capsys.readouterr().err
     (tmp_path / "part_ab").write_bytes(parts[1000:-4])
     assert download.main(["index", "--output", str(tmp_path)]) == 2
     assert "has 1,641 bytes, but 50 vectors of dimension 8 take 1,645" in capsys.readouterr().err
+    (tmp_path / "part_ab").write_bytes(parts[1000:])
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    assert download.main(["index", "--output", str(tmp_path)]) == 2
+    assert "needs up to 1,645 bytes more and 10 are free" in capsys.readouterr().err

@@ -117,12 +117,12 @@ def test_token_is_of_the_file_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVER_TOKEN", " of the environment\n")
     options, file = ["--corpus_path", "c", "--index_path", "i"], tmp_path / "token"
     assert read_token(parse(options)) == "of the environment"
-    for text, message in ((None, "no such file; correct --token_file"), (" \n", "is empty; write a token")):
-        if text:
-            file.write_text(text)
-        refuses(f"token: {message}", read_token, parse([*options, "--token_file", str(file)]))
+    given = parse([*options, "--token_file", str(file)])
+    refuses("token: no such file; correct --token_file", read_token, given)
+    file.write_text(" \n")
+    refuses("token: is empty; write a token", read_token, given)
     file.write_text(" secret\n")
-    assert read_token(parse([*options, "--token_file", str(file)])) == "secret"
+    assert read_token(given) == "secret"
 
 
 def test_command_line_wins_over_the_file(tmp_path):
@@ -145,12 +145,13 @@ def run_without(packages, *command):
 
 
 @pytest.mark.parametrize(
-    ("module", "packages"), [("serve", ["fastapi", "uvicorn"]), ("build_index", ["scipy"])]
+    ("module", "packages"),
+    [("serve", ["fastapi", "uvicorn"]), ("build_index", ["scipy"]), ("prepare_corpus", [])],
 )
 def test_help_needs_no_optional_package(module, packages):
     module = f"retriever.{module}"
-    heavy = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic"]
-    heavy += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "tqdm"]
+    heavy = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic", "tqdm"]
+    heavy += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "pyarrow"]
     answer = run_without(heavy, module, "--help")
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.startswith(f"usage: python -m {module}")
@@ -167,16 +168,14 @@ def test_corpus_needs_no_optional_package():
 
 
 @pytest.mark.medium
-def test_threads_win_over_the_environment(tmp_path):
+def test_threads_win_over_the_environment():
     """Two searches at once then take a thread each. Left out, the environment's number stays."""
     code = "import os, sys; from retriever import serve; sys.argv = ['serve', *sys.argv[1:]]\n"
     code += "assert serve.main() == 2; print(os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'])"
     command = [sys.executable, "-c", code, "--corpus_path", "none", "--index_path", "none", "--port", "0"]
-    environment = dict(os.environ, OMP_NUM_THREADS="7", MKL_NUM_THREADS="7")
+    call = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "7"}}
     for more, expected in (([], "7 7"), (["--threads", "2"], "1 1")):
-        ended = subprocess.run(
-            [*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-        )
+        ended = subprocess.run([*command, *more], capture_output=True, text=True, timeout=60, **call)
         assert ended.stdout.strip() == expected, ended.stderr
 
 
@@ -206,19 +205,16 @@ def test_failed_exchange_gives_back_the_old_folder(tmp_path, monkeypatch):
 
 def test_two_processes_write_under_different_names(tmp_path, monkeypatch):
     with replacing(tmp_path / "a", by_many=True) as first:
-        first.write_text("first")
         monkeypatch.setattr("retriever.files.os.getpid", lambda: 1)
         with replacing(tmp_path / "a", by_many=True) as second:
             second.write_text("second")
+        first.write_text("first")
     assert (tmp_path / "a").read_text() == "first"
 
 
 def test_files_are_renamed_in_one_module():
-    paths = [
-        path
-        for path in (ROOT / "retriever").rglob("*.py")
-        if re.search(r"\.rename\(|os\.replace", path.read_text("utf-8"))
-    ]
+    renaming = re.compile(r"\.rename\(|os\.replace")
+    paths = [path for path in (ROOT / "retriever").rglob("*.py") if renaming.search(path.read_text("utf-8"))]
     assert paths == [ROOT / "retriever/files.py"]
 
 

@@ -105,23 +105,18 @@ def test_tensor_names_follow_the_layout(layout):
             real_model.hf_name(name, layout)
 
 
-def metadata(family, **changes):
+def test_config_is_what_transformers_reads():
+    from transformers import AutoConfig
+
     fields = {
         "embedding_length": 896, "feed_forward_length": 4864, "block_count": 24, "context_length": 32768,
         "attention.head_count": 14, "attention.head_count_kv": 2, "rope.freq_base": 1e6,
         "attention.layer_norm_rms_epsilon": float(np.float32(1e-6)),
     }  # fmt: skip
-    tokens = {"tokenizer.ggml.tokens": ["a"] * 10}
-    ids = {f"tokenizer.ggml.{name}_token_id": 3 for name in ("bos", "eos", "padding")}
-    named = {f"{family}.{name}": value for name, value in fields.items()}
-    return {"general.architecture": family, **named, **tokens, **ids, **changes}
-
-
-def test_config_is_what_transformers_reads():
-    from transformers import AutoConfig
-
-    config = real_model.hf_config(metadata("qwen2"))
-    loaded = AutoConfig.for_model(**config)
+    named = {f"qwen2.{name}": value for name, value in fields.items()}
+    named |= {f"tokenizer.ggml.{name}_token_id": 3 for name in ("bos", "eos", "padding")}
+    named |= {"general.architecture": "qwen2", "tokenizer.ggml.tokens": ["a"] * 10}
+    loaded = AutoConfig.for_model(**real_model.hf_config(named))
     assert (loaded.head_dim, loaded.num_key_value_heads, loaded.rms_norm_eps) == (64, 2, 1e-6)
     rotary = loaded.rope_parameters["rope_theta"]
     assert (rotary, loaded.vocab_size, loaded.use_sliding_window) == (1e6, 10, False)

@@ -21,12 +21,9 @@ def make_shard(folder: Path, settings: dict[str, Any]) -> edge.EdgeShard:
     vectors = settings["vectors"]
     assert (vectors["distance"], settings["quantization_config"]["scalar"]["type"]) == ("Dot", "int8")
     codes = edge.ScalarQuantizationConfig(type=edge.ScalarType.Int8, always_ram=True)
-    config = edge.EdgeConfig(
-        vectors=edge.EdgeVectorParams(size=vectors["size"], distance=edge.Distance.Dot),
-        quantization_config=codes,
-    )
+    params = edge.EdgeVectorParams(size=vectors["size"], distance=edge.Distance.Dot)
     folder.mkdir(parents=True)
-    return edge.EdgeShard.create(str(folder), config)
+    return edge.EdgeShard.create(str(folder), edge.EdgeConfig(vectors=params, quantization_config=codes))
 
 
 class QdrantServer:
@@ -46,8 +43,7 @@ class QdrantServer:
         if route == "":
             vectors = {"size": self.settings["vectors"]["size"], "distance": "Dot"}
             hnsw = {"m": 4, "ef_construct": 16, "full_scan_threshold": 10}
-            optimizer = {"default_segment_number": 1, "flush_interval_sec": 5, "deleted_threshold": 0.2}
-            optimizer["vacuum_min_vector_number"] = 1000
+            optimizer = {"flush_interval_sec": 5, "deleted_threshold": 0.2, "vacuum_min_vector_number": 1000}
             config = {"params": {"vectors": vectors}, "hnsw_config": hnsw, "optimizer_config": optimizer}
             state = {"status": "green", "optimizer_status": "ok", "segments_count": 1}
             return state | {"config": config, "payload_schema": {}}
@@ -61,15 +57,14 @@ class QdrantServer:
             return {"count": self.shard.count(edge.CountRequest())}
         if route == "/points/query/batch":
             self.searches += body["searches"]
-            queries = [
-                (edge.Query.Nearest(item["query"]["nearest"]), item["limit"]) for item in body["searches"]
+            requests = [
+                edge.QueryRequest(limit=item["limit"], query=edge.Query.Nearest(item["query"]["nearest"]))
+                for item in body["searches"]
             ]
-            requests = [edge.QueryRequest(limit=n, query=query, with_payload=False) for query, n in queries]
-            results = self.shard.query_batch(edge.QueryBatchRequest(requests))
             names = ("id", "version", "score")
             return [
                 {"points": [{name: getattr(point, name) for name in names} for point in points]}
-                for points in results
+                for points in self.shard.query_batch(edge.QueryBatchRequest(requests))
             ]
         raise AssertionError(f"{method} {route}: not a request of the retriever")
 

@@ -2,6 +2,7 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,10 +16,9 @@ from retriever.backends import BuildOptions
 from retriever.contrib import qdrant
 from retriever.contrib.qdrant import Collection, collection_settings, search_params
 from retriever.encoders import HashedEncoder
-from retriever.errors import Unavailable
 from retriever.indexes.index import build_index, open_index
 from retriever.options import parse
-from retriever.service.server import load
+from retriever.service.server import load, load_index
 
 RLINF = "wiki_collection_m24_cef512"
 
@@ -84,16 +84,30 @@ def test_absent_server_and_foreign_collection_are_refused(tmp_path, corpus, enco
     assert [path.name for path in tmp_path.iterdir()] == ["db"]  # nothing was encoded
 
 
-def test_rlinf_collection_is_served_unchanged(tmp_path, corpus, encoder):
+def test_rlinf_collection_is_served_unchanged(tmp_path, corpus, encoder, monkeypatch):
+    """With search parameters."""
     upload(tmp_path, corpus, encoder)
-    arguments = ["--qdrant_url", str(tmp_path), "--qdrant_collection", RLINF]
-    with TestClient(load(parse([*arguments, "--retriever_name", "e5", "--port", "0"]))) as client:
-        reply = client.post("/retrieve", json={"queries": ["person 17", "person 3"], "topk": 2})
-        lists = reply.json()["result"]
+    requests, query = [], QdrantClient.query_batch_points
+
+    def noting(self, collection, batch, **more):
+        requests.extend(batch)
+        return query(self, collection, batch, **more)
+
+    monkeypatch.setattr(QdrantClient, "query_batch_points", noting)
+    arguments = ["--qdrant_url", str(tmp_path), "--qdrant_collection", RLINF, "--retriever_name", "e5"]
+    with TestClient(load(parse([*arguments, "--qdrant_search", "exact=true"]))) as client:
+        body = {"queries": ["person 17", "person 3"], "topk": 2}
+        lists = client.post("/retrieve", json=body).json()["result"]
         assert [rows[0] for rows in lists] == [corpus[17], corpus[3]]
         assert [len(rows) for rows in lists] == [2, 2]
+        sent = [(request.params.exact, request.limit, request.with_payload) for request in requests]
+        assert sent == [(True, 2, True)] * 2
         state = client.get("/health").json()
-        assert (state["kind"], state["documents"], state["encoder"]) == ("qdrant", 50, "hashed")
+        names = ("kind", "documents", "encoder", "search")
+        assert [state[name] for name in names] == ["qdrant", 50, "hashed", "exact=true"]
+        monkeypatch.setattr(QdrantClient, "query_batch_points", Mock(side_effect=ValueError("gone")))
+        reply = client.post("/retrieve", json=body)
+        assert reply.status_code == 503 and "no answer (gone); is the server up" in reply.json()["error"]
 
 
 def test_unsuitable_collection_or_encoder_is_refused(tmp_path, corpus, encoder, monkeypatch):
@@ -125,12 +139,16 @@ def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder):
     """The collection can then be served without corpus and index folder."""
     options = options_for(tmp_path, shard_rows=20, search="hnsw_ef=64")
     build_index(corpus, tmp_path / "i", options, progress=False)
+    paths = ["--corpus_path", str(corpus.path), "--index_path", str(tmp_path / "i")]
+    refuses("--mmap: has no meaning for an index of kind qdrant", load, parse([*paths, "--mmap"]))
     index = open_index(tmp_path / "i", corpus)
     assert index.search(["person 17"], 1)[0][0][0] == corpus[17]
     assert index.manifest["search"] == "hnsw_ef=64" and index.manifest["factory"] == "qdrant"
     index._ranker._vectors.client.close()
-    served = collection_at(tmp_path / "db", "passages")
-    assert served.search(["person 17"], 1)[0][0][0] == corpus[17]
+    index = load_index(parse([*paths, "--qdrant_search", "exact=true"]), print)
+    assert index.manifest["search"] == "exact=true"  # the option wins over the manifest
+    index._ranker._vectors.client.close()
+    assert collection_at(tmp_path / "db", "passages").search(["person 17"], 1)[0][0][0] == corpus[17]
 
 
 @pytest.mark.parametrize("place", [{}, {"qdrant_url": ""}], ids=["kept", "gone with the index's folder"])
@@ -190,24 +208,6 @@ def test_search_parameters_are_parsed():
     assert params.model_dump(exclude_unset=True) == expected
 
 
-def test_search_parameters_reach_the_collection(tmp_path, corpus, encoder, monkeypatch):
-    upload(tmp_path, corpus, encoder)
-    requests, query = [], QdrantClient.query_batch_points
-
-    def noting(self, collection, batch, **more):
-        requests.extend(batch)
-        return query(self, collection, batch, **more)
-
-    monkeypatch.setattr(QdrantClient, "query_batch_points", noting)
-    served = collection_at(tmp_path, RLINF, "--qdrant_search", "exact=true")
-    served.search(["person 1", "person 2"], 3)
-    sent = [(request.params.exact, request.limit, request.with_payload) for request in requests]
-    assert sent == [(True, 3, True)] * 2 and served.manifest["search"] == "exact=true"
-    served._vectors.client.delete_collection(RLINF)
-    with pytest.raises(Unavailable, match="no answer .*; is the server up"):
-        served.search(["person 1"], 3)
-
-
 def test_collection_options_are_checked():
     for more, message in (
         (["--corpus_path", "x"], "--corpus_path: "),
@@ -216,16 +216,6 @@ def test_collection_options_are_checked():
         (["--qdrant_collection", ""], "--qdrant_collection is missing"),
     ):
         refuses(message, collection_at, "u", "c", *more)
-
-
-def test_search_option_wins_over_the_manifest(tmp_path, corpus):
-    build_index(corpus, tmp_path / "i", options_for(tmp_path, search="hnsw_ef=64"), progress=False)
-    (tmp_path / "c.jsonl").write_bytes(corpus.path.read_bytes())
-    paths = ["--corpus_path", str(tmp_path / "c.jsonl"), "--index_path", str(tmp_path / "i")]
-    with TestClient(load(parse([*paths, "--qdrant_search", "exact=true"]))) as client:
-        assert client.get("/health").json()["search"] == "exact=true"
-        assert client.post("/retrieve", json={"queries": ["person 9"]}).json()["result"][0][0]["id"] == "9"
-    refuses("--mmap: has no meaning for an index of kind qdrant", load, parse([*paths, "--mmap"]))
 
 
 @pytest.mark.medium

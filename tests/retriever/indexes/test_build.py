@@ -22,7 +22,6 @@ from retriever.indexes import backend, index
 from retriever.indexes.backend import MANIFEST, locked
 from retriever.indexes.index import build_index, embed, open_index
 
-QUERIES = ["person 3 lives in town 3", "person 16", "town 5", "person 22 lives"]
 LINE = r"encode: (\d+) of 30 \((\d+\.\d) %\), +([\d.]+) passages/s, (\d\d:\d\d) left"
 HOLD = """
 import sys
@@ -261,24 +260,6 @@ def test_bm25_places_out_of_range_are_noticed(built, long_corpus, tmp_path, name
     np.save(path, change(np.load(path)))
     with pytest.raises(RetrieverError, match="bm25: not a whole BM25 index .places out of range"):
         open_index(copy, long_corpus, IndexOptions(mmap=mmap))
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("kind", ["faiss", "jax", "qdrant"])
-def test_every_kind_finds_the_same_in_many_shards(tmp_path, corpus, monkeypatch, kind):
-    if kind == "qdrant":
-        pytest.importorskip("qdrant_client")
-        monkeypatch.setattr("retriever.contrib.qdrant.BATCH", 2)  # several uploads a shard, too
-
-    def hits(folder):
-        results = open_index(folder, corpus).search(QUERIES, 5)
-        return [[(row["id"], round(score, 3)) for row, score in hits_of_query] for hits_of_query in results]
-
-    build(corpus, tmp_path / "whole")
-    build(corpus, tmp_path / "many", kind=kind, shard_rows=5)
-    expected = hits(tmp_path / "whole")
-    assert [hits_of_query[0][0] for hits_of_query in expected[:2]] == ["3", "16"]
-    assert hits(tmp_path / "many") == expected
 
 
 def test_shards_and_samples_follow_corpus_order(tmp_path, corpus):

@@ -1,37 +1,18 @@
 """Queries are looked up in the store, which repeats a run exactly, or share searches."""
 
 import asyncio
-import ctypes
-import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
-from functools import partial
 
 import pytest
 from fastapi.testclient import TestClient
 from retriever_rig import NAMES, Counting, refuses
 
-from benchmarks.retrieval.load import process_bytes
 from retriever.errors import RequestFailed
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Engine, Limits, Metrics, RetrieveRequest, SearchBatcher, trim_memory
-
-WRITER = """
-import sys
-from pathlib import Path
-from retriever.service.cache import ResultCache
-store = ResultCache(Path(sys.argv[1]), {}, "use")
-print("open", flush=True)
-sys.stdin.readline()
-for n in range(300):
-    name = f"{sys.argv[2]} {n}"
-    store.store([name, "shared"], 1, [[({"id": name}, 1.0)], [({"id": "shared"}, 1.0)]])
-    assert store.look_up([name], 1) == [[({"id": name}, 1.0)]]
-"""
+from retriever.service.engine import Engine, Limits, Metrics, RetrieveRequest, SearchBatcher
 
 
 def item(name):
@@ -89,24 +70,6 @@ def test_opening_waits_for_another_process(tmp_path):
     store = ResultCache(tmp_path / "s", {}, "use")
     store.store(["q"], 1, [item("a")])
     assert store.look_up(["q"], 1) == [item("a")]
-
-
-def test_two_processes_share_a_store(tmp_path):
-    """Both write at the same time: none is told that the store is locked, and nothing is lost."""
-    path = tmp_path / "s"
-    command = [sys.executable, "-c", WRITER, str(path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    writers = [subprocess.Popen([*command, name], **pipes) for name in "ab"]
-    assert [writer.stdout.readline() for writer in writers] == ["open\n"] * 2
-    for writer in writers:
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-    for writer in writers:
-        _, output = writer.communicate(timeout=60)
-        assert writer.returncode == 0, output
-    names = [f"{name} {n}" for name in "ab" for n in range(300)]
-    kept = ResultCache(path, {}, "replay").look_up(names, 1)
-    assert [results[0][0]["id"] for results in kept] == names
 
 
 def test_first_stored_result_stays(store):
@@ -260,18 +223,6 @@ def test_request_above_the_queue_is_refused_whole():
         return [matches[0][0]["id"] for matches in [*await first, *second]]
 
     assert asyncio.run(work()) == ["a", "b", "c", "d", "e"]
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
-def test_freed_memory_is_returned():
-    blocks = [b"x" * size for size in range(20_000, 24_000)]  # 88 MB, each too small for a mapping of its own
-    own_bytes = partial(process_bytes, os.getpid(), "RssAnon")
-    full = own_bytes()
-    pins = blocks[::50]
-    del blocks
-    trim_memory()
-    assert own_bytes() < full - 40e6
-    assert all(set(pin) == {120} for pin in pins)
 
 
 def test_memory_is_trimmed_every_1000_queries(monkeypatch):
