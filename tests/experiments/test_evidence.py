@@ -1,6 +1,7 @@
 """The experiments of experiments/evidence.md: what each arm changes, and what is run in which order."""
 
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.medium  # of a benchmark's program
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs/evidence.yaml")
-ARMS = list(dict.fromkeys(job.arm for job in plan("all", [0])))
 PLACES = ("run.dir", "evaluate.output", "export.output", "export.adapter_output", "sft.output")
 COMMANDS = ("train", "evaluate")
 CALIBADV = {"advantage.name": "calibadv"}
@@ -38,8 +38,9 @@ def config_of(command):
     return load_config(parsed.configs, parsed.overrides)
 
 
-def training(arm, output=Path("/out"), seed=3, cold_seed=3, steps=60):
-    return config_of(evidence.train_command(output, Job(arm, seed, cold_seed, steps), CONFIG))
+@functools.cache
+def training(arm, steps=60):
+    return config_of(evidence.train_command(Path("/out"), Job(arm, 3, 3, steps), CONFIG))
 
 
 def changes(arm):
@@ -48,19 +49,19 @@ def changes(arm):
     return {key: value for key, _, value in differences(plain, changed) if key not in PLACES}
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    {
-        "soft-lr1.9e-3": {**CALIBADV, "advantage.rebalance": False},
-        "rebalance-lr1.9e-3": {**CALIBADV, "advantage.soft_penalty": False},
-        "calibadv-lambda0.5-lr1.9e-3": {**CALIBADV, "advantage.target_ratio": 0.5},
-        "grpo-cliphigh-lr1.9e-3": {"loss.clip_high": 0.28},
-        "drgrpo-lr1.9e-3": {"advantage.normalize_std": False},
-        "grpo-1update-lr3e-3": {"learner.minibatch_size": 0, "learner.optimizer.lr": 0.003},
-    }.items(),
-)
-def test_arm_changes_its_named_keys(name, expected):
-    assert changes(parse_name(name)) == expected
+def test_arms_change_their_named_keys():
+    for name, expected in (
+        ("soft-lr1.9e-3", {**CALIBADV, "advantage.rebalance": False}),
+        ("rebalance-lr1.9e-3", {**CALIBADV, "advantage.soft_penalty": False}),
+        ("calibadv-lambda0.5-lr1.9e-3", {**CALIBADV, "advantage.target_ratio": 0.5}),
+        ("grpo-cliphigh-lr1.9e-3", {"loss.clip_high": 0.28}),
+        ("drgrpo-lr1.9e-3", {"advantage.normalize_std": False}),
+        ("grpo-1update-lr3e-3", {"learner.minibatch_size": 0, "learner.optimizer.lr": 0.003}),
+    ):
+        assert changes(parse_name(name)) == expected
+    for arm in (*(job.arm for job in plan("all", [0])), Arm("calibadv", "2.2e-3", is_short=True)):
+        assert parse_name(arm.name) == arm
+    assert [parse_name(name) for name in ("notes", "grpo", "sarsa-lr1e-3", "grpo-lr")] == [None] * 4
 
 
 def test_training_starts_from_its_seeds_cold_start(tmp_path):
@@ -80,19 +81,9 @@ def test_training_starts_from_its_seeds_cold_start(tmp_path):
     assert config.evaluate.temperatures == made.evaluate.temperatures == [1.0]
 
 
-def test_plan_begins_with_the_most_telling_runs():
-    for arm in (*ARMS, Arm("calibadv", "2.2e-3", is_short=True)):
-        assert parse_name(arm.name) == arm
-    assert [parse_name(name) for name in ("notes", "grpo", "sarsa-lr1e-3", "grpo-lr")] == [None] * 4
-    jobs = plan("all", [3, 4])
-    assert len({job.name for job in jobs}) == len(jobs)
-    near = [f"{method}-lr{lr}" for lr in ("1.9e-3", "2.2e-3") for method in FOUR]
-    assert [job.name for job in jobs[:16]] == [f"{name}/seed-{seed}" for seed in (3, 4) for name in near]
-
-
 def test_each_estimator_and_loss_is_an_arm():
     """Of one seed, and none of them needs a key that it does not have."""
-    configs = [training(job.arm) for job in plan("each", [9], "1e-3")]
+    configs = [training(job.arm) for job in plan("each", [9])]
     assert {config.advantage.name for config in configs} == {"calibadv", *ESTIMATORS} - {"dr_grpo"}
     assert {config.loss.name for config in configs} == set(LOSS_KEYS)
     assert any(not config.advantage.normalize_std for config in configs)  # which is dr_grpo
@@ -102,11 +93,13 @@ def test_each_estimator_and_loss_is_an_arm():
 
 
 def test_each_part_has_its_seeds_and_cold_starts(tmp_path, monkeypatch):
+    jobs = plan("all", [3, 4])
+    near = [f"{method}-lr{lr}" for lr in ("1.9e-3", "2.2e-3") for method in FOUR]  # the most telling
+    assert [job.name for job in jobs[:16]] == [f"{name}/seed-{seed}" for seed in (3, 4) for name in near]
+    assert len({job.name for job in jobs}) == len(jobs)
     monkeypatch.chdir(tmp_path)
-    arguments = evidence.parse(["out", "--config", "mine.yaml"])
-    assert (arguments.seeds, arguments.steps, arguments.workers) == ([3, 4, 5, 6, 7], 60, 1)
+    arguments = evidence.parse(["out", "--part", "short", "--config", "mine.yaml"])
     assert (arguments.output, arguments.config) == (tmp_path / "out", str(tmp_path / "mine.yaml"))
-    arguments = evidence.parse(["out", "--part", "short"])
     jobs = plan("short", arguments.seeds, arguments.lr, arguments.steps)
     arms = [f"short-{method}-lr1e-3/seed-{n}" for n in (9, 10) for method in ("calibadv-lambda2", "grpo")]
     assert [(job.name, job.cold_seed, job.steps) for job in jobs] == [(name, 9, 20) for name in arms]
@@ -123,16 +116,14 @@ def test_moved_cold_start_is_taken_but_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence_cold, "write_world", lambda world: None)
     for name in ("sft", "evaluate"):
         monkeypatch.setattr(getattr(evidence_cold, name), "run", lambda config, name=name: done.append(name))
-    command = evidence.cold_command(tmp_path / "then", 3, CONFIG)
-    now = tmp_path / "now/cold/seed-3"
-    (now / "sft").mkdir(parents=True)
-    (now / "sft/config.json").write_text("{}")
-    (now / "sft.yaml").write_text(dump_config(config_of(command)))
-    evidence_cold.run(config_of(evidence.cold_command(tmp_path / "now", 3, CONFIG)))
-    assert done == ["evaluate"]
-    other = [*evidence.cold_command(tmp_path / "now", 3, CONFIG), "sft.optimizer.lr=0.02", "learner.steps=7"]
+    (tmp_path / "now/cold/seed-3/sft").mkdir(parents=True)
+    (tmp_path / "now/cold/seed-3/sft/config.json").write_text("{}")
+    then = config_of(evidence.cold_command(tmp_path / "then", 3, CONFIG))
+    (tmp_path / "now/cold/seed-3/sft.yaml").write_text(dump_config(then))
+    command = evidence.cold_command(tmp_path / "now", 3, CONFIG)
+    evidence_cold.run(config_of(command))
     with pytest.raises(UserError, match=r"other settings \(sft.optimizer.lr\); "):
-        evidence_cold.run(config_of(other))
+        evidence_cold.run(config_of([*command, "sft.optimizer.lr=0.02", "learner.steps=7"]))
     assert done == ["evaluate"]
 
 
@@ -161,15 +152,13 @@ def programs(tmp_path, monkeypatch):
         name = str(folder.relative_to(tmp_path))
         return [sys.executable, "-S", "-c", start + programs[kind], str(folder), name]
 
-    for kind in COMMANDS:
-        monkeypatch.setattr(
-            evidence,
-            f"{kind}_command",
-            lambda output, job, _, kind=kind: command(kind, evidence.run_folder(output, job)),
-        )
-    monkeypatch.setattr(
-        evidence, "cold_command", lambda output, seed, _: command("cold", evidence.cold_folder(output, seed))
-    )
+    folders = {"cold": evidence.cold_folder} | dict.fromkeys(COMMANDS, evidence.run_folder)
+    for kind in programs:
+
+        def make(output, job, _, kind=kind):
+            return command(kind, folders[kind](output, job))
+
+        monkeypatch.setattr(evidence, f"{kind}_command", make)
     return programs
 
 
@@ -177,12 +166,12 @@ def calls(output):
     return (output / "calls.txt").read_text().splitlines()
 
 
-def jobs_of(*names, seeds=(3,)):
-    return [Job(Arm(name, "1.9e-3"), seed, seed, 60) for seed in seeds for name in names]
+def jobs_of(*names, seed=3):
+    return [Job(Arm(name, "1.9e-3"), seed, seed, 60) for name in names]
 
 
-def run_all(output, jobs, num_workers=1):
-    harness = evidence.Runs(output, jobs, CONFIG, num_workers)
+def run_all(output, jobs):
+    harness = evidence.Runs(output, jobs, CONFIG)
     harness.run()
     return harness
 
@@ -216,7 +205,7 @@ def test_failed_run_does_not_stop_others(tmp_path, programs, capsys):
     assert harness.failures == [f"grpo-lr1.9e-3/seed-3: ended with status 3; see {log}"]
     assert log.is_file() and harness.num_done() == 1
     programs["cold"] = f"sys.exit('5' in sys.argv[2]){COLD}"
-    harness = run_all(tmp_path, jobs_of("grpo", seeds=(5,)))
+    harness = run_all(tmp_path, jobs_of("grpo", seed=5))
     assert calls(tmp_path)[-1] == "cold cold/seed-5"  # without it nothing is run
     assert harness.failures[0].startswith("cold start of seed 5: ended with status 1")
 

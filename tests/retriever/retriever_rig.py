@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from retriever.backends import IndexOptions
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
 
@@ -42,6 +43,12 @@ def town_rows():
         {"id": str(i), "contents": f'"{title}"\n{text}', "url": f"u{i}"}
         for i, (title, text) in enumerate(TOWNS.items())
     ]
+
+
+def opened(corpus, folder, **options):
+    from retriever.indexes.index import open_index
+
+    return open_index(folder, load_corpus(corpus), IndexOptions(**options))
 
 
 def ids(hits):

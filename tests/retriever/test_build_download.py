@@ -59,10 +59,10 @@ def test_no_network(download, tmp_path, capsys):
 
 
 def test_full_disk_and_short_part_are_named(download, tmp_path, parts, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+        assert download.main(["index", "--output", str(tmp_path)]) == 2
+    assert "needs up to 1,645 bytes more and 10 are free" in capsys.readouterr().err
     (tmp_path / "part_ab").write_bytes(parts[1000:-4])
     assert download.main(["index", "--output", str(tmp_path)]) == 2
     assert "has 1,641 bytes, but 50 vectors of dimension 8 take 1,645" in capsys.readouterr().err
-    (tmp_path / "part_ab").write_bytes(parts[1000:])
-    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    assert download.main(["index", "--output", str(tmp_path)]) == 2
-    assert "needs up to 1,645 bytes more and 10 are free" in capsys.readouterr().err

@@ -14,12 +14,11 @@ from retriever_rig import people_corpus, refuses
 
 from retriever import prepare_corpus, serve
 from retriever.build_index import main
-from retriever.contrib.web import PROVIDERS
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError, Unavailable, status_of
 from retriever.files import replacing, replacing_folder
 from retriever.indexes.index import open_index
-from retriever.options import WEB_NAMES, parse, read_token
+from retriever.options import parse, read_token
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,10 +132,6 @@ def test_command_line_wins_over_the_file(tmp_path):
     refuses("none.yaml: no such config file", parse, ["--config", str(tmp_path / "none.yaml")])
 
 
-def test_web_searches_have_providers():
-    assert set(WEB_NAMES) == set(PROVIDERS)
-
-
 def run_without(packages, *command):
     """Runs a module where these packages cannot be imported."""
     code = f"import runpy, sys; sys.modules.update(dict.fromkeys({packages}))\n"
@@ -179,15 +174,14 @@ def test_threads_win_over_the_environment():
         assert ended.stdout.strip() == expected, ended.stderr
 
 
-@pytest.mark.parametrize("by_many", [False, True])
-def test_failure_leaves_the_old_file(tmp_path, by_many):
+def test_failure_leaves_the_old_file(tmp_path):
     path = tmp_path / "a"
-    with replacing(path, by_many) as partial:
-        partial.write_text("old")
-    with pytest.raises(OSError, match="full"), replacing(path, by_many) as partial:
-        partial.write_text("ne")
-        raise OSError(errno.ENOSPC, "full")
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    for by_many in (False, True):
+        path.write_text("old")
+        with pytest.raises(OSError, match="full"), replacing(path, by_many) as partial:
+            partial.write_text("ne")
+            raise OSError(errno.ENOSPC, "full")
+        assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_failed_exchange_gives_back_the_old_folder(tmp_path, monkeypatch):

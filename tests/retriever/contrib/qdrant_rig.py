@@ -43,7 +43,8 @@ class QdrantServer:
         if route == "":
             vectors = {"size": self.settings["vectors"]["size"], "distance": "Dot"}
             hnsw = {"m": 4, "ef_construct": 16, "full_scan_threshold": 10}
-            optimizer = {"flush_interval_sec": 5, "deleted_threshold": 0.2, "vacuum_min_vector_number": 1000}
+            optimizer = {"default_segment_number": 1, "flush_interval_sec": 5, "deleted_threshold": 0.2}
+            optimizer["vacuum_min_vector_number"] = 1000
             config = {"params": {"vectors": vectors}, "hnsw_config": hnsw, "optimizer_config": optimizer}
             state = {"status": "green", "optimizer_status": "ok", "segments_count": 1}
             return state | {"config": config, "payload_schema": {}}

@@ -12,8 +12,8 @@ from retriever_rig import refuses
 
 from retriever.contrib import web
 from retriever.contrib.web import PROVIDERS, WebSearch
-from retriever.errors import RequestFailed, RetrieverError
-from retriever.options import parse
+from retriever.errors import RequestFailed
+from retriever.options import WEB_NAMES, parse
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
 from retriever.service.server import load
@@ -135,13 +135,14 @@ def test_budget_and_paid_results_outlive_the_process(api, open_search, tmp_path)
 
 def test_options_start_the_web_service(api, tmp_path, monkeypatch):
     options = ["--retriever_name", "serpapi", "--web_endpoint", api.url]
+    assert set(WEB_NAMES) == set(PROVIDERS)
     for name, value in (("cache_path", str(tmp_path / "store")), ("web_budget", "4")):
         refuses(f"--{name} is missing", parse, options)
         options += [f"--{name}", value]
     for name in ("index_path", "corpus_path", "retriever_model"):
         refuses(f"--{name}: has no meaning for --retriever_name serpapi", parse, [*options, f"--{name}", "x"])
-    with pytest.raises(RetrieverError, match="--web_budget: has no meaning for an index"):
-        parse(["--index_path", "x", "--corpus_path", "y", "--web_budget", "3"])
+    index = ["--index_path", "x", "--corpus_path", "y"]
+    refuses("--web_budget: has no meaning for an index", parse, [*index, "--web_budget", "3"])
     with TestClient(load(parse(options))) as service:
         body = {"queries": ["q"], "topk": 1, "return_scores": True}
         (items,) = service.post("/retrieve", json=body).json()["result"]

@@ -45,7 +45,7 @@ def parquet(path, *rows):
         (lines({"docid": "x", "title": "A", "text": ["It is.", "So."]}), ("x", '"A"\nIt is. So.')),
         (b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n', ("1", '"A"\nIt "is" so.')),  # DPR psgs_w100
         (b'0\tIt "is so.\n', ("0", '\nIt "is so.')),  # MS MARCO passages
-        (b"D1\thttp://x\tA\tIt is.\n", ("D1", '"A"\nIt is.')),  # MS MARCO documents
+        (b"D1\thttp://x\tA\tIt is.\n", ("D1", '"A"\nIt is.', "http://x")),  # MS MARCO documents
         (gzip.compress(b"0\tIt is.\n", mtime=0), ("0", "\nIt is.")),
         (b'id,title,text\n1,A,"It ""is"", so.\nYes."\n', ("1", '"A"\nIt "is", so.\nYes.')),
         (b'\xef\xbb\xbf"Title",TEXT , Id\r\nA,It is.,7\r\n', ("7", '"A"\nIt is.')),
@@ -54,11 +54,12 @@ def parquet(path, *rows):
         (b"title\ttext\tdocid\nA\tIt is.\t1\n", ("1", '"A"\nIt is.')),
         (gzip.compress(b"id,text\n1,It is.\n", mtime=0), ("1", "\nIt is.")),
         (b"\xef\xbb\xbf" + lines({"id": 1, "title": "A", "text": "x"}), ("1", '"A"\nx')),
+        (b'{"id": 1, "text": "a\\ud800b", "url": "u"}\n', ("1", "\na\ufffdb", "u")),
     ],
 )
 def test_row_of_every_layout_is_converted(tmp_path, content, expected):
     (row,) = converted(tmp_path, content)
-    assert (row["id"], row["contents"]) == expected
+    assert row == dict(zip(("id", "contents", "url"), expected, strict=False))
 
 
 def test_parquet_is_read_in_batches(tmp_path, monkeypatch):
@@ -70,12 +71,6 @@ def test_parquet_is_read_in_batches(tmp_path, monkeypatch):
         converted(tmp_path, parquet(tmp_path / "p", {"a": 1, "b": 2}))
 
 
-def test_rows_without_id_are_convertible(tmp_path):
-    for row, expected in ((lines({"contents": "x"}), True), (b'{"id": "0", "te', False)):
-        (tmp_path / "c.jsonl").write_bytes(row)
-        assert layouts.is_convertible(tmp_path / "c.jsonl") is expected
-
-
 def test_several_files_and_patterns_in_order(tmp_path):
     for name in ("b", "a"):
         (tmp_path / f"part-{name}.jsonl").write_bytes(lines({"id": name, "title": "A", "text": "x"}))
@@ -83,6 +78,9 @@ def test_several_files_and_patterns_in_order(tmp_path):
     inputs = [str(tmp_path / "first.tsv"), str(tmp_path / "part-*.jsonl")]
     prepare_corpus(inputs, tmp_path / "out.jsonl", progress=False)
     assert [row["id"] for row in load_corpus(tmp_path / "out.jsonl")] == ["0", "a", "b"]
+    for row, expected in ((lines({"contents": "x"}), True), (b'{"id": "0", "te', False)):
+        (tmp_path / "c.jsonl").write_bytes(row)
+        assert layouts.is_convertible(tmp_path / "c.jsonl") is expected
 
 
 def test_dropped_passages_are_counted(tmp_path):
@@ -95,17 +93,14 @@ def test_dropped_passages_are_counted(tmp_path):
     assert [row["id"] for row in load_corpus(tmp_path / "out.jsonl")] == ["1", "4"]
 
 
-def test_numbers_replace_missing_or_repeated_ids(tmp_path):
+def test_numbers_replace_missing_or_repeated_ids(tmp_path, monkeypatch):
     twice = lines({"id": "a", "text": "x"}, {"id": "a", "text": "y"})
     refuses("the result:2: id 'a' was used before, in line 1.*--number_ids", converted, tmp_path, twice)
     assert [row["id"] for row in converted(tmp_path, twice, number_ids=True)] == ["0", "1"]
     refuses("input:1: no id; --number_ids gives every passage", converted, tmp_path, lines({"text": "x"}))
-
-
-def test_offsets_are_kept_for_the_service(tmp_path, monkeypatch):
     for module in (offsets, prepare):
         monkeypatch.setattr(module, "CACHED_FROM", 1)
-    monkeypatch.setattr(offsets, "scan", None)  # would fail: nothing is scanned again
+    monkeypatch.setattr(offsets, "scan", None)  # would fail: offsets are kept, nothing is scanned again
     assert len(converted(tmp_path, lines(*({"id": n, "text": f"x{n}"} for n in range(9))))) == 9
 
 
@@ -140,11 +135,6 @@ def test_bad_file_is_named_and_leaves_nothing(tmp_path, content, message):
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input", "out.jsonl"]
     assert (tmp_path / "out.jsonl").read_text() == "mine"
-
-
-def test_half_surrogate_is_replaced_and_url_kept(tmp_path):
-    (row,) = converted(tmp_path, b'{"id": 1, "text": "a\\ud800b", "url": "http://a"}\n')
-    assert row == {"id": "1", "contents": "\na\ufffdb", "url": "http://a"}
 
 
 def test_command_reports_counts_and_errors(tmp_path, capsys):

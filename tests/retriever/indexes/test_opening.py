@@ -94,7 +94,13 @@ def test_bm25_is_its_definition(bm25, corpus, mmap):
     assert ids(index.search(["zzzz 39", "town"], 3)) == [["p39"], ["p0", "p1", "p2"]]
 
 
-def test_damaged_bm25_is_refused(bm25, tmp_path, corpus):
+def test_damaged_or_too_large_bm25_is_refused(bm25, tmp_path, corpus, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("retriever.indexes.backend.available_memory", lambda: 10)
+        refuses("bm25: needs .* are available; serve it with --mmap", open_index, bm25, corpus)
+        assert open_index(bm25, corpus, IndexOptions(mmap=True)).search(["cirel"], 1)[0]
+        options = (tmp_path / "i", BuildOptions("bm25"))
+        refuses("BM25: needs .*; use --retriever_name hashed", build_index, corpus, *options)
     copy = Path(shutil.copytree(bm25, tmp_path / "copy"))
     data = copy / "bm25" / "data.csc.index.npy"
     data.write_bytes(data.read_bytes()[:-10])
@@ -102,19 +108,6 @@ def test_damaged_bm25_is_refused(bm25, tmp_path, corpus):
         refuses(message, open_index, copy, corpus)
         refuses("bm25: not a whole BM25 index", open_index, copy, corpus, IndexOptions(skip_checksum=True))
         shutil.rmtree(copy / "bm25", ignore_errors=True)
-
-
-def test_bm25_above_the_memory_is_refused(bm25, tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr("retriever.indexes.backend.available_memory", lambda: 10)
-    refuses("bm25: needs .* are available; serve it with --mmap", open_index, bm25, corpus)
-    assert open_index(bm25, corpus, IndexOptions(mmap=True)).search(["cirel"], 1)[0]
-    refuses(
-        "BM25: needs .*; use --retriever_name hashed",
-        build_index,
-        corpus,
-        tmp_path / "i",
-        BuildOptions("bm25"),
-    )
 
 
 @pytest.mark.parametrize(
@@ -160,20 +153,14 @@ def test_sizes_of_index_corpus_and_encoder_must_agree(hashed, copy, corpus, tmp_
         refuses(message, open_index, copy, corpus)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_unsuitable_option_or_missing_index_is_named(hashed, tmp_path, corpus):
+    for options, message in (
         ({"retriever_name": "e5"}, "--retriever_name: .* was built with hashed"),
         ({"engine": "tpu"}, "--engine 'tpu' is unknown"),
         ({"engine": "jax", "faiss_gpu": True}, "--faiss_gpu: has no meaning for an index of kind jax"),
         ({"retriever_model": "m"}, "--retriever_model m: hashed has no model"),
-    ],
-)
-def test_unsuitable_option_is_named(hashed, options, message, corpus):
-    refuses(message, open_index, hashed, corpus, IndexOptions(**options))
-
-
-def test_missing_index_or_encoder_is_named(hashed, tmp_path, corpus):
+    ):
+        refuses(message, open_index, hashed, corpus, IndexOptions(**options))
     refuses("no complete index; build it", open_index, tmp_path / "none", corpus)
     for name in ("", "hashed", "bm25"):
         refuses("set --retriever_name to e5", open_index, hashed / "index.faiss", corpus, IndexOptions(name))

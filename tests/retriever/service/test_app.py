@@ -14,12 +14,12 @@ import pytest
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from retriever_rig import NAMES, Counting, town_rows, write_rows
+from retriever_rig import NAMES, Counting, opened, town_rows, write_rows
 
-from retriever.backends import BuildOptions, IndexOptions
+from retriever.backends import BuildOptions
 from retriever.corpus.passages import Pages, load_corpus
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
-from retriever.indexes.index import build_index, open_index
+from retriever.indexes.index import build_index
 from retriever.service.app import ROUTES, BodyLimit, index_identity, make_app
 from retriever.service.cache import ResultCache
 from retriever.service.engine import MAX_QUERY_LENGTH, Limits, RetrieveRequest
@@ -89,18 +89,15 @@ def test_query_without_hits_gets_empty_list(towns, tmp_path):
             assert client.post("/retrieve", json=body | {"queries": ["zzzz"]}).json() == {"result": [[]]}
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
+def test_invalid_request_names_the_field(client):
+    for body, field in (
         ({"queries": ["a"], "topk": 0}, "topk"),
         ({"queries": ["a"], "top_k": 3}, "top_k"),
         ({"queries": ["a"], "topk_retrieval": 3, "topk_rerank": 1}, "topk_rerank: no reranker is loaded"),
         ({}, "queries"),
-    ],
-)
-def test_invalid_request_names_the_field(client, body, field):
-    reply = client.post("/retrieve", json=body)
-    assert reply.status_code == 422 and field in reply.json()["error"]
+    ):
+        reply = client.post("/retrieve", json=body)
+        assert reply.status_code == 422 and field in reply.json()["error"]
 
 
 @pytest.mark.parametrize(
@@ -202,15 +199,14 @@ def test_body_in_parts_arrives_whole():
         seen.append(await receive())
 
     def ask(limit):
-        left = 40_000
+        """Return the number of parts that are not read."""
+        parts = iter(range(39_999, -1, -1))
 
         async def receive():
-            nonlocal left
-            left -= 1
-            return {"type": "http.request", "body": b"x" * 100, "more_body": left > 0}
+            return {"type": "http.request", "body": b"x" * 100, "more_body": next(parts) > 0}
 
         asyncio.run(BodyLimit(app, limit)(SCOPE, receive, sent))
-        return left
+        return len(list(parts))
 
     assert ask(2**22) == 0 and not sent.await_count
     assert seen == [{"type": "http.request", "body": b"x" * 4_000_000, "more_body": False}]
@@ -239,13 +235,9 @@ def test_no_request_makes_the_service_fail(index, all_cases):
 def identity(index, **more):
     with TestClient(make_app(index, 1, **more)) as client:
         state = client.get("/health").json()["identity"]
-        reply = client.post("/retrieve", json={"queries": ["port elton"]})
-        assert reply.status_code == 200 and reply.headers["x-index-identity"] == state
+        for route, body in (("/retrieve", {"queries": ["port elton"]}), ("/access", {"urls": ["a"]})):
+            assert client.post(route, json=body).headers["x-index-identity"] == state
         return state
-
-
-def opened(corpus, folder, **options):
-    return open_index(folder, load_corpus(corpus), IndexOptions(**options))
 
 
 def test_copies_of_an_index_have_one_identity(files, tmp_path):
@@ -263,9 +255,10 @@ def test_copies_of_an_index_have_one_identity(files, tmp_path):
 
 @pytest.mark.medium
 def test_identity_covers_everything_that_decides_results(files, tmp_path):
-    """One passage less, one word changed, another encoder, approximation, reranker."""
+    """One passage less, one word changed, another encoder, approximation, reranker, other pages."""
     changed = [*ROWS[:-1], ROWS[-1] | {"contents": ROWS[-1]["contents"] + " Indeed."}]
-    identities = {identity(opened(*files)), identity(opened(*files), reranker=SimpleNamespace(model="m"))}
+    index = opened(*files)
+    identities = {identity(index), identity(index, reranker=SimpleNamespace(model="m"))}
     ivf = [{"factory": "IVF2,Flat", "search": f"nprobe={number}"} for number in (1, 2)]
     options = [{}, {"retriever_name": "bm25"}, {"factory": "SQ8"}, *ivf]
     builds = [(ROWS[:-1], {}), (changed, {}), *[(ROWS, values) for values in options]]
@@ -273,21 +266,10 @@ def test_identity_covers_everything_that_decides_results(files, tmp_path):
         file, folder = write_rows(tmp_path / f"{number}.jsonl", rows), tmp_path / str(number)
         build_index(load_corpus(file), folder, BuildOptions(**values), progress=False)
         identities.add(identity(opened(file, folder)))
-    assert len(identities) == 2 + len(builds)
-
-
-def test_pages_are_part_of_the_identity(index, tmp_path):
-    first, second = (json.dumps({"url": "a", "contents": text}) + "\n" for text in "AB")
-    identities = {identity(index)}
-    for row in (first, second, "\n" + first.strip()):
-        (tmp_path / "pages").write_text(row)
-        pages = Pages(tmp_path / "pages")
-        identities.add(identity(index, pages=pages))
-        with TestClient(make_app(index, 1, pages=pages)) as client:
-            for urls in (["a"], 5):
-                assert client.post("/access", json={"urls": urls}).headers["x-index-identity"] in identities
-            assert client.get("/health").json()["pages_sha256"]
-    assert len(identities) == 3  # blank lines and the last line's end are no part of the pages
+    for blank, text in (("", "A"), ("", "B"), ("\n", "A")):  # blank lines are no part of the pages
+        (tmp_path / "pages").write_text(blank + json.dumps({"url": "a", "contents": text}))
+        identities.add(identity(index, pages=Pages(tmp_path / "pages")))
+    assert len(identities) == 2 + len(builds) + 2
 
 
 def test_refusals_carry_the_identity_and_are_counted(guarded):

@@ -18,7 +18,6 @@ import pytest
 from fastapi.testclient import TestClient
 from retriever_rig import refuses, served
 
-from retriever.errors import RetrieverError
 from retriever.options import parse
 from retriever.service import server as assembly
 from retriever.service.app import index_identity, make_app
@@ -45,53 +44,37 @@ def test_addresses_of_both_families(host):
 EMPTY = SimpleNamespace(manifest={"documents": 0}, search=lambda queries, k: [[] for _ in queries])
 
 
-def run_with_client(loading, ask):
-    async def run():
-        transport = httpx.ASGITransport(loading)
-        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
-            await ask(client)
-
-    asyncio.run(run())
-
-
 def test_loading_is_reported_before_the_service():
-    go_on = threading.Event()
+    """Without the token by /health only."""
+    go_on, token = threading.Event(), {"Authorization": "Bearer secret"}
 
     def load(report):
         report("reading the corpus")
         go_on.wait(30)
         return make_app(EMPTY, 3)
 
-    loading = Loading(load)
+    async def ask():
+        loading = Loading(load, "secret")
+        transport = httpx.ASGITransport(loading)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+            waiting = asyncio.create_task(loading.wait())
+            while (reply := await client.get("/health")).json()["stage"] == "starting":
+                await asyncio.sleep(0.01)
+            assert reply.status_code == 503 and reply.headers["retry-after"] == "5"
+            assert reply.json()["status"] == "loading" and reply.json()["stage"] == "reading the corpus"
+            for route in ("/retrieve", "/metrics", "/nothing", "/health"):
+                refused = await client.post(route, headers={"Authorization": "Bearer other"})
+                assert refused.status_code == 401 and "reading" not in refused.text
+            early = await client.post("/retrieve", headers=token)
+            assert early.status_code == 503 and "not ready yet: reading the corpus" in early.json()["error"]
+            go_on.set()
+            await waiting
+            ready = (await client.get("/health")).json()
+            identity = index_identity(EMPTY.manifest, "")
+            assert ready == {"status": "ready", "documents": 0, "reranker": "", "identity": identity}
+            assert (await client.post("/retrieve", json={"queries": ["q"]})).json() == {"result": [[]]}
 
-    async def ask(client):
-        waiting = asyncio.create_task(loading.wait())
-        while (reply := await client.get("/health")).json()["stage"] == "starting":
-            await asyncio.sleep(0.01)
-        assert reply.status_code == 503 and reply.headers["retry-after"] == "5"
-        assert reply.json()["status"] == "loading" and reply.json()["stage"] == "reading the corpus"
-        early = await client.post("/retrieve", json={"queries": ["q"]})
-        assert early.status_code == 503 and "not ready yet: reading the corpus" in early.json()["error"]
-        go_on.set()
-        await waiting
-        ready = (await client.get("/health")).json()
-        identity = index_identity(EMPTY.manifest, "")
-        assert ready == {"status": "ready", "documents": 0, "reranker": "", "identity": identity}
-        assert (await client.post("/retrieve", json={"queries": ["q"]})).json() == {"result": [[]]}
-
-    run_with_client(loading, ask)
-
-
-def test_loading_stage_needs_the_token():
-    async def ask(client):
-        for route in ("/retrieve", "/metrics", "/nothing", "/health"):
-            refused = await client.post(route, headers={"Authorization": "Bearer other"})
-            assert refused.status_code == 401 and "starting" not in refused.text
-        early = await client.post("/retrieve", headers={"Authorization": "Bearer secret"})
-        assert early.status_code == 503 and "starting" in early.json()["error"]
-        assert (await client.get("/health")).status_code == 503
-
-    run_with_client(Loading(lambda report: None, "secret"), ask)
+    asyncio.run(ask())
 
 
 @pytest.mark.medium
@@ -166,10 +149,9 @@ def test_build_options_reach_the_builder(tmp_path, files):
     names = ["reading", "building", "loading", "reading", "loading"]  # built once
     assert [stage.split()[0] for stage in stages] == names
     for option, value, built in (("factory", "Flat", "HNSW8"), ("kind", "jax", "faiss")):
-        with pytest.raises(RetrieverError, match=f"--{option} {value}: .*/new was built with {built}; leave"):
-            load_index(parse([*arguments[:5], f"--{option}", value]), print)
-    with pytest.raises(RetrieverError, match="--factory: only a build takes it; add --build_if_missing"):
-        parse([*arguments[:4], "--factory", "Flat"])
+        message = f"--{option} {value}: .*/new was built with {built}; leave"
+        refuses(message, load_index, parse([*arguments[:5], f"--{option}", value]), print)
+    refuses("--factory: only a build takes it; add", parse, [*arguments[:4], "--factory", "Flat"])
 
 
 def test_limits_reach_the_service(files):
