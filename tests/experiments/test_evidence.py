@@ -1,26 +1,46 @@
-"""The experiments of experiments/evidence.md: what each arm changes, and what is run in which order."""
+"""The experiments of experiments/evidence.md: arms, the order of runs, measures, tables and figures."""
 
 import dataclasses
 import functools
+import json
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from calibadv_jax import cli
 from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.config.sections.credit import ESTIMATORS
 from calibadv_jax.config.sections.learner import LOSS_KEYS
+from calibadv_jax.contrib.report.runs import read_runs
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.record.schema import SCHEMA, VERSION
 from calibadv_jax.run.folder import differences
 from experiments import cold as evidence_cold
+from experiments import figures as evidence_figures
+from experiments import report as evidence_report
 from experiments import runs as evidence
+from experiments import tables as evidence_tables
 from experiments.arms import FOUR, Arm, Job, parse_name, plan
+from experiments.measures import (
+    Departure,
+    collapse_step,
+    first_departure,
+    lengths,
+    mean_interval,
+    running_mean,
+    share_interval,
+)
+from experiments.results import cold_starts, held_out_f1, read_results
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
@@ -236,3 +256,287 @@ time.sleep(60)
     assert end.value.code == 143
     assert (folder / "saved").exists()
     assert calls(tmp_path) == ["cold cold/seed-3", "train runs/grpo-lr1.9e-3/seed-3"]
+
+
+STEADY, FALLEN = [0.8] * 40, [0.8] * 20 + [0.32] * 20
+AT_1, ENTROPY = "eval__average__f1__temperature_1", "actor__entropy"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def keep(folder, step, rows):
+    """rollouts/step_N.parquet of (reward, error, tokens of each turn)."""
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    made = [
+        {"step": step, "answer_score": score, "error": error}
+        | {"turns": [{"kind": "search", "token_ids": list(range(tokens))} for tokens in turns]}
+        for score, error, turns in rows
+    ]
+    table = pa.Table.from_pylist(made, schema=SCHEMA).replace_schema_metadata({"schema_version": VERSION})
+    pq.write_table(table, folder / f"rollouts/step_{step}.parquet")
+
+
+@functools.cache
+def config_text(arm, steps, *overrides):
+    return dump_config(
+        config_of([*evidence.train_command(Path("/out"), Job(arm, 3, 3, steps), CONFIG), *overrides])
+    )
+
+
+def make_run(output, name, seed, reward, f1, *overrides, step=None, **more):
+    """A run as evidence.sh leaves it; `more`: further metrics as step -> value, "/" written "__"."""
+    folder = output / "runs" / name / f"seed-{seed}"
+    (folder / "configs").mkdir(parents=True)
+    text = config_text(parse_name(name), len(reward), *overrides)
+    (folder / "configs/0.yaml").write_text(text.replace("\n  seed: 3\n", f"\n  seed: {seed}\n", 1))
+    (folder / "configs/0.json").write_text("{}")
+    rows = [
+        {"step": number, "reward/mean": value, "reward/format_valid": 1.0}
+        | {metric.replace("__", "/"): values[number] for metric, values in more.items() if number in values}
+        for number, value in enumerate(reward, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_evaluation(folder, f1, len(reward) if step is None else step)
+    return folder
+
+
+def write_evaluation(folder, f1, step):
+    folder.mkdir(parents=True, exist_ok=True)
+    scores = {"1": {"all": {"f1": 0.99}, "average": {"f1": f1}, "one_hop": {"f1": f1}}}
+    report = {"policy": {"step": step}, "scores": scores, "intervals": {}}
+    (folder / "evaluation.json").write_text(json.dumps(report))
+
+
+def entropy(from_step=41, value=0.0, steps=40):
+    return {step: value if step >= from_step else 0.5 for step in range(1, steps + 1)}
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """GRPO collapses with two of three seeds, CalibAdv with none, lambda 0.5 with its only one."""
+    output = tmp_path_factory.mktemp("evidence")
+    searches = {"rollout__searches__mean": {step: 1.0 + (step > 35) for step in range(1, 41)}}
+    tied = {"group__tied": {step: float(step > 34) for step in range(1, 41)}}  # six of the last ten steps
+    softened = "advantage__search__softened_share"
+    for name, seed, reward, f1, metrics in (
+        (
+            "grpo",
+            3,
+            FALLEN,
+            0.2,
+            {ENTROPY: entropy(21, 0.9), softened: entropy(5, 0.0), AT_1: {20: 0.75, 40: 0.1}},
+        ),
+        ("grpo", 4, FALLEN, 0.3, tied | searches),
+        ("grpo", 5, STEADY, 0.7, {}),
+        ("calibadv", 3, STEADY, 0.8, {ENTROPY: entropy() | {7: 0.4, 8: 0.6}, softened: entropy()}),
+        ("calibadv", 4, STEADY, 0.7, {}),
+        ("calibadv", 5, STEADY, 0.6, {ENTROPY: entropy(1, 0.95)}),
+        ("soft", 3, STEADY, 0.5, {ENTROPY: entropy(38, 0.7)} | searches),
+        (
+            "calibadv-lambda0.5",
+            3,
+            FALLEN,
+            0.1,
+            {ENTROPY: entropy(31, 0.1), softened: entropy(21, 0.2)} | searches,
+        ),
+        ("short-calibadv", 3, STEADY, 0.9, searches),
+        ("short-grpo", 3, STEADY, 0.9, searches),
+    ):
+        make_run(output, f"{name}-lr1.9e-3", seed, reward, f1, **metrics)
+    # Not finished: no evaluation, that of an earlier step, and no run at all.
+    (make_run(output, "calibadv-lr2.2e-3", 3, STEADY, 0.9) / "evaluation.json").unlink()
+    make_run(output, "calibadv-lr2.2e-3", 4, STEADY, 0.9, step=20)
+    (output / "runs/notes").mkdir()
+    for seed, f1 in ((3, 0.2), (4, 0.3), (5, 0.25)):
+        write_evaluation(output / f"cold/seed-{seed}", f1, None)
+    return output
+
+
+def cells(table):
+    """Of a Markdown table: name of the row -> its cells."""
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_only_finished_runs_count(output):
+    seeds = {arm.name: [run.seed for run in runs] for arm, runs in read_results(output).items()}
+    expected = {"grpo": [3, 4, 5], "calibadv": [3, 4, 5], "soft": [3], "calibadv-lambda0.5": [3]}
+    assert list(seeds.items()) == [(f"{method}-lr1.9e-3", numbers) for method, numbers in expected.items()]
+    scores = {"all": {"f1": 0.6}, "one_hop": {"f1": 0.4}}
+    assert held_out_f1({"scores": {"1": scores}}) == 0.6
+    scores["average"] = {"f1": 0.5}  # each kind of question counts the same
+    assert held_out_f1({"scores": {"1": scores}}) == 0.5
+
+
+def test_page_has_the_numbers_of_runs(output):
+    results = read_results(output)
+    arms = cells(evidence_tables.arms_table(results))
+    # collapsed, final F1, best F1, tied, searches, less GRPO's
+    grpo = ["2 [0.09, 0.99]", "0.400 [-0.257, 1.057]", "0.583 [-0.029, 1.196]", "0.60", "1.50", "-"]
+    assert arms["grpo-lr1.9e-3"] == ["3", *grpo]
+    calibadv = ["0 [0.00, 0.71]", *["0.700 [0.452, 0.948]"] * 2, "-", "-", "+0.300 [-0.596, 1.196]"]
+    assert arms["calibadv-lr1.9e-3"] == ["3", *calibadv]
+    rewards = cells(evidence_tables.reward_table(results))
+    assert rewards["grpo-lr1.9e-3"] == ["0.80", "0.80", "0.48", "0.48"]  # (0.32 + 0.32 + 0.8) / 3
+    text = evidence_tables.page(results, cold_starts(output))
+    assert "8 finished runs of 40 steps, seeds 3, 4, 5." in text
+    assert "Cold starts: F1 0.250 [0.126, 0.374]: 0.200 (seed 3), 0.300 (seed 4), 0.250 (seed 5)." in text
+    last = ["3", "29", "0.100", "0.100", "0.320", "0.100", "-", "1.500"]
+    assert cells(text)["calibadv-lambda0.5-lr1.9e-3"] == last
+
+
+def test_first_warnings_have_step_side_and_lead(output):
+    runs = [run for arm_runs in read_results(output).values() for run in arm_runs]
+    collapsed, healthy = evidence_tables.warnings(runs), evidence_tables.controls(runs)
+    rows = cells(evidence_tables.summary_table(collapsed, healthy))
+    assert rows["entropy"] == ["1 of 2", "1 above, 0 below", "6", "1 of 2"]
+    # GRPO softens nothing, so that its share of 0 is no warning.
+    assert rows["softened share"] == ["1 of 1", "0 above, 1 below", "6", "0 of 0"]
+    assert rows["perplexity"] == ["0 of 0", "-", "-", "0 of 0"]
+    lines = [line.split(" | ")[:4] for line in evidence_tables.warnings_table(collapsed).splitlines()[2:]]
+    assert [line[1:] for line in lines] == [
+        *(["3", "29", "23 above (6)"], ["4", "29", "-"], ["3", "29", "33 below"])  # seed, collapse, entropy
+    ]
+
+
+def test_unlike_runs_share_no_table(tmp_path):
+    """But speed settings may differ."""
+    with pytest.raises(UserError, match="no finished run in .*/runs; bash experiments/evidence.sh makes"):
+        read_results(tmp_path)
+    make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
+    make_run(tmp_path, "grpo-lr1.9e-3", 4, STEADY, 0.7, "policy.attention_chunk=64")
+    text = evidence_tables.page(read_results(tmp_path), {})
+    assert "2 finished runs" in text and "No run collapsed." in text and "Cold starts" not in text
+    for overrides, steps, key in (
+        (["advantage.name=calibadv"], 40, "advantage.name=grpo"),
+        (["rollout.group_size=4"], 40, "rollout.group_size"),
+        ([], 20, "learner.steps"),
+    ):
+        folder = make_run(tmp_path, "grpo-lr1.9e-3", 5, STEADY[:steps], 0.7, *overrides)
+        with pytest.raises(UserError, match=rf"grpo-lr1.9e-3/seed-5: other settings .*{key}.*; move it"):
+            read_results(tmp_path)
+        shutil.rmtree(folder)
+
+
+def test_lengths_are_of_wrong_and_right_trajectories(tmp_path):
+    folder = make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
+    rows = [
+        (0.0, None, [10, 5]),
+        (0.0, None, [3]),
+        (1.0, None, [2, 2, 2]),
+        (0.5, None, [100]),  # neither
+        (0.0, "retriever: gone", [50]),
+        (0.0, None, []),
+    ]
+    keep(folder, 1, rows)
+    keep(folder, 2, [(0.0, None, [4]), (0.0, None, [8])])
+    (run,) = read_runs([folder])
+    assert lengths(run) == {"length/wrong": {1: 6.0, 2: 6.0}, "length/right": {1: 6.0}}
+
+
+def words(path):
+    return {"".join(element.itertext()).strip() for element in ET.parse(path).iter(f"{SVG}text")}
+
+
+def test_report_writes_tables_and_figures(output, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    evidence_report.main([str(output), "--docs", str(tmp_path), "--name", "rumours"])
+    labels = {
+        "frontier": {"calibadv", "soft", "5 updates a step", "1.9"},
+        "rewards": {"calibadv", "reward"},
+        "searches": {"soft", "calibadv-lambda0.5", "searches", "learning rate 1.9e-3: λ"},
+        "lambda": {"calibadv", "λ", "0.5", "1"},
+    }
+    names = ["rumours_tables.md", *(f"rumours_{kind}.svg" for kind in labels)]
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / name) for name in names]
+    for kind, texts in labels.items():
+        assert {"grpo"} | texts <= words(tmp_path / f"rumours_{kind}.svg")
+    table, picture = evidence_report.write_short(output, ["short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"])
+    assert list(cells(table)) == ["arm", "short-grpo-lr1.9e-3", "short-calibadv-lr1.9e-3"]
+    assert {"grpo", "calibadv", "searches"} <= words(picture)
+
+
+def test_figures_show_shares_and_means(output):
+    """The sweep of lambda, which is 1 where CalibAdv is, with its intervals; curves with bands."""
+    pytest.importorskip("matplotlib")
+    results = read_results(output)
+    shares, means = (
+        {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+        for axes in evidence_figures.figures(results)["lambda"].axes
+    )
+    assert shares["calibadv"] == [1, 0] and shares["grpo"] == pytest.approx([2 / 3] * 2)
+    assert means["calibadv"] == pytest.approx([0.1, 0.7]) and means["grpo"] == pytest.approx([0.4, 0.4])
+    assert [0.452, 0.948] in [pytest.approx(line, abs=1e-3) for line in means.values() if len(line) == 2]
+    grpo = {arm: runs for arm, runs in results.items() if arm.method == "grpo"}
+    axes = evidence_figures.curves({"": grpo}, "rewards").axes[0]
+    (band,) = axes.collections
+    assert tuple(band.get_datalim(axes.transData).intervaly) == pytest.approx((0.32, 0.8))
+    assert axes.lines[0].get_ydata()[-1] == pytest.approx((0.32 + 0.32 + 0.8) / 3)
+
+
+def by_step(values):
+    return dict(enumerate(values, 1))
+
+
+def fell(high, low, until=20, steps=40):
+    """`high` up to a step, and `low` after it."""
+    return by_step([high] * until + [low] * (steps - until))
+
+
+FINE = by_step([1.0] * 40)
+
+
+@pytest.mark.parametrize(
+    ("reward", "format_valid", "step"),
+    [
+        (fell(0.8, 0.32), FINE, 29),  # nine of ten steps at 0.32: 0.368 < 0.4
+        (fell(1.0, 0.5), FINE, None),  # half of the maximum is not below it
+        (by_step([0.1] * 20 + [0.9] * 20), FINE, None),  # a later maximum is no earlier one
+        (by_step([0.8] * 20 + [0.0] * 4 + [0.8] * 16), FINE, None),  # a few bad steps
+        (by_step([0.8] * 5 + [0.0] * 4), FINE, None),  # no ten steps yet
+        (by_step([0.2] * 10 + [0.9] * 20 + [0.42] * 20), FINE, 40),  # of the largest mean, not of the first
+        (FINE, fell(1.0, 0.0), 26),  # six of ten: 0.4
+        (FINE, fell(1.0, 0.5), None),
+        (fell(1.0, 0.0, until=25), fell(1.0, 0.0), 26),  # whichever comes first
+        (fell(1.0, 0.0, until=15), fell(1.0, 0.0), 21),
+        (FINE, {}, None),
+    ],
+)
+def test_collapse(reward, format_valid, step):
+    assert collapse_step(reward, format_valid) == step
+
+
+def test_running_mean_ends_at_its_step():
+    assert running_mean({1: 1.0, 2: 2.0, 3: 6.0, 5: 1.0}, 3) == {3: 3.0, 5: 3.0}
+
+
+def test_intervals_are_students_and_exact():
+    """Of means and of shares; t(0.975, 4) = 2.77645, standard deviation sqrt(2.5)."""
+    assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
+    assert mean_interval([1, 2, 3, 4, 5]) == pytest.approx((3 - 1.96324, 3 + 1.96324), abs=1e-4)
+    assert mean_interval([0.4]) is None
+    for count, low, high in ((0, 0.0, 0.5218), (5, 0.4782, 1.0), (2, 0.0527, 0.8534)):
+        assert share_interval(count, 5) == pytest.approx((low, high), abs=1e-4)
+
+
+OTHERS = [by_step([1.0, 3.0]), by_step([2.0, 2.0])]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, 3.0, 2.0, 1.0, 3.0], None),  # the ends belong to the range
+        ([2, 4, 4, 2, 4, 4, 4, 4], Departure(7, "above")),
+        ([0, 0, 2, 0, 0, 0], Departure(6, "below")),
+        ([4, 0, 4, 0, 4, 0], None),  # not three on one side
+        ([4, 4], None),
+    ],
+)
+def test_three_steps_outside_the_range_warn(values, expected):
+    assert first_departure(by_step(values), OTHERS) == expected
+
+
+def test_range_is_of_the_steps_around():
+    """Other runs rise: 20 at step 20 is usual, 20 at step 31 is too little, for 21 was at step 21."""
+    rising = {step: float(step) for step in range(1, 41)}
+    assert first_departure(dict.fromkeys(range(10, 41), 20.0), [rising]) == Departure(33, "below")
+    assert first_departure(dict.fromkeys(range(52, 61), 20.0), [rising]) is None  # nothing to compare with

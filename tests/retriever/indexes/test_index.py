@@ -1,6 +1,7 @@
-"""Building: stopped and continued, refused settings, full disks, locks, progress, damaged files."""
+"""Building, stopped and continued, and opening an index of each kind; full disks, locks, damaged files."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -10,16 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import faiss
 import numpy as np
 import pytest
-from retriever_rig import people_corpus, refuses
+from retriever_rig import brute_force_ids, ids, people_corpus, refuses
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.encoders import HashedEncoder
 from retriever.errors import RetrieverError
 from retriever.indexes import backend, index
 from retriever.indexes.backend import MANIFEST, locked
-from retriever.indexes.index import build_index, embed, open_index
+from retriever.indexes.index import Index, build_index, embed, open_index
 
 LINE = r"encode: (\d+) of 30 \((\d+\.\d) %\), +([\d.]+) passages/s, (\d\d:\d\d) left"
 
@@ -27,12 +29,6 @@ LINE = r"encode: (\d+) of 30 \((\d+\.\d) %\), +([\d.]+) passages/s, (\d\d:\d\d) 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return people_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 30)
-
-
-@pytest.fixture(scope="module")
-def long_corpus(tmp_path_factory):
-    """60 passages of a few hundred bytes."""
-    return people_corpus(tmp_path_factory.mktemp("long") / "corpus.jsonl", 60, " street" * 20)
 
 
 def build(corpus, folder, progress=False, **options):
@@ -162,21 +158,21 @@ def largest_file(size):
 @pytest.mark.parametrize(
     ("options", "size", "where"),
     [
-        ({}, 500_000, "i.embeddings"),  # the vectors, 983,168 bytes
-        ({"shard_rows": 8}, 500_000, "i.unfinished"),  # a flat index, written by rows
-        ({"shard_rows": 8, "factory": "SQfp16"}, 300_000, "i.unfinished"),  # written by FAISS
+        ({}, 250_000, "i.embeddings"),  # the vectors, 491,648 bytes
+        ({"shard_rows": 8}, 250_000, "i.unfinished"),  # a flat index, written by rows
+        ({"shard_rows": 8, "factory": "SQfp16"}, 150_000, "i.unfinished"),  # written by FAISS
         ({"retriever_name": "bm25"}, 500, "i.unfinished"),
     ],
 )
-def test_full_disk_names_the_folder(tmp_path, long_corpus, options, size, where):
+def test_full_disk_names_the_folder(tmp_path, corpus, options, size, where):
     """The build continues afterwards."""
     with largest_file(size), pytest.raises(RetrieverError, match="cannot be written") as caught:
-        build(long_corpus, tmp_path / "i", **options)
+        build(corpus, tmp_path / "i", **options)
     assert str(tmp_path / where) in str(caught.value) and "\n" not in str(caught.value)
     assert "shard_rows" in options or "cannot be written (File too large); make room" in str(caught.value)
     assert not (tmp_path / "i").exists()
-    build(long_corpus, tmp_path / "i", **options)
-    assert first_id(long_corpus, tmp_path / "i") == "17"
+    build(corpus, tmp_path / "i", **options)
+    assert first_id(corpus, tmp_path / "i") == "17"
 
 
 def test_second_build_of_a_folder_is_refused(tmp_path, corpus):
@@ -192,37 +188,50 @@ def test_second_build_of_a_folder_is_refused(tmp_path, corpus):
 
 
 @pytest.fixture(scope="module")
-def built(long_corpus, tmp_path_factory):
+def built(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("built")
-    build(long_corpus, folder / "flat")
-    build(long_corpus, folder / "sq", factory="SQ8")
-    build(long_corpus, folder / "bm25", retriever_name="bm25")
+    build(corpus, folder / "flat")
+    build(corpus, folder / "sq", factory="SQ8")
+    build(corpus, folder / "bm25", retriever_name="bm25")
     return folder
+
+
+@pytest.fixture
+def copy(built, tmp_path):
+    """A copy of a flat index that a test may damage."""
+    return Path(shutil.copytree(built / "flat", tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("kind", ["flat", "sq"])
 @pytest.mark.parametrize("mmap", [False, True])
-def test_random_bytes_are_noticed(built, long_corpus, tmp_path, kind, mmap):
+def test_random_bytes_are_noticed(built, corpus, tmp_path, kind, mmap):
     copy = Path(shutil.copytree(built / kind, tmp_path / "copy"))
-    assert first_id(long_corpus, copy, mmap=mmap) == "17"
+    assert first_id(corpus, copy, mmap=mmap) == "17"
     data = bytearray((copy / "index.faiss").read_bytes())
     data[-1000:-900] = np.random.default_rng(0).bytes(100)
     (copy / "index.faiss").write_bytes(data)
-    refuses("index.faiss: damaged .its checksum.*build it again", first_id, long_corpus, copy, mmap=mmap)
-    assert first_id(long_corpus, copy, mmap=mmap, skip_checksum=True)
+    refuses("index.faiss: damaged .its checksum.*build it again", first_id, corpus, copy, mmap=mmap)
+    assert first_id(corpus, copy, mmap=mmap, skip_checksum=True)
 
 
-def test_every_file_has_a_checksum(built, long_corpus, tmp_path):
-    copy = Path(shutil.copytree(built / "flat", tmp_path / "copy"))
+def test_every_file_has_a_checksum(built, copy, corpus):
     manifest, sparse = (json.loads((built / kind / MANIFEST).read_text()) for kind in ("flat", "bm25"))
     assert set(manifest["checksums"]) == {path.name for path in copy.iterdir()} - {MANIFEST}
     common = ["corpus_sha256", "documents", "words", "kind", "encoder"]
     assert list(manifest) == [*common, "model", "dimension", "factory", "bytes", "checksums"]
     assert list(sparse) == [*common, "factory", "checksums"]
     assert {name.split("/")[0] for name in sparse["checksums"]} == {"bm25"}
-    del manifest["checksums"]  # as earlier versions wrote it
-    (copy / MANIFEST).write_text(json.dumps(manifest))
-    assert first_id(long_corpus, copy) == "17"
+
+
+def test_older_index_loads_unless_words_were_split_otherwise(copy, corpus):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    old = {key: manifest[key] for key in ("corpus_sha256", "documents", "encoder", "factory", "words")}
+    (copy / MANIFEST).write_text(json.dumps(old))
+    assert first_id(corpus, copy) == "17"
+    assert manifest.pop("words") == 2
+    for words in ({}, {"words": 1}, {"words": 3}):
+        (copy / MANIFEST).write_text(json.dumps(manifest | words))
+        refuses("split into words by another version .*build it again with", open_index, copy, corpus)
 
 
 @pytest.mark.parametrize(
@@ -237,15 +246,14 @@ def test_every_file_has_a_checksum(built, long_corpus, tmp_path):
     ],
 )
 @pytest.mark.parametrize("mmap", [False, True])
-def test_bm25_places_out_of_range_are_noticed(built, long_corpus, tmp_path, name, change, mmap):
+def test_bm25_places_out_of_range_are_noticed(built, corpus, tmp_path, name, change, mmap):
     """In an index of an earlier version, without checksums."""
     copy = Path(shutil.copytree(built / "bm25", tmp_path / "copy"))
     manifest = json.loads((copy / MANIFEST).read_text())
     (copy / MANIFEST).write_text(json.dumps(manifest | {"checksums": {}}))
     path = copy / "bm25" / f"{name}.csc.index.npy"
     np.save(path, change(np.load(path)))
-    with pytest.raises(RetrieverError, match="bm25: not a whole BM25 index .places out of range"):
-        open_index(copy, long_corpus, IndexOptions(mmap=mmap))
+    refuses("bm25: not a whole BM25 index .places", open_index, copy, corpus, IndexOptions(mmap=mmap))
 
 
 def test_shards_and_samples_follow_corpus_order(tmp_path, corpus):
@@ -286,3 +294,121 @@ def test_missing_shard_is_encoded_again(tmp_path, corpus):
     assert [path.read_bytes() for path in shards] == before
     assert {shard.dtype for shard in again.shards()} == {np.dtype(np.float16)}
     assert first_id(corpus, tmp_path / "i") == "17"
+
+
+@pytest.mark.parametrize("options", [{}, {"mmap": True}, {"engine": "jax"}, {"retriever_name": "hashed"}])
+def test_every_engine_finds_rows_of_brute_force(built, corpus, options):
+    index, encoder = (
+        open_index(built / "flat", corpus, IndexOptions(**options)),
+        HashedEncoder.load(built / "flat"),
+    )
+    queries = ["person 2 lives", "town 3", "person 16 in town 2"]
+    assert ids(index.search(queries, 7)) == brute_force_ids(encoder, corpus, queries, 7)
+    assert (index.manifest["documents"], index.manifest["kind"]) == (30, options.get("engine", "faiss"))
+    json.dumps(index.manifest)
+    assert index.search([], 3) == []
+    assert index.search(["zzzz", "", "!!!"], 3) == [[]] * 3
+    (ranked,) = brute_force_ids(encoder, corpus, ["zzzz 5"], 30)  # the projection gives all a little noise
+    assert ids(index.search(["zzzz 5"], 1000)) == [[name for name in ranked if int(name) % 7 == 5]]
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_bm25_is_its_definition(built, corpus, mmap):
+    texts = [re.findall(r"\w+", row["contents"].lower()) for row in corpus]
+    mean = sum(map(len, texts)) / len(texts)
+
+    def score(terms, text):
+        total = 0.0
+        for term in terms:
+            frequency = sum(term in other for other in texts)
+            idf = math.log1p((len(texts) - frequency + 0.5) / (frequency + 0.5))
+            count = text.count(term)
+            total += idf * count / (count + 0.9 * (0.6 + 0.4 * len(text) / mean))
+        return total
+
+    index = open_index(built / "bm25", corpus, IndexOptions("bm25", mmap=mmap))
+    terms = ["person", "town", "5"]
+    expected = np.array([score(terms, text) for text in texts])
+    (results,) = index.search(["Person, of town 5!"], 10)
+    order = np.argsort(-expected.round(5), kind="stable")[:10]
+    assert [row["id"] for row, _ in results] == [str(i) for i in order]
+    np.testing.assert_allclose([score for _, score in results], expected[order], rtol=1e-4)
+    assert index.search(["zzzz", "", "!!!"], 3) == [[]] * 3
+    assert ids(index.search(["zzzz 29", "town"], 3)) == [["29"], ["0", "1", "2"]]
+
+
+def test_damaged_or_too_large_bm25_is_refused(built, tmp_path, corpus, monkeypatch):
+    bm25 = built / "bm25"
+    with monkeypatch.context() as patch:
+        patch.setattr("retriever.indexes.backend.available_memory", lambda: 10)
+        refuses("bm25: needs .* are available; serve it with --mmap", open_index, bm25, corpus)
+        assert open_index(bm25, corpus, IndexOptions(mmap=True)).search(["person"], 1)[0]
+        options = (tmp_path / "i", BuildOptions("bm25"))
+        refuses("BM25: needs .*; use --retriever_name hashed", build_index, corpus, *options)
+    copy = Path(shutil.copytree(bm25, tmp_path / "copy"))
+    data = copy / "bm25" / "data.csc.index.npy"
+    data.write_bytes(data.read_bytes()[:-10])
+    for message in ("data.csc.index.npy: damaged", r"bm25/.*: cannot be read \(No such file"):
+        refuses(message, open_index, copy, corpus)
+        refuses("bm25: not a whole BM25 index", open_index, copy, corpus, IndexOptions(skip_checksum=True))
+        shutil.rmtree(copy / "bm25", ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *[("encoder.npz", text, "cannot be read .*build") for text in (None, b"", b"PK damaged")],
+        ("index.faiss", None, "no such index"),
+        ("index.faiss", b"IxFI", "has 4 bytes and its manifest says 491,565; build it again"),
+        *[(MANIFEST, text, ".*build it again") for text in (b"{", b"[]", b"{}", b'{"kind": "x"}')],
+    ],
+)
+def test_missing_or_damaged_file_is_refused(copy, corpus, name, content, message):
+    (copy / name).unlink()
+    if content is not None:
+        (copy / name).write_bytes(content)
+    refuses(f"{name}: {message}", open_index, copy, corpus)
+
+
+def test_sizes_of_index_corpus_and_encoder_must_agree(copy, corpus, tmp_path):
+    fewer = people_corpus(tmp_path / "c.jsonl", 29)
+    refuses(r"built from another corpus \(30 passages; this one has 29\)", open_index, copy, fewer)
+    for count, dimension, message in (
+        (29, 4096, "holds 29 vectors and the corpus .* 30 passages"),
+        (30, 8, "holds vectors of dimension 8, and hashed makes 4096"),
+    ):
+        index = faiss.IndexFlatIP(dimension)
+        index.add(np.ones((count, dimension), np.float32))
+        faiss.write_index(index, str(copy / "index.faiss"))
+        manifest = json.loads((copy / MANIFEST).read_text())
+        manifest["bytes"] = (copy / "index.faiss").stat().st_size
+        (copy / MANIFEST).write_text(json.dumps(manifest))
+        refuses(message, open_index, copy, corpus)
+
+
+def test_unsuitable_option_or_missing_index_is_named(built, tmp_path, corpus):
+    for options, message in (
+        ({"retriever_name": "e5"}, "--retriever_name: .* was built with hashed"),
+        ({"engine": "tpu"}, "--engine 'tpu' is unknown"),
+        ({"engine": "jax", "faiss_gpu": True}, "--faiss_gpu: has no meaning for an index of kind jax"),
+        ({"retriever_model": "m"}, "--retriever_model m: hashed has no model"),
+    ):
+        refuses(message, open_index, built / "flat", corpus, IndexOptions(**options))
+    refuses("no complete index; build it", open_index, tmp_path / "none", corpus)
+    for name in ("", "hashed", "bm25"):
+        file = built / "flat/index.faiss"
+        refuses("set --retriever_name to e5", open_index, file, corpus, IndexOptions(name))
+
+
+def test_missing_neighbours_are_left_out():
+    """A ranker that finds row 2 for every query, and fewer than it is asked for."""
+
+    def rank(queries, k):
+        assert k <= 4
+        scores, rows = np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1)
+        scores[:, 0], rows[:, 0] = 0.5, 2
+        return scores, rows
+
+    rows = [{"id": str(number)} for number in range(4)]
+    index = Index(rows, SimpleNamespace(rank=rank), {})
+    assert index.search(["a", "b"], 3) == index.search(["a", "b"], 9) == [[(rows[2], 0.5)]] * 2
