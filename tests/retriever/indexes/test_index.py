@@ -298,10 +298,8 @@ def test_missing_shard_is_encoded_again(tmp_path, corpus):
 
 @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"engine": "jax"}, {"retriever_name": "hashed"}])
 def test_every_engine_finds_rows_of_brute_force(built, corpus, options):
-    index, encoder = (
-        open_index(built / "flat", corpus, IndexOptions(**options)),
-        HashedEncoder.load(built / "flat"),
-    )
+    index = open_index(built / "flat", corpus, IndexOptions(**options))
+    encoder = HashedEncoder.load(built / "flat")
     queries = ["person 2 lives", "town 3", "person 16 in town 2"]
     assert ids(index.search(queries, 7)) == brute_force_ids(encoder, corpus, queries, 7)
     assert (index.manifest["documents"], index.manifest["kind"]) == (30, options.get("engine", "faiss"))
