@@ -263,23 +263,10 @@ AT_1, ENTROPY = "eval__average__f1__temperature_1", "actor__entropy"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def keep(folder, step, rows):
-    """rollouts/step_N.parquet of (reward, error, tokens of each turn)."""
-    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-    made = [
-        {"step": step, "answer_score": score, "error": error}
-        | {"turns": [{"kind": "search", "token_ids": list(range(tokens))} for tokens in turns]}
-        for score, error, turns in rows
-    ]
-    table = pa.Table.from_pylist(made, schema=SCHEMA).replace_schema_metadata({"schema_version": VERSION})
-    pq.write_table(table, folder / f"rollouts/step_{step}.parquet")
-
-
 @functools.cache
 def config_text(arm, steps, *overrides):
-    return dump_config(
-        config_of([*evidence.train_command(Path("/out"), Job(arm, 3, 3, steps), CONFIG), *overrides])
-    )
+    command = evidence.train_command(Path("/out"), Job(arm, 3, 3, steps), CONFIG)
+    return dump_config(config_of([*command, *overrides]))
 
 
 def make_run(output, name, seed, reward, f1, *overrides, step=None, **more):
@@ -317,27 +304,17 @@ def output(tmp_path_factory):
     searches = {"rollout__searches__mean": {step: 1.0 + (step > 35) for step in range(1, 41)}}
     tied = {"group__tied": {step: float(step > 34) for step in range(1, 41)}}  # six of the last ten steps
     softened = "advantage__search__softened_share"
+    warned = {ENTROPY: entropy(21, 0.9), softened: entropy(5, 0.0), AT_1: {20: 0.75, 40: 0.1}}
+    hardly = {ENTROPY: entropy(31, 0.1), softened: entropy(21, 0.2)}
     for name, seed, reward, f1, metrics in (
-        (
-            "grpo",
-            3,
-            FALLEN,
-            0.2,
-            {ENTROPY: entropy(21, 0.9), softened: entropy(5, 0.0), AT_1: {20: 0.75, 40: 0.1}},
-        ),
+        ("grpo", 3, FALLEN, 0.2, warned),
         ("grpo", 4, FALLEN, 0.3, tied | searches),
         ("grpo", 5, STEADY, 0.7, {}),
         ("calibadv", 3, STEADY, 0.8, {ENTROPY: entropy() | {7: 0.4, 8: 0.6}, softened: entropy()}),
         ("calibadv", 4, STEADY, 0.7, {}),
         ("calibadv", 5, STEADY, 0.6, {ENTROPY: entropy(1, 0.95)}),
         ("soft", 3, STEADY, 0.5, {ENTROPY: entropy(38, 0.7)} | searches),
-        (
-            "calibadv-lambda0.5",
-            3,
-            FALLEN,
-            0.1,
-            {ENTROPY: entropy(31, 0.1), softened: entropy(21, 0.2)} | searches,
-        ),
+        ("calibadv-lambda0.5", 3, FALLEN, 0.1, hardly | searches),
         ("short-calibadv", 3, STEADY, 0.9, searches),
         ("short-grpo", 3, STEADY, 0.9, searches),
     ):
@@ -392,10 +369,9 @@ def test_first_warnings_have_step_side_and_lead(output):
     # GRPO softens nothing, so that its share of 0 is no warning.
     assert rows["softened share"] == ["1 of 1", "0 above, 1 below", "6", "0 of 0"]
     assert rows["perplexity"] == ["0 of 0", "-", "-", "0 of 0"]
-    lines = [line.split(" | ")[:4] for line in evidence_tables.warnings_table(collapsed).splitlines()[2:]]
-    assert [line[1:] for line in lines] == [
-        *(["3", "29", "23 above (6)"], ["4", "29", "-"], ["3", "29", "33 below"])  # seed, collapse, entropy
-    ]
+    lines = evidence_tables.warnings_table(collapsed).splitlines()[2:]
+    shown = [line.split(" | ")[1:4] for line in lines]  # seed, collapse, entropy
+    assert shown == [["3", "29", "23 above (6)"], ["4", "29", "-"], ["3", "29", "33 below"]]
 
 
 def test_unlike_runs_share_no_table(tmp_path):
@@ -419,7 +395,7 @@ def test_unlike_runs_share_no_table(tmp_path):
 
 def test_lengths_are_of_wrong_and_right_trajectories(tmp_path):
     folder = make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
-    rows = [
+    first = [
         (0.0, None, [10, 5]),
         (0.0, None, [3]),
         (1.0, None, [2, 2, 2]),
@@ -427,8 +403,15 @@ def test_lengths_are_of_wrong_and_right_trajectories(tmp_path):
         (0.0, "retriever: gone", [50]),
         (0.0, None, []),
     ]
-    keep(folder, 1, rows)
-    keep(folder, 2, [(0.0, None, [4]), (0.0, None, [8])])
+    (folder / "rollouts").mkdir()
+    for step, kept in enumerate((first, [(0.0, None, [4]), (0.0, None, [8])]), 1):
+        rows = [
+            {"step": step, "answer_score": score, "error": error}
+            | {"turns": [{"kind": "search", "token_ids": list(range(tokens))} for tokens in turns]}
+            for score, error, turns in kept
+        ]
+        table = pa.Table.from_pylist(rows, schema=SCHEMA).replace_schema_metadata({"schema_version": VERSION})
+        pq.write_table(table, folder / f"rollouts/step_{step}.parquet")
     (run,) = read_runs([folder])
     assert lengths(run) == {"length/wrong": {1: 6.0, 2: 6.0}, "length/right": {1: 6.0}}
 
@@ -483,6 +466,7 @@ def fell(high, low, until=20, steps=40):
 
 
 FINE = by_step([1.0] * 40)
+OTHERS = [by_step([1.0, 3.0]), by_step([2.0, 2.0])]
 
 
 @pytest.mark.parametrize(
@@ -505,38 +489,28 @@ def test_collapse(reward, format_valid, step):
     assert collapse_step(reward, format_valid) == step
 
 
-def test_running_mean_ends_at_its_step():
-    assert running_mean({1: 1.0, 2: 2.0, 3: 6.0, 5: 1.0}, 3) == {3: 3.0, 5: 3.0}
-
-
 def test_intervals_are_students_and_exact():
     """Of means and of shares; t(0.975, 4) = 2.77645, standard deviation sqrt(2.5)."""
     assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
     assert mean_interval([1, 2, 3, 4, 5]) == pytest.approx((3 - 1.96324, 3 + 1.96324), abs=1e-4)
     assert mean_interval([0.4]) is None
+    assert running_mean({1: 1.0, 2: 2.0, 3: 6.0, 5: 1.0}, 3) == {3: 3.0, 5: 3.0}
     for count, low, high in ((0, 0.0, 0.5218), (5, 0.4782, 1.0), (2, 0.0527, 0.8534)):
         assert share_interval(count, 5) == pytest.approx((low, high), abs=1e-4)
 
 
-OTHERS = [by_step([1.0, 3.0]), by_step([2.0, 2.0])]
-
-
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("values", "others", "expected"),
     [
-        ([1.0, 3.0, 2.0, 1.0, 3.0], None),  # the ends belong to the range
-        ([2, 4, 4, 2, 4, 4, 4, 4], Departure(7, "above")),
-        ([0, 0, 2, 0, 0, 0], Departure(6, "below")),
-        ([4, 0, 4, 0, 4, 0], None),  # not three on one side
-        ([4, 4], None),
+        (by_step([1.0, 3.0, 2.0, 1.0, 3.0]), OTHERS, None),  # the ends belong to the range
+        (by_step([2, 4, 4, 2, 4, 4, 4, 4]), OTHERS, Departure(7, "above")),
+        (by_step([0, 0, 2, 0, 0, 0]), OTHERS, Departure(6, "below")),
+        (by_step([4, 0, 4, 0, 4, 0]), OTHERS, None),  # not three on one side
+        (by_step([4, 4]), OTHERS, None),
+        # Others rise: 20 at step 20 is usual, at step 31 too little, for 21 was at step 21.
+        (dict.fromkeys(range(10, 41), 20.0), [by_step(range(1, 41))], Departure(33, "below")),
+        (dict.fromkeys(range(52, 61), 20.0), [by_step(range(1, 41))], None),  # nothing to compare with
     ],
 )
-def test_three_steps_outside_the_range_warn(values, expected):
-    assert first_departure(by_step(values), OTHERS) == expected
-
-
-def test_range_is_of_the_steps_around():
-    """Other runs rise: 20 at step 20 is usual, 20 at step 31 is too little, for 21 was at step 21."""
-    rising = {step: float(step) for step in range(1, 41)}
-    assert first_departure(dict.fromkeys(range(10, 41), 20.0), [rising]) == Departure(33, "below")
-    assert first_departure(dict.fromkeys(range(52, 61), 20.0), [rising]) is None  # nothing to compare with
+def test_three_steps_outside_the_range_warn(values, others, expected):
+    assert first_departure(values, others) == expected
