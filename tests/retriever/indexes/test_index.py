@@ -161,7 +161,7 @@ def largest_file(size):
         ({}, 250_000, "i.embeddings"),  # the vectors, 491,648 bytes
         ({"shard_rows": 8}, 250_000, "i.unfinished"),  # a flat index, written by rows
         ({"shard_rows": 8, "factory": "SQfp16"}, 150_000, "i.unfinished"),  # written by FAISS
-        ({"retriever_name": "bm25"}, 500, "i.unfinished"),
+        ({"retriever_name": "bm25"}, 200, "i.unfinished"),
     ],
 )
 def test_full_disk_names_the_folder(tmp_path, corpus, options, size, where):
