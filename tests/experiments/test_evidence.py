@@ -27,19 +27,11 @@ from calibadv_jax.record.schema import SCHEMA, VERSION
 from calibadv_jax.run.folder import differences
 from experiments import cold as evidence_cold
 from experiments import figures as evidence_figures
+from experiments import measures
 from experiments import report as evidence_report
 from experiments import runs as evidence
 from experiments import tables as evidence_tables
 from experiments.arms import FOUR, Arm, Job, parse_name, plan
-from experiments.measures import (
-    Departure,
-    collapse_step,
-    first_departure,
-    lengths,
-    mean_interval,
-    running_mean,
-    share_interval,
-)
 from experiments.results import cold_starts, held_out_f1, read_results
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
@@ -413,7 +405,7 @@ def test_lengths_are_of_wrong_and_right_trajectories(tmp_path):
         table = pa.Table.from_pylist(rows, schema=SCHEMA).replace_schema_metadata({"schema_version": VERSION})
         pq.write_table(table, folder / f"rollouts/step_{step}.parquet")
     (run,) = read_runs([folder])
-    assert lengths(run) == {"length/wrong": {1: 6.0, 2: 6.0}, "length/right": {1: 6.0}}
+    assert measures.lengths(run) == {"length/wrong": {1: 6.0, 2: 6.0}, "length/right": {1: 6.0}}
 
 
 def words(path):
@@ -486,31 +478,31 @@ OTHERS = [by_step([1.0, 3.0]), by_step([2.0, 2.0])]
     ],
 )
 def test_collapse(reward, format_valid, step):
-    assert collapse_step(reward, format_valid) == step
+    assert measures.collapse_step(reward, format_valid) == step
 
 
 def test_intervals_are_students_and_exact():
     """Of means and of shares; t(0.975, 4) = 2.77645, standard deviation sqrt(2.5)."""
-    assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
-    assert mean_interval([1, 2, 3, 4, 5]) == pytest.approx((3 - 1.96324, 3 + 1.96324), abs=1e-4)
-    assert mean_interval([0.4]) is None
-    assert running_mean({1: 1.0, 2: 2.0, 3: 6.0, 5: 1.0}, 3) == {3: 3.0, 5: 3.0}
+    assert measures.mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
+    assert measures.mean_interval([1, 2, 3, 4, 5]) == pytest.approx((3 - 1.96324, 3 + 1.96324), abs=1e-4)
+    assert measures.mean_interval([0.4]) is None
+    assert measures.running_mean({1: 1.0, 2: 2.0, 3: 6.0, 5: 1.0}, 3) == {3: 3.0, 5: 3.0}
     for count, low, high in ((0, 0.0, 0.5218), (5, 0.4782, 1.0), (2, 0.0527, 0.8534)):
-        assert share_interval(count, 5) == pytest.approx((low, high), abs=1e-4)
+        assert measures.share_interval(count, 5) == pytest.approx((low, high), abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("values", "others", "expected"),
     [
         (by_step([1.0, 3.0, 2.0, 1.0, 3.0]), OTHERS, None),  # the ends belong to the range
-        (by_step([2, 4, 4, 2, 4, 4, 4, 4]), OTHERS, Departure(7, "above")),
-        (by_step([0, 0, 2, 0, 0, 0]), OTHERS, Departure(6, "below")),
+        (by_step([2, 4, 4, 2, 4, 4, 4, 4]), OTHERS, measures.Departure(7, "above")),
+        (by_step([0, 0, 2, 0, 0, 0]), OTHERS, measures.Departure(6, "below")),
         (by_step([4, 0, 4, 0, 4, 0]), OTHERS, None),  # not three on one side
         (by_step([4, 4]), OTHERS, None),
         # Others rise: 20 at step 20 is usual, at step 31 too little, for 21 was at step 21.
-        (dict.fromkeys(range(10, 41), 20.0), [by_step(range(1, 41))], Departure(33, "below")),
+        (dict.fromkeys(range(10, 41), 20.0), [by_step(range(1, 41))], measures.Departure(33, "below")),
         (dict.fromkeys(range(52, 61), 20.0), [by_step(range(1, 41))], None),  # nothing to compare with
     ],
 )
 def test_three_steps_outside_the_range_warn(values, others, expected):
-    assert first_departure(values, others) == expected
+    assert measures.first_departure(values, others) == expected

@@ -139,12 +139,10 @@ def run_without(packages, *command):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("module", "packages"),
-    [("serve", ["fastapi", "uvicorn"]), ("build_index", ["scipy"]), ("prepare_corpus", [])],
-)
-def test_help_needs_no_optional_package(module, packages):
-    module = f"retriever.{module}"
+@pytest.mark.parametrize("name", ["serve", "build_index", "prepare_corpus"])
+def test_help_needs_no_optional_package(name):
+    module = f"retriever.{name}"
+    packages = {"serve": ["fastapi", "uvicorn"], "build_index": ["scipy"]}.get(name, [])
     heavy = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic", "tqdm"]
     heavy += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "pyarrow"]
     answer = run_without(heavy, module, "--help")
@@ -174,7 +172,12 @@ def test_threads_win_over_the_environment():
         assert ended.stdout.strip() == expected, ended.stderr
 
 
-def test_failure_leaves_the_old_file(tmp_path):
+def test_failure_leaves_the_old_file_or_folder(tmp_path, monkeypatch):
+    def failing(path, target, rename=Path.rename):
+        if path.name.endswith(".unfinished"):
+            raise OSError(errno.EIO, "broken")
+        return rename(path, target)
+
     path = tmp_path / "a"
     for by_many in (False, True):
         path.write_text("old")
@@ -182,19 +185,12 @@ def test_failure_leaves_the_old_file(tmp_path):
             partial.write_text("ne")
             raise OSError(errno.ENOSPC, "full")
         assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
-def test_failed_exchange_gives_back_the_old_folder(tmp_path, monkeypatch):
-    def failing(path, target, rename=Path.rename):
-        if path.name.endswith(".unfinished"):
-            raise OSError(errno.EIO, "broken")
-        return rename(path, target)
-
-    (tmp_path / "a").mkdir()
+    path.unlink()
+    path.mkdir()
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="broken"), replacing_folder(tmp_path / "a"):
+    with pytest.raises(OSError, match="broken"), replacing_folder(path):
         pass
-    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_two_processes_write_under_different_names(tmp_path, monkeypatch):
@@ -212,18 +208,15 @@ def test_files_are_renamed_in_one_module():
     assert paths == [ROOT / "retriever/files.py"]
 
 
-@pytest.mark.parametrize(
-    ("error", "cause", "status"),
-    [
+def test_exit_status_tells_input_from_environment(capsys):
+    for error, cause, status in (
         (RetrieverError("a/b: cannot be written"), OSError(errno.ENOSPC, "full"), 75),
         (RetrieverError("a/b: cannot be written"), PermissionError(errno.EACCES, "no"), 2),
         (RetrieverError("--topk 0: at least 1"), None, 2),
         (Unavailable("Qdrant is away"), None, 75),
-    ],
-    ids=str,
-)
-def test_exit_status_tells_input_from_environment(error, cause, status, capsys):
-    def work():
-        raise error from cause
+    ):
 
-    assert status_of(work) == status and capsys.readouterr().err == f"error: {error}\n"
+        def work(error=error, cause=cause):
+            raise error from cause
+
+        assert status_of(work) == status and capsys.readouterr().err == f"error: {error}\n"

@@ -16,16 +16,7 @@ from retriever.indexes import backend as plan
 from retriever.indexes import faiss as gpu
 from retriever.indexes.backend import Embeddings
 from retriever.indexes.bm25 import top_k
-from retriever.indexes.faiss import (
-    MORE,
-    MOST,
-    FaissVectors,
-    make_empty,
-    map_flat,
-    read_header,
-    search_in_corpus_order,
-    write_faiss,
-)
+from retriever.indexes.faiss import FaissVectors, map_flat, search_in_corpus_order, write_faiss
 from retriever.indexes.jax import JaxVectors
 
 DIMENSION = 24
@@ -150,7 +141,7 @@ def test_files_are_those_of_faiss_with_search_parameters(tmp_path, embeddings):
     assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat", "nprobe=5"))).nprobe == 5
     assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat"))).nprobe == 4
     assert faiss.read_index(str(built(tmp_path, embeddings, "HNSW16"))).hnsw.efSearch == 128
-    refuses("--search 'nprob=5'", make_empty, 8, "IVF16,Flat", "nprob=5")
+    refuses("--search 'nprob=5'", gpu.make_empty, 8, "IVF16,Flat", "nprob=5")
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -163,8 +154,10 @@ def test_damaged_file_is_refused(tmp_path, embeddings, mmap):
     refuses("index.faiss: FAISS cannot read it", FaissVectors, path)
     refuses("FAISS type IxSQ; --engine jax needs factory Flat", map_flat, path)
     path.write_text("nothing")
-    refuses("not a FAISS index", read_header, path)
-    refuses("metric is FAISS number 1", read_header, written(path, "Flat", VECTORS, metric=faiss.METRIC_L2))
+    refuses("not a FAISS index", gpu.read_header, path)
+    refuses(
+        "metric is FAISS number 1", gpu.read_header, written(path, "Flat", VECTORS, metric=faiss.METRIC_L2)
+    )
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -219,7 +212,7 @@ def engine(scores, counts):
 
 
 @pytest.mark.parametrize("k", [1, 3, 20])
-@pytest.mark.parametrize("documents", [1, 5, MORE + 4, 300])
+@pytest.mark.parametrize("documents", [1, 5, gpu.MORE + 4, 300])
 @pytest.mark.parametrize("levels", [1, 3, 1000], ids="{} scores".format)
 def test_ties_do_not_depend_on_the_batch(k, documents, levels):
     """Rows of few and of many ties stand in one batch."""
@@ -236,7 +229,7 @@ def test_ties_do_not_depend_on_the_batch(k, documents, levels):
 
 
 def test_fetching_ends_with_the_tie():
-    for scores, expected in ((np.arange(5000), [3 + MORE]), (np.zeros(5000), [19, 76, 304, MOST])):
+    for scores, expected in ((np.arange(5000), [3 + gpu.MORE]), (np.zeros(5000), [19, 76, 304, gpu.MOST])):
         counts = []
         search_in_corpus_order(engine(scores[None], counts), 3, 5000)
         assert counts == expected

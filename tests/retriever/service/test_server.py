@@ -26,16 +26,7 @@ from retriever.options import parse
 from retriever.service import server as assembly
 from retriever.service.app import BodyLimit, index_identity, make_app
 from retriever.service.engine import Limits
-from retriever.service.server import (
-    MAX_HEAD,
-    SPARE_FILES,
-    Loading,
-    allowed_connections,
-    listen,
-    load,
-    load_index,
-    run,
-)
+from retriever.service.server import Loading, listen, load, load_index, run
 
 
 def command(corpus, folder, *more):
@@ -335,8 +326,10 @@ def test_invalid_length_is_refused(declared):
 
 def test_connections_leave_descriptors_for_files():
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert allowed_connections(10) == 10
-    assert allowed_connections(10**9) == (10**9 if hard == resource.RLIM_INFINITY else hard - SPARE_FILES)
+    assert assembly.allowed_connections(10) == 10
+    assert assembly.allowed_connections(10**9) == (
+        10**9 if hard == resource.RLIM_INFINITY else hard - assembly.SPARE_FILES
+    )
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
 
 
@@ -366,7 +359,7 @@ def test_bodies_to_health_delay_no_search(index, method, status):
 )
 def test_head_of_64_kib_is_the_largest(index, start, fill, end, in_parts):
     """Also one that comes whole, and as a second request of its connection."""
-    largest = (MAX_HEAD - len(start + end)) // len(fill)
+    largest = (assembly.MAX_HEAD - len(start + end)) // len(fill)
     with served(make_app(index, 1)) as address, contextlib.ExitStack() as stack:
         for before, count in product((b"", REQUEST), (largest, largest + 1)):
             connection = connected(stack, address, before)
@@ -384,11 +377,11 @@ def test_trailers_and_a_waiting_head_are_bounded(index):
     """What follows a body in chunks, and a head that comes with the request before it."""
     chunked = HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked") + b"\r\n"
     body = b"%x\r\n%s\r\n0\r\n" % (LENGTH, BODY)
-    second = b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * MAX_HEAD + b"\r\n\r\n"
+    second = b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * assembly.MAX_HEAD + b"\r\n\r\n"
     with served(make_app(index, 1)) as address, contextlib.ExitStack() as stack:
         for sent, statuses in (
             (chunked + body + b"x: y\r\n\r\n", [b"200"]),
-            (chunked + body + b"x: " + b"y" * MAX_HEAD + b"\r\n\r\n", [b"400"]),
+            (chunked + body + b"x: " + b"y" * assembly.MAX_HEAD + b"\r\n\r\n", [b"400"]),
             (REQUEST + second, [b"200", b"400"]),
         ):
             connection, replies = connected(stack, address, sent), b""
