@@ -293,13 +293,8 @@ TEXT = '"Zürich"\n' + "on the river Limmat \ud83d \u2028" * 50  # 1.1 kB, as Wi
 ROW = {"id": "7", "contents": TEXT}
 
 
-class Wide:
-    """Finds the same passage k times: what a reply takes of memory is then the reply's own."""
-
-    manifest = {"documents": 1000}
-
-    def search(self, queries, k):
-        return [[(ROW, 0.25)] * k for _ in queries]
+# Finds the same passage k times: what a reply takes of memory is then the reply's own.
+WIDE = SimpleNamespace(manifest={}, search=lambda queries, k: [[(ROW, 0.25)] * k for _ in queries])
 
 
 @pytest.mark.parametrize("queries", [0, 1, 3])
@@ -315,7 +310,7 @@ class Wide:
 def test_reply_in_pieces_equals_a_whole_one(depth, return_scores, item, queries):
     """json.dumps as FastAPI's own replies are written; but half of a surrogate pair, which is no UTF-8."""
     body = {depth: 1000, "return_scores": return_scores, "queries": ["q"] * queries}
-    with served(make_app(Wide(), 3)) as (host, port):
+    with served(make_app(WIDE, 3)) as (host, port):
         reply = httpx.post(f"http://{host}:{port}/retrieve", json=body, trust_env=False)
     whole = json.dumps({"result": [[item] * 1000] * queries}, ensure_ascii=False, separators=(",", ":"))
     assert (reply.status_code, reply.headers["content-type"]) == (200, "application/json")
@@ -351,7 +346,7 @@ def test_largest_reply_takes_little_memory():
     sizes, body = [], {"queries": ["q"] * 65, "topk": 1000, "return_scores": True}
     tracemalloc.start()
     try:
-        asyncio.run(request(make_app(Wide(), 3), body, asyncio.Event(), lambda part: sizes.append(len(part))))
+        asyncio.run(request(make_app(WIDE, 3), body, asyncio.Event(), lambda part: sizes.append(len(part))))
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -384,11 +379,11 @@ def test_too_large_request_is_refused_before_search(index, limits, queries, body
 
 
 def test_invalid_score_fails_before_the_reply():
-    class Odd(Wide):
-        def search(self, queries, k):
-            return [[(ROW, 0.5)] * (k - 1) + [(ROW, float("nan"))] for _ in queries]
+    def search(queries, k):
+        return [[(ROW, 0.5)] * (k - 1) + [(ROW, float("nan"))] for _ in queries]
 
-    with TestClient(make_app(Odd(), 3), raise_server_exceptions=False) as client:
+    odd = SimpleNamespace(manifest={}, search=search)
+    with TestClient(make_app(odd, 3), raise_server_exceptions=False) as client:
         reply = client.post("/retrieve", json={"queries": ["q"], "topk": 1000, "return_scores": True})
         assert reply.status_code == 500 and reply.json()["error"].startswith("ValueError in the service")
 

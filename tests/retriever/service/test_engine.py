@@ -4,6 +4,7 @@ import asyncio
 import sqlite3
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from fastapi.testclient import TestClient
@@ -13,6 +14,8 @@ from retriever.errors import RequestFailed
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
 from retriever.service.engine import Engine, Limits, Metrics, RetrieveRequest, SearchBatcher
+
+ECHO = SimpleNamespace(manifest={}, search=lambda queries, k: [[({"id": name}, 1.0)] for name in queries])
 
 
 def item(name):
@@ -41,26 +44,22 @@ def test_store_repeats_a_run_and_names_a_miss(index, tmp_path):
     assert other.look_up(["ada almson"], 3) == [None]
 
 
-def test_damaged_or_missing_store_is_refused(tmp_path):
-    path = tmp_path / "store.sqlite"
-    refuses("nothing was recorded here", ResultCache, path, {}, "replay")
-    path.write_bytes(b"no database at all, but long enough to look like a file" * 50)
-    refuses("not a result store", ResultCache, path, {}, "use")
-
-
-def test_half_failed_insert_is_rolled_back(store):
+def test_failed_insert_and_damaged_store_are_errors(store):
     """Unlike a full disk, most errors leave SQLite's transaction open: here one of the second row."""
     store._store.execute(
         "CREATE TRIGGER refuse BEFORE INSERT ON results WHEN NEW.found LIKE '%refused%'"
         " BEGIN SELECT RAISE(FAIL, 'not this one'); END"
     )
-    refuses(
-        "results cannot be stored .*not this one", store.store, ["a", "b"], 1, [item("a"), item("refused")]
-    )
+    rows = [item("a"), item("refused")]
+    refuses("results cannot be stored .*not this one", store.store, ["a", "b"], 1, rows)
     assert store.look_up(["a", "b"], 1) == [None, None]
     store.store(["c"], 1, [item("c")])
     again = ResultCache(store.path, {"encoder": "x"}, "use")
     assert again.look_up(["c"], 1) == [item("c")]  # written, not only begun
+    path = store.path.with_name("other")
+    refuses("nothing was recorded here", ResultCache, path, {}, "replay")
+    path.write_bytes(b"no database at all, but long enough to look like a file" * 50)
+    refuses("not a result store", ResultCache, path, {}, "use")
 
 
 def test_opening_waits_for_another_process(tmp_path):
@@ -106,14 +105,10 @@ def test_full_disk_costs_no_client_its_answer(index, store, capsys):
 
 
 def test_single_requests_do_not_wait():
-    batches = []
-
-    def search(queries, k):
-        batches.append(len(queries))
-        return [[({"id": query}, 1.0)] for query in queries]
+    counting = Counting(ECHO)
 
     async def run():
-        batcher = SearchBatcher(search, Limits(max_wait=600.0))
+        batcher = SearchBatcher(counting.search, Limits(max_wait=600.0))
         for _ in range(3):
             await asyncio.wait_for(batcher.submit(["ada", "bo"], 1), 10)
         await asyncio.gather(batcher.submit(["ada"], 1), batcher.submit(["bo"], 1))
@@ -121,7 +116,7 @@ def test_single_requests_do_not_wait():
             await asyncio.wait_for(batcher.submit(["ada"], 1), 0.01)
 
     asyncio.run(run())
-    assert batches == [2, 2, 2, 2]
+    assert counting.batches == [(2, 1)] * 4
 
 
 def test_depths_are_not_mixed(index):
@@ -167,8 +162,21 @@ def test_query_of_absent_client_is_dropped(index):
     assert counting.batches == [(2, 1), (1, 1)]
 
 
-def together(index, workers, *bursts):
-    """Searches under way at once and sizes of all, for bursts of queries 10 ms apart."""
+@pytest.mark.parametrize(
+    ("workers", "bursts", "most", "expected"),
+    [
+        (1, (64,), 1, [32, 32]),
+        (1, (32,), 1, [32]),
+        (2, (64,), 2, [32, 32]),
+        (4, (64,), 4, [16] * 4),
+        (4, (10,), 1, [10]),  # not worth two
+        (4, (1, 7), 1, [1, 7]),  # seven wait for the one under way
+        (4, (1, 8), 2, [1, 8]),  # eight do not
+        (2, (1, 8, 8), 2, [1, 8, 8]),
+    ],
+)
+def test_further_searches_begin_where_enough_queries_wait(index, workers, bursts, most, expected):
+    """Bursts of queries 10 ms apart: sizes of all searches, and how many are under way at once."""
     under_way, numbers, sizes = set(), [], []
 
     def search(queries, k):
@@ -191,29 +199,12 @@ def together(index, workers, *bursts):
             assert name in matches[0]["contents"]
 
     asyncio.run(run())
-    return max(numbers), sizes
-
-
-@pytest.mark.parametrize(
-    ("workers", "bursts", "most", "sizes"),
-    [
-        (1, (64,), 1, [32, 32]),
-        (1, (32,), 1, [32]),
-        (2, (64,), 2, [32, 32]),
-        (4, (64,), 4, [16] * 4),
-        (4, (10,), 1, [10]),  # not worth two
-        (4, (1, 7), 1, [1, 7]),  # seven wait for the one under way
-        (4, (1, 8), 2, [1, 8]),  # eight do not
-        (2, (1, 8, 8), 2, [1, 8, 8]),
-    ],
-)
-def test_further_searches_begin_where_enough_queries_wait(index, workers, bursts, most, sizes):
-    assert together(index, workers, *bursts) == (most, sizes)
+    assert (max(numbers), sizes) == (most, expected)
 
 
 def test_request_above_the_queue_is_refused_whole():
     async def work():
-        batcher = SearchBatcher(lambda queries, k: [[({"id": q}, 1.0)] for q in queries], Limits(max_queue=5))
+        batcher = SearchBatcher(ECHO.search, Limits(max_queue=5))
         first = asyncio.ensure_future(batcher.submit(["a", "b", "c"], 1))
         await asyncio.sleep(0)
         with pytest.raises(RequestFailed):
