@@ -45,6 +45,16 @@ def town_rows():
     ]
 
 
+def write_flat(path, vectors):
+    """A flat FAISS file of float32 [documents, dimension], as FAISS itself writes it."""
+    import faiss
+
+    index = faiss.IndexFlatIP(vectors.shape[1])
+    index.add(vectors)
+    faiss.write_index(index, str(path))
+    return path
+
+
 def opened(corpus, folder, **options):
     from retriever.indexes.index import open_index
 

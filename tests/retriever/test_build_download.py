@@ -5,9 +5,9 @@ import json
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import faiss
 import numpy as np
 import pytest
+from retriever_rig import write_flat
 
 from scripts import download as download_script
 
@@ -23,9 +23,8 @@ def download(monkeypatch):
 
 @pytest.fixture
 def parts(tmp_path):
-    index = faiss.IndexFlatIP(8)
-    index.add(np.random.default_rng(0).standard_normal((50, 8), dtype=np.float32))
-    whole = faiss.serialize_index(index).tobytes()
+    vectors = np.random.default_rng(0).standard_normal((50, 8), dtype=np.float32)
+    whole = write_flat(tmp_path / "part_aa", vectors).read_bytes()
     (tmp_path / "part_aa").write_bytes(whole[:1000])
     (tmp_path / "part_ab").write_bytes(whole[1000:])
     return whole

@@ -5,14 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import faiss
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from huggingface_hub import constants
 from packages import need
 from rerank_rig import tiny_cross_encoder
-from retriever_rig import NAMES, refuses, write_rows
+from retriever_rig import NAMES, ids, refuses, write_flat, write_rows
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
@@ -42,10 +41,6 @@ QUESTIONS = [  # few words in common with the passage they ask for
     "what do fiddlers hold in their hands",
     "why does everything get more expensive",
 ]
-
-
-def ids(hits):
-    return [row["id"] for row, _ in hits]
 
 
 BODY = {"queries": ["ada almson"], "topk_retrieval": 6, "topk_rerank": 3, "return_scores": True}
@@ -78,17 +73,10 @@ def test_meaning_is_found_where_words_differ(built, corpus):
     assert [index.manifest[name] for name in ("encoder", "model", "dimension")] == ["dense", MODEL, 384]
 
 
-def bare_file(path, vectors):
-    index = faiss.IndexFlatIP(vectors.shape[1])
-    index.add(vectors)
-    faiss.write_index(index, str(path))
-    return path
-
-
 @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"engine": "jax"}])
 def test_bare_faiss_file_is_opened(tmp_path, corpus, encoder, options):
     """The published e5_Flat.index is such a file."""
-    path = bare_file(tmp_path / "e5_Flat.index", encoder.encode_passages(corpus[:]))
+    path = write_flat(tmp_path / "e5_Flat.index", encoder.encode_passages(corpus[:]))
     opened = open_index(path, corpus, IndexOptions("dense", MODEL, **options))
     assert first(opened) == [title for title, _ in PASSAGES]
     assert [opened.manifest[name] for name in ("factory", "corpus_sha256")] == ["Flat", corpus.sha256]
@@ -100,7 +88,9 @@ def test_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
         (6, 768, "bare.index: holds vectors of dimension 768, and .* 384"),
         (7, 384, "holds 7 vectors and the corpus .* 6 passages"),
     ):
-        path = bare_file(tmp_path / "bare.index", np.random.default_rng(0).standard_normal(shape, np.float32))
+        path = write_flat(
+            tmp_path / "bare.index", np.random.default_rng(0).standard_normal(shape, np.float32)
+        )
         refuses(message, open_index, path, corpus, IndexOptions("dense", MODEL))
 
 
@@ -224,8 +214,9 @@ def test_reranker_keeps_the_best_first(index, reranker):
     for query, ranked, retrieved in zip(queries, whole, results, strict=True):
         texts = {row["id"]: passage_text(row["contents"]) for row, _ in retrieved}
         own = {name: reranker._encoder.predict([(query, text)])[0] for name, text in texts.items()}
-        assert ids(ranked) == sorted(own, key=own.get, reverse=True) != ids(retrieved)
-        assert [score for _, score in ranked] == pytest.approx([own[name] for name in ids(ranked)], abs=1e-5)
+        names = [row["id"] for row, _ in ranked]
+        assert names == sorted(own, key=own.get, reverse=True) != list(texts)
+        assert [score for _, score in ranked] == pytest.approx([own[name] for name in names], abs=1e-5)
     assert reranker.rerank(queries, results, 3) == [hits[:3] for hits in whole]
     assert reranker.rerank(["x"], [[]], 3) == [[]]
     text = passage_text('"Ada (poet)"\nShe wrote.\nMuch.')  # as the authors' server reads it
@@ -240,7 +231,8 @@ def top_items(client, **changes):
 def test_only_sorted_calibadv_requests_are_reranked(index, reranker):
     (results,) = index.search(BODY["queries"], 6)
     (best,) = reranker.rerank(BODY["queries"], [results], 3)
-    assert set(ids(best)) != set(ids(results[:3]))
+    names, retrieved = ids([best, results[:3]])
+    assert set(names) != set(retrieved)
     unsorted = [{"document": row["contents"], "score": score, "id": row["id"]} for row, score in results[:3]]
     for loaded in (None, reranker):
         with TestClient(make_app(index, 6, rerank_topk=3, reranker=loaded)) as client:
@@ -250,7 +242,7 @@ def test_only_sorted_calibadv_requests_are_reranked(index, reranker):
     with TestClient(make_app(index, 6, reranker=reranker)) as client:
         items = top_items(client)
         assert [item["document"] for item in items] == [row["contents"] for row, _ in best]
-        assert [item["id"] for item in items] == ids(best)
+        assert [item["id"] for item in items] == names
         for depth in (1, 5):  # the service's own is 3
             other = top_items(client, topk_rerank=depth)
             assert len(other) == depth and other[:3] == items[:depth]

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-import faiss
 import numpy as np
 import pytest
-from retriever_rig import brute_force_ids, ids, people_corpus, refuses
+from retriever_rig import brute_force_ids, ids, people_corpus, refuses, write_flat
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.encoders import HashedEncoder
@@ -375,9 +374,7 @@ def test_sizes_of_index_corpus_and_encoder_must_agree(copy, corpus, tmp_path):
         (29, 4096, "holds 29 vectors and the corpus .* 30 passages"),
         (30, 8, "holds vectors of dimension 8, and hashed makes 4096"),
     ):
-        index = faiss.IndexFlatIP(dimension)
-        index.add(np.ones((count, dimension), np.float32))
-        faiss.write_index(index, str(copy / "index.faiss"))
+        write_flat(copy / "index.faiss", np.ones((count, dimension), np.float32))
         manifest = json.loads((copy / MANIFEST).read_text())
         manifest["bytes"] = (copy / "index.faiss").stat().st_size
         (copy / MANIFEST).write_text(json.dumps(manifest))
