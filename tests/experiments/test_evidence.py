@@ -25,8 +25,6 @@ from calibadv_jax.contrib.report.runs import read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.record.schema import SCHEMA, VERSION
 from calibadv_jax.run.folder import differences
-from experiments import cold as evidence_cold
-from experiments import figures as evidence_figures
 from experiments import measures
 from experiments import report as evidence_report
 from experiments import runs as evidence
@@ -121,22 +119,6 @@ def test_each_part_has_its_seeds_and_cold_starts(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="learner.optimizer.lr: must be a number"):
         evidence.main(["out", "--lr", "fast"])
     assert not list(tmp_path.iterdir())  # found before the first run
-
-
-def test_moved_cold_start_is_taken_but_no_other(tmp_path, monkeypatch):
-    done = []
-    monkeypatch.setattr(evidence_cold, "write_world", lambda world: None)
-    for name in ("sft", "evaluate"):
-        monkeypatch.setattr(getattr(evidence_cold, name), "run", lambda config, name=name: done.append(name))
-    (tmp_path / "now/cold/seed-3/sft").mkdir(parents=True)
-    (tmp_path / "now/cold/seed-3/sft/config.json").write_text("{}")
-    then = config_of(evidence.cold_command(tmp_path / "then", 3, CONFIG))
-    (tmp_path / "now/cold/seed-3/sft.yaml").write_text(dump_config(then))
-    command = evidence.cold_command(tmp_path / "now", 3, CONFIG)
-    evidence_cold.run(config_of(command))
-    with pytest.raises(UserError, match=r"other settings \(sft.optimizer.lr\); "):
-        evidence_cold.run(config_of([*command, "sft.optimizer.lr=0.02", "learner.steps=7"]))
-    assert done == ["evaluate"]
 
 
 # What the harness starts, made small: each writes its name to calls.txt and leaves what the real one would.
@@ -428,24 +410,6 @@ def test_report_writes_tables_and_figures(output, tmp_path, capsys):
     table, picture = evidence_report.write_short(output, ["short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"])
     assert list(cells(table)) == ["arm", "short-grpo-lr1.9e-3", "short-calibadv-lr1.9e-3"]
     assert {"grpo", "calibadv", "searches"} <= words(picture)
-
-
-def test_figures_show_shares_and_means(output):
-    """The sweep of lambda, which is 1 where CalibAdv is, with its intervals; curves with bands."""
-    pytest.importorskip("matplotlib")
-    results = read_results(output)
-    shares, means = (
-        {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-        for axes in evidence_figures.figures(results)["lambda"].axes
-    )
-    assert shares["calibadv"] == [1, 0] and shares["grpo"] == pytest.approx([2 / 3] * 2)
-    assert means["calibadv"] == pytest.approx([0.1, 0.7]) and means["grpo"] == pytest.approx([0.4, 0.4])
-    assert [0.452, 0.948] in [pytest.approx(line, abs=1e-3) for line in means.values() if len(line) == 2]
-    grpo = {arm: runs for arm, runs in results.items() if arm.method == "grpo"}
-    axes = evidence_figures.curves({"": grpo}, "rewards").axes[0]
-    (band,) = axes.collections
-    assert tuple(band.get_datalim(axes.transData).intervaly) == pytest.approx((0.32, 0.8))
-    assert axes.lines[0].get_ydata()[-1] == pytest.approx((0.32 + 0.32 + 0.8) / 3)
 
 
 def by_step(values):

@@ -88,9 +88,8 @@ def test_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
         (6, 768, "bare.index: holds vectors of dimension 768, and .* 384"),
         (7, 384, "holds 7 vectors and the corpus .* 6 passages"),
     ):
-        path = write_flat(
-            tmp_path / "bare.index", np.random.default_rng(0).standard_normal(shape, np.float32)
-        )
+        vectors = np.random.default_rng(0).standard_normal(shape, np.float32)
+        path = write_flat(tmp_path / "bare.index", vectors)
         refuses(message, open_index, path, corpus, IndexOptions("dense", MODEL))
 
 
