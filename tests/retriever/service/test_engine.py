@@ -5,6 +5,7 @@ import sqlite3
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from fastapi.testclient import TestClient
@@ -13,7 +14,7 @@ from retriever_rig import NAMES, Counting, refuses
 from retriever.errors import RequestFailed
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Engine, Limits, Metrics, RetrieveRequest, SearchBatcher
+from retriever.service.engine import Engine, Limits, Metrics, RetrieveRequest, SearchBatcher, trim_memory
 
 ECHO = SimpleNamespace(manifest={}, search=lambda queries, k: [[({"id": name}, 1.0)] for name in queries])
 
@@ -217,7 +218,11 @@ def test_request_above_the_queue_is_refused_whole():
 
 
 def test_memory_is_trimmed_every_1000_queries(monkeypatch):
-    trims = []
+    trims, library = [], Mock()
+    with monkeypatch.context() as patch:
+        patch.setattr("retriever.service.engine.ctypes.CDLL", lambda name: library)
+        trim_memory()
+    library.malloc_trim.assert_called_once_with(0)
     monkeypatch.setattr("retriever.service.engine.trim_memory", lambda: trims.append(1))
 
     def search(queries, k):
