@@ -66,6 +66,18 @@ def ids(hits):
     return [[row["id"] for row, _ in hits_of_query] for hits_of_query in hits]
 
 
+def bm25_scores(terms, texts):
+    """Lucene's BM25 of each text, a list of words, with k1 = 0.9 and b = 0.4."""
+    mean = sum(map(len, texts)) / len(texts)
+    scores = np.zeros(len(texts))
+    for term in terms:
+        counts = np.array([text.count(term) for text in texts])
+        frequency = np.count_nonzero(counts)
+        idf = np.log1p((len(texts) - frequency + 0.5) / (frequency + 0.5))
+        scores += idf * counts / (counts + 0.9 * (0.6 + 0.4 * np.array([*map(len, texts)]) / mean))
+    return scores
+
+
 def brute_force_ids(encoder, corpus, queries, k):
     scores = encoder.encode_queries(queries) @ encoder.encode_passages(corpus[:]).T
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]

@@ -1,7 +1,6 @@
 """Building, stopped and continued, and opening an index of each kind; full disks, locks, damaged files."""
 
 import json
-import math
 import os
 import re
 import resource
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from retriever_rig import brute_force_ids, ids, people_corpus, refuses, write_flat
+from retriever_rig import bm25_scores, brute_force_ids, ids, people_corpus, refuses, write_flat
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.encoders import HashedEncoder
@@ -312,20 +311,8 @@ def test_every_engine_finds_rows_of_brute_force(built, corpus, options):
 @pytest.mark.parametrize("mmap", [False, True])
 def test_bm25_is_its_definition(built, corpus, mmap):
     texts = [re.findall(r"\w+", row["contents"].lower()) for row in corpus]
-    mean = sum(map(len, texts)) / len(texts)
-
-    def score(terms, text):
-        total = 0.0
-        for term in terms:
-            frequency = sum(term in other for other in texts)
-            idf = math.log1p((len(texts) - frequency + 0.5) / (frequency + 0.5))
-            count = text.count(term)
-            total += idf * count / (count + 0.9 * (0.6 + 0.4 * len(text) / mean))
-        return total
-
     index = open_index(built / "bm25", corpus, IndexOptions("bm25", mmap=mmap))
-    terms = ["person", "town", "5"]
-    expected = np.array([score(terms, text) for text in texts])
+    expected = bm25_scores(["person", "town", "5"], texts)
     (results,) = index.search(["Person, of town 5!"], 10)
     order = np.argsort(-expected.round(5), kind="stable")[:10]
     assert [row["id"] for row, _ in results] == [str(i) for i in order]
