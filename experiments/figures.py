@@ -105,13 +105,13 @@ def curves(panels: Mapping[str, Results], name: str) -> Figure:
             over_seeds(arm.method, [result.run.values(metric) for result in runs], WINDOW)
             for arm, runs in arms.items()
         ]
-        known = tuple(line for line in lines if not line.is_empty)
-        if known:
-            drawn.append(Panel(title, known))
+        lines = [line for line in lines if not line.is_empty]
+        if lines:
+            drawn.append(Panel(title, tuple(lines)))
     there = {arm.method for arms in panels.values() for arm in arms}
     order = [method for method in dict.fromkeys((*FOUR, *METHODS)) if method in there]
-    what = Description(name, "", "", unit, {metric: ""})
-    figure, _ = draw(Chart(what, tuple(drawn)), order)
+    description = Description(name, "", "", unit, {metric: ""})
+    figure, _ = draw(Chart(description, tuple(drawn)), order)
     return figure
 
 
@@ -135,11 +135,11 @@ def sweep(columns: Mapping[str, Mapping[str, Points]], x_name: str) -> Figure:
             top.set_title(title, fontsize=12, fontweight="bold")
             places = sorted({x for points in lines.values() for x in points})
             for index, (method, points) in enumerate(lines.items()):
-                look = _look(order.index(method), method)
+                style = _line_style(order.index(method), method)
                 reach = places[-1] - places[0] or 1.0
                 xs = [x + DODGE * reach * (2 * index - len(lines) + 1) for x in points]
-                top.plot(xs, [_collapsed(runs) for runs in points.values()], **look)
-                _with_intervals(bottom, xs, list(points.values()), look)
+                top.plot(xs, [_collapsed(runs) for runs in points.values()], **style)
+                _with_intervals(bottom, xs, list(points.values()), style)
             top.set_ylim(-0.05, 1.05)
             bottom.set_ylim(0, 1)
             bottom.set_xticks(places, [f"{x:g}" for x in places])
@@ -173,9 +173,9 @@ def scatter(points: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_
     return figure
 
 
-def _look(index: int, name: str) -> dict[str, Any]:
-    look = {"color": COLOURS[index], "linestyle": DASHES[index], "linewidth": LINE_WIDTH}
-    return look | {"marker": "o", "markersize": 4, "label": name}
+def _line_style(index: int, name: str) -> dict[str, Any]:
+    style = {"color": COLOURS[index], "linestyle": DASHES[index], "linewidth": LINE_WIDTH}
+    return style | {"marker": "o", "markersize": 4, "label": name}
 
 
 def _collapsed(runs: Sequence[Result]) -> float:
@@ -183,14 +183,14 @@ def _collapsed(runs: Sequence[Result]) -> float:
 
 
 def _with_intervals(
-    axes: Any, xs: Sequence[float], points: Sequence[Sequence[Result]], look: dict[str, Any]
+    axes: Any, xs: Sequence[float], points: Sequence[Sequence[Result]], style: dict[str, Any]
 ) -> None:
     """Means over the seeds, and Student's t intervals where there are several."""
-    axes.plot(xs, [statistics.fmean(result.final_f1 for result in runs) for runs in points], **look)
+    axes.plot(xs, [statistics.fmean(result.final_f1 for result in runs) for runs in points], **style)
     for x, runs in zip(xs, points, strict=True):
         interval = mean_interval([result.final_f1 for result in runs])
         if interval:
-            axes.plot([x, x], interval, color=look["color"], linewidth=1)
+            axes.plot([x, x], interval, color=style["color"], linewidth=1)
 
 
 def save(figure: Figure, path: Path) -> None:

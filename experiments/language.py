@@ -129,14 +129,16 @@ def main() -> None:
         default=1,
         help="trajectories of each group that are read (default: %(default)s)",
     )
-    given = parser.parse_args()
-    if not (given.model / "config.json").is_file():
-        parser.error(f"--model {given.model}: no config.json there; give the HuggingFace folder of the judge")
-    judge = Judge.load(given.model)
+    arguments = parser.parse_args()
+    if not (arguments.model / "config.json").is_file():
+        parser.error(
+            f"--model {arguments.model}: no config.json there; give the HuggingFace folder of the judge"
+        )
+    judge = Judge.load(arguments.model)
     rows = [
         [run.as_posix(), steps, *window.row()]
-        for run in given.runs
-        for steps, window in windows(judge, run, given.window, given.of_group)
+        for run in arguments.runs
+        for steps, window in windows(judge, run, arguments.window, arguments.of_group)
     ]
     headers = ["run", "steps", "thoughts", "alone", "in place", "tokens", "repeat the question"]
     sys.stdout.write(table(rows, headers) + "\n")

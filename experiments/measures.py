@@ -167,7 +167,7 @@ def ranges(steps: Sequence[int], others: Sequence[Values]) -> dict[int, Interval
             highs[step] = max(value, highs.get(step, value))
     near = {step: [other for other in lows if abs(other - step) <= REACH] for step in steps}
     return {
-        step: (min(lows[other] for other in some), max(highs[other] for other in some))
-        for step, some in near.items()
-        if some
+        step: (min(lows[other] for other in steps_near), max(highs[other] for other in steps_near))
+        for step, steps_near in near.items()
+        if steps_near
     }

@@ -138,7 +138,7 @@ class Runs:
             f1 = held_out_f1(read_json(run_folder(self.output, job) / "evaluation.json"))
             say(f"{job.name}: held-out F1 {f1:.3f}; {self.num_done()} of {len(self.jobs)} runs done")
 
-    def _try(self, what: str, folder: Path, num_devices: int, *commands: Sequence[str]) -> bool:
+    def _try(self, name: str, folder: Path, num_devices: int, *commands: Sequence[str]) -> bool:
         """Whether all commands end well, one after the other; a log in `folder` takes their output."""
         begun, log = time.monotonic(), folder / "evidence.log"
         folder.mkdir(parents=True, exist_ok=True)
@@ -161,10 +161,10 @@ class Runs:
                 )
                 self._children.add(child)
             if status := child.wait():
-                self.failures.append(f"{what}: ended with status {status}; see {log}")
+                self.failures.append(f"{name}: ended with status {status}; see {log}")
                 say(f"error: {self.failures[-1]}")
                 return False
-        say(f"{what}: {duration(time.monotonic() - begun)}")
+        say(f"{name}: {duration(time.monotonic() - begun)}")
         return True
 
     def _end_children(self) -> None:
@@ -186,7 +186,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default="all",
         help="part of the experiments (default: %(default)s: all but short, rivals and each)",
     )
-    for name, kind, metavar, what in (
+    for name, kind, metavar, meaning in (
         ("seeds", str, '"N N …"', "seeds; "),
         ("lr", str, "LR", "learning rate of all parts but all and frontier; "),
         ("steps", whole_number, "N", "steps of each run; "),
@@ -194,7 +194,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("config", Path, "FILE", "config of the runs; "),
     ):
         own = "".join(f"; {part}: {_shown(getattr(default, name))}" for part, default in OF_PART.items())
-        text = f"{what}default: {_shown(getattr(LONG, name))}{own}"
+        text = f"{meaning}default: {_shown(getattr(LONG, name))}{own}"
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
     parser.add_argument("--list", action="store_true", help="show the runs in their order, and stop")
     arguments = parser.parse_args(argv)

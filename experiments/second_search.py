@@ -121,13 +121,13 @@ def _advantage_config(arm: str) -> AdvantageConfig:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name, what in (
+    for name, meaning in (
         ("truth", "share of rumours that are true"),
         ("quoted", "of these, quoted without a mistake"),
         ("share", "that searches again"),
     ):
         parser.add_argument(
-            f"--{name}", type=float, default=getattr(World, name), help=f"{what} (default: %(default)s)"
+            f"--{name}", type=float, default=getattr(World, name), help=f"{meaning} (default: %(default)s)"
         )
     parser.add_argument(
         "--group-size",

@@ -49,7 +49,7 @@ tokens of trajectories with reward 0 and with reward 1.
 
 def page(results: Results, cold: Mapping[int, float]) -> str:
     """All tables, each with what its columns are."""
-    runs = [result for some in results.values() for result in some]
+    runs = [result for of_arm in results.values() for result in of_arm]
     seeds = ", ".join(map(str, sorted({result.seed for result in runs})))
     parts = [
         "# Tables of the evidence\n",
@@ -149,28 +149,28 @@ def reward_table(results: Results, width: int = 10) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class RunDepartures:
     """What a run's quantities did, measured by the ranges of other runs of its seed."""
 
     result: Result
     departures: dict[str, Departure | None]  # of the quantities that it and the others have
 
 
-def departures(result: Result, others: Sequence[Result]) -> Row:
+def departures(result: Result, others: Sequence[Result]) -> RunDepartures:
     departed = {}
     for name, values in result.quantities.items():
         references: list[Values] = [other.quantities[name] for other in others if name in other.quantities]
         if references:
             departed[name] = first_departure(values, references)
-    return Row(result, departed)
+    return RunDepartures(result, departed)
 
 
-def warnings(runs: Sequence[Result]) -> list[Row]:
+def warnings(runs: Sequence[Result]) -> list[RunDepartures]:
     """Of the collapsed runs."""
     return [departures(run, _healthy(runs, run)) for run in runs if run.collapse is not None]
 
 
-def controls(runs: Sequence[Result]) -> list[Row]:
+def controls(runs: Sequence[Result]) -> list[RunDepartures]:
     """Of the runs that did not collapse."""
     return [departures(run, _healthy(runs, run)) for run in runs if run.collapse is None]
 
@@ -179,7 +179,7 @@ def _healthy(runs: Sequence[Result], but: Result) -> list[Result]:
     return [run for run in runs if run.seed == but.seed and run.collapse is None and run is not but]
 
 
-def lead(row: Row, name: str) -> int | None:
+def lead(row: RunDepartures, name: str) -> int | None:
     """Steps from the warning to the collapse; None where there was no warning before it."""
     departure = row.departures.get(name)
     if departure is None or row.result.collapse is None or departure.step >= row.result.collapse:
@@ -187,18 +187,18 @@ def lead(row: Row, name: str) -> int | None:
     return row.result.collapse - departure.step
 
 
-def summary_table(collapsed: Sequence[Row], healthy: Sequence[Row]) -> str:
+def summary_table(collapsed: Sequence[RunDepartures], healthy: Sequence[RunDepartures]) -> str:
     rows = []
     for name, title in QUANTITIES.items():
-        some = [row for row in collapsed if name in row.departures]
-        early = [row for row in some if lead(row, name) is not None]
-        leads = [steps for row in some if (steps := lead(row, name)) is not None]
+        rows_of_quantity = [row for row in collapsed if name in row.departures]
+        early = [row for row in rows_of_quantity if lead(row, name) is not None]
+        leads = [steps for row in rows_of_quantity if (steps := lead(row, name)) is not None]
         alarms = [row.departures[name] is not None for row in healthy if name in row.departures]
         above = sum(row.departures[name].side == "above" for row in early)  # type: ignore[union-attr]
         rows.append(
             [
                 title,
-                f"{len(leads)} of {len(some)}",
+                f"{len(leads)} of {len(rows_of_quantity)}",
                 f"{above} above, {len(early) - above} below" if early else NOTHING,
                 f"{statistics.median(leads):g}" if leads else NOTHING,
                 f"{sum(alarms)} of {len(alarms)}",
@@ -208,7 +208,7 @@ def summary_table(collapsed: Sequence[Row], healthy: Sequence[Row]) -> str:
     return markdown(headers, rows)
 
 
-def warnings_table(collapsed: Sequence[Row]) -> str:
+def warnings_table(collapsed: Sequence[RunDepartures]) -> str:
     if not collapsed:
         return "No run collapsed.\n"
     rows = []

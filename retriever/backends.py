@@ -43,7 +43,7 @@ class Option:
 class Remote:
     """A search service that needs neither a corpus nor an index folder."""
 
-    searcher: str  # package.module:function of the service's options; returns an `interfaces.Searcher`
+    searcher: str  # package.module:Class of an `interfaces.Searcher`, made from the service's options
     is_chosen: Callable[[Namespace], bool]
     needed: tuple[str, ...]  # options that must be given
     unused: tuple[str, ...]  # options that must not be given
@@ -112,7 +112,7 @@ KINDS: dict[str, Kind] = {
             "qdrant_text": Option("field of a collection's payload that holds the text", "contents"),
         },
         remote=Remote(
-            "retriever.contrib.qdrant:open_collection",
+            "retriever.contrib.qdrant:Collection",
             is_chosen=lambda options: bool(options.qdrant_url) and not options.index_path,
             needed=("qdrant_collection", "retriever_name"),
             unused=("corpus_path", *WEB_OPTIONS),
@@ -122,7 +122,7 @@ KINDS: dict[str, Kind] = {
     "web": Kind(
         serve_options=WEB_OPTIONS,
         remote=Remote(
-            "retriever.contrib.web:open_web_search",
+            "retriever.contrib.web:WebSearch",
             is_chosen=lambda options: options.retriever_name in WEB_NAMES,
             needed=("cache_path", "web_budget"),
             unused=("corpus_path", "index_path", "retriever_model"),
@@ -226,8 +226,9 @@ def load_object(address: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
+        advice = ADVICE.get(getattr(error, "name", "") or "", "correct the name")
         problem = f"{address}: not an importable package.module:Class ({reason(error)})"
-        raise RetrieverError(problem) from error
+        raise RetrieverError(f"{problem}; {advice}") from error
 
 
 def _ranks_texts(name: str) -> bool:

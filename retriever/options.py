@@ -180,8 +180,8 @@ def _read_options(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]
     options = {}
     for name, value in values.items():
         if name not in actions:
-            near = difflib.get_close_matches(str(name), actions, n=1)
-            advice = f"; did you mean {near[0]!r}?" if near else ""
+            matches = difflib.get_close_matches(str(name), actions, n=1)
+            advice = f"; did you mean {matches[0]!r}?" if matches else ""
             raise RetrieverError(f"{path}: unknown key {name!r}{advice}")
         options[name] = _convert(path, name, value, actions[name])
     return options

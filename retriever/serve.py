@@ -24,8 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _limit_threads(is_asked: bool) -> None:
-    """Set one thread for each operation, as searches run beside each other; --threads wins over the
-    environment.
+    """Set one thread for each operation: searches run beside each other. --threads wins over the environment.
 
     On two busy cores two threads encoded a query at 5 to 10 times one thread's CPU time.
     """

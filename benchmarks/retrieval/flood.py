@@ -154,26 +154,35 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=15 * 10**6, help="number of bytes of a body")
     parser.add_argument("--seconds", type=float, default=40.0, help="seconds for which connections are held")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    with service(given.corpus_path, given.index_path) as (address, pid):
-        bodies(address, 2, given.size, TOKEN)  # buffers of a first large body stay
+    arguments = parser.parse_args()
+    with service(arguments.corpus_path, arguments.index_path) as (address, pid):
+        bodies(address, 2, arguments.size, TOKEN)  # buffers of a first large body stay
         outcomes = [
             watch(what, address, pid, flood)
             for what, flood in (
-                (f"{given.idle} idle connections", lambda: idle(address, given.idle, given.seconds)),
-                (f"{given.slow} slow connections", lambda: slow(address, given.slow, given.seconds)),
-                (f"{given.bodies} bodies without token", lambda: bodies(address, given.bodies, given.size)),
                 (
-                    f"{given.bodies} bodies with token",
-                    lambda: bodies(address, given.bodies, given.size, TOKEN),
+                    f"{arguments.idle} idle connections",
+                    lambda: idle(address, arguments.idle, arguments.seconds),
                 ),
-                ("a body in parts of 1 KB", lambda: bodies(address, 1, given.size, TOKEN, 1024)),
+                (
+                    f"{arguments.slow} slow connections",
+                    lambda: slow(address, arguments.slow, arguments.seconds),
+                ),
+                (
+                    f"{arguments.bodies} bodies without token",
+                    lambda: bodies(address, arguments.bodies, arguments.size),
+                ),
+                (
+                    f"{arguments.bodies} bodies with token",
+                    lambda: bodies(address, arguments.bodies, arguments.size, TOKEN),
+                ),
+                ("a body in parts of 1 KB", lambda: bodies(address, 1, arguments.size, TOKEN, 1024)),
             )
         ]
     for outcome in outcomes:
         sys.stdout.write(f"{outcome}\n")
-    if given.json:
-        given.json.write_text(json.dumps([vars(outcome) for outcome in outcomes], indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([vars(outcome) for outcome in outcomes], indent=2))
 
 
 if __name__ == "__main__":

@@ -121,25 +121,32 @@ def main() -> None:
     parser.add_argument("--dimension", type=int, default=768)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    path = given.folder / f"flat-{given.rows}-{given.dimension}.faiss"
-    if given.engine:
-        sys.stdout.write(json.dumps(run_engine(given.engine, path)))
+    arguments = parser.parse_args()
+    path = arguments.folder / f"flat-{arguments.rows}-{arguments.dimension}.faiss"
+    if arguments.engine:
+        sys.stdout.write(json.dumps(run_engine(arguments.engine, path)))
         return
-    given.folder.mkdir(parents=True, exist_ok=True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
-        write_vectors(path, given.rows, given.dimension)
+        write_vectors(path, arguments.rows, arguments.dimension)
     table = {}
     for engine in ENGINES:
-        command = [sys.executable, "-m", "benchmarks.retrieval.gpu", "--folder", str(given.folder)]
-        command += ["--rows", str(given.rows), "--dimension", str(given.dimension), "--engine", engine]
+        command = [sys.executable, "-m", "benchmarks.retrieval.gpu", "--folder", str(arguments.folder)]
+        command += [
+            "--rows",
+            str(arguments.rows),
+            "--dimension",
+            str(arguments.dimension),
+            "--engine",
+            engine,
+        ]
         finished = subprocess.run(command, capture_output=True, text=True)
         last = (finished.stderr.strip().splitlines() or [""])[-1]
         table[engine] = json.loads(finished.stdout) if finished.returncode == 0 else {"error": last[:200]}
         sys.stdout.write(f"{engine:>7}  {table[engine]}\n")
         sys.stdout.flush()
-    if given.json:
-        given.json.write_text(json.dumps(table, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(table, indent=2))
 
 
 if __name__ == "__main__":

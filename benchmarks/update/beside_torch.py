@@ -327,7 +327,7 @@ def report(
         f" {setting.learner.row_length}x{setting.learner.microbatch_rows} rows, {setting.micro} padded\n"
     )
     out(f"{'':30}{'difference':>11}{'wall s':>9}{'cpu s':>9}{'wall ratio':>12}{'cpu ratio':>11}\n")
-    for part, what in enumerate(("log-probabilities", "update")):
+    for part, label in enumerate(("log-probabilities", "update")):
         medians = {
             name: [statistics.median(column) for column in zip(*timed[name, part], strict=True)]
             for name in differences
@@ -336,7 +336,7 @@ def report(
         for name, (wall, cpu) in medians.items():
             ratios: Sequence[float] = (wall / base[0], cpu / base[1])
             out(
-                f"{what:20}{name:10}{differences[name]:11.1e}{wall:9.3f}{cpu:9.3f}"
+                f"{label:20}{name:10}{differences[name]:11.1e}{wall:9.3f}{cpu:9.3f}"
                 f"{ratios[0]:12.2f}{ratios[1]:11.2f}\n"
             )
 

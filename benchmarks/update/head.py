@@ -31,18 +31,18 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.15, help="of the tokens, those that are trained")
     parser.add_argument("--chunk", type=int, default=1024, help="policy.logprob_chunk")
     parser.add_argument("--repeat", type=int, default=5)
-    given = parser.parse_args()
-    architecture = architecture_from_hf(json.loads((given.model / "config.json").read_text()))
+    arguments = parser.parse_args()
+    architecture = architecture_from_hf(json.loads((arguments.model / "config.json").read_text()))
     policy = Policy(architecture, Numerics())
     params = jax.jit(policy.init)(jax.random.key(0))
-    hidden = jax.random.normal(jax.random.key(1), (1, given.length, architecture.hidden_size))
-    targets = jax.random.randint(jax.random.key(2), (1, given.length), 0, architecture.vocab_size)
-    trained = jax.random.uniform(jax.random.key(3), (1, given.length)) < given.share
+    hidden = jax.random.normal(jax.random.key(1), (1, arguments.length, architecture.hidden_size))
+    targets = jax.random.randint(jax.random.key(2), (1, arguments.length), 0, architecture.vocab_size)
+    trained = jax.random.uniform(jax.random.key(3), (1, arguments.length)) < arguments.share
 
     def gradient(params: Params, mask: jax.Array) -> tuple[Params, jax.Array]:
         def loss(params: Params, hidden: jax.Array) -> jax.Array:
             decoder = policy.merge(params)
-            logprobs, _ = token_logprobs(decoder, hidden, targets, 1.0, given.chunk, False, mask)
+            logprobs, _ = token_logprobs(decoder, hidden, targets, 1.0, arguments.chunk, False, mask)
             return jnp.sum(jnp.where(trained, logprobs, 0.0))
 
         return jax.grad(loss, argnums=(0, 1))(params, hidden)
@@ -50,7 +50,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {"all": [], "trained": []}
     masks = {"all": jnp.ones_like(trained), "trained": trained}
     compute = jax.jit(gradient)
-    for repeat in range(given.repeat + 1):
+    for repeat in range(arguments.repeat + 1):
         for name, mask in masks.items():
             begun = time.monotonic()
             jax.block_until_ready(compute(params, mask))

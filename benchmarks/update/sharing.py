@@ -48,12 +48,12 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="HuggingFace folder: time the updates")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="of learner")
-    given = parser.parse_args()
-    steps = given.steps or sorted(kept_steps(given.run))
+    arguments = parser.parse_args()
+    steps = arguments.steps or sorted(kept_steps(arguments.run))
     names = ("step", "tokens", "prompts", "all", "ratio", "plain", "shared")
     sys.stdout.write("".join(f"{name:>9}" for name in names) + "\n")
     totals = np.zeros(5)
-    steps_read = {step: read(given.run, step, given.keys) for step in steps}
+    steps_read = {step: read(arguments.run, step, arguments.keys) for step in steps}
     for step, (config, samples) in steps_read.items():
         counts = np.zeros(5)
         for computed in updates(config, samples):
@@ -66,8 +66,8 @@ def main() -> None:
         totals += counts
         report(str(step), counts)
     report("all", totals)
-    if given.model:
-        timed(given, steps_read)
+    if arguments.model:
+        timed(arguments, steps_read)
 
 
 def prompts_once(samples: list[Sample]) -> int:
@@ -103,16 +103,16 @@ def updates(config: Config, samples: list[Sample]) -> Iterator[list[Sample]]:
             yield computed
 
 
-def timed(given: argparse.Namespace, recorded: dict[int, tuple[Config, list[Sample]]]) -> None:
+def timed(arguments: argparse.Namespace, recorded: dict[int, tuple[Config, list[Sample]]]) -> None:
     config = next(iter(recorded.values()))[0]
     rule = replace(config.learner.optimizer, lr=1e-12)
     config = replace(config, learner=replace(config.learner, optimizer=rule))
-    model = build_model(config, str(given.model))
+    model = build_model(config, str(arguments.model))
     learner = policy_learner(config, model.policy, model.mesh, make_schedule(rule, 1000))
-    state, loss = learner.init(load_params(given.model, model.policy, model.mesh)), policy_loss(config)
+    state, loss = learner.init(load_params(arguments.model, model.policy, model.mesh)), policy_loss(config)
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     norms: dict[str, list[float]] = {name: [] for name in ARMS}
-    for round_ in range(given.rounds + 1):
+    for round_ in range(arguments.rounds + 1):
         for name, shares in ARMS.items():
             settings = replace(config.learner, share_prefixes=shares)
             begun = time.perf_counter()

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ from retriever.files import replacing
 from retriever.interfaces import Hits
 
 PARALLEL = 8  # requests at the same time
-ATTEMPTS = 3
-FIRST_DELAY = 0.5  # seconds before the second attempt; the third waits twice as long
+DELAYS = (0.0, 0.5, 1.0)  # seconds before each attempt
 TIMEOUT = 20.0  # seconds
 PROBLEM_LENGTH = 200  # characters shown of a provider's message
 PAGE_SIZE = 10  # results of a request at most
@@ -38,8 +37,8 @@ class Provider:
 
     endpoint: str
     secrets: dict[str, str]  # parameter -> environment variable of its value
-    parameters: dict[str, str]
     results: Callable[[dict[str, Any]], list[dict[str, Any]]]  # items with title, link and snippet
+    parameters: dict[str, str] = field(default_factory=dict)
     public: tuple[str, ...] = ()  # secrets that decide the results and may be shown
 
 
@@ -55,15 +54,14 @@ PROVIDERS = {
     "google": Provider(  # https://developers.google.com/custom-search/v1/reference/rest/v1/cse/list
         "https://customsearch.googleapis.com/customsearch/v1",
         {"key": "GOOGLE_API_KEY", "cx": "GOOGLE_CSE_ID"},
-        {},
         lambda reply: reply.get("items", []),
         public=("cx",),
     ),
     "serpapi": Provider(  # https://serpapi.com/search-api
         "https://serpapi.com/search.json",
         {"api_key": "SERPAPI_API_KEY"},
-        {"engine": "google"},
         _serpapi_results,
+        {"engine": "google"},
     ),
 }
 
@@ -93,26 +91,23 @@ class Budget:
             return True
 
 
-def open_web_search(options: argparse.Namespace) -> WebSearch:
-    """Return the searcher of the service's options."""
-    budget = Budget(Path(f"{options.cache_path}.budget"), options.web_budget)
-    return WebSearch(options.retriever_name, budget, options.web_endpoint)
-
-
 class WebSearch:
     """Searches the web by a provider of PROVIDERS, at its own endpoint or another address of the same API."""
 
-    def __init__(self, provider: str, budget: Budget, endpoint: str = ""):
-        self.name, self._provider, self.budget = provider, PROVIDERS[provider], budget
-        for variable in self._provider.secrets.values():
+    def __init__(self, options: argparse.Namespace):
+        name = self._name = options.retriever_name
+        provider = self._provider = PROVIDERS[name]
+        self.budget = Budget(Path(f"{options.cache_path}.budget"), options.web_budget)
+        for variable in provider.secrets.values():
             if not os.environ.get(variable):
                 raise RetrieverError(f"{variable} is not set; web search needs it in the environment")
-        self._secrets = {name: os.environ[variable] for name, variable in self._provider.secrets.items()}
-        self._endpoint = endpoint or self._provider.endpoint
+        self._secrets = {key: os.environ[variable] for key, variable in provider.secrets.items()}
+        self._endpoint = options.web_endpoint or provider.endpoint
         self._http = httpx.Client(timeout=TIMEOUT)
         self._pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="web-search")
-        public = {name: self._secrets[name] for name in self._provider.public}
-        self.manifest = {"kind": "web", "encoder": provider, **public}
+        self.manifest = {"kind": "web", "encoder": name} | {
+            key: self._secrets[key] for key in provider.public
+        }
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits | Exception]:
         """Return each query's results, at most PAGE_SIZE, with scores 1 / rank, or its error."""
@@ -124,9 +119,8 @@ class WebSearch:
     def _ask(self, query: str, k: int) -> Hits | Exception:
         problem = ""
         parameters = self._secrets | self._provider.parameters | {"q": query, "num": str(k)}
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                time.sleep(FIRST_DELAY * 2 ** (attempt - 1))
+        for delay in DELAYS:
+            time.sleep(delay)
             if not self.budget.spend():
                 spent = f"the web search budget of {self.budget.limit} requests is used up"
                 advice = f"raise --web_budget, or delete {self.budget.path} to count again"
@@ -140,13 +134,13 @@ class WebSearch:
                 problem = type(error).__name__  # not the text: it shows the address with the key
                 continue
             except (ValueError, AttributeError, TypeError) as error:
-                return RequestFailed(502, f"{self.name}: unusable answer: {_line(error, PROBLEM_LENGTH)}")
+                return RequestFailed(502, f"{self._name}: unusable answer: {_line(error, PROBLEM_LENGTH)}")
             cause = reply.get("error", "") if isinstance(reply, dict) else ""
             message = cause.get("message", "") if isinstance(cause, dict) else cause
             problem = f"status {response.status_code}: {_line(message, PROBLEM_LENGTH)}"
             if response.status_code != 429 and response.status_code < 500:
-                return RequestFailed(502, f"{self.name}: {problem}; check key and quota")
-        return RequestFailed(502, f"{self.name}: no answer after {ATTEMPTS} attempts ({problem})")
+                return RequestFailed(502, f"{self._name}: {problem}; check key and quota")
+        return RequestFailed(502, f"{self._name}: no answer after {len(DELAYS)} attempts ({problem})")
 
 
 def _hits(items: Sequence[dict[str, Any]]) -> Hits:

@@ -162,11 +162,11 @@ def scan(
         starts.append(starts[-1] + len(line))
     if not keys:
         raise RetrieverError(f"{name}: no passages in it")
-    twice = find_duplicate(
+    duplicate = find_duplicate(
         np.frombuffer(keys, np.int64), lambda i: parse_row(text[starts[i] : starts[i + 1]], str(name))["id"]
     )
-    if twice:
-        first, second, repeated = twice
+    if duplicate:
+        first, second, repeated = duplicate
         here = places[second] if places else f"{name}:{second + 1}"
         there = f"at {places[first]}" if places else f"in line {first + 1}"
         raise RetrieverError(f"{here}: id {repeated!r} was used before, {there}; ids must be unique")

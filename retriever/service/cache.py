@@ -16,8 +16,6 @@ from retriever.interfaces import Hits
 
 WAIT = 30.0  # seconds for another process of this host that writes
 
-CacheMode = Literal["use", "replay"]
-
 
 class ResultCache:
     """Hash of query, depth and identity of the index -> documents and scores, in SQLite's WAL mode.
@@ -26,7 +24,7 @@ class ResultCache:
     Raises RetrieverError: the file is not such a store, or does not exist for a replay.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any], mode: CacheMode):
+    def __init__(self, path: Path, identity: dict[str, Any], mode: Literal["use", "replay"]):
         if mode == "replay" and not path.is_file():
             raise RetrieverError(f"{path}: nothing was recorded here; run once with --cache_mode use")
         self.path, self.mode = path, mode

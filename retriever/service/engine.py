@@ -54,7 +54,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TRIM_EVERY = 1000  # queries; a trim takes about 10 ms, a thousand queries of a small encoder 3 s
 WORTH_IT = 8  # queries for which a further search begins beside those under way
 
-Search = Callable[[Sequence[str], int], Sequence[Hits | Exception]]
+SearchFunction = Callable[[Sequence[str], int], Sequence[Hits | Exception]]
 
 
 class Metrics:
@@ -114,7 +114,9 @@ class SearchBatcher:
     wait: a query of a small batch costs several times one of a large batch.
     """
 
-    def __init__(self, search: Search, limits: Limits, on_batch: Callable[[int], object] = lambda _: None):
+    def __init__(
+        self, search: SearchFunction, limits: Limits, on_batch: Callable[[int], object] = lambda _: None
+    ):
         self._search, self._limits, self._on_batch = search, limits, on_batch
         self._queue: deque[_Waiting] = deque()
         self._requests = 0  # so far

@@ -92,12 +92,12 @@ class Bounded(H11Protocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        open_ones: list[Any] = [other for other in self.connections if other is not self]
-        open_ones = [other for other in open_ones if not other.transport.is_closing()]
-        if len(open_ones) < self.max_connections:
+        connections: list[Any] = [item for item in self.connections if not item.transport.is_closing()]
+        if len(connections) <= self.max_connections:
             return
-        waiting = sorted((other for other in open_ones if other.is_waiting()), key=lambda other: other._turn)
-        if victim := next((other for other in waiting if not other.has_unread()), None):
+        waiting = [item for item in connections if item is not self and item.is_waiting()]
+        waiting.sort(key=lambda item: item._turn)
+        if victim := next((item for item in waiting if not item.has_unread()), None):
             victim.transport.abort()
         else:
             self._refuse(b"503 Service Unavailable\r\nretry-after: 1", BUSY)

@@ -38,30 +38,22 @@ def judge(tmp_path_factory):
     return folder, language.Judge(model, fast)
 
 
-def make_trajectory(tokenizer, question, thoughts, opening=""):
+def make_trajectory(tokenizer, thoughts, opening=""):
     """A trajectory whose turns think so; all but the last one search."""
 
     def ids(text):
         return np.array(tokenizer(text)["input_ids"], np.int32)
 
     turns = []
-    for thought in thoughts:
-        last = len(turns) == len(thoughts) - 1
-        action = "<answer>Oslo</answer>" if last else "<search>Oslo</search>"
-        text = f"{'' if opening else 'é<think>'} {thought} </think> {action}"
-        sampled = ids(text)
-        turns.append(
-            Turn(
-                "answer" if last else "search",
-                sampled,
-                np.zeros(len(sampled), np.float32),
-                text=text,
-                think=thought.strip(),
-                observation_ids=ids("" if last else "<information>Oslo</information>"),
-            )
-        )
-    subject = Question("q", question, ("Oslo",), "test")
-    return Trajectory(subject, ids(f"Question: {question}"), turns, opening=opening)
+    for number, thought in enumerate(thoughts, 1):
+        kind = "answer" if number == len(thoughts) else "search"
+        text = f"{'' if opening else 'é<think>'} {thought} </think> <{kind}>Oslo</{kind}>"
+        logprobs = np.zeros(len(ids(text)), np.float32)
+        observation = ids("" if kind == "answer" else "<information>Oslo</information>")
+        turn = Turn(kind, ids(text), logprobs, text=text, think=thought.strip(), observation_ids=observation)
+        turns.append(turn)
+    question = Question("q", "Where is Oslo?", ("Oslo",), "test")
+    return Trajectory(question, ids("Question: Where is Oslo?"), turns, opening=opening)
 
 
 @pytest.mark.parametrize("opening", ["", "<think>"])
@@ -69,7 +61,7 @@ def make_trajectory(tokenizer, question, thoughts, opening=""):
 def test_thoughts_are_found_token_by_token(judge, spoken, opening):
     """Also one that is a part of its tag: it is found behind it."""
     tokenizer = judge[1].tokenizer
-    trajectory = make_trajectory(tokenizer, "Where is Oslo?", spoken, opening)
+    trajectory = make_trajectory(tokenizer, spoken, opening)
     sequence = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
     spans = list(language.thoughts(tokenizer, trajectory))
     assert [text for _, text in spans] == [thought.strip() for thought in spoken if thought]
@@ -83,11 +75,11 @@ def test_perplexities_are_those_of_the_judge(judge):
     import torch
 
     _, scorer = judge
-    trajectory = make_trajectory(scorer.tokenizer, "Where is Oslo?", THOUGHTS[:2])
+    trajectory = make_trajectory(scorer.tokenizer, THOUGHTS[:2])
     window = language.Window()
     window.add(scorer, trajectory)
-    sequence = torch.from_numpy(
-        np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64)
+    sequence = torch.tensor(
+        np.concatenate([trajectory.prompt_ids, trajectory.response_ids]), dtype=torch.int64
     )
     labels = torch.full_like(sequence, -100)
     losses, counts = [], []
@@ -104,35 +96,18 @@ def test_perplexities_are_those_of_the_judge(judge):
 
 def test_table_of_a_run(judge, tmp_path, monkeypatch, capsys):
     folder, scorer = judge
-    writer = RolloutWriter(tmp_path / "run", Config(), 1)
+    run = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["language", str(run), "--model", str(folder), "--window", "2"])
+    with pytest.raises(SystemExit, match="run: no trajectories are kept there"):
+        language.main()
+    writer = RolloutWriter(run, Config(), 1)
     for step in (1, 2, 3):
         last = "Where is Oslo?" if step == 3 else "It says so."
-        attempts = [make_trajectory(scorer.tokenizer, "Where is Oslo?", ("I look it up.", last))] * 2
+        attempts = [make_trajectory(scorer.tokenizer, ("I look it up.", last))] * 2
         groups = [Group(attempts[0].question, attempts)]
         writer.write(step, groups, compute_advantages(groups, Config().advantage).credits, [[None, None]], 0)
-    monkeypatch.setattr(
-        sys, "argv", ["language", str(tmp_path / "run"), "--model", str(folder), "--window", "2"]
-    )
     language.main()
     header, _, *lines = capsys.readouterr().out.splitlines()
     assert "repeat the question" in header
     assert [line.split()[1:5] for line in lines] == [["1", "to", "2", "4"], ["3", "to", "3", "2"]]
     assert [line.split()[-1] for line in lines] == ["0.000", "1.000"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", ".", "--window", "0"], "'0': must be a whole number above 0"),
-        (["--model", "none"], "none: no config.json there; give the HuggingFace folder of the judge"),
-        (["--model", "."], "no trajectories are kept there"),
-    ],
-)
-def test_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(language.Judge, "load", lambda folder: None)
-    monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), *arguments])
-    with pytest.raises(SystemExit) as end:
-        language.main()
-    assert message in f"{end.value} {capsys.readouterr().err}"

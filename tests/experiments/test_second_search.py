@@ -9,10 +9,9 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.record.writer import RolloutWriter
-from experiments import figures as evidence_figures
 from experiments import second_search, second_search_runs
-from experiments.arms import METHODS, SHORT, parse_name
-from experiments.second_search import ARMS, BELIEVE, World, credit_of, draw_group, push
+from experiments.arms import SHORT, parse_name
+from experiments.second_search import ARMS, World, credit_of, draw_group, push
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
@@ -77,33 +76,10 @@ def test_runs_have_the_push_of_their_advantages(tmp_path, capsys):
         assert (own[str(run)][0], own[str(run)][-1]) == (arms[arm][0], searches)
     text = figure.read_text()
     assert "grpo" in text and "calibadv" in text and "push to search again" in text
-
-
-def test_missing_decisions_steps_and_metrics_are_named(tmp_path):
-    (step,) = draw_steps(0, number=1, groups=1)
-    for trajectory in step[0].trajectories:
-        trajectory.turns = list(BELIEVE)
-    alike = make_run(tmp_path / "grpo-lr1e-3/seed-4", [step])
-    run = make_run(tmp_path / "grpo-lr1e-3/seed-3", draw_steps(0, number=1), searches=())
-    for folder, steps, message in (
-        (alike, "1", "all trajectories of these steps decide alike"),
-        (run, "2", "step 2 is not kept"),
-        (run, "1", "seed-3/metrics.jsonl: no step has rollout/se"),
-    ):
-        with pytest.raises(UserError, match=message):
-            second_search_runs.main([str(folder), "--steps", steps])
-
-
-def test_methods_have_distinct_marks():
-    pytest.importorskip("matplotlib")
-    names = [*METHODS, "mine", "another"]
-    figure = evidence_figures.scatter({name: [(0.0, 1.0)] for name in names}, "x", "y")
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    marks = [
-        (tuple(collection.get_facecolor()[0]), collection.get_paths()[0].vertices.tobytes())
-        for collection in figure.axes[0].collections
-    ]
-    assert labels == names and len(set(marks)) == len(names)
+    with pytest.raises(UserError, match="step 2 is not kept"):
+        second_search_runs.main([str(runs[0]), "--steps", "2"])
+    second_search.main(["--groups", "20"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list(ARMS)
 
 
 def mean_push(chance, config, world=WORLD, number=400):
@@ -112,25 +88,10 @@ def mean_push(chance, config, world=WORLD, number=400):
     return push(groups, compute_advantages(groups, config).credits, world.share).mean()
 
 
-def test_grpo_follows_what_is_earned():
-    assert mean_push(0.1, GRPO) < -0.05
-    assert mean_push(0.9, GRPO) > 0.05
-    always = World(truth=1.0, quoted=0.5)
-    assert mean_push(0.5, GRPO, always) == pytest.approx(0, abs=0.02)
-
-
-def test_calibadv_pushes_on_where_searches_earn_less():
+def test_advantages_push_by_what_searches_earn():
+    assert mean_push(0.1, GRPO) < -0.05 and mean_push(0.9, GRPO) > 0.05
+    assert mean_push(0.5, GRPO, World(truth=1.0, quoted=0.5)) == pytest.approx(0, abs=0.02)
     assert mean_push(0.35, GRPO) < -0.02 < 0.02 < mean_push(0.35, CALIBADV)
     assert mean_push(0.0, CALIBADV) < 0
-
-
-def test_lambda_moves_the_decision():
     low, middle, high = (mean_push(0.35, AdvantageConfig(target_ratio=ratio)) for ratio in (0.5, 1.0, 2.0))
     assert low < 0 < middle < high
-
-
-def test_table_has_a_row_for_each_arm(capsys):
-    second_search.main(["--groups", "20"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == list(second_search.ARMS)
-    assert len(lines[2].split()) == 1 + 2 * len(second_search.CHANCES)

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 import pytest
-from retriever_rig import NAMES, town_rows, write_rows
+from retriever_rig import NAMES, opened, town_rows, write_rows
 
 from retriever.corpus.passages import load_corpus
 
@@ -37,9 +37,3 @@ def build(folder, rows):
     corpus = write_rows(folder / "corpus.jsonl", rows)
     build_index(load_corpus(corpus), folder / "index", progress=False)
     return corpus, folder / "index"
-
-
-def opened(corpus, folder):
-    from retriever.indexes.index import open_index
-
-    return open_index(folder, load_corpus(corpus))

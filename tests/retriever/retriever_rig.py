@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from retriever.backends import IndexOptions
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
 
@@ -44,9 +45,37 @@ def town_rows():
     ]
 
 
+def write_flat(path, vectors):
+    """A flat FAISS file of float32 [documents, dimension], as FAISS itself writes it."""
+    import faiss
+
+    index = faiss.IndexFlatIP(vectors.shape[1])
+    index.add(vectors)
+    faiss.write_index(index, str(path))
+    return path
+
+
+def opened(corpus, folder, **options):
+    from retriever.indexes.index import open_index
+
+    return open_index(folder, load_corpus(corpus), IndexOptions(**options))
+
+
 def ids(hits):
     """The ids of the rows of each query."""
     return [[row["id"] for row, _ in hits_of_query] for hits_of_query in hits]
+
+
+def bm25_scores(terms, texts):
+    """Lucene's BM25 of each text, a list of words, with k1 = 0.9 and b = 0.4."""
+    mean = sum(map(len, texts)) / len(texts)
+    scores = np.zeros(len(texts))
+    for term in terms:
+        counts = np.array([text.count(term) for text in texts])
+        frequency = np.count_nonzero(counts)
+        idf = np.log1p((len(texts) - frequency + 0.5) / (frequency + 0.5))
+        scores += idf * counts / (counts + 0.9 * (0.6 + 0.4 * np.array([*map(len, texts)]) / mean))
+    return scores
 
 
 def brute_force_ids(encoder, corpus, queries, k):

@@ -1,38 +1,30 @@
 """scripts/download.py: joins, unpacks and checks; files in the folder need no network."""
 
 import gzip
-import importlib.util
 import json
-from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
-import faiss
 import numpy as np
 import pytest
+from retriever_rig import write_flat
 
-PATH = Path(__file__).parents[2] / "scripts" / "download.py"
+from scripts import download as download_script
 
 
 @pytest.fixture
 def download(monkeypatch):
     """The script, with no network."""
     hub = pytest.importorskip("huggingface_hub")
-
-    def fail(*_, **__):
-        raise hub.errors.LocalEntryNotFoundError("no connection")
-
-    monkeypatch.setattr(hub, "hf_hub_download", fail)
-    spec = importlib.util.spec_from_file_location("download", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    absent = Mock(side_effect=hub.errors.LocalEntryNotFoundError("no connection"))
+    monkeypatch.setattr(hub, "hf_hub_download", absent)
+    return download_script
 
 
 @pytest.fixture
 def parts(tmp_path):
-    index = faiss.IndexFlatIP(8)
-    index.add(np.random.default_rng(0).standard_normal((50, 8), dtype=np.float32))
-    whole = faiss.serialize_index(index).tobytes()
+    vectors = np.random.default_rng(0).standard_normal((50, 8), dtype=np.float32)
+    whole = write_flat(tmp_path / "part_aa", vectors).read_bytes()
     (tmp_path / "part_aa").write_bytes(whole[:1000])
     (tmp_path / "part_ab").write_bytes(whole[1000:])
     return whole

@@ -27,7 +27,7 @@ def search(paths, *options):
 
 
 @pytest.mark.parametrize("is_registered", [False, True])
-def test_new_backend_is_searched_over_http(tmp_path, files, monkeypatch, is_registered):
+def test_new_backend_is_searched_over_http(tmp_path, files, monkeypatch, capsys, is_registered):
     """By its address, or by an entry of the table with an option of its own."""
     kind, options = ADDRESS, []
     if is_registered:
@@ -45,10 +45,7 @@ def test_new_backend_is_searched_over_http(tmp_path, files, monkeypatch, is_regi
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
     assert set(manifest["checksums"]) == {"encoder.npz", "matrix.npy"} and manifest["scale"] == factor
     refuses(f"--mmap: has no meaning for an index of kind {kind}", search, paths, "--mmap")
-
-
-def test_own_check_of_a_backend_is_asked(tmp_path, files, capsys):
-    paths = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "index")]
+    paths[-1] = str(tmp_path / "another")  # the backend's own check
     assert build_index.main([*paths, "--kind", ADDRESS, "--search", "slow"]) == 2
     assert capsys.readouterr().err == "error: --search slow: fast or nothing\n"
 

@@ -5,14 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import faiss
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from huggingface_hub import constants
 from packages import need
 from rerank_rig import tiny_cross_encoder
-from retriever_rig import NAMES, refuses, write_rows
+from retriever_rig import NAMES, ids, refuses, write_flat, write_rows
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
@@ -42,25 +41,21 @@ QUESTIONS = [  # few words in common with the passage they ask for
     "what do fiddlers hold in their hands",
     "why does everything get more expensive",
 ]
+
+
 BODY = {"queries": ["ada almson"], "topk_retrieval": 6, "topk_rerank": 3, "return_scores": True}
 
 
 @pytest.fixture(scope="module")
-def corpus_path(tmp_path_factory):
+def corpus(tmp_path_factory):
     rows = [{"id": title, "contents": f'"{title}"\n{text}'} for title, text in PASSAGES]
-    return write_rows(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", rows)
+    return load_corpus(write_rows(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", rows))
 
 
 @pytest.fixture(scope="module")
-def corpus(corpus_path):
-    return load_corpus(corpus_path)
-
-
-@pytest.fixture(scope="module")
-def built(corpus, corpus_path):
-    folder = corpus_path.parent / "index"
-    build_index(corpus, folder, BuildOptions("dense", MODEL), progress=False)
-    return folder
+def built(corpus):
+    build_index(corpus, corpus.path.parent / "index", BuildOptions("dense", MODEL), progress=False)
+    return corpus.path.parent / "index"
 
 
 @pytest.fixture(scope="module")
@@ -78,17 +73,10 @@ def test_meaning_is_found_where_words_differ(built, corpus):
     assert [index.manifest[name] for name in ("encoder", "model", "dimension")] == ["dense", MODEL, 384]
 
 
-def bare_file(path, vectors):
-    index = faiss.IndexFlatIP(vectors.shape[1])
-    index.add(vectors)
-    faiss.write_index(index, str(path))
-    return path
-
-
 @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"engine": "jax"}])
 def test_bare_faiss_file_is_opened(tmp_path, corpus, encoder, options):
     """The published e5_Flat.index is such a file."""
-    path = bare_file(tmp_path / "e5_Flat.index", encoder.encode_passages(corpus[:]))
+    path = write_flat(tmp_path / "e5_Flat.index", encoder.encode_passages(corpus[:]))
     opened = open_index(path, corpus, IndexOptions("dense", MODEL, **options))
     assert first(opened) == [title for title, _ in PASSAGES]
     assert [opened.manifest[name] for name in ("factory", "corpus_sha256")] == ["Flat", corpus.sha256]
@@ -100,16 +88,9 @@ def test_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
         (6, 768, "bare.index: holds vectors of dimension 768, and .* 384"),
         (7, 384, "holds 7 vectors and the corpus .* 6 passages"),
     ):
-        path = bare_file(tmp_path / "bare.index", np.random.default_rng(0).standard_normal(shape, np.float32))
+        vectors = np.random.default_rng(0).standard_normal(shape, np.float32)
+        path = write_flat(tmp_path / "bare.index", vectors)
         refuses(message, open_index, path, corpus, IndexOptions("dense", MODEL))
-
-
-def test_vectors_are_normalised_and_independent_of_batch(corpus, encoder):
-    vectors = encoder.encode_passages(corpus[:])
-    assert (vectors.dtype, vectors.shape) == (np.float32, (6, 384))
-    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
-    np.testing.assert_allclose(vectors[2:3], encoder.encode_passages(corpus[2:3]), atol=1e-5)
-    assert encoder.encode_passages([]).shape == (0, 384)
 
 
 def test_threads_share_one_set_of_weights(corpus, encoder):
@@ -126,7 +107,7 @@ def test_threads_share_one_set_of_weights(corpus, encoder):
     assert len({id(model.tokenizer) for model in models}) == len(models)
 
 
-def test_vectors_are_means_of_hidden_states(encoder):
+def test_vectors_are_means_of_hidden_states(encoder, corpus):
     """Against transformers alone: pooling, length and the E5 prefixes are what the papers say."""
     import torch
     from transformers import AutoModel, AutoTokenizer
@@ -139,6 +120,10 @@ def test_vectors_are_means_of_hidden_states(encoder):
         return (states / states.norm()).numpy()
 
     np.testing.assert_allclose(encoder.encode_queries(["a test"])[0], vector("a test"), atol=1e-5)
+    vectors = encoder.encode_passages(corpus[:])
+    assert (vectors.dtype, vectors.shape) == (np.float32, (6, 384))
+    np.testing.assert_allclose(vectors[2], vector(corpus[2]["contents"]), atol=1e-5)  # whatever the batch
+    assert encoder.encode_passages([]).shape == (0, 384)
     e5 = DenseEncoder("e5", MODEL)
     np.testing.assert_allclose(e5.encode_queries(["a test"])[0], vector("query: a test"), atol=1e-5)
     results = e5.encode_passages([{"id": "1", "contents": '"A"\ntest'}])[0]
@@ -209,8 +194,8 @@ def test_several_processes_encode_what_one_does(tmp_path, corpus):
 
 @pytest.mark.parametrize("devices", ["cpu,cuda:77", "tape"])
 def test_missing_devices_are_named(tmp_path, corpus, devices):
-    with pytest.raises(RetrieverError, match=f"--devices {devices}: "):
-        build_index(corpus, tmp_path / "i", BuildOptions("dense", MODEL, devices=devices), progress=False)
+    options = BuildOptions("dense", MODEL, devices=devices)
+    refuses(f"--devices {devices}: ", build_index, corpus, tmp_path / "i", options, progress=False)
     assert not (tmp_path / "i").exists()
 
 
@@ -220,52 +205,45 @@ def reranker(tmp_path_factory):
     return Reranker(str(folder), batch_size=3)
 
 
-def ids(results):
-    return [row["id"] for row, _ in results]
-
-
 def test_reranker_keeps_the_best_first(index, reranker):
     """Best by the cross-encoder's own score of each pair, whatever order they were retrieved in."""
     queries = ["ada almson", "bo dorn"]
     results = index.search(queries, 6)
     whole = reranker.rerank(queries, results, 6)
-    for query, single, before in zip(queries, whole, results, strict=True):
-        pairs = [(query, passage_text(row["contents"])) for row, _ in before]
-        own = {
-            name: reranker._encoder.predict([pair])[0] for name, pair in zip(ids(before), pairs, strict=True)
-        }
-        assert ids(single) == sorted(own, key=own.get, reverse=True) != ids(before)
-        assert [score for _, score in single] == pytest.approx([own[name] for name in ids(single)], abs=1e-5)
+    for query, ranked, retrieved in zip(queries, whole, results, strict=True):
+        texts = {row["id"]: passage_text(row["contents"]) for row, _ in retrieved}
+        own = {name: reranker._encoder.predict([(query, text)])[0] for name, text in texts.items()}
+        names = [row["id"] for row, _ in ranked]
+        assert names == sorted(own, key=own.get, reverse=True) != list(texts)
+        assert [score for _, score in ranked] == pytest.approx([own[name] for name in names], abs=1e-5)
     assert reranker.rerank(queries, results, 3) == [hits[:3] for hits in whole]
     assert reranker.rerank(["x"], [[]], 3) == [[]]
     text = passage_text('"Ada (poet)"\nShe wrote.\nMuch.')  # as the authors' server reads it
     assert text == '(Title: "Ada (poet)") She wrote.\nMuch.' and passage_text("t") == "(Title: t) "
 
 
-def test_only_calibadv_requests_are_reranked(index, reranker):
-    (best,) = reranker.rerank(BODY["queries"], index.search(BODY["queries"], 6), 3)
-    with TestClient(make_app(index, 6, reranker=reranker)) as client:
-        (items,) = client.post("/retrieve", json=BODY).json()["result"]
-        assert [item["document"] for item in items] == [row["contents"] for row, _ in best]
-        assert [item["id"] for item in items] == ids(best)
-        for depth in (1, 5):  # the service's own is 3
-            (other,) = client.post("/retrieve", json=BODY | {"topk_rerank": depth}).json()["result"]
-            assert len(other) == depth and other[:3] == items[:depth]
-        plain = client.post("/retrieve", json={"queries": ["ada almson"], "topk": 6, "return_scores": True})
-        assert len(plain.json()["result"][0]) == 6
-        assert "retriever_reranked_queries_total 3.0" in client.get("/metrics").text
-        assert client.get("/health").json()["reranker"] == reranker.model
-    with TestClient(make_app(index, 6)) as client:
-        assert client.get("/health").json()["reranker"] == ""
+def top_items(client, **changes):
+    body = {name: value for name, value in (BODY | changes).items() if value is not None}
+    return client.post("/retrieve", json=body).json()["result"][0]
 
 
-def test_not_sort_keeps_the_retrieval_order(index, reranker):
+def test_only_sorted_calibadv_requests_are_reranked(index, reranker):
     (results,) = index.search(BODY["queries"], 6)
     (best,) = reranker.rerank(BODY["queries"], [results], 3)
-    assert set(ids(best)) != set(ids(results[:3]))  # the best by cross-encoder are others
-    expected = [{"document": row["contents"], "score": score, "id": row["id"]} for row, score in results[:3]]
-    for loaded in (reranker, None):
+    names, retrieved = ids([best, results[:3]])
+    assert set(names) != set(retrieved)
+    unsorted = [{"document": row["contents"], "score": score, "id": row["id"]} for row, score in results[:3]]
+    for loaded in (None, reranker):
         with TestClient(make_app(index, 6, rerank_topk=3, reranker=loaded)) as client:
-            for body in (BODY, {name: value for name, value in BODY.items() if name != "topk_rerank"}):
-                (items,) = client.post("/retrieve", json=body | {"not_sort": True}).json()["result"]
-                assert items == expected
+            for depth in (3, None):
+                assert top_items(client, not_sort=True, topk_rerank=depth) == unsorted
+            assert client.get("/health").json()["reranker"] == (loaded.model if loaded else "")
+    with TestClient(make_app(index, 6, reranker=reranker)) as client:
+        items = top_items(client)
+        assert [item["document"] for item in items] == [row["contents"] for row, _ in best]
+        assert [item["id"] for item in items] == names
+        for depth in (1, 5):  # the service's own is 3
+            other = top_items(client, topk_rerank=depth)
+            assert len(other) == depth and other[:3] == items[:depth]
+        assert len(top_items(client, topk_retrieval=None, topk_rerank=None, topk=6)) == 6
+        assert "retriever_reranked_queries_total 3.0" in client.get("/metrics").text

@@ -14,12 +14,11 @@ from retriever_rig import people_corpus, refuses
 
 from retriever import prepare_corpus, serve
 from retriever.build_index import main
-from retriever.contrib.web import PROVIDERS
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError, Unavailable, status_of
 from retriever.files import replacing, replacing_folder
 from retriever.indexes.index import open_index
-from retriever.options import WEB_NAMES, parse, read_token
+from retriever.options import parse, read_token
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,12 +116,12 @@ def test_token_is_of_the_file_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVER_TOKEN", " of the environment\n")
     options, file = ["--corpus_path", "c", "--index_path", "i"], tmp_path / "token"
     assert read_token(parse(options)) == "of the environment"
-    for text, message in ((None, "no such file; correct --token_file"), (" \n", "is empty; write a token")):
-        if text:
-            file.write_text(text)
-        refuses(f"token: {message}", read_token, parse([*options, "--token_file", str(file)]))
+    given = parse([*options, "--token_file", str(file)])
+    refuses("token: no such file; correct --token_file", read_token, given)
+    file.write_text(" \n")
+    refuses("token: is empty; write a token", read_token, given)
     file.write_text(" secret\n")
-    assert read_token(parse([*options, "--token_file", str(file)])) == "secret"
+    assert read_token(given) == "secret"
 
 
 def test_command_line_wins_over_the_file(tmp_path):
@@ -133,10 +132,6 @@ def test_command_line_wins_over_the_file(tmp_path):
     refuses("none.yaml: no such config file", parse, ["--config", str(tmp_path / "none.yaml")])
 
 
-def test_web_searches_have_providers():
-    assert set(WEB_NAMES) == set(PROVIDERS)
-
-
 def run_without(packages, *command):
     """Runs a module where these packages cannot be imported."""
     code = f"import runpy, sys; sys.modules.update(dict.fromkeys({packages}))\n"
@@ -144,13 +139,12 @@ def run_without(packages, *command):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("module", "packages"), [("serve", ["fastapi", "uvicorn"]), ("build_index", ["scipy"])]
-)
-def test_help_needs_no_optional_package(module, packages):
-    module = f"retriever.{module}"
-    heavy = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic"]
-    heavy += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "tqdm"]
+@pytest.mark.parametrize("name", ["serve", "build_index", "prepare_corpus"])
+def test_help_needs_no_optional_package(name):
+    module = f"retriever.{name}"
+    packages = {"serve": ["fastapi", "uvicorn"], "build_index": ["scipy"]}.get(name, [])
+    heavy = ["numpy", "scipy", "faiss", "jax", "fastapi", "uvicorn", "prometheus_client", "pydantic", "tqdm"]
+    heavy += ["bm25s", "qdrant_client", "sentence_transformers", "torch", "httpx", "pyarrow"]
     answer = run_without(heavy, module, "--help")
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.startswith(f"usage: python -m {module}")
@@ -167,73 +161,62 @@ def test_corpus_needs_no_optional_package():
 
 
 @pytest.mark.medium
-def test_threads_win_over_the_environment(tmp_path):
+def test_threads_win_over_the_environment():
     """Two searches at once then take a thread each. Left out, the environment's number stays."""
     code = "import os, sys; from retriever import serve; sys.argv = ['serve', *sys.argv[1:]]\n"
     code += "assert serve.main() == 2; print(os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'])"
     command = [sys.executable, "-c", code, "--corpus_path", "none", "--index_path", "none", "--port", "0"]
-    environment = dict(os.environ, OMP_NUM_THREADS="7", MKL_NUM_THREADS="7")
+    call = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "7"}}
     for more, expected in (([], "7 7"), (["--threads", "2"], "1 1")):
-        ended = subprocess.run(
-            [*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-        )
+        ended = subprocess.run([*command, *more], capture_output=True, text=True, timeout=60, **call)
         assert ended.stdout.strip() == expected, ended.stderr
 
 
-@pytest.mark.parametrize("by_many", [False, True])
-def test_failure_leaves_the_old_file(tmp_path, by_many):
-    path = tmp_path / "a"
-    with replacing(path, by_many) as partial:
-        partial.write_text("old")
-    with pytest.raises(OSError, match="full"), replacing(path, by_many) as partial:
-        partial.write_text("ne")
-        raise OSError(errno.ENOSPC, "full")
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
-def test_failed_exchange_gives_back_the_old_folder(tmp_path, monkeypatch):
+def test_failure_leaves_the_old_file_or_folder(tmp_path, monkeypatch):
     def failing(path, target, rename=Path.rename):
         if path.name.endswith(".unfinished"):
             raise OSError(errno.EIO, "broken")
         return rename(path, target)
 
-    (tmp_path / "a").mkdir()
+    path = tmp_path / "a"
+    for by_many in (False, True):
+        path.write_text("old")
+        with pytest.raises(OSError, match="full"), replacing(path, by_many) as partial:
+            partial.write_text("ne")
+            raise OSError(errno.ENOSPC, "full")
+        assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    path.unlink()
+    path.mkdir()
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="broken"), replacing_folder(tmp_path / "a"):
+    with pytest.raises(OSError, match="broken"), replacing_folder(path):
         pass
-    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_two_processes_write_under_different_names(tmp_path, monkeypatch):
     with replacing(tmp_path / "a", by_many=True) as first:
-        first.write_text("first")
         monkeypatch.setattr("retriever.files.os.getpid", lambda: 1)
         with replacing(tmp_path / "a", by_many=True) as second:
             second.write_text("second")
+        first.write_text("first")
     assert (tmp_path / "a").read_text() == "first"
 
 
 def test_files_are_renamed_in_one_module():
-    paths = [
-        path
-        for path in (ROOT / "retriever").rglob("*.py")
-        if re.search(r"\.rename\(|os\.replace", path.read_text("utf-8"))
-    ]
+    renaming = re.compile(r"\.rename\(|os\.replace")
+    paths = [path for path in (ROOT / "retriever").rglob("*.py") if renaming.search(path.read_text("utf-8"))]
     assert paths == [ROOT / "retriever/files.py"]
 
 
-@pytest.mark.parametrize(
-    ("error", "cause", "status"),
-    [
+def test_exit_status_tells_input_from_environment(capsys):
+    for error, cause, status in (
         (RetrieverError("a/b: cannot be written"), OSError(errno.ENOSPC, "full"), 75),
         (RetrieverError("a/b: cannot be written"), PermissionError(errno.EACCES, "no"), 2),
         (RetrieverError("--topk 0: at least 1"), None, 2),
         (Unavailable("Qdrant is away"), None, 75),
-    ],
-    ids=str,
-)
-def test_exit_status_tells_input_from_environment(error, cause, status, capsys):
-    def work():
-        raise error from cause
+    ):
 
-    assert status_of(work) == status and capsys.readouterr().err == f"error: {error}\n"
+        def work(error=error, cause=cause):
+            raise error from cause
+
+        assert status_of(work) == status and capsys.readouterr().err == f"error: {error}\n"

@@ -32,14 +32,11 @@ def requirements_of(extras):
     return requirements
 
 
-def applies(requirement, python):
-    return requirement.marker is None or requirement.marker.evaluate(environment(python))
-
-
-def environment(python):
+def applicable(requirements, python):
     linux = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "extra": ""}
-    versions = {"python_version": python, "python_full_version": f"{python}.5"}
-    return default_environment() | linux | versions
+    environment = linux | {"python_version": python, "python_full_version": f"{python}.5"}
+    environment = default_environment() | environment
+    return [item for item in requirements if item.marker is None or item.marker.evaluate(environment)]
 
 
 @pytest.mark.parametrize("name", EXTRAS)
@@ -47,18 +44,12 @@ def test_lock_satisfies_the_project(name):
     lines = (ROOT / f"requirements/{name}.txt").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if not PIN.fullmatch(line)] == []  # no index, path, option or local build
     for python in ("3.11", "3.12", "3.13"):
-        pins = {}
-        for requirement in map(Requirement, lines):
-            if applies(requirement, python):
-                assert canonicalize_name(requirement.name) not in pins, f"{requirement.name} has two versions"
-                pins[canonicalize_name(requirement.name)] = str(requirement.specifier).removeprefix("==")
-        for requirement in requirements_of(EXTRAS[name]):
-            if not applies(requirement, python):
-                continue
+        pinned = applicable(map(Requirement, lines), python)
+        pins = {canonicalize_name(item.name): str(item.specifier).removeprefix("==") for item in pinned}
+        assert len(pins) == len(pinned)  # one version of each
+        for requirement in applicable(requirements_of(EXTRAS[name]), python):
             pin = pins.get(canonicalize_name(requirement.name))
-            assert pin and requirement.specifier.contains(pin), (
-                f"{name}, Python {python}: {requirement} but {pin}"
-            )
+            assert pin and requirement.specifier.contains(pin), f"{name}, {python}: {requirement} but {pin}"
 
 
 def test_every_lock_is_one_that_the_script_writes():

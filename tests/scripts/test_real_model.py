@@ -19,13 +19,12 @@ def packed(path, **files):
 
 
 def test_hub_model_is_preferred(hub, tmp_path, capsys):
-    files = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}", "x.onnx": b"no"}
+    files = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}"}
     repository = real_model.MODELS["smollm2-135m"].repository
-    commit = hub.add(repository, **files)
+    commit = hub.add(repository, **files, **{"x.onnx": b"no"})
     assert real_model.main(["--output", str(tmp_path / "model")]) == 0
-    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    assert commit in files.pop("README.md").decode()
-    assert files == {name: files[name] for name in files if name != "x.onnx"}
+    written = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    assert commit in written.pop("README.md").decode() and written == files
     assert capsys.readouterr().out == f"{tmp_path}/model: {repository}: commit {commit} of the hub\n"
     downloads = list(hub.downloads)
     assert real_model.main(["--output", str(tmp_path / "model")]) == 0
@@ -50,47 +49,33 @@ def packages(tmp_path, monkeypatch):
 
 
 def test_packages_replace_an_absent_hub_model(hub, tmp_path, capsys, packages):
-    output = tmp_path / "model"
-    assert real_model.main(["--output", str(output), "--model", "qwen2.5-0.5b"]) == 0
-    assert (output / "config.json").read_text() == "weights True"
-    assert "Coder" in (output / "README.md").read_text()
+    """That of the name's repository, and in their order."""
+    call = ["--output", str(tmp_path / "model"), "--model", "qwen2.5-0.5b"]
+    assert real_model.main(["--output", str(tmp_path / "model"), "--repository", "own/er"]) == 2
+    assert capsys.readouterr().err.startswith("error: own/er (model on")
+    assert real_model.main([*call, "--wheel", *map(str, reversed(packages))]) == 2
+    message = capsys.readouterr().err
+    assert "give the files of part1==1, part2==1 in this order" in message and message.count("\n") == 1
+    assert not (tmp_path / "model").exists()
+    assert real_model.main(call) == 0
+    assert (tmp_path / "model/config.json").read_text() == "weights True"
+    assert "Coder" in (tmp_path / "model/README.md").read_text()
     assert "note: taking part1==1, part2==1 instead" in capsys.readouterr().err
 
 
-def test_packages_in_wrong_order_are_refused(tmp_path, capsys, packages):
-    call = ["--output", str(tmp_path / "model"), "--model", "qwen2.5-0.5b", "--wheel"]
-    assert real_model.main([*call, *map(str, reversed(packages))]) == 2
-    message = capsys.readouterr().err
-    assert "give the files of part1==1, part2==1 in this order" in message
-    assert message.count("\n") == 1
-    assert not (tmp_path / "model").exists()
-    assert real_model.main([*call, *map(str, packages)]) == 0
-
-
-def test_package_replaces_no_other_repository(hub, tmp_path, capsys):
-    assert real_model.main(["--output", str(tmp_path / "model"), "--repository", "own/er"]) == 2
-    assert capsys.readouterr().err.startswith("error: own/er (model on")
-    assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
+def test_wrong_package_is_refused_without_leftovers(tmp_path, capsys):
+    wheel, output = tmp_path / "a.whl", tmp_path / "made" / "model"
+    for files, message in (
         (None, "cannot be read as a package"),
         ({}, "0 files end in .gguf"),
         ({"a__gguf": "x", "b__gguf": "y"}, "2 files end in .gguf"),
         ({"a__gguf": "x"}, "instead of b179c9523d0e"),
-    ],
-)
-def test_wrong_package_is_refused_without_leftovers(tmp_path, capsys, files, message):
-    wheel = tmp_path / "a.whl"
-    wheel.write_bytes(b"no zip") if files is None else packed(wheel, **files)
-    output = tmp_path / "made" / "model"
-    assert real_model.main(["--output", str(output), "--wheel", str(wheel)]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
-    assert list(output.parent.iterdir()) == []
+    ):
+        wheel.write_bytes(b"no zip") if files is None else packed(wheel, **files)
+        assert real_model.main(["--output", str(output), "--wheel", str(wheel)]) == 2
+        printed = capsys.readouterr().err
+        assert message in printed and printed.count("\n") == 1
+        assert list(output.parent.iterdir()) == []
 
 
 def test_rotary_rows_are_reordered():
@@ -101,58 +86,17 @@ def test_rotary_rows_are_reordered():
     np.testing.assert_array_equal(real_model.unpermuted("blk.3.attn_v.weight", in_turn, config), in_turn)
 
 
-@pytest.mark.parametrize("layout", real_model.LAYOUTS)
-def test_tensor_names_follow_the_layout(layout):
-    layout = real_model.LAYOUTS[layout]
-    assert real_model.hf_name("blk.12.ffn_gate.weight", layout) == "model.layers.12.mlp.gate_proj.weight"
-    refused = ["blk.0.ffn_gate.bias", "blk.0.attn_sinks.weight"]
-    if layout.biases:
-        assert real_model.hf_name("blk.0.attn_q.bias", layout) == "model.layers.0.self_attn.q_proj.bias"
-    else:
-        refused.append("blk.0.attn_q.bias")
-    for name in refused:
-        with pytest.raises(real_model.UserError, match=f"'{name}', which {layout.architecture} does not"):
-            real_model.hf_name(name, layout)
-
-
-def metadata(family, **changes):
-    fields = {
-        "embedding_length": 896, "feed_forward_length": 4864, "block_count": 24, "context_length": 32768,
-        "attention.head_count": 14, "attention.head_count_kv": 2, "rope.freq_base": 1e6,
-        "attention.layer_norm_rms_epsilon": float(np.float32(1e-6)),
-    }  # fmt: skip
-    tokens = {"tokenizer.ggml.tokens": ["a"] * 10}
-    ids = {f"tokenizer.ggml.{name}_token_id": 3 for name in ("bos", "eos", "padding")}
-    named = {f"{family}.{name}": value for name, value in fields.items()}
-    return {"general.architecture": family, **named, **tokens, **ids, **changes}
-
-
-def test_config_is_what_transformers_reads():
-    from transformers import AutoConfig
-
-    config = real_model.hf_config(metadata("qwen2"))
-    loaded = AutoConfig.for_model(**config)
-    assert (loaded.head_dim, loaded.num_key_value_heads, loaded.rms_norm_eps) == (64, 2, 1e-6)
-    rotary = loaded.rope_parameters["rope_theta"]
-    assert (rotary, loaded.vocab_size, loaded.use_sliding_window) == (1e6, 10, False)
-
-
-TEMPLATE = "{{ messages[0].content }}"
-
-
-def make_tokenizer(tokens, kinds, pre, **ids):
-    fields = {"tokens": tokens, "token_type": kinds, "merges": ["1 2", "Ġ a"], "pre": pre} | ids
-    named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
-    return real_model.make_tokenizer(named | {"tokenizer.chat_template": TEMPLATE})
-
-
-def test_digits_and_control_tokens_are_separate():
-    letters = sorted(set("abcdefghijklmnopqrstuvwxyz0123456789Ġ<>|_"))
-    tokens = ["<|end|>", *letters, "12", "Ġa"]
-    ids = {f"{name}_token_id": 0 for name in ("bos", "eos", "unknown", "padding")}
-    tokenizer = make_tokenizer(tokens, [3] + [1] * (len(tokens) - 1), "smollm", **ids)
-    assert tokenizer.tokenize("b a12<|end|>") == ["b", "Ġa", "1", "2", "<|end|>"]
-    assert (tokenizer.eos_token_id, tokenizer.chat_template) == (0, TEMPLATE)
+def test_tensor_names_follow_the_layout():
+    for layout in real_model.LAYOUTS.values():
+        assert real_model.hf_name("blk.12.ffn_gate.weight", layout) == "model.layers.12.mlp.gate_proj.weight"
+        refused = ["blk.0.ffn_gate.bias", "blk.0.attn_sinks.weight"]
+        if layout.biases:
+            assert real_model.hf_name("blk.0.attn_q.bias", layout) == "model.layers.0.self_attn.q_proj.bias"
+        else:
+            refused.append("blk.0.attn_q.bias")
+        for name in refused:
+            with pytest.raises(real_model.UserError, match=f"'{name}', which {layout.architecture} does not"):
+                real_model.hf_name(name, layout)
 
 
 def test_qwen_tokenizer_equals_that_of_transformers():
@@ -161,8 +105,10 @@ def test_qwen_tokenizer_equals_that_of_transformers():
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, "12", "Ġa", "<|im_end|>", "<tool_call>", "[PAD7]"]
-    kinds = [1] * (len(letters) + 2) + [3, 4, 5]
-    ours = make_tokenizer(tokens, kinds, "qwen2", eos_token_id=tokens.index("<|im_end|>"))
+    fields = {"tokens": tokens, "token_type": [1] * (len(letters) + 2) + [3, 4, 5], "pre": "qwen2"}
+    fields |= {"merges": ["1 2", "Ġ a"], "eos_token_id": tokens.index("<|im_end|>")}
+    named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    ours = real_model.make_tokenizer(named | {"tokenizer.chat_template": "{{ messages }}"})
     vocabulary = {token: index for index, token in enumerate(tokens[:-3])}
     reference = Qwen2Tokenizer(vocabulary, [("1", "2"), ("Ġ", "a")], eos_token="<|im_end|>")
     for text in ("b a12 3", "I'll x\n\n  y", "e\u0301 \u00e9 北京", "\t\r\n a"):

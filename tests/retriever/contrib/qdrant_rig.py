@@ -21,12 +21,9 @@ def make_shard(folder: Path, settings: dict[str, Any]) -> edge.EdgeShard:
     vectors = settings["vectors"]
     assert (vectors["distance"], settings["quantization_config"]["scalar"]["type"]) == ("Dot", "int8")
     codes = edge.ScalarQuantizationConfig(type=edge.ScalarType.Int8, always_ram=True)
-    config = edge.EdgeConfig(
-        vectors=edge.EdgeVectorParams(size=vectors["size"], distance=edge.Distance.Dot),
-        quantization_config=codes,
-    )
+    params = edge.EdgeVectorParams(size=vectors["size"], distance=edge.Distance.Dot)
     folder.mkdir(parents=True)
-    return edge.EdgeShard.create(str(folder), config)
+    return edge.EdgeShard.create(str(folder), edge.EdgeConfig(vectors=params, quantization_config=codes))
 
 
 class QdrantServer:
@@ -61,15 +58,14 @@ class QdrantServer:
             return {"count": self.shard.count(edge.CountRequest())}
         if route == "/points/query/batch":
             self.searches += body["searches"]
-            queries = [
-                (edge.Query.Nearest(item["query"]["nearest"]), item["limit"]) for item in body["searches"]
+            requests = [
+                edge.QueryRequest(limit=item["limit"], query=edge.Query.Nearest(item["query"]["nearest"]))
+                for item in body["searches"]
             ]
-            requests = [edge.QueryRequest(limit=n, query=query, with_payload=False) for query, n in queries]
-            results = self.shard.query_batch(edge.QueryBatchRequest(requests))
             names = ("id", "version", "score")
             return [
                 {"points": [{name: getattr(point, name) for name in names} for point in points]}
-                for points in results
+                for points in self.shard.query_batch(edge.QueryBatchRequest(requests))
             ]
         raise AssertionError(f"{method} {route}: not a request of the retriever")
 

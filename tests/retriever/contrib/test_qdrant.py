@@ -2,6 +2,7 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,10 +16,9 @@ from retriever.backends import BuildOptions
 from retriever.contrib import qdrant
 from retriever.contrib.qdrant import Collection, collection_settings, search_params
 from retriever.encoders import HashedEncoder
-from retriever.errors import RetrieverError, Unavailable
 from retriever.indexes.index import build_index, open_index
 from retriever.options import parse
-from retriever.service.server import load
+from retriever.service.server import load, load_index
 
 RLINF = "wiki_collection_m24_cef512"
 
@@ -41,17 +41,18 @@ def options_for(folder, **more):
     return BuildOptions(kind="qdrant", settings={"qdrant_url": str(folder / "db")} | settings, **more)
 
 
+def collection_at(folder, name, *more):
+    arguments = ["--qdrant_url", str(folder), "--qdrant_collection", name, "--retriever_name", "e5"]
+    return Collection(parse([*arguments, *more]))
+
+
 def upload(folder, corpus, encoder, collection=RLINF, **payload):
     """As RLinf's script: ids are row numbers, cosine, the corpus row as payload."""
     client = QdrantClient(path=str(folder))
     size = models.VectorParams(size=encoder.dimension, distance=models.Distance.COSINE)
     client.create_collection(collection, size, hnsw_config=models.HnswConfigDiff(m=24, ef_construct=512))
-    vectors = encoder.encode_passages(corpus[:])
-    points = [
-        models.PointStruct(id=n, vector=vector.tolist(), payload=payload or row)
-        for n, (vector, row) in enumerate(zip(vectors, corpus, strict=True))
-    ]
-    client.upsert(collection, points)
+    vectors, payloads = encoder.encode_passages(corpus[:]).tolist(), [payload or row for row in corpus]
+    client.upsert(collection, models.Batch(ids=list(range(len(corpus))), vectors=vectors, payloads=payloads))
     client.close()
 
 
@@ -66,30 +67,48 @@ def test_index_finds_rows_of_brute_force(tmp_path, corpus):
     refuses("open in another process", open_index, tmp_path / "q", corpus)
 
 
-def test_absent_server_is_refused_before_encoding(tmp_path, corpus):
+def test_absent_server_and_foreign_collection_are_refused(tmp_path, corpus, encoder):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         url = f"http://127.0.0.1:{holder.getsockname()[1]}"
-    options = BuildOptions(kind="qdrant", settings={"qdrant_url": url})
-    refuses(rf"--qdrant_url {url}: no answer", build_index, corpus, tmp_path / "q", options, progress=False)
-    assert not list(tmp_path.iterdir())
+    upload(tmp_path / "db", corpus, encoder, "passages")
+    for options, message in (
+        (options_for(tmp_path, qdrant_url=url), f"{url}: no answer"),
+        (options_for(tmp_path), "--qdrant_collection passages: exists in"),
+    ):
+        refuses(message, build_index, corpus, tmp_path / "i", options, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["db"]  # nothing was encoded
 
 
-def test_rlinf_collection_is_served_unchanged(tmp_path, corpus, encoder):
+def test_rlinf_collection_is_served_unchanged(tmp_path, corpus, encoder, monkeypatch):
+    """With search parameters."""
     upload(tmp_path, corpus, encoder)
-    arguments = ["--qdrant_url", str(tmp_path), "--qdrant_collection", RLINF]
-    with TestClient(load(parse([*arguments, "--retriever_name", "e5", "--port", "0"]))) as client:
-        reply = client.post("/retrieve", json={"queries": ["person 17", "person 3"], "topk": 2})
-        lists = reply.json()["result"]
+    requests, query = [], QdrantClient.query_batch_points
+
+    def noting(self, collection, batch, **more):
+        requests.extend(batch)
+        return query(self, collection, batch, **more)
+
+    monkeypatch.setattr(QdrantClient, "query_batch_points", noting)
+    arguments = ["--qdrant_url", str(tmp_path), "--qdrant_collection", RLINF, "--retriever_name", "e5"]
+    with TestClient(load(parse([*arguments, "--qdrant_search", "exact=true"]))) as client:
+        body = {"queries": ["person 17", "person 3"], "topk": 2}
+        lists = client.post("/retrieve", json=body).json()["result"]
         assert [rows[0] for rows in lists] == [corpus[17], corpus[3]]
         assert [len(rows) for rows in lists] == [2, 2]
+        sent = [(request.params.exact, request.limit, request.with_payload) for request in requests]
+        assert sent == [(True, 2, True)] * 2
         state = client.get("/health").json()
-        assert (state["kind"], state["documents"], state["encoder"]) == ("qdrant", 50, "hashed")
+        names = ("kind", "documents", "encoder", "search")
+        assert [state[name] for name in names] == ["qdrant", 50, "hashed", "exact=true"]
+        monkeypatch.setattr(QdrantClient, "query_batch_points", Mock(side_effect=ValueError("gone")))
+        reply = client.post("/retrieve", json=body)
+        assert reply.status_code == 503 and "no answer (gone); is the server up" in reply.json()["error"]
 
 
 def test_unsuitable_collection_or_encoder_is_refused(tmp_path, corpus, encoder, monkeypatch):
     def check(message, collection=RLINF, name="e5", used=encoder):
         monkeypatch.setattr(qdrant, "make_encoder", lambda *_: used)
-        refuses(message, Collection, str(tmp_path), collection, name)
+        refuses(message, collection_at, tmp_path, collection, "--retriever_name", name)
 
     upload(tmp_path, corpus, encoder)
     upload(tmp_path, corpus, encoder, "texts", text="a text without a number", page=7)
@@ -115,18 +134,21 @@ def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder):
     """The collection can then be served without corpus and index folder."""
     options = options_for(tmp_path, shard_rows=20, search="hnsw_ef=64")
     build_index(corpus, tmp_path / "i", options, progress=False)
+    paths = ["--corpus_path", str(corpus.path), "--index_path", str(tmp_path / "i")]
+    refuses("--mmap: has no meaning for an index of kind qdrant", load, parse([*paths, "--mmap"]))
     index = open_index(tmp_path / "i", corpus)
     assert index.search(["person 17"], 1)[0][0][0] == corpus[17]
     assert index.manifest["search"] == "hnsw_ef=64" and index.manifest["factory"] == "qdrant"
     index._ranker._vectors.client.close()
-    served = Collection(str(tmp_path / "db"), "passages", "e5")
-    assert served.search(["person 17"], 1)[0][0][0] == corpus[17]
+    index = load_index(parse([*paths, "--qdrant_search", "exact=true"]), print)
+    assert index.manifest["search"] == "exact=true"  # the option wins over the manifest
+    index._ranker._vectors.client.close()
+    assert collection_at(tmp_path / "db", "passages").search(["person 17"], 1)[0][0][0] == corpus[17]
 
 
 @pytest.mark.parametrize("place", [{}, {"qdrant_url": ""}], ids=["kept", "gone with the index's folder"])
 def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place):
     monkeypatch.setattr(qdrant, "BATCH", 5)
-    options = options_for(tmp_path, shard_rows=20, **place)
     upsert, sent = QdrantClient.upsert, []
 
     def failing(self, collection, points, **more):
@@ -137,51 +159,46 @@ def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place
         return upsert(self, collection, points, **more)
 
     monkeypatch.setattr(QdrantClient, "upsert", failing)
-    with pytest.raises(RetrieverError, match="upload into 'passages' failed .connection reset"):
-        build_index(corpus, tmp_path / "i", options, progress=False)
-    assert sent == [0, 5, 10, 15, 20, 25]
+    build = [build_index, corpus, tmp_path / "i", options_for(tmp_path, shard_rows=20, **place), False]
+    refuses("upload into 'passages' failed.*again .connection reset", *build)
     monkeypatch.setattr(QdrantClient, "upsert", lambda *a, **b: sent.append(a[2].ids[0]) or upsert(*a, **b))
     sent.clear()
-    build_index(corpus, tmp_path / "i", options, progress=False)
+    build[0](*build[1:])
     assert sent == [*range(0 if place else 20, 50, 5)]
     index = open_index(tmp_path / "i", corpus)
     assert ids(index.search([f"person {n}" for n in (3, 22, 49)], 1)) == [["3"], ["22"], ["49"]]
     assert not list(tmp_path.glob("i.embeddings"))
 
 
-def test_foreign_collection_is_not_overwritten(tmp_path, corpus, encoder):
-    upload(tmp_path / "db", corpus, encoder, "passages")
-    with pytest.raises(RetrieverError, match="--qdrant_collection passages: exists in"):
-        build_index(corpus, tmp_path / "i", options_for(tmp_path), progress=False)
-
-
 def test_storage_options_reach_the_collection(tmp_path):
-    values = {"qdrant_shards": 6, "qdrant_replicas": 2, "qdrant_on_disk": True, "qdrant_quantization": "int8"}
+    """Those of `int8` reach a server below."""
+    values = {"qdrant_shards": 6, "qdrant_on_disk": True, "qdrant_quantization": "binary"}
     settings = collection_settings(768, options_for(tmp_path, **values))
-    assert (settings["shard_number"], settings["replication_factor"]) == (6, 2)
+    assert settings["shard_number"] == 6 and settings["quantization_config"].binary.always_ram
     assert settings["vectors_config"].on_disk and settings["vectors_config"].size == 768
-    assert settings["quantization_config"].scalar.type == models.ScalarType.INT8
     plain = collection_settings(768, BuildOptions(kind="qdrant"))
     assert plain["quantization_config"] is None and not plain["vectors_config"].on_disk
-    binary = collection_settings(768, options_for(tmp_path, qdrant_quantization="binary"))
-    assert binary["quantization_config"].binary.always_ram
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_options_are_named(tmp_path, corpus):
+    for options, message in (
         ({"qdrant_shards": 0}, "--qdrant_shards 0"),
-        ({"qdrant_replicas": 0}, "--qdrant_replicas 0"),
-        ({"qdrant_parallel": 0}, "--qdrant_parallel 0"),
         ({"qdrant_quantization": "int4"}, "--qdrant_quantization 'int4'"),
-        ({"search": "nprobe=3"}, "search parameter 'nprobe=3': .* hnsw_ef"),
-        ({"search": "exact=maybe"}, "search parameter 'exact=maybe'"),
-        ({"search": "hnsw_ef=many"}, "search parameter 'hnsw_ef=many'"),
+        ({"search": "nprobe=3"}, "search parameters 'nprobe=3': .* hnsw_ef"),
+        ({"search": "hnsw_ef=many"}, "search parameters 'hnsw_ef=many'"),
+        ({"search": "exact"}, "search parameters 'exact'"),
         ({"factory": "HNSW8"}, "--factory HNSW8: --kind qdrant"),
-    ],
-)
-def test_invalid_option_is_named(tmp_path, corpus, options, message):
-    refuses(message, build_index, corpus, tmp_path / "i", options_for(tmp_path, **options), progress=False)
+    ):
+        refuses(
+            message, build_index, corpus, tmp_path / "i", options_for(tmp_path, **options), progress=False
+        )
+    for more, message in (
+        (["--corpus_path", "x"], "--corpus_path: "),
+        (["--web_budget", "3"], "--web_budget: "),
+        (["--retriever_name", ""], "--retriever_name is missing"),
+        (["--qdrant_collection", ""], "--qdrant_collection is missing"),
+    ):
+        refuses(message, collection_at, "u", "c", *more)
 
 
 def test_search_parameters_are_parsed():
@@ -189,45 +206,6 @@ def test_search_parameters_are_parsed():
     params = search_params("hnsw_ef=128,exact=false,rescore=true,oversampling=2.5")
     expected = {"hnsw_ef": 128, "exact": False, "quantization": {"rescore": True, "oversampling": 2.5}}
     assert params.model_dump(exclude_unset=True) == expected
-
-
-def test_search_parameters_reach_the_collection(tmp_path, corpus, encoder, monkeypatch):
-    upload(tmp_path, corpus, encoder)
-    requests, query = [], QdrantClient.query_batch_points
-
-    def noting(self, collection, batch, **more):
-        requests.extend(batch)
-        return query(self, collection, batch, **more)
-
-    monkeypatch.setattr(QdrantClient, "query_batch_points", noting)
-    served = Collection(str(tmp_path), RLINF, "e5", search="exact=true")
-    served.search(["person 1", "person 2"], 3)
-    sent = [(request.params.exact, request.limit, request.with_payload) for request in requests]
-    assert sent == [(True, 3, True)] * 2 and served.manifest["search"] == "exact=true"
-    served._vectors.client.delete_collection(RLINF)
-    with pytest.raises(Unavailable, match="no answer .*; is the server up"):
-        served.search(["person 1"], 3)
-
-
-def test_collection_options_are_checked():
-    arguments = ["--qdrant_url", "u"]
-    for more, message in (
-        (["--corpus_path", "x"], "--corpus_path: "),
-        (["--web_budget", "3"], "--web_budget: "),
-        (["--retriever_name", ""], "--retriever_name is missing"),
-        (["--qdrant_collection", ""], "--qdrant_collection is missing"),
-    ):
-        refuses(message, parse, [*arguments, "--qdrant_collection", "c", "--retriever_name", "e5", *more])
-
-
-def test_search_option_wins_over_the_manifest(tmp_path, corpus):
-    build_index(corpus, tmp_path / "i", options_for(tmp_path, search="hnsw_ef=64"), progress=False)
-    (tmp_path / "c.jsonl").write_bytes(corpus.path.read_bytes())
-    paths = ["--corpus_path", str(tmp_path / "c.jsonl"), "--index_path", str(tmp_path / "i")]
-    with TestClient(load(parse([*paths, "--qdrant_search", "exact=true"]))) as client:
-        assert client.get("/health").json()["search"] == "exact=true"
-        assert client.post("/retrieve", json={"queries": ["person 9"]}).json()["result"][0][0]["id"] == "9"
-    refuses("--mmap: has no meaning for an index of kind qdrant", load, parse([*paths, "--mmap"]))
 
 
 @pytest.mark.medium

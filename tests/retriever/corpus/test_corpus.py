@@ -1,0 +1,407 @@
+"""The corpus: rows on demand, kept offsets, pages by URL, refusals with file and line; conversion to it."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
+from retriever_rig import refuses
+
+from retriever.corpus import layouts, prepare
+from retriever.corpus import passages as offsets
+from retriever.corpus.passages import HEADER, Pages, cache_file, load_corpus, load_offsets, save_offsets, scan
+from retriever.corpus.prepare import prepare_corpus
+from retriever.errors import RetrieverError
+from retriever.prepare_corpus import main
+from retriever.service.app import make_app
+
+TABLE = b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n2\t"Two.\nLines"\t"B ""b"""\n'  # as DPR's psgs_w100.tsv
+
+
+def row(i, text="text"):
+    return {"id": str(i), "contents": f'"Title {i}"\n{text} é{i}', "url": f"u{i}"}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def kept_offsets(monkeypatch):
+    """Keeps offsets of files of any size."""
+    monkeypatch.setattr(offsets, "CACHED_FROM", 1)
+
+
+def test_rows_have_the_order_of_the_file(tmp_path):
+    """Indexes of the first version carry the hash: it must not change. The last newline is optional."""
+    rows = [row(i) for i in range(50)]
+    corpus = load_corpus(write(tmp_path / "c.jsonl", rows))
+    assert list(corpus) == rows and corpus[-1] == rows[-1] and corpus[10:13] == rows[10:13]
+    with pytest.raises(IndexError):
+        corpus[50]
+    (tmp_path / "c.jsonl").write_text('{"id": 7, "contents": "a"}\r\n{"id": "8", "contents": "b"}')
+    corpus = load_corpus(tmp_path / "c.jsonl")
+    assert list(corpus) == [{"id": "7", "contents": "a"}, {"id": "8", "contents": "b"}]
+    assert corpus.sha256 == hashlib.sha256(b"7\0a\x008\0b\0").hexdigest()
+
+
+@pytest.mark.parametrize("change", ["text", "size", "damage", "cut"])
+def test_offsets_are_kept_until_the_corpus_changes(tmp_path, kept_offsets, monkeypatch, change):
+    path, side = write(tmp_path / "c.jsonl", [row(i) for i in range(20)]), tmp_path / "c.jsonl.offsets"
+    before, state = load_corpus(path), path.stat()
+    with monkeypatch.context() as patch:
+        patch.setattr(offsets, "scan", None)  # would fail
+        assert list(load_corpus(path)) == list(before)
+    if change == "text":  # same size, same time
+        path.write_text(path.read_text().replace("Title 13", "Title 31"))
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    elif change == "size":
+        write(path, [row(i) for i in range(21)])
+    else:
+        side.write_bytes(b"junk" if change == "damage" else side.read_bytes()[:-8])
+    after = load_corpus(path)
+    assert (after.sha256 == before.sha256) == (change in ("damage", "cut"))
+    assert list(after) == [json.loads(line) for line in path.read_text().splitlines()]
+    assert json.loads(side.read_bytes()[:HEADER])["mtime_ns"] == path.stat().st_mtime_ns
+
+
+def test_offsets_of_read_only_folder_are_cached(tmp_path, kept_offsets, monkeypatch):
+    path = write(tmp_path / "c.jsonl", [row(1)])
+    monkeypatch.setattr(offsets.os, "access", lambda *_: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load_corpus(path)
+    assert len(os.listdir(tmp_path / "cache" / "retriever")) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    refuses("set XDG_CACHE_HOME", load_corpus, path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        *[(empty, "empty row") for empty in (b"", b"   ")],
+        (b'{"id": "9"}', "expected an object .*'contents'"),
+        (b'{"id": "9", "contents": " "}', "expected an object .*'contents'"),
+        (b'["9"]', "expected an object"),
+        (b"{", "not valid JSON"),
+        *[(b'{%s"contents": "x"}' % start, "field 'id'") for start in (b"", b'"id": true, ')],
+        (b'{"id": "9", "contents": "\xff"}', "not valid UTF-8"),
+        (b'{"id": "9", "contents": "\\ud800"}', "holds half a surrogate pair"),
+        (b'{"id": "9", "contents": "x", "more": ["\\uD800"]}', "holds half a surrogate pair"),
+        (b'{"id": 0, "contents": "x"}', "id '0' was used before, in line 1"),
+        (b'{"a": ' + b"[" * 200_000, "nested too deeply"),
+    ],
+    ids=range(13),
+)
+def test_malformed_row_names_file_and_line(tmp_path, line, message):
+    (tmp_path / "c.jsonl").write_bytes(json.dumps(row(0)).encode() + b"\n" + line + b"\n")
+    refuses(f"c.jsonl:2: {message}", load_corpus, tmp_path / "c.jsonl")
+
+
+def test_gzip_and_plain_corpora_are_the_same(tmp_path):
+    path = write(tmp_path / "c.jsonl", [row(i) for i in range(2000)])  # more than the head that is looked at
+    packed = table_of(tmp_path, "c.jsonl", path.read_bytes(), True)
+    assert load_corpus(packed).sha256 == load_corpus(path).sha256
+    packed.write_bytes(packed.read_bytes()[:-20])
+    refuses("broken file", load_corpus, packed)
+    path.write_text("")
+    refuses("no passages", load_corpus, path)
+    for read, message in ((load_corpus, "no such corpus"), (Pages, "no such file of pages")):
+        refuses(f"d.jsonl: {message}; ", read, tmp_path / "d.jsonl")
+
+
+def parquet(path, *rows):
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def table_of(folder, name, content, packed=False):
+    path = folder / (name + ".gz" * packed)
+    path.write_bytes(gzip.compress(content) if packed else content)
+    return path
+
+
+def test_table_equals_the_corpus_of_its_rows(tmp_path):
+    rows = [{"id": "1", "contents": '"A"\nIt "is" so.'}, {"id": "2", "contents": '"B "b""\nTwo.\nLines'}]
+    same = load_corpus(write(tmp_path / "c.jsonl", rows))
+    for packed in (False, True):
+        corpus = load_corpus(table_of(tmp_path, "c.tsv", TABLE, packed), progress=False)
+        assert list(corpus) == rows and corpus[-1] == rows[1]
+        assert corpus.sha256 == same.sha256  # so that one index fits both
+    assert not list(tmp_path.glob("*.offsets"))
+    file = parquet(tmp_path / "p", {"_id": 1, "title": "A", "text": "x", "url": "u"})
+    assert list(load_corpus(file)) == [{"id": "1", "contents": '"A"\nx', "url": "u"}]
+    (tmp_path / "t").write_bytes(b"0\tIt is.\n1\tSo.\n")
+    assert [row["contents"] for row in load_corpus(tmp_path / "t")] == ["\nIt is.", "\nSo."]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'id,text\n1,"a\nb"\n1,c\n', r":4: id '1' was used before, at .*c.csv(.gz)?:3"),
+        (b"id,text\n1,a\n2,\n", ":3: no text; python -m retriever.prepare_corpus .* drops it"),
+        (b"title,text\na,b\n", ":2: no id; python -m retriever.prepare_corpus .* --number_ids"),
+        (b"id,text\n", ": no passages in it"),
+        (b"id,text\n1\n", ":2: 1 columns, but the first row has 2"),
+    ],
+)
+def test_malformed_table_names_its_place(tmp_path, content, message):
+    for packed in (False, True):
+        refuses(rf"c.csv(.gz)?{message}", load_corpus, table_of(tmp_path, "c.csv", content, packed))
+
+
+def test_large_table_or_gz_is_refused(tmp_path, monkeypatch):
+    table = table_of(tmp_path, "c.tsv", TABLE)
+    packed = table_of(tmp_path, "c.jsonl", (json.dumps(row(1)) + "\n").encode(), True)
+    assert (len(load_corpus(table)), len(load_corpus(packed))) == (2, 1)
+    monkeypatch.setattr(offsets, "GZIP_LIMIT", 30)
+    refuses(r"more than 30 bytes.*prepare_corpus .*c.tsv --output", load_corpus, table)
+    refuses(r"more than 30 bytes; unpack it \(gunzip -k .*c.jsonl.gz\)", load_corpus, packed)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 50))
+def test_duplicates_are_found_whatever_the_hashes(ids, buckets):
+    """Few buckets make many ids share a hash: only equal ids count."""
+    keys = np.array([i % buckets for i in ids], np.int64)
+    repeated = ((ids.index(name), place, str(name)) for place, name in enumerate(ids) if name in ids[:place])
+    assert offsets.find_duplicate(keys, lambda i: str(ids[i])) == next(repeated, None)
+
+
+def test_overlong_line_is_refused(tmp_path, monkeypatch):
+    class Endless(io.BytesIO):
+        """One endless line; whoever reads all of it fills the memory."""
+
+        def readline(self, size=-1):
+            assert size == 2**24 + 1
+            return b"x" * size
+
+    refuses("c:1: longer than 16,777,216 bytes", next, offsets.read_lines(Endless(), "c"))
+    monkeypatch.setattr(offsets, "MAX_LINE", 200)
+    rows = [{"id": n, "url": f"u{n}", "contents": "a" * length} for n, length in enumerate((140, 300))]
+    path = write(tmp_path / "c.jsonl", rows)
+    packed = table_of(tmp_path, "c.jsonl", path.read_bytes(), True)
+    for read, file in ((load_corpus, path), (load_corpus, packed), (Pages, path)):
+        refuses(f"{file.name}:2: longer than 200 bytes; cut the passage", read, file)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """200 KiB: all of it is fingerprinted."""
+    rows = ({"id": number, "contents": f'"T"\n{number:0180}'} for number in range(900))
+    path = write(tmp_path / "corpus.jsonl", rows)
+    with path.open("rb") as file:
+        save_offsets(path, scan(file, b"", path))
+    return path
+
+
+def flip_byte(path, place):
+    """Size and time stay."""
+    state, content = path.stat(), bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+@pytest.mark.parametrize("probes", [64, 3])  # with 3 as if the file were larger
+def test_change_is_noticed(corpus, monkeypatch, probes):
+    monkeypatch.setattr(offsets, "PROBES", probes)
+    with corpus.open("rb") as file:
+        save_offsets(corpus, scan(file, b"", corpus))
+    size = corpus.stat().st_size
+    for place in (*(range(0, size, 4000) if probes > 3 else (0, size // 2)), size - 1):
+        flip_byte(corpus, place)
+        assert load_offsets(corpus) is None, place
+        flip_byte(corpus, place)
+        assert load_offsets(corpus).starts[-1] == size
+
+
+@pytest.mark.parametrize("name", ["version", "size", "mtime_ns", "fingerprint", "last offset"])
+def test_each_part_of_the_identity_counts(corpus, name):
+    path = cache_file(corpus)
+    whole = path.read_bytes()
+    state = {"last offset": 0} | json.loads(whole[:HEADER])
+    whole = whole[:-8] + bytes(8) if name == "last offset" else whole
+    state[name] = "another" if name == "fingerprint" else state[name] + 1
+    path.write_bytes(json.dumps(state).encode().ljust(HEADER) + whole[HEADER:])
+    assert load_offsets(corpus) is None
+
+
+def test_unreadable_page_is_refused_at_the_start(tmp_path):
+    """Else each trajectory that asks for it would fail, and with enough of them the run."""
+    path, expected = tmp_path / "pages.jsonl", "expected a JSON object with 'url' and 'contents'"
+    for line, message in (
+        *[(text, expected) for text in ('{"url": "b"}', '{"contents": ""}', '{"url": ' + "[" * 200_000)],
+        ('{"url": 3, "contents": ""}', "field 'url' must be a string, got 3"),
+        ('{"url": "b", "contents": null}', "field 'contents' must be a string, got None"),
+        ('{"url": "b", "contents": "a \\ud83d b"}', "holds half a surrogate pair"),
+        ('{"url": "b", "contents": "", "more": "\\uD83D"}', "holds half a surrogate pair"),
+    ):
+        path.write_text('{"url": "a", "contents": "A \\ud83d\\ude00"}\n\n\n' + line + "\n")
+        refuses(f"pages.jsonl:4: {message}", Pages, path)
+
+
+def test_pages_by_url(index, tmp_path):
+    rows = [{"url": "https://w/index.php?title=A", "contents": "a"}, {"url": "u", "contents": "ü"}]
+    lines = [json.dumps(item, ensure_ascii=False) + "\n" for item in rows]
+    for between in ("", "\n", "  \n\n"):  # blank lines move nothing
+        (tmp_path / "pages").write_text(between + between.join(lines), encoding="utf-8")
+        with TestClient(make_app(index, 1, pages=Pages(tmp_path / "pages"))) as client:
+            reply = client.post("/access", json={"urls": ["u", "https://w/index.php/A", "nowhere"]})
+            assert reply.json() == {"result": [*rows[::-1], None]}
+    with TestClient(make_app(index, 1)) as client:
+        refused = client.post("/access", json={"urls": ["u"]}).json()
+        assert "start the service with --pages_path" in refused["error"]
+
+
+def test_replaced_pages_stay_and_rewritten_ones_are_noticed(tmp_path):
+    rows = [{"url": name, "contents": name * 9} for name in "abc"]
+    path, other = write(tmp_path / "pages.jsonl", rows), tmp_path / "other.jsonl"
+    pages = Pages(path)
+    other.write_text('{"url": "b", "contents": "other"}\n')
+    other.replace(path)
+    assert [pages.access(name) for name in "cab"] == [rows[2], rows[0], rows[1]]
+
+    pages = Pages(path)
+    for changed in ('{"url": "c", "contents": "third"}\n', "{", ""):
+        path.write_text(changed)
+        refuses("pages.jsonl: changed while it is served", pages.access, "b")
+
+
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def converted(tmp_path, content, **options):
+    """The rows of the corpus that a file of this content becomes."""
+    (tmp_path / "input").write_bytes(content)
+    prepare_corpus([str(tmp_path / "input")], tmp_path / "out.jsonl", progress=False, **options)
+    return list(load_corpus(tmp_path / "out.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (lines({"id": 7, "title": "A  b", "text": " It is. "}), ("7", '"A b"\nIt is.')),
+        (lines({"_id": "d", "title": "A", "text": "It is.", "metadata": {}}), ("d", '"A"\nIt is.')),  # BEIR
+        (lines({"_id": "d1", "title": "", "text": "It is."}) + b" \n", ("d1", "\nIt is.")),
+        (lines({"id": "0", "contents": '"A"\nIt is.'}), ("0", '"A"\nIt is.')),
+        (lines({"id": "0", "title": "A", "contents": '"A"\nIt is.'}), ("0", '"A"\nIt is.')),
+        (lines({"id": "0", "title": "A", "contents": "It is."}), ("0", '"A"\nIt is.')),
+        (lines({"pid": "m_1", "passage": "It is."}), ("m_1", "\nIt is.")),  # MS MARCO v2
+        (lines({"docid": "x", "title": "A", "text": ["It is.", "So."]}), ("x", '"A"\nIt is. So.')),
+        (b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n', ("1", '"A"\nIt "is" so.')),  # DPR psgs_w100
+        (b'0\tIt "is so.\n', ("0", '\nIt "is so.')),  # MS MARCO passages
+        (b"D1\thttp://x\tA\tIt is.\n", ("D1", '"A"\nIt is.', "http://x")),  # MS MARCO documents
+        (gzip.compress(b"0\tIt is.\n", mtime=0), ("0", "\nIt is.")),
+        (b'id,title,text\n1,A,"It ""is"", so.\nYes."\n', ("1", '"A"\nIt "is", so.\nYes.')),
+        (b'\xef\xbb\xbf"Title",TEXT , Id\r\nA,It is.,7\r\n', ("7", '"A"\nIt is.')),
+        (b'id,contents\n1,"""A""\nIt is."\n', ("1", '"A"\nIt is.')),
+        (b'id\tcontents\n1\t"""A""\nIt is."\n', ("1", '"A"\nIt is.')),
+        (b"title\ttext\tdocid\nA\tIt is.\t1\n", ("1", '"A"\nIt is.')),
+        (gzip.compress(b"id,text\n1,It is.\n", mtime=0), ("1", "\nIt is.")),
+        (b"\xef\xbb\xbf" + lines({"id": 1, "title": "A", "text": "x"}), ("1", '"A"\nx')),
+        (b'{"id": 1, "text": "a\\ud800b", "url": "u"}\n', ("1", "\na\ufffdb", "u")),
+    ],
+)
+def test_row_of_every_layout_is_converted(tmp_path, content, expected):
+    (row,) = converted(tmp_path, content)
+    assert row == dict(zip(("id", "contents", "url"), expected, strict=False))
+
+
+def test_parquet_is_read_in_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(layouts, "BATCH", 2)
+    rows = [{"_id": n, "title": f"T{n}", "text": f"x{n}", "vector": [0.5] * 3} for n in range(5)]
+    results = converted(tmp_path, parquet(tmp_path / "p", *rows).read_bytes())
+    assert results == [{"id": str(n), "contents": f'"T{n}"\nx{n}'} for n in range(5)]
+    unknown = parquet(tmp_path / "p", {"a": 1, "b": 2}).read_bytes()
+    refuses("input: no known column among a, b", converted, tmp_path, unknown)
+
+
+def test_several_files_and_patterns_in_order(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / f"part-{name}.jsonl").write_bytes(lines({"id": name, "title": "A", "text": "x"}))
+    (tmp_path / "first.tsv").write_bytes(b"0\tIt is.\n\n")  # a blank line is no row
+    inputs = [str(tmp_path / "first.tsv"), str(tmp_path / "part-*.jsonl")]
+    prepare_corpus(inputs, tmp_path / "out.jsonl", progress=False)
+    assert [row["id"] for row in load_corpus(tmp_path / "out.jsonl")] == ["0", "a", "b"]
+    for row, expected in ((lines({"contents": "x"}), True), (b'{"id": "0", "te', False)):
+        (tmp_path / "c.jsonl").write_bytes(row)
+        assert layouts.is_convertible(tmp_path / "c.jsonl") is expected
+
+
+def test_dropped_passages_are_counted(tmp_path):
+    rows = [("1", "x"), ("2", " "), ("3", "x"), ("4", "y")]
+    (tmp_path / "in.jsonl").write_bytes(lines(*({"id": n, "title": "A", "text": text} for n, text in rows)))
+    report = prepare_corpus([str(tmp_path / "in.jsonl")], tmp_path / "out.jsonl", progress=False)
+    assert (report.read, report.written, dict(report.dropped)) == (4, 3, {"no text": 1})
+    report = prepare_corpus([str(tmp_path / "in.jsonl")], tmp_path / "out.jsonl", False, True, False)
+    assert (report.written, dict(report.dropped)) == (2, {"no text": 1, "duplicate": 1})
+    assert [row["id"] for row in load_corpus(tmp_path / "out.jsonl")] == ["1", "4"]
+
+
+def test_numbers_replace_missing_or_repeated_ids(tmp_path, monkeypatch):
+    twice = lines({"id": "a", "text": "x"}, {"id": "a", "text": "y"})
+    refuses("the result:2: id 'a' was used before, in line 1.*--number_ids", converted, tmp_path, twice)
+    assert [row["id"] for row in converted(tmp_path, twice, number_ids=True)] == ["0", "1"]
+    refuses("input:1: no id; --number_ids gives every passage", converted, tmp_path, lines({"text": "x"}))
+    for module in (offsets, prepare):
+        monkeypatch.setattr(module, "CACHED_FROM", 1)
+    monkeypatch.setattr(offsets, "scan", None)  # would fail: offsets are kept, nothing is scanned again
+    assert len(converted(tmp_path, lines(*({"id": n, "text": f"x{n}"} for n in range(9))))) == 9
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lines({"id": 1, "text": "x"}) + b"{nope\n", "input:2: not valid JSON"),
+        (lines({"id": 1, "text": "x"}) + b"[1]\n", "input:2: expected a JSON object, got list"),
+        (lines({"id": 1, "name": "x"}), "input:1: no text: expected .*the keys are id, name"),
+        (lines({"id": True, "text": "x"}), "input:1: the id must be a text or a number, got True"),
+        (lines({"id": 1, "text": 3}), "input:1: key 'text' must be text, got 3"),
+        (b"id\ttext\ttitle\n1\tx\n", "input:2: 2 columns, but the first row has 3"),
+        (b"0\tx\n1\tx\ty\n", "input:2: 3 columns, but the first row has 2"),
+        (b"a\tb\tc\n", "input:1: 3 columns and no header"),
+        (b"plain words\n", "input: neither JSON Lines nor a tsv, a csv with a header or parquet"),
+        (b"name,body of it\n1,x\n", "input: neither JSON Lines"),
+        (b"id,text\n1,x,y\n", "input:2: 3 columns, but the first row has 2"),
+        (b'id,text\n1,"x\n2,y\n', "input: not a csv or tsv .unexpected end of data"),
+        (b'id\ttext\n1\t"x\n2\ty\n3\t"z" z\n', "input: not a csv or tsv .line 4: a cell holds rows"),
+        (b"id,text\n,x\n", "input:2: no id; --number_ids"),
+        (b'{"id": 1, "text": "\xff"}\n', "input: not valid UTF-8"),
+        (b"\x1f\x8bnope", "input: broken file"),
+        (b"PAR1nope", "input: broken file"),
+        (b"", "no passage is left of 0"),
+        (lines({"id": 1, "text": " "}), "no passage is left of 1"),
+    ],
+)
+def test_bad_file_is_named_and_leaves_nothing(tmp_path, content, message):
+    (tmp_path / "out.jsonl").write_text("mine")
+    with pytest.raises(RetrieverError, match=message) as caught:
+        converted(tmp_path, content)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["input", "out.jsonl"]
+    assert (tmp_path / "out.jsonl").read_text() == "mine"
+
+
+def test_command_reports_counts_and_errors(tmp_path, capsys):
+    (tmp_path / "in.tsv").write_bytes(b"0\tIt is.\n1\t \n")
+    assert main([str(tmp_path / "in.tsv"), "--output", str(tmp_path / "out.jsonl")]) == 0
+    output = capsys.readouterr().out
+    assert output == f"2 passages read, 1 dropped (no text), 1 written to {tmp_path / 'out.jsonl'}\n"
+    for arguments, message in (
+        ([str(tmp_path / "none"), "--output", "x.jsonl"], "none: no such file of passages"),
+        ([str(tmp_path / "*.none"), "--output", str(tmp_path / "x.jsonl")], "*.none: no file matches"),
+        ([str(tmp_path / "in.tsv"), "--output", "x.txt"], "x.txt: the output must end in .jsonl"),
+        ([str(tmp_path / "in.tsv"), "--output", f"{tmp_path}/in.tsv/x.jsonl"], "cannot be written"),
+    ):
+        assert main(arguments) == 2
+        output = capsys.readouterr().err
+        assert message in output and output.startswith("error: ") and output.count("\n") == 1

@@ -1,0 +1,396 @@
+"""Building, stopped and continued, and opening an index of each kind; full disks, locks, damaged files."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from retriever_rig import bm25_scores, brute_force_ids, ids, people_corpus, refuses, write_flat
+
+from retriever.backends import BuildOptions, IndexOptions
+from retriever.encoders import HashedEncoder
+from retriever.errors import RetrieverError
+from retriever.indexes import backend, index
+from retriever.indexes.backend import MANIFEST, locked
+from retriever.indexes.index import Index, build_index, embed, open_index
+
+LINE = r"encode: (\d+) of 30 \((\d+\.\d) %\), +([\d.]+) passages/s, (\d\d:\d\d) left"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return people_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 30)
+
+
+def build(corpus, folder, progress=False, **options):
+    build_index(corpus, folder, BuildOptions(**options), progress=progress)
+
+
+def first_id(corpus, folder, **options):
+    return open_index(folder, corpus, IndexOptions(**options)).search(["person 17"], 1)[0][0][0]["id"]
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Makes encoding fail after a number of passages, and counts those encoded."""
+    encode = HashedEncoder.encode_passages
+    state = {"encoded": 0, "limit": 10**9}
+
+    def counted(self, rows):
+        if state["encoded"] + len(rows) > state["limit"]:
+            raise ZeroDivisionError
+        state["encoded"] += len(rows)
+        return encode(self, rows)
+
+    monkeypatch.setattr(HashedEncoder, "encode_passages", counted)
+    monkeypatch.setattr(index, "BLOCK", 4)
+    return state
+
+
+def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, capsys):
+    """The log has lines with the rate and the time left."""
+    stop_after["limit"] = 20
+    with pytest.raises(ZeroDivisionError):
+        build(corpus, tmp_path / "i", shard_rows=8)
+    assert not (tmp_path / "i").exists()
+    assert sum(name.endswith(".npy") for name in os.listdir(tmp_path / "i.embeddings")) == 2
+    stop_after.update(encoded=0, limit=10**9)
+    monkeypatch.setattr(backend, "LOG_SECONDS", 1e-9)
+    build(corpus, tmp_path / "i", progress=True, shard_rows=8)
+    assert stop_after["encoded"] == 14  # of 30, without the 16 of two complete shards
+    log = capsys.readouterr().err
+    lines = [re.fullmatch(LINE, line) for line in log.splitlines() if line.startswith("encode")]
+    counts = [int(line[1]) for line in lines if line]
+    assert counts and counts[0] >= 16 and counts == sorted(counts) and "\r" not in log
+    assert any(line.startswith("index: ") for line in log.splitlines())
+    build(corpus, tmp_path / "whole")
+    assert (tmp_path / "i/index.faiss").read_bytes() == (tmp_path / "whole/index.faiss").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["i", "whole"]
+
+
+def test_named_embeddings_serve_several_indexes(tmp_path, corpus, stop_after):
+    for name, factory in (("flat", "Flat"), ("hnsw", "HNSW8")):
+        build(corpus, tmp_path / name, embeddings=tmp_path / "e", factory=factory)
+        assert first_id(corpus, tmp_path / name) == "17"
+    assert stop_after["encoded"] == 30
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retriever_name": "e6"}, "encoder 'e6' is unknown"),
+        ({"factory": "Nonsense"}, "--factory 'Nonsense'"),
+        ({"kind": "web"}, "--kind 'web' is unknown"),
+        ({"kind": "bm25"}, "--kind bm25"),
+        ({"kind": "no_such_module:Class"}, "no_such_module:Class: not an importable"),
+        ({"kind": "pathlib:Path"}, "--kind pathlib:Path: not a subclass of .*Backend"),
+        ({"embedding_dtype": "int8"}, "--embedding_dtype 'int8'"),
+        ({"shard_rows": 0}, "--shard_rows 0"),
+        ({"kind": "jax", "factory": "HNSW8"}, "--factory HNSW8: --kind jax has none"),
+        ({"settings": {"qdrant_shards": 2}}, "--qdrant_shards 2: --kind faiss has none"),
+        ({"factory": "IVF64,Flat"}, "cannot be trained on 30 passages"),
+        ({"search": "nprobe"}, "--search 'nprobe'"),
+        ({"retriever_name": "bm25", "retriever_model": "x"}, "has no vectors"),
+        ({"devices": "cpu,cpu"}, "--devices: hashed has no network"),
+    ],
+)
+def test_invalid_option_is_named(tmp_path, corpus, options, message):
+    refuses(message, build, corpus, tmp_path / "i", **options)
+    assert not (tmp_path / "i").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "package"),
+    [
+        ("bm25s", {"retriever_name": "bm25"}, "bm25s"),
+        ("sentence_transformers", {"retriever_name": "e5"}, r"'calibadv-jax\[dense\]'"),
+        ("qdrant_client", {"kind": "qdrant"}, "qdrant-client"),
+        ("faiss", {}, "faiss-cpu"),
+    ],
+)
+def test_missing_package_is_named(tmp_path, corpus, monkeypatch, module, options, package):
+    monkeypatch.setitem(sys.modules, module, None)
+    refuses(f"pip install {package}", build, corpus, tmp_path / "x", **options)
+
+
+def test_other_folders_are_left_alone(tmp_path, corpus):
+    (tmp_path / "thesis.txt").write_text("all of it")
+    refuses("exists and is not an index", build, corpus, tmp_path)
+    refuses("holds no embeddings", build, corpus, tmp_path / "i", embeddings=tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "all of it"
+
+
+def test_small_disk_is_refused_before_the_work(tmp_path, corpus, stop_after, monkeypatch):
+    """Before anything is encoded, and before an index is written."""
+    disk, arguments = SimpleNamespace(free=1000), (build, corpus, tmp_path / "i")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: disk)
+    refuses("need 491,520 bytes and the disk has 1,000 free", *arguments)
+    assert stop_after["encoded"] == 0
+    monkeypatch.setattr(index, "require_disk", lambda *_: None)
+    disk.free = 491_519
+    refuses("the index needs 491,520 bytes and the disk has 491,519 free", *arguments)
+    disk.free = 491_520
+    build(corpus, tmp_path / "i")
+
+
+@contextmanager
+def largest_file(size):
+    """Writing beyond this size fails as on a full disk; Python would cut the bytecode of an import."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = writes_none
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "where"),
+    [
+        ({}, 250_000, "i.embeddings"),  # the vectors, 491,648 bytes
+        ({"shard_rows": 8}, 250_000, "i.unfinished"),  # a flat index, written by rows
+        ({"shard_rows": 8, "factory": "SQfp16"}, 150_000, "i.unfinished"),  # written by FAISS
+        ({"retriever_name": "bm25"}, 200, "i.unfinished"),
+    ],
+)
+def test_full_disk_names_the_folder(tmp_path, corpus, options, size, where):
+    """The build continues afterwards."""
+    with largest_file(size), pytest.raises(RetrieverError, match="cannot be written") as caught:
+        build(corpus, tmp_path / "i", **options)
+    assert str(tmp_path / where) in str(caught.value) and "\n" not in str(caught.value)
+    assert "shard_rows" in options or "cannot be written (File too large); make room" in str(caught.value)
+    assert not (tmp_path / "i").exists()
+    build(corpus, tmp_path / "i", **options)
+    assert first_id(corpus, tmp_path / "i") == "17"
+
+
+def test_second_build_of_a_folder_is_refused(tmp_path, corpus):
+    """After the first has failed or was killed, it may start."""
+    options = {"embeddings": tmp_path / "e"}
+    for folder in ("i", "e"):
+        with pytest.raises(ZeroDivisionError), locked(tmp_path / folder):
+            refuses(f"/{folder}: another process is building it", build, corpus, tmp_path / "i", **options)
+            raise ZeroDivisionError
+    (tmp_path / "i.lock").touch()  # the system has released it
+    build(corpus, tmp_path / "i", **options)
+    assert sorted(os.listdir(tmp_path)) == ["e", "i"]  # no locks are left
+
+
+@pytest.fixture(scope="module")
+def built(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built")
+    build(corpus, folder / "flat")
+    build(corpus, folder / "sq", factory="SQ8")
+    build(corpus, folder / "bm25", retriever_name="bm25")
+    return folder
+
+
+@pytest.fixture
+def copy(built, tmp_path):
+    """A copy of a flat index that a test may damage."""
+    return Path(shutil.copytree(built / "flat", tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("kind", ["flat", "sq"])
+@pytest.mark.parametrize("mmap", [False, True])
+def test_random_bytes_are_noticed(built, corpus, tmp_path, kind, mmap):
+    copy = Path(shutil.copytree(built / kind, tmp_path / "copy"))
+    assert first_id(corpus, copy, mmap=mmap) == "17"
+    data = bytearray((copy / "index.faiss").read_bytes())
+    data[-1000:-900] = np.random.default_rng(0).bytes(100)
+    (copy / "index.faiss").write_bytes(data)
+    refuses("index.faiss: damaged .its checksum.*build it again", first_id, corpus, copy, mmap=mmap)
+    assert first_id(corpus, copy, mmap=mmap, skip_checksum=True)
+
+
+def test_every_file_has_a_checksum(built, copy, corpus):
+    manifest, sparse = (json.loads((built / kind / MANIFEST).read_text()) for kind in ("flat", "bm25"))
+    assert set(manifest["checksums"]) == {path.name for path in copy.iterdir()} - {MANIFEST}
+    common = ["corpus_sha256", "documents", "words", "kind", "encoder"]
+    assert list(manifest) == [*common, "model", "dimension", "factory", "bytes", "checksums"]
+    assert list(sparse) == [*common, "factory", "checksums"]
+    assert {name.split("/")[0] for name in sparse["checksums"]} == {"bm25"}
+
+
+def test_older_index_loads_unless_words_were_split_otherwise(copy, corpus):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    old = {key: manifest[key] for key in ("corpus_sha256", "documents", "encoder", "factory", "words")}
+    (copy / MANIFEST).write_text(json.dumps(old))
+    assert first_id(corpus, copy) == "17"
+    assert manifest.pop("words") == 2
+    for words in ({}, {"words": 1}, {"words": 3}):
+        (copy / MANIFEST).write_text(json.dumps(manifest | words))
+        refuses("split into words by another version .*build it again with", open_index, copy, corpus)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("indices", lambda rows: rows + 1000),
+        ("indices", lambda rows: rows - 1000),
+        ("indptr", lambda starts: starts * 3),
+        ("indptr", lambda starts: starts[::-1].copy()),
+        ("indptr", lambda starts: starts[:5]),
+        ("data", lambda data: data[:-1]),
+    ],
+)
+@pytest.mark.parametrize("mmap", [False, True])
+def test_bm25_places_out_of_range_are_noticed(built, corpus, tmp_path, name, change, mmap):
+    """In an index of an earlier version, without checksums."""
+    copy = Path(shutil.copytree(built / "bm25", tmp_path / "copy"))
+    manifest = json.loads((copy / MANIFEST).read_text())
+    (copy / MANIFEST).write_text(json.dumps(manifest | {"checksums": {}}))
+    path = copy / "bm25" / f"{name}.csc.index.npy"
+    np.save(path, change(np.load(path)))
+    refuses("bm25: not a whole BM25 index .places", open_index, copy, corpus, IndexOptions(mmap=mmap))
+
+
+def test_shards_and_samples_follow_corpus_order(tmp_path, corpus):
+    embeddings = embed(corpus, tmp_path / "vectors", BuildOptions(shard_rows=8), progress=False)
+    assert [len(shard) for shard in embeddings.shards()] == [8, 8, 8, 6]
+    expected = embeddings.encoder.encode_passages(corpus[:])
+    np.testing.assert_allclose(np.concatenate(list(embeddings.shards())), expected, rtol=1e-6)
+    for count in (1, 3, 7, 10, 29, 30, 100):
+        step = -(-30 // count)
+        np.testing.assert_allclose(embeddings.sample(count), expected[::step], rtol=1e-6)
+
+
+def test_shards_of_other_settings_are_refused(tmp_path, corpus, monkeypatch):
+    settings = {"shard_rows": 5, "embedding_dtype": "float16"}
+    embed(corpus, tmp_path, BuildOptions(**settings), progress=False)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for changes, message in (
+        ({"embedding_dtype": "float32"}, "dtype was 'float16' and is 'float32'"),
+        ({"shard_rows": 6}, "shard_rows was 5 and is 6"),
+        ({"retriever_name": "bm25"}, "encoder was 'hashed' and is 'bm25'"),
+        ({"retriever_model": "other"}, "model was .* and is 'other'"),
+        ({}, "words was 2 and is 3"),
+    ):
+        if not changes:
+            monkeypatch.setattr("retriever.encoders.WORDS", 3)
+        refuses(message, embed, corpus, tmp_path, BuildOptions(**settings | changes), progress=False)
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_missing_shard_is_encoded_again(tmp_path, corpus):
+    options = {"shard_rows": 8, "embedding_dtype": "float16", "embeddings": tmp_path / "e"}
+    build(corpus, tmp_path / "i", **options)
+    shards = sorted((tmp_path / "e").glob("*.npy"))
+    assert [np.load(path, mmap_mode="r").shape for path in shards] == [(8, 4096)] * 3 + [(6, 4096)]
+    before = [path.read_bytes() for path in shards]
+    shards[2].unlink()
+    again = embed(corpus, tmp_path / "e", BuildOptions(**options), progress=False)
+    assert [path.read_bytes() for path in shards] == before
+    assert {shard.dtype for shard in again.shards()} == {np.dtype(np.float16)}
+    assert first_id(corpus, tmp_path / "i") == "17"
+
+
+@pytest.mark.parametrize("options", [{}, {"mmap": True}, {"engine": "jax"}, {"retriever_name": "hashed"}])
+def test_every_engine_finds_rows_of_brute_force(built, corpus, options):
+    index = open_index(built / "flat", corpus, IndexOptions(**options))
+    encoder = HashedEncoder.load(built / "flat")
+    queries = ["person 2 lives", "town 3", "person 16 in town 2"]
+    assert ids(index.search(queries, 7)) == brute_force_ids(encoder, corpus, queries, 7)
+    assert (index.manifest["documents"], index.manifest["kind"]) == (30, options.get("engine", "faiss"))
+    json.dumps(index.manifest)
+    assert index.search([], 3) == []
+    assert index.search(["zzzz", "", "!!!"], 3) == [[]] * 3
+    (ranked,) = brute_force_ids(encoder, corpus, ["zzzz 5"], 30)  # the projection gives all a little noise
+    assert ids(index.search(["zzzz 5"], 1000)) == [[name for name in ranked if int(name) % 7 == 5]]
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_bm25_is_its_definition(built, corpus, mmap):
+    texts = [re.findall(r"\w+", row["contents"].lower()) for row in corpus]
+    index = open_index(built / "bm25", corpus, IndexOptions("bm25", mmap=mmap))
+    expected = bm25_scores(["person", "town", "5"], texts)
+    (results,) = index.search(["Person, of town 5!"], 10)
+    order = np.argsort(-expected.round(5), kind="stable")[:10]
+    assert [row["id"] for row, _ in results] == [str(i) for i in order]
+    np.testing.assert_allclose([score for _, score in results], expected[order], rtol=1e-4)
+    assert index.search(["zzzz", "", "!!!"], 3) == [[]] * 3
+    assert ids(index.search(["zzzz 29", "town"], 3)) == [["29"], ["0", "1", "2"]]
+
+
+def test_damaged_or_too_large_bm25_is_refused(built, tmp_path, corpus, monkeypatch):
+    bm25 = built / "bm25"
+    with monkeypatch.context() as patch:
+        patch.setattr("retriever.indexes.backend.available_memory", lambda: 10)
+        refuses("bm25: needs .* are available; serve it with --mmap", open_index, bm25, corpus)
+        assert open_index(bm25, corpus, IndexOptions(mmap=True)).search(["person"], 1)[0]
+        options = (tmp_path / "i", BuildOptions("bm25"))
+        refuses("BM25: needs .*; use --retriever_name hashed", build_index, corpus, *options)
+    copy = Path(shutil.copytree(bm25, tmp_path / "copy"))
+    data = copy / "bm25" / "data.csc.index.npy"
+    data.write_bytes(data.read_bytes()[:-10])
+    for message in ("data.csc.index.npy: damaged", r"bm25/.*: cannot be read \(No such file"):
+        refuses(message, open_index, copy, corpus)
+        refuses("bm25: not a whole BM25 index", open_index, copy, corpus, IndexOptions(skip_checksum=True))
+        shutil.rmtree(copy / "bm25", ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *[("encoder.npz", text, "cannot be read .*build") for text in (None, b"", b"PK damaged")],
+        ("index.faiss", None, "no such index"),
+        ("index.faiss", b"IxFI", "has 4 bytes and its manifest says 491,565; build it again"),
+        *[(MANIFEST, text, ".*build it again") for text in (b"{", b"[]", b"{}", b'{"kind": "x"}')],
+    ],
+)
+def test_missing_or_damaged_file_is_refused(copy, corpus, name, content, message):
+    (copy / name).unlink()
+    if content is not None:
+        (copy / name).write_bytes(content)
+    refuses(f"{name}: {message}", open_index, copy, corpus)
+
+
+def test_sizes_of_index_corpus_and_encoder_must_agree(copy, corpus, tmp_path):
+    fewer = people_corpus(tmp_path / "c.jsonl", 29)
+    refuses(r"built from another corpus \(30 passages; this one has 29\)", open_index, copy, fewer)
+    for count, dimension, message in (
+        (29, 4096, "holds 29 vectors and the corpus .* 30 passages"),
+        (30, 8, "holds vectors of dimension 8, and hashed makes 4096"),
+    ):
+        write_flat(copy / "index.faiss", np.ones((count, dimension), np.float32))
+        manifest = json.loads((copy / MANIFEST).read_text())
+        manifest["bytes"] = (copy / "index.faiss").stat().st_size
+        (copy / MANIFEST).write_text(json.dumps(manifest))
+        refuses(message, open_index, copy, corpus)
+
+
+def test_unsuitable_option_or_missing_index_is_named(built, tmp_path, corpus):
+    for options, message in (
+        ({"retriever_name": "e5"}, "--retriever_name: .* was built with hashed"),
+        ({"engine": "tpu"}, "--engine 'tpu' is unknown"),
+        ({"engine": "jax", "faiss_gpu": True}, "--faiss_gpu: has no meaning for an index of kind jax"),
+        ({"retriever_model": "m"}, "--retriever_model m: hashed has no model"),
+    ):
+        refuses(message, open_index, built / "flat", corpus, IndexOptions(**options))
+    refuses("no complete index; build it", open_index, tmp_path / "none", corpus)
+    for name in ("", "hashed", "bm25"):
+        file = built / "flat/index.faiss"
+        refuses("set --retriever_name to e5", open_index, file, corpus, IndexOptions(name))
+
+
+def test_missing_neighbours_are_left_out():
+    """A ranker that finds row 2 for every query, and fewer than it is asked for."""
+
+    def rank(queries, k):
+        assert k <= 4
+        scores, rows = np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1)
+        scores[:, 0], rows[:, 0] = 0.5, 2
+        return scores, rows
+
+    rows = [{"id": str(number)} for number in range(4)]
+    index = Index(rows, SimpleNamespace(rank=rank), {})
+    assert index.search(["a", "b"], 3) == index.search(["a", "b"], 9) == [[(rows[2], 0.5)]] * 2
