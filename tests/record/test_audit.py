@@ -11,7 +11,7 @@ import pytest
 from record_rig import keep, make_config, make_groups, scored, unknown
 
 from calibadv_jax import cli
-from calibadv_jax.contrib.commands.audit import Measured, Settings, credit_again, verdict
+from calibadv_jax.contrib.commands.audit import Column, credit_again, verdict
 from calibadv_jax.contrib.commands.replay import kept_config
 from calibadv_jax.contrib.truth import GROUP, MEASURES, SEARCH, VERDICTS, Evidence
 from calibadv_jax.record.reader import find_step, read_step
@@ -282,7 +282,7 @@ def measured(true, control, count=40, spread=0.0):
         groups["good_spared"] = good + spread * (-1.0) ** np.arange(count)
         groups["useless_spared"] = useless + spread * (-1.0) ** (np.arange(count) // 2)
         sides.append({1: Evidence(groups, np.zeros(0, SEARCH))})
-    return Measured(Settings("run"), *sides)
+    return Column("run", (), *sides)
 
 
 @pytest.mark.parametrize(
@@ -300,10 +300,10 @@ def measured(true, control, count=40, spread=0.0):
 def test_verdict_in_words(true, control, more, words):
     lines = verdict([measured(true, control, **more)])
     assert len(lines) == len(words)
-    assert all(line.startswith(f"  {word}") for line, word in zip(lines, words, strict=True)), lines
+    assert all(line.startswith(word) for line, word in zip(lines, words, strict=True)), lines
     pooled = verdict([measured((0.8, 0.1), (0.7, 0.4), 20), measured((0.8, 0.1), (0.7, 0.4), 20)])
     numbers = "spared 0.800 [0.800, 0.800] of their blame, useless ones 0.100 [0.100, 0.100]"
-    assert pooled[0].startswith("  right: ") and numbers in pooled[0]  # each alone would be too few
+    assert pooled[0].startswith("right: ") and numbers in pooled[0]  # each alone would be too few
     assert "lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300 [0.300, 0.300]" in pooled[1]
 
 
