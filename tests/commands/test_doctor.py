@@ -112,21 +112,13 @@ def test_failed_check_is_counted_and_others_run(config, capsys, monkeypatch):
     assert {f"skip policy: {needed}", f"skip retriever: {needed}"} <= set(second)
 
 
-@pytest.mark.parametrize(
-    ("added", "prepend_think", "line"),
-    [
-        ("", True, None),
-        ("<think>", False, "opens the first turn with '<think>'; prompt.prepend_think is off: the"),
-        ("<think>Oh", True, "opens the first turn with '<think>Oh'; prompt.prepend_think opens later"),
-        ("<think></think>", False, "ends in '<think></think>': the first turn counts with it, or"),
-    ],
-)
-def test_opening_of_template_is_shown(config, added, prepend_think, line):
+@pytest.mark.parametrize(("added", "prepend_think"), [("", True), ("<think>", False), ("<think>Oh", True)])
+def test_opening_of_template_is_shown(config, added, prepend_think):
     tokenizer = build_word_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}<|endoftext|>" + added
     prompt = replace(config.prompt, chat="on", prepend_think=prepend_think)
     lines = doctor.prompt_lines(replace(config, prompt=prompt), tokenizer)[1:]
-    assert len(lines) == (line is not None) and all(shown.startswith(f"the prompt {line}") for shown in lines)
+    assert [line.split("'")[1] for line in lines] == ([added] if added else [])
 
 
 def with_weights(config, folder, **fields):
@@ -232,7 +224,7 @@ def test_unchecked_files_do_not_read_ok(config, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "skip questions: data.train: none.jsonl is not here" in lines
     assert any(line.startswith("ok   questions: data.eval: 2 questions") for line in lines)
-    assert lines[-1] == "every offline check passed, with 1 thing not checked"
+    assert lines[-1] == "every offline check passed, with 1 not checked"
     doctor.run(config, offline=True)
     assert capsys.readouterr().out.splitlines()[-1] == "ready: every offline check passed"
 
