@@ -180,10 +180,9 @@ def phase_line(config: Config, updates: Sequence[int], done: int) -> str:
     if len(updates) == 1 or done != sum(updates[:number]):
         return ""
     phase, source = config.sft.phases[number], config.sft.demonstrations
-    data = f"generated demonstrations, kind {phase.kind}" if source == "world" else source
-    name = f"phase {number + 1} of {len(updates)}: {updates[number]} updates on {data}"
-    end = "; its loss is no continuation of the phase before" if number else ""
-    return f"{name}, loss on {phase.loss_on} tokens{end}"
+    data = f"generated {phase.kind}" if source == "world" else source
+    count = f"phase {number + 1} of {len(updates)}: {updates[number]} updates"
+    return f"{count} on {data}, loss on {phase.loss_on} tokens"
 
 
 def count_updates(

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from disk_rig import refuses_full_disk
 from shelf_rig import row, shelf_service, write_corpus, write_rows
 from test_doctor import SHAPE
 
@@ -69,11 +68,6 @@ def test_what_is_written_is_what_cold_start_reads(config, capsys):
         ["two", "0", "1", "0", "1"],
         ["all", "1", "1", "2", "1"],
     ]
-
-
-def test_full_disk_is_refused(config, small_disk, capsys):
-    config = replace(config, sft=replace(config.sft, demonstrations=str(small_disk / "demos.jsonl")))
-    assert refuses_full_disk(small_disk, small_disk / "demos.jsonl", lambda: run(config), capsys)
 
 
 def test_varied_first_query_is_used(config):

@@ -112,21 +112,16 @@ def test_report_and_tables_agree(run):
     report, _ = run(Scripted(drawn), evaluate={"temperatures": [0.0, 1.0], "samples": 4, "confidence": 0.9})
     written = json.loads(run.file(".json").read_text())
     assert written["scores"] == report.means
-    low, high = written["intervals"]["1"]["a"]["em"]
-    mean = report.means["1"]["a"]["em"]
-    assert low < mean < high and report.intervals["1"]["a"]["em"] == (low, high)
     assert written["method"] == "agent" and written["policy"]["path"] == str(run.folder / "policy")
+    mean, (low, high) = report.means["1"]["a"]["em"], report.intervals["1"]["a"]["em"]
+    assert low < mean < high and written["intervals"]["1"]["a"]["em"] == [low, high]
     table = run.file(".md").read_text()
     assert f"| {mean:.3f} [{low:.3f}, {high:.3f}] |" in table and "90% bootstrap intervals" in table
-    assert len(table.splitlines()) == 2 + 2 * 4 + 2
     lines = list(csv.DictReader(run.file(".csv").open()))
     (line,) = [line for line in lines if (line["temperature"], line["data"]) == ("1", "a")]
-    assert (float(line["em"]), float(line["em_low"]), float(line["em_high"])) == (mean, low, high)
-    assert (line["questions"], line["trajectories"], line["failed"]) == ("4", "16", "0")
-    greedy = [line for line in lines if line["temperature"] == "0"]
-    assert {line["pass@4"] for line in greedy} == {""} != {line["pass@4"]}
-    headers, cells = table_rows(report)
-    assert headers[:5] == ["temperature", "data", "f1", "em", "cover_em"] and len(cells) == 2 * 4
+    assert [float(line[name]) for name in ("em", "em_low", "em_high")] == [mean, low, high]
+    assert [line[name] for name in ("questions", "trajectories", "failed")] == ["4", "16", "0"]
+    assert {each["pass@4"] for each in lines if each["temperature"] == "0"} == {""} != {line["pass@4"]}
 
 
 def test_failed_trajectories_are_counted_and_sampled_again(run):
@@ -166,7 +161,7 @@ def contents(run):
     return [run.file(end).read_bytes() for end in (".json", ".md", ".csv", ".jsonl")]
 
 
-@pytest.mark.parametrize("stop_after", [0, 7, 20, 47])
+@pytest.mark.parametrize("stop_after", [0, 20])
 def test_interrupted_evaluation_resumes_to_the_same_table(run, stop_after):
     keys = {"evaluate": {"temperatures": [0.0, 1.0], "samples": 2}, "rollout": {"max_concurrency": 3}}
     run(Scripted(drawn), **keys)
@@ -201,8 +196,7 @@ def test_signal_keeps_the_answers_so_far(run, capfd):
         run(Scripted(reply), rollout={"max_concurrency": 1})
     printed = capfd.readouterr().err
     assert ended.value.code == 130 and not run.file(".json").exists()
-    assert "Ctrl-C: the answers so far are kept; a second Ctrl-C ends at once\n" in printed
-    assert printed.endswith("stopped; the same command goes on with the questions that are left\n")
+    assert "the answers so far are kept" in printed and "the same command goes on" in printed
     kept = len(rows(run))
     assert kept >= 3
     _, sampler = run(Scripted(drawn), rollout={"max_concurrency": 1})
@@ -240,20 +234,15 @@ def test_changed_and_new_questions_are_sampled(run):
     assert report.means["0"]["a"]["em"] == 0.75 and report.means["0"]["c"]["em"] == 1
 
 
-def test_output_in_another_run_is_refused(run, tmp_path):
-    other = tmp_path / "old/configs/0.json"
-    other.parent.mkdir(parents=True)
-    for path in (other, other.with_suffix(".yaml")):
-        path.write_text("{}")
-    with pytest.raises(UserError, match="^evaluate.output=.*scores.json lies in the folder of another run, "):
-        run(evaluate={"output": str(tmp_path / "old/scores.json")})
-
-
-def test_foreign_file_is_not_overwritten(run):
+def test_foreign_file_or_run_is_not_overwritten(run, tmp_path):
     run.file(".jsonl").write_text('{"id": "1"}\n')
-    with pytest.raises(UserError, match=r"evaluation.jsonl:1: no evaluation, content, .*give another file"):
+    with pytest.raises(UserError, match="evaluation.jsonl:1: "):
         run()
     assert run.file(".jsonl").read_text() == '{"id": "1"}\n'
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/sft.yaml").touch()
+    with pytest.raises(UserError, match="^evaluate.output=.*scores.json lies in the folder of another run, "):
+        run(evaluate={"output": str(tmp_path / "old/scores.json")})
     with pytest.raises(ValueError, match=r"output is 'scores.jsonl': it must end in .json"):
         EvaluateConfig(output="scores.jsonl")
 
@@ -301,17 +290,6 @@ def test_unusable_policy_replaces_nothing(run, monkeypatch):
     assert run.file(".jsonl").read_text() == before
 
 
-def test_weights_overwritten_in_place_are_asked_again(run):
-    """The folder keeps its time; that of the file alone tells."""
-    weights = run.folder / "policy/model.safetensors"
-    weights.write_text("1")
-    for seconds in (1, 2):
-        for path, time in ((weights, seconds), (weights.parent, 0)):
-            os.utime(path, ns=(time * 10**9, time * 10**9))
-        assert len(run()[1].asked) == 16
-    assert run()[1].asked == []
-
-
 SERVICE = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": ""}
 
 
@@ -327,9 +305,7 @@ def service(**health):
         yield {"retriever": {"url": url}}
 
 
-@pytest.mark.parametrize(
-    "other", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"reranker": "m"}, {"identity": "i2"}], ids=str
-)
+@pytest.mark.parametrize("other", [{"corpus_sha256": "c2"}, {"identity": "i2"}], ids=str)
 def test_another_service_is_another_evaluation(run, other):
     moved = SERVICE | {"status": "loading"}
     with service(**SERVICE) as first, service(**moved) as same, service(**SERVICE | other) as second:
@@ -358,14 +334,17 @@ def test_method_without_search_asks_no_service(run, method, capsys):
     assert "retriever http://127.0.0.1:9" in capsys.readouterr().err
 
 
-def test_rewritten_corpus_or_pages_are_another_evaluation(run, tmp_path):
+def test_rewritten_file_is_another_evaluation(run, tmp_path):
+    """The folder of the weights keeps its time; that of the file alone tells."""
     files = {name: tmp_path / f"{name}.jsonl" for name in ("corpus", "pages")}
     keys = {"retriever": {name: str(path) for name, path in files.items()}}
-    for path in files.values():
+    weights = run.folder / "policy/model.safetensors"
+    for path in (*files.values(), weights):
         path.write_text("one\n")
-    for path in files.values():
+    os.utime(weights.parent, ns=(0, 0))
+    for path in (*files.values(), weights):
         assert len(run(**keys)[1].asked) == 16 and run(**keys)[1].asked == []
-        os.utime(path, ns=(1, 1))
+        os.utime(path, ns=(1, 10**18))
     assert len(run(**keys)[1].asked) == 16
 
 
@@ -375,8 +354,7 @@ LONG = Question("long", "why " * 40, ("yes",), "a")
 def test_overlong_prompts_are_refused_or_left_out(run, capsys):
     run.questions = {"eval.jsonl": [LONG, *QUESTIONS]}
     keys, sampler = {"rollout": {"max_prompt_length": 100}}, Scripted()
-    words = r"data.eval: the prompts of 1 of 9 questions are longer than .*=100, .* 171 tokens \(.*'long'\)"
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=r"data.eval: the prompts of 1 of 9 questions .* 171 tokens"):
         run(sampler, **keys)
     assert sampler.asked == sampler.loaded == []
     keys["data"] = {"overlong_prompts": "leave_out"}

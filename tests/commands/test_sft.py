@@ -21,14 +21,7 @@ from calibadv_jax.learner.optimizer import make_optimizer
 from calibadv_jax.run.model import build_model, initial_params
 
 # Tokens of a row, rows, tokens of the shortest and of the longest sample.
-SHAPES = [
-    (128, 4, 5, 30),
-    (128, 4, 1, 128),
-    (128, 3, 40, 70),
-    (64, 1, 1, 64),
-    (96, 5, 25, 50),
-    (50, 2, 50, 50),
-]
+SHAPES = [(128, 4, 5, 30), (128, 4, 1, 128), (128, 3, 40, 70), (64, 1, 1, 64), (50, 2, 50, 50)]
 
 QUESTION = Question("1", "who wrote silent garden ?", ("ada",), "test")
 
@@ -43,22 +36,14 @@ def config_with(**changes):
     return replace(config, sft=replace(config.sft, **changes))
 
 
-def test_demonstrations_are_reshuffled_every_epoch(tmp_path):
-    path = tmp_path / "demos.jsonl"
-    row = {"question": "?", "golden_answers": ["x"], "data_source": "t", "turns": [{"text": ANSWER}]}
-    write_rows(path, *(row | {"id": number} for number in range(20)))
-    config = config_with(demonstrations=str(path))
-
-    def epochs(seed):
-        own, held_out = sft._own_demonstrations(config, build_word_tokenizer())
-        assert held_out is None
-        drawn = [d.question.id for d in islice((own[n] for n in sft._order(len(own), None, seed)), 60)]
+def test_demonstrations_are_reshuffled_every_epoch():
+    def epochs(seed, number=None):
+        drawn = list(islice(sft._order(20, number, seed), 60))
         return [drawn[start : start + 20] for start in (0, 20, 40)]
 
-    names = [str(number) for number in range(20)]
-    assert all(sorted(epoch, key=int) == names and epoch != names for epoch in epochs(0))
+    assert all(sorted(epoch) == [*range(20)] != epoch for epoch in epochs(0))
     assert len({tuple(epoch) for epoch in epochs(0)}) == 3
-    assert epochs(0) == epochs(0) != epochs(1)
+    assert epochs(0) == epochs(0, 3) != epochs(1)
 
 
 @pytest.mark.parametrize("loss_on", ["sampled", "all"])
@@ -86,7 +71,10 @@ def test_only_search_without_documents_shows_no_results(action, shown):
 
 
 @pytest.mark.parametrize("row_length, rows, shortest, longest", SHAPES)
-def test_batches_are_filled_as_first_fit_places(row_length, rows, shortest, longest):
+def test_batches_are_filled_as_first_fit_places(monkeypatch, row_length, rows, shortest, longest):
+    """Packing is computed only where it may need more rows."""
+    counted = []
+    monkeypatch.setattr(sft, "place", lambda *arguments: counted.append(1) or place(*arguments))
     lengths = np.random.default_rng(rows).integers(shortest, longest + 1, 400).tolist()
     pending, expected = [], []
     for number in range(len(lengths)):
@@ -97,6 +85,7 @@ def test_batches_are_filled_as_first_fit_places(row_length, rows, shortest, long
     samples = [Sample(np.full(length, number), *[None] * 3) for number, length in enumerate(lengths)]
     fulls = [[int(sample.tokens[0]) for sample in full] for full in sft._row_fulls(samples, rows, row_length)]
     assert fulls[:-1] == expected and fulls[-1] == pending and len(fulls) > 4
+    assert len(counted) < 400 * (0.5 if longest < row_length // 4 else 1)
 
 
 def test_phase_has_steps_or_epochs(tmp_path, tokenizer):
@@ -126,15 +115,6 @@ def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
     later = list(sft._batches(config, phase, own, tokenizer, 5, skipped=2))
     for item, other in zip(batches[2:], later, strict=True):
         np.testing.assert_array_equal(item.tokens, other.tokens)
-
-
-def test_packing_is_computed_only_when_needed(monkeypatch):
-    counted = []
-    monkeypatch.setattr(sft, "place", lambda *arguments: counted.append(1) or place(*arguments))
-    samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 200
-    assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 64, 64, 8]
-    assert len(counted) < 20
-    assert [len(full) for full in sft._row_fulls(samples[:64], 4, 320)] == [64]
 
 
 def test_overlong_demonstration_is_named(tokenizer):
@@ -180,12 +160,16 @@ def test_observations_of_demonstrations_cannot_write_tags(tmp_path, tokenizer):
         assert "lives" in text and "lives" not in tokenizer.decode(sample.tokens[sample.mask])
 
 
-def test_chat_prompt_follows_the_template(tmp_path, tokenizer):
+@pytest.mark.parametrize(
+    ("template", "start"),
+    [
+        ("short", "Question : who founded it ?"),
+        ("from_data", "find city . Question : who founded it ? <answer>"),
+    ],
+)
+def test_chat_prompt_follows_the_template(tmp_path, tokenizer, template, start):
     row = chat("find city . Question: who founded it ?", ANSWER)
-    short = tokenizer.decode(encoded(tmp_path, row, tokenizer).tokens)
-    assert short.startswith("Question : who founded it ?")
-    own = tokenizer.decode(encoded(tmp_path, row, tokenizer, template="from_data").tokens)
-    assert own.startswith("find city . Question : who founded it ? <answer>")
+    assert tokenizer.decode(encoded(tmp_path, row, tokenizer, template=template).tokens).startswith(start)
 
 
 def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
@@ -272,39 +256,34 @@ def test_held_out_loss_is_the_token_mean(tmp_path):
     assert len(demonstrations) == 2 and measured[5] == pytest.approx(total / count, rel=1e-4)
 
 
-def test_overlong_demonstration_prompts_are_refused_at_start(tmp_path, tokenizer):
-    asked = ["who founded a ?", "who founded " + "city " * 200 + "?", "who founded it ?"]
-    path = write_rows(tmp_path / "d.jsonl", *(chat(item, ANSWER) for item in asked))
-    config = config_with(demonstrations=str(path))
-    config = replace(config, rollout=replace(config.rollout, max_prompt_length=100))
-    output = []
-    with pytest.raises(UserError, match="sft.demonstrations: the prompts of 1 of 3 .*=leave_out"):
+@pytest.mark.parametrize(
+    ("lengths", "fault"),
+    [
+        ({"max_prompt_length": 100}, "sft.demonstrations: the prompts of 1 of 4 .*=leave_out"),
+        ({"row_length": 100}, r"2 of 4 .* sft.row_length=100, the longest 3\d\d .*d.jsonl:2.*=leave_out"),
+    ],
+    ids=str,
+)
+def test_overlong_demonstrations_are_refused_at_start(tmp_path, tokenizer, lengths, fault):
+    answers = [f"<think> {'city ' * count}</think> <answer> it </answer>" for count in (1, 300, 1, 1)]
+    asked = ["who founded a ?", "who founded b ?", "who founded " + "city " * 200 + "?", "who founded it ?"]
+    path = write_rows(tmp_path / "d.jsonl", *map(chat, asked, answers))
+    config, output = config_with(demonstrations=str(path), row_length=lengths.get("row_length", 4096)), []
+    longest = lengths.get("max_prompt_length", 4096)
+    config = replace(config, rollout=replace(config.rollout, max_prompt_length=longest))
+    with pytest.raises(UserError, match=fault):
         sft._own_demonstrations(config, tokenizer, output.append)
     left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
-    training, _ = sft._own_demonstrations(left_out, tokenizer, output.append)
-    assert [item.question.text for item in training] == [asked[0], asked[2]]
+    training, held_out = sft._own_demonstrations(left_out, tokenizer, output.append)
+    remaining = [
+        text for index, text in enumerate(asked) if index != 2 and ("row_length" not in lengths or index != 1)
+    ]
+    assert [item.question.text for item in training] == remaining and held_out is None
     (line,) = output
-    assert line.startswith("sft.demonstrations: the prompts of 1 of 3") and "left out" in line
-    with_held_out = replace(left_out, sft=replace(left_out.sft, held_out=0.5))
-    training, held_out = sft._own_demonstrations(with_held_out, tokenizer, output.append)
-    assert len(training) == 1 and int(held_out.segment_ids.max()) == 1
-
-
-def test_demonstrations_beyond_row_length_are_refused_at_start(tmp_path, tokenizer):
-    answers = [f"<think> {'city ' * count}</think> <answer> it </answer>" for count in (1, 300, 200, 1)]
-    rows = [chat(f"who founded {name} ?", answer) for name, answer in zip("abcd", answers, strict=True)]
-    path = write_rows(tmp_path / "d.jsonl", *rows)
-    config = config_with(demonstrations=str(path), row_length=100)
-    output = []
-    with pytest.raises(
-        UserError,
-        match=r"sft.demonstrations: 2 of 4 .* sft.row_length=100, the longest 3\d\d .*d.jsonl:2.*=leave_out",
-    ):
-        sft._own_demonstrations(config, tokenizer, output.append)
-    left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
-    training, _ = sft._own_demonstrations(left_out, tokenizer, output.append)
-    assert [item.question.text for item in training] == ["who founded a ?", "who founded d ?"]
-    assert len(output) == 1 and "2 of 4" in output[0] and "left out" in output[0]
+    assert " of 4" in line and "left out" in line
+    part = replace(left_out, sft=replace(left_out.sft, held_out=0.5))
+    training, held_out = sft._own_demonstrations(part, tokenizer, output.append)
+    assert len(training) + int(held_out.segment_ids.max(axis=1).sum()) == len(remaining)
     none = replace(left_out, sft=replace(left_out.sft, row_length=8))
-    with pytest.raises(UserError, match="4 of 4 .*none is left"):
+    with pytest.raises(UserError, match="of 4 .*none is left|of 3 .*none is left"):
         sft._own_demonstrations(none, tokenizer, output.append)

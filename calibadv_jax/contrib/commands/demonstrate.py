@@ -22,7 +22,7 @@ from zlib import crc32
 from calibadv_jax.commands.sft import demonstration_length
 from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.config.kept import refuse_other_run
-from calibadv_jax.contrib.commands.prepare_data import question_key
+from calibadv_jax.contrib.commands.prepare_data import count_rows, question_key
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, neutralise
@@ -38,7 +38,7 @@ from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import build_model
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
 
-WRITTEN, NO_LIMIT = "written", 2**31
+NO_LIMIT = 2**31
 # Cause for which a question gives no demonstration -> what to do.
 CAUSES = {
     "no supporting_ids": "name the passages that answer a question in 'supporting_ids'",
@@ -71,37 +71,37 @@ def run(config: Config) -> None:
     questions = load_questions(config.data.train, config.data.columns)
     passages = read_passages(corpus, {name for question in questions for name in question.supporting_ids})
     searches = find_varied_support if config.sft.first_query == "varied" else find_support
-    annotated = [q for q in questions if any(name in passages for name in q.supporting_ids)]
+    search_action = next((action for action in actions if action.name == SEARCH), SearchAction())
+    observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
 
     async def find(question: Question, search: SearchFunction) -> list[Lookup]:
+        if passages.keys().isdisjoint(question.supporting_ids):
+            return []
         return await searches(question, passages, search, config.rollout.max_searches)
-
-    search = next((action for action in actions if action.name == SEARCH), SearchAction())
-    observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
 
     def shown(documents: Sequence[Document]) -> str:  # to the policy
         clean = neutralise_documents(documents, tokenizer, grammar)
-        return observations.of(search).of_documents(clean)[1]
+        return observations.of(search_action).of_documents(clean)[1]
+
+    def outcome(question: Question, lookups: Sequence[Lookup]) -> Demonstration | str:
+        if passages.keys().isdisjoint(question.supporting_ids):
+            return "passage unknown" if question.supporting_ids else "no supporting_ids"
+        if not is_complete(question, passages, lookups):
+            return "not found"
+        result = demonstrate(question, lookups, shown, grammar)
+        return result if isinstance(result, str) else _too_long(result, config, tokenizer) or result
 
     with (
         open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
-        console.bar("search", len(annotated), "questions") as show,
+        console.bar("search", len(questions), "questions") as show,
     ):
-        results = look_up_each(config.retriever, url, annotated, find, show)
-    counts: Counter[tuple[str, str]] = Counter(
-        (question.data_source, "passage unknown" if question.supporting_ids else "no supporting_ids")
-        for question in questions
-        if not any(name in passages for name in question.supporting_ids)
-    )
-    demonstrations = []
-    for question, lookups in zip(annotated, results, strict=True):
-        result: Demonstration | str = "not found"
-        if is_complete(question, passages, lookups):
-            result = demonstrate(question, lookups, shown, grammar)
-        if isinstance(result, Demonstration) and not (cause := _too_long(result, config, tokenizer)):
+        results = map(outcome, questions, look_up_each(config.retriever, url, questions, find, show))
+    demonstrations, counts = [], Counter[tuple[str, str]]()
+    for question, result in zip(questions, results, strict=True):
+        if isinstance(result, Demonstration):
             demonstrations.append(result)
-            cause = f"{WRITTEN}, {len(lookups)} search"
-        counts[question.data_source, cause if isinstance(result, Demonstration) else result] += 1
+            result = f"written, {len(result.turns) - 1} search"
+        counts[question.data_source, result] += 1
     if not demonstrations:
         causes = Counter(cause for _, cause in counts.elements()).most_common()
         reasons = "; ".join(f"{number} {cause} ({CAUSES[cause]})" for cause, number in causes)
@@ -109,7 +109,8 @@ def run(config: Config) -> None:
         raise UserError(f"{config.data.train}: {none}: {reasons}")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(Path(output), map(_row, demonstrations))
-    console.say(_count_table(counts))
+    outcomes = sorted({outcome for _, outcome in counts})
+    console.say(table(count_rows(counts, outcomes), ["data source", *outcomes]))
     console.note(f"{len(demonstrations)} demonstrations written to {output}")
 
 
@@ -117,10 +118,9 @@ def _too_long(demonstration: Demonstration, config: Config, tokenizer: Any) -> s
     """Return the limit of the config that the demonstration exceeds, as named in CAUSES, or ""."""
     rollout = config.rollout
     prompt = build_prompt(demonstration.question, tokenizer, config.prompt, NO_LIMIT, make_actions(config))
-    longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
     if len(prompt) > rollout.max_prompt_length:
         return "long prompt"
-    if longest_turn > rollout.max_turn_length:
+    if max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns) > rollout.max_turn_length:
         return "long turn"
     length = demonstration_length(demonstration, config, tokenizer)
     if length > rollout.max_length:
@@ -134,13 +134,6 @@ def _row(demonstration: Demonstration) -> dict[str, Any]:
         documents = [{"id": d.id, "title": d.title, "text": d.text} for d in turn.documents]
         turns.append({"text": turn.text, "documents": documents})
     return question_row(demonstration.question) | {"turns": turns}
-
-
-def _count_table(counts: Counter[tuple[str, str]]) -> str:
-    outcomes = sorted({outcome for _, outcome in counts})
-    sources = sorted({source for source, _ in counts})
-    rows = [[source, *(counts[source, outcome] for outcome in outcomes)] for source in sources]
-    return table([*rows, ["all", *map(sum, list(zip(*rows, strict=True))[1:])]], ["data source", *outcomes])
 
 
 AT_ONCE = 128  # items; the client puts their queries into common requests
@@ -159,26 +152,26 @@ def look_up_each(
 ) -> list[Result]:
     """Return what `work` makes of each item and a search, which finds nothing for a refused query."""
 
-    async def all_of_them() -> list[Result]:
-        client, slots, numbers = RetrieverClient(config, url), asyncio.Semaphore(AT_ONCE), count(1)
+    client, slots, numbers = RetrieverClient(config, url), asyncio.Semaphore(AT_ONCE), count(1)
 
-        async def search(query: str) -> list[Document]:
-            with suppress(QueryRefused):
-                return (await client.search([query]))[0]
-            return []
+    async def search(query: str) -> list[Document]:
+        with suppress(QueryRefused):
+            return (await client.search([query]))[0]
+        return []
 
-        async def finish(item: Item) -> Result:
-            async with slots:
-                result = await work(item, search)
-            show(next(numbers))
-            return result
+    async def finish(item: Item) -> Result:
+        async with slots:
+            result = await work(item, search)
+        show(next(numbers))
+        return result
 
+    async def finish_all() -> list[Result]:
         try:
             return list(await asyncio.gather(*map(finish, items)))
         finally:
             await client.close()
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(finish_all())
 
 
 MAX_QUOTE = 40  # words of a passage that a thought quotes
@@ -254,10 +247,10 @@ async def find_support(
     while missing and len(lookups) < max_searches:
         used = {lookup.query for lookup in lookups}
         queries = queries_for(question, _mentioned(passages, missing, read), bool(lookups))
-        queries = [query for query in queries if query not in used]
         queries = queries if first_query is None or lookups else [first_query]
-        results = [(_worth(documents := await search(query), missing), query, documents) for query in queries]
-        _, query, documents = max(results, key=lambda result: result[0], default=(None, "", []))
+        results = {query: await search(query) for query in queries if query not in used}
+        query = max(results, key=lambda query: _worth(results[query], missing), default="")
+        documents = results.get(query, [])
         new_ids = [document.id for document in documents if document.id in missing]
         if not new_ids:
             break
