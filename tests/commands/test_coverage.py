@@ -91,7 +91,8 @@ def test_first_query_counts_among_any_query():
     """The question finds one passage and the answer, a title the other passage."""
     question = parse_question(row("1", "Who?", ["Oslo"], ["p1", "p2"]), "a row")
     first, others = [BY_ID["p1"]], [BY_ID["p2"]]
-    covered = coverage.QuestionCoverage(True, True, False, True, True)
+    covered = {"answer": True, "passage": True, "all_passages": False}
+    covered |= {"answer_by_any": True, "all_by_any": True, "answerable": True}
 
     def find_by_query(config, url, questions, look, show):
         async def search(query):
