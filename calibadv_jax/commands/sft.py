@@ -73,7 +73,6 @@ FREE = (  # of those; contents of files are compared by their hash
     "sft.optimizer.offload",
     "world.dir",
 )
-UNREADABLE = (FileNotFoundError, ValueError, KeyError, TypeError)  # a damaged START
 MOST_SECONDS = 600.0  # of work that a kill may cost if updates are slow
 
 
@@ -92,8 +91,9 @@ def run(config: Config) -> None:
 
 def _run(config: Config, console: Console) -> None:
     folder, sft = Path(config.run.dir), config.sft
-    length = sft.row_length or _unfinished_row_length(folder) or config.rollout.max_length
-    sft = dataclasses.replace(sft, row_length=length)
+    unfinished = _read_start(folder) if newest_step(folder / CHECKPOINTS) is not None else None
+    begun_with = unfinished["config"]["sft"]["row_length"] if unfinished else None
+    sft = dataclasses.replace(sft, row_length=sft.row_length or begun_with or config.rollout.max_length)
     config = dataclasses.replace(config, sft=sft)
     for line in describe_adapters(config.policy.lora):
         console.note(line)
@@ -196,12 +196,9 @@ def count_updates(
             f"sft.phases: epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all"
             " the time: give steps"
         )
-    lengths = (demonstration_length(each, config, tokenizer) for each in own)
-    empty = np.zeros(0, np.float32)
-    shapes = [Sample(np.zeros(length, np.int32), empty, empty, empty) for length in lengths]
-    order = _order(len(own), phase.epochs, seed)
-    fulls = _row_fulls((shapes[index] for index in order), config.sft.rows, config.sft_row_length)
-    return sum(1 for _ in fulls)
+    samples = [encode_demonstration(each, config, tokenizer, phase.loss_on) for each in own]
+    drawn = (samples[index] for index in _order(len(own), phase.epochs, seed))
+    return sum(1 for _ in _row_fulls(drawn, config.sft.rows, config.sft_row_length))
 
 
 def _all_batches(
@@ -370,17 +367,13 @@ def demonstration_length(demonstration: Demonstration, config: Config, tokenizer
     return len(encode_demonstration(demonstration, config, tokenizer, "sampled").tokens)
 
 
-def _unfinished_row_length(folder: Path) -> int | None:
-    if newest_step(folder / CHECKPOINTS) is None:
-        return None
+def _read_start(folder: Path) -> dict[str, Any] | None:
+    """Return config and hashes with which a cold start began; None if they are lost or damaged."""
     try:
-        return _read_start(folder)["config"]["sft"]["row_length"]
-    except UNREADABLE:  # `_check_unfinished` names the damage
+        start = json.loads((folder / START).read_text(encoding="utf-8"))
+        return {"config": with_defaults(start["config"]), "identity": start["identity"]}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-
-
-def _read_start(folder: Path) -> Any:
-    return json.loads((folder / START).read_text(encoding="utf-8"))
 
 
 class ColdStart:
@@ -413,11 +406,10 @@ class ColdStart:
         if newest is None or learner.policy.adapters:  # a checkpoint holds adapters without their base
             self.state = learner.init(initial())
         self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=1)
-        self.step = self._saved = 0
+        self.step = self._saved = newest or 0
         self._saved_at = time.monotonic()
         if newest is not None:
             self.state, _ = self._store.restore(newest, learner.abstract_state())
-            self.step = self._saved = newest
             console.note(f"going on from update {newest}")
 
     def updated(self, state: State) -> None:
@@ -456,15 +448,13 @@ class ColdStart:
 
 def _check_unfinished(folder: Path, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:
     advice = f"choose another run.dir, or remove {folder / CHECKPOINTS} to begin again"
-    try:
-        start = _read_start(folder)
-        before, hashes = with_defaults(start["config"]), start["identity"]
-    except UNREADABLE as error:
+    start = _read_start(folder)
+    if start is None:
         raise UserError(
             f"{folder / START}: lost or damaged, so that the settings of {CHECKPOINTS} are unknown; {advice}"
-        ) from error
-    changed = changed_keys(before, config, COMPARED, FREE)
-    changed += [name for name, _, _ in differences(hashes, identity)]
+        )
+    changed = changed_keys(start["config"], config, COMPARED, FREE)
+    changed += [name for name, _, _ in differences(start["identity"], identity)]
     if changed:
         raise UserError(
             f"run.dir={folder} holds an unfinished cold start with other settings ({', '.join(changed)});"

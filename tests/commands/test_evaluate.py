@@ -34,7 +34,6 @@ from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.questions import write_questions
-from calibadv_jax.evaluation.methods import METHODS
 from calibadv_jax.evaluation.report import table_rows
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -369,22 +368,11 @@ def test_overlong_prompts_are_refused_or_left_out(run, capsys):
 
 
 def test_passages_are_cut_to_the_prompt_length(run):
-    """Two passages of a million letters, and room for 300 and the question; then for none."""
-
-    def prompts(room, observation):
-        config = {"max_prompt_length": room, "max_observation_length": observation, "max_length": 4000}
-        run.file(".jsonl").unlink(missing_ok=True)
-        return run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)[1].prompts
-
     run.shelf.documents = [Document("1", "first", "word " * 200_000), Document("2", "second", "x")]
-    texts = prompts(200, 400)
-    assert {len(prompt) for prompt in texts} == {600}
-    assert all('Passage 1: "first" word word' in prompt and "second" not in prompt for prompt in texts)
-    assert [prompt.strip()[-3:] for prompt in texts] == [question.text for question in QUESTIONS]
-    run.shelf.documents = None
-    bare = len(METHODS["rag"].template.format(question="Question: a 0"))
-    for room, length in ((15, bare + 5), (10, bare)):
-        assert {len(prompt) for prompt in prompts(bare - 10, room)} == {length}
+    room = {"max_prompt_length": 200, "max_observation_length": 400, "max_length": 4000}
+    prompts = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=room)[1].prompts
+    assert {len(prompt) for prompt in prompts} == {600}
+    assert all('Passage 1: "first" word word' in prompt and "second" not in prompt for prompt in prompts)
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ from itertools import islice
 import numpy as np
 import pytest
 from rows_rig import write_rows
-from tiny_policy import GROUPED, Letters
+from tiny_policy import GROUPED
 
 from calibadv_jax.commands import sft
-from calibadv_jax.config import Config, PromptConfig, SftPhase, ToolConfig
+from calibadv_jax.config import Config, PromptConfig, SftPhase
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
@@ -59,15 +59,6 @@ def test_only_what_the_policy_writes_is_trained(tokenizer, loss_on):
     context = (replace(turns[0], trained=False), turns[1])
     sample = sft.encode_demonstration(Demonstration(QUESTION, context), config_with(), tokenizer, "sampled")
     assert "<search>" not in tokenizer.decode(sample.tokens[sample.mask])
-
-
-@pytest.mark.parametrize(("action", "shown"), [("search", True), ("calculate", False)])
-def test_only_search_without_documents_shows_no_results(action, shown):
-    turns = (DemoTurn(f"<{action}> 1 </{action}>"), DemoTurn("<answer> ada </answer>"))
-    config = replace(config_with(), tools=[ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")])
-    sample = sft.encode_demonstration(Demonstration(QUESTION, turns), config, Letters(), "sampled")
-    body = "No results found." if shown else ""
-    assert f"\n\n<information>{body}</information>\n\n" in Letters().decode(sample.tokens)
 
 
 @pytest.mark.parametrize("row_length, rows, shortest, longest", SHAPES)
@@ -183,24 +174,23 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
     assert demonstration.question.golden_answers == ("ada",)
 
 
+def messages(*pairs):
+    return {"messages": [{"role": role, "content": content} for role, content in pairs]}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"messages": []}, "d.jsonl:1: 'messages' must be a non-empty list"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "no message of an assistant"),
-        ({"messages": [{"role": "judge", "content": "x"}]}, "message 1 of 'messages' .* with 'role'"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "write a tool call as <search>"),
-        ({"messages": [{"role": "assistant", "content": ANSWER}]}, "before the assistant's first"),
+        ({"turns": []}, "field 'turns' must be a non-empty list"),
+        (messages(("user", "x")), "no message of an assistant"),
+        (messages(("judge", "x")), "message 1 of 'messages' .* with 'role'"),
+        (messages(("assistant", None)), "write a tool call as <search>"),
+        (messages(("assistant", ANSWER)), "before the assistant's first"),
         (chat("x", "hello"), "message 2 of 'messages': a turn must hold <search>"),
         (chat("x", f"{ANSWER}<b>"), "message 2 of 'messages': the policy stops after its action; remove"),
-        *(
-            ({"messages": [*chat("x", ANSWER)["messages"], {"role": role, "content": ANSWER}]}, words)
-            for role, words in (
-                ("assistant", "two messages of the"),
-                ("system", "message 3 .*a system message"),
-            )
-        ),
-        *(({"turns": turns}, "field 'turns' must be a non-empty list") for turns in (3, [], None)),
+        (messages(("user", "x"), ("assistant", ANSWER), ("assistant", ANSWER)), "two messages of the"),
+        (messages(("user", "x"), ("assistant", ANSWER), ("system", "y")), "message 3 .*a system message"),
     ],
 )
 def test_bad_chat_is_named(tmp_path, row, message):
