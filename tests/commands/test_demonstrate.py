@@ -86,16 +86,15 @@ def test_long_demonstrations_are_left_out(config, capsys):
     run(tight)
     assert "cut off" in capsys.readouterr().out
     for section, changes, cause in [
-        ("sft", {"row_length": 60}, r"3 longer than sft.row_length \(raise it, or leave it out"),
+        ("sft", {"row_length": 60}, "3 longer than sft.row_length"),
         ("rollout", {"max_length": 60, "max_prompt_length": 50}, "3 longer than rollout.max_length"),
-        ("rollout", {"max_prompt_length": 5}, r"3 long prompt \(raise rollout.max_prompt_length\)"),
-        ("rollout", {"max_turn_length": 10}, r"3 long turn \(raise rollout.max_turn_length\)"),
+        ("rollout", {"max_prompt_length": 5}, "3 longer than rollout.max_prompt_length"),
+        ("rollout", {"max_turn_length": 10}, "3 longer than rollout.max_turn_length"),
     ]:
         short = replace(config, **{section: replace(getattr(config, section), **changes)})
-        with pytest.raises(UserError, match=rf"none of 5 questions gives a demonstration: {cause}") as caught:
+        others = r".*; 1 not found \(.*; 1 no supporting_ids \("
+        with pytest.raises(UserError, match=rf"none of 5 questions .*: {cause} \(raise{others}"):
             run(short)
-        assert "; 1 not found (" in str(caught.value)
-        assert "; 1 no supporting_ids (name the passages" in str(caught.value)
 
 
 def test_prompt_is_measured_with_actions_that_it_lists(config):
@@ -106,7 +105,7 @@ def test_prompt_is_measured_with_actions_that_it_lists(config):
     without = len(build_prompt(question, tokenizer, listed.prompt, 10_000))
     tools = [ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")]
     some = replace(listed, tools=tools, rollout=replace(listed.rollout, max_prompt_length=without))
-    with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration: .*long prompt \("):
+    with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration: .*max_prompt_length \("):
         run(some)
     run(replace(some, rollout=replace(some.rollout, max_prompt_length=without + 100)))
     made = load_demonstrations(config.sft.demonstrations, Grammar(("search", "calculate")))

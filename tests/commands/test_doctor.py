@@ -239,7 +239,7 @@ def test_too_small_host_fails_and_names_keys(config, capsys, monkeypatch):
     assert lines[-1] == "1 of 6 checks failed"
     for mesh, words in (
         ({}, "do not fit"),
-        ({"fsdp": 2, "tensor": 4}, "mesh.tensor is 4, more than the policy's 2"),
+        ({"fsdp": 2, "tensor": 4}, "mesh.tensor is 4, which does not divide the policy's 2"),
     ):
         doctor.run(replace(config, mesh=replace(config.mesh, **mesh)), offline=True)
         *lines, last = capsys.readouterr().out.splitlines()

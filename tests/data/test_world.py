@@ -224,15 +224,6 @@ def test_quoted_sentences_were_shown(generator):
     assert quotes > 300
 
 
-def test_lookups_quote_rumours_and_look_no_further():
-    demonstrations = drawn(lookups, 0, RUMOURS, 1000)
-    kinds = {demonstration.question.data_source for demonstration in demonstrations}
-    assert kinds == {"drill", "one_hop", "rumour"}  # no comparisons where none are asked
-    rumours = [each for each in demonstrations if each.question.data_source == "rumour"]
-    assert 0.2 < len(rumours) / len(demonstrations) < 0.4
-    assert all(len(each.turns) == 2 and STATED in each.turns[-1].text for each in rumours)
-
-
 def test_demonstrations_read_the_page_or_guess():
     ways = Counter()
     for demonstration in drawn(imperfect, 0, PAGES, 300):

@@ -39,18 +39,15 @@ from calibadv_jax.run.model import build_model
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
 
 NO_LIMIT = 2**31
-# Cause for which a question gives no demonstration -> what to do.
+# Cause for which a question gives no demonstration -> what to do. For "longer than KEY": RAISE.
 CAUSES = {
     "no supporting_ids": "name the passages that answer a question in 'supporting_ids'",
     "passage unknown": "the ids in 'supporting_ids' must be those of retriever.corpus",
     "not found": "the index does not find the passages in rollout.max_searches searches",
     "cut off": "raise rollout.max_observation_length, or lower retriever.topk",
     "answer not in the passages": "the supporting passages must hold a golden answer",
-    "long prompt": "raise rollout.max_prompt_length",
-    "long turn": "raise rollout.max_turn_length",
-    "longer than rollout.max_length": "raise it",
-    "longer than sft.row_length": "raise it, or leave it out: it follows rollout.max_length",
 }
+RAISE = "raise it"
 SEARCH = SearchAction.name
 
 
@@ -89,7 +86,10 @@ def run(config: Config) -> None:
         if not is_complete(question, passages, lookups):
             return "not found"
         result = demonstrate(question, lookups, shown, grammar)
-        return result if isinstance(result, str) else _too_long(result, config, tokenizer) or result
+        if isinstance(result, str):
+            return result
+        exceeded = (key for key, length, limit in _lengths(result, config, tokenizer) if length > limit)
+        return next((f"longer than {key}" for key in exceeded), result)
 
     with (
         open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
@@ -104,7 +104,7 @@ def run(config: Config) -> None:
         counts[question.data_source, result] += 1
     if not demonstrations:
         causes = Counter(cause for _, cause in counts.elements()).most_common()
-        reasons = "; ".join(f"{number} {cause} ({CAUSES[cause]})" for cause, number in causes)
+        reasons = "; ".join(f"{number} {cause} ({CAUSES.get(cause, RAISE)})" for cause, number in causes)
         none = f"none of {len(questions)} questions gives a demonstration"
         raise UserError(f"{config.data.train}: {none}: {reasons}")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -114,18 +114,16 @@ def run(config: Config) -> None:
     console.note(f"{len(demonstrations)} demonstrations written to {output}")
 
 
-def _too_long(demonstration: Demonstration, config: Config, tokenizer: Any) -> str:
-    """Return the limit of the config that the demonstration exceeds, as named in CAUSES, or ""."""
+def _lengths(demonstration: Demonstration, config: Config, tokenizer: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield keys of the config, each with a length of the demonstration and its limit."""
     rollout = config.rollout
     prompt = build_prompt(demonstration.question, tokenizer, config.prompt, NO_LIMIT, make_actions(config))
-    if len(prompt) > rollout.max_prompt_length:
-        return "long prompt"
-    if max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns) > rollout.max_turn_length:
-        return "long turn"
-    length = demonstration_length(demonstration, config, tokenizer)
-    if length > rollout.max_length:
-        return "longer than rollout.max_length"
-    return "longer than sft.row_length" if length > config.sft_row_length else ""
+    yield "rollout.max_prompt_length", len(prompt), rollout.max_prompt_length
+    longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
+    yield "rollout.max_turn_length", longest_turn, rollout.max_turn_length
+    length = demonstration_length(demonstration, config, tokenizer)  # refuses longer prompts
+    yield "rollout.max_length", length, rollout.max_length
+    yield "sft.row_length", length, config.sft_row_length
 
 
 def _row(demonstration: Demonstration) -> dict[str, Any]:
@@ -151,7 +149,6 @@ def look_up_each(
     show: Callable[[int], object] = lambda done: None,
 ) -> list[Result]:
     """Return what `work` makes of each item and a search, which finds nothing for a refused query."""
-
     client, slots, numbers = RetrieverClient(config, url), asyncio.Semaphore(AT_ONCE), count(1)
 
     async def search(query: str) -> list[Document]:

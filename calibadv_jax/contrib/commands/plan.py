@@ -26,7 +26,6 @@ from calibadv_jax.hosts.joining import check_workers
 from calibadv_jax.metrics.console import Console, duration, number, table
 from calibadv_jax.policy.architecture import Architecture
 
-FULL = 0.5  # share of the rows that should hold tokens
 NOT_COUNTED = "not counted: retrieval, publishing weights, checkpoints, evaluations, compiling"
 Changes = dict[str, Any]  # dotted key -> value
 ADAPTERS: Changes = {"policy.lora.rank": 16}
@@ -165,17 +164,11 @@ def work_lines(plan: RunPlan) -> list[str]:
         counts = part.flops, part.memory * part.devices, part.received * part.devices
         seconds = number(part.seconds(plan.target, plan.efficiency))
         rows.append((part.name, *(f"{count:.2e}" for count in counts), seconds))
-    emptiness = (
-        f"warning: only {step.fill:.0%} of the update's rows hold tokens: a microbatch has"
-        f" {learner.microbatch_rows * learner.row_length} of them; set a larger mesh.tensor and a smaller"
-        " mesh.fsdp with fewer learner.microbatch_rows, or a larger learner.minibatch_size"
-    )
     overlap = ", rollouts and update at the same time" if step.overlap else ""
     return [
         f"a step: {rollouts.trajectories} trajectories of {rollouts.tokens} tokens, {rollouts.sampled} of"
-        " them sampled (--tokens, --sampled)",
+        f" them sampled (--tokens, --sampled), which fill {step.fill:.0%} of the update's rows",
         table(rows, ("part", "operations", "bytes of memory", "bytes between devices", "seconds")),
-        *([emptiness] if step.fill < FULL else []),
         f"at efficiency {plan.efficiency:g}: {number(plan.seconds)} s a step{overlap},"
         f" {step.trained / plan.seconds:.0f} tokens/s",
         f"{learner.steps} steps: {duration(learner.steps * plan.seconds)}, {number(plan.device_hours)} device"

@@ -178,19 +178,16 @@ def trained_parameters(config: Config, architecture: Architecture) -> int:
 def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
     """Return one line for each kind of heads that ``mesh.tensor`` does not divide, with the remedy."""
     tensor, warnings = mesh["tensor"], []
-    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
-    too_few = "more than" if tensor > kv_heads else "which does not divide"
-    gathers = "all of them, and sampler.name=jax gathers the weights of the whole axis"
-    for number, problem, cost in (
-        (heads, f"which does not divide the policy's {heads} heads", "the attention of all of them"),
-        (kv_heads, f"{too_few} the policy's {kv_heads} key-value heads", gathers),
+    for number, heads in (
+        (architecture.num_heads, "heads"),
+        (architecture.num_kv_heads, "key-value heads"),
     ):
-        sizes = [str(size) for size in range(1, min(number, tensor) + 1) if number % size == 0]
-        choice = f"{', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else sizes[0]
         if number % tensor:
+            sizes = " or ".join(str(size) for size in range(1, min(number, tensor) + 1) if number % size == 0)
             warnings.append(
-                f"warning: mesh.tensor is {tensor}, {problem}: each device of the axis computes {cost}; set"
-                f" mesh.tensor to {choice} and mesh.fsdp to the rest"
+                f"warning: mesh.tensor is {tensor}, which does not divide the policy's {number} {heads}: each"
+                f" device of the axis computes all of them; set mesh.tensor to {sizes} and mesh.fsdp to the"
+                " rest"
             )
     return warnings
 
@@ -331,20 +328,15 @@ def host_memory() -> float:
 
 def cpu_lines(config: Config) -> list[str]:
     """Return a warning if the devices are a CPU's, and the sizes are those of accelerators; else nothing."""
-    if jax.local_devices()[0].platform != "cpu":
-        return []
     rollout, sampler, learner = config.rollout, config.sampler, config.learner
-    remedies: list[str] = []
-    if sampler.name == "jax" and sampler.slots * rollout.max_length > CPU_COLUMNS:
-        sizes = f"sampler.slots ({sampler.slots}) and rollout.max_length ({rollout.max_length})"
-        remedies += [f"lower {sizes}, whose product is the KV cache, to a product of at most {CPU_COLUMNS}"]
-    if learner.row_length > CPU_ROW:
-        remedies += [f"lower learner.row_length ({learner.row_length}) to at most {CPU_ROW}"]
-    if remedies and config.policy.compute_dtype == "bfloat16":
-        remedies += ["set policy.compute_dtype=float32, which a CPU computes faster"]
-    return remedies and [
-        f"warning: this machine computes on a CPU, and a few tokens would take minutes: {'; '.join(remedies)}"
-        ". --config configs/cpu.yaml, given last, does so for a trial"
+    cache = sampler.slots * rollout.max_length if sampler.name == "jax" else 0
+    if jax.local_devices()[0].platform != "cpu" or (cache <= CPU_COLUMNS and learner.row_length <= CPU_ROW):
+        return []
+    return [
+        "warning: this machine computes on a CPU, and a few tokens would take minutes with sampler.slots"
+        f" ({sampler.slots}) times rollout.max_length ({rollout.max_length}) above {CPU_COLUMNS}, or"
+        f" learner.row_length ({learner.row_length}) above {CPU_ROW}: --config configs/cpu.yaml, given last,"
+        " lowers them for a trial"
     ]
 
 
