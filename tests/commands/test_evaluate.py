@@ -211,7 +211,6 @@ def test_signal_keeps_the_answers_so_far(run, capfd):
         ({"retriever": {"topk": 5}}, False),
         ({"prompt": {"template": "Tell: {question}"}}, False),
         ({"tools": ["search", "access"]}, False),
-        ({"reward": {"answer": "examples.own_reward:short_way"}}, False),
         ({"retriever": {"index": "elsewhere", "patience": 3}}, True),
         ({"rollout": {"max_concurrency": 2}}, True),
     ],

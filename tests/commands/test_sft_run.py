@@ -185,32 +185,21 @@ def test_cold_start_resumes_bit_for_bit_after_signal(
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("slow", "newest"), [(False, 2), (True, 3)])
-def test_cold_start_resumes_from_checkpoint_after_kill(started, tmp_path, monkeypatch, slow, newest):
+def test_killed_cold_start_resumes_with_same_settings_only(started, tmp_path, monkeypatch, slow, newest):
     config, whole, _ = started
-    config = moved(config, tmp_path / "run")
+    folder = tmp_path / "run"
+    config = moved(config, folder)
     if slow:
         monkeypatch.setattr(sft, "MOST_SECONDS", 0.0)
 
     def killed():
         raise MemoryError
 
-    monkeypatch.setattr(sft.ColdStart, "__exit__", lambda *_: None)  # nothing runs after kill -9
-    assert isinstance(interrupted(config, monkeypatch, killed), MemoryError)
-    assert newest_step(tmp_path / "run/sft_checkpoints") == newest
-    assert len(rows(tmp_path / "run/sft_metrics")) == 3
-    sft.run(config)
-    assert_the_same(whole, tmp_path / "run")
-
-
-@pytest.mark.medium
-def test_unfinished_cold_start_refuses_other_settings(started, tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    config = moved(started[0], folder)
-
-    def fail():
-        raise RuntimeError
-
-    interrupted(config, monkeypatch, fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(sft.ColdStart, "__exit__", lambda *_: None)  # nothing runs after kill -9
+        assert isinstance(interrupted(config, monkeypatch, killed), MemoryError)
+    assert newest_step(folder / "sft_checkpoints") == newest
+    assert len(rows(folder / "sft_metrics")) == 3
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     init, tools = SHAPE | {"hidden_size": 32}, [ToolConfig("search"), ToolConfig("access")]
     phases = replace(config.sft, phases=[SftPhase(steps=9, kind="drills")])
@@ -226,6 +215,8 @@ def test_unfinished_cold_start_refuses_other_settings(started, tmp_path, monkeyp
         sft.run(config)
     (folder / "sft_start.json").write_bytes(before[folder / "sft_start.json"])
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    sft.run(config)
+    assert_the_same(whole, folder)
 
 
 class Killed(BaseException):
@@ -266,7 +257,7 @@ def test_kill_during_cleanup_loses_nothing(started, tmp_path, monkeypatch, remov
 
 @pytest.mark.medium
 @pytest.mark.parametrize("every", [0, 1])
-def test_diverged_cold_start_writes_no_policy(started, tmp_path, every):
+def test_diverged_cold_start_writes_no_policy(started, tmp_path, monkeypatch, every):
     """The first update has rate 0; the second makes the parameters infinite."""
     folder = tmp_path / "run"
     optimizer = replace(started[0].sft.optimizer, lr=1e38)
@@ -276,21 +267,17 @@ def test_diverged_cold_start_writes_no_policy(started, tmp_path, every):
     assert not (folder / "sft").exists() and not (folder / "sft.yaml").exists()
     assert [row["actor/finite"] for row in rows(folder / "sft_metrics")] == [1, 0], "the row tells it"
     assert newest_step(folder / "sft_checkpoints") == (1 if every else None), "nothing to go on from"
+    update = sft.Learner.update
 
-
-@pytest.mark.medium
-def test_cold_start_without_finite_updates_writes_no_policy(started, tmp_path, monkeypatch):
-    config, update = moved(started[0], tmp_path / "run"), sft.Learner.update
-
-    def skipped(self, state, *arguments):
-        state, metrics = update(self, state, *arguments)
+    def skipped(*arguments):
+        state, metrics = update(*arguments)
         return state, metrics | {"actor/skipped": 1.0}
 
     monkeypatch.setattr(sft.Learner, "update", skipped)
-    config = replace(config, guards=replace(config.guards, patience=99))
+    config = moved(started[0], tmp_path / "skipped")
     with pytest.raises(UserError, match="step 5: no update was finite for 5 steps: .*sft.optimizer.lr"):
-        sft.run(config)
-    assert not (tmp_path / "run/sft").exists()
+        sft.run(replace(config, guards=replace(config.guards, patience=99)))
+    assert not (tmp_path / "skipped/sft").exists()
 
 
 @pytest.mark.medium
