@@ -92,7 +92,7 @@ def test_long_demonstrations_are_left_out(config, capsys):
         ("rollout", {"max_turn_length": 10}, "3 longer than rollout.max_turn_length"),
     ]:
         short = replace(config, **{section: replace(getattr(config, section), **changes)})
-        others = r".*; 1 not found \(.*; 1 no supporting_ids \("
+        others = r".*; 1 no supporting_ids \(.*; 1 not found \("
         with pytest.raises(UserError, match=rf"none of 5 questions .*: {cause} \(raise{others}"):
             run(short)
 
