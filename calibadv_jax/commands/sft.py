@@ -363,7 +363,6 @@ def encode_demonstration(
 
 
 def demonstration_length(demonstration: Demonstration, config: Config, tokenizer: Any) -> int:
-    """Return the number of tokens of a demonstration."""
     return len(encode_demonstration(demonstration, config, tokenizer, "sampled").tokens)
 
 
@@ -419,7 +418,6 @@ class ColdStart:
             self._save()
 
     def finish(self) -> None:
-        """Remove the checkpoints."""
         self._saved = self.step
         self._store.close()
         # All checkpoints go at once: after a kill the next cold start continues or begins anew.

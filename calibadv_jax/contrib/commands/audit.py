@@ -257,7 +257,6 @@ def windows(evidence: Mapping[int, Evidence], size: int) -> list[dict[str, float
 
 
 def windows_table(column: Column, window: int) -> str:
-    """Return one row a window of steps: ``value (control)``."""
     rows = []
     for true, control in zip(windows(column.true, window), windows(column.control, window), strict=True):
         cells = (cell(name, [true], [control]) for name in OVER_TRAINING)
@@ -315,7 +314,8 @@ def _decide(first: np.ndarray, second: np.ndarray, above: str, below: str) -> st
 
 def as_json(column: Column, window: int) -> dict[str, Any]:
     """Return everything under one of the settings: true and control, in total, by window and by step."""
-    result = {"name": column.name, "overrides": list(column.overrides), "verdict": verdict([column])}
+    result: dict[str, Any] = {"name": column.name, "overrides": list(column.overrides)}
+    result["verdict"] = verdict([column])
     for name, evidence in (("true", column.true), ("control", column.control)):
         steps = [{"step": step} | measure(part) for step, part in evidence.items()]
         total = measure(join(evidence.values()))

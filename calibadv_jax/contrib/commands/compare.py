@@ -77,7 +77,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _seeds(argument: str) -> dict[str, Evaluation]:
-    """Return the rows of each file of the argument."""
     names, seeds = BETWEEN_FILES.split(argument), dict[str, Evaluation]()
     if len({Path(name).resolve().with_suffix("") for name in names}) < len(names):
         raise UserError(f"{argument}: names an evaluation twice; name each seed once")

@@ -35,8 +35,6 @@ NUM_LEVERS, STRONGEST = 8, 2**16  # of a lever, whose options count from 1; 0: i
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run on devices that need not be attached."""
-
     config: Config  # placed on the devices
     target: Target
     architecture: Architecture

@@ -148,7 +148,8 @@ def count_rows(counts: Counter[tuple[str, str]], outcomes: Sequence[str]) -> lis
     """Return one row a data source, and one of all: its name and its number of each outcome."""
     sources = sorted({source for source, _ in counts})
     rows = [[source, *(counts[source, outcome] for outcome in outcomes)] for source in sources]
-    return [*rows, ["all", *(sum(row[column] for row in rows) for column in range(1, len(outcomes) + 1))]]
+    sums = (sum(counts[source, outcome] for source in sources) for outcome in outcomes)
+    return [*rows, ["all", *sums]]
 
 
 def question_key(text: str) -> str:

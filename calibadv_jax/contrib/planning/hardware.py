@@ -62,8 +62,6 @@ def target_config(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """Devices that need not be attached."""
-
     platform: Platform
     kind: str  # v5e, h100
     topology: str  # as the compiler names it: v5e:4x4, or slices x hosts x GPUs of a host

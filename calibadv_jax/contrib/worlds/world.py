@@ -158,7 +158,6 @@ def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -
 
 
 def summarise(address: str, page: Document) -> tuple[str, str]:
-    """Return title and text of the passage that stands for a page."""
     return page.title, f"{SUMMARY.format(page.title, address)}."
 
 
@@ -251,8 +250,6 @@ ASKERS: dict[str, Callable[[Facts, np.random.Generator], WorldQuestion]] = {
 
 @dataclass(frozen=True)
 class World:
-    """One corpus for both splits, and the questions of each."""
-
     passages: list[Document]
     train: list[Question]
     eval: list[Question]
