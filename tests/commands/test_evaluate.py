@@ -13,23 +13,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_policy
+from config_rig import changed
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
 from http_rig import Handler, serving
 
 from calibadv_jax.commands.evaluate import choose_policy
 from calibadv_jax.commands.evaluate import run as run_evaluation
-from calibadv_jax.config import (
-    Config,
-    DataConfig,
-    EvaluateConfig,
-    LogConfig,
-    MeshConfig,
-    PolicyConfig,
-    PromptConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplerConfig,
-)
+from calibadv_jax.config import EvaluateConfig
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document, Question
@@ -263,16 +253,13 @@ def test_policy_is_named_trained_or_initial(tmp_path):
     for folder in (start, named):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({}))
-    config = dataclasses.replace(
-        Config(), run=RunConfig(dir=str(tmp_path / "run")), policy=PolicyConfig(path=str(start))
-    )
+    config = changed(run={"dir": str(tmp_path / "run")}, policy={"path": str(start)})
     assert choose_policy(config).path == start
     with pytest.raises(UserError, match="has no checkpoint; set evaluate.policy or policy.path"):
-        choose_policy(dataclasses.replace(config, policy=PolicyConfig()))
+        choose_policy(changed(config, policy={"path": ""}))
     (tmp_path / "run/checkpoints/3").mkdir(parents=True)
     assert choose_policy(config).path == tmp_path / "run/checkpoints"
-    chosen = dataclasses.replace(config, evaluate=EvaluateConfig(policy=str(named)))
-    assert choose_policy(chosen).path == named
+    assert choose_policy(changed(config, evaluate={"policy": str(named)})).path == named
 
 
 def test_unusable_policy_replaces_nothing(run, monkeypatch):
@@ -390,21 +377,19 @@ def test_policy_of_folder_checkpoint_and_snapshot_agrees(tmp_path, monkeypatch):
     store.close()
     snapshots = SnapshotStore(run / "snapshots", keep=1, dtype=jnp.float32)
     snapshots.publish(3, params, hf_config=shape, tokenizer_hash="")
-    keys = {"method": "direct", "template": "Question: {question}\n", "resamples": 100}
-    config = dataclasses.replace(
-        Config(),
-        data=DataConfig(eval=str(tmp_path / "eval.jsonl")),
-        prompt=PromptConfig(chat="off"),
-        rollout=RolloutConfig(max_turn_length=24, max_prompt_length=64, max_length=128),
-        sampler=SamplerConfig(slots=3, decode_chunk=8, prefill_chunk=16),
-        mesh=MeshConfig(fsdp=1),
-        log=LogConfig(progress=False),
+    config = changed(
+        data={"eval": str(tmp_path / "eval.jsonl")},
+        prompt={"chat": "off"},
+        rollout={"max_turn_length": 24, "max_prompt_length": 64, "max_length": 128},
+        sampler={"slots": 3, "decode_chunk": 8, "prefill_chunk": 16},
+        mesh={"fsdp": 1},
+        log={"progress": False},
+        evaluate={"method": "direct", "template": "Question: {question}\n", "resamples": 100},
     )
     texts, steps = [], []
     for place in ("policy", "checkpoints/3", "snapshots/v000003", ""):
         output = tmp_path / f"{len(texts)}.json"
-        evaluate = EvaluateConfig(policy=str(run / place), output=str(output), **keys)
-        run_evaluation(dataclasses.replace(config, evaluate=evaluate))
+        run_evaluation(changed(config, evaluate={"policy": str(run / place), "output": str(output)}))
         rows = map(json.loads, output.with_suffix(".jsonl").read_text().splitlines())
         texts.append([row["trajectories"][0]["turns"][0]["text"] for row in rows])
         steps.append(json.loads(output.read_text())["policy"]["step"])

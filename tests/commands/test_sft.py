@@ -6,11 +6,12 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from config_rig import changed
 from rows_rig import write_rows
 from tiny_policy import GROUPED
 
 from calibadv_jax.commands import sft
-from calibadv_jax.config import Config, PromptConfig, SftPhase
+from calibadv_jax.config import SftPhase
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
@@ -32,8 +33,7 @@ def tokenizer():
 
 
 def config_with(**changes):
-    config = Config(prompt=PromptConfig(template="short"))
-    return replace(config, sft=replace(config.sft, **changes))
+    return changed(prompt={"template": "short"}, sft=changes)
 
 
 def test_demonstrations_are_reshuffled_every_epoch():
@@ -124,8 +124,7 @@ SEARCH, ANSWER = "<think> a </think>\n<search> silent garden </search>", "<answe
 
 def encoded(tmp_path, row, tokenizer, **prompt):
     (demonstration,) = load_demonstrations(write_rows(tmp_path / "d.jsonl", row))
-    config = config_with()
-    config = replace(config, prompt=replace(config.prompt, **prompt))
+    config = changed(config_with(), prompt=prompt)
     return sft.encode_demonstration(demonstration, config, tokenizer, "sampled")
 
 
@@ -221,12 +220,8 @@ def test_held_out_loss_is_the_token_mean(tmp_path):
     held_out = {"held_out": 0.5, "held_out_every": 2, "phases": [SftPhase(5)], "output": str(folder / "sft")}
     config = config_with(demonstrations=str(path), rows=8, row_length=32, **held_out)
     policy = {"init": GROUPED, "tokenizer": str(tmp_path / "tokenizer"), "compute_dtype": "float32"}
-    config = replace(
-        config,
-        run=replace(config.run, dir=str(folder)),
-        policy=replace(config.policy, **policy),
-        log=replace(config.log, backends=[], progress=False),
-    )
+    log = {"backends": [], "progress": False}
+    config = changed(config, run={"dir": str(folder)}, policy=policy, log=log)
     sft.run(config)
     rows = map(json.loads, (folder / "sft_metrics/metrics.jsonl").read_text().splitlines())
     measured = {row["step"]: row["sft/held_out_loss"] for row in rows if "sft/held_out_loss" in row}

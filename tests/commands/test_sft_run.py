@@ -9,16 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
+from config_rig import changed
 from safetensors.numpy import load_file
 from trainer_rig import rows
 
 from calibadv_jax.commands import sft
 from calibadv_jax.config import (
-    Config,
     LoraConfig,
-    MeshConfig,
     OptimizerConfig,
-    PromptConfig,
     SftPhase,
     ToolConfig,
 )
@@ -41,15 +39,15 @@ def started(tmp_path_factory):
     """The config of a cold start, and the batches that it trained on."""
     folder = tmp_path_factory.mktemp("run")
     build_word_tokenizer().save_pretrained(folder / "tokenizer")
-    plain = Config(prompt=PromptConfig(template="short", chat="off"), mesh=MeshConfig(fsdp=8))
     optimizer = OptimizerConfig(lr=0.01, schedule="linear", warmup_steps=1)
     keys = {"demonstrations": "world", "phases": PHASES, "rows": 8, "row_length": 64, "optimizer": optimizer}
-    config = replace(
-        plain,
-        run=replace(plain.run, dir=str(folder), seed=3),
-        policy=replace(plain.policy, init=SHAPE, tokenizer=str(folder / "tokenizer")),
-        log=replace(plain.log, backends=[], progress=False),
-        sft=replace(plain.sft, output=str(folder / "sft"), **keys),
+    config = changed(
+        prompt={"template": "short", "chat": "off"},
+        mesh={"fsdp": 8},
+        run={"dir": str(folder), "seed": 3},
+        policy={"init": SHAPE, "tokenizer": str(folder / "tokenizer")},
+        log={"backends": [], "progress": False},
+        sft={"output": str(folder / "sft")} | keys,
     )
     batches, update = [], sft.Learner.update
 
@@ -131,7 +129,7 @@ def moved(config, folder, **changes):
     """The same cold start in another folder, saved every two updates."""
     folder.mkdir()
     changes = {"output": str(folder / "sft"), "checkpoint_every": 2} | changes
-    return replace(config, run=replace(config.run, dir=str(folder)), sft=replace(config.sft, **changes))
+    return changed(config, run={"dir": str(folder)}, sft=changes)
 
 
 def interrupted(config, monkeypatch, end):
@@ -287,9 +285,8 @@ def test_adapters_are_merged_into_written_policy(started, tmp_path):
     base = load_file(started[1] / "sft/model.safetensors")
     lora = LoraConfig(rank=2, targets=["q", "up"], base_dtype="float32")
     phases = [SftPhase(steps=2, kind="drills")]
-    changed = moved(config, tmp_path / "run", init_from=str(started[1] / "sft"), phases=phases)
-    policy = replace(config.policy, lora=lora)
-    sft.run(replace(changed, policy=policy, mesh=MeshConfig(data=8, fsdp=1)))
+    adapted = moved(config, tmp_path / "run", init_from=str(started[1] / "sft"), phases=phases)
+    sft.run(changed(adapted, policy={"lora": lora}, mesh={"data": 8, "fsdp": 1}))
     result = load_file(tmp_path / "run/sft/model.safetensors")
     other = {name for name in base if not np.array_equal(base[name], result[name])}
     assert other == {f"model.layers.0.{name}_proj.weight" for name in ("self_attn.q", "mlp.up")}
@@ -316,8 +313,7 @@ def test_slow_updates_are_saved_every_ten_minutes(tmp_path, monkeypatch, every, 
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=0)
     monkeypatch.setattr(sft, "time", clock)
     monkeypatch.setattr(sft, "CheckpointStore", Kept)
-    config = replace(Config(), run=replace(Config().run, dir=str(tmp_path)))
-    config = replace(config, sft=replace(config.sft, checkpoint_every=every))
+    config = changed(run={"dir": str(tmp_path)}, sft={"checkpoint_every": every})
     learner = SimpleNamespace(init=lambda params: params, policy=SimpleNamespace(adapters=None))
     state = sft.ColdStart(config, {}, learner, dict, Console(progress=False))
     for clock.now in range(240, 13 * 240, 240):

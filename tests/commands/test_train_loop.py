@@ -309,12 +309,11 @@ MIXED = [
 
 
 def configured(folder, weights, template="short", data=None, **sections):
-    data = {"weights": weights} | (data or {})
+    files = {"train": str(folder / "mixed.jsonl"), "eval": str(folder / "mixed.jsonl")}
+    data = {"weights": weights} | files | (data or {})
     config = make_config(folder, data=data, prompt={"template": template}, **sections)
     write_questions(folder / "mixed.jsonl", MIXED)
-    return replace(
-        config, data=replace(config.data, train=str(folder / "mixed.jsonl"), eval=str(folder / "mixed.jsonl"))
-    )
+    return config
 
 
 @pytest.mark.medium
