@@ -11,9 +11,17 @@ import pytest
 from record_rig import keep, make_config, make_groups, scored, unknown
 
 from calibadv_jax import cli
-from calibadv_jax.contrib.commands.audit import Column, credit_again, verdict
+from calibadv_jax.contrib.commands.audit import (
+    GROUP,
+    MEASURES,
+    SEARCH,
+    VERDICTS,
+    Column,
+    Evidence,
+    credit_again,
+    verdict,
+)
 from calibadv_jax.contrib.commands.replay import kept_config
-from calibadv_jax.contrib.truth import GROUP, MEASURES, SEARCH, VERDICTS, Evidence
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.writer import RolloutWriter
 

@@ -219,9 +219,9 @@ def remedy(
     counts, over those of the formula.
     """
 
-    def proposal(config: Config, given: Changes) -> tuple[str, float]:
+    def proposal(config: Config, adapters: Changes) -> tuple[str, float]:
         changes, size = cheapest_changes(config, architecture, target, limit / scale)
-        overrides = " ".join(f"{key}={value}" for key, value in (given | changes).items())
+        overrides = " ".join(f"{key}={value}" for key, value in (adapters | changes).items())
         gaps = GAPS.get(target.platform, 1.0)
         scaled = f", times {scale:.2f} as the compiler counts" if scale > 1 else ""
         more = f"; programs may need up to {gaps} times as much" if size * scale * gaps > limit else ""

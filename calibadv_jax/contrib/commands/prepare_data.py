@@ -71,10 +71,6 @@ def run(arguments: argparse.Namespace) -> None:
     )
     report, console = prepare(arguments.inputs, arguments.output, filters), Console()
     console.say(table(report.rows(), ["data source", *report.outcomes]))
-    if report.renamed:
-        console.say(f"{report.renamed} ids were taken: a number was added to the ids of those rows")
-    if report.empty_answers:
-        console.say(f"{report.empty_answers} golden answers that normalise to nothing were left out")
     if report.joined_answers:
         joined = "rows have one golden answer with a separator in it (|, ; or a line break)"
         console.warn(f"{report.joined_answers} {joined}: if these are several answers, give --separator")
