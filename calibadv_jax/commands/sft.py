@@ -228,7 +228,7 @@ def _own_demonstrations(
 ) -> tuple[list[Demonstration], Batch | None]:
     """Return the file's training demonstrations, and the packed held-out ones; none with a generator.
 
-    `warn` gets a line on those that do not fit. Raises UserError as `drop_overlong` and `_drop_long`.
+    `warn` gets a line on those that do not fit. Raises UserError as `drop_overlong`.
     """
     sft = config.sft
     if sft.demonstrations == "world":
@@ -238,42 +238,24 @@ def _own_demonstrations(
                 " all the time: sft/loss is a held-out loss already; set it to 0"
             )
         return [], None
-    actions, longest = make_actions(config), config.rollout.max_prompt_length
+    name, rule, actions = "sft.demonstrations", config.data.overlong_prompts, make_actions(config)
+    longest, row_length = config.rollout.max_prompt_length, config.sft_row_length
     own = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
-    questions, overlong = [demonstration.question for demonstration in own], config.data.overlong_prompts
-    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest, actions)
-    _, long_prompts = drop_overlong(questions, lengths, longest, overlong, "sft.demonstrations")
-    fitting = [demonstration for index, demonstration in enumerate(own) if index not in lengths]
-    fitting, long_rows = _drop_long(fitting, config, tokenizer)
-    for warning in filter(None, (long_prompts, long_rows)):
+    questions = [demonstration.question for demonstration in own]
+    long_prompts = prompt_lengths(questions, tokenizer, config.prompt, longest, actions)
+    warnings = [drop_overlong(questions, long_prompts, longest, rule, name)[1]]
+    own = [demonstration for place, demonstration in enumerate(own) if place not in long_prompts]
+    questions = [demonstration.question for demonstration in own]
+    sizes = enumerate(demonstration_length(each, config, tokenizer) for each in own)
+    long_rows = {place: size for place, size in sizes if size > row_length}
+    limit = "demonstrations", "sft.row_length"
+    warnings.append(drop_overlong(questions, long_rows, row_length, rule, name, *limit)[1])
+    own = [demonstration for place, demonstration in enumerate(own) if place not in long_rows]
+    for warning in filter(None, warnings):
         warn(warning)
-    training, held_out = split_off(fitting, sft.held_out, config.run.seed)
+    training, held_out = split_off(own, sft.held_out, config.run.seed)
     samples = [encode_demonstration(each, config, tokenizer, "sampled") for each in held_out]
-    return training, pack(samples, config.sft_row_length) if samples else None
-
-
-def _drop_long(
-    own: Sequence[Demonstration], config: Config, tokenizer: Any
-) -> tuple[list[Demonstration], str]:
-    """Return the demonstrations that fit in a row, and a warning of the others; "" where all fit.
-
-    Raises UserError if some do not fit and data.overlong_prompts is "refuse", or none fits.
-    """
-    longest = config.sft_row_length
-    lengths = [demonstration_length(each, config, tokenizer) for each in own]
-    fitting = [each for each, length in zip(own, lengths, strict=True) if length <= longest]
-    if len(fitting) == len(own):
-        return fitting, ""
-    worst = int(np.argmax(lengths))
-    warning = (
-        f"sft.demonstrations: {len(own) - len(fitting)} of {len(own)} have more tokens than"
-        f" sft.row_length={longest}, the longest {lengths[worst]} (question {own[worst].question.id!r})"
-    )
-    if config.data.overlong_prompts == "refuse":
-        raise UserError(f"{warning}: raise it, or leave them out with data.overlong_prompts=leave_out")
-    if not fitting:
-        raise UserError(f"{warning}: none is left; raise it")
-    return fitting, f"{warning}: they are left out"
+    return training, pack(samples, row_length) if samples else None
 
 
 def _batches(

@@ -245,7 +245,7 @@ def test_held_out_loss_is_the_token_mean(tmp_path):
     ("lengths", "fault"),
     [
         ({"max_prompt_length": 100}, "sft.demonstrations: the prompts of 1 of 4 .*=leave_out"),
-        ({"row_length": 100}, r"2 of 4 .* sft.row_length=100, the longest 3\d\d .*d.jsonl:2.*=leave_out"),
+        ({"row_length": 100}, r"2 of 4 .* sft.row_length=100, the longest has 3\d\d .*d.jsonl:2.*=leave_out"),
     ],
     ids=str,
 )
