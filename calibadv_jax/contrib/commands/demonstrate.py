@@ -173,7 +173,6 @@ def look_up_each(
 
 MAX_QUOTE = 40  # words of a passage that a thought quotes
 STRIDE = 10  # words between two places where a quote may begin in a sentence that is longer
-FIRST_THOUGHT = "I have to look this up."
 YES_NO = ("yes", "no")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _BRACKETS = re.compile(r"\s*\([^()]*\)\s*$")  # Silent Garden (novel)
@@ -310,7 +309,7 @@ def demonstrate(
     clean = partial(neutralise, grammar=grammar)
     turns = []
     first = lookups[0].query if lookups else question.text
-    thought = FIRST_THOUGHT if question.text in first else f"I have to look up {clean(first)}."
+    thought = f"I have to look {'this up' if question.text in first else f'up {clean(first)}'}."
     quotes: list[str] = []
     for number, lookup in enumerate(lookups, 1):
         text = f"<think> {thought} </think>\n<search> {clean(lookup.query)} </search>"

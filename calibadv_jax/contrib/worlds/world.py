@@ -51,8 +51,6 @@ COMPARISONS = {
     "employer": "do {} and {} work for the same company?",
 }
 RUMOUR = "it was written that {}"
-BORN, DIED, AGE = "{} was born in {}", "{} died in {}", "how old did {} become?"
-SUMMARY = "the page of {} is {}"  # title and address
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Facts:
     def state_life(self, name: str) -> tuple[str, str]:
         """Return the sentences in the passage of `name` with the years of birth and death."""
         born, died = self.lives[name]
-        return BORN.format(name, born), DIED.format(name, died)
+        return f"{name} was born in {born}", f"{name} died in {died}"
 
 
 def split_of(name: str) -> Split:
@@ -158,7 +156,7 @@ def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -
 
 
 def summarise(address: str, page: Document) -> tuple[str, str]:
-    return page.title, f"{SUMMARY.format(page.title, address)}."
+    return page.title, f"the page of {page.title} is {address}."
 
 
 @dataclass(frozen=True)
@@ -235,7 +233,7 @@ def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
 def _age(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     name = str(rng.choice(list(facts.lives)))
     born, died = facts.lives[name]
-    text, years = AGE.format(name), (str(born), str(died))
+    text, years = f"how old did {name} become?", (str(born), str(died))
     return WorldQuestion("age", text, str(died - born), (name,), years, facts.state_life(name))
 
 
