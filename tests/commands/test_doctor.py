@@ -80,7 +80,7 @@ def test_every_check_passes_and_describes(config, capsys):
     out, err = capsys.readouterr()
     lines = out.splitlines()
     named = [line for line in err.splitlines() if line.startswith("checking: ")]
-    assert named == [f"checking: {name}" for name, _ in doctor.CHECKS]
+    assert named == [f"checking: {name}" for name in doctor.CHECKS]
     assert lines[-1] == "ready: every check passed"
     assert all(line.startswith("ok   ") for line in lines[:-1])
     assert f"data.train: 2 questions (other, test) in {config.data.train}, with 2 golden" in out
@@ -188,7 +188,7 @@ def test_every_worker_is_asked_what_it_serves(config):
 
 def test_mcp_program_that_ends_is_named_once(config, capsys, monkeypatch):
     pytest.importorskip("mcp")
-    needed = [check for check in doctor.CHECKS if check[0] in ("calibration", "policy")]
+    needed = {name: doctor.CHECKS[name] for name in ("calibration", "policy")}
     monkeypatch.setattr(doctor, "CHECKS", needed)
     tool = ToolConfig(mcp=McpConfig(command=f"{sys.executable} /nowhere/server.py"))
     with pytest.raises(SystemExit):

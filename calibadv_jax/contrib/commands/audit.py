@@ -97,10 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--estimators", metavar="NAME,NAME,…", help=text)
     text = "number of steps of a row in the table over training (default: %(default)s)"
     parser.add_argument("--window", type=number(int, least=1), default=10, metavar="STEPS", help=text)
-    text = "seed of the control's permutations (default: %(default)s)"
-    parser.add_argument("--seed", type=int, default=0, help=text)
-    text = "also write the measures of every step to this JSON file"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--seed", type=int, default=0, help="of the control's permutations (default: 0)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write all measures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -31,15 +31,14 @@ BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a f
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", help="evaluation of the first policy, or of its seeds: A1,A2")
     parser.add_argument("second", metavar="B", help="evaluation of the second policy, or of its seeds")
-    text = "metrics to compare (default: %(default)s)"
-    parser.add_argument("--metrics", nargs="+", default=["em", "f1", "cover_em"], metavar="NAME", help=text)
+    metrics = ["em", "f1", "cover_em"]
+    parser.add_argument("--metrics", nargs="+", default=metrics, metavar="NAME", help="default: %(default)s")
     text = "number of resamples of bootstrap and test (default: %(default)s)"
     parser.add_argument("--resamples", type=number(int, least=1), default=10000, metavar="N", help=text)
     text = "coverage of the confidence intervals (default: %(default)s)"
     share = number(float, least=0.001, below=1)
     parser.add_argument("--confidence", type=share, default=0.95, metavar="C", help=text)
-    text = "also write the numbers to this JSON file"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the numbers as JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -53,7 +53,7 @@ def run(config: Config, offline: bool = False) -> None:
     config = replace(config, tools=tools)
     failed, counts = 0, Counter[str]()
     failures: dict[str, str] = {}  # failure -> the first check with it
-    for name, check in checks:
+    for name, check in checks.items():
         try:
             with console.phase(f"checking: {name}", announce=not offline):
                 lines = check(config)
@@ -264,19 +264,8 @@ def check_updates(config: Config) -> list[str]:
     return [f"{steps} steps of {step}: {steps * updates} in all"]
 
 
-Checks = list[tuple[str, Callable[[Config], list[str]]]]
-CHECKS: Checks = [
-    ("calibration", describe_choices),
-    ("questions", check_questions),
-    ("policy", check_policy),
-    ("sampler", check_sampler),
-    ("retriever", check_retriever),
-    ("judge", check_judge),
-]
-OFFLINE_CHECKS: Checks = [
-    ("calibration", describe_choices),
-    ("prompt", check_prompt),
-    ("questions", check_question_files),
-    ("policy", check_shape),
-    ("updates", check_updates),
-]
+Checks = dict[str, Callable[[Config], list[str]]]
+CHECKS: Checks = {"calibration": describe_choices, "questions": check_questions, "policy": check_policy}
+CHECKS |= {"sampler": check_sampler, "retriever": check_retriever, "judge": check_judge}
+OFFLINE_CHECKS: Checks = {"calibration": describe_choices, "prompt": check_prompt}
+OFFLINE_CHECKS |= {"questions": check_question_files, "policy": check_shape, "updates": check_updates}

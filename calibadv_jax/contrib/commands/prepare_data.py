@@ -39,20 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help=text)
     text = "data source of rows without one (default: name of the file or folder)"
     parser.add_argument("--data_source", default="", help=text)
-    text = "key of the question in files of an unknown layout"
-    parser.add_argument("--question", default="", metavar="KEY", help=text)
-    text = "key of the golden answer or answers in such files"
-    parser.add_argument("--answer", default="", metavar="KEY", help=text)
-    text = "text between several answers that are written as one, such as '|'"
-    parser.add_argument("--separator", default="", help=text)
-    text = "keep only these data sources"
-    parser.add_argument("--only", nargs="+", default=[], metavar="DATA_SOURCE", help=text)
+    parser.add_argument(
+        "--question", default="", metavar="KEY", help="key of the question, for other layouts"
+    )
+    parser.add_argument("--answer", default="", metavar="KEY", help="key of the golden answers in such files")
+    parser.add_argument("--separator", default="", help="text between answers in one text, such as '|'")
+    parser.add_argument("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these")
     text = "drop questions that occur in these files"
     parser.add_argument("--exclude", nargs="+", default=[], metavar="INPUT", help=text)
-    text = "drop questions with more characters; 0: no limit"
-    parser.add_argument("--max_characters", type=number(int, least=0), default=0, help=text)
-    text = "drop questions (or prompts of rows) with more tokens; 0: no limit"
-    parser.add_argument("--max_tokens", type=number(int, least=0), default=0, help=text)
+    count = number(int, least=0)
+    parser.add_argument("--max_characters", type=count, default=0, help="of a question; 0: no limit")
+    parser.add_argument(
+        "--max_tokens", type=count, default=0, help="of a question or its prompt; 0: no limit"
+    )
     text = "tokenizer for --max_tokens: a folder or OWNER/NAME[@REVISION]"
     parser.add_argument("--tokenizer", default="", help=text)
 
