@@ -211,9 +211,9 @@ def test_compilers_count_and_gaps_are_in_the_line(tmp_path):
 
 def test_each_host_has_a_sampler_of_its_own(tmp_path):
     """Its weights lie on the devices of the host, and it has a share of the slots."""
-    two, one = find_target(gpu="h100", topology="1x2x4"), find_target(gpu="h100", topology="1x1x8")
+    two, single = find_target(gpu="h100", topology="1x2x4"), find_target(gpu="h100", topology="1x1x8")
     config = small(tmp_path, learner__microbatch_rows=8)
-    apart, together = (memory_of(placed_on(config, to), ARCHITECTURE, to) for to in (two, one))
+    apart, together = (memory_of(placed_on(config, to), ARCHITECTURE, to) for to in (two, single))
     assert apart["sampler weights"] == pytest.approx(2 * together["sampler weights"], rel=0.01)  # but norms
     assert apart["kv cache"] == together["kv cache"]
     assert apart["parameters"] == together["parameters"]
