@@ -53,9 +53,10 @@ A search agent, trained with calibadv_jax (arXiv 2604.18235).
 
 ## Use
 
-{loading}Each turn the policy writes `<think>…</think>` and then {action} or `<answer>…</answer>`.
-Stop at the closing tag. {reply} between `<information>` and `</information>` and let it go on.
-The prompt, in the tokenizer's chat template if it has a template:
+{loading}Each turn the policy writes `<think>…</think>` and then `<search>…</search>` or another
+action that the prompt names, or `<answer>…</answer>`. Stop at the closing tag. After an action, append
+its result between `<information>` and `</information>` and let the policy go on. The prompt, in the
+tokenizer's chat template if it has one:
 
 {prompt}
 
@@ -163,9 +164,7 @@ def _generation_config(rollout: Mapping[str, Any], hf_config: Mapping[str, Any],
 def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any], adapter: bool) -> str:
     """Return README.md of an export, with the front matter of HuggingFace's hub.
 
-    Args:
-        trained: config of the training, as nested values.
-        adapter: the export holds the adapters alone, and the card says how their base is loaded.
+    `trained` is the training's config as nested values; with `adapter` the card says how the base is loaded.
     """
     start, policy = trained["policy"]["path"], describe_policy(source)
     front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
@@ -176,12 +175,7 @@ def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any],
         "algorithm": trained["advantage"]["name"],
         "began with": Path(start).name or "random parameters",
         "step": policy["step"],
-        "training questions": _file_names(trained["data"]["train"]) or None,
-        "questions a step": trained["rollout"]["questions_per_step"],
-        "trajectories a question": trained["rollout"]["group_size"],
-        "searches a trajectory, at most": trained["rollout"]["max_searches"],
-        "documents a search": trained["retriever"].get("topk"),
-        "reward": trained["reward"]["answer"],
+        "training questions": _file_names(trained["data"]["train"]),
     }
     used = dataclasses.replace(config, policy=dataclasses.replace(config.policy, path=start, revision=""))
     settings = {
@@ -189,9 +183,6 @@ def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any],
         for name, _, now in differences(dataclasses.asdict(Config()), trained)
         if is_binding(name, used) and not among(PLACES, name)
     }
-    action, reply = "the tag of an action that the prompt names,", "After an action, append its reply"
-    if [tool["name"] for tool in trained["tools"]] == ["search"]:
-        action, reply = "`<search>…</search>`", "After a search, append the passages"
     base, dtype = front.get("base_model", Path(start).name), trained["policy"]["lora"]["base_dtype"]
     template = trained["prompt"]["template"]
     prompt = TEMPLATES.get(template, template)
@@ -200,10 +191,8 @@ def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any],
         front="\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items()),
         title=source.model_folder.parent.name,  # the run's
         loading=LOADING_TEXT.format(base=json.dumps(base), dtype=dtype) if adapter else "",
-        action=action,
-        reply=reply,
         prompt="\n".join(f"    {line}" for line in prompt.splitlines()),
-        facts=_table({name: value for name, value in facts.items() if value is not None}),
+        facts=_table({name: value for name, value in facts.items() if value not in (None, "")}),
         settings=f"\nSettings that differ from the defaults:\n\n{_table(settings)}\n" if settings else "",
         scores=_scores(config, policy).rstrip(),
         versions=_table(versions),

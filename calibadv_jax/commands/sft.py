@@ -73,7 +73,6 @@ FREE = (  # of those; contents of files are compared by their hash
     "sft.optimizer.offload",
     "world.dir",
 )
-UNREADABLE = (FileNotFoundError, ValueError, KeyError, TypeError)  # a damaged START
 MOST_SECONDS = 600.0  # of work that a kill may cost if updates are slow
 
 
@@ -92,8 +91,9 @@ def run(config: Config) -> None:
 
 def _run(config: Config, console: Console) -> None:
     folder, sft = Path(config.run.dir), config.sft
-    length = sft.row_length or _unfinished_row_length(folder) or config.rollout.max_length
-    sft = dataclasses.replace(sft, row_length=length)
+    unfinished = _read_start(folder) if newest_step(folder / CHECKPOINTS) is not None else None
+    begun_with = unfinished["config"]["sft"]["row_length"] if unfinished else None
+    sft = dataclasses.replace(sft, row_length=sft.row_length or begun_with or config.rollout.max_length)
     config = dataclasses.replace(config, sft=sft)
     for line in describe_adapters(config.policy.lora):
         console.note(line)
@@ -180,10 +180,9 @@ def phase_line(config: Config, updates: Sequence[int], done: int) -> str:
     if len(updates) == 1 or done != sum(updates[:number]):
         return ""
     phase, source = config.sft.phases[number], config.sft.demonstrations
-    data = f"generated demonstrations, kind {phase.kind}" if source == "world" else source
-    name = f"phase {number + 1} of {len(updates)}: {updates[number]} updates on {data}"
-    end = "; its loss is no continuation of the phase before" if number else ""
-    return f"{name}, loss on {phase.loss_on} tokens{end}"
+    data = f"generated {phase.kind}" if source == "world" else source
+    count = f"phase {number + 1} of {len(updates)}: {updates[number]} updates"
+    return f"{count} on {data}, loss on {phase.loss_on} tokens"
 
 
 def count_updates(
@@ -197,12 +196,9 @@ def count_updates(
             f"sft.phases: epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all"
             " the time: give steps"
         )
-    lengths = (demonstration_length(each, config, tokenizer) for each in own)
-    empty = np.zeros(0, np.float32)
-    shapes = [Sample(np.zeros(length, np.int32), empty, empty, empty) for length in lengths]
-    order = _order(len(own), phase.epochs, seed)
-    fulls = _row_fulls((shapes[index] for index in order), config.sft.rows, config.sft_row_length)
-    return sum(1 for _ in fulls)
+    samples = [encode_demonstration(each, config, tokenizer, phase.loss_on) for each in own]
+    drawn = (samples[index] for index in _order(len(own), phase.epochs, seed))
+    return sum(1 for _ in _row_fulls(drawn, config.sft.rows, config.sft_row_length))
 
 
 def _all_batches(
@@ -232,7 +228,7 @@ def _own_demonstrations(
 ) -> tuple[list[Demonstration], Batch | None]:
     """Return the file's training demonstrations, and the packed held-out ones; none with a generator.
 
-    `warn` gets a line on those that do not fit. Raises UserError as `drop_overlong` and `_drop_long`.
+    `warn` gets a line on those that do not fit. Raises UserError as `drop_overlong`.
     """
     sft = config.sft
     if sft.demonstrations == "world":
@@ -242,42 +238,24 @@ def _own_demonstrations(
                 " all the time: sft/loss is a held-out loss already; set it to 0"
             )
         return [], None
-    actions, longest = make_actions(config), config.rollout.max_prompt_length
+    name, rule, actions = "sft.demonstrations", config.data.overlong_prompts, make_actions(config)
+    longest, row_length = config.rollout.max_prompt_length, config.sft_row_length
     own = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
-    questions, overlong = [demonstration.question for demonstration in own], config.data.overlong_prompts
-    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest, actions)
-    _, long_prompts = drop_overlong(questions, lengths, longest, overlong, "sft.demonstrations")
-    fitting = [demonstration for index, demonstration in enumerate(own) if index not in lengths]
-    fitting, long_rows = _drop_long(fitting, config, tokenizer)
-    for warning in filter(None, (long_prompts, long_rows)):
+    questions = [demonstration.question for demonstration in own]
+    long_prompts = prompt_lengths(questions, tokenizer, config.prompt, longest, actions)
+    warnings = [drop_overlong(questions, long_prompts, longest, rule, name)[1]]
+    own = [demonstration for place, demonstration in enumerate(own) if place not in long_prompts]
+    questions = [demonstration.question for demonstration in own]
+    sizes = enumerate(demonstration_length(each, config, tokenizer) for each in own)
+    long_rows = {place: size for place, size in sizes if size > row_length}
+    limit = "demonstrations", "sft.row_length"
+    warnings.append(drop_overlong(questions, long_rows, row_length, rule, name, *limit)[1])
+    own = [demonstration for place, demonstration in enumerate(own) if place not in long_rows]
+    for warning in filter(None, warnings):
         warn(warning)
-    training, held_out = split_off(fitting, sft.held_out, config.run.seed)
+    training, held_out = split_off(own, sft.held_out, config.run.seed)
     samples = [encode_demonstration(each, config, tokenizer, "sampled") for each in held_out]
-    return training, pack(samples, config.sft_row_length) if samples else None
-
-
-def _drop_long(
-    own: Sequence[Demonstration], config: Config, tokenizer: Any
-) -> tuple[list[Demonstration], str]:
-    """Return the demonstrations that fit in a row, and a warning of the others; "" where all fit.
-
-    Raises UserError if some do not fit and data.overlong_prompts is "refuse", or none fits.
-    """
-    longest = config.sft_row_length
-    lengths = [demonstration_length(each, config, tokenizer) for each in own]
-    fitting = [each for each, length in zip(own, lengths, strict=True) if length <= longest]
-    if len(fitting) == len(own):
-        return fitting, ""
-    worst = int(np.argmax(lengths))
-    warning = (
-        f"sft.demonstrations: {len(own) - len(fitting)} of {len(own)} have more tokens than"
-        f" sft.row_length={longest}, the longest {lengths[worst]} (question {own[worst].question.id!r})"
-    )
-    if config.data.overlong_prompts == "refuse":
-        raise UserError(f"{warning}: raise it, or leave them out with data.overlong_prompts=leave_out")
-    if not fitting:
-        raise UserError(f"{warning}: none is left; raise it")
-    return fitting, f"{warning}: they are left out"
+    return training, pack(samples, row_length) if samples else None
 
 
 def _batches(
@@ -367,21 +345,16 @@ def encode_demonstration(
 
 
 def demonstration_length(demonstration: Demonstration, config: Config, tokenizer: Any) -> int:
-    """Return the number of tokens of a demonstration."""
     return len(encode_demonstration(demonstration, config, tokenizer, "sampled").tokens)
 
 
-def _unfinished_row_length(folder: Path) -> int | None:
-    if newest_step(folder / CHECKPOINTS) is None:
-        return None
+def _read_start(folder: Path) -> dict[str, Any] | None:
+    """Return config and hashes with which a cold start began; None if they are lost or damaged."""
     try:
-        return _read_start(folder)["config"]["sft"]["row_length"]
-    except UNREADABLE:  # `_check_unfinished` names the damage
+        start = json.loads((folder / START).read_text(encoding="utf-8"))
+        return {"config": with_defaults(start["config"]), "identity": start["identity"]}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-
-
-def _read_start(folder: Path) -> Any:
-    return json.loads((folder / START).read_text(encoding="utf-8"))
 
 
 class ColdStart:
@@ -414,11 +387,10 @@ class ColdStart:
         if newest is None or learner.policy.adapters:  # a checkpoint holds adapters without their base
             self.state = learner.init(initial())
         self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=1)
-        self.step = self._saved = 0
+        self.step = self._saved = newest or 0
         self._saved_at = time.monotonic()
         if newest is not None:
             self.state, _ = self._store.restore(newest, learner.abstract_state())
-            self.step = self._saved = newest
             console.note(f"going on from update {newest}")
 
     def updated(self, state: State) -> None:
@@ -428,7 +400,6 @@ class ColdStart:
             self._save()
 
     def finish(self) -> None:
-        """Remove the checkpoints."""
         self._saved = self.step
         self._store.close()
         # All checkpoints go at once: after a kill the next cold start continues or begins anew.
@@ -457,15 +428,13 @@ class ColdStart:
 
 def _check_unfinished(folder: Path, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:
     advice = f"choose another run.dir, or remove {folder / CHECKPOINTS} to begin again"
-    try:
-        start = _read_start(folder)
-        before, hashes = with_defaults(start["config"]), start["identity"]
-    except UNREADABLE as error:
+    start = _read_start(folder)
+    if start is None:
         raise UserError(
             f"{folder / START}: lost or damaged, so that the settings of {CHECKPOINTS} are unknown; {advice}"
-        ) from error
-    changed = changed_keys(before, config, COMPARED, FREE)
-    changed += [name for name, _, _ in differences(hashes, identity)]
+        )
+    changed = changed_keys(start["config"], config, COMPARED, FREE)
+    changed += [name for name, _, _ in differences(start["identity"], identity)]
     if changed:
         raise UserError(
             f"run.dir={folder} holds an unfinished cold start with other settings ({', '.join(changed)});"

@@ -83,7 +83,9 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
         if newest >= config.learner.steps:  # services take minutes to start, and may be away by now
             console.note(f"{folder}: step {newest} is trained already; to go on, raise learner.steps")
             return
-        with console.phase(f"waiting for {services(config)}", announce=True):
+        workers = " and the vLLM workers, whose start takes minutes (vllm_worker_*.log)"
+        awaited = "the retriever" + (workers if config.sampler.name == "vllm" else "")
+        with console.phase(f"waiting for {awaited}", announce=True):
             check = partial(check_service, config, folder) if hosts.is_first else lambda _: None
             context = open_rollouts(config, model, folder / "policy", folder / "snapshots", check, hosts)
             rollouts = stack.enter_context(context)
@@ -122,15 +124,6 @@ def _prepare(
     check_same(config, model, fitting, hosts)
     hosts.first("run folder", lambda: bool(enter_run_folder(kept, model, fitting, console.say, mirror)))
     return model, fitting, len(lengths)
-
-
-def services(config: Config) -> str:
-    """Name the services that a run waits for before it can begin, for the terminal."""
-    if config.sampler.name != "vllm":
-        return "the retriever"
-    count = len(config.sampler.urls) or config.sampler.workers
-    started = "" if config.sampler.urls else ", which takes minutes (vllm_worker_*.log in the run's folder)"
-    return f"the retriever and {count} vLLM worker{'s' if count > 1 else ''}{started}"
 
 
 def train(state: RunState, stop: Stop, overlong: int = 0) -> None:

@@ -228,21 +228,27 @@ def most_tokens(text: str) -> int:
 
 
 def drop_overlong(
-    questions: Sequence[Question], lengths: dict[int, int], max_length: int, rule: str, name: str
+    questions: Sequence[Question],
+    lengths: dict[int, int],
+    max_length: int,
+    rule: str,
+    name: str,
+    noun: str = "prompts",
+    limit: str = "rollout.max_prompt_length",
 ) -> tuple[list[Question], str]:
     """Return the questions whose prompts fit, and in words how many do not; "" where all fit.
 
     `lengths` come from `prompt_lengths`; `rule` is data.overlong_prompts; `name` is the questions' config
-    key. Raises UserError if the rule is "refuse" and some do not fit, or if none fits.
+    key, `limit` that of `max_length`. Raises UserError if the rule is "refuse" and some do not fit, or if
+    none fits.
     """
     if not lengths:
         return list(questions), ""
     fitting = [question for place, question in enumerate(questions) if place not in lengths]
     worst = max(lengths, key=lambda place: lengths[place])
     message = (
-        f"{name}: the prompts of {len(lengths)} of {len(questions)} questions are longer than"
-        f" rollout.max_prompt_length={max_length}, the longest has {lengths[worst]} tokens (question"
-        f" {questions[worst].id!r})"
+        f"{name}: the {noun} of {len(lengths)} of {len(questions)} questions are longer than"
+        f" {limit}={max_length}, the longest has {lengths[worst]} tokens (question {questions[worst].id!r})"
     )
     if rule == "refuse":
         raise UserError(f"{message}: raise it, or leave them out with data.overlong_prompts=leave_out")

@@ -9,7 +9,7 @@ import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.contrib.truth import MEASURES, gather, join, measure, truly_good
+from calibadv_jax.contrib.commands.audit import MEASURES, gather, join, measure, truly_good
 
 CENTRED = AdvantageConfig(normalize_std=False)  # advantages are thirds
 

@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from config_rig import changed
 from disk_rig import refuses_full_disk
 from shelf_rig import BY_ID, row, shelf_service, write_corpus, write_rows
 
-from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.config import Config
 from calibadv_jax.contrib.commands import coverage
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions, parse_question
@@ -27,23 +27,21 @@ QUESTIONS = [
 def config(tmp_path):
     write_rows(tmp_path / "questions.jsonl", QUESTIONS)
     write_corpus(tmp_path / "corpus.jsonl")
-    plain = Config()
-    return replace(
-        plain,
-        run=replace(plain.run, dir=str(tmp_path / "run")),
-        data=replace(plain.data, train=str(tmp_path / "questions.jsonl")),
-        retriever=RetrieverConfig(corpus=str(tmp_path / "corpus.jsonl"), topk=1, patience=2.0),
+    return changed(
+        run={"dir": str(tmp_path / "run")},
+        data={"train": str(tmp_path / "questions.jsonl")},
+        retriever={"corpus": str(tmp_path / "corpus.jsonl"), "topk": 1, "patience": 2.0},
     )
 
 
 def run(config):
     with shelf_service() as url:
-        coverage.run(replace(config, retriever=replace(config.retriever, url=url)))
+        coverage.run(changed(config, retriever={"url": url}))
     return json.loads((Path(config.run.dir) / "coverage" / "coverage.json").read_text())
 
 
 def test_full_disk_is_refused(config, small_disk, capsys):
-    config = replace(config, run=replace(config.run, dir=str(small_disk)))
+    config = changed(config, run={"dir": str(small_disk)})
     assert refuses_full_disk(small_disk, "coverage/train.jsonl", lambda: run(config), capsys)
 
 
@@ -61,24 +59,20 @@ def test_shares_by_data_source(config, capsys):
     assert [question.id for question in kept] == ["hop", "one", "yes", "bare"]
     assert kept[0].supporting_ids == ("p0", "p1")
     with pytest.raises(UserError, match="set data.train, data.eval or both"):
-        run(replace(config, data=replace(config.data, train="")))
+        run(changed(config, data={"train": ""}))
 
 
 def test_more_documents_or_queries_cover_more(config):
     """Without a corpus the question is the only query; reranked documents count."""
-
-    def two(**changes):
-        return run(replace(config, retriever=replace(config.retriever, **changes)))["train"]["two"]
-
-    assert two(topk=3)["all_passages"] == 1.0
-    blind = two(corpus="")
+    assert run(changed(config, retriever={"topk": 3}))["train"]["two"]["all_passages"] == 1.0
+    blind = run(changed(config, retriever={"corpus": ""}))["train"]["two"]
     assert (blind["passage"], blind["all_by_any"]) == (1.0, 0.0)
-    reranked = replace(config.retriever, url="http://h", rerank_topk=7, retrieval_topk=9)
-    assert coverage.depth(replace(config, retriever=reranked)) == 7
+    reranked = {"url": "http://h", "rerank_topk": 7, "retrieval_topk": 9}
+    assert coverage.depth(changed(config, retriever=reranked)) == 7
 
 
 def test_doctors_line(config):
-    asked = replace(config, data=replace(config.data, train="", eval=config.data.train))
+    asked = changed(config, data={"train": "", "eval": config.data.train})
     with shelf_service() as url:
         (line,) = coverage.coverage_lines(asked, url)
     assert line == (
@@ -91,7 +85,8 @@ def test_first_query_counts_among_any_query():
     """The question finds one passage and the answer, a title the other passage."""
     question = parse_question(row("1", "Who?", ["Oslo"], ["p1", "p2"]), "a row")
     first, others = [BY_ID["p1"]], [BY_ID["p2"]]
-    covered = coverage.QuestionCoverage(True, True, False, True, True)
+    covered = {"answer": True, "passage": True, "all_passages": False}
+    covered |= {"answer_by_any": True, "all_by_any": True, "answerable": True}
 
     def find_by_query(config, url, questions, look, show):
         async def search(query):

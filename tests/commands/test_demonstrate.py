@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from disk_rig import refuses_full_disk
+from config_rig import changed
 from shelf_rig import row, shelf_service, write_corpus, write_rows
 from test_doctor import SHAPE
 
-from calibadv_jax.config import Config, PolicyConfig, RetrieverConfig, ToolConfig
+from calibadv_jax.config import ToolConfig
 from calibadv_jax.contrib.commands import demonstrate
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
@@ -33,22 +33,20 @@ def config(tmp_path):
     write_rows(tmp_path / "train.jsonl", QUESTIONS)
     write_corpus(tmp_path / "corpus.jsonl")
     build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    plain = Config()
-    return replace(
-        plain,
-        run=replace(plain.run, dir=str(tmp_path / "run")),
-        policy=PolicyConfig(init=SHAPE, tokenizer=str(tmp_path / "tokenizer")),
-        mesh=replace(plain.mesh, fsdp=-1),
-        prompt=replace(plain.prompt, template="short", chat="off"),
-        data=replace(plain.data, train=str(tmp_path / "train.jsonl")),
-        retriever=RetrieverConfig(corpus=str(tmp_path / "corpus.jsonl"), topk=1, patience=2.0),
-        sft=replace(plain.sft, demonstrations=str(tmp_path / "made" / "demos.jsonl"), row_length=1024),
+    return changed(
+        run={"dir": str(tmp_path / "run")},
+        policy={"init": SHAPE, "tokenizer": str(tmp_path / "tokenizer")},
+        mesh={"fsdp": -1},
+        prompt={"template": "short", "chat": "off"},
+        data={"train": str(tmp_path / "train.jsonl")},
+        retriever={"corpus": str(tmp_path / "corpus.jsonl"), "topk": 1, "patience": 2.0},
+        sft={"demonstrations": str(tmp_path / "made" / "demos.jsonl"), "row_length": 1024},
     )
 
 
 def run(config):
     with shelf_service() as url:
-        demonstrate.run(replace(config, retriever=replace(config.retriever, url=url)))
+        demonstrate.run(changed(config, retriever={"url": url}))
 
 
 def test_what_is_written_is_what_cold_start_reads(config, capsys):
@@ -71,64 +69,58 @@ def test_what_is_written_is_what_cold_start_reads(config, capsys):
     ]
 
 
-def test_full_disk_is_refused(config, small_disk, capsys):
-    config = replace(config, sft=replace(config.sft, demonstrations=str(small_disk / "demos.jsonl")))
-    assert refuses_full_disk(small_disk, small_disk / "demos.jsonl", lambda: run(config), capsys)
-
-
 def test_varied_first_query_is_used(config):
     questions = [row(str(n), "In which city was Bo Dorn born?", ["Lima"], ["p3"]) for n in range(12)]
     write_rows(Path(config.data.train), questions)
     whole = "In which city was Bo Dorn born?"
     for kind, queries in (("best", {whole}), ("varied", {whole, "Bo Dorn"})):
-        run(replace(config, sft=replace(config.sft, first_query=kind, row_length=None)))
+        run(changed(config, sft={"first_query": kind, "row_length": None}))
         made = load_demonstrations(config.sft.demonstrations)
         assert len(made) == 12
         assert {parse_turn(each.turns[0].text, stop_reason="stop").query for each in made} == queries
 
 
 def test_long_demonstrations_are_left_out(config, capsys):
-    tight = replace(config, rollout=replace(config.rollout, max_observation_length=30))
-    run(tight)
+    run(changed(config, rollout={"max_observation_length": 30}))
     assert "cut off" in capsys.readouterr().out
     for section, changes, cause in [
-        ("sft", {"row_length": 60}, r"3 longer than sft.row_length \(raise it, or leave it out"),
+        ("sft", {"row_length": 60}, "3 longer than sft.row_length"),
         ("rollout", {"max_length": 60, "max_prompt_length": 50}, "3 longer than rollout.max_length"),
-        ("rollout", {"max_prompt_length": 5}, r"3 long prompt \(raise rollout.max_prompt_length\)"),
-        ("rollout", {"max_turn_length": 10}, r"3 long turn \(raise rollout.max_turn_length\)"),
+        ("rollout", {"max_prompt_length": 5}, "3 longer than rollout.max_prompt_length"),
+        ("rollout", {"max_turn_length": 10}, "3 longer than rollout.max_turn_length"),
     ]:
-        short = replace(config, **{section: replace(getattr(config, section), **changes)})
-        with pytest.raises(UserError, match=rf"none of 5 questions gives a demonstration: {cause}") as caught:
-            run(short)
-        assert "; 1 not found (" in str(caught.value)
-        assert "; 1 no supporting_ids (name the passages" in str(caught.value)
+        others = r".*; 1 no supporting_ids \(.*; 1 not found \("
+        with pytest.raises(UserError, match=rf"none of 5 questions .*: {cause} \(raise{others}"):
+            run(changed(config, **{section: changes}))
 
 
 def test_prompt_is_measured_with_actions_that_it_lists(config):
     """One that has no room left once a calculator is listed is too long; it does not end the command."""
-    listed = replace(config, prompt=replace(config.prompt, template="paper"))
+    listed = changed(config, prompt={"template": "paper"})
     question = parse_question(TWO_HOPS, "a row")
     tokenizer = load_tokenizer(config.policy.tokenizer)
     without = len(build_prompt(question, tokenizer, listed.prompt, 10_000))
     tools = [ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")]
-    some = replace(listed, tools=tools, rollout=replace(listed.rollout, max_prompt_length=without))
-    with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration: .*long prompt \("):
+    some = changed(replace(listed, tools=tools), rollout={"max_prompt_length": without})
+    with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration: .*max_prompt_length \("):
         run(some)
-    run(replace(some, rollout=replace(some.rollout, max_prompt_length=without + 100)))
+    run(changed(some, rollout={"max_prompt_length": without + 100}))
     made = load_demonstrations(config.sft.demonstrations, Grammar(("search", "calculate")))
     assert [each.question.id for each in made][0] == "1"
 
 
 def test_what_is_missing_is_said_in_one_line(config, tmp_path):
-    for section, changes, message in [
-        ("sft", {"demonstrations": "world"}, "sft.demonstrations is 'world': set it to the file to write"),
-        ("retriever", {"corpus": ""}, "retriever.corpus is empty: set it to the file of the passages"),
-        ("tools", [ToolConfig("examples.own_tool:Calculator")], "tools has no search.*put it into tools"),
+    calculator = [ToolConfig("examples.own_tool:Calculator")]
+    for unfit, message in [
+        (
+            changed(config, sft={"demonstrations": "world"}),
+            "sft.demonstrations is 'world': set it to the file",
+        ),
+        (changed(config, retriever={"corpus": ""}), "retriever.corpus is empty: set it to the file"),
+        (replace(config, tools=calculator), "tools has no search.*put it into tools"),
     ]:
-        if isinstance(changes, dict):
-            changes = replace(getattr(config, section), **changes)
         with pytest.raises(UserError, match=message):
-            run(replace(config, **{section: changes}))
+            run(unfit)
     rows = [row("1", "Who?", ["Ada"], ["p99"]), row("2", "Where?", ["Rome"], [])]
     write_rows(Path(config.data.train), rows)
     with pytest.raises(UserError, match=r"1 passage unknown \(the ids.*; 1 no supporting_ids \("):

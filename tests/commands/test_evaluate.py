@@ -13,28 +13,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_policy
+from config_rig import changed
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
 from http_rig import Handler, serving
 
 from calibadv_jax.commands.evaluate import choose_policy
 from calibadv_jax.commands.evaluate import run as run_evaluation
-from calibadv_jax.config import (
-    Config,
-    DataConfig,
-    EvaluateConfig,
-    LogConfig,
-    MeshConfig,
-    PolicyConfig,
-    PromptConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplerConfig,
-)
+from calibadv_jax.config import EvaluateConfig
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.questions import write_questions
-from calibadv_jax.evaluation.methods import METHODS
 from calibadv_jax.evaluation.report import table_rows
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -112,21 +101,16 @@ def test_report_and_tables_agree(run):
     report, _ = run(Scripted(drawn), evaluate={"temperatures": [0.0, 1.0], "samples": 4, "confidence": 0.9})
     written = json.loads(run.file(".json").read_text())
     assert written["scores"] == report.means
-    low, high = written["intervals"]["1"]["a"]["em"]
-    mean = report.means["1"]["a"]["em"]
-    assert low < mean < high and report.intervals["1"]["a"]["em"] == (low, high)
     assert written["method"] == "agent" and written["policy"]["path"] == str(run.folder / "policy")
+    mean, (low, high) = report.means["1"]["a"]["em"], report.intervals["1"]["a"]["em"]
+    assert low < mean < high and written["intervals"]["1"]["a"]["em"] == [low, high]
     table = run.file(".md").read_text()
     assert f"| {mean:.3f} [{low:.3f}, {high:.3f}] |" in table and "90% bootstrap intervals" in table
-    assert len(table.splitlines()) == 2 + 2 * 4 + 2
     lines = list(csv.DictReader(run.file(".csv").open()))
     (line,) = [line for line in lines if (line["temperature"], line["data"]) == ("1", "a")]
-    assert (float(line["em"]), float(line["em_low"]), float(line["em_high"])) == (mean, low, high)
-    assert (line["questions"], line["trajectories"], line["failed"]) == ("4", "16", "0")
-    greedy = [line for line in lines if line["temperature"] == "0"]
-    assert {line["pass@4"] for line in greedy} == {""} != {line["pass@4"]}
-    headers, cells = table_rows(report)
-    assert headers[:5] == ["temperature", "data", "f1", "em", "cover_em"] and len(cells) == 2 * 4
+    assert [float(line[name]) for name in ("em", "em_low", "em_high")] == [mean, low, high]
+    assert [line[name] for name in ("questions", "trajectories", "failed")] == ["4", "16", "0"]
+    assert {each["pass@4"] for each in lines if each["temperature"] == "0"} == {""} != {line["pass@4"]}
 
 
 def test_failed_trajectories_are_counted_and_sampled_again(run):
@@ -166,7 +150,7 @@ def contents(run):
     return [run.file(end).read_bytes() for end in (".json", ".md", ".csv", ".jsonl")]
 
 
-@pytest.mark.parametrize("stop_after", [0, 7, 20, 47])
+@pytest.mark.parametrize("stop_after", [0, 20])
 def test_interrupted_evaluation_resumes_to_the_same_table(run, stop_after):
     keys = {"evaluate": {"temperatures": [0.0, 1.0], "samples": 2}, "rollout": {"max_concurrency": 3}}
     run(Scripted(drawn), **keys)
@@ -201,8 +185,7 @@ def test_signal_keeps_the_answers_so_far(run, capfd):
         run(Scripted(reply), rollout={"max_concurrency": 1})
     printed = capfd.readouterr().err
     assert ended.value.code == 130 and not run.file(".json").exists()
-    assert "Ctrl-C: the answers so far are kept; a second Ctrl-C ends at once\n" in printed
-    assert printed.endswith("stopped; the same command goes on with the questions that are left\n")
+    assert "the answers so far are kept" in printed and "the same command goes on" in printed
     kept = len(rows(run))
     assert kept >= 3
     _, sampler = run(Scripted(drawn), rollout={"max_concurrency": 1})
@@ -218,7 +201,6 @@ def test_signal_keeps_the_answers_so_far(run, capfd):
         ({"retriever": {"topk": 5}}, False),
         ({"prompt": {"template": "Tell: {question}"}}, False),
         ({"tools": ["search", "access"]}, False),
-        ({"reward": {"answer": "examples.own_reward:short_way"}}, False),
         ({"retriever": {"index": "elsewhere", "patience": 3}}, True),
         ({"rollout": {"max_concurrency": 2}}, True),
     ],
@@ -240,20 +222,15 @@ def test_changed_and_new_questions_are_sampled(run):
     assert report.means["0"]["a"]["em"] == 0.75 and report.means["0"]["c"]["em"] == 1
 
 
-def test_output_in_another_run_is_refused(run, tmp_path):
-    other = tmp_path / "old/configs/0.json"
-    other.parent.mkdir(parents=True)
-    for path in (other, other.with_suffix(".yaml")):
-        path.write_text("{}")
-    with pytest.raises(UserError, match="^evaluate.output=.*scores.json lies in the folder of another run, "):
-        run(evaluate={"output": str(tmp_path / "old/scores.json")})
-
-
-def test_foreign_file_is_not_overwritten(run):
+def test_foreign_file_or_run_is_not_overwritten(run, tmp_path):
     run.file(".jsonl").write_text('{"id": "1"}\n')
-    with pytest.raises(UserError, match=r"evaluation.jsonl:1: no evaluation, content, .*give another file"):
+    with pytest.raises(UserError, match="evaluation.jsonl:1: "):
         run()
     assert run.file(".jsonl").read_text() == '{"id": "1"}\n'
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/sft.yaml").touch()
+    with pytest.raises(UserError, match="^evaluate.output=.*scores.json lies in the folder of another run, "):
+        run(evaluate={"output": str(tmp_path / "old/scores.json")})
     with pytest.raises(ValueError, match=r"output is 'scores.jsonl': it must end in .json"):
         EvaluateConfig(output="scores.jsonl")
 
@@ -276,16 +253,13 @@ def test_policy_is_named_trained_or_initial(tmp_path):
     for folder in (start, named):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({}))
-    config = dataclasses.replace(
-        Config(), run=RunConfig(dir=str(tmp_path / "run")), policy=PolicyConfig(path=str(start))
-    )
+    config = changed(run={"dir": str(tmp_path / "run")}, policy={"path": str(start)})
     assert choose_policy(config).path == start
     with pytest.raises(UserError, match="has no checkpoint; set evaluate.policy or policy.path"):
-        choose_policy(dataclasses.replace(config, policy=PolicyConfig()))
+        choose_policy(changed(config, policy={"path": ""}))
     (tmp_path / "run/checkpoints/3").mkdir(parents=True)
     assert choose_policy(config).path == tmp_path / "run/checkpoints"
-    chosen = dataclasses.replace(config, evaluate=EvaluateConfig(policy=str(named)))
-    assert choose_policy(chosen).path == named
+    assert choose_policy(changed(config, evaluate={"policy": str(named)})).path == named
 
 
 def test_unusable_policy_replaces_nothing(run, monkeypatch):
@@ -299,17 +273,6 @@ def test_unusable_policy_replaces_nothing(run, monkeypatch):
     with pytest.raises(UserError, match="no weights"):
         run(run={"seed": 1})
     assert run.file(".jsonl").read_text() == before
-
-
-def test_weights_overwritten_in_place_are_asked_again(run):
-    """The folder keeps its time; that of the file alone tells."""
-    weights = run.folder / "policy/model.safetensors"
-    weights.write_text("1")
-    for seconds in (1, 2):
-        for path, time in ((weights, seconds), (weights.parent, 0)):
-            os.utime(path, ns=(time * 10**9, time * 10**9))
-        assert len(run()[1].asked) == 16
-    assert run()[1].asked == []
 
 
 SERVICE = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": ""}
@@ -327,9 +290,7 @@ def service(**health):
         yield {"retriever": {"url": url}}
 
 
-@pytest.mark.parametrize(
-    "other", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"reranker": "m"}, {"identity": "i2"}], ids=str
-)
+@pytest.mark.parametrize("other", [{"corpus_sha256": "c2"}, {"identity": "i2"}], ids=str)
 def test_another_service_is_another_evaluation(run, other):
     moved = SERVICE | {"status": "loading"}
     with service(**SERVICE) as first, service(**moved) as same, service(**SERVICE | other) as second:
@@ -358,14 +319,17 @@ def test_method_without_search_asks_no_service(run, method, capsys):
     assert "retriever http://127.0.0.1:9" in capsys.readouterr().err
 
 
-def test_rewritten_corpus_or_pages_are_another_evaluation(run, tmp_path):
+def test_rewritten_file_is_another_evaluation(run, tmp_path):
+    """The folder of the weights keeps its time; that of the file alone tells."""
     files = {name: tmp_path / f"{name}.jsonl" for name in ("corpus", "pages")}
     keys = {"retriever": {name: str(path) for name, path in files.items()}}
-    for path in files.values():
+    weights = run.folder / "policy/model.safetensors"
+    for path in (*files.values(), weights):
         path.write_text("one\n")
-    for path in files.values():
+    os.utime(weights.parent, ns=(0, 0))
+    for path in (*files.values(), weights):
         assert len(run(**keys)[1].asked) == 16 and run(**keys)[1].asked == []
-        os.utime(path, ns=(1, 1))
+        os.utime(path, ns=(1, 10**18))
     assert len(run(**keys)[1].asked) == 16
 
 
@@ -375,8 +339,7 @@ LONG = Question("long", "why " * 40, ("yes",), "a")
 def test_overlong_prompts_are_refused_or_left_out(run, capsys):
     run.questions = {"eval.jsonl": [LONG, *QUESTIONS]}
     keys, sampler = {"rollout": {"max_prompt_length": 100}}, Scripted()
-    words = r"data.eval: the prompts of 1 of 9 questions are longer than .*=100, .* 171 tokens \(.*'long'\)"
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=r"data.eval: the prompts of 1 of 9 questions .* 171 tokens"):
         run(sampler, **keys)
     assert sampler.asked == sampler.loaded == []
     keys["data"] = {"overlong_prompts": "leave_out"}
@@ -391,22 +354,11 @@ def test_overlong_prompts_are_refused_or_left_out(run, capsys):
 
 
 def test_passages_are_cut_to_the_prompt_length(run):
-    """Two passages of a million letters, and room for 300 and the question; then for none."""
-
-    def prompts(room, observation):
-        config = {"max_prompt_length": room, "max_observation_length": observation, "max_length": 4000}
-        run.file(".jsonl").unlink(missing_ok=True)
-        return run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)[1].prompts
-
     run.shelf.documents = [Document("1", "first", "word " * 200_000), Document("2", "second", "x")]
-    texts = prompts(200, 400)
-    assert {len(prompt) for prompt in texts} == {600}
-    assert all('Passage 1: "first" word word' in prompt and "second" not in prompt for prompt in texts)
-    assert [prompt.strip()[-3:] for prompt in texts] == [question.text for question in QUESTIONS]
-    run.shelf.documents = None
-    bare = len(METHODS["rag"].template.format(question="Question: a 0"))
-    for room, length in ((15, bare + 5), (10, bare)):
-        assert {len(prompt) for prompt in prompts(bare - 10, room)} == {length}
+    room = {"max_prompt_length": 200, "max_observation_length": 400, "max_length": 4000}
+    prompts = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=room)[1].prompts
+    assert {len(prompt) for prompt in prompts} == {600}
+    assert all('Passage 1: "first" word word' in prompt and "second" not in prompt for prompt in prompts)
 
 
 @pytest.mark.slow
@@ -425,21 +377,19 @@ def test_policy_of_folder_checkpoint_and_snapshot_agrees(tmp_path, monkeypatch):
     store.close()
     snapshots = SnapshotStore(run / "snapshots", keep=1, dtype=jnp.float32)
     snapshots.publish(3, params, hf_config=shape, tokenizer_hash="")
-    keys = {"method": "direct", "template": "Question: {question}\n", "resamples": 100}
-    config = dataclasses.replace(
-        Config(),
-        data=DataConfig(eval=str(tmp_path / "eval.jsonl")),
-        prompt=PromptConfig(chat="off"),
-        rollout=RolloutConfig(max_turn_length=24, max_prompt_length=64, max_length=128),
-        sampler=SamplerConfig(slots=3, decode_chunk=8, prefill_chunk=16),
-        mesh=MeshConfig(fsdp=1),
-        log=LogConfig(progress=False),
+    config = changed(
+        data={"eval": str(tmp_path / "eval.jsonl")},
+        prompt={"chat": "off"},
+        rollout={"max_turn_length": 24, "max_prompt_length": 64, "max_length": 128},
+        sampler={"slots": 3, "decode_chunk": 8, "prefill_chunk": 16},
+        mesh={"fsdp": 1},
+        log={"progress": False},
+        evaluate={"method": "direct", "template": "Question: {question}\n", "resamples": 100},
     )
     texts, steps = [], []
     for place in ("policy", "checkpoints/3", "snapshots/v000003", ""):
         output = tmp_path / f"{len(texts)}.json"
-        evaluate = EvaluateConfig(policy=str(run / place), output=str(output), **keys)
-        run_evaluation(dataclasses.replace(config, evaluate=evaluate))
+        run_evaluation(changed(config, evaluate={"policy": str(run / place), "output": str(output)}))
         rows = map(json.loads, output.with_suffix(".jsonl").read_text().splitlines())
         texts.append([row["trajectories"][0]["turns"][0]["text"] for row in rows])
         steps.append(json.loads(output.read_text())["policy"]["step"])

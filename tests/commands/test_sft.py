@@ -6,11 +6,12 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from config_rig import changed
 from rows_rig import write_rows
-from tiny_policy import GROUPED, Letters
+from tiny_policy import GROUPED
 
 from calibadv_jax.commands import sft
-from calibadv_jax.config import Config, PromptConfig, SftPhase, ToolConfig
+from calibadv_jax.config import SftPhase
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
@@ -21,14 +22,7 @@ from calibadv_jax.learner.optimizer import make_optimizer
 from calibadv_jax.run.model import build_model, initial_params
 
 # Tokens of a row, rows, tokens of the shortest and of the longest sample.
-SHAPES = [
-    (128, 4, 5, 30),
-    (128, 4, 1, 128),
-    (128, 3, 40, 70),
-    (64, 1, 1, 64),
-    (96, 5, 25, 50),
-    (50, 2, 50, 50),
-]
+SHAPES = [(128, 4, 5, 30), (128, 4, 1, 128), (128, 3, 40, 70), (64, 1, 1, 64), (50, 2, 50, 50)]
 
 QUESTION = Question("1", "who wrote silent garden ?", ("ada",), "test")
 
@@ -39,26 +33,17 @@ def tokenizer():
 
 
 def config_with(**changes):
-    config = Config(prompt=PromptConfig(template="short"))
-    return replace(config, sft=replace(config.sft, **changes))
+    return changed(prompt={"template": "short"}, sft=changes)
 
 
-def test_demonstrations_are_reshuffled_every_epoch(tmp_path):
-    path = tmp_path / "demos.jsonl"
-    row = {"question": "?", "golden_answers": ["x"], "data_source": "t", "turns": [{"text": ANSWER}]}
-    write_rows(path, *(row | {"id": number} for number in range(20)))
-    config = config_with(demonstrations=str(path))
-
-    def epochs(seed):
-        own, held_out = sft._own_demonstrations(config, build_word_tokenizer())
-        assert held_out is None
-        drawn = [d.question.id for d in islice((own[n] for n in sft._order(len(own), None, seed)), 60)]
+def test_demonstrations_are_reshuffled_every_epoch():
+    def epochs(seed, number=None):
+        drawn = list(islice(sft._order(20, number, seed), 60))
         return [drawn[start : start + 20] for start in (0, 20, 40)]
 
-    names = [str(number) for number in range(20)]
-    assert all(sorted(epoch, key=int) == names and epoch != names for epoch in epochs(0))
+    assert all(sorted(epoch) == [*range(20)] != epoch for epoch in epochs(0))
     assert len({tuple(epoch) for epoch in epochs(0)}) == 3
-    assert epochs(0) == epochs(0) != epochs(1)
+    assert epochs(0) == epochs(0, 3) != epochs(1)
 
 
 @pytest.mark.parametrize("loss_on", ["sampled", "all"])
@@ -76,17 +61,11 @@ def test_only_what_the_policy_writes_is_trained(tokenizer, loss_on):
     assert "<search>" not in tokenizer.decode(sample.tokens[sample.mask])
 
 
-@pytest.mark.parametrize(("action", "shown"), [("search", True), ("calculate", False)])
-def test_only_search_without_documents_shows_no_results(action, shown):
-    turns = (DemoTurn(f"<{action}> 1 </{action}>"), DemoTurn("<answer> ada </answer>"))
-    config = replace(config_with(), tools=[ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")])
-    sample = sft.encode_demonstration(Demonstration(QUESTION, turns), config, Letters(), "sampled")
-    body = "No results found." if shown else ""
-    assert f"\n\n<information>{body}</information>\n\n" in Letters().decode(sample.tokens)
-
-
 @pytest.mark.parametrize("row_length, rows, shortest, longest", SHAPES)
-def test_batches_are_filled_as_first_fit_places(row_length, rows, shortest, longest):
+def test_batches_are_filled_as_first_fit_places(monkeypatch, row_length, rows, shortest, longest):
+    """Packing is computed only where it may need more rows."""
+    counted = []
+    monkeypatch.setattr(sft, "place", lambda *arguments: counted.append(1) or place(*arguments))
     lengths = np.random.default_rng(rows).integers(shortest, longest + 1, 400).tolist()
     pending, expected = [], []
     for number in range(len(lengths)):
@@ -97,6 +76,7 @@ def test_batches_are_filled_as_first_fit_places(row_length, rows, shortest, long
     samples = [Sample(np.full(length, number), *[None] * 3) for number, length in enumerate(lengths)]
     fulls = [[int(sample.tokens[0]) for sample in full] for full in sft._row_fulls(samples, rows, row_length)]
     assert fulls[:-1] == expected and fulls[-1] == pending and len(fulls) > 4
+    assert len(counted) < 400 * (0.5 if longest < row_length // 4 else 1)
 
 
 def test_phase_has_steps_or_epochs(tmp_path, tokenizer):
@@ -128,15 +108,6 @@ def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
         np.testing.assert_array_equal(item.tokens, other.tokens)
 
 
-def test_packing_is_computed_only_when_needed(monkeypatch):
-    counted = []
-    monkeypatch.setattr(sft, "place", lambda *arguments: counted.append(1) or place(*arguments))
-    samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 200
-    assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 64, 64, 8]
-    assert len(counted) < 20
-    assert [len(full) for full in sft._row_fulls(samples[:64], 4, 320)] == [64]
-
-
 def test_overlong_demonstration_is_named(tokenizer):
     own = [Demonstration(QUESTION, (DemoTurn(f"<answer> {'ada ' * 50}</answer>"),))]
     with pytest.raises(UserError, match="question '1' has .* tokens, but sft.row_length is 16"):
@@ -153,8 +124,7 @@ SEARCH, ANSWER = "<think> a </think>\n<search> silent garden </search>", "<answe
 
 def encoded(tmp_path, row, tokenizer, **prompt):
     (demonstration,) = load_demonstrations(write_rows(tmp_path / "d.jsonl", row))
-    config = config_with()
-    config = replace(config, prompt=replace(config.prompt, **prompt))
+    config = changed(config_with(), prompt=prompt)
     return sft.encode_demonstration(demonstration, config, tokenizer, "sampled")
 
 
@@ -180,12 +150,16 @@ def test_observations_of_demonstrations_cannot_write_tags(tmp_path, tokenizer):
         assert "lives" in text and "lives" not in tokenizer.decode(sample.tokens[sample.mask])
 
 
-def test_chat_prompt_follows_the_template(tmp_path, tokenizer):
+@pytest.mark.parametrize(
+    ("template", "start"),
+    [
+        ("short", "Question : who founded it ?"),
+        ("from_data", "find city . Question : who founded it ? <answer>"),
+    ],
+)
+def test_chat_prompt_follows_the_template(tmp_path, tokenizer, template, start):
     row = chat("find city . Question: who founded it ?", ANSWER)
-    short = tokenizer.decode(encoded(tmp_path, row, tokenizer).tokens)
-    assert short.startswith("Question : who founded it ?")
-    own = tokenizer.decode(encoded(tmp_path, row, tokenizer, template="from_data").tokens)
-    assert own.startswith("find city . Question : who founded it ? <answer>")
+    assert tokenizer.decode(encoded(tmp_path, row, tokenizer, template=template).tokens).startswith(start)
 
 
 def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
@@ -199,24 +173,23 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
     assert demonstration.question.golden_answers == ("ada",)
 
 
+def messages(*pairs):
+    return {"messages": [{"role": role, "content": content} for role, content in pairs]}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"messages": []}, "d.jsonl:1: 'messages' must be a non-empty list"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "no message of an assistant"),
-        ({"messages": [{"role": "judge", "content": "x"}]}, "message 1 of 'messages' .* with 'role'"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "write a tool call as <search>"),
-        ({"messages": [{"role": "assistant", "content": ANSWER}]}, "before the assistant's first"),
+        ({"turns": []}, "field 'turns' must be a non-empty list"),
+        (messages(("user", "x")), "no message of an assistant"),
+        (messages(("judge", "x")), "message 1 of 'messages' .* with 'role'"),
+        (messages(("assistant", None)), "write a tool call as <search>"),
+        (messages(("assistant", ANSWER)), "before the assistant's first"),
         (chat("x", "hello"), "message 2 of 'messages': a turn must hold <search>"),
         (chat("x", f"{ANSWER}<b>"), "message 2 of 'messages': the policy stops after its action; remove"),
-        *(
-            ({"messages": [*chat("x", ANSWER)["messages"], {"role": role, "content": ANSWER}]}, words)
-            for role, words in (
-                ("assistant", "two messages of the"),
-                ("system", "message 3 .*a system message"),
-            )
-        ),
-        *(({"turns": turns}, "field 'turns' must be a non-empty list") for turns in (3, [], None)),
+        (messages(("user", "x"), ("assistant", ANSWER), ("assistant", ANSWER)), "two messages of the"),
+        (messages(("user", "x"), ("assistant", ANSWER), ("system", "y")), "message 3 .*a system message"),
     ],
 )
 def test_bad_chat_is_named(tmp_path, row, message):
@@ -247,12 +220,8 @@ def test_held_out_loss_is_the_token_mean(tmp_path):
     held_out = {"held_out": 0.5, "held_out_every": 2, "phases": [SftPhase(5)], "output": str(folder / "sft")}
     config = config_with(demonstrations=str(path), rows=8, row_length=32, **held_out)
     policy = {"init": GROUPED, "tokenizer": str(tmp_path / "tokenizer"), "compute_dtype": "float32"}
-    config = replace(
-        config,
-        run=replace(config.run, dir=str(folder)),
-        policy=replace(config.policy, **policy),
-        log=replace(config.log, backends=[], progress=False),
-    )
+    log = {"backends": [], "progress": False}
+    config = changed(config, run={"dir": str(folder)}, policy=policy, log=log)
     sft.run(config)
     rows = map(json.loads, (folder / "sft_metrics/metrics.jsonl").read_text().splitlines())
     measured = {row["step"]: row["sft/held_out_loss"] for row in rows if "sft/held_out_loss" in row}
@@ -272,39 +241,34 @@ def test_held_out_loss_is_the_token_mean(tmp_path):
     assert len(demonstrations) == 2 and measured[5] == pytest.approx(total / count, rel=1e-4)
 
 
-def test_overlong_demonstration_prompts_are_refused_at_start(tmp_path, tokenizer):
-    asked = ["who founded a ?", "who founded " + "city " * 200 + "?", "who founded it ?"]
-    path = write_rows(tmp_path / "d.jsonl", *(chat(item, ANSWER) for item in asked))
-    config = config_with(demonstrations=str(path))
-    config = replace(config, rollout=replace(config.rollout, max_prompt_length=100))
-    output = []
-    with pytest.raises(UserError, match="sft.demonstrations: the prompts of 1 of 3 .*=leave_out"):
+@pytest.mark.parametrize(
+    ("lengths", "fault"),
+    [
+        ({"max_prompt_length": 100}, "sft.demonstrations: the prompts of 1 of 4 .*=leave_out"),
+        ({"row_length": 100}, r"2 of 4 .* sft.row_length=100, the longest has 3\d\d .*d.jsonl:2.*=leave_out"),
+    ],
+    ids=str,
+)
+def test_overlong_demonstrations_are_refused_at_start(tmp_path, tokenizer, lengths, fault):
+    answers = [f"<think> {'city ' * count}</think> <answer> it </answer>" for count in (1, 300, 1, 1)]
+    asked = ["who founded a ?", "who founded b ?", "who founded " + "city " * 200 + "?", "who founded it ?"]
+    path = write_rows(tmp_path / "d.jsonl", *map(chat, asked, answers))
+    config, output = config_with(demonstrations=str(path), row_length=lengths.get("row_length", 4096)), []
+    longest = lengths.get("max_prompt_length", 4096)
+    config = replace(config, rollout=replace(config.rollout, max_prompt_length=longest))
+    with pytest.raises(UserError, match=fault):
         sft._own_demonstrations(config, tokenizer, output.append)
     left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
-    training, _ = sft._own_demonstrations(left_out, tokenizer, output.append)
-    assert [item.question.text for item in training] == [asked[0], asked[2]]
+    training, held_out = sft._own_demonstrations(left_out, tokenizer, output.append)
+    remaining = [
+        text for index, text in enumerate(asked) if index != 2 and ("row_length" not in lengths or index != 1)
+    ]
+    assert [item.question.text for item in training] == remaining and held_out is None
     (line,) = output
-    assert line.startswith("sft.demonstrations: the prompts of 1 of 3") and "left out" in line
-    with_held_out = replace(left_out, sft=replace(left_out.sft, held_out=0.5))
-    training, held_out = sft._own_demonstrations(with_held_out, tokenizer, output.append)
-    assert len(training) == 1 and int(held_out.segment_ids.max()) == 1
-
-
-def test_demonstrations_beyond_row_length_are_refused_at_start(tmp_path, tokenizer):
-    answers = [f"<think> {'city ' * count}</think> <answer> it </answer>" for count in (1, 300, 200, 1)]
-    rows = [chat(f"who founded {name} ?", answer) for name, answer in zip("abcd", answers, strict=True)]
-    path = write_rows(tmp_path / "d.jsonl", *rows)
-    config = config_with(demonstrations=str(path), row_length=100)
-    output = []
-    with pytest.raises(
-        UserError,
-        match=r"sft.demonstrations: 2 of 4 .* sft.row_length=100, the longest 3\d\d .*d.jsonl:2.*=leave_out",
-    ):
-        sft._own_demonstrations(config, tokenizer, output.append)
-    left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
-    training, _ = sft._own_demonstrations(left_out, tokenizer, output.append)
-    assert [item.question.text for item in training] == ["who founded a ?", "who founded d ?"]
-    assert len(output) == 1 and "2 of 4" in output[0] and "left out" in output[0]
+    assert " of 4" in line and "left out" in line
+    part = replace(left_out, sft=replace(left_out.sft, held_out=0.5))
+    training, held_out = sft._own_demonstrations(part, tokenizer, output.append)
+    assert len(training) + int(held_out.segment_ids.max(axis=1).sum()) == len(remaining)
     none = replace(left_out, sft=replace(left_out.sft, row_length=8))
-    with pytest.raises(UserError, match="4 of 4 .*none is left"):
+    with pytest.raises(UserError, match="of 4 .*none is left|of 3 .*none is left"):
         sft._own_demonstrations(none, tokenizer, output.append)

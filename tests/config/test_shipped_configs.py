@@ -197,12 +197,11 @@ def test_memory_fractions_leave_room_for_the_retriever(path):
     ("overrides", "is_right", "words"),
     [
         (["prompt.template=papr"], False, "FAIL prompt: prompt.template is 'papr'"),
-        (["prompt.template=papr"], False, "1 of 6 offline checks failed"),
+        (["prompt.template=papr"], False, "1 of 5 offline checks failed"),
         (["learner.microbatch_rows=12"], False, "set it to 16"),
         (["policy.init.model_type=gpt2"], False, "FAIL policy: policy.init: model_type is 'gpt2'"),
         (["rollout.max_length=8192"], True, "longer ends without an answer"),
         (["mesh.fsdp=-1"], True, "as many as there are here"),
-        ([], True, "20 documents reranked to 3"),
         ([], True, "10 update(s) each: 2050 in all"),
         (["policy.init.vocab_size=151936", "policy.path="], True, "3085.94M parameters"),
         (["sampler.name=jax"], True, "kv cache"),

@@ -1,6 +1,7 @@
 """The generated encyclopedia and its demonstrations: disjoint splits, true answers, no unknown word."""
 
 import asyncio
+import hashlib
 import itertools
 import json
 import re
@@ -11,15 +12,13 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.contrib.worlds.demonstrations import Flaws, drills, imperfect, lookups
+from calibadv_jax.contrib.worlds.demonstrations import GENERATORS, imperfect, lookups
 from calibadv_jax.contrib.worlds.words import POOLS, build_word_tokenizer
 from calibadv_jax.contrib.worlds.world import (
     RUMOUR,
-    ask,
     generate_world,
     make_facts,
     split_of,
-    write_passages,
     write_world,
 )
 from calibadv_jax.core.errors import UserError
@@ -116,7 +115,7 @@ def test_answers_follow_from_supporting_passages(world):
 @pytest.mark.parametrize("pages", [True, False])
 def test_age_is_the_difference_of_two_years(pages):
     world = generate_world(replace(AGES, pages=pages))
-    texts = {document.title: document.text for document in world.pages or world.passages}
+    texts = {document.title: document.text for document in world.pages.values() or world.passages}
     ages = [question for question in (*world.train, *world.eval) if question.data_source == "age"]
     assert 20 < len(ages) < 60
     for question in ages:
@@ -131,41 +130,26 @@ def test_age_is_the_difference_of_two_years(pages):
 def test_passage_of_a_page_answers_nothing():
     world = generate_world(PAGES)
     passages = {passage.id: passage for passage in world.passages}
-    pages = {page.id: page for page in world.pages}
-    assert len({page.address for page in world.pages}) == len(world.passages)
+    addresses = {page.id: address for address, page in world.pages.items()}
+    assert len(addresses) == len(world.passages)
     for question in (*world.train, *world.eval):
-        passage, page = passages[question.supporting_ids[0]], pages[question.supporting_ids[1]]
+        passage, address = passages[question.supporting_ids[0]], addresses[question.supporting_ids[1]]
+        page = world.pages[address]
         assert question.golden_answers[0] in page.text and question.golden_answers[0] not in passage.text
-        assert passage.text == f"the page of {page.title} is {page.address}." and passage.title == page.title
-
-
-@pytest.mark.parametrize("truth", [0.0, 0.4, 1.0])
-def test_share_of_true_rumours(truth):
-    rng, is_true = np.random.default_rng(0), []
-    for _ in range(10):
-        facts = make_facts(WorldConfig(rumour=1, rumour_truth=truth), rng, COUNTS, "train")
-        passages = dict(write_passages(facts, rng))
-        for _ in range(40):
-            question = ask(facts, "rumour", rng)
-            name, bridge = question.searches
-            assert f"{question.statements[0]}." in passages[name]
-            assert f"{question.statements[1]}." in passages[bridge]
-            stated = rumour_of(passages[name])
-            assert stated.startswith(bridge)
-            is_true.append(stated == question.statements[1])
-            assert question.answer not in question.text and facts.rumours[name].object not in question.text
-    assert np.mean(is_true) == pytest.approx(truth, abs=0.1 if 0 < truth < 1 else 0)
+        assert passage.text == f"the page of {page.title} is {address}." and passage.title == page.title
 
 
 def test_rumours_answer_only_their_questions(rumours):
-    by_id = {passage.id: passage for passage in rumours.passages}
+    by_id, is_true = {passage.id: passage for passage in rumours.passages}, []
     for question in rumours.train:
         passages = [by_id[name] for name in question.supporting_ids]
         stated = rumour_of(passages[0].text)
         if question.data_source == "rumour":
             assert stated.startswith(passages[1].title)
+            is_true.append(f"{stated}." in passages[1].text)
         if question.data_source == "two_hop":
             assert question.golden_answers[0] not in stated or not stated.startswith(passages[1].title)
+    assert np.mean(is_true) == pytest.approx(RUMOURS.rumour_truth, abs=0.1)
     shares = {kind: n / 600 for kind, n in Counter(q.data_source for q in rumours.train).items()}
     assert shares == pytest.approx({"one_hop": 0.2, "two_hop": 0.2, "rumour": 0.6}, abs=0.06)
 
@@ -181,9 +165,9 @@ def test_smallest_world_has_rumours():
 def test_tokenizer_has_every_word(config):
     tokenizer, world = build_word_tokenizer(config.pages, config.age > 0), generate_world(config)
     texts = [f"{question.text} {question.golden_answers[0]}" for question in world.train + world.eval]
-    texts += [f"{document.title} {document.text}" for document in [*world.passages, *world.pages]]
-    texts += [f"<access> {page.address} </access>" for page in world.pages]
-    for make in (imperfect, lookups, drills):
+    texts += [f"{document.title} {document.text}" for document in [*world.passages, *world.pages.values()]]
+    texts += [f"<access> {address} </access>" for address in world.pages]
+    for make in GENERATORS.values():
         for demonstration in drawn(make, 0, config, 100):
             texts += [turn.text for turn in demonstration.turns]
             texts += [turn.observation for turn in demonstration.turns if turn.observation]
@@ -240,47 +224,6 @@ def test_quoted_sentences_were_shown(generator):
     assert quotes > 300
 
 
-@pytest.mark.medium
-def test_one_hop_is_guessed_or_searched_by_detour():
-    """A similar name is searched before the right one."""
-    demonstrations = drawn(imperfect, 4, WorldConfig(), 3000, "one_hop")
-    guesses = [len(each.turns) == 1 for each in demonstrations]
-    assert np.mean(guesses) == pytest.approx(Flaws().guess, abs=0.06)
-    detours = [each for each in demonstrations if sum(bool(turn.documents) for turn in each.turns) == 2]
-    assert len(detours) > 10
-    for demonstration in detours:
-        _, document = [turn.documents[0] for turn in demonstration.turns if turn.documents]
-        assert not demonstration.turns[-1].documents
-        assert demonstration.question.golden_answers[0] in document.text
-        assert document.title in demonstration.question.text
-
-
-@pytest.mark.medium
-def test_shares_of_credulous_and_misread_rumours():
-    credulous, misread = [], []
-    for demonstration in drawn(imperfect, 0, RUMOURS, 3000, "rumour"):
-        assert all(turn.trained for turn in demonstration.turns)
-        *searches, last = demonstration.turns
-        shown, thought, answer = searches[-1].documents, tag_text(last, "think"), tag_text(last, "answer")
-        assert thought.endswith(answer) and any(f"{thought}." in document.text for document in shown)
-        credulous.append(len(searches) == 1)
-        if len(searches) == 1:
-            assert thought == STATED + rumour_of(shown[0].text)
-        else:
-            misread.append(demonstration.question.golden_answers[0] != answer)
-    assert np.mean(credulous) == pytest.approx(Flaws().credulous, abs=0.05)
-    assert np.mean(misread) == pytest.approx(RUMOURS.misread, abs=0.05)
-
-
-def test_lookups_quote_rumours_and_look_no_further():
-    demonstrations = drawn(lookups, 0, RUMOURS, 1000)
-    kinds = {demonstration.question.data_source for demonstration in demonstrations}
-    assert kinds == {"drill", "one_hop", "rumour"}  # no comparisons where none are asked
-    rumours = [each for each in demonstrations if each.question.data_source == "rumour"]
-    assert 0.2 < len(rumours) / len(demonstrations) < 0.4
-    assert all(len(each.turns) == 2 and STATED in each.turns[-1].text for each in rumours)
-
-
 def test_demonstrations_read_the_page_or_guess():
     ways = Counter()
     for demonstration in drawn(imperfect, 0, PAGES, 300):
@@ -308,6 +251,16 @@ def test_few_demonstrations_of_ages_calculate_rightly():
     }  # fmt: skip
     assert 0 < ways["access", "calculate", "answer"] < sum(ways.values()) / 4
     assert all("calculate" in tags_of(each) for each in drawn(lookups, 0, AGES, 200, "age"))
+
+
+def test_world_and_demonstrations_of_a_seed_stay():
+    """Numbers of studies stand beside seeds; also notices changed shares of flaws, rumours and detours."""
+    digest = hashlib.sha256()
+    for config in (SMALL, RUMOURS, AGES):
+        digest.update(repr(generate_world(config)).encode())
+        for generator in GENERATORS.values():
+            digest.update(repr(drawn(generator, 3, config, 400)).encode())
+    assert digest.hexdigest()[:16] == "8f94415c8580c3af"
 
 
 def rows_of(path):

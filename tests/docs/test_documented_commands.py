@@ -51,7 +51,7 @@ EXCEPTIONS = {  # words of a command -> why it is not run here
 }
 REFUSED = {  # a word of a command -> how it is refused
     "select-rollouts": "no trajectory with a score",  # this policy has learned nothing
-    "demonstrate": "none of 40 questions gives a demonstration: 40 long turn",  # its turns are short
+    "demonstrate": "40 longer than rollout.max_turn_length",  # its turns are short
     "--adapter": "no checkpoint with adapters",  # it trains all parameters
 }
 STAND_INS = (  # what a reader has and this run has not -> what stands for it

@@ -25,19 +25,12 @@ def test_devices_are_counted_from_the_topology(monkeypatch):
         _ = gpu.limit
 
 
-NO_TPUS = ("v9", "v5p-4", "v5p-2", "v5p-9", "v3-8")
-
-
 @pytest.mark.parametrize(
     ("named", "output"),
     [
         ({}, "name the devices: --tpu v5e:4x4, or --gpu h100"),
         ({"tpu": "v5e:4x4", "gpu": "h100"}, "name the devices"),
-        *(
-            ({"tpu": name}, f"--tpu {name}: must be one")
-            for name in ["v9", "v5p-4", "v5p-2", "v5p-9", "v3-8"]
-        ),
-        *(({"tpu": name}, "such as v5e:4x4, or a name of Cloud TPU") for name in ("v5e-12", "v5e:4x0")),
+        *(({"tpu": name}, f"--tpu {name}: must be one") for name in ("v9", "v5p-4", "v3-8", "v5e:4x0")),
         ({"tpu": "v5e:4x4", "topology": "4x4"}, "--topology 4x4 is for --gpu"),
         ({"gpu": "a100", "topology": "1x1x8"}, "--gpu a100: must be one of h100, h200, h20"),
         ({"gpu": "h100"}, "--topology is missing: must be slices x hosts x GPUs"),
@@ -54,13 +47,11 @@ def test_invalid_devices_are_refused(named, output):
     ("name", "slice", "devices", "hosts", "host"),
     [
         ("v5e-1", "v5e:1x1", 1, 1, "v5e:1x1"),
-        ("v5e-8", "v5e:2x4", 8, 1, "v5e:2x4"),
         ("v5litepod-16", "v5e:4x4", 16, 4, "v5e:2x2"),
         ("v6e-8", "v6e:2x4", 8, 1, "v6e:2x4"),
         ("v6e-256", "v6e:16x16", 256, 64, "v6e:2x2"),
         ("v5p-8", "v5p:2x2x1", 4, 1, "v5p:2x2x1"),
         ("v5p-16", "v5p:2x2x2", 8, 2, "v5p:2x2x1"),
-        ("v5p-128", "v5p:4x4x4", 64, 16, "v5p:2x2x1"),
         ("v4-32", "v4:2x2x4", 16, 4, "v4:2x2x1"),
     ],
 )

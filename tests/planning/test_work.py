@@ -8,7 +8,7 @@ import jax
 import pytest
 from plan_rig import SHAPE, small
 
-from calibadv_jax.contrib.commands.plan import LeverSearch, changed, memory_of, ways_out
+from calibadv_jax.contrib.commands.plan import changed, memory_of, remedy
 from calibadv_jax.contrib.planning.compiled import OF_CRITIC, TRAINED, lowered_programs, programs_of
 from calibadv_jax.contrib.planning.hardware import find_target, placed_on, sampler_of
 from calibadv_jax.contrib.planning.memory import GIB, peak_memory
@@ -153,75 +153,74 @@ def changes_of(line):
     return {key: int(value) if value.isdigit() else value for key, _, value in keys}
 
 
-def test_each_line_is_a_change_that_fits(tmp_path):
-    target = find_target(gpu="h100", topology="1x1x4")
-    config = placed_on(small(tmp_path, policy__remat="none"), target)
-    limit = needed(config, target) - 1
-    lines = ways_out(config, ARCHITECTURE, target, limit)
-    assert lines[0].startswith("would fit: policy.remat=full (")
-    for line in lines:
-        assert needed(changed(config, changes_of(line)), target) <= limit
-    assert any("mesh.fsdp=2 mesh.tensor=2 learner.microbatch_rows=2" in line for line in lines)
-    assert any(line.startswith("would fit: sampler.slots=12 (") for line in lines)  # the most that fit
+def remedied(config, target, limit, scale=1.0):
+    """The line of the remedy, and its overrides, which fit."""
+    line = remedy(config, ARCHITECTURE, target, limit, scale)
+    assert line.startswith("would fit: ")
+    assert needed(changed(config, changes_of(line)), target) * scale <= limit
+    return line, changes_of(line)
 
 
-def test_combination_is_found_with_its_mildest_values(tmp_path):
+ROWS, OFFLOAD, SLOTS = "learner.microbatch_rows", "learner.optimizer.offload", "sampler.slots"
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "expected"),
+    [  # of a run that may need what it needs with these changes: the cheapest remedy
+        ({"policy__remat": "none", "learner__microbatch_rows": 1}, *[{"policy.remat": "full"}] * 2),
+        ({}, *[{ROWS: 1, OFFLOAD: "host", SLOTS: 5}] * 2),
+        # The dearest is relaxed first.
+        ({"learner__optimizer__offload": "host"}, {ROWS: 2, SLOTS: 8}, {ROWS: 1, SLOTS: 12}),
+    ],
+    ids=str,
+)
+def test_remedy_is_the_cheapest_that_fits(tmp_path, keys, changes, expected):
+    """No part of it fits, and no milder value."""
     target = find_target(gpu="h100", topology="1x1x1")
-    config = placed_on(small(tmp_path, learner__microbatch_rows=4), target)
-    expected = {"learner.microbatch_rows": 1, "learner.optimizer.offload": "host", "sampler.slots": 5}
-    limit = needed(changed(config, expected), target)
-    line, *others = ways_out(config, ARCHITECTURE, target, limit)
-    assert changes_of(line) == expected and f"({limit / GIB:.1f} GiB by the formula)" in line
-    for key in expected:  # no part of it fits, and no milder value
+    config = placed_on(small(tmp_path, **{"learner__microbatch_rows": 4} | keys), target)
+    limit = needed(changed(config, changes), target)
+    line, result = remedied(config, target, limit)
+    assert result == expected
+    for key in expected:
         part = {name: value for name, value in expected.items() if name != key}
-        assert needed(changed(config, part), target) > limit
-    for milder in ({"learner.microbatch_rows": 2}, {"sampler.slots": 6}):
-        assert needed(changed(config, expected | milder), target) > limit
-    assert all("sampler.name=vllm" in other for other in others)
-
-
-def test_dearest_lever_is_relaxed_first(tmp_path):
-    target = find_target(gpu="h100", topology="1x1x1")
-    config = placed_on(small(tmp_path, learner__microbatch_rows=4), target)
-    limit = needed(changed(config, {"learner.microbatch_rows": 2, "sampler.slots": 8}), target)
-    lines = ways_out(config, ARCHITECTURE, target, limit)
-    assert {"learner.microbatch_rows": 1, "sampler.slots": 12} in map(changes_of, lines)
+        assert not part or needed(changed(config, part), target) > limit
+    assert f" ({needed(changed(config, expected), target) / GIB:.1f} GiB by the formula" in line
 
 
 def test_least_memory_is_named_where_nothing_fits(tmp_path):
     target = find_target(tpu="v5e:2x2")
     config = placed_on(small(tmp_path), target)
-    limit = needed(config, target)
-    (line,) = ways_out(config, ARCHITECTURE, target, limit / 100)
+    line = remedy(config, ARCHITECTURE, target, needed(config, target) / 100)
     assert "take more devices or larger ones" in line and "adapters" not in line
     assert line.startswith("no combination of ") and "(the least: 0.1 GiB)" in line
     strongest = {"learner.optimizer.offload": "host", "mesh.fsdp": 2, "mesh.tensor": 2}
     strongest |= {"sampler.name": "vllm", "learner.microbatch_rows": 2}
     least = needed(changed(config, strongest), target)
-    (line,) = ways_out(config, ARCHITECTURE, target, least * 0.9)
+    line = remedy(config, ARCHITECTURE, target, least * 0.9)
     assert ", or train adapters: policy.lora.rank=16" in line
     assert needed(changed(config, changes_of(line.partition("adapters:")[2])), target) <= least * 0.9
 
 
-def test_compilers_count_and_gaps_are_in_the_lines(tmp_path):
+def test_compilers_count_and_gaps_are_in_the_line(tmp_path):
     target = find_target(tpu="v5e:2x2")
     config = placed_on(small(tmp_path), target)
     limit = needed(config, target) - 1
-    for line in ways_out(config, ARCHITECTURE, target, limit * 1.25, 1.25):
-        assert "by the formula, times 1.25 as the compiler counts; programs may need up to 1.6 times" in line
-        assert needed(changed(config, changes_of(line)), target) <= limit
+    line, _ = remedied(config, target, limit * 1.25, 1.25)
+    assert "by the formula, times 1.25 as the compiler counts; programs may need up to 1.6 times" in line
 
 
 def test_each_host_has_a_sampler_of_its_own(tmp_path):
     """Its weights lie on the devices of the host, and it has a share of the slots."""
-    two, each = find_target(gpu="h100", topology="1x2x4"), find_target(gpu="h100", topology="1x1x8")
+    two, single = find_target(gpu="h100", topology="1x2x4"), find_target(gpu="h100", topology="1x1x8")
     config = small(tmp_path, learner__microbatch_rows=8)
-    apart, together = (memory_of(placed_on(config, at), ARCHITECTURE, at) for at in (two, each))
+    apart, together = (memory_of(placed_on(config, to), ARCHITECTURE, to) for to in (two, single))
     assert apart["sampler weights"] == pytest.approx(2 * together["sampler weights"], rel=0.01)  # but norms
     assert apart["kv cache"] == together["kv cache"]
     assert apart["parameters"] == together["parameters"]
-    vllm = needed(changed(placed_on(config, two), {"sampler.name": "vllm"}), two)
-    lines = LeverSearch(ARCHITECTURE, two, vllm, 1.0).fitting(placed_on(config, two))
-    assert {"sampler.name": "vllm", "sampler.workers": 2} in map(changes_of, lines)
     odd = placed_on(small(tmp_path, learner__microbatch_rows=8, sampler__slots=9), two)
     assert sampler_of(odd, two).sampler.slots == 5
+    slow = placed_on(small(tmp_path, sampler__slots=1, learner__microbatch_rows=8, policy__remat="full"), two)
+    strongest = {"learner.optimizer.offload": "host", "mesh.fsdp": 4, "mesh.tensor": 2, ROWS: 4}
+    vllm = {"sampler.name": "vllm", "sampler.workers": 2}
+    _, result = remedied(slow, two, needed(changed(slow, strongest | vllm), two))
+    assert result.items() >= vllm.items()

@@ -11,9 +11,17 @@ import pytest
 from record_rig import keep, make_config, make_groups, scored, unknown
 
 from calibadv_jax import cli
-from calibadv_jax.contrib.commands.audit import Measured, Settings, credit_again, verdict
+from calibadv_jax.contrib.commands.audit import (
+    GROUP,
+    MEASURES,
+    SEARCH,
+    VERDICTS,
+    Column,
+    Evidence,
+    credit_again,
+    verdict,
+)
 from calibadv_jax.contrib.commands.replay import kept_config
-from calibadv_jax.contrib.truth import GROUP, MEASURES, SEARCH, VERDICTS, Evidence
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.writer import RolloutWriter
 
@@ -107,7 +115,7 @@ def test_sweep_is_a_column_a_value(tmp_path, capsys):
 
 
 def test_file_holds_every_step(tmp_path, capsys):
-    for step in (1, 2, 12):
+    for step in (1, 10, 12):
         keep(tmp_path / "run", make_config(), step=step)
     changed = "advantage.correctness=max"
     call(tmp_path / "run", changed, "--output", tmp_path / "audit.json", "--seed", 4, capsys=capsys)
@@ -118,9 +126,9 @@ def test_file_holds_every_step(tmp_path, capsys):
     own, other = run["settings"]
     assert (own["name"], own["overrides"]) == ("run", [])
     assert (other["name"], other["overrides"]) == ("correctness=max", [changed])
-    assert [each["step"] for each in own["true"]["steps"]] == [1, 2, 12]
+    assert [each["step"] for each in own["true"]["steps"]] == [1, 10, 12]
     windows = [(each["first"], each["last"], each["groups"]) for each in own["true"]["windows"]]
-    assert windows == [(1, 2, 2), (12, 12, 1)]
+    assert windows == [(1, 10, 2), (12, 12, 1)]
     assert own["true"]["total"]["groups"] == own["control"]["total"]["groups"] == 3
     for part in (own["true"]["total"], own["true"]["windows"][0], own["true"]["steps"][2]):
         assert part["blame/good_spared"] == pytest.approx(GOOD_SPARED)
@@ -282,7 +290,7 @@ def measured(true, control, count=40, spread=0.0):
         groups["good_spared"] = good + spread * (-1.0) ** np.arange(count)
         groups["useless_spared"] = useless + spread * (-1.0) ** (np.arange(count) // 2)
         sides.append({1: Evidence(groups, np.zeros(0, SEARCH))})
-    return Measured(Settings("run"), *sides)
+    return Column("run", (), *sides)
 
 
 @pytest.mark.parametrize(
@@ -300,10 +308,10 @@ def measured(true, control, count=40, spread=0.0):
 def test_verdict_in_words(true, control, more, words):
     lines = verdict([measured(true, control, **more)])
     assert len(lines) == len(words)
-    assert all(line.startswith(f"  {word}") for line, word in zip(lines, words, strict=True)), lines
+    assert all(line.startswith(word) for line, word in zip(lines, words, strict=True)), lines
     pooled = verdict([measured((0.8, 0.1), (0.7, 0.4), 20), measured((0.8, 0.1), (0.7, 0.4), 20)])
     numbers = "spared 0.800 [0.800, 0.800] of their blame, useless ones 0.100 [0.100, 0.100]"
-    assert pooled[0].startswith("  right: ") and numbers in pooled[0]  # each alone would be too few
+    assert pooled[0].startswith("right: ") and numbers in pooled[0]  # each alone would be too few
     assert "lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300 [0.300, 0.300]" in pooled[1]
 
 

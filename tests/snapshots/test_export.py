@@ -133,7 +133,7 @@ def test_card_describes_training_and_prompt(run, tmp_path, monkeypatch):
     (folder / "10.yaml").write_text(dump_config(trained))
     export(with_source(config, f"{config.run.dir}/checkpoints/1"))
     front, text = card_of(tmp_path / "hf")
-    assert "then `<search>…</search>` or" in text
+    assert "then `<search>…</search>` or another" in text
     assert front == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",

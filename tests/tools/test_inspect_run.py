@@ -31,9 +31,7 @@ def call(*arguments):
     inspect_run.run(parser.parse_args([str(each) for each in arguments]))
 
 
-@pytest.mark.parametrize(
-    ("steps", "kept"), [("", 32), ("2", 16), ("1-1", 16), ("-1", 16), ("2-", 16), ("0-9", 32)]
-)
+@pytest.mark.parametrize(("steps", "kept"), [("", 32), ("2", 16), ("-1", 16), ("2-", 16), ("0-9", 32)])
 def test_steps_choose_what_is_written(run_folder, tmp_path, capsys, steps, kept):
     call(run_folder, f"--steps={steps}", "--output", tmp_path / "page")
     output = capsys.readouterr()
@@ -48,14 +46,10 @@ def test_bad_steps_are_named(run_folder, steps):
         call(run_folder, f"--steps={steps}")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "output"),
-    [("--port 0 --output x", "not allowed with"), ("--port 70000", "70000: give 0 or more and below 65536")],
-)
-def test_bad_port_is_refused(run_folder, capsys, arguments, output):
+def test_bad_port_is_refused(run_folder, capsys):
     with pytest.raises(SystemExit) as end:
-        cli.calibadv(["inspect", str(run_folder), *arguments.split()])
-    assert end.value.code == 2 and output in capsys.readouterr().err
+        cli.calibadv(["inspect", str(run_folder), "--port", "70000"])
+    assert end.value.code == 2 and "70000: give 0 or more and below 65536" in capsys.readouterr().err
 
 
 @pytest.mark.slow

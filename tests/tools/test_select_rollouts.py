@@ -7,7 +7,6 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from disk_rig import refuses_full_disk
 
 from calibadv_jax import cli
 from calibadv_jax.core.trajectory import Document, Question
@@ -60,12 +59,6 @@ def select(tmp_path, capsys):
     return select
 
 
-def test_full_disk_is_refused(tmp_path, small_disk, capsys):
-    write(tmp_path, 1, [trajectory("a", "Ann")])
-    command = ["select-rollouts", str(tmp_path), "--output", str(small_disk / "d.jsonl")]
-    assert refuses_full_disk(small_disk, small_disk / "d.jsonl", lambda: cli.calibadv(command), capsys)
-
-
 def test_good_ones_become_demonstrations(tmp_path, select):
     rows = [
         trajectory("q1", "right"),
@@ -85,14 +78,18 @@ def test_good_ones_become_demonstrations(tmp_path, select):
 
 
 def test_best_shortest_earliest_trajectory_is_chosen(tmp_path, select):
+    """Of equal texts the better one stays; a data source has questions of its own."""
     rows = [trajectory("q", "long", length=9), trajectory("q", "worse", score=0.9, length=1)]
     write(tmp_path / "a", 2, rows)
-    write(tmp_path / "a", 10, [trajectory("q", "late"), trajectory("q", "short", length=4)])
-    write(tmp_path / "b", 1, [trajectory("q", "other run")])
+    rows = [trajectory("q", "late"), trajectory("q", "short", length=4), trajectory("q", "SHORT ", length=7)]
+    write(tmp_path / "a", 10, rows)
+    write(tmp_path / "b", 1, [trajectory("q", "other run"), trajectory("q", "Ann", data_source="hotpotqa")])
     order = ["short", "late", "other run", "long", "worse"]
     for count in (1, 3, 9):
         options = ["--min-score", "0.8", "--per-question", count]
-        assert select(tmp_path / "a", tmp_path / "b", *options)[-1] == order[:count]
+        _, out, _, answers = select(tmp_path / "a", tmp_path / "b", *options)
+        assert answers == ["Ann", *order[:count]]
+        assert next(line.split()[1] for line in out.splitlines() if line.startswith("duplicate")) == "1"
 
 
 def test_lowest_score_defaults_to_the_largest_reward(tmp_path, select):
@@ -103,15 +100,6 @@ def test_lowest_score_defaults_to_the_largest_reward(tmp_path, select):
     write(tmp_path / "run", 1, rows[:1], config)
     status, _, error, _ = select(tmp_path / "run")
     assert status == 2 and "no trajectory with a score of the largest reward among 1; lower" in error
-
-
-def test_equal_texts_come_once_per_question(tmp_path, select):
-    texts = ("Ann", 9), ("ANN ", 3), ("Ann", 4)
-    rows = [trajectory("q", answer, length=length) for answer, length in texts]
-    write(tmp_path / "run", 1, [*rows, trajectory("q", "Ann", data_source="hotpotqa")])
-    _, out, _, answers = select(tmp_path / "run", "--per-question", "5")
-    assert answers == ["Ann", "ANN "]
-    assert next(line.split()[1] for line in out.splitlines() if line.startswith("duplicate")) == "2"
 
 
 def test_opened_thought_is_whole_and_lines_are_rows(tmp_path, select):

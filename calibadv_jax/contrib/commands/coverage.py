@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -26,24 +25,7 @@ from calibadv_jax.services.retriever_client import open_retriever
 
 ALL, SAMPLE = "all", 200
 FOLDER = "coverage"
-Shares = dict[str, dict[str, float | int | None]]  # data source -> "questions" and MEASURES
-
-
-@dataclass(frozen=True)
-class QuestionCoverage:
-    """Results of the searches for one question; None where a measure does not apply."""
-
-    answer: bool | None  # the question as query returns a document with an answer; None: yes or no
-    passage: bool | None  # it returns a supporting passage; None: the question names none
-    all_passages: bool | None  # it returns all of them
-    answer_by_any: bool | None  # some query does: the question, a title of a supporting passage, both
-    all_by_any: bool | None  # together those queries return all supporting passages
-
-    @property
-    def answerable(self) -> bool:
-        return bool(self.answer_by_any or self.all_by_any)
-
-
+# Measure -> its header. The query is the question; any query: it, a title of a supporting passage, or both.
 MEASURES = {
     "answer": "answer",
     "passage": "a passage",
@@ -53,6 +35,8 @@ MEASURES = {
     "answerable": "answerable",
 }
 SAMPLED = ("answer", "passage", "all_passages")  # of the doctor
+QuestionCoverage = dict[str, bool | None]  # measure -> whether it holds; None: it does not apply
+Shares = dict[str, dict[str, float | int | None]]  # data source -> "questions" and MEASURES
 
 
 def run(config: Config) -> None:
@@ -75,7 +59,7 @@ def run(config: Config) -> None:
             with console.bar(f"data.{key}", len(questions), "questions") as show:
                 coverages = measure(config, url, questions, passages, show)
             pairs = zip(questions, coverages, strict=True)
-            answerable = (question for question, coverage in pairs if coverage.answerable)
+            answerable = (question for question, coverage in pairs if coverage["answerable"])
             write_questions(folder / f"{key}.jsonl", answerable)
             report[key] = summary(questions, coverages)
             console.say(f"data.{key}: share of questions, {depth(config)} documents a search")
@@ -100,19 +84,22 @@ def measure(
     async def look(question: Question, search: SearchFunction) -> QuestionCoverage:
         titles = [passages[name].title for name in question.supporting_ids if name in passages]
         results = [await search(query) for query in queries_for(question, titles)]
-        first, every = (_judge(question, documents) for documents in (results[0], list(chain(*results))))
-        return QuestionCoverage(*first, every[0], every[2])
+        first, every = _judge(question, results[0]), _judge(question, list(chain(*results)))
+        by_any = {"answer_by_any": every["answer"], "all_by_any": every["all_passages"]}
+        return first | by_any | {"answerable": any(by_any.values())}
 
     return look_up_each(config.retriever, url, questions, look, show)
 
 
-def _judge(question: Question, documents: Sequence[Document]) -> tuple[bool | None, bool | None, bool | None]:
-    """Return whether the documents hold an answer, a supporting passage, and all of them."""
+def _judge(question: Question, documents: Sequence[Document]) -> QuestionCoverage:
     is_yes_no = all(answer.lower() in YES_NO for answer in question.golden_answers)
     texts, ids = (f"{each.title}\n{each.text}" for each in documents), {each.id for each in documents}
-    answered = None if is_yes_no else any(answer_in(text, question) for text in texts)
     supporting = [name in ids for name in question.supporting_ids]
-    return answered, any(supporting) if supporting else None, all(supporting) if supporting else None
+    return {
+        "answer": None if is_yes_no else any(answer_in(text, question) for text in texts),
+        "passage": any(supporting) if supporting else None,
+        "all_passages": all(supporting) if supporting else None,
+    }
 
 
 def summary(questions: Sequence[Question], coverages: Sequence[QuestionCoverage]) -> Shares:
@@ -126,7 +113,7 @@ def summary(questions: Sequence[Question], coverages: Sequence[QuestionCoverage]
     for source, members in by_source.items():
         shares[source] = {"questions": len(members)}
         for name in MEASURES:
-            values = [value for each in members if (value := getattr(each, name)) is not None]
+            values = [value for each in members if (value := each[name]) is not None]
             shares[source][name] = sum(values) / len(values) if values else None
     return shares
 

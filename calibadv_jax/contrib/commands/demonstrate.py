@@ -22,7 +22,7 @@ from zlib import crc32
 from calibadv_jax.commands.sft import demonstration_length
 from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.config.kept import refuse_other_run
-from calibadv_jax.contrib.commands.prepare_data import question_key
+from calibadv_jax.contrib.commands.prepare_data import count_rows, question_key
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, neutralise
@@ -38,19 +38,16 @@ from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import build_model
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
 
-WRITTEN, NO_LIMIT = "written", 2**31
-# Cause for which a question gives no demonstration -> what to do.
+NO_LIMIT = 2**31
+# Cause for which a question gives no demonstration -> what to do. For "longer than KEY": RAISE.
 CAUSES = {
     "no supporting_ids": "name the passages that answer a question in 'supporting_ids'",
     "passage unknown": "the ids in 'supporting_ids' must be those of retriever.corpus",
     "not found": "the index does not find the passages in rollout.max_searches searches",
     "cut off": "raise rollout.max_observation_length, or lower retriever.topk",
     "answer not in the passages": "the supporting passages must hold a golden answer",
-    "long prompt": "raise rollout.max_prompt_length",
-    "long turn": "raise rollout.max_turn_length",
-    "longer than rollout.max_length": "raise it",
-    "longer than sft.row_length": "raise it, or leave it out: it follows rollout.max_length",
 }
+RAISE = "raise it"
 SEARCH = SearchAction.name
 
 
@@ -71,61 +68,62 @@ def run(config: Config) -> None:
     questions = load_questions(config.data.train, config.data.columns)
     passages = read_passages(corpus, {name for question in questions for name in question.supporting_ids})
     searches = find_varied_support if config.sft.first_query == "varied" else find_support
-    annotated = [q for q in questions if any(name in passages for name in q.supporting_ids)]
+    search_action = next((action for action in actions if action.name == SEARCH), SearchAction())
+    observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
 
     async def find(question: Question, search: SearchFunction) -> list[Lookup]:
+        if passages.keys().isdisjoint(question.supporting_ids):
+            return []
         return await searches(question, passages, search, config.rollout.max_searches)
-
-    search = next((action for action in actions if action.name == SEARCH), SearchAction())
-    observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
 
     def shown(documents: Sequence[Document]) -> str:  # to the policy
         clean = neutralise_documents(documents, tokenizer, grammar)
-        return observations.of(search).of_documents(clean)[1]
+        return observations.of(search_action).of_documents(clean)[1]
+
+    def outcome(question: Question, lookups: Sequence[Lookup]) -> Demonstration | str:
+        if passages.keys().isdisjoint(question.supporting_ids):
+            return "passage unknown" if question.supporting_ids else "no supporting_ids"
+        if not is_complete(question, passages, lookups):
+            return "not found"
+        result = demonstrate(question, lookups, shown, grammar)
+        if isinstance(result, str):
+            return result
+        exceeded = (key for key, length, limit in _lengths(result, config, tokenizer) if length > limit)
+        return next((f"longer than {key}" for key in exceeded), result)
 
     with (
         open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
-        console.bar("search", len(annotated), "questions") as show,
+        console.bar("search", len(questions), "questions") as show,
     ):
-        results = look_up_each(config.retriever, url, annotated, find, show)
-    counts: Counter[tuple[str, str]] = Counter(
-        (question.data_source, "passage unknown" if question.supporting_ids else "no supporting_ids")
-        for question in questions
-        if not any(name in passages for name in question.supporting_ids)
-    )
-    demonstrations = []
-    for question, lookups in zip(annotated, results, strict=True):
-        result: Demonstration | str = "not found"
-        if is_complete(question, passages, lookups):
-            result = demonstrate(question, lookups, shown, grammar)
-        if isinstance(result, Demonstration) and not (cause := _too_long(result, config, tokenizer)):
+        results = map(outcome, questions, look_up_each(config.retriever, url, questions, find, show))
+    demonstrations, counts = [], Counter[tuple[str, str]]()
+    for question, result in zip(questions, results, strict=True):
+        if isinstance(result, Demonstration):
             demonstrations.append(result)
-            cause = f"{WRITTEN}, {len(lookups)} search"
-        counts[question.data_source, cause if isinstance(result, Demonstration) else result] += 1
+            result = f"written, {len(result.turns) - 1} search"
+        counts[question.data_source, result] += 1
     if not demonstrations:
         causes = Counter(cause for _, cause in counts.elements()).most_common()
-        reasons = "; ".join(f"{number} {cause} ({CAUSES[cause]})" for cause, number in causes)
+        reasons = "; ".join(f"{number} {cause} ({CAUSES.get(cause, RAISE)})" for cause, number in causes)
         none = f"none of {len(questions)} questions gives a demonstration"
         raise UserError(f"{config.data.train}: {none}: {reasons}")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(Path(output), map(_row, demonstrations))
-    console.say(_count_table(counts))
+    outcomes = sorted({outcome for _, outcome in counts})
+    console.say(table(count_rows(counts, outcomes), ["data source", *outcomes]))
     console.note(f"{len(demonstrations)} demonstrations written to {output}")
 
 
-def _too_long(demonstration: Demonstration, config: Config, tokenizer: Any) -> str:
-    """Return the limit of the config that the demonstration exceeds, as named in CAUSES, or ""."""
+def _lengths(demonstration: Demonstration, config: Config, tokenizer: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield keys of the config, each with a length of the demonstration and its limit."""
     rollout = config.rollout
     prompt = build_prompt(demonstration.question, tokenizer, config.prompt, NO_LIMIT, make_actions(config))
+    yield "rollout.max_prompt_length", len(prompt), rollout.max_prompt_length
     longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
-    if len(prompt) > rollout.max_prompt_length:
-        return "long prompt"
-    if longest_turn > rollout.max_turn_length:
-        return "long turn"
-    length = demonstration_length(demonstration, config, tokenizer)
-    if length > rollout.max_length:
-        return "longer than rollout.max_length"
-    return "longer than sft.row_length" if length > config.sft_row_length else ""
+    yield "rollout.max_turn_length", longest_turn, rollout.max_turn_length
+    length = demonstration_length(demonstration, config, tokenizer)  # refuses longer prompts
+    yield "rollout.max_length", length, rollout.max_length
+    yield "sft.row_length", length, config.sft_row_length
 
 
 def _row(demonstration: Demonstration) -> dict[str, Any]:
@@ -134,13 +132,6 @@ def _row(demonstration: Demonstration) -> dict[str, Any]:
         documents = [{"id": d.id, "title": d.title, "text": d.text} for d in turn.documents]
         turns.append({"text": turn.text, "documents": documents})
     return question_row(demonstration.question) | {"turns": turns}
-
-
-def _count_table(counts: Counter[tuple[str, str]]) -> str:
-    outcomes = sorted({outcome for _, outcome in counts})
-    sources = sorted({source for source, _ in counts})
-    rows = [[source, *(counts[source, outcome] for outcome in outcomes)] for source in sources]
-    return table([*rows, ["all", *map(sum, list(zip(*rows, strict=True))[1:])]], ["data source", *outcomes])
 
 
 AT_ONCE = 128  # items; the client puts their queries into common requests
@@ -158,32 +149,30 @@ def look_up_each(
     show: Callable[[int], object] = lambda done: None,
 ) -> list[Result]:
     """Return what `work` makes of each item and a search, which finds nothing for a refused query."""
+    client, slots, numbers = RetrieverClient(config, url), asyncio.Semaphore(AT_ONCE), count(1)
 
-    async def all_of_them() -> list[Result]:
-        client, slots, numbers = RetrieverClient(config, url), asyncio.Semaphore(AT_ONCE), count(1)
+    async def search(query: str) -> list[Document]:
+        with suppress(QueryRefused):
+            return (await client.search([query]))[0]
+        return []
 
-        async def search(query: str) -> list[Document]:
-            with suppress(QueryRefused):
-                return (await client.search([query]))[0]
-            return []
+    async def finish(item: Item) -> Result:
+        async with slots:
+            result = await work(item, search)
+        show(next(numbers))
+        return result
 
-        async def finish(item: Item) -> Result:
-            async with slots:
-                result = await work(item, search)
-            show(next(numbers))
-            return result
-
+    async def finish_all() -> list[Result]:
         try:
             return list(await asyncio.gather(*map(finish, items)))
         finally:
             await client.close()
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(finish_all())
 
 
 MAX_QUOTE = 40  # words of a passage that a thought quotes
 STRIDE = 10  # words between two places where a quote may begin in a sentence that is longer
-FIRST_THOUGHT = "I have to look this up."
 YES_NO = ("yes", "no")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _BRACKETS = re.compile(r"\s*\([^()]*\)\s*$")  # Silent Garden (novel)
@@ -254,10 +243,10 @@ async def find_support(
     while missing and len(lookups) < max_searches:
         used = {lookup.query for lookup in lookups}
         queries = queries_for(question, _mentioned(passages, missing, read), bool(lookups))
-        queries = [query for query in queries if query not in used]
         queries = queries if first_query is None or lookups else [first_query]
-        results = [(_worth(documents := await search(query), missing), query, documents) for query in queries]
-        _, query, documents = max(results, key=lambda result: result[0], default=(None, "", []))
+        results = {query: await search(query) for query in queries if query not in used}
+        query = max(results, key=lambda query: _worth(results[query], missing), default="")
+        documents = results.get(query, [])
         new_ids = [document.id for document in documents if document.id in missing]
         if not new_ids:
             break
@@ -320,7 +309,7 @@ def demonstrate(
     clean = partial(neutralise, grammar=grammar)
     turns = []
     first = lookups[0].query if lookups else question.text
-    thought = FIRST_THOUGHT if question.text in first else f"I have to look up {clean(first)}."
+    thought = f"I have to look {'this up' if question.text in first else f'up {clean(first)}'}."
     quotes: list[str] = []
     for number, lookup in enumerate(lookups, 1):
         text = f"<think> {thought} </think>\n<search> {clean(lookup.query)} </search>"

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.policy import REST
@@ -25,7 +24,6 @@ from calibadv_jax.contrib.judge import JudgeClient
 from calibadv_jax.contrib.planning.memory import device_lines, find_architecture
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import RequestFailed, UserError
-from calibadv_jax.core.tags import leaves_thought_open
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.learner.optimizer import step_updates
@@ -55,7 +53,7 @@ def run(config: Config, offline: bool = False) -> None:
     config = replace(config, tools=tools)
     failed, counts = 0, Counter[str]()
     failures: dict[str, str] = {}  # failure -> the first check with it
-    for name, check in checks:
+    for name, check in checks.items():
         try:
             with console.phase(f"checking: {name}", announce=not offline):
                 lines = check(config)
@@ -70,23 +68,14 @@ def run(config: Config, offline: bool = False) -> None:
             console.say(f"{statuses[-1]:4} {name}: {line.removeprefix(prefix)}")
         counts.update(statuses)
         failed += "FAIL" in statuses
-    console.say(summary(failed, len(checks), "offline check" if offline else "check", counts))
+    kind = "offline check" if offline else "check"
     if failed:
+        console.say(f"{failed} of {len(checks)} {kind}s failed")
         raise SystemExit(1)
-
-
-def summary(failed: int, total: int, kind: str, counts: Counter[str]) -> str:
-    """Return the last line: "ready" only if everything was checked without a warning."""
-    if failed:
-        return f"{failed} of {total} {kind}s failed"
-    kinds = {"warn": ("warning", ""), "skip": ("thing", " not checked")}
-    exceptions = [
-        f"{counts[status]} {noun}{'s' if counts[status] > 1 else ''}{state}"
-        for status, (noun, state) in kinds.items()
-        if counts[status]
-    ]
-    with_them = f", with {' and '.join(exceptions)}"
-    return f"every {kind} passed{with_them}" if exceptions else f"ready: every {kind} passed"
+    names = {"warn": "warning(s)", "skip": "not checked"}
+    exceptions = [f"{counts[status]} {name}" for status, name in names.items() if counts[status]]
+    passed = f"every {kind} passed"
+    console.say(f"{passed}, with {' and '.join(exceptions)}" if exceptions else f"ready: {passed}")
 
 
 def check_questions(config: Config, offline: bool = False) -> list[str]:
@@ -143,30 +132,19 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
     """Return the longest prompt that fits, and the number of longer ones, unless they are to be refused."""
     actions = make_actions(config)
     check_tags(actions, tokenizer)
-    limit, warnings, example = config.rollout.max_prompt_length, [], (np.zeros(0, np.int32), "")
+    limit, warnings, prompts = config.rollout.max_prompt_length, [], []
     for key in ("train", "eval"):
         questions = load_questions(getattr(config.data, key), config.data.columns)
         lengths = prompt_lengths(questions, tokenizer, config.prompt, limit, actions)
         kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
         warnings += [f"warning: {overlong}"] if overlong else []
         longest = max(kept, key=lambda question: len(question.text))
-        prompt = open_prompt(longest, tokenizer, config.prompt, limit, actions)
-        example = max(example, prompt, key=lambda prompt: len(prompt[0]))
-    ids, opening = example
-    shown = f"the longest question's prompt has {len(ids)} of {limit} tokens"
-    return [*warnings, f"{shown}: {tokenizer.decode(ids)!r}", *opening_lines(config, opening)]
-
-
-def opening_lines(config: Config, opening: str) -> list[str]:
-    """Describe the text of the prompt that counts as the beginning of the first turn."""
-    if opening == config.prompt.opening:
-        return []
-    if not leaves_thought_open(opening):
-        own = "the first turn counts with it, or with a thought of its own; later turns need one"
-        return [f"the prompt ends in {opening!r}: {own}"]
-    is_on = config.prompt.prepend_think
-    later = "opens later turns too" if is_on else "is off: the policy opens later turns itself"
-    return [f"the prompt opens the first turn with {opening!r}; prompt.prepend_think {later}"]
+        prompts.append(open_prompt(longest, tokenizer, config.prompt, limit, actions))
+    ids, opening = max(prompts, key=lambda prompt: len(prompt[0]))
+    lines = [f"the longest question's prompt has {len(ids)} of {limit} tokens: {tokenizer.decode(ids)!r}"]
+    if opening != config.prompt.opening:
+        lines.append(f"the first turn begins with {opening!r}, which the chat template writes")
+    return [*warnings, *lines]
 
 
 def check_sampler(config: Config) -> list[str]:
@@ -286,31 +264,8 @@ def check_updates(config: Config) -> list[str]:
     return [f"{steps} steps of {step}: {steps * updates} in all"]
 
 
-def check_services(config: Config) -> list[str]:
-    sampler, retriever = config.sampler, config.retriever
-    is_vllm = sampler.name == "vllm"
-    workers = f"{len(sampler.urls) or sampler.workers} vLLM worker(s)" if is_vllm else "in process"
-    documents = f"the best {retriever.topk} documents, not reranked"
-    if retriever.rerank_topk:
-        documents = f"{retriever.retrieval_topk} documents reranked to {retriever.rerank_topk}"
-    where = retriever.url or retriever.corpus or "none yet (set retriever.url or retriever.corpus)"
-    return [f"sampler: {workers}, {sampler.slots} trajectories together", f"retriever: {where}: {documents}"]
-
-
-Checks = list[tuple[str, Callable[[Config], list[str]]]]
-CHECKS: Checks = [
-    ("calibration", describe_choices),
-    ("questions", check_questions),
-    ("policy", check_policy),
-    ("sampler", check_sampler),
-    ("retriever", check_retriever),
-    ("judge", check_judge),
-]
-OFFLINE_CHECKS: Checks = [
-    ("calibration", describe_choices),
-    ("prompt", check_prompt),
-    ("questions", check_question_files),
-    ("policy", check_shape),
-    ("updates", check_updates),
-    ("services", check_services),
-]
+Checks = dict[str, Callable[[Config], list[str]]]
+CHECKS: Checks = {"calibration": describe_choices, "questions": check_questions, "policy": check_policy}
+CHECKS |= {"sampler": check_sampler, "retriever": check_retriever, "judge": check_judge}
+OFFLINE_CHECKS: Checks = {"calibration": describe_choices, "prompt": check_prompt}
+OFFLINE_CHECKS |= {"questions": check_question_files, "policy": check_shape, "updates": check_updates}

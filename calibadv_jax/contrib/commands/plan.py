@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,15 @@ from calibadv_jax.hosts.joining import check_workers
 from calibadv_jax.metrics.console import Console, duration, number, table
 from calibadv_jax.policy.architecture import Architecture
 
-FULL = 0.5  # share of the rows that should hold tokens
 NOT_COUNTED = "not counted: retrieval, publishing weights, checkpoints, evaluations, compiling"
 Changes = dict[str, Any]  # dotted key -> value
-MOST_LINES = 4
 ADAPTERS: Changes = {"policy.lora.rank": 16}
 TENSOR = (2, 4, 8)  # sizes of mesh.tensor that are tried
-NUM_LEVERS = 7 + len(TENSOR)
+NUM_LEVERS, STRONGEST = 8, 2**16  # of a lever, whose options count from 1; 0: it is not used
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run on devices that need not be attached."""
-
     config: Config  # placed on the devices
     target: Target
     architecture: Architecture
@@ -154,8 +149,10 @@ def memory_verdict(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> 
         verdict = f"{'fits' if fits else 'does not fit'} {has}, by the formula"
         if fits and expected * gaps > limit:
             verdict += f"; programs may need up to {gaps} times as much, so compile it (leave --estimate out)"
-    advice = [] if fits else ways_out(plan.config, plan.architecture, plan.target, limit, scale)
-    return [*lines, verdict, *advice], fits
+    lines.append(verdict)
+    if not fits:
+        lines.append(remedy(plan.config, plan.architecture, plan.target, limit, scale))
+    return lines, fits
 
 
 def work_lines(plan: RunPlan) -> list[str]:
@@ -165,17 +162,11 @@ def work_lines(plan: RunPlan) -> list[str]:
         counts = part.flops, part.memory * part.devices, part.received * part.devices
         seconds = number(part.seconds(plan.target, plan.efficiency))
         rows.append((part.name, *(f"{count:.2e}" for count in counts), seconds))
-    emptiness = (
-        f"warning: only {step.fill:.0%} of the update's rows hold tokens: a microbatch has"
-        f" {learner.microbatch_rows * learner.row_length} of them; set a larger mesh.tensor and a smaller"
-        " mesh.fsdp with fewer learner.microbatch_rows, or a larger learner.minibatch_size"
-    )
     overlap = ", rollouts and update at the same time" if step.overlap else ""
     return [
         f"a step: {rollouts.trajectories} trajectories of {rollouts.tokens} tokens, {rollouts.sampled} of"
-        " them sampled (--tokens, --sampled)",
+        f" them sampled (--tokens, --sampled), which fill {step.fill:.0%} of the update's rows",
         table(rows, ("part", "operations", "bytes of memory", "bytes between devices", "seconds")),
-        *([emptiness] if step.fill < FULL else []),
         f"at efficiency {plan.efficiency:g}: {number(plan.seconds)} s a step{overlap},"
         f" {step.trained / plan.seconds:.0f} tokens/s",
         f"{learner.steps} steps: {duration(learner.steps * plan.seconds)}, {number(plan.device_hours)} device"
@@ -219,100 +210,84 @@ def changed(section: Any, changes: Changes) -> Any:
     return replace(section, **values)
 
 
-def ways_out(
+def remedy(
     config: Config, architecture: Architecture, target: Target, limit: float, scale: float = 1.0
-) -> list[str]:
-    """Return a line for each combination of `levers` that fits, the cheapest first; one line if none does.
+) -> str:
+    """Return a line with the cheapest changes that fit, or with the least memory if none do.
 
     `config` is placed on the devices; `limit`: bytes of a device; `scale`: bytes that the verdict
     counts, over those of the formula.
     """
-    search = LeverSearch(architecture, target, limit, scale)
-    lines = [f"would fit: {line}" for line in islice(search.fitting(config), MOST_LINES)]
-    if lines:
-        return lines
-    least = f" (the least: {search.least / GIB:.1f} GiB)" if search.least < math.inf else ""
+
+    def proposal(config: Config, adapters: Changes) -> tuple[str, float]:
+        changes, size = cheapest_changes(config, architecture, target, limit / scale)
+        overrides = " ".join(f"{key}={value}" for key, value in (adapters | changes).items())
+        gaps = GAPS.get(target.platform, 1.0)
+        scaled = f", times {scale:.2f} as the compiler counts" if scale > 1 else ""
+        more = f"; programs may need up to {gaps} times as much" if size * scale * gaps > limit else ""
+        more += "; vLLM's workers have devices of their own" if "sampler.name" in changes else ""
+        return f"{overrides} ({size * scale / GIB:.1f} GiB by the formula{scaled}{more})", size * scale
+
+    line, size = proposal(config, {})
+    if size <= limit:
+        return f"would fit: {line}"
     advice = (
         "no combination of learner.row_length, learner.microbatch_rows, policy.remat, mesh,"
-        f" learner.optimizer.offload and sampler fits{least}: take more devices or larger ones"
+        f" learner.optimizer.offload and sampler fits (the least: {size / GIB:.1f} GiB): take more devices or"
+        " larger ones"
     )
     if not config.policy.lora.rank:
         with suppress(ValidationError):  # the config may have what adapters cannot have
-            line = next(search.fitting(changed(config, ADAPTERS), ADAPTERS), "")
-            advice += f", or train adapters: {line}" if line else ""
-    return [advice]
+            line, size = proposal(changed(config, ADAPTERS), ADAPTERS)
+            advice += f", or train adapters: {line}" if size <= limit else ""
+    return advice
 
 
-class LeverSearch:
-    """Combinations of levers that fit; `least`: the fewest bytes of all that were tried."""
+def cheapest_changes(
+    config: Config, architecture: Architecture, target: Target, limit: float
+) -> tuple[Changes, float]:
+    """Return the cheapest combination of `levers` within a limit, and its bytes; else the strongest one.
 
-    def __init__(self, architecture: Architecture, target: Target, limit: float, scale: float):
-        self.architecture, self.target, self.limit, self.scale = architecture, target, limit, scale
-        self.least = math.inf
+    The dearest lever decides the cost of a combination, so it is relaxed first.
+    """
 
-    def fitting(self, config: Config, before: Changes | None = None) -> Iterator[str]:
-        """Yield overrides and bytes of each minimal set of levers that fits, after the changes `before`."""
-        smaller: list[int] = []
-        for subset in range(0 if before else 1, 2**NUM_LEVERS):  # bit n: the n-th cheapest
-            chosen = {n: -1 for n in range(NUM_LEVERS) if subset >> n & 1}  # lever -> option, first the last
-            if any(subset & part == part for part in smaller) or not self._fits(config, chosen):
-                continue
-            smaller.append(subset)
-            for n in sorted(chosen, reverse=True):  # the dearest lever is relaxed first
-                chosen[n] = self._mildest(config, chosen, n)
-            changes, fitting = self._with(config, chosen)
-            yield self._line((before or {}) | changes, self._needed(fitting))
-
-    def _mildest(self, config: Config, chosen: Mapping[int, int], n: int) -> int:
-        _, partly = self._with(config, {lever: chosen[lever] for lever in chosen if lever < n})
-        strongest = len(levers(partly, self)[n]) - 1
-        return bisect_left(
-            range(strongest), True, key=lambda option: self._fits(config, {**chosen, n: option})
-        )
-
-    def _line(self, changes: Changes, size: float) -> str:
-        overrides = " ".join(f"{key}={value}" for key, value in changes.items())
-        gaps = GAPS.get(self.target.platform, 1.0)
-        scaled = f", times {self.scale:.2f} as the compiler counts" if self.scale > 1 else ""
-        more = f"; programs may need up to {gaps} times as much" if size * gaps > self.limit else ""
-        more += "; vLLM's workers have devices of their own" if "sampler.name" in changes else ""
-        return f"{overrides} ({size / GIB:.1f} GiB by the formula{scaled}{more})"
-
-    def _fits(self, config: Config, chosen: Mapping[int, int]) -> bool:
-        try:
-            size = self._needed(self._with(config, chosen)[1])
-        except (IndexError, ValidationError, UserError):  # a lever has no option, or they do not go together
-            return False
-        self.least = min(self.least, size)
-        return size <= self.limit
-
-    def _with(self, config: Config, chosen: Mapping[int, int]) -> tuple[Changes, Config]:
+    def pull(strengths: Sequence[int]) -> tuple[Changes, float]:
         changes: Changes = {}
-        for n, option in sorted(chosen.items()):
-            changes |= (step := levers(config, self)[n][option])
-            config = changed(config, step)
-        return changes, config
+        pulled, size = config, peak_memory(memory_of(config, architecture, target))
+        for lever, strength in enumerate(strengths):
+            options = levers(pulled, architecture, target.hosts)[lever]
+            if strength and options:
+                step = options[min(strength, len(options)) - 1]
+                with suppress(ValidationError, UserError):  # it does not go together with the others
+                    stepped = changed(pulled, step)
+                    size = peak_memory(memory_of(stepped, architecture, target))
+                    pulled, changes = stepped, changes | step
+        return changes, size
 
-    def _needed(self, config: Config) -> float:
-        return peak_memory(memory_of(config, self.architecture, self.target)) * self.scale
+    strengths = [STRONGEST] * NUM_LEVERS
+    if pull(strengths)[1] <= limit:
+        for n in reversed(range(NUM_LEVERS)):
+            before, after = strengths[:n], strengths[n + 1 :]
+            strengths[n] = bisect_left(
+                range(STRONGEST), True, key=lambda strength: pull([*before, strength, *after])[1] <= limit
+            )
+    return pull(strengths)
 
 
-def levers(config: Config, search: LeverSearch) -> list[list[Changes]]:
+def levers(config: Config, architecture: Architecture, hosts: int) -> list[list[Changes]]:
     """Return the options of every lever, from the mildest to the strongest; none if it is at its end.
 
-    The cheapest lever comes first; none changes what is learned. The dearest lever of a combination decides
-    its cost.
+    The cheapest lever comes first; none changes what is learned.
     """
     mesh, sampler, learner, longest = config.mesh, config.sampler, config.learner, config.rollout.max_length
-    shards, rows, hosts = mesh.data * mesh.fsdp, learner.microbatch_rows, search.target.hosts
+    shards, rows, heads = mesh.data * mesh.fsdp, learner.microbatch_rows, architecture.num_kv_heads
     parts = {"learner": learner} | ({"critic": config.critic} if config.advantage.has_critic else {})
     resident = [name for name, section in parts.items() if section.optimizer.offload == "none"]
-    is_embedded, heads = sampler.name == "jax", search.architecture.num_kv_heads
-    splits = [  # a tensor axis must divide the shards and the heads, and leave rows for the rest
+    is_embedded = sampler.name == "jax"
+    splits: list[Changes] = [  # a tensor axis must divide the shards and the heads, and leave rows
         {"mesh.fsdp": mesh.fsdp // size, "mesh.tensor": size, "learner.microbatch_rows": rows // size}
-        if mesh.tensor <= 1 and mesh.fsdp % size == 0 and heads % size == 0 and rows >= size
-        else {}
         for size in TENSOR
+        if mesh.tensor <= 1 and mesh.fsdp % size == 0 and heads % size == 0 and rows >= size
     ]
     slots = (sampler.slots - 1) // shards * shards if is_embedded else 0
     workers: Changes = {"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {})
@@ -322,7 +297,7 @@ def levers(config: Config, search: LeverSearch) -> list[list[Changes]]:
         [{"policy.remat": "full"}] if config.policy.remat != "full" else [],
         [{"mesh.data": 1, "mesh.fsdp": shards}] if mesh.data > 1 else [],
         [{f"{name}.optimizer.offload": "host" for name in resident}] if resident else [],
-        *([split] if split else [] for split in splits),
+        splits,
         [{"sampler.slots": count} for count in range(slots, 0, -shards)],
         [workers] if is_embedded else [],
     ]

@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
@@ -39,23 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help=text)
     text = "data source of rows without one (default: name of the file or folder)"
     parser.add_argument("--data_source", default="", help=text)
-    text = "key of the question in files of an unknown layout"
-    parser.add_argument("--question", default="", metavar="KEY", help=text)
-    text = "key of the golden answer or answers in such files"
-    parser.add_argument("--answer", default="", metavar="KEY", help=text)
-    text = "text between several answers that are written as one, such as '|'"
-    parser.add_argument("--separator", default="", help=text)
-    text = "keep only these data sources"
-    parser.add_argument("--only", nargs="+", default=[], metavar="DATA_SOURCE", help=text)
+    parser.add_argument(
+        "--question", default="", metavar="KEY", help="key of the question, for other layouts"
+    )
+    parser.add_argument("--answer", default="", metavar="KEY", help="key of the golden answers in such files")
+    parser.add_argument("--separator", default="", help="text between answers in one text, such as '|'")
+    parser.add_argument("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these")
     text = "drop questions that occur in these files"
     parser.add_argument("--exclude", nargs="+", default=[], metavar="INPUT", help=text)
-    text = "drop questions with more characters; 0: no limit"
-    parser.add_argument("--max_characters", type=number(int, least=0), default=0, help=text)
-    text = "drop questions (or prompts of rows) with more tokens; 0: no limit"
-    parser.add_argument("--max_tokens", type=number(int, least=0), default=0, help=text)
+    count = number(int, least=0)
+    parser.add_argument("--max_characters", type=count, default=0, help="of a question; 0: no limit")
+    parser.add_argument(
+        "--max_tokens", type=count, default=0, help="of a question or its prompt; 0: no limit"
+    )
     text = "tokenizer for --max_tokens: a folder or OWNER/NAME[@REVISION]"
     parser.add_argument("--tokenizer", default="", help=text)
-    parser.add_argument("--drop_prompt", action="store_true", help="leave out the prompts that rows carry")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -69,14 +67,9 @@ def run(arguments: argparse.Namespace) -> None:
         max_characters=arguments.max_characters,
         max_tokens=arguments.max_tokens,
         count_tokens=_token_counter(arguments.tokenizer) if arguments.tokenizer else len,
-        keeps_prompt=not arguments.drop_prompt,
     )
     report, console = prepare(arguments.inputs, arguments.output, filters), Console()
-    console.say(table(report.rows(), ["data source", "read", "written", *report.reasons]))
-    if report.renamed:
-        console.say(f"{report.renamed} ids were taken: a number was added to the ids of those rows")
-    if report.empty_answers:
-        console.say(f"{report.empty_answers} golden answers that normalise to nothing were left out")
+    console.say(table(report.rows(), ["data source", *report.outcomes]))
     if report.joined_answers:
         joined = "rows have one golden answer with a separator in it (|, ; or a line break)"
         console.warn(f"{report.joined_answers} {joined}: if these are several answers, give --separator")
@@ -92,6 +85,7 @@ def _token_counter(name: str) -> Callable[[str], int]:
     return lambda text: len(encode(tokenizer, text))
 
 
+READ, WRITTEN = "read", "written"  # outcomes of rows beside the reasons to drop them
 EXAMPLES = 5  # dropped rows that the report shows for each reason
 BATCH = 1024  # rows of a parquet file written at once
 _TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
@@ -113,43 +107,44 @@ class Filters:
     max_characters: int = 0  # of the question; 0: no limit
     max_tokens: int = 0  # of the question, or of the prompt that its row carries; 0: no limit
     count_tokens: Callable[[str], int] = len
-    keeps_prompt: bool = True
 
 
 @dataclass
 class PreparationReport:
     """Rows read, written and dropped, by data source, and examples of each reason."""
 
-    read: Counter[str] = field(default_factory=Counter)
-    written: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[tuple[str, str]] = field(default_factory=Counter)  # (data source, reason)
+    counts: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # (data source, READ, WRITTEN or reason)
     renamed: int = 0  # rows whose id another row had before
     empty_answers: int = 0  # left out of written rows: they normalise to nothing
     joined_answers: int = 0  # written rows whose only answer looks like several ones
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
     def drop(self, source: str, reason: str, where: str, text: str) -> None:
-        self.dropped[source, reason] += 1
+        self.counts[source, reason] += 1
         shown = self.examples.setdefault(reason, [])
         shown += [{"row": where, "question": text}] if len(shown) < EXAMPLES else []
 
     @property
-    def reasons(self) -> list[str]:
-        return sorted({reason for _, reason in self.dropped})
+    def outcomes(self) -> list[str]:
+        return [READ, WRITTEN, *sorted(self.examples)]
 
     def rows(self) -> list[list[Any]]:
-        """Return for each data source, and in all: name, read, written, dropped for each reason."""
-        rows = [
-            [name, self.read[name], self.written[name], *(self.dropped[name, why] for why in self.reasons)]
-            for name in sorted(self.read)
-        ]
-        return [*rows, ["all", *map(sum, list(zip(*rows, strict=True))[1:])]]
+        return count_rows(self.counts, self.outcomes)
 
     def as_json(self) -> dict[str, Any]:
-        names = ["data_source", "read", "written", *self.reasons]
-        counts = [dict(zip(names, row, strict=True)) for row in self.rows()]
+        counts = [dict(zip(["data_source", *self.outcomes], row, strict=True)) for row in self.rows()]
         fields = ("renamed", "empty_answers", "joined_answers", "examples")
         return {"counts": counts} | {name: getattr(self, name) for name in fields}
+
+
+def count_rows(counts: Counter[tuple[str, str]], outcomes: Sequence[str]) -> list[list[Any]]:
+    """Return one row a data source, and one of all: its name and its number of each outcome."""
+    sources = sorted({source for source, _ in counts})
+    rows = [[source, *(counts[source, outcome] for outcome in outcomes)] for source in sources]
+    sums = (sum(counts[source, outcome] for source in sources) for outcome in outcomes)
+    return [*rows, ["all", *sums]]
 
 
 def question_key(text: str) -> str:
@@ -170,10 +165,11 @@ def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> Pre
         raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output") from error
     with replacing(output) as partial:
         (_write_parquet if output.suffix == ".parquet" else write_questions)(partial, questions)
-        if not report.written:
+        _, num_read, num_written, *_ = report.rows()[-1]
+        if not num_written:
+            reasons = ", ".join(sorted(report.examples)) or "the files are empty"
             raise UserError(
-                f"{output}: no question is left, {sum(report.read.values())} were dropped"
-                f" ({', '.join(report.reasons) or 'the files are empty'}); relax the filters"
+                f"{output}: no question is left, {num_read} were dropped ({reasons}); relax the filters"
             )
         text = json.dumps(report.as_json(), indent=2, ensure_ascii=False)
         write_text(output.with_name(output.name + ".report.json"), text + "\n")
@@ -191,15 +187,15 @@ def _select(sources: Sources, filters: Filters, report: PreparationReport) -> It
     for path, source in find_files(sources, filters.default_source):
         for where, question in read_questions(path, source, filters.columns):
             if isinstance(question, NoAnswer):
-                report.read[question.source] += 1
+                report.counts[question.source, READ] += 1
                 report.drop(question.source, "no answer", where, str(question).removeprefix(f"{where}: "))
                 continue
-            report.read[question.data_source] += 1
+            report.counts[question.data_source, READ] += 1
             if reason := _why_dropped(question, filters, excluded, seen):
                 report.drop(question.data_source, reason, where, question.text)
                 continue
             seen.add(_digest(question.text))
-            report.written[question.data_source] += 1
+            report.counts[question.data_source, WRITTEN] += 1
             answers = tuple(filter(normalise_answer, question.golden_answers))
             report.empty_answers += len(question.golden_answers) - len(answers)
             report.joined_answers += is_joined(question)
@@ -207,8 +203,7 @@ def _select(sources: Sources, filters: Filters, report: PreparationReport) -> It
             name = next(name for name in names if name not in ids)
             ids.add(name)
             report.renamed += name != question.id
-            prompt = question.prompt if filters.keeps_prompt else ()
-            yield replace(question, id=name, golden_answers=answers, prompt=prompt)
+            yield replace(question, id=name, golden_answers=answers)
 
 
 def _why_dropped(

@@ -35,15 +35,11 @@ from calibadv_jax.rewards.score import score_groups
 SHOWN = ("reward/", "group/", "advantage/", "actor/pg_loss", "actor/computed_share")
 ROUNDING = 1e-9  # relative; other machines add the same float64 numbers in another order
 FLOAT32 = 1e-5  # the same of a logged metric, whose sums the training took in float32
-DIFFERENT = 1  # exit status: the replayed advantages are not the kept ones
-Groups = list[Group]
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """A step's result under one config."""
-
-    groups: Groups
+    groups: list[Group]
     advantages: AdvantageResult
     metrics: dict[str, float]
 
@@ -85,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
         other, total = equal_turns(kept.credits, changed.advantages.credits)
         say(f"{' '.join(arguments.overrides)}: {total - other} of {total} turns get another advantage")
     if equal < total:
-        raise SystemExit(DIFFERENT)
+        raise SystemExit(1)
 
 
 def kept_config(kept: KeptStep, path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -103,7 +99,9 @@ def replay(kept: KeptStep, config: Config) -> Replay:
     return Replay(groups, advantages, metrics)
 
 
-def score_again(kept: KeptStep, config: Config, rng: np.random.Generator) -> tuple[Groups, AdvantageResult]:
+def score_again(
+    kept: KeptStep, config: Config, rng: np.random.Generator
+) -> tuple[list[Group], AdvantageResult]:
     """Return a kept step's groups with rewards under a config, and their advantages; reward.shuffle draws."""
     groups = score_groups(kept.groups, config.reward, rng)
     return groups, compute_advantages(groups, config.advantage)

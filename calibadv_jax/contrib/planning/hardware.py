@@ -45,7 +45,7 @@ class Gpu(Chip):
 class Tpu(Chip):
     host: str
     alone: int
-    cores: int = 1
+    slices: dict[int, str]
 
 
 _FIGURES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -62,8 +62,6 @@ def target_config(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """Devices that need not be attached."""
-
     platform: Platform
     kind: str  # v5e, h100
     topology: str  # as the compiler names it: v5e:4x4, or slices x hosts x GPUs of a host
@@ -109,7 +107,11 @@ def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
     if bool(tpu) == bool(gpu):
         raise UserError("name the devices: --tpu v5e:4x4, or --gpu h100 --topology 1x2x8")
     if tpu:
-        kind, _, shape = _slice(tpu).partition(":")
+        kind, _, shape = tpu.partition(":")
+        if not shape:  # perhaps a name of Cloud TPU
+            kind, _, number = tpu.partition("-")
+            kind = LITE.get(kind, kind)
+            shape = TPUS[kind].slices.get(int(number), "") if kind in TPUS and number.isdecimal() else ""
         if topology:
             raise UserError(f"--topology {topology} is for --gpu; give a TPU's shape as --tpu {kind}:4x4")
         if kind not in TPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
@@ -127,21 +129,6 @@ def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
         raise UserError(f"--topology {topology or 'is missing'}: {shape}")
     hosts = _product(topology.rpartition("x")[0])
     return Target("cuda", gpu, topology, GPUS[gpu], _product(topology), hosts)
-
-
-def _slice(name: str) -> str:
-    """Return ``v5p:2x2x2`` for Cloud TPU's name ``v5p-16``: the usual shape; other names unchanged."""
-    kind, _, number = name.partition("-")
-    kind = LITE.get(kind, kind)
-    if kind not in TPUS or not number.isdecimal():
-        return name
-    host, (chips, unpaired) = TPUS[kind].host, divmod(int(number), TPUS[kind].cores)
-    doublings, axes = chips.bit_length() - 1, host.count("x") + 1
-    is_sold = chips >= 4 or (chips == 1 and axes == 2)
-    if unpaired or not is_sold or chips != 1 << doublings:
-        return name
-    sizes = [1 << (doublings + axis) // axes for axis in range(axes)]
-    return f"{kind}:{host if chips == 4 else 'x'.join(map(str, sizes))}"
 
 
 def sampler_of(config: Config, target: Target) -> Config:

@@ -50,20 +50,23 @@ def estimate_memory(
     policy = _shapes(architecture, Adapters.from_config(lora))
     frozen, trained = (_held_elements(part, mesh) for part in policy.split(policy.abstract_params))
     held, frozen_count = sum(trained.values()), sum(frozen.values())
-    moments = _moments(config.learner.optimizer, trained)
+    optimizer, moments = _optimizer_state(config.learner.optimizer, trained, stored)
     estimate = {
         "parameters": held * stored,
-        "optimizer": sum(moments.values()) * stored,
+        "optimizer": optimizer,
         "gradients": held * 4 * 2,  # accumulated, and those of the microbatch
         **_update(config, architecture, mesh),
     }
     if frozen:
         estimate["base"] = frozen_count * jnp.dtype(lora.base_dtype).itemsize
-    if config.learner.optimizer.offload == "host":
-        in_use = 2 * most_at_once(moments.values())  # old and new
-        estimate |= {"moments": in_use * stored, "optimizer": 0.0}
-    if config.advantage.has_critic:
-        _add_critic(estimate, config, policy, mesh)
+    if config.advantage.has_critic:  # trained after the policy; its update needs no more
+        counts = _held_elements(_critic_of(policy).abstract_trained, mesh)
+        estimate["critic"] = sum(counts.values()) * stored
+        optimizer, critic_moments = _optimizer_state(config.critic.optimizer, counts, stored)
+        estimate |= {"critic's optimizer": optimizer} if optimizer else {}
+        moments = max(moments, critic_moments)
+    if moments:
+        estimate["moments"] = moments
     if config.keeps_initial_policy and (not frozen or lora.init_from):  # new adapters: the base itself
         estimate["reference policy"] = held * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
@@ -84,19 +87,6 @@ def _computed_bytes(config: Config) -> int:
 def _shapes(architecture: Architecture, adapters: Adapters | None) -> Policy:
     """Return a policy whose parameters have shapes only; building it takes a tenth of a second."""
     return Policy(architecture, Numerics(), adapters)
-
-
-def _add_critic(estimate: dict[str, float], config: Config, policy: Policy, mesh: Mapping[str, int]) -> None:
-    """Add parameters and moments. A critic is trained after the policy, and its update needs no more."""
-    stored, rule = jnp.dtype(config.policy.param_dtype).itemsize, config.critic.optimizer
-    counts = _held_elements(_critic_of(policy).abstract_trained, mesh)
-    moments = _moments(rule, counts)
-    estimate["critic"] = sum(counts.values()) * stored
-    if rule.offload == "host":
-        in_use = 2 * most_at_once(moments.values()) * stored
-        estimate["moments"] = max(in_use, estimate.get("moments", 0.0))
-    else:
-        estimate["critic's optimizer"] = sum(moments.values()) * stored
 
 
 def shares_base(config: Config) -> bool:
@@ -178,19 +168,16 @@ def trained_parameters(config: Config, architecture: Architecture) -> int:
 def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
     """Return one line for each kind of heads that ``mesh.tensor`` does not divide, with the remedy."""
     tensor, warnings = mesh["tensor"], []
-    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
-    too_few = "more than" if tensor > kv_heads else "which does not divide"
-    gathers = "all of them, and sampler.name=jax gathers the weights of the whole axis"
-    for number, problem, cost in (
-        (heads, f"which does not divide the policy's {heads} heads", "the attention of all of them"),
-        (kv_heads, f"{too_few} the policy's {kv_heads} key-value heads", gathers),
+    for number, heads in (
+        (architecture.num_heads, "heads"),
+        (architecture.num_kv_heads, "key-value heads"),
     ):
-        sizes = [str(size) for size in range(1, min(number, tensor) + 1) if number % size == 0]
-        choice = f"{', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else sizes[0]
         if number % tensor:
+            sizes = " or ".join(str(size) for size in range(1, min(number, tensor) + 1) if number % size == 0)
             warnings.append(
-                f"warning: mesh.tensor is {tensor}, {problem}: each device of the axis computes {cost}; set"
-                f" mesh.tensor to {choice} and mesh.fsdp to the rest"
+                f"warning: mesh.tensor is {tensor}, which does not divide the policy's {number} {heads}: each"
+                f" device of the axis computes all of them; set mesh.tensor to {sizes} and mesh.fsdp to the"
+                " rest"
             )
     return warnings
 
@@ -204,13 +191,20 @@ def _held_elements(abstract: Params, mesh: Mapping[str, int]) -> dict[str, int]:
     )
 
 
-def _moments(rule: OptimizerConfig, counts: Mapping[str, int]) -> dict[str, int]:
-    """Return elements of each parameter's moments on one device: two each, one where Muon orthogonalises."""
-    is_muon = rule.name == "muon"
-    return {
-        path: size * (1 if is_muon and path.startswith("layers.") and path.endswith(STACKED_MATRICES) else 2)
+def _optimizer_state(rule: OptimizerConfig, counts: Mapping[str, int], stored: int) -> tuple[float, float]:
+    """Return bytes of the moments on one device, permanent and, with offload, in use: old and new ones.
+
+    Each parameter has two moments, one where Muon orthogonalises.
+    """
+    moments = {
+        path: size
+        if rule.name == "muon" and path.startswith("layers.") and path.endswith(STACKED_MATRICES)
+        else 2 * size
         for path, size in counts.items()
     }
+    if rule.offload == "host":
+        return 0.0, 2 * most_at_once(moments.values()) * stored
+    return sum(moments.values()) * stored, 0.0
 
 
 def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
@@ -331,20 +325,15 @@ def host_memory() -> float:
 
 def cpu_lines(config: Config) -> list[str]:
     """Return a warning if the devices are a CPU's, and the sizes are those of accelerators; else nothing."""
-    if jax.local_devices()[0].platform != "cpu":
-        return []
     rollout, sampler, learner = config.rollout, config.sampler, config.learner
-    remedies: list[str] = []
-    if sampler.name == "jax" and sampler.slots * rollout.max_length > CPU_COLUMNS:
-        sizes = f"sampler.slots ({sampler.slots}) and rollout.max_length ({rollout.max_length})"
-        remedies += [f"lower {sizes}, whose product is the KV cache, to a product of at most {CPU_COLUMNS}"]
-    if learner.row_length > CPU_ROW:
-        remedies += [f"lower learner.row_length ({learner.row_length}) to at most {CPU_ROW}"]
-    if remedies and config.policy.compute_dtype == "bfloat16":
-        remedies += ["set policy.compute_dtype=float32, which a CPU computes faster"]
-    return remedies and [
-        f"warning: this machine computes on a CPU, and a few tokens would take minutes: {'; '.join(remedies)}"
-        ". --config configs/cpu.yaml, given last, does so for a trial"
+    cache = sampler.slots * rollout.max_length if sampler.name == "jax" else 0
+    if jax.local_devices()[0].platform != "cpu" or (cache <= CPU_COLUMNS and learner.row_length <= CPU_ROW):
+        return []
+    return [
+        "warning: this machine computes on a CPU, and a few tokens would take minutes with sampler.slots"
+        f" ({sampler.slots}) times rollout.max_length ({rollout.max_length}) above {CPU_COLUMNS}, or"
+        f" learner.row_length ({learner.row_length}) above {CPU_ROW}: --config configs/cpu.yaml, given last,"
+        " lowers them for a trial"
     ]
 
 

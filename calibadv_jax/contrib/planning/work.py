@@ -45,8 +45,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """All parts of a step, and how full the rows are."""
-
     parts: list[Part]
     fill: float  # share of the update's positions that holds tokens
     trained: int  # tokens of a step's trajectories

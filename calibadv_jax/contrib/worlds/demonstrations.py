@@ -7,7 +7,7 @@ misread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -16,16 +16,14 @@ import numpy as np
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.contrib.worlds import world as worlds
 from calibadv_jax.contrib.worlds.words import AGES, POOLS, YEARS
-from calibadv_jax.contrib.worlds.world import WorldQuestion, ask, draw_kinds
+from calibadv_jax.contrib.worlds.world import ASKERS, WorldQuestion, draw_kinds
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 
 NUM_DOCUMENTS = 3
 PER_WORLD = 100  # demonstrations before a fresh world is drawn
-DRILL_SHARE = 0.1  # of the look-ups
-COMPARISON_SHARE = 0.25  # of the rest of them
-RUMOUR_SHARE = 0.35  # of the rest of them, where there are rumours
-AGE_SHARE = 0.4  # of the rest of them, where ages are asked for
+# Of the look-ups, each share of those that are left by the one before.
+DRILL_SHARE, COMPARISON_SHARE, RUMOUR_SHARE, AGE_SHARE = 0.1, 0.25, 0.35, 0.4
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
 Turns = tuple[DemoTurn, ...]
 
@@ -59,20 +57,18 @@ def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterato
 def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
     """Yield endless careful demonstrations, none of them two-hop: facts are found, quoted and compared."""
     rng = np.random.default_rng(seed)
-    comparisons = COMPARISON_SHARE if config.comparison else 0.0
+    # A number is drawn for comparisons in every world, for the other kinds only where they are asked for.
+    shares = {"comparison": COMPARISON_SHARE if config.comparison else 0.0}
+    shares |= {"rumour": RUMOUR_SHARE} if config.rumour else {}
+    shares |= {"age": AGE_SHARE} if config.age else {}
     while True:
         world = _ColdStartWorld(rng, config)
         for _ in range(PER_WORLD):
             if rng.random() < DRILL_SHARE:
                 yield _same_or_not(rng)
-            elif rng.random() < comparisons:
-                yield world.demonstrate("comparison", CAREFUL)
-            elif config.rumour and rng.random() < RUMOUR_SHARE:  # draws nothing in a world without rumours
-                yield world.demonstrate("rumour", CAREFUL)
-            elif config.age and rng.random() < AGE_SHARE:
-                yield world.demonstrate("age", CAREFUL)
             else:
-                yield world.demonstrate("one_hop", CAREFUL)
+                kinds = (kind for kind, share in shares.items() if rng.random() < share)
+                yield world.demonstrate(next(kinds, "one_hop"), CAREFUL)
 
 
 def drills(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
@@ -97,13 +93,15 @@ def _same_or_not(rng: np.random.Generator) -> Demonstration:
         changed = rng.integers(3)  # first word, second word, both
         right[0] = str(rng.choice(first)) if changed != 1 else left[0]
         right[1] = str(rng.choice(second)) if changed != 0 else left[1]
-    text = f"{' '.join(left)} and {' '.join(right)}"
-    answer = "yes" if left == right else "no"
+    text, answer = f"{' '.join(left)} and {' '.join(right)}", "yes" if left == right else "no"
     return Demonstration(Question("demonstration", text, (answer,), "drill"), (_answer_turn(text, answer),))
 
 
-Generator = Callable[[int, WorldConfig], Iterator[Demonstration]]
-GENERATORS: dict[str, Generator] = {"imperfect": imperfect, "lookups": lookups, "drills": drills}
+GENERATORS: dict[str, Callable[[int, WorldConfig], Iterator[Demonstration]]] = {
+    "imperfect": imperfect,
+    "lookups": lookups,
+    "drills": drills,
+}
 
 
 def _answer_turn(thought: str, answer: str) -> DemoTurn:
@@ -117,9 +115,9 @@ class _ColdStartWorld:
         self.misread, self.rng = config.misread, rng
         self.facts = worlds.make_facts(config, rng, SIZES, "cold_start")
         texts = worlds.write_passages(self.facts, rng)
-        pages = worlds.write_pages(texts, rng) if config.pages else []
-        self.pages = {page.title: page for page in pages}
-        texts = [worlds.summarise(page) for page in pages] or texts
+        pages = worlds.write_pages(texts, rng) if config.pages else {}
+        self.pages = {page.title: (address, page) for address, page in pages.items()}
+        texts = [worlds.summarise(address, page) for address, page in pages.items()] or texts
         self.passages = [Document(str(number), *passage) for number, passage in enumerate(texts)]
         self.by_title = {passage.title: passage for passage in self.passages}
         self.by_word: dict[str, list[Document]] = {}
@@ -128,12 +126,12 @@ class _ColdStartWorld:
                 self.by_word.setdefault(word, []).append(passage)
 
     def demonstrate(self, kind: str, flaws: Flaws) -> Demonstration:
-        drawn = ask(self.facts, kind, self.rng)
+        drawn = ASKERS[kind](self.facts, self.rng)
         turns = getattr(self, f"_{kind}")(drawn, flaws)
         return Demonstration(Question("demonstration", drawn.text, (drawn.answer,), drawn.kind), turns)
 
     def _one_hop(self, drawn: WorldQuestion, flaws: Flaws) -> Turns:
-        title, statement = drawn.searches[0], drawn.statements[0]
+        (title,), (statement,) = drawn.searches, drawn.statements
         turns = self._turns_before_guess(title, flaws)
         if turns is None:
             return (*self._look_up_with_detour(title, flaws), _answer_turn(statement, drawn.answer))
@@ -170,11 +168,16 @@ class _ColdStartWorld:
         if self.rng.random() < flaws.credulous:
             return *first, _answer_turn(self.facts.state_rumour(name), self.facts.rumours[name].object)
         second = self._look_up(bridge, drawn.statements[0])
-        thought, answer = drawn.statements[1], drawn.answer
-        if self.rng.random() < self.misread:
-            documents = [document for turn in second for document in turn.documents]
-            thought, answer = self._other_fact(documents, thought)
-        return *first, *second, _answer_turn(thought, answer)
+        if self.rng.random() >= self.misread:
+            return *first, *second, _answer_turn(drawn.statements[1], drawn.answer)
+        other_facts = [
+            (sentence, name)
+            for turn in second
+            for document in turn.documents
+            for label, name in self.facts.objects[document.title].items()
+            if (sentence := self.facts.state(document.title, label)) != drawn.statements[1]
+        ]
+        return *first, *second, _answer_turn(*other_facts[self.rng.integers(len(other_facts))])
 
     def _comparison(self, drawn: WorldQuestion, flaws: Flaws) -> Turns:
         left, right = drawn.searches
@@ -206,10 +209,9 @@ class _ColdStartWorld:
         search = self._search_turn(title, thought)
         if title not in self.pages:
             return (search,)
-        page = self.pages[title]
-        thought = worlds.summarise(page)[1].removesuffix(".")
-        text = f"<think> {thought} </think>\n<access> {page.address} </access>"
-        return search, DemoTurn(text, (Document(page.id, page.title, page.text),))
+        address, page = self.pages[title]
+        thought = worlds.summarise(address, page)[1].removesuffix(".")
+        return search, DemoTurn(f"<think> {thought} </think>\n<access> {address} </access>", (page,))
 
     def _search_turn(self, title: str, thought: str = "") -> DemoTurn:
         text = f"<think> {thought or f'find {title}'} </think>\n<search> {title} </search>"
@@ -222,13 +224,3 @@ class _ColdStartWorld:
         pool = list(related.values()) if len(related) >= NUM_DOCUMENTS - 1 else self.passages
         candidates = (pool[index] for index in self.rng.permutation(len(pool)))
         return (passage, *islice((each for each in candidates if each is not passage), NUM_DOCUMENTS - 1))
-
-    def _other_fact(self, documents: Sequence[Document], statement: str) -> tuple[str, str]:
-        """Draw another fact than `statement` from the documents: its sentence and its object."""
-        facts = [
-            (sentence, name)
-            for document in documents
-            for label, name in self.facts.objects[document.title].items()
-            if (sentence := self.facts.state(document.title, label)) != statement
-        ]
-        return facts[self.rng.integers(len(facts))]

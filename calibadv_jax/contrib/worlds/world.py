@@ -51,8 +51,6 @@ COMPARISONS = {
     "employer": "do {} and {} work for the same company?",
 }
 RUMOUR = "it was written that {}"
-BORN, DIED, AGE = "{} was born in {}", "{} died in {}", "how old did {} become?"
-SUMMARY = "the page of {} is {}"  # title and address
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Facts:
     def state_life(self, name: str) -> tuple[str, str]:
         """Return the sentences in the passage of `name` with the years of birth and death."""
         born, died = self.lives[name]
-        return BORN.format(name, born), DIED.format(name, died)
+        return f"{name} was born in {born}", f"{name} died in {died}"
 
 
 def split_of(name: str) -> Split:
@@ -129,19 +127,6 @@ def _add_rumours(facts: Facts, rng: np.random.Generator, truth: float) -> None:
         facts.rumours[name] = Rumour(first, second, stated)
 
 
-@dataclass(frozen=True)
-class Page:
-    """The text behind a passage that only gives its address."""
-
-    address: str
-    title: str
-    text: str
-
-    @property
-    def id(self) -> str:  # that the retriever's client gives the document
-        return f"page {self.address}"
-
-
 def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, str]]:
     """Return (title, text) of every entity's passage: its facts in random order."""
     passages = []
@@ -155,20 +140,23 @@ def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, st
     return passages
 
 
-def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -> list[Page]:
-    """Return a page for each passage, with its text, at an address that no other text gives."""
+def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -> dict[str, Document]:
+    """Return address -> page: of each passage, with its text; no other text gives the address."""
     addresses = [f"{a} {b}" for a in ADDRESSES[0] for b in ADDRESSES[1]]
     if len(passages) > len(addresses):
         raise UserError(
             f"world: {len(passages)} passages, but there are {len(addresses)} addresses of pages; lower"
             " world.people, cities, companies or works, or set world.pages=false"
         )
-    order = rng.permutation(len(addresses))
-    return [Page(addresses[index], *passage) for index, passage in zip(order, passages, strict=False)]
+    drawn = [addresses[index] for index in rng.permutation(len(addresses))[: len(passages)]]
+    return {  # the retriever's client gives a page this id
+        address: Document(f"page {address}", *passage)
+        for address, passage in zip(drawn, passages, strict=True)
+    }
 
 
-def summarise(page: Page) -> tuple[str, str]:
-    return page.title, f"{SUMMARY.format(page.title, page.address)}."
+def summarise(address: str, page: Document) -> tuple[str, str]:
+    return page.title, f"the page of {page.title} is {address}."
 
 
 @dataclass(frozen=True)
@@ -182,14 +170,9 @@ class WorldQuestion:
 
 
 def draw_kinds(config: WorldConfig, count: int, rng: np.random.Generator) -> list[str]:
-    """Draw kinds of `count` questions, in the shares of the config."""
+    """Draw kinds of `count` questions, keys of ASKERS, in the shares of the config."""
     shares = np.array([getattr(config, kind) for kind in ASKERS])
     return [str(kind) for kind in rng.choice(list(ASKERS), count, p=shares / shares.sum())]
-
-
-def ask(facts: Facts, kind: str, rng: np.random.Generator) -> WorldQuestion:
-    """Draw a question of one of the kinds in ASKERS."""
-    return ASKERS[kind](facts, rng)
 
 
 def _one_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
@@ -250,23 +233,25 @@ def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
 def _age(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     name = str(rng.choice(list(facts.lives)))
     born, died = facts.lives[name]
-    text, years = AGE.format(name), (str(born), str(died))
+    text, years = f"how old did {name} become?", (str(born), str(died))
     return WorldQuestion("age", text, str(died - born), (name,), years, facts.state_life(name))
 
 
-Asker = Callable[[Facts, np.random.Generator], WorldQuestion]
-ASKERS: dict[str, Asker] = {"one_hop": _one_hop, "two_hop": _two_hop, "comparison": _comparison}
-ASKERS |= {"rumour": _rumour, "age": _age}
+ASKERS: dict[str, Callable[[Facts, np.random.Generator], WorldQuestion]] = {
+    "one_hop": _one_hop,
+    "two_hop": _two_hop,
+    "comparison": _comparison,
+    "rumour": _rumour,
+    "age": _age,
+}
 
 
 @dataclass(frozen=True)
 class World:
-    """One corpus for both splits, and the questions of each."""
-
     passages: list[Document]
     train: list[Question]
     eval: list[Question]
-    pages: list[Page]
+    pages: dict[str, Document]  # by address
 
 
 def generate_world(config: WorldConfig) -> World:
@@ -276,18 +261,18 @@ def generate_world(config: WorldConfig) -> World:
     counts |= {"company": config.companies, "work": config.works}
     train, held_out = make_facts(config, rng, counts, "train"), make_facts(config, rng, counts, "eval")
     texts = [*write_passages(train, rng), *write_passages(held_out, rng)]
-    pages = write_pages(texts, rng) if config.pages else []
-    texts = [summarise(page) for page in pages] or texts
+    pages = write_pages(texts, rng) if config.pages else {}
+    texts = [summarise(address, page) for address, page in pages.items()] or texts
     order = rng.permutation(len(texts))
     passages = [Document(str(number), *texts[index]) for number, index in enumerate(order)]
     ids = {passage.title: [passage.id] for passage in passages}
-    for page in pages:
+    for page in pages.values():
         ids[page.title].append(page.id)
 
     def questions(facts: Facts, count: int, split: str) -> list[Question]:
         rows = []
         for number, kind in enumerate(draw_kinds(config, count, rng)):
-            drawn = ask(facts, kind, rng)
+            drawn = ASKERS[kind](facts, rng)
             supporting = tuple(name for title in drawn.searches for name in ids[title])
             rows.append(Question(f"{split}_{number}", drawn.text, (drawn.answer,), drawn.kind, supporting))
         return rows
@@ -314,7 +299,7 @@ def write_world(config: WorldConfig) -> Path:
         write_questions(partial / "train.jsonl", world.train)
         write_questions(partial / "eval.jsonl", world.eval)
         if config.pages:
-            rows = ({"url": page.address, "contents": _contents(page)} for page in world.pages)
+            rows = ({"url": address, "contents": _contents(page)} for address, page in world.pages.items())
             write_jsonl(partial / "pages.jsonl", rows)
         build_word_tokenizer(config.pages, config.age > 0).save_pretrained(partial / "tokenizer")
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
@@ -330,5 +315,5 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
     return dataclasses.asdict(WorldConfig()) | manifest if isinstance(manifest, dict) else None
 
 
-def _contents(document: Document | Page) -> str:
+def _contents(document: Document) -> str:
     return f'"{document.title}"\n{document.text}'

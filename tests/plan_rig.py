@@ -12,9 +12,14 @@ KEYS |= {"rollout.max_prompt_length": 512, "rollout.max_turn_length": 256}
 KEYS |= {"rollout.max_observation_length": 256}
 
 
+def overrides(**changed):
+    """These keys, and other values by dotted key with "__" for the dot, as words of the command line."""
+    keys = KEYS | {name.replace("__", "."): value for name, value in changed.items()}
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
 def small(folder, **changed):
     """A config with this shape and these keys, and other values by dotted key."""
-    keys = KEYS | {name.replace("__", "."): value for name, value in changed.items()}
     shape = "".join(f"    {key}: {str(value).lower()}\n" for key, value in SHAPE.items())
     (folder / "small.yaml").write_text(f"policy:\n  init:\n{shape}mesh: {{fsdp: -1}}\n")
-    return load_config(folder / "small.yaml", [f"{key}={value}" for key, value in keys.items()])
+    return load_config(folder / "small.yaml", overrides(**changed))
