@@ -111,8 +111,7 @@ def curves(panels: Mapping[str, Results], name: str) -> Figure:
     there = {arm.method for arms in panels.values() for arm in arms}
     order = [method for method in dict.fromkeys((*FOUR, *METHODS)) if method in there]
     what = Description(name, "", "", unit, {metric: ""})
-    figure, _ = draw(Chart(what, tuple(drawn)), order)
-    return figure
+    return draw(Chart(what, tuple(drawn)), order)
 
 
 def sweep(columns: Mapping[str, Mapping[str, Points]], x_name: str) -> Figure:

@@ -11,18 +11,18 @@ import pytest
 from report_rig import keep_step, learning_curve, make_run, quickstart_config, two_configs
 
 from calibadv_jax.contrib.report.gather import (
+    FIGURES,
     MAX_STEPS,
-    SECTIONS,
     Chart,
     Gathered,
     chosen_steps,
     gather,
-    mean_of_last,
     moving_mean,
     over_seeds,
     rollout_values,
     thin,
 )
+from calibadv_jax.contrib.report.page import mean_of_last
 from calibadv_jax.contrib.report.runs import group_runs, read_runs
 from calibadv_jax.metrics.summary import ALIASES
 
@@ -32,7 +32,7 @@ def gather_folders(*folders) -> Gathered:
 
 
 def charts_of(gathered: Gathered) -> dict[str, Chart]:
-    return {chart.figure.key: chart for each in gathered.sections for chart in each.charts}
+    return {chart.figure.key: chart for chart in gathered.charts}
 
 
 def charts_in(*folders) -> dict[str, Chart]:
@@ -40,8 +40,7 @@ def charts_in(*folders) -> dict[str, Chart]:
 
 
 def test_keys_of_figures_name_files_and_are_unique():
-    keys = [figure.key for section in SECTIONS for figure in section.figures]
-    keys += [section.key for section in SECTIONS]
+    keys = [*FIGURES, *(figure.key for figures in FIGURES.values() for figure in figures)]
     keys += ["runs", "evaluations", "settings", "main", "other"]  # the page's own
     assert len(set(keys)) == len(keys)
     assert all(re.fullmatch(r"[a-z0-9_]+", key) for key in keys)
@@ -107,7 +106,7 @@ def test_metrics_without_figure_are_shown_at_end(tmp_path):
     names = ["new/metric", "new/x/mean", "new/a_b", "new/a/b", "new/a-b", "new/a b", "new/a.b"]
     metrics = {name: [1.0, 2.0] for name in ("reward/mean", "new/x/max", *names, *ALIASES)}
     gathered = gather_folders(make_run(tmp_path, metrics))
-    assert gathered.sections[-1].section.key == "other"
+    assert gathered.sections[-1].key == "other"
     figures = [chart.figure for chart in gathered.sections[-1].charts]
     assert [figure.title for figure in figures] == sorted(names)
     assert len({figure.key for figure in figures}) == len(names)  # an anchor and a file each
@@ -128,11 +127,9 @@ def test_phases_add_up_to_the_step(tmp_path):
     ("name", "line"),
     [
         ("eval/all/f1/greedy", "all, greedy"),
-        ("eval/greedy/all/f1", "all, greedy"),  # of earlier versions
         ("eval/hotpotqa/hotpot_qa/f1/greedy", "hotpotqa/hotpot qa, greedy"),
         ("eval/a/f1/b/f1/temperature_0.7", "a/f1/b, temperature 0.7"),
         ("eval//data/nq//f1/greedy", "/data/nq/, greedy"),
-        ("eval/temperature_1/nq/open/f1", "nq/open, temperature 1"),
     ],
 )
 def test_evaluations_during_the_training_have_a_figure(tmp_path, name, line):
@@ -141,18 +138,14 @@ def test_evaluations_during_the_training_have_a_figure(tmp_path, name, line):
     chart = charts_of(gathered)["evaluation_f1"]
     assert chart.figure.title == f"F1 on held-out questions: {line}"
     assert chart.panels[0].curves[0].steps.tolist() == [2, 3]
-    assert "other" not in [each.section.key for each in gathered.sections]
+    assert "other" not in [each.key for each in gathered.sections]
 
 
 def test_equal_metrics_are_one_curve(tmp_path):
     values = [0.5, 0.25, 0.0]
-    for first, second, key in (
-        ("group/tied", "advantage/groups/tied_share", "metric_group-tied"),  # the second of earlier versions
-        ("advantage/groups/all_wrong_share", "group/all_zero", "groups"),
-    ):
-        charts = charts_in(make_run(tmp_path / "a", {first: values, second: values}))
-        assert list(charts) == [key] and charts[key].panels[0].curves[0].mean.tolist() == values
-        assert len(charts_in(make_run(tmp_path / "b", {second: values}))) == 1
+    metrics = dict.fromkeys(("advantage/groups/all_wrong_share", "group/all_zero"), values)
+    charts = charts_in(make_run(tmp_path, metrics))
+    assert list(charts) == ["groups"] and charts["groups"].panels[0].curves[0].mean.tolist() == values
 
 
 def test_guards_threshold_is_that_of_the_config(tmp_path):

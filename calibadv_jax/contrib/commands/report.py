@@ -53,9 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
 def write_pngs(folder: Path, series: Sequence[Series], gathered: Gathered) -> int:
     """Write every chart as a PNG file in the light colours; return their number."""
     folder.mkdir(parents=True, exist_ok=True)
-    charts = [chart for section in gathered.sections for chart in section.charts]
-    for chart in charts:
-        figure, _ = draw(chart, [each.name for each in series])
+    for chart in gathered.charts:
+        figure = draw(chart, [each.name for each in series])
         with replacing(folder / f"{chart.figure.key}.png") as partial:
             figure.savefig(partial, dpi=PNG_DPI, format="png")
-    return len(charts)
+    return len(gathered.charts)
