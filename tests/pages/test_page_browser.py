@@ -15,7 +15,7 @@ from benchmarks.inspect_page import measure
 from calibadv_jax.config import Config, dump_config
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.contrib.pages import notebook
-from calibadv_jax.contrib.pages.site import RunFiles, Site, write_site
+from calibadv_jax.contrib.pages.site import Site, write_site
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
 from calibadv_jax.record.schema import kept_steps
 
@@ -329,7 +329,7 @@ def test_narrow_dark_screens_show_list_group_or_help(small):
 
 
 def test_written_folder_works_on_any_web_server(small_run, page, tmp_path):
-    write_site(Site(RunFiles(small_run)), tmp_path / "page")
+    write_site(Site(small_run), tmp_path / "page")
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "page"))
     with serving(handler) as address:
         open_group(page, address, 2, 0)

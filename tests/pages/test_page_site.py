@@ -19,7 +19,7 @@ from calibadv_jax.config import AdvantageConfig, Config, PromptConfig, dump_conf
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.contrib.pages import notebook
 from calibadv_jax.contrib.pages import site as index
-from calibadv_jax.contrib.pages.site import POLICY, RunFiles, Site, make_server, write_site
+from calibadv_jax.contrib.pages.site import POLICY, Site, make_server, write_site
 from calibadv_jax.contrib.pages.transcript import Pieces, observation_parts
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
@@ -28,7 +28,7 @@ from calibadv_jax.record.schema import kept_steps
 
 @pytest.fixture(scope="module")
 def site(small_run):
-    return Site(RunFiles(small_run))
+    return Site(small_run)
 
 
 def test_index_lists_every_trajectory_of_every_step(site):
@@ -68,7 +68,7 @@ def test_flags_say_what_a_trajectory_is(site):
 
 def test_script_names_the_same_flags(site):
     """Python's names are those of the script in capitals: formatInvalid, FORMAT_INVALID."""
-    flags = dict(re.findall(r"(\w+): (\d+)", site.static()["records.js"].decode().split("};")[0]))
+    flags = dict(re.findall(r"(\w+): (\d+)", site.get("records.js").decode().split("};")[0]))
     names = {name: re.sub(r"(?=[A-Z])", "_", name).upper() for name in flags}
     assert len(flags) == 8
     assert {name: getattr(index, names[name]) for name in flags} == {n: int(bit) for n, bit in flags.items()}
@@ -103,7 +103,7 @@ def content(tmp_path, tokenizer):
     def content(group, config=None, address="data/group_1_0.json", planned=0, steps=()):
         if not (tmp_path / "run").exists():
             write_run(tmp_path / "run", [[group]], config or Config(), tokenizer, planned=planned)
-        return json.loads(Site(RunFiles(tmp_path / "run", *steps)).get(address))
+        return json.loads(Site(tmp_path / "run", *steps).get(address))
 
     return content
 
@@ -178,7 +178,7 @@ def test_index_is_sent_once_for_each_new_step(tmp_path, small_run, served, asker
 def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer, small_group):
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
-    site = Site(RunFiles(folder))
+    site = Site(folder)
     assert len(site.steps()[1]["groups"]["group"]) == 1 and site.get("data/group_2_1.json") is None
     other = tmp_path / "other"
     write_run(other, [[small_group()], [small_group(), small_group("comparison")]], Config(), tokenizer)
@@ -188,18 +188,18 @@ def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer
 
 
 def test_folders_and_steps_without_rollouts_are_named(tmp_path, small_run):
-    assert list(RunFiles(small_run, 2, 9).paths()) == [2]
-    assert RunFiles(small_run, 2, 9).group(1, 0) == []
+    later = Site(small_run, 2, 9)
+    assert [step["step"] for step in later.steps()] == [2] and later.group(1, 0) == []
     for folder, first, words in (
         (small_run, 3, "keeps steps 1 to 2"),
         (tmp_path / "nowhere", 0, "no such folder"),
         (tmp_path, 0, "no rollouts/step_N.parquet there"),
     ):
         with pytest.raises(UserError, match=words):
-            RunFiles(folder, first)
+            Site(folder, first)
     add_start(tmp_path, "log: {rollouts: none}\n", {})
     with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
-        RunFiles(tmp_path)
+        Site(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +316,7 @@ def test_foreign_name_that_points_here_is_refused(ask, host):
 
 
 def test_port_is_local_and_named_if_taken(small_run):
-    site = Site(RunFiles(small_run))
+    site = Site(small_run)
     with make_server(site, 0) as server:
         host, port = server.server_address
         assert host == "127.0.0.1"
@@ -335,18 +335,18 @@ def test_damaged_step_is_named(served, small_run, tmp_path, asker):
 
 
 def test_folder_has_all_that_the_server_has(small_run, tmp_path):
-    site, folder = Site(RunFiles(small_run)), tmp_path / "page"
+    site, folder = Site(small_run), tmp_path / "page"
     number = write_site(site, folder)
     written = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     groups = {f"data/group_{step}_{group}.json" for step, group in ((1, 0), (1, 1), (2, 0))}
     assert len(written) == number and groups == {name for name in written if "group" in name}
     assert all(path.read_bytes() == site.get(name) for name, path in written.items())
-    write_site(Site(RunFiles(small_run, 2)), folder)  # leaves no old group
+    write_site(Site(small_run, 2), folder)  # leaves no old group
     assert [path.name for path in (folder / "data").glob("group_*")] == ["group_2_0.json"]
 
 
 def test_folder_with_other_things_is_left_alone(small_run, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="holds no such page"):
-        write_site(Site(RunFiles(small_run)), tmp_path)
+        write_site(Site(small_run), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

@@ -11,7 +11,7 @@ from report_rig import keep_step, learning_curve, make_run, two_configs
 from benchmarks.generated_run import make_group, make_tokenizer, write_run
 from calibadv_jax import cli
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.pages.site import RunFiles, Site, make_server
+from calibadv_jax.contrib.pages.site import Site, make_server
 from calibadv_jax.contrib.report.gather import gather
 from calibadv_jax.contrib.report.page import render
 from calibadv_jax.contrib.report.runs import group_runs, read_runs
@@ -121,7 +121,7 @@ def test_point_leads_to_the_trajectories_of_its_step(page, tmp_path):
     write_run(run, [groups[:1], groups[1:]], Config(), tokenizer)
     (run / "rollouts/step_1.parquet").unlink()
     make_run(run, learning_curve(3, 0))
-    with make_server(Site(RunFiles(run)), 0) as server:
+    with make_server(Site(run), 0) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         series = group_runs(read_runs([run]))

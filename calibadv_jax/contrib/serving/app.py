@@ -395,7 +395,9 @@ class Guard:
         if origin and origin.partition("://")[2] != host:
             raise ApiError(403, "pages of other origins are not served")
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        is_allowed = scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), self.token)
+        is_allowed = scheme.lower() == "bearer" and hmac.compare_digest(
+            token.strip().encode("latin-1"), self.token
+        )
         if self.token and path.startswith("/v1/") and not is_allowed:
             message = "send the header Authorization: Bearer <the service's token>"
             raise ApiError(401, message, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
