@@ -55,6 +55,7 @@ def test_index_lists_every_trajectory_of_every_step(site):
 
 
 def test_flags_say_what_a_trajectory_is(site):
+    """The script names the same bits: formatInvalid, FORMAT_INVALID."""
     flags = json.loads(site.get("data/index.json"))["steps"][0]["rows"]["flags"][:5]
     wrong = index.WRONG
     assert flags == [
@@ -64,14 +65,10 @@ def test_flags_say_what_a_trajectory_is(site):
         wrong | index.FORMAT_INVALID | index.INVALID | index.GOOD_SEARCH,  # it found the supporting document
         index.FAILED,
     ]
-
-
-def test_script_names_the_same_flags(site):
-    """Python's names are those of the script in capitals: formatInvalid, FORMAT_INVALID."""
-    flags = dict(re.findall(r"(\w+): (\d+)", site.get("records.js").decode().split("};")[0]))
-    names = {name: re.sub(r"(?=[A-Z])", "_", name).upper() for name in flags}
-    assert len(flags) == 8
-    assert {name: getattr(index, names[name]) for name in flags} == {n: int(bit) for n, bit in flags.items()}
+    bits = re.findall(r"(\w+): (\d+)", site.get("records.js").decode().split("};")[0])
+    assert len(bits) == 8
+    for name, bit in bits:
+        assert getattr(index, re.sub(r"(?=[A-Z])", "_", name).upper()) == int(bit), name
 
 
 def test_transcript_has_every_token_and_marks_silver_documents(site):
@@ -213,14 +210,9 @@ def test_character_of_several_tokens_belongs_to_the_last(pieces, tokenizer):
     ids = tokenizer.encode("<think> basin cedar</think>aé日😀b").ids
     text = ["<think>", " basin", " cedar", "</think>", "a", "", "é", "", "", "日", "", "", "", "😀", "b"]
     assert pieces.pieces(ids) == text and pieces.pieces([]) == []
-
-
-def test_invalid_bytes_are_shown_and_lose_nothing(pieces, tokenizer):
     ids = tokenizer.encode("😀b").ids
-    broken = [ids[0], ids[-1], ids[1], ids[2]]
-    cut = pieces.pieces(broken)
-    assert len(cut) == 4 and "".join(cut) == pieces.text(broken)
-    assert "b" in "".join(cut) and "\ufffd" in cut[-1]
+    cut = pieces.pieces([ids[0], ids[-1], ids[1], ids[2]])  # invalid bytes
+    assert len(cut) == 4 and "b" in "".join(cut) and "\ufffd" in cut[-1]
 
 
 @settings(max_examples=200)
@@ -228,8 +220,7 @@ def test_invalid_bytes_are_shown_and_lose_nothing(pieces, tokenizer):
 def test_any_tokens_make_their_whole_text(pieces, tokenizer, data):
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30))
     cut = pieces.pieces(ids)
-    assert len(cut) == len(ids)
-    assert "".join(cut) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert len(cut) == len(ids) and "".join(cut) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_tokenizer_that_puts_spaces_between_words(tmp_path):
@@ -270,13 +261,20 @@ def ask(served, small_run, asker):
         yield asker(address)
 
 
-def test_every_answer_forbids_foreign_scripts(ask):
-    for path in ("/", "/app.js", "/data/index.json", "/nothing"):
-        _, headers, _ = ask(path)
+def test_every_answer_has_a_type_and_forbids_foreign_scripts(ask):
+    types = {"/": "text/html", "/app.js": "text/javascript", "/style.css": "text/css"}
+    types |= dict.fromkeys(("/data/index.json", "/data/group_1_0.json"), "application/json")
+    absent = ("data/group_1_9.json", "data/group_7_0.json", "nothing.js", "../pages/site.py", "data/")
+    for path, kind in (types | {f"/{path}": "text/plain" for path in absent}).items():
+        status, headers, body = ask(path)
+        assert status == (200 if path in types else 404) and headers["Content-Type"].startswith(kind) and body
         rules = headers["Content-Security-Policy"]
         assert "default-src 'none'" in rules and "script-src 'self';" in rules and "unsafe" not in rules
-        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert "frame-ancestors 'none'" in rules and headers["X-Content-Type-Options"] == "nosniff"
     assert f'content="{POLICY}"' in ask("/")[2].decode()  # the page itself, for other servers
+    status, headers, body = ask("/", method="HEAD")
+    assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
+    assert ask("/", method="POST")[0] == 501
 
 
 def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch, asker):
@@ -294,19 +292,6 @@ def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch, asker):
     monkeypatch.setitem(sys.modules, "google.colab.output", colab)
     notebook.show(small_run)
     assert policy("8000-m-s.us-central1-0.prod.colab.dev") == (200, notebook.COLAB)
-
-
-def test_types_and_bodies(ask):
-    for path, kind in (("/", "text/html"), ("/app.js", "text/javascript"), ("/style.css", "text/css")):
-        status, headers, body = ask(path)
-        assert status == 200 and headers["Content-Type"].startswith(kind) and body
-    status, headers, body = ask("/data/group_1_0.json")
-    assert headers["Content-Type"] == "application/json" and json.loads(body)["group"] == 0
-    for path in ("data/group_1_9.json", "data/group_7_0.json", "nothing.js", "../pages/site.py", "data/"):
-        assert ask(f"/{path}")[0] == 404
-    status, headers, body = ask("/", method="HEAD")
-    assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
-    assert ask("/", method="POST")[0] == 501
 
 
 @pytest.mark.parametrize("host", ["evil.example:80", "[", "", "[::1]:9", "localhost:9"])

@@ -111,14 +111,6 @@ def scores(config, *answers):
     return judged_with(config, score_all)
 
 
-@pytest.mark.parametrize(("verdict", "agreement"), [(0.5, 1.0), (0.49, 0.0), (1.0, 1.0), (0.0, 0.0)])
-def test_verdict_of_one_half_agrees_with_a_match(endpoint, verdict, agreement):
-    """A lone surrogate before the verdict is replaced."""
-    handler, config = endpoint
-    handler.judge = lambda self, system, user: f"hm \ud83d\n{KEY.search(system)[1]} {verdict}"
-    assert scores(config, "Paris") == [{"judge": verdict, "judge_agreement": agreement}]
-
-
 def test_verdict_and_its_agreement_with_exact_match(endpoint):
     handler, config = endpoint
     right, wrong, same, strict = scores(config, "Paris", "London", "Paris", "the paris")
@@ -127,6 +119,9 @@ def test_verdict_and_its_agreement_with_exact_match(endpoint):
     assert strict == {"judge": 0.0, "judge_agreement": 0.0}  # EM drops the article
     assert len(handler.bodies) == 3  # the same answer is judged once
     assert handler.bodies[0][0] == "/v1/chat/completions" and handler.bodies[0][1]["model"] == "m"
+    for verdict, agreement in ((0.5, 1.0), (0.49, 0.0)):  # behind half a surrogate pair
+        handler.judge = lambda self, system, user, own=verdict: f"hm \ud83d\n{KEY.search(system)[1]} {own}"
+        assert scores(config, "Paris") == [{"judge": verdict, "judge_agreement": agreement}]
 
 
 def test_hostile_answer_does_not_move_the_verdict(endpoint):
@@ -147,45 +142,60 @@ def test_hostile_answer_does_not_move_the_verdict(endpoint):
     assert len(keys) == len(handler.bodies)  # nobody can guess the next one
 
 
-def test_missing_verdict_fails_the_trajectory(endpoint):
+def test_endpoint_that_is_away_is_waited_for(endpoint):
     handler, config = endpoint
-    no_verdict = (200, {"choices": [{"message": {"content": "yes"}}]})
-    handler.replies += [(503, b""), (200, b"{}"), no_verdict]
+    handler.replies += [(503, b""), (200, b"{}"), NO_VERDICT]
     assert scores(config, "Paris")[0]["judge"] == 1.0  # three attempts
-    handler.replies += [(status, b"") for status in (429, 500, 502, 503, 429)]  # it is away, and waited for
+    handler.replies += [(status, b"") for status in (429, 500, 502, 503, 429)]
     assert scores(replace(config, patience=20), "Paris")[0]["judge"] == 1.0
-    handler.replies += [no_verdict, (400, b"filtered"), (200, {"choices": []})]
-    (failure,) = scores(config, "Paris")
-    assert isinstance(failure, RequestFailed) and failure.service == "judge"
     (failure,) = scores(replace(config, url="http://127.0.0.1:9/v1", patience=0.05), "Paris")
-    assert isinstance(failure, RequestFailed) and "no answer for 0.05 s" in str(failure)
-    assert "start the endpoint" in str(failure)
-    for status, way_out in ((401, "JUDGE_TOKEN"), (403, "JUDGE_TOKEN"), (404, "reward.judge.url")):
-        handler.replies.append((status, b""))
-        (failure,) = scores(config, "Paris")
-        assert type(failure) is UserError and way_out in str(failure)
+    assert isinstance(failure, RequestFailed) and failure.service == "judge"
+    assert "no answer for 0.05 s" in str(failure) and "start the endpoint" in str(failure)
+
+
+def choice(**fields):
+    return 200, {"choices": [fields]}
+
+
+NO_VERDICT = choice(message={"content": "yes"})
+THREE, LONG = http_client.BAD_REPLIES, gzip.compress(b" " * 2**23)
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("replies", "kind", "message"),
     [
-        ({"message": {"content": "It is.\ncorrect"}}, "the last line is 'correct', but must be the key"),
-        ({"message": {"content": "yes"}, "finish_reason": "stop"}, "yes, no or a number from 0 to 1"),
-        ({"message": {"content": None}, "finish_reason": "length"}, "cut after reward.judge.max_tokens=512"),
-        ({}, "the reply is no chat completion"),
-        (gzip.compress(b" " * 2**23), "no verdict in 3 attempts: the reply is longer than 4 MiB"),
+        (
+            [choice(message={"content": "It is.\ncorrect"})] * THREE,
+            RequestFailed,
+            "the last line is 'correct'",
+        ),
+        (
+            [choice(message={"content": None}, finish_reason="length")] * THREE,
+            RequestFailed,
+            "max_tokens=512",
+        ),
+        ([choice()] * THREE, RequestFailed, "the reply is no chat completion"),
+        ([(200, LONG, {"Content-Encoding": "gzip"})] * THREE, RequestFailed, "is longer than 4 MiB"),
+        ([NO_VERDICT, (200, {"choices": []}), (400, b"filtered")], RequestFailed, "status 400: 'filtered'"),
+        ([(401, b"")], UserError, "JUDGE_TOKEN"),
+        ([(403, b"")], UserError, "JUDGE_TOKEN"),
+        ([(404, b"")], UserError, "reward.judge.url"),
     ],
-    ids=["key", "number", "cut", "shape", "long"],
+    ids=["key", "cut", "shape", "long", "filtered", "401", "403", "404"],
 )
-def test_reply_without_a_verdict_names_the_expected_line(endpoint, choice, message):
+def test_reply_without_a_verdict_says_why(endpoint, replies, kind, message):
+    """The same answer is asked about again afterwards."""
     handler, config = endpoint
-    reply = (200, {"choices": [choice]})
-    if isinstance(choice, bytes):
-        reply = (200, choice, {"Content-Encoding": "gzip"})
-    handler.replies += [reply] * http_client.BAD_REPLIES
-    (failure,) = scores(config, "Paris")
-    assert isinstance(failure, RequestFailed) and message in str(failure)
-    assert "start the endpoint" not in str(failure)
+    handler.replies += replies
+
+    async def score_twice(client):
+        with pytest.raises(kind, match=re.escape(message)) as failure:
+            await client.score(answered("Paris"))
+        return failure.value, await client.score(answered("Paris"))
+
+    failure, scored = judged_with(config, score_twice)
+    assert type(failure) is kind and "start the endpoint" not in str(failure)
+    assert scored == {"judge": 1.0, "judge_agreement": 1.0} and len(handler.bodies) == len(replies) + 1
 
 
 def failing(trajectory):
@@ -248,19 +258,6 @@ def test_reward_of_ones_own_must_give_a_number(answer, message):
     with pytest.raises(UserError, match=message):
         check_reward(RewardConfig(answer=answer))
         score_trajectory(answered("Paris"), RewardConfig(answer=answer))
-
-
-def test_failed_verdict_is_asked_again(endpoint):
-    handler, config = endpoint
-    handler.replies += [(200, {"choices": []})] * http_client.BAD_REPLIES
-
-    async def score_twice(client):
-        with pytest.raises(RequestFailed, match="no verdict in 3"):
-            await client.score(answered("Paris"))
-        return await client.score(answered("Paris"))
-
-    assert judged_with(config, score_twice) == {"judge": 1.0, "judge_agreement": 1.0}
-    assert len(handler.bodies) == http_client.BAD_REPLIES + 1
 
 
 def test_cancelled_waiter_leaves_the_verdict_to_others(endpoint):
