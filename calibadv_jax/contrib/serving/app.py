@@ -53,14 +53,12 @@ STATIC = {"serving": ("page.html", "page.css", "page.js"), "pages": ("style.css"
 
 SHOWN = 200  # characters of a document within the reasoning
 SINGLE = "one question gives one trajectory"
-OWN_ACTIONS = "the agent has its own actions, from its config"
-UNSUPPORTED = {  # field -> why; an empty value, or that of NEUTRAL, asks for nothing
-    "n": SINGLE,
-    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), OWN_ACTIONS),
-    **dict.fromkeys(("response_format", "modalities", "audio"), "an answer is plain text"),
-    **dict.fromkeys(("logprobs", "top_logprobs", "store"), "not offered"),
-    **dict.fromkeys(("stop", "logit_bias", "presence_penalty", "frequency_penalty"), "not supported"),
-}
+LIMITS = f"{SINGLE} with the agent's own actions, and an answer as plain text"
+# Fields that ask for something else, unless they are empty or have the value of NEUTRAL.
+UNSUPPORTED = (
+    *("n", "tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio"),
+    *("logprobs", "top_logprobs", "store", "stop", "logit_bias", "presence_penalty", "frequency_penalty"),
+)
 NEUTRAL = {"n": 1, "response_format": {"type": "text"}, "modalities": ["text"]} | dict.fromkeys(
     ("tool_choice", "function_call"), "none"
 )
@@ -144,7 +142,7 @@ def parse(body: bytes, model: str) -> ChatRequest:
     for name in (*UNSUPPORTED, *BOOKKEEPING):
         value = fields.pop(name, None)
         if value and name in UNSUPPORTED and value != NEUTRAL.get(name):
-            raise ApiError(400, f"{name}: {UNSUPPORTED[name]}; leave it out", name, "unsupported_value")
+            raise ApiError(400, f"{name}: {LIMITS}; leave it out", name, "unsupported_value")
     try:
         request = ChatRequest.model_validate(fields)
     except ValidationError as error:
