@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.generated_run import make_turn, write_run
-from calibadv_jax.config import AdvantageConfig, Config, PromptConfig, dump_config
+from calibadv_jax.config import Config, PromptConfig, dump_config
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.contrib.pages import notebook
 from calibadv_jax.contrib.pages import site as index
@@ -118,12 +118,6 @@ def test_invalid_turns_and_formats_say_why(content, tokenizer, small_group):
     assert shown[0]["why"] == "Invalid format: turn 2: <search> is not closed."
 
 
-@pytest.mark.parametrize(("name", "is_judged"), [("calibadv", True), ("querygroup", True), ("grpo", False)])
-def test_correctness_is_shown_where_searches_are_judged(content, small_group, name, is_judged):
-    config = Config(advantage=AdvantageConfig(name=name))
-    assert content(small_group(), config)["is_judged"] is is_judged
-
-
 def test_thought_that_the_environment_opened_is_no_flaw(content, small_group):
     group = small_group()
     for turn in group.trajectories[0].turns:
@@ -223,18 +217,15 @@ def test_any_tokens_make_their_whole_text(pieces, tokenizer, data):
     assert len(cut) == len(ids) and "".join(cut) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_tokenizer_that_puts_spaces_between_words(tmp_path):
-    words = build_word_tokenizer()
-    words.save_pretrained(tmp_path)
-    ids = words.encode("<think> find maple optics </think>", add_special_tokens=False)
-    assert Pieces(tmp_path).pieces(ids) == ["<think>", " find", " maple", " optics", " </think>"]
-
-
-def test_missing_or_damaged_tokenizer_is_named(tmp_path):
+def test_tokenizer_of_words_is_read_and_a_damaged_one_named(tmp_path):
     for words in ("tokenizer.json: no such file", "no tokenizer can be loaded"):
         with pytest.raises(UserError, match=words):
             Pieces(tmp_path)
         (tmp_path / "tokenizer.json").write_text("{")
+    words = build_word_tokenizer()
+    words.save_pretrained(tmp_path)
+    ids = words.encode("<think> find maple optics </think>", add_special_tokens=False)
+    assert Pieces(tmp_path).pieces(ids) == ["<think>", " find", " maple", " optics", " </think>"]
 
 
 @pytest.fixture(scope="module")
@@ -294,17 +285,14 @@ def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch, asker):
     assert policy("8000-m-s.us-central1-0.prod.colab.dev") == (200, notebook.COLAB)
 
 
-@pytest.mark.parametrize("host", ["evil.example:80", "[", "", "[::1]:9", "localhost:9"])
-def test_foreign_name_that_points_here_is_refused(ask, host):
-    status = 200 if host.endswith(":9") else 403  # through a tunnel the port differs
-    assert ask("/data/index.json", Host=host)[0] == status
-
-
-def test_port_is_local_and_named_if_taken(small_run):
+def test_foreign_name_that_points_here_is_refused(ask, small_run):
+    for host in ("evil.example:80", "[", "", "[::1]:9", "localhost:9"):
+        status = 200 if host.endswith(":9") else 403  # through a tunnel the port differs
+        assert ask("/data/index.json", Host=host)[0] == status, host
     site = Site(small_run)
     with make_server(site, 0) as server:
-        host, port = server.server_address
-        assert host == "127.0.0.1"
+        address, port = server.server_address
+        assert address == "127.0.0.1"
         with pytest.raises(UserError, match=f"port {port}: .*choose another one with --port"):
             make_server(site, port)
 
@@ -328,10 +316,7 @@ def test_folder_has_all_that_the_server_has(small_run, tmp_path):
     assert all(path.read_bytes() == site.get(name) for name, path in written.items())
     write_site(Site(small_run, 2), folder)  # leaves no old group
     assert [path.name for path in (folder / "data").glob("group_*")] == ["group_2_0.json"]
-
-
-def test_folder_with_other_things_is_left_alone(small_run, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="holds no such page"):
-        write_site(Site(small_run), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+        write_site(site, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"page", "thesis.txt"}

@@ -27,6 +27,7 @@ def explain(tmp_path, tokenizer, small_group):
         shown = json.loads(site.get("data/group_1_0.json"))
         return SimpleNamespace(
             rows=site.group(1, 0),
+            is_judged=shown["is_judged"],
             turns=[[turn["why"] for turn in each["turns"]] for each in shown["trajectories"]],
             trajectories=[each["why"] for each in shown["trajectories"]],
             group=" ".join(shown["why"]),
@@ -123,6 +124,7 @@ CASES = {
 @pytest.mark.parametrize(("change", "settings", "expected"), CASES.values(), ids=CASES)
 def test_words_of_turns_trajectories_and_group(explain, change, settings, expected):
     words = explain(*[change] * (change is not None), **settings)
+    assert words.is_judged == (settings.get("name", "calibadv") in ("calibadv", "querygroup"))
     for place, text in expected.items():
         shown = words.group if place == "" else None
         if shown is None:

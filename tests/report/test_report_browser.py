@@ -1,6 +1,7 @@
 """The page in a browser: figures are there, values can be read, nothing leaves the page."""
 
 import itertools
+import json
 import shlex
 import threading
 
@@ -61,7 +62,8 @@ def test_pointer_reads_values(opened):
     drawing = opened.locator("#reward .drawing svg")
     drawing.scroll_into_view_if_needed()
     box = drawing.bounding_box()
-    opened.mouse.move(box["x"] + box["width"] * 54.5 / 400, box["y"] + box["height"] / 2)
+    left = json.loads(opened.locator("#reward script").text_content())[0]["left"]
+    opened.mouse.move(box["x"] + box["width"] * (left + 0.5) / 400, box["y"] + box["height"] / 2)
     read = opened.locator("#reward output").inner_text()
     seeds = [learning_curve(40, index)["reward/mean"][0] for index in (0, 1)]
     low, high = (f"{value:.4g}" for value in (min(seeds), max(seeds)))

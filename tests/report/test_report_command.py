@@ -58,9 +58,13 @@ def of_two_configs(tmp_path_factory):
 
 def test_one_run_has_its_page_in_its_folder(tmp_path, monkeypatch, capsys):
     folder = make_run(tmp_path / "run", learning_curve(4, 0))
-    assert report(folder) == 0
+    assert report(folder, "--png", tmp_path / "figures") == 0
+    files = {path.stem: path.read_bytes() for path in (tmp_path / "figures").glob("*.png")}
+    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert files.keys() == {attributes["id"] for attributes in page.all("figure")}
+    assert all(content.startswith(b"\x89PNG") for content in files.values())
     printed = capsys.readouterr()
-    assert printed.out == f"{folder}/report.html\n"
+    assert printed.out == f"{folder}/report.html\n{tmp_path}/figures: {len(files)} figures\n"
     assert printed.err == "reading the kept trajectories\ndrawing the figures\n"  # which takes its time
     assert [path.name for path in folder.iterdir() if "report" in path.name] == ["report.html"]
     monkeypatch.chdir(tmp_path)
@@ -120,16 +124,6 @@ def test_notes_explain_trends_and_what_is_missing(tmp_path):
         assert ("Strong lines are means of 3 steps" in text) == (option == "3")
     assert "no trajectories were kept: F1 by data source, Advantage by turn, Importance weights." in text
     assert "The curve 2 runs is without 3-steps after step 3, where that ends." in text
-
-
-def test_every_figure_is_a_png(tmp_path, capsys):
-    folder = make_run(tmp_path / "run", learning_curve(4, 0))
-    assert report(folder, "--png", tmp_path / "figures") == 0
-    files = {path.stem for path in (tmp_path / "figures").glob("*.png")}
-    page = Page((folder / "report.html").read_text(encoding="utf-8"))
-    assert files == {attributes["id"] for attributes in page.all("figure")}
-    assert f"figures: {len(files)} figures" in capsys.readouterr().out
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "figures").iterdir())
 
 
 @pytest.mark.timeout(120)

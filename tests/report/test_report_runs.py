@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,7 @@ def test_names_are_the_shortest_that_differ(tmp_path):
     places = ["grpo/seed-0", "grpo/seed-1", "calibadv/seed-0"]
     runs = read_runs([make_run(tmp_path / place, {"a": [1.0]}) for place in places])
     assert [run.name for run in runs] == ["grpo/seed-0", "seed-1", "calibadv/seed-0"]
+    assert [each.name for each in group_runs(runs)] == [run.name for run in runs]  # without a config: alone
 
 
 def runs_of(tmp_path, *settings, hashes=None):
@@ -99,16 +102,10 @@ def runs_of(tmp_path, *settings, hashes=None):
 
 def test_seeds_are_one_series(tmp_path):
     runs = runs_of(tmp_path, ["run.seed=4"], ["run.seed=5"], ["run.seed=6", "world.seed=6"])
-    (series,) = group_runs(runs)
-    assert series.runs == tuple(runs)
-    assert (series.name, series.seeds) == ("3 seeds", "4, 5, 6")
-
-
-def test_paths_in_run_folders_are_equal_in_lists(tmp_path):
-    runs = runs_of(tmp_path, [], [])
-    for run in runs:
+    for run in runs:  # paths in run folders are equal
         run.config["data"]["train"] = [f"{run.folder}/world/a.jsonl", "/elsewhere/b.jsonl"]
     (series,) = group_runs(runs)
+    assert (series.name, series.seeds, series.runs) == ("3 seeds", "4, 5, 6", tuple(runs))
     rows = {row.key: row for row in compare([series])}
     assert rows["data.train"].values == ("['${run.dir}/world/a.jsonl', /elsewhere/b.jsonl]",)
 
@@ -148,14 +145,9 @@ def test_other_inputs_separate_runs(tmp_path, changed, overrides, number):
     assert len(group_runs(runs_of(tmp_path, overrides, overrides, hashes=hashes))) == number
 
 
-def test_runs_without_a_config_stand_alone(tmp_path):
-    folders = [make_run(tmp_path / name, learning_curve(2, 0)) for name in ("a", "b")]
-    assert [each.name for each in group_runs(read_runs(folders))] == ["a", "b"]
-
-
-@pytest.mark.medium
 def test_more_configs_than_colours_are_refused(tmp_path):
-    runs = runs_of(tmp_path, *[[f"learner.steps={steps}"] for steps in range(10, 19)])
+    (run,) = runs_of(tmp_path, [])
+    runs = [replace(run, config=run.config | {"learner": {"steps": steps}}) for steps in range(9)]
     with pytest.raises(UserError, match="9 different configs, but a chart can show 8"):
         group_runs(runs)
 
@@ -215,14 +207,15 @@ def test_one_metric_of_all_tables():
     assert rows == [("questions 0", ["0", "-"]), ("questions 1", ["-", "1"])]
 
 
-@pytest.mark.parametrize("relative", [True, False])
-@pytest.mark.parametrize("name", ["evaluation.json", "scores.json"])
-def test_evaluation_output_is_read_once(tmp_path, monkeypatch, relative, name):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    write(tmp_path / "run", name, EVALUATION)
-    (tmp_path / "link").symlink_to("run")
-    for folder in (Path("run"), Path("link"), tmp_path / "run"):
-        output = Path("run", name) if relative else tmp_path / "run" / name
-        (table,) = read_evaluations(folder, str(output))
-        assert table.title == {"evaluation.json": "Evaluation"}.get(name, "scores")
+def test_evaluation_output_is_read_once(tmp_path, monkeypatch):
+    for name, title in (("evaluation.json", "Evaluation"), ("scores.json", "scores")):
+        run = tmp_path / name / "run"
+        run.mkdir(parents=True)
+        write(run, name, EVALUATION)
+        monkeypatch.chdir(tmp_path / name)
+        Path("link").symlink_to("run")
+        for folder, output in itertools.product(
+            (Path("run"), Path("link"), run), (Path("run", name), run / name)
+        ):
+            (table,) = read_evaluations(folder, str(output))
+            assert table.title == title

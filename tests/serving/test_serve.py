@@ -1,17 +1,12 @@
 """`calibadv serve` over HTTP: OpenAI's client, refusals, limits, people at once, forged text."""
 
-import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 from packages import need
-from small_run import SMALL
 
 need("openai", "starlette", "uvicorn")
 
@@ -19,12 +14,7 @@ import openai  # noqa: E402
 from serving_rig import FORGED, MODEL, SCRIPTS, SEARCH, served  # noqa: E402
 
 from calibadv_jax import cli  # noqa: E402
-from calibadv_jax.commands import train  # noqa: E402
-from calibadv_jax.config import load_config  # noqa: E402
-from calibadv_jax.contrib.worlds.world import write_world  # noqa: E402
 from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -273,27 +263,3 @@ def test_mistakes_of_the_command_are_one_line(options, line, capsys, monkeypatch
         cli.calibadv(["serve", "--policy", ".", *options])
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.startswith(line) and error.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_command_serves_until_a_signal(tmp_path):
-    """The whole program with a random policy: port in use, answer, SIGTERM."""
-    config = load_config(ROOT / "configs/quickstart.yaml", [*SMALL, f"run.dir={tmp_path}", "learner.steps=2"])
-    write_world(config.world)
-    train.run(config)
-    environment = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    serve = [sys.executable, "-m", "calibadv_jax", "serve", "mesh.fsdp=1", "--policy", str(tmp_path)]
-    with subprocess.Popen([*serve, "--port", "0"], **environment) as process:
-        url = process.stdout.readline().strip().removesuffix("/")
-        assert url, process.stderr.read()
-        reply = httpx.post(f"{url}/v1/chat/completions", json={}, timeout=30)
-        assert reply.status_code == 400
-        model = httpx.get(f"{url}/health").json()["model"]
-        body = {"model": model, "messages": [USER]}
-        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-        assert reply["usage"]["completion_tokens"] > 0
-        second = subprocess.run([*serve, "--port", url.rpartition(":")[2]], **environment)
-        assert second.returncode == 75 and second.stderr.count("\n") <= 2
-        assert "in use); choose another one with --port" in second.stderr
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143 and "stopped" in process.stderr.read()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from calibadv_jax.advantages.calibadv import variant_keys
 from calibadv_jax.advantages.credit import last_filled, two_sides
@@ -22,8 +24,6 @@ from calibadv_jax.rewards.score import format_flaw, turn_flaws
 
 RecordRow = dict[str, Any]  # a trajectory, or a turn of it, by the columns of record.schema
 AdvantageSettings = Mapping[str, Any]  # the section `advantage` of the run's config
-_REPLACEMENT = "\ufffd"  # written by a decoder for bytes that are no character (yet)
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, each of which may be a token of its own
 _TRAJECTORY_COLUMNS = (
     *("index", "error", "answer", "answer_score", "format_valid", "policy_versions", "advantage_raw"),
 )
@@ -60,28 +60,14 @@ class Pieces:
 
         A character that several tokens make belongs to the last of them; the others are empty.
         """
-        whole = self.text(ids)
-        alone = self._tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
-        return alone if "".join(alone) == whole else self._in_context(list(ids), whole)
-
-    def _in_context(self, ids: list[int], whole: str) -> list[str]:
-        """Return as a token's piece its addition to the text of the few before it, as TGI and vLLM stream."""
-        pieces: list[str] = []
-        start, end = 0, 0  # ids[start:end] has been shown, and ids[start:] is decoded together
-        for place in range(len(ids)):
-            before, after = self.text(ids[start:end]), self.text(ids[start : place + 1])
-            is_open = after.endswith(_REPLACEMENT) and place + 1 - end < _LONGEST_CHARACTER
-            if is_open or len(after) <= len(before):
-                pieces.append("")
-                continue
-            pieces.append(after[len(before) :])
-            start, end = end, place + 1
-        if "".join(pieces) == whole:
-            return pieces
-        # The decoder looks further back: pieces of `whole` with the same lengths, the rest in the last one.
-        ends = np.cumsum([0, *map(len, pieces)]).tolist()
-        cut = [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
-        return [*cut[:-1], cut[-1] + whole[ends[-1] :]]
+        whole, stream = self.text(ids), DecodeStream(skip_special_tokens=False)
+        lengths = [len(stream.step(self._tokenizer, token) or "") for token in ids]
+        bounds = [
+            0,
+            *accumulate(lengths[:-1]),
+            len(whole),
+        ]  # bytes that end no character are the last token's
+        return [whole[start:end] for start, end in pairwise(bounds)] if ids else []
 
 
 def transcript(

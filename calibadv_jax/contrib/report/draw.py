@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 UNIT = 72  # one unit of length is a pixel of the page where the chart has its natural width
 WIDTH = 400
-PANEL_HEIGHT, SMALL_PANEL_HEIGHT = 190, 125  # of the axes, in a chart with one panel and with several
-LEFT, TOP, BOTTOM, GAP = 54, 24, 30, 30
-SWATCH = 32  # room for a sample of a curve beside its name
+PANEL_HEIGHT, SMALL_PANEL_HEIGHT, MARGIN = 190, 155, 54  # in a chart with one panel and with several
 SMALL_TEXT = 11.5
 LINE_WIDTH = 1.8
 # Where an axis may be cut: above values that are SPIKE times the percentile USUAL.
@@ -40,6 +38,7 @@ STYLE: dict[Any, Any] = yaml.safe_load(Path(__file__).with_name("style.yaml").re
 INK, MUTED, GRID, SURFACE = (
     STYLE[name] for name in ("text.color", "axes.edgecolor", "grid.color", "figure.facecolor")
 )
+SMALL: dict[str, Any] = {"color": MUTED, "fontsize": SMALL_TEXT}
 
 
 def draw(chart: Chart, order: Sequence[str]) -> Figure:
@@ -48,44 +47,30 @@ def draw(chart: Chart, order: Sequence[str]) -> Figure:
     from matplotlib.figure import Figure
 
     panels, curves = chart.panels, chart.curves
-    axes_height = PANEL_HEIGHT if len(panels) == 1 else SMALL_PANEL_HEIGHT
-    height = TOP + BOTTOM + len(panels) * axes_height + (len(panels) - 1) * GAP
-    curve_names = list(dict.fromkeys(curve.name for curve in curves))
-    names = order if chart.is_by_series and len(order) > 1 else curve_names
-    right = WIDTH - (SWATCH + max(map(_width, curve_names)) if any(curve_names) else 12)
+    height = MARGIN + (PANEL_HEIGHT if len(panels) == 1 else SMALL_PANEL_HEIGHT * len(panels))
+    is_by_series = chart.is_by_series and len(order) > 1
+    names = order if is_by_series else list(dict.fromkeys(curve.name for curve in curves))
     steps = np.concatenate([curve.steps for curve in curves])
     margin = 0.5 if steps.min() == steps.max() else 0
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH / UNIT, height / UNIT), dpi=UNIT)
-        figure.subplots_adjust(
-            LEFT / WIDTH, BOTTOM / height, right / WIDTH, 1 - TOP / height, 0, GAP / axes_height
-        )
+        figure = Figure(figsize=(WIDTH / UNIT, height / UNIT), dpi=UNIT, layout="constrained")
         column: list[Axes] = list(figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0])
         for axes, panel in zip(column, panels, strict=True):
             _draw_panel(axes, panel, chart, names)
         column[0].set_xlim(steps.min() - margin, steps.max() + margin)
-        _note(column[0], chart.figure.unit, (0, 1), "axes fraction", (4 - LEFT, 8))
-        _note(column[-1], "step", (0, 0), "axes fraction", (4 - LEFT, -15))
+        column[0].set_title(chart.figure.unit, loc="left", **SMALL)
+        column[-1].set_xlabel("step", loc="left", labelpad=0, **SMALL)
         _set_limits(column, chart)
     return figure
 
 
 def place(axes: Axes) -> dict[str, float]:
-    """Return the position of a panel, in units from the upper left corner, and its first and last step."""
+    """Return the position of a drawn panel, in units from the upper left corner, and its range of steps."""
     box, (first, last) = axes.get_position(), axes.get_xlim()
     width, height = axes.get_figure(root=True).get_size_inches() * UNIT
     edges = {"left": box.x0 * width, "right": box.x1 * width}
     edges |= {"top": (1 - box.y1) * height, "bottom": (1 - box.y0) * height}
     return {name: round(float(edge), 1) for name, edge in edges.items()} | {"first": first, "last": last}
-
-
-def _width(name: str) -> float:
-    """Return the width of a curve's name in units, in matplotlib's font, which is wider than most."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
-    font = FontProperties(size=SMALL_TEXT)
-    return text_to_path.get_text_width_height_descent(_shortened(name), font, False)[0]
 
 
 def _draw_panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str]) -> None:
@@ -101,7 +86,7 @@ def _draw_panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str]) ->
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    axes.set_title(panel.title, loc="center", fontsize=12, pad=6, color=INK, fontweight="bold")
+    axes.set_title(panel.title, loc="right", fontsize=12, pad=6, color=INK, fontweight="bold")
     if any(curve.name for curve in panel.curves):
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=is_stack)
 
@@ -149,7 +134,7 @@ def _set_limits(column: Sequence[Axes], chart: Chart) -> None:
     top, usual = np.nanmax(tops), np.percentile(tops[np.isfinite(tops)], USUAL)
     if chart.figure.cuts_spikes and top > SPIKE * usual > 0:
         high = 1.2 * usual
-        _note(column[0], f"up to {number(top)}", (0.5, 1), "axes fraction", (3, -12))
+        column[0].text(0.5, 1, f"up to {number(top)}", va="top", transform=column[0].transAxes, **SMALL)
     middle = (low + high) / 2
     least = abs(middle) * LEAST_SPAN / 2  # narrower, and its numbers of four digits would all be the same
     low, high = min(low, middle - least), max(high, middle + least)
@@ -157,13 +142,7 @@ def _set_limits(column: Sequence[Axes], chart: Chart) -> None:
     if chart.limit is not None and low <= chart.limit <= high:
         for axes in column:
             axes.axhline(chart.limit, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
-            _note(axes, "guard", (0, chart.limit), ("axes fraction", "data"), (3, 2))
-
-
-def _note(
-    axes: Axes, text: str, position: tuple[float, float], system: Any, offset: tuple[float, float]
-) -> None:
-    axes.annotate(text, position, offset, system, "offset points", color=MUTED, fontsize=SMALL_TEXT)
+            axes.text(0, chart.limit, "guard", va="bottom", transform=axes.get_yaxis_transform(), **SMALL)
 
 
 def _shortened(name: str) -> str:
