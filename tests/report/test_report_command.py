@@ -1,5 +1,6 @@
 """`calibadv report`: what it writes and how it refuses."""
 
+import json
 import re
 from html.parser import HTMLParser
 
@@ -91,6 +92,15 @@ def test_page_asks_for_nothing_and_is_whole(of_two_configs):
     figures = {each["id"] for each in page.all("figure")}
     assert figures >= {"reward", "f1", "f1_by_source", "format", "entropy", "phases"}
     assert all(attributes["aria-label"] for attributes in page.all("svg") if attributes.get("role") == "img")
+
+
+def test_places_of_panels_are_those_of_the_drawn_axes(of_two_configs):
+    for figure in of_two_configs.split("<figure")[1:]:
+        panels = json.loads(re.search(r'<script type="application/json">(.*?)</script>', figure)[1])
+        clips = re.findall(r'<clipPath id="[^"]*">\s*<rect x="([\d.]+)" y="([\d.]+)"', figure)
+        assert len(clips) == len(panels)
+        for panel, (left, top) in zip(panels, clips, strict=True):
+            assert (panel["left"], panel["top"]) == pytest.approx((float(left), float(top)), abs=0.11)
 
 
 def test_text_from_runs_is_text_in_the_page(tmp_path):

@@ -39,7 +39,7 @@ def test_panels_name_their_curves_in_drawn_order(kind):
     assert shown[1] == ["b"]
     figure.draw_without_rendering()  # lays it out
     for axes in figure.axes:
-        box, there = axes.get_legend().get_window_extent(), place(axes)
+        box, there = axes.get_legend().get_window_extent(), place(figure, axes)
         assert there["right"] < box.x0 and box.x1 <= WIDTH and box.height <= there["bottom"] - there["top"]
 
 
@@ -86,9 +86,9 @@ def test_panels_share_their_axes():
     assert {axes.get_xlim() for axes in figure.axes} == {(1, 9)}
     assert [axes.get_title("right") for axes in figure.axes] == ["panel 0", "panel 1"]
     figure.draw_without_rendering()
-    first, second = map(place, figure.axes)
+    first, second = (place(figure, axes) for axes in figure.axes)
     assert (first["first"], first["last"]) == (1, 9)
-    assert 20 < first["left"] == second["left"] < 60 and first["left"] + 200 < first["right"] < WIDTH
+    assert 10 < first["left"] == second["left"] < 60 and first["left"] + 200 < first["right"] < WIDTH
     assert 10 < first["top"] < first["bottom"] - 100 and first["bottom"] < second["top"] < 200
 
 

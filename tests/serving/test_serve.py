@@ -108,7 +108,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
 REFUSED = [  # fields of the request, the field that the error names, words of its message
     ({"messages": [USER, USER]}, "messages", "one question gives one trajectory"),
     ({"messages": [USER, as_role("Ann", "assistant"), USER]}, "messages", "no history"),
-    ({"messages": [USER, as_role("Ann", "tool")]}, "messages", "leave out the tool message"),
+    ({"messages": [USER, as_role("Ann", "tool")]}, "messages", "no history"),
     ({"messages": [as_role("Be brief.", "system")]}, "messages", "one user message"),
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": [as_role(" \x1b ")]}, "messages", "empty"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -26,10 +25,8 @@ from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.record.reader import opening_and_actions, read_columns, read_metadata
 from calibadv_jax.record.schema import kept_steps, short_name
 
-# Bits of a trajectory's flags; static/records.js names the same bits.
-FAILED, FORMAT_INVALID, INVALID, UNFINISHED, WRONG, GOOD_SEARCH, SOFTENED, REPEATED = (
-    1 << bit for bit in range(8)
-)
+# Of a trajectory, bit by bit, as in static/records.js.
+FLAGS = ("failed", "formatInvalid", "invalid", "unfinished", "wrong", "goodSearch", "softened", "repeated")
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -163,28 +160,26 @@ def static_files() -> list[str]:
 
 
 def flags_of(row: RecordRow) -> int:
-    """Return the properties of a trajectory as bits.
+    """Return the FLAGS of a trajectory as bits.
 
     Wrong: finished, and its answer equals no golden answer (no exact match). A good search found silver
     documents that count (correctness above 0), or a supporting passage.
     """
     if row["error"] is not None:
-        return FAILED
+        return 1 << FLAGS.index("failed")
     turns, supporting = row["turns"], set(row["supporting_ids"])
+    supported = [supporting & {document["id"] for document in turn["documents"]} for turn in turns]
     kinds = {turn["kind"] for turn in turns}
-    conditions = {
-        FORMAT_INVALID: not row["format_valid"],
-        INVALID: "invalid" in kinds,
-        UNFINISHED: "unfinished" in kinds,
-        WRONG: dict(row["metrics"])["em"] < 1,
-        GOOD_SEARCH: any(
-            turn["correctness"] or supporting & {document["id"] for document in turn["documents"]}
-            for turn in turns
-        ),
-        SOFTENED: any(turn["softened"] for turn in turns),
-        REPEATED: any(turn["repeated"] for turn in turns),
+    flags = {
+        "formatInvalid": not row["format_valid"],
+        "invalid": "invalid" in kinds,
+        "unfinished": "unfinished" in kinds,
+        "wrong": dict(row["metrics"])["em"] < 1,
+        "goodSearch": any(supported) or any(turn["correctness"] for turn in turns),
+        "softened": any(turn["softened"] for turn in turns),
+        "repeated": any(turn["repeated"] for turn in turns),
     }
-    return sum(bit for bit, holds in conditions.items() if holds)
+    return sum(1 << FLAGS.index(name) for name, holds in flags.items() if holds)
 
 
 def tabulate(rows: Sequence[RecordRow], lengths: Sequence[int]) -> dict[str, Any]:
@@ -223,9 +218,8 @@ def _lengths(path: Path) -> list[int]:
     """Return the sampled tokens of each trajectory of a step."""
     turns = read_columns(path, ["turns.list.element.token_ids.list.element"])["turns"].combine_chunks()
     counts = pc.list_value_length(pc.struct_field(turns.flatten(), "token_ids"))
-    sums = np.concatenate([[0], np.cumsum(counts.to_numpy(zero_copy_only=False))])  # int64
-    ends = np.cumsum(pc.list_value_length(turns).to_numpy(zero_copy_only=False))
-    lengths: list[int] = np.diff(sums[np.concatenate([[0], ends])]).tolist()
+    sums = np.bincount(pc.list_parent_indices(turns), counts, len(turns))
+    lengths: list[int] = sums.astype(np.int64).tolist()
     return lengths
 
 
@@ -269,7 +263,7 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
         ) -> None:
             self.send_response(status)
             about = {} if content is None else {"Content-Length": str(len(content))}
-            for name, value in (HEADERS | headers | about).items():
+            for name, value in {**HEADERS, **headers, **about}.items():
                 self.send_header(name, value)
             with suppress(ConnectionError):  # a browser that has turned to another group
                 self.end_headers()
@@ -282,8 +276,6 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
     try:
         return ThreadingHTTPServer((ADDRESS, port), Handler)
     except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise
         raise UserError(f"port {port}: {error.strerror}; choose another one with --port") from error
 
 

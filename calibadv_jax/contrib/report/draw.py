@@ -64,10 +64,10 @@ def draw(chart: Chart, order: Sequence[str]) -> Figure:
     return figure
 
 
-def place(axes: Axes) -> dict[str, float]:
+def place(figure: Figure, axes: Axes) -> dict[str, float]:
     """Return the position of a drawn panel, in units from the upper left corner, and its range of steps."""
     box, (first, last) = axes.get_position(), axes.get_xlim()
-    width, height = axes.get_figure(root=True).get_size_inches() * UNIT
+    width, height = figure.get_size_inches() * UNIT
     edges = {"left": box.x0 * width, "right": box.x1 * width}
     edges |= {"top": (1 - box.y1) * height, "bottom": (1 - box.y0) * height}
     return {name: round(float(edge), 1) for name, edge in edges.items()} | {"first": first, "last": last}

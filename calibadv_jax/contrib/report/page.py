@@ -68,18 +68,19 @@ def css_dashes(index: int) -> str:
 def _drawn(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
     """Return the drawing, the rows of its table, and the values that the page's script reads."""
     title, drawing = chart.figure.title, draw(chart, order)
-    numbers, data, label = [], [], f"{title} by step."
-    for axes, panel in zip(drawing.axes, chart.panels, strict=True):
+    numbers, label = [], f"{title} by step."
+    for panel in chart.panels:
         for curve in panel.curves:
             name = ", ".join(part for part in (panel.title, curve.name) if part)
             finite = curve.mean[np.isfinite(curve.mean)]
             ends = [number(float(value)) for value in (finite[0], finite[-1], finite.min(), finite.max())]
             label += f" {name + ': ' if name else ''}from {ends[0]} to {ends[1]}."
             numbers.append([name or title, *ends])
-        data.append(
-            {"title": panel.title, **place(axes), "curves": [_points(curve) for curve in panel.curves]}
-        )
-    svg = Markup(themed_svg(drawing, chart.figure.key, label))
+    svg = Markup(themed_svg(drawing, chart.figure.key, label))  # which also lays the panels out
+    data = [
+        {"title": panel.title, **place(drawing, axes), "curves": list(map(_points, panel.curves))}
+        for axes, panel in zip(drawing.axes, chart.panels, strict=True)
+    ]
     return {"svg": svg, "numbers": numbers, "data": _json(data)}
 
 

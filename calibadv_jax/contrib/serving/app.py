@@ -19,7 +19,7 @@ from importlib import resources
 from typing import Annotated, Any, TypeVar
 
 import uvicorn
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers, MutableHeaders
@@ -68,17 +68,12 @@ BOOKKEEPING = ("user", "metadata", "safety_identifier", "prompt_cache_key", "ser
 class ApiError(HTTPException):
     """A refusal or failure, as clients of OpenAI read it."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
+    def __init__(self, status: int, message: str, param: str = "", code: str = "", headers: Any = None):
         super().__init__(status, message, headers)
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body = {
+            "error": {"message": message, "type": kind, "param": param or None, "code": code or None}
+        }
 
 
 class _Strict(BaseModel):
@@ -114,6 +109,17 @@ class ChatRequest(_Strict):
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # of each turn
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_effect(cls, fields: Any) -> Any:
+        """Leave out fields that ask for nothing; raise ApiError for those that are not offered."""
+        if not isinstance(fields, dict):
+            return fields
+        for name in UNSUPPORTED:
+            if fields.get(name) and fields[name] != NEUTRAL.get(name):
+                raise ApiError(400, f"{name}: {LIMITS}; leave it out", name, "unsupported_value")
+        return {name: value for name, value in fields.items() if name not in (*UNSUPPORTED, *BOOKKEEPING)}
+
     @property
     def question(self) -> str:
         return next(message.content for message in self.messages if message.role == "user").strip()
@@ -134,17 +140,7 @@ class ChatRequest(_Strict):
 def parse(body: bytes, model: str) -> ChatRequest:
     """Return a request for the `model`; ApiError if it asks for more than one question and its answer."""
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ApiError(400, "the body must be a JSON object with model and messages")
-    for name in (*UNSUPPORTED, *BOOKKEEPING):
-        value = fields.pop(name, None)
-        if value and name in UNSUPPORTED and value != NEUTRAL.get(name):
-            raise ApiError(400, f"{name}: {LIMITS}; leave it out", name, "unsupported_value")
-    try:
-        request = ChatRequest.model_validate(fields)
+        request = ChatRequest.model_validate_json(body)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -154,11 +150,9 @@ def parse(body: bytes, model: str) -> ChatRequest:
     if request.model != model:
         raise ApiError(404, f"model: there is {model!r} only", "model", "model_not_found")
     roles = [message.role for message in request.messages]
-    if unknown := [role for role in roles if role not in ("user", "system", "developer")]:
-        role = printable(unknown[0])
-        raise ApiError(400, f"messages: no history: {SINGLE}; leave out the {role} message", "messages")
-    if roles.count("user") != 1:
-        raise ApiError(400, f"messages: {SINGLE}; send one user message with the question", "messages")
+    if roles.count("user") != 1 or not {*roles} <= {"user", "system", "developer"}:
+        message = f"messages: {SINGLE}; send one user message with the question, and no history"
+        raise ApiError(400, message, "messages")
     if not printable(request.question):
         raise ApiError(400, "messages: the question is empty", "messages")
     return request
@@ -344,14 +338,14 @@ class Service:
 
 
 async def _events(
-    reply: ChatReply, first: Chunk | Trajectory, others: AsyncIterator[Chunk | Trajectory]
+    reply: ChatReply, first: Chunk | Trajectory, following: AsyncIterator[Chunk | Trajectory]
 ) -> AsyncIterator[str]:
     yield _event(reply.first_chunk())
     item = first
     try:
         while not isinstance(item, Trajectory):
             yield _event(item)
-            item = await anext(others)
+            item = await anext(following)
         for chunk in reply.last_chunks(item):
             yield _event(chunk)
         yield "data: [DONE]\n\n"
@@ -398,7 +392,7 @@ class Guard:
         )
         if self.token and path.startswith("/v1/") and not is_allowed:
             message = "send the header Authorization: Bearer <the service's token>"
-            raise ApiError(401, message, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+            raise ApiError(401, message, "", "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
 
 def _refusal(error: ApiError) -> Response:
