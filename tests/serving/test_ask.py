@@ -106,29 +106,43 @@ def asked(tmp_path, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(ask, "ask", lambda *arguments: calls.append(arguments[:3]))
 
-    def asked(*words, policy=tmp_path):
+    def asked(*words):
         calls.clear()
         with pytest.raises(SystemExit) as end:
-            cli.calibadv(["ask", *words, *(["--policy", str(policy)] if policy else [])])
+            cli.calibadv(["ask", *words, "--policy", str(tmp_path)])
         return end.value.code, capsys.readouterr().err, *(calls[0] if calls else [None] * 3)
 
     return asked
 
 
 @pytest.mark.parametrize(
-    ("words", "policy", "output"),
+    ("line", "output"),
     [
-        (["who?"], "nowhere", "error: nowhere: no such folder"),
-        (["who", "is", "it?"], ".", "error: 3 questions were given; put quotes"),
-        (["--temperature", "-1", "who?"], ".", "error: argument --temperature: -1: give 0 or more"),
-        (["--temperature", "nan", "who?"], ".", "error: argument --temperature: nan: give 0 or more"),
-        (["--config", "no.yaml", "who?"], ".", "error: no.yaml: no such config file"),
-        (["who?"], None, "error: the following arguments are required: --policy"),
+        ("ask --policy nowhere who?", "nowhere: no such folder"),
+        ("ask --policy . who is it?", "3 questions were given; put quotes"),
+        ("ask --policy . --temperature -1 who?", "argument --temperature: -1: give 0 or more"),
+        ("ask --policy . --temperature nan who?", "argument --temperature: nan: give 0 or more"),
+        ("ask --policy . --config no.yaml who?", "no.yaml: no such config file"),
+        ("ask who?", "the following arguments are required: --policy"),
+        (
+            "serve --policy . --host 0.0.0.0",
+            "--host 0.0.0.0 is open to the network: protect it with --token-file",
+        ),
+        ("serve --policy . --token-file none", "--token-file none: no such file, or an empty one"),
+        ("serve --policy . --slots 0", "argument --slots: 0: give 1 or more"),
+        ("serve --policy . --time-limit nan", "argument --time-limit: nan: give 1 or more"),
+        ("serve --policy . who?", "'who?' is no key.path=value"),
+        ("serve --policy nowhere", "nowhere: no such folder"),
     ],
 )
-def test_mistakes_are_one_line(asked, words, policy, output):
-    status, error, *_ = asked(*words, policy=policy)
-    assert status == 2 and error.startswith(output) and error.count("\n") == 1
+def test_mistakes_are_one_line(line, output, capsys, monkeypatch):
+    if line.startswith("serve"):
+        pytest.importorskip("uvicorn")
+    monkeypatch.delenv("CALIBADV_TOKEN", raising=False)
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(line.split())
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith(f"error: {output}") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("own", [True, False])

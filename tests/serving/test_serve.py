@@ -13,7 +13,6 @@ need("openai", "starlette", "uvicorn")
 import openai  # noqa: E402
 from serving_rig import FORGED, MODEL, SCRIPTS, SEARCH, served  # noqa: E402
 
-from calibadv_jax import cli  # noqa: E402
 from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed  # noqa: E402
 
 
@@ -244,22 +243,3 @@ def test_forged_texts_lose_tags_and_escapes(agent):
             assert f"<{tag}" not in text
         assert not any(escape in text for escape in ("\\u001b", "\\u0007", "\u202e", "\x1b"))
     assert whole.choices[0].message.content.endswith("Ann") and "<script>" in FORGED
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--host", "0.0.0.0"], "error: --host 0.0.0.0 is open to the network: protect it with --token-file"),
-        (["--token-file", "none"], "error: --token-file none: no such file, or an empty one"),
-        (["--slots", "0"], "error: argument --slots: 0: give 1 or more"),
-        (["--time-limit", "nan"], "error: argument --time-limit: nan: give 1 or more"),
-        (["who?"], "error: 'who?' is no key.path=value"),
-        (["--policy", "nowhere"], "error: nowhere: no such folder"),
-    ],
-)
-def test_mistakes_of_the_command_are_one_line(options, line, capsys, monkeypatch):
-    monkeypatch.delenv("CALIBADV_TOKEN", raising=False)
-    with pytest.raises(SystemExit) as end:
-        cli.calibadv(["serve", "--policy", ".", *options])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.startswith(line) and error.count("\n") == 1
