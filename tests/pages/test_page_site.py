@@ -147,19 +147,19 @@ def test_index_is_sent_once_for_each_new_step(tmp_path, small_run, served, asker
     add_start(folder, dump_config(Config()), {})
     later = [path.rename(tmp_path / path.name) for path in kept_steps(folder).values()]
     with served(folder) as address:
-        ask, kept, tags = asker(address), [], [""]
+        ask, steps, tags = asker(address), [], [""]
         for path in (None, *later):
             if path:
                 path.rename(folder / "rollouts" / path.name)
             status, headers, body = ask("/data/index.json", **{"If-None-Match": tags[-1]})
             assert status == 200
-            kept.append([step["step"] for step in json.loads(body)["steps"]])
+            steps.append([step["step"] for step in json.loads(body)["steps"]])
             tags.append(headers["ETag"])
             status, headers, body = ask("/data/index.json", **{"If-None-Match": tags[-1]})
             assert (status, body, headers["ETag"]) == (304, b"", tags[-1])
             assert headers["Content-Security-Policy"] and "Content-Length" not in headers
             assert ask("/data/index.json", Host="evil.example", **{"If-None-Match": tags[-1]})[0] == 403
-        assert kept == [[], [1], [1, 2]] and ask("/data/group_1_0.json")[0] == 200
+        assert steps == [[], [1], [1, 2]] and ask("/data/group_1_0.json")[0] == 200
 
 
 def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer, small_group):

@@ -39,11 +39,11 @@ def report(tmp_path_factory):
 @pytest.fixture
 def opened(page, report):
     """The page, opened; the test fails where it asked for anything but itself."""
-    asked = []
-    page.on("request", lambda request: asked.append(request.url))
+    requests = []
+    page.on("request", lambda request: requests.append(request.url))
     page.goto(report.as_uri())
     yield page
-    assert asked == [report.as_uri()]
+    assert requests == [report.as_uri()]
 
 
 def test_every_figure_is_drawn(opened):

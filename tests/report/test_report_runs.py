@@ -31,14 +31,14 @@ EVALUATION |= {"intervals": {"0": {"all": {"f1": [0.375, 0.625]}}}}
 def test_rows_are_read_by_step(tmp_path):
     """A later row of a step counts, and one that was cut off does not; nor what a rolled back step kept."""
     make_run(tmp_path, {"a": [1.0, 2.0, float("nan"), None]})
-    kept = [keep_step(tmp_path, step, []) for step in (1, 4, 5)]
+    files = [keep_step(tmp_path, step, []) for step in (1, 4, 5)]
     (tmp_path / "rollouts/step_new.parquet").write_text("")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "a": 7.0}\n{"step": 5, "a"')
     (run,) = read_runs([tmp_path])
     assert run.kind == "training run" and run.steps == [1, 2, 3, 4]
     assert run.values("a") == {1: 1.0, 2: 7.0, 4: None} and run.values("b") == {}
-    assert run.rollouts == {1: kept[0], 4: kept[1]}
+    assert run.rollouts == {1: files[0], 4: files[1]}
 
 
 def test_config_of_the_last_start_counts(tmp_path):

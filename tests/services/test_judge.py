@@ -44,8 +44,8 @@ NO_VERDICTS = ["k 10", "k 1.5", "k yes and no", "k 0.5x", "k -1", "k yes\nk", "m
 
 def answered(answer):
     nothing = np.zeros(0, np.int32)
-    asked = "<think>t</think><search>q</search>"
-    search = Turn("search", nothing, nothing, text=asked, observation_ids=np.zeros(2))
+    text = "<think>t</think><search>q</search>"
+    search = Turn("search", nothing, nothing, text=text, observation_ids=np.zeros(2))
     last = Turn("answer", nothing, nothing, text=f"<think>t</think><answer>{answer}</answer>", answer=answer)
     return Trajectory(QUESTION, nothing, [search, last])
 
@@ -214,9 +214,9 @@ def test_prompt_is_a_file(endpoint, tmp_path):
 
 
 def test_rewards_by_name_with_weights(endpoint):
-    _, asked = endpoint
+    _, judge_config = endpoint
     own = "examples.own_reward:short_way"
-    config = RewardConfig(answer={"f1": 0.5, "judge": 0.25, own: 0.25}, judge=asked)
+    config = RewardConfig(answer={"f1": 0.5, "judge": 0.25, own: 0.25}, judge=judge_config)
     judged = replace(answered("Paris, France"), metrics={"judge": 1.0, "judge_agreement": 0.0})
     scored = score_trajectory(judged, config)
     assert scored.answer_score == pytest.approx(0.5 * 2 / 3 + 0.25 + 0.25)

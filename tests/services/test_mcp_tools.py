@@ -169,11 +169,11 @@ class FakeServer:
 
     async def list_tools(self, cursor):
         """A tool a page."""
-        at = int(cursor or 0)
-        self.pages.append(at)
+        number = int(cursor or 0)
+        self.pages.append(number)
         assert len(self.pages) < 50, "the same page again and again"
-        more = str(at + 1) if at + 1 < len(self.tools) else None
-        return SimpleNamespace(tools=self.tools[at : at + 1], next_cursor=more)
+        more = str(number + 1) if number + 1 < len(self.tools) else None
+        return SimpleNamespace(tools=self.tools[number : number + 1], next_cursor=more)
 
     async def call_tool(self, name, arguments):
         self.calls.append((name, arguments))
@@ -230,12 +230,8 @@ ONLY_OBJECTS = r'write a JSON object: \{"left": integer, "text": string\}'
 
 
 @pytest.mark.parametrize(
-    (
-        "body",
-        "of_text",
-        "of_two",
-    ),  # the arguments of a tool with one text, and of another; or why there are none
-    [
+    ("body", "of_text", "of_two"),
+    [  # a body, the arguments of a tool with one text, and of another; or why there are none
         ("", {}, {}),
         ("Rome", {"word": "Rome"}, ONLY_OBJECTS),
         ('{"word": "Oslo"}', {"word": "Oslo"}, {"word": "Oslo"}),
@@ -275,10 +271,7 @@ def test_reply_has_texts_documents_and_names(fake):
     whole, structured, empty, refused = asked(action._server.config, action, "a", "b", "c", "d")
     assert whole.text == "first\n[resource]\nmore: shelf://more\n[image]"
     assert whole.documents == (Document(page.uri, page.uri, "a page"),)
-    assert [(reply.text, reply.documents) for reply in (structured, empty)] == [
-        ('{"found": "Ü"}', ()),
-        ("", ()),
-    ]
+    assert (structured.text, empty.text, structured.documents) == ('{"found": "Ü"}', "", ())
     assert type(refused) is ActionRefused and str(refused) == "no\nsuch"
     assert fake.calls == [("look up", {"word": word}) for word in "abcd"]
     assert fake.opened == 2  # one connection for the tools, one for the calls
@@ -325,10 +318,7 @@ def test_server_that_stays_away_fails_the_trajectory(fake):
     ("where", "message"),
     [
         ({}, r"fake: OSError: gone .*\(no module here\); correct tools\[\].mcp.command"),
-        (
-            {"command": "", "url": "http://h/mcp"},
-            r"server http://h/mcp: OSError: gone .*; start it, or correct tools",
-        ),
+        ({"command": "", "url": "http://h/mcp"}, r"http://h/mcp: OSError: gone .*; start it, or correct"),
     ],
 )
 def test_server_away_at_the_start_is_waited_for(fake, monkeypatch, where, message):

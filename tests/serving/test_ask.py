@@ -162,12 +162,16 @@ def test_overrides_and_own_tokenizer_reach_the_policy(asked, tmp_path, own):
 def test_commands_of_a_run_config_need_a_flag(asked, tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "checkpoints").mkdir()
-    kept = tmp_path / "configs" / "0.yaml"
-    kept.write_text("tools: [search, {mcp: {command: 'sh -c true'}}]\n")
+    config_file = tmp_path / "configs" / "0.yaml"
+    config_file.write_text("tools: [search, {mcp: {command: 'sh -c true'}}]\n")
     status, error, config, *_ = asked("who?")
     assert status == 2 and config is None and error.count("\n") == 1
     assert "starts a program, 'sh -c true'; --start-programs allows" in error
-    for words, tools in ((["--start-programs"], 2), (["--config", str(kept)], 2), (["tools=[search]"], 1)):
+    for words, tools in (
+        (["--start-programs"], 2),
+        (["--config", str(config_file)], 2),
+        (["tools=[search]"], 1),
+    ):
         status, _, config, *_ = asked("who?", *words)
         assert status == 0 and len(config.tools) == tools
 

@@ -145,8 +145,8 @@ def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
     sections = [
         gatherer.section(key, row["title"], row["text"], FIGURES[key]) for key, row in _SECTIONS.items()
     ]
-    others = gatherer.other_figures()
-    sections.append(gatherer.section("other", "Other metrics", "Logged, and in no figure above.", others))
+    text, figures = "Logged, and in no figure above.", gatherer.other_figures()
+    sections.append(gatherer.section("other", "Other metrics", text, figures))
     charts = [chart for section in sections for chart in section.charts]
     shown = {chart.figure.key for chart in charts} | {name for each in sections for name in each.constant}
     needing = [figure for figures in FIGURES.values() for figure in figures if figure.needs_rollouts]
