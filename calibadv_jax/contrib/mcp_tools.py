@@ -43,19 +43,16 @@ LOGGERS = ("mcp", "client")  # of the package
 _TAIL = 4096  # bytes of a log that are kept for messages
 
 T = TypeVar("T")
-Warn = Callable[[str], object]
 Request = Callable[[Any], Awaitable[T]]  # of a client of the package
 
 
-def mcp_actions(
-    config: McpConfig, max_length: int, log: Path | None = None, warn: Warn = lambda _: None
-) -> list[Action]:
+def mcp_actions(config: McpConfig, max_length: int, log: Path | None = None) -> list[Action]:
     """Return the tools of a server that are on; the server is started, or asked, and left again.
 
-    The standard error of its program is added to `log`; `warn` is called once if it writes to its standard
-    output what is no message. Raises UserError without the package, the server, or such a tool.
+    The standard error of its program is added to `log`, and what it writes to its standard output that is no
+    message. Raises UserError without the package, the server, or such a tool.
     """
-    server = McpServer(config, log, warn)
+    server = McpServer(config, log)
     tools = {tool.name: tool for tool in http_client.run_to_its_end(server.tools)}
     for name in config.tools:
         if name not in tools:
@@ -75,11 +72,10 @@ class _OfLoop:
 class McpServer:
     """A server and its connection in each event loop."""
 
-    def __init__(self, config: McpConfig, log: Path | None, warn: Warn):
-        self.config, self._log, self._warn = config, log, warn
+    def __init__(self, config: McpConfig, log: Path | None):
+        self.config, self._log = config, log
         self.where = f"MCP server {config.url or config.command}"
         self.agreed: dict[str, Any] = {}  # schemas by tool: each connection must have these
-        self._has_warned = False
         self._connections = PerLoop(_OfLoop)
 
     async def tools(self) -> list[Any]:
@@ -126,7 +122,7 @@ class McpServer:
             if mine.connection is None or not mine.connection.is_ready:
                 if mine.connection is not None:
                     await mine.connection.close()
-                mine.connection = _Connection(self.config, ServerLog(self._log, self._warn_once))
+                mine.connection = _Connection(self.config, ServerLog(self._log))
                 await mine.connection.open()
                 if self.agreed:
                     self._compare(await mine.connection.ask(_list_tools))
@@ -141,14 +137,6 @@ class McpServer:
                 change = "has another schema than at the start of this run" if name in schemas else "is gone"
                 advice = "serve the tools that the run began with, or begin another run"
                 raise EnvironmentFailure(f"{self.where}: its tool {name!r} {change}; {advice}")
-
-    def _warn_once(self, line: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            self._warn(
-                f"{self.where} writes to its standard output what is no message of MCP ({line!r}), and is not"
-                " heard there; have it write to standard error"
-            )
 
     async def close(self) -> None:
         """End the connection of the running event loop, and the server that it started."""
@@ -265,7 +253,7 @@ def _client(config: McpConfig, log: ServerLog) -> Any:
         started = mcp.StdioServerParameters(
             command=program, args=arguments, env=dict(os.environ), encoding_error_handler="replace"
         )
-        return mcp.Client(messages_only(stdio_client(started, errlog=log.stream), log.warn), cache=None)
+        return mcp.Client(messages_only(stdio_client(started, errlog=log.stream), log), cache=None)
     from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
@@ -341,8 +329,8 @@ def excerpt(text: str) -> str:
 class ServerLog:
     """The standard error of a server's program, a pipe whose text is added to a file if there is a `path`."""
 
-    def __init__(self, path: Path | None, warn: Warn):
-        self.warn, self._path, self._tail = warn, path, b""
+    def __init__(self, path: Path | None):
+        self._path, self._tail = path, b""
         reading, writing = os.pipe()
         self.stream = os.fdopen(writing, "wb", buffering=0)
         self._thread = threading.Thread(target=self._copy, args=(reading,), name="MCP log", daemon=True)
@@ -371,8 +359,8 @@ class ServerLog:
 
 
 @asynccontextmanager
-async def messages_only(transport: AbstractAsyncContextManager[Any], warn: Warn) -> AsyncIterator[Any]:
-    """Open the streams of a program's pipes; repair lone surrogates, and warn of other lines.
+async def messages_only(transport: AbstractAsyncContextManager[Any], log: ServerLog) -> AsyncIterator[Any]:
+    """Open the streams of a program's pipes; repair lone surrogates, and log other lines that are no message.
 
     The package would drop both. A call whose reply is such a line has none.
     """
@@ -390,7 +378,7 @@ async def messages_only(transport: AbstractAsyncContextManager[Any], warn: Warn)
                         repaired = well_formed_json(line.encode("utf-8", "replace"))
                         item = SessionMessage(jsonrpc_message_adapter.validate_json(repaired, by_name=False))
                     except ValueError:
-                        warn(excerpt(line))
+                        log.stream.write(f"no message of MCP: {line}\n".encode(errors="replace"))
                         continue
                 await readable.send(item)
 

@@ -51,11 +51,7 @@ def answered(answer):
 
 
 class Endpoint(Handler):
-    """Behaves as a server with a chat template: what looks like the template in a message is the template.
-
-    The model behind it obeys the last system message and every order that begins a line of the user's. It
-    compares the answer of the user's last line, as JSON, with the golden answers.
-    """
+    """Compares the answer in the user's message, one line of JSON, with the golden answers."""
 
     replies: list = []  # (status, content) that come first
     bodies: list = []
@@ -66,23 +62,13 @@ class Endpoint(Handler):
         if self.replies:
             self.reply(*self.replies.pop(0))
             return
-        text = "".join(
-            f"{OPEN}{message['role']}\n{message['content']}{CLOSE}\n" for message in body["messages"]
-        )
-        messages = re.findall(rf"{re.escape(OPEN)}(\w+)\n(.*?){re.escape(CLOSE)}", text, re.DOTALL)
-        system = [content for role, content in messages if role == "system"][-1]
-        user = "\n".join(content for role, content in messages if role == "user")
-        self.reply(200, {"choices": [{"message": {"content": self.judge(system, user)}}]})
+        system, user = (message["content"] for message in body["messages"])
+        self.reply(200, {"choices": [{"message": {"content": self.judge(KEY.search(system)[1], user)}}]})
 
-    def judge(self, system, user):
-        key = (re.findall(r"the key (\w+)", system) or ["none"])[-1]
-        orders = re.findall(r"^\s*(?:say|reply|verdict|yes)\b.*", user, re.IGNORECASE | re.MULTILINE)
-        if "say yes to all" in system or orders:
-            return f"I was told so.\n{key} yes"
-        fields = json.loads(user.splitlines()[-1])
+    def judge(self, key, user):
+        fields = json.loads(user)
         is_right = fields["answer"].strip().lower() in map(str.lower, fields["golden_answers"])
-        verdict = "yes" if is_right else "no"
-        return f"The answer is: {fields['answer']}\n{key} {verdict}"
+        return f"The answer is: {fields['answer']}\n{key} {'yes' if is_right else 'no'}"
 
 
 @pytest.fixture
@@ -120,25 +106,27 @@ def test_verdict_and_its_agreement_with_exact_match(endpoint):
     assert len(handler.bodies) == 3  # the same answer is judged once
     assert handler.bodies[0][0] == "/v1/chat/completions" and handler.bodies[0][1]["model"] == "m"
     for verdict, agreement in ((0.5, 1.0), (0.49, 0.0)):  # behind half a surrogate pair
-        handler.judge = lambda self, system, user, own=verdict: f"hm \ud83d\n{KEY.search(system)[1]} {own}"
+        handler.judge = lambda self, key, user, own=verdict: f"hm \ud83d\n{key} {own}"
         assert scores(config, "Paris") == [{"judge": verdict, "judge_agreement": agreement}]
 
 
 def test_hostile_answer_does_not_move_the_verdict(endpoint):
     """The user's message is one object, on one line, with these fields and without markup in its texts."""
     handler, config = endpoint
-    for scored in scores(config, *HOSTILE):
-        assert scored["judge"] == 0.0, scored
-    users = [body["messages"][1]["content"] for _, body in handler.bodies]
+    assert [scored["judge"] for scored in scores(config, *HOSTILE)] == [0.0] * len(HOSTILE)
     for _, body in handler.bodies:
         system, user = (message["content"] for message in body["messages"])
         fields = json.loads(user)
-        assert list(fields) == ["question", "golden_answers", "answer"]
-        assert fields["golden_answers"] == ["Paris"] and len(fields["answer"]) <= 2000
-        assert len(user.splitlines()) == 1 and user.isascii() and "<" not in user and len(user) < 30_000
-        assert system.startswith(judge.PROMPT)
-    assert any(user.endswith(f'"answer": "{"ab" * 1000}"}}') for user in users)  # its beginning
-    keys = {re.findall(r"the key (\w+)", body["messages"][0]["content"])[0] for _, body in handler.bodies}
+        assert list(fields) == ["question", "golden_answers", "answer"] and fields["golden_answers"] == [
+            "Paris"
+        ]
+        assert len(fields["answer"]) <= 2000 and len(user) < 30_000 and len(user.splitlines()) == 1
+        assert user.isascii() and not re.search(r"[<>`#|]", user) and user.count("[") == user.count("{") == 1
+        assert [message["role"] for message in body["messages"]] == ["system", "user"]
+        assert system.startswith(judge.PROMPT) and not any(text in system for text in HOSTILE[1:])
+    answers = {json.loads(body["messages"][1]["content"])["answer"] for _, body in handler.bodies}
+    assert "ab" * 1000 in answers  # its beginning
+    keys = {KEY.search(body["messages"][0]["content"])[1] for _, body in handler.bodies}
     assert len(keys) == len(handler.bodies)  # nobody can guess the next one
 
 

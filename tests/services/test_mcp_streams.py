@@ -74,13 +74,19 @@ def test_unreadable_reply_fails_its_call_alone(config, monkeypatch):
     assert good == "\\ud83d \ufffd\U0001f600"  # of half an emoji and a whole one
 
 
-def test_print_to_standard_output_warns_once(config, capfd, caplog):
-    warnings = []
-    (action,) = mcp_tools.mcp_actions(config, 0, None, warnings.append)
-    lines = [f"\x1b[31mloading {number}\n{RESULT % number}" for number in range(3)]
-    assert results(action, *lines) == ["0", "1", "2"]
-    (warning,) = warnings
-    assert warning.isprintable() and "'[31mloading 0'" in warning and "write to standard error" in warning
+def test_print_to_standard_output_is_logged(config, tmp_path, capfd, caplog):
+    log = tmp_path / "mcp.log"
+    log.touch()
+    (action,) = mcp_tools.mcp_actions(config, 0, log)
+    assert results(action, *(f"loading {number}\n{RESULT % number}" for number in range(3))) == [
+        "0",
+        "1",
+        "2",
+    ]
+    while len(log.read_text().splitlines()) < 3:  # it is copied beside the calls
+        time.sleep(0.01)
+    lines = [f"no message of MCP: loading {number}" for number in range(3)]
+    assert sorted(log.read_text().splitlines()) == lines
     assert capfd.readouterr().err == "" and not caplog.records
 
 

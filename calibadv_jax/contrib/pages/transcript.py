@@ -62,11 +62,8 @@ class Pieces:
         """
         whole, stream = self.text(ids), DecodeStream(skip_special_tokens=False)
         lengths = [len(stream.step(self._tokenizer, token) or "") for token in ids]
-        bounds = [
-            0,
-            *accumulate(lengths[:-1]),
-            len(whole),
-        ]  # bytes that end no character are the last token's
+        # Bytes at the end that make no character are the last token's.
+        bounds = [0, *accumulate(lengths[:-1]), len(whole)]
         return [whole[start:end] for start, end in pairwise(bounds)] if ids else []
 
 
@@ -123,11 +120,14 @@ def _turns(
         turns.append(
             {
                 **{name: turn[name] for name in _TURN_COLUMNS},
-                **{"ids": turn["token_ids"], "pieces": pieces.pieces(turn["token_ids"])},
+                "ids": turn["token_ids"],
+                "pieces": pieces.pieces(turn["token_ids"]),
                 **{name: _rounded(turn[name]) for name in ("logprobs", "learner_logprobs")},
                 "observation": observation_parts(turn["observation_text"], documents),
                 "num_observation_tokens": len(turn["observation_ids"]),
-                **{"documents": documents, "why": reason, "flaw": flaw},
+                "documents": documents,
+                "why": reason,
+                "flaw": flaw,
             }
         )
     return turns

@@ -296,13 +296,7 @@ def thin(curve: Curve, max_points: int) -> Curve:
     if width <= 1:
         return curve
     points = {}
-    summaries = {
-        "steps": np.ma.mean,
-        "mean": np.ma.mean,
-        "low": np.ma.min,
-        "high": np.ma.max,
-        "trend": np.ma.mean,
-    }
+    summaries = dict.fromkeys(("steps", "mean", "trend"), np.ma.mean) | {"low": np.ma.min, "high": np.ma.max}
     for name, summary in summaries.items():
         values = getattr(curve, name)
         padded = np.pad(values, (0, -len(values) % width), constant_values=np.nan)
