@@ -96,15 +96,14 @@ class McpServer:
         Raises ActionRefused for arguments that the server does not take, RequestFailed if it was away for
         `config.patience` or late, EnvironmentFailure if it no longer has the tools of the start.
         """
-        patience, refused = self.config.patience, None
+        patience = self.config.patience
         try:
             result = await self._ask(action, lambda client: client.call_tool(tool, dict(arguments)), patience)
-        except ActionRefused as error:
-            refused = error
-        if refused or result.is_error:  # of the tool, or because it is gone
+        except ActionRefused:
             self._compare(await self._ask(action, _list_tools, patience))
-        if refused:
-            raise refused
+            raise
+        if result.is_error:  # of the tool, or because it is gone
+            self._compare(await self._ask(action, _list_tools, patience))
         return result
 
     async def _ask(self, action: str, request: Request[T], patience: float) -> T:

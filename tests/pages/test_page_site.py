@@ -213,7 +213,7 @@ def test_any_tokens_make_their_whole_text(pieces, tokenizer, data):
     assert len(cut) == len(ids) and "".join(cut) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_tokenizer_of_words_is_read_and_a_damaged_one_named(tmp_path):
+def test_tokenizer_is_read_or_named_as_damaged(tmp_path):
     for words in ("tokenizer.json: no such file", "no tokenizer can be loaded"):
         with pytest.raises(UserError, match=words):
             Pieces(tmp_path)
@@ -248,7 +248,7 @@ def ask(served, small_run, asker):
         yield asker(address)
 
 
-def test_every_answer_has_a_type_and_forbids_foreign_scripts(ask):
+def test_answers_have_types_and_forbid_foreign_scripts(ask):
     types = {"/": "text/html", "/app.js": "text/javascript", "/style.css": "text/css"}
     types |= dict.fromkeys(("/data/index.json", "/data/group_1_0.json"), "application/json")
     absent = ("data/group_1_9.json", "data/group_7_0.json", "nothing.js", "../pages/site.py", "data/")

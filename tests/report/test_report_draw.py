@@ -114,7 +114,7 @@ def svg_of(chart, key="key"):
     return ET.fromstring(themed_svg(draw(chart, ["x"]), key, "what it shows <&>"))
 
 
-def test_svg_scales_and_takes_its_colours_from_the_page():
+def test_svg_scales_and_has_the_pages_colours():
     chart = chart_of({"a $x_1$ <b>": [1.0, 2.0], "c": [2.0, 1.0]}, by_series=False)
     root = svg_of(chart)
     text = ET.tostring(root, encoding="unicode")

@@ -228,10 +228,7 @@ def _json(value: Any) -> bytes:
 
 
 def make_server(site: Site, port: int) -> ThreadingHTTPServer:
-    """Return a server on the loopback address that answers GET and HEAD; UserError if the port is taken.
-
-    `port`: 0 takes a free one; see `server_port`.
-    """
+    """Return a server on the loopback address; `port` 0: a free one (`server_port`). UserError if taken."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

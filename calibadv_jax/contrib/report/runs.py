@@ -62,10 +62,7 @@ class Run:
 
     def setting(self, key: str) -> Any:
         """Return a config value by its dotted key; None where the config lacks it."""
-        value: Any = self.config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return value
+        return flatten(self.config).get(key)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
