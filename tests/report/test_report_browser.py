@@ -13,7 +13,7 @@ from benchmarks.generated_run import make_group, make_tokenizer, write_run
 from calibadv_jax import cli
 from calibadv_jax.config import Config
 from calibadv_jax.contrib.pages.site import Site, make_server
-from calibadv_jax.contrib.report.gather import gather
+from calibadv_jax.contrib.report.gather import Gathered
 from calibadv_jax.contrib.report.page import render
 from calibadv_jax.contrib.report.runs import group_runs, read_runs
 
@@ -106,8 +106,8 @@ def test_point_leads_to_the_trajectories_of_its_step(page, tmp_path):
     with make_server(Site(run), 0) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        series = group_runs(read_runs([run]))
-        (tmp_path / "report.html").write_text(render(series, gather(series), server.server_port))
+        gathered = Gathered(group_runs(read_runs([run])))
+        (tmp_path / "report.html").write_text(render(gathered, server.server_port))
         page.goto((tmp_path / "report.html").as_uri())
         lead = page.locator("#reward .lead")
         page.locator("#reward").focus()

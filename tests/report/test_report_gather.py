@@ -13,10 +13,10 @@ from report_rig import keep_step, learning_curve, make_run, quickstart_config, t
 from calibadv_jax.contrib.report.gather import (
     FIGURES,
     MAX_STEPS,
+    SECTIONS,
     Chart,
     Gathered,
     chosen_steps,
-    gather,
     moving_mean,
     over_seeds,
     rollout_values,
@@ -28,7 +28,7 @@ from calibadv_jax.metrics.summary import ALIASES
 
 
 def gather_folders(*folders) -> Gathered:
-    return gather(group_runs(read_runs(list(folders))), smooth=1)
+    return Gathered(group_runs(read_runs(list(folders))), smooth=1)
 
 
 def charts_of(gathered: Gathered) -> dict[str, Chart]:
@@ -40,7 +40,7 @@ def charts_in(*folders) -> dict[str, Chart]:
 
 
 def test_keys_of_figures_name_files_and_are_unique():
-    keys = [*FIGURES, *(figure.key for figures in FIGURES.values() for figure in figures)]
+    keys = [*SECTIONS, *(figure.key for figure in FIGURES)]
     keys += ["runs", "evaluations", "settings", "main", "other"]  # the page's own
     assert len(set(keys)) == len(keys)
     assert all(re.fullmatch(r"[a-z0-9_]+", key) for key in keys)
@@ -218,9 +218,9 @@ def test_thinning_is_that_of_a_loop(seed):
 @pytest.mark.parametrize(("steps", "smooth", "points"), [(40, 4, 1), (400, 20, 2), (2000, 20, 6)])
 def test_longer_runs_have_wider_trends_and_points(tmp_path, steps, smooth, points):
     series = group_runs(read_runs([make_run(tmp_path, {"reward/mean": [0.5, 0.25] * (steps // 2)})]))
-    gathered = gather(series)
+    gathered = Gathered(series)
     assert (gathered.smooth, gathered.steps_per_point) == (smooth, points)
-    assert gather(series, 3).smooth == 3
+    assert Gathered(series, 3).smooth == 3
     curves = [curve for chart in charts_of(gathered).values() for curve in chart.panels[0].curves]
     assert curves and all(len(curve.steps) <= 360 for curve in curves)
 

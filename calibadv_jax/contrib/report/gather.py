@@ -71,9 +71,11 @@ def _figure(
 
 
 _SECTIONS = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
-FIGURES = {
-    key: [_figure(name, **row) for name, row in each["figures"].items()] for key, each in _SECTIONS.items()
+SECTIONS = {
+    key: (row["title"], row["text"], [_figure(name, **options) for name, options in row["figures"].items()])
+    for key, row in _SECTIONS.items()
 }
+FIGURES = [figure for _, _, figures in SECTIONS.values() for figure in figures]
 
 
 @dataclass(frozen=True)
@@ -124,49 +126,36 @@ class Section:
     constant: dict[str, float]  # title of a figure with the same value at every step of every run
 
 
-@dataclass(frozen=True)
 class Gathered:
-    sections: list[Section]
-    left_out: list[Figure]  # they need kept trajectories, which no run has
-    steps_per_point: int
-    smooth: int  # points that the trends are means of
+    """Everything that the page draws; `smooth`: points that trends are means of, None: by their length."""
+
+    def __init__(self, series: Sequence[Series], smooth: int | None = None):
+        if smooth is None:
+            longest = max(len(run.rows) for each in series for run in each.runs)
+            smooth = min(MAX_SMOOTH, max(1, longest // SMOOTH_SHARE))
+        self.series, self.smooth = series, smooth
+        self._values = [[_values(run) for run in each.runs] for each in series]  # by series and run
+        self._logged = list(
+            dict.fromkeys(name for runs in self._values for values in runs for name in values)
+        )
+        others = {"other": ("Other metrics", "Logged, and in no figure above.", self._other_figures())}
+        sections = [self._section(key, *parts) for key, parts in (SECTIONS | others).items()]
+        self.sections = [section for section in sections if section.charts or section.constant]
+        self.charts = [chart for section in sections for chart in section.charts]
+        curves = [curve for chart in self.charts for curve in chart.curves]
+        self.steps_per_point = max((curve.steps_per_point for curve in curves), default=1)
 
     @property
-    def charts(self) -> list[Chart]:
-        return [chart for section in self.sections for chart in section.charts]
+    def left_out(self) -> list[Figure]:
+        """Return figures that need kept trajectories, which no run has."""
+        if self.series[0].runs[0].kind == "cold start":
+            return []
+        shown = {chart.figure.key for chart in self.charts}
+        constant = {title for section in self.sections for title in section.constant}
+        needing = [figure for figure in FIGURES if figure.needs_rollouts]
+        return [figure for figure in needing if figure.key not in shown and figure.title not in constant]
 
-
-def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
-    """Return everything that the page draws; `smooth`: points that trends are means of, None: by length."""
-    if smooth is None:
-        longest = max(len(run.rows) for each in series for run in each.runs)
-        smooth = min(MAX_SMOOTH, max(1, longest // SMOOTH_SHARE))
-    gatherer = _Gatherer(series, smooth)
-    sections = [
-        gatherer.section(key, row["title"], row["text"], FIGURES[key]) for key, row in _SECTIONS.items()
-    ]
-    text, figures = "Logged, and in no figure above.", gatherer.other_figures()
-    sections.append(gatherer.section("other", "Other metrics", text, figures))
-    charts = [chart for section in sections for chart in section.charts]
-    shown = {chart.figure.key for chart in charts} | {name for each in sections for name in each.constant}
-    needing = [figure for figures in FIGURES.values() for figure in figures if figure.needs_rollouts]
-    left_out = [figure for figure in needing if not {figure.key, figure.title} & shown]
-    return Gathered(
-        [section for section in sections if section.charts or section.constant],
-        left_out if series[0].runs[0].kind == "training run" else [],
-        max((curve.steps_per_point for chart in charts for curve in chart.curves), default=1),
-        smooth,
-    )
-
-
-class _Gatherer:
-    def __init__(self, series: Sequence[Series], smooth: int):
-        self.series, self.smooth = series, smooth
-        self.values = [[_values(run) for run in each.runs] for each in series]  # by series and run
-        self.logged = list(dict.fromkeys(name for runs in self.values for values in runs for name in values))
-        self.max_points = min(MAX_POINTS, max(MIN_POINTS, ALL_POINTS // len(series)))
-
-    def section(self, key: str, title: str, text: str, figures: Sequence[Figure]) -> Section:
+    def _section(self, key: str, title: str, text: str, figures: Sequence[Figure]) -> Section:
         """Return a section's charts; those whose curves are all flat become a line of text."""
         section = Section(key, title, text, [], {})
         for chart in filter(None, map(self._chart, figures)):
@@ -177,15 +166,15 @@ class _Gatherer:
                 section.charts.append(chart)
         return section
 
-    def other_figures(self) -> list[Figure]:
+    def _other_figures(self) -> list[Figure]:
         """Return a figure for each metric that no figure of FIGURES shows."""
-        names = sorted(set(self.logged) - set(_shown(self.logged)))
+        names = sorted(set(self._logged) - set(_shown(self._logged)))
         return [Figure(_key(name), name, "", "", {name: ""}, from_zero=False) for name in names]
 
     def _chart(self, figure: Figure) -> Chart | None:
         lines = self._lines(figure)
         by_series = [
-            [self._curve(metric, label, runs) for metric, label in lines.items()] for runs in self.values
+            [self._curve(metric, label, runs) for metric, label in lines.items()] for runs in self._values
         ]
         names = [each.name if len(self.series) > 1 else "" for each in self.series]
         titles, rows = names, by_series
@@ -212,16 +201,17 @@ class _Gatherer:
         lines: dict[str, str] = {}
         for metric, label in figure.metrics.items():
             if (start := metric.removesuffix("*")) != metric:
-                matching = [name for name in self.logged if name.startswith(start)]
+                matching = [name for name in self._logged if name.startswith(start)]
                 lines |= {name: name.removeprefix(start).replace("_", " ") for name in matching}
-            elif metric in self.logged:
+            elif metric in self._logged:
                 lines[metric] = label
         return lines
 
     def _curve(self, metric: str, label: str, runs: Sequence[Values]) -> Curve:
         by_step = [values.get(metric, {}) for values in runs]
+        max_points = min(MAX_POINTS, max(MIN_POINTS, ALL_POINTS // len(self.series)))
         is_sparse = max(map(len, by_step)) <= MAX_MARKS  # every point of it is marked and stands for itself
-        return thin(over_seeds(label, by_step, 1 if is_sparse else self.smooth), self.max_points)
+        return thin(over_seeds(label, by_step, 1 if is_sparse else self.smooth), max_points)
 
 
 def _values(run: Run) -> Values:
@@ -250,7 +240,7 @@ def _phases(run: Run, timed: Sequence[str]) -> Values:
 
 def _shown(logged: Sequence[str]) -> Iterator[str]:
     """Yield metrics of a figure, second names of metrics, ends of ranges, and derived ones."""
-    patterns = [name for figures in FIGURES.values() for figure in figures for name in figure.metrics]
+    patterns = [name for figure in FIGURES for name in figure.metrics]
     starts = tuple(name.removesuffix("*") for name in patterns if name.endswith("*"))
     for name in logged:
         base, _, part = name.rpartition("/")

@@ -14,13 +14,14 @@ from markupsafe import Markup
 
 from calibadv_jax.contrib.report.draw import DASHES, LINE_WIDTH, draw, place, themed_svg
 from calibadv_jax.contrib.report.gather import Chart, Curve, Gathered
-from calibadv_jax.contrib.report.runs import Run, Series, compare, one_metric
+from calibadv_jax.contrib.report.runs import Run, compare, one_metric
 from calibadv_jax.metrics.console import duration, number
 from calibadv_jax.record.schema import short_name
 
 
-def render(series: Sequence[Series], gathered: Gathered, port: int) -> str:
+def render(gathered: Gathered, port: int) -> str:
     """Return the whole page, whose points lead to the `port` of ``calibadv inspect``."""
+    series = gathered.series
     runs = [run for each in series for run in each.runs]
     settings = compare(series) if any(run.config for run in runs) else []
     evaluations = [(run.name, table) for run in runs for table in run.evaluations]
