@@ -22,7 +22,7 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 from benchmarks.generated_run import make_run
-from calibadv_jax.contrib.pages.site import RunFiles, Site, make_server
+from calibadv_jax.contrib.pages.site import Site, make_server
 
 TIME_FILTER = """([name, value]) => {
   const begun = performance.now();
@@ -59,7 +59,7 @@ def main() -> None:
         folder = Path(name) / "run"
         make_run(folder, arguments.trajectories)
         begun = time.perf_counter()
-        site = Site(RunFiles(folder))
+        site = Site(folder)
         site.steps()
         figures = {"trajectories": arguments.trajectories, "index_s": time.perf_counter() - begun}
         server = make_server(site, 0)

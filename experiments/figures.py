@@ -111,8 +111,7 @@ def curves(panels: Mapping[str, Results], name: str) -> Figure:
     there = {arm.method for arms in panels.values() for arm in arms}
     order = [method for method in dict.fromkeys((*FOUR, *METHODS)) if method in there]
     description = Description(name, "", "", unit, {metric: ""})
-    figure, _ = draw(Chart(description, tuple(drawn)), order)
-    return figure
+    return draw(Chart(description, tuple(drawn)), order)
 
 
 def sweep(columns: Mapping[str, Mapping[str, Points]], x_name: str) -> Figure:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,12 @@ def read_policy(arguments: argparse.Namespace, overrides: Sequence[str]) -> tupl
     source = find_policy(arguments.policy)
     own_tokenizer = ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
     config = load_config(arguments.config or run_config(source), [*own_tokenizer, *overrides])
-    if not arguments.config and not arguments.start_programs:
-        refuse_programs(config, source)
+    for tool in config.tools if not (arguments.config or arguments.start_programs) else ():
+        if tool.mcp and tool.mcp.command:  # a run's folder may come from somebody else
+            raise UserError(
+                f"{source}: the run's config starts a program, {tool.mcp.command!r}; --start-programs allows"
+                " it, and --config FILE takes a config of your own"
+            )
     return config, source
 
 
@@ -63,24 +67,14 @@ def run_config(source: PolicySource) -> Path:
     return start.path
 
 
-def refuse_programs(config: Config, source: PolicySource) -> None:
-    """Refuse (UserError) a config that starts programs: a run's folder may come from somebody else."""
-    for tool in config.tools:
-        if tool.mcp and tool.mcp.command:
-            raise UserError(
-                f"{source}: the run's config starts a program, {tool.mcp.command!r}; --start-programs allows"
-                " it, and --config FILE takes a config of your own"
-            )
-
-
 def for_people(config: Config, folder: str, slots: int) -> Config:
     """Write logs into `folder`, use few slots, wait briefly, and ask no judge: there is no golden answer."""
-    retriever = config.retriever
-    return dataclasses.replace(
+    patience = min(config.retriever.patience, _PATIENCE)
+    return replace(
         config,
-        run=dataclasses.replace(config.run, dir=folder),
-        sampler=dataclasses.replace(config.sampler, slots=slots),
-        retriever=dataclasses.replace(retriever, patience=min(retriever.patience, _PATIENCE)),
+        run=replace(config.run, dir=folder),
+        sampler=replace(config.sampler, slots=slots),
+        retriever=replace(config.retriever, patience=patience),
         reward=RewardConfig(),
     )
 
@@ -96,12 +90,15 @@ def open_policy(config: Config, source: PolicySource, slots: int = 1) -> Iterato
             yield rollouts
 
 
+def question_of(text: str, name: str) -> Question:
+    return Question(name, well_formed(text), (), "ask")
+
+
 def check_question(rollouts: Rollouts, text: str) -> None:
     """Raise UserError if the prompt of a question cannot be built, or is too long."""
     context = rollouts.context
-    question = Question("question", well_formed(text), (), "ask")
     length = context.rollout.max_prompt_length
-    build_prompt(question, context.tokenizer, context.prompt, length, context.actions)
+    build_prompt(question_of(text, "question"), context.tokenizer, context.prompt, length, context.actions)
 
 
 async def answer(
@@ -118,12 +115,9 @@ async def answer(
     `name` and `seed` (None: the run's) determine every sampled token. `watch`: see `RolloutContext`.
     `session` (default: `name`) is unique among questions under way.
     """
-    context = rollouts.context
-    rollout = dataclasses.replace(context.rollout, **changes)
-    context = dataclasses.replace(context, watch=watch, rollout=rollout)
-    question = Question(name, well_formed(text), (), "ask")
+    context = replace(rollouts.context, watch=watch, rollout=replace(rollouts.context.rollout, **changes))
     seed = rollouts.seed if seed is None else seed
-    return await run_trajectory(context, question, 0, seed, session or name)
+    return await run_trajectory(context, question_of(text, name), 0, seed, session or name)
 
 
 def observed_words(turn: Turn) -> str:

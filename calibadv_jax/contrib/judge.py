@@ -11,7 +11,6 @@ import asyncio
 import json
 import re
 import secrets
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.services import http_client
-from calibadv_jax.services.http_client import BadReply, HttpReply, PerLoop, Unreachable
+from calibadv_jax.services.http_client import BadReply, PerLoop, Unreachable
 
 TOKEN_VARIABLE = "JUDGE_TOKEN"
 REMEMBERED = 100_000  # verdicts
@@ -34,6 +33,9 @@ LONGEST_REPLY = 2**22  # bytes: up to `max_concurrency` of them are read at once
 _TEXTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PROMPT, VERDICT = _TEXTS["prompt"], _TEXTS["verdict"]
 EXPECTED = "the key of its prompt, a space, and yes, no or a number from 0 to 1, as '0123456789abcdef yes'"
+_TOKEN = f"set the environment variable {TOKEN_VARIABLE} to its token"
+_ADDRESS = "correct reward.judge.url (it ends with /v1 at most servers) and reward.judge.model"
+ADVICE = {401: _TOKEN, 403: _TOKEN, 404: _ADDRESS, 405: _ADDRESS}  # by status
 _MARKUP = re.compile(r"[<>\[\]{}|`#]")  # of chat templates and of Markdown
 
 
@@ -66,7 +68,7 @@ class JudgeClient:
         self.config, self.url = config, config.url.rstrip("/")
         self.prompt = read_prompt(config.prompt)
         self._connections = PerLoop(self._connect)
-        self._verdicts: OrderedDict[str, float] = OrderedDict()
+        self._verdicts: dict[str, float] = {}
 
     def _connect(self) -> _Connections:
         slots = asyncio.Semaphore(self.config.max_concurrency)
@@ -92,7 +94,7 @@ class JudgeClient:
         # Shielded: others may wait for the same verdict.
         verdict = self._verdicts[data] = await asyncio.shield(asking[data])
         while len(self._verdicts) > REMEMBERED:
-            self._verdicts.popitem(last=False)
+            del self._verdicts[next(iter(self._verdicts))]
         return verdict
 
     async def close(self) -> None:
@@ -131,7 +133,12 @@ class JudgeClient:
         }
         address = f"{self.url}/chat/completions"
         reply = await http_client.request(http, "POST", address, LONGEST_REPLY, json=body)
-        self._check_status(reply)
+        if reply.is_away:
+            raise Unreachable(reply.excerpt, reply.retry_after)
+        if reply.status in ADVICE:
+            raise UserError(f"judge {self.url}: {reply.excerpt}; {ADVICE[reply.status]}")
+        if reply.status != 200:
+            raise BadReply(reply.excerpt)
         try:
             choice = reply.parse(_Completion).choices[0]
         except ValidationError as error:
@@ -143,17 +150,6 @@ class JudgeClient:
             limit = f"reward.judge.max_tokens={self.config.max_tokens}"
             cut = f"the reply was cut after {limit}; raise it"
             raise BadReply(cut if choice.finish_reason == "length" else str(error)) from error
-
-    def _check_status(self, reply: HttpReply) -> None:
-        if reply.is_away:
-            raise Unreachable(reply.excerpt, reply.retry_after)
-        token = f"set the environment variable {TOKEN_VARIABLE} to its token"
-        address = "correct reward.judge.url (it ends with /v1 at most servers) and reward.judge.model"
-        advice = {401: token, 403: token, 404: address, 405: address}.get(reply.status)
-        if advice:
-            raise UserError(f"judge {self.url}: {reply.excerpt}; {advice}")
-        if reply.status != 200:
-            raise BadReply(reply.excerpt)
 
 
 def data_of(question: str, golden_answers: tuple[str, ...], answer: str) -> str:

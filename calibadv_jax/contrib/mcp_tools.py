@@ -37,27 +37,22 @@ CLOSING = 10.0  # seconds that a connection may take to end
 LONGEST_PURPOSE = 300  # letters of a tool's own description that stand in the prompt
 LONGEST_EXCERPT = 200  # letters of a server's text in a message
 MOST_BRACKETS = 100  # of a body
-# Codes of JSON-RPC and MCP.
-PARSE_ERROR, INVALID_PARAMS, CONNECTION_CLOSED = -32700, -32602, -32000
+INVALID_PARAMS, CONNECTION_CLOSED = -32602, -32000  # codes of JSON-RPC and MCP
 SESSION_ENDED, UNREADABLE_EVENT = "Session terminated", "SSE stream failed"  # messages of the package
 LOGGERS = ("mcp", "client")  # of the package
 _TAIL = 4096  # bytes of a log that are kept for messages
-_ID = re.compile(r'"id"\s*:\s*(\d+)')
-_RESULT = re.compile(r'"(?:result|error)"\s*:')
 
 T = TypeVar("T")
-Warn = Callable[[str], object]
+Request = Callable[[Any], Awaitable[T]]  # of a client of the package
 
 
-def mcp_actions(
-    config: McpConfig, max_length: int, log: Path | None = None, warn: Warn = lambda _: None
-) -> list[Action]:
+def mcp_actions(config: McpConfig, max_length: int, log: Path | None = None) -> list[Action]:
     """Return the tools of a server that are on; the server is started, or asked, and left again.
 
-    The standard error of its program is added to `log`; `warn` is called once if it writes to its standard
-    output what is no message. Raises UserError without the package, the server, or such a tool.
+    The standard error of its program is added to `log`, and what it writes to its standard output that is no
+    message. Raises UserError without the package, the server, or such a tool.
     """
-    server = McpServer(config, log, warn)
+    server = McpServer(config, log)
     tools = {tool.name: tool for tool in http_client.run_to_its_end(server.tools)}
     for name in config.tools:
         if name not in tools:
@@ -77,11 +72,10 @@ class _OfLoop:
 class McpServer:
     """A server and its connection in each event loop."""
 
-    def __init__(self, config: McpConfig, log: Path | None, warn: Warn):
-        self.config, self._log, self._warn = config, log, warn
+    def __init__(self, config: McpConfig, log: Path | None):
+        self.config, self._log = config, log
         self.where = f"MCP server {config.url or config.command}"
         self.agreed: dict[str, Any] = {}  # schemas by tool: each connection must have these
-        self._has_warned = False
         self._connections = PerLoop(_OfLoop)
 
     async def tools(self) -> list[Any]:
@@ -112,9 +106,9 @@ class McpServer:
             self._compare(await self._ask(action, _list_tools, patience))
         return result
 
-    async def _ask(self, action: str, ask: Callable[[Any], Awaitable[T]], patience: float) -> T:
+    async def _ask(self, action: str, request: Request[T], patience: float) -> T:
         async def attempt() -> T:
-            return await (await self._connected()).ask(ask)
+            return await (await self._connected()).ask(request)
 
         try:
             return await retry(attempt, patience)
@@ -124,16 +118,15 @@ class McpServer:
     async def _connected(self) -> _Connection:
         mine = self._connections.get()
         async with mine.opening:
-            connection = mine.connection
-            if connection is None or connection.is_lost:
-                if connection is not None:
-                    await connection.close()
-                connection = mine.connection = _Connection(self.config, self._log, self._warn_once)
-                await connection.open()
-            if self.agreed and not connection.is_compared:
-                self._compare(await connection.ask(_list_tools))
-                connection.is_compared = True
-            return connection
+            if mine.connection is None or not mine.connection.is_ready:
+                if mine.connection is not None:
+                    await mine.connection.close()
+                mine.connection = _Connection(self.config, ServerLog(self._log))
+                await mine.connection.open()
+                if self.agreed:
+                    self._compare(await mine.connection.ask(_list_tools))
+                mine.connection.is_ready = True
+            return mine.connection
 
     def _compare(self, tools: list[Any]) -> None:
         """Raise EnvironmentFailure if a tool that is on is gone, or has another schema."""
@@ -143,14 +136,6 @@ class McpServer:
                 change = "has another schema than at the start of this run" if name in schemas else "is gone"
                 advice = "serve the tools that the run began with, or begin another run"
                 raise EnvironmentFailure(f"{self.where}: its tool {name!r} {change}; {advice}")
-
-    def _warn_once(self, line: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            self._warn(
-                f"{self.where} writes to its standard output what is no message of MCP ({line!r}), and is not"
-                " heard there; have it write to standard error"
-            )
 
     async def close(self) -> None:
         """End the connection of the running event loop, and the server that it started."""
@@ -171,78 +156,73 @@ async def _list_tools(client: Any) -> list[Any]:
 class _Connection:
     """A session with a server, in a task of its own: what opens it must also end it."""
 
-    def __init__(self, config: McpConfig, log: Path | None, warn: Warn):
-        self.config, self.is_lost = config, False
-        self.is_compared = False  # its tools with those of the start
-        self._log, self._warn = log, warn
+    def __init__(self, config: McpConfig, log: ServerLog):
+        self._config, self._log = config, log
+        self.is_ready = False  # open, and its tools are those of the start
         self._closing = asyncio.Event()
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._task: asyncio.Task[None] | None = None
+        self._task = asyncio.create_task(self._keep())
 
     async def open(self) -> None:
         """Raise Unreachable if there is no MCP server, UserError if package or program are missing."""
-        self._task = asyncio.create_task(self._keep())
-        done, _ = await asyncio.wait({self._client}, timeout=self.config.timeout)
+        done, _ = await asyncio.wait({self._client}, timeout=self._config.timeout)
         if not done:
             await self.close()
-            raise Unreachable(f"no session within {self.config.timeout:g} s")
+            raise Unreachable(f"no session within {self._config.timeout:g} s")
         self._client.result()
 
-    async def ask(self, ask: Callable[[Any], Awaitable[T]]) -> T:
+    async def ask(self, request: Request[T]) -> T:
         """Raise ActionRefused for refused arguments, Unreachable for a lost connection, else BadReply."""
-        errors, client = _package().MCPError, self._client.result()
-        limit = asyncio.timeout(self.config.timeout)
+        limit = asyncio.timeout(self._config.timeout)
         try:
             async with limit:
-                return await ask(client)
-        except errors as error:
+                return await request(self._client.result())
+        except _package().MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise ActionRefused(error.message) from error
             is_unread = error.message.startswith(UNREADABLE_EVENT)
             if is_unread or (error.code != CONNECTION_CLOSED and error.message != SESSION_ENDED):
                 raise BadReply(f"error {error.code}: {excerpt(error.message)}") from error
-            self.is_lost = True
+            self.is_ready = False
             raise Unreachable("the connection has ended") from error
         except (ValueError, RuntimeError) as error:  # a result against its schema
-            raise (Unreachable if self.is_lost else BadReply)(_reason(error)) from error
+            raise (BadReply if self.is_ready else Unreachable)(_reason(error)) from error
         except Exception as error:  # the package raises whatever its connection does
             if limit.expired():
-                raise BadReply(f"no reply within {self.config.timeout:g} s") from error
-            self.is_lost = True
+                raise BadReply(f"no reply within {self._config.timeout:g} s") from error
+            self.is_ready = False
             raise Unreachable(_reason(error)) from error
 
     async def close(self) -> None:
-        self.is_lost = True
+        self.is_ready = False
         self._closing.set()
-        if self._task is not None:
-            if not self._client.cancel():  # what is still opening does not wait for `_closing`
-                await asyncio.wait({self._task}, timeout=CLOSING)
-            self._task.cancel()
-            with suppress(BaseException):
-                await self._task
+        if not self._client.cancel():  # what is still opening does not wait for `_closing`
+            await asyncio.wait({self._task}, timeout=CLOSING)
+        self._task.cancel()
+        with suppress(BaseException):
+            await self._task
 
     async def _keep(self) -> None:
-        log = ServerLog(self._log, self._warn)
         try:
-            async with _client(self.config, log) as client:
+            async with _client(self._config, self._log) as client:
                 self._client.set_result(client)
                 await self._closing.wait()
         except BaseException as error:  # whatever it is, the one who waits must know
             if not self._client.done():
-                self._client.set_exception(self._failure(error, log))
+                self._client.set_exception(self._failure(error))
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            self.is_lost = True
-            log.close()
+            self.is_ready = False
+            self._log.close()
 
-    def _failure(self, error: BaseException, log: ServerLog) -> Exception:
+    def _failure(self, error: BaseException) -> Exception:
         if isinstance(error, UserError):
             return error
-        if isinstance(error, FileNotFoundError | PermissionError) and self.config.command:
+        if isinstance(error, FileNotFoundError | PermissionError) and self._config.command:
             problem = f"cannot be started ({error.strerror}); correct tools[].mcp.command"
-            return UserError(f"tools: {self.config.command!r} {problem}")
-        line = log.last_line()
+            return UserError(f"tools: {self._config.command!r} {problem}")
+        line = self._log.last_line()
         return Unreachable(_reason(error) + (f" ({line})" if line else ""))
 
 
@@ -272,7 +252,7 @@ def _client(config: McpConfig, log: ServerLog) -> Any:
         started = mcp.StdioServerParameters(
             command=program, args=arguments, env=dict(os.environ), encoding_error_handler="replace"
         )
-        return mcp.Client(checked(stdio_client(started, errlog=log), log), cache=None)
+        return mcp.Client(messages_only(stdio_client(started, errlog=log.stream), log), cache=None)
     from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
@@ -348,22 +328,16 @@ def excerpt(text: str) -> str:
 class ServerLog:
     """The standard error of a server's program, a pipe whose text is added to a file if there is a `path`."""
 
-    def __init__(self, path: Path | None, warn: Warn):
-        self.warn, self._path, self._tail = warn, path, b""
+    def __init__(self, path: Path | None):
+        self._path, self._tail = path, b""
         reading, writing = os.pipe()
-        self._stream = os.fdopen(writing, "w", buffering=1, encoding="utf-8", errors="replace")
+        self.stream = os.fdopen(writing, "wb", buffering=0)
         self._thread = threading.Thread(target=self._copy, args=(reading,), name="MCP log", daemon=True)
         self._thread.start()
 
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def write(self, text: str) -> int:
-        return self._stream.write(text)
-
     def close(self) -> None:
         """Close this process's end of the pipe: the log ends with the programs that hold the others."""
-        self._stream.close()
+        self.stream.close()
 
     def last_line(self) -> str:
         """Return the last line of the program's output, once it has ended."""
@@ -384,52 +358,33 @@ class ServerLog:
 
 
 @asynccontextmanager
-async def checked(transport: AbstractAsyncContextManager[Any], log: ServerLog) -> AsyncIterator[Any]:
-    """Open the streams of a program's pipes; an unreadable line fails its call, or is warned of."""
+async def messages_only(transport: AbstractAsyncContextManager[Any], log: ServerLog) -> AsyncIterator[Any]:
+    """Open the streams of a program's pipes; repair lone surrogates, and log other lines that are no message.
+
+    The package would drop both. A call whose reply is such a line has none.
+    """
+    from mcp.shared.message import SessionMessage
+    from mcp_types import jsonrpc_message_adapter
+
     readable, messages = anyio.create_memory_object_stream[Any]()
 
     async def forward(lines: Any) -> None:
         async with readable:
             async for item in lines:
-                message = _message_of(item, log) if isinstance(item, ValueError) else item
-                if message is not None:
-                    await readable.send(message)
+                if isinstance(item, ValueError):
+                    line = str(item.errors()[0]["input"])  # type: ignore[attr-defined] # pydantic's
+                    try:
+                        repaired = well_formed_json(line.encode("utf-8", "replace"))
+                        item = SessionMessage(jsonrpc_message_adapter.validate_json(repaired, by_name=False))
+                    except ValueError:
+                        log.stream.write(f"no message of MCP: {line}\n".encode(errors="replace"))
+                        continue
+                await readable.send(item)
 
     async with transport as (lines, requests), messages, anyio.create_task_group() as tasks:
         tasks.start_soon(forward, lines)
         yield messages, requests
         tasks.cancel_scope.cancel()
-
-
-def _message_of(error: Any, log: ServerLog) -> Any:
-    """Return the message of a line that the package refused; None: no reply to a call."""
-    from mcp.shared.message import SessionMessage
-    from mcp_types import ErrorData, JSONRPCError, jsonrpc_message_adapter
-
-    line: Any = error.errors()[0]["input"]
-    if error.errors()[0]["type"] == "json_invalid":
-        try:  # one with lone surrogates
-            repaired = well_formed_json(line.encode("utf-8", "replace"))
-            return SessionMessage(jsonrpc_message_adapter.validate_json(repaired, by_name=False))
-        except ValueError:
-            call = _id_in(line)
-    else:
-        objects = [item["input"] for item in error.errors() if isinstance(item["input"], dict)]
-        call, line = next((item["id"] for item in objects if "id" in item), None), str(line)
-    if not isinstance(call, int | str):
-        log.warn(excerpt(line))
-        return None
-    data = ErrorData(code=PARSE_ERROR, message=f"a reply that cannot be read: {excerpt(line)}")
-    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=call, error=data))
-
-
-def _id_in(line: str) -> int | None:
-    """Return the call of a damaged reply: its id stands before its result or behind it."""
-    if '"jsonrpc"' not in line:
-        return None
-    head, *result = _RESULT.split(line, maxsplit=1)
-    ids = _ID.findall(head) or _ID.findall("".join(result))[-1:]
-    return int(ids[0]) if ids else None
 
 
 async def bound_reply(response: Any) -> None:

@@ -35,40 +35,38 @@ def with_golden_logprobs(
     tokenizer: Any,
 ) -> tuple[list[Group], dict[str, float]]:
     """Return copies of the groups whose turns have `golden_logprobs` under each policy, and metrics."""
-    probes: dict[bytes, int] = {}  # tokens of a sample -> its place
-    samples: list[Sample] = []
-    places: list[list[list[int]]] = []  # by group, trajectory and turn
+    samples: dict[bytes, Sample] = {}  # by their tokens and the length of the answer
+    keys: list[list[bytes]] = []  # of samples, by trajectory and turn
     for group in groups:
-        places.append([])
         if group.trajectories:  # the same for all of them; later turns continue as the second does
             continuations = [_continuation(group.trajectories[0], number, tokenizer) for number in (0, 1)]
         for trajectory in group.trajectories:
-            places[-1].append([])
+            keys.append([])
             for number, prefix in enumerate(prefixes(trajectory)):
                 beginning, answer = continuations[min(number, 1)]
                 tokens = np.concatenate([prefix, beginning, answer])
-                place = probes.setdefault(tokens.tobytes() + bytes([len(answer)]), len(samples))
-                if place == len(samples):
-                    samples.append(_sample(tokens, len(answer), len(trajectory.prompt_ids)))
-                places[-1][-1].append(place)
-    if any(len(sample.tokens) > config.row_length for sample in samples):
+                keys[-1].append(tokens.tobytes() + bytes([len(answer)]))
+                samples.setdefault(keys[-1][-1], _sample(tokens, len(answer), len(trajectory.prompt_ids)))
+    if any(len(sample.tokens) > config.row_length for sample in samples.values()):
         config = replace(config, row_length=config.row_length + PROBE_TOKENS)
-    means = {
-        policy: [
-            float(values[sample.mask].mean(dtype=np.float64))
-            for sample, values in zip(samples, sample_logprobs(learner, params, samples, config), strict=True)
-        ]
-        for policy, params in policies.items()
-    }
-    by_sample = [dict(zip(means, values, strict=True)) for values in zip(*means.values(), strict=True)]
-    probed_groups = []
-    for group, of_group in zip(groups, places, strict=True):
-        members = zip(group.trajectories, of_group, strict=True)
-        trajectories = [_probed(member, [by_sample[place] for place in own]) for member, own in members]
-        probed_groups.append(replace(group, trajectories=trajectories))
-    num_tokens = sum(len(sample.tokens) for sample in samples)
-    metrics = _metrics([own for of_group in places for own in of_group if own], means)
-    return probed_groups, metrics | {"advantage/golden/tokens": float(num_tokens)}
+    logprobs: dict[bytes, dict[str, float]] = {key: {} for key in samples}
+    for policy, params in policies.items():
+        values = sample_logprobs(learner, params, list(samples.values()), config)
+        for (key, sample), own in zip(samples.items(), values, strict=True):
+            logprobs[key][policy] = float(own[sample.mask].mean(dtype=np.float64))
+    by_turn = [[logprobs[key] for key in own] for own in keys]
+    following = iter(by_turn)
+    probed_groups = [
+        replace(group, trajectories=[_probed(member, next(following)) for member in group.trajectories])
+        for group in groups
+    ]
+    metrics = {"advantage/golden/tokens": float(sum(len(sample.tokens) for sample in samples.values()))}
+    probed = [turns for turns in by_turn if turns]
+    for policy in policies if probed else ():
+        for name, turn in (("first", 0), ("last", -1)):
+            mean = np.mean([np.exp(turns[turn][policy]) for turns in probed])
+            metrics[f"advantage/golden/{policy}/{name}"] = float(mean)
+    return probed_groups, metrics
 
 
 def prefixes(trajectory: Trajectory) -> list[np.ndarray]:
@@ -102,12 +100,3 @@ def _probed(trajectory: Trajectory, logprobs: Sequence[dict[str, float]]) -> Tra
     pairs = zip(trajectory.turns, logprobs, strict=False)
     turns = [replace(turn, golden_logprobs=by_policy) for turn, by_policy in pairs]
     return replace(trajectory, turns=turns + trajectory.turns[len(logprobs) :])
-
-
-def _metrics(places: Sequence[Sequence[int]], means: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {
-        f"advantage/golden/{policy}/{name}": float(np.mean([np.exp(values[own[turn]]) for own in places]))
-        for policy, values in means.items()
-        for name, turn in (("first", 0), ("last", -1))
-        if places
-    }

@@ -14,7 +14,6 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.own_function import failure, load_optional, own_function
 from calibadv_jax.core.tags import NAME, RESERVED
-from calibadv_jax.metrics.console import Console
 from calibadv_jax.rollout.actions import AccessAction, OwnAction, SearchAction
 from calibadv_jax.rollout.prompts import ACTIONS, FROM_DATA
 
@@ -32,14 +31,14 @@ def make_actions(config: Config) -> tuple[Action, ...]:
     if config.tools == DEFAULT:
         return ()
     tools = json.dumps([dataclasses.asdict(tool) for tool in config.tools])
-    actions = _made(tools, Path(config.run.dir) / LOG, config.log.progress)
+    actions = _made(tools, Path(config.run.dir) / LOG)
     if isinstance(actions, UserError):
         raise actions
     return actions
 
 
 @functools.cache
-def _made(tools: str, log: Path, progress: bool) -> tuple[Action, ...] | UserError:
+def _made(tools: str, log: Path) -> tuple[Action, ...] | UserError:
     """Return the actions, or the error: a server that does not answer is waited for once."""
     actions: list[Action] = []
     try:
@@ -48,7 +47,7 @@ def _made(tools: str, log: Path, progress: bool) -> tuple[Action, ...] | UserErr
             tool = ToolConfig(**values, mcp=mcp and McpConfig(**mcp))
             if tool.mcp:
                 mcp_actions = load_optional("mcp_tools").mcp_actions
-                tool_actions = mcp_actions(tool.mcp, tool.max_length, log, Console(progress).warn)
+                tool_actions = mcp_actions(tool.mcp, tool.max_length, log)
             else:
                 tool_actions = [_named_action(tool)]
             for action in tool_actions:

@@ -13,7 +13,6 @@ from calibadv_jax.advantages.estimators import (
     compute_advantages,
     describe,
     gae_and_returns,
-    standardised,
     to_go,
     token_advantages,
     whiten,
@@ -23,6 +22,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document
 
 BY_TURN = ("gigpo", "mt_grpo", "stepsearch", "igpo", "a2tgpo", "tips")
+PLAIN = AdvantageConfig(name="gae")
 HALF = 1 / math.sqrt(2)  # of two values x > y: (x - mean) / std
 
 
@@ -139,6 +139,9 @@ def test_missing_golden_logprobs_are_refused(searching, name, policy):
     with pytest.raises(UserError, match=rf"^question 'q': .*{name}.* advantage.probes='\[{policy}\]'"):
         turns_of(name, group)
     assert turns_of("mt_grpo", group)
+    group.trajectories[0].turns[0].values = None
+    with pytest.raises(UserError, match="no values of a critic were kept, and gae cannot do without"):
+        compute_advantages([group], PLAIN)
 
 
 def test_probes_follow_the_estimator():
@@ -148,17 +151,6 @@ def test_probes_follow_the_estimator():
     assert AdvantageConfig(name="grpo", base="igpo").probed == ()
     assert "under the initial policy" in describe(AdvantageConfig(name="tips"))[-1]
     assert not any("golden answers:" in line for line in describe(AdvantageConfig(name="mt_grpo")))
-
-
-def test_discounted_sums_and_standardised_groups():
-    assert to_go(np.array([1.0, 2.0, 4.0]), 0.5).tolist() == [3.0, 4.0, 4.0]
-    assert to_go(np.zeros(0), 0.5).tolist() == []
-    values = [np.array([1.0, 5.0]), np.array([3.0])]
-    config = AdvantageConfig(normalize_std=False)
-    assert [turns.tolist() for turns in standardised(values, ["ab", "a"], config)] == [[-1, 0], [1]]
-
-
-PLAIN = AdvantageConfig(name="gae")
 
 
 def test_published_values(shared):
@@ -221,12 +213,6 @@ def test_calibration_moves_tokens_of_a_turn_alike(build):
     assert after[:2].mean() == pytest.approx(0, abs=1e-6)
     assert after[1] - after[0] == pytest.approx(before[1] - before[0])
     assert eased.credits[0].softened[1].tolist() == [True, False]
-
-
-def test_missing_critic_values_are_refused(build):
-    group = build.group((1.0, True, [replace(build.turn(), values=None)]))
-    with pytest.raises(UserError, match="no values of a critic were kept, and gae cannot do without"):
-        compute_advantages([group], PLAIN)
 
 
 def test_groups_of_a_step_are_whitened_together(build):

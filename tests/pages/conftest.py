@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.generated_run import answer_turn, make_tokenizer, make_turn, search_turn, write_run
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.pages.site import RunFiles, Site, make_server
+from calibadv_jax.contrib.pages.site import Site, make_server
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
 
 MARKUP = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\'"&amp;'
@@ -72,7 +72,7 @@ def served():
 
     @contextmanager
     def serve(folder: Path) -> Iterator[str]:
-        site = Site(RunFiles(folder))
+        site = Site(folder)
         site.steps()  # as the command does before it says the address
         with make_server(site, 0) as server:
             thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -1,21 +1,18 @@
 """The trajectory page in headless Chromium: list, filters, links, keys, and text that stays text."""
 
 import shutil
-import sys
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 
 import numpy as np
 import pytest
-from http_rig import Handler, serving
+from http_rig import serving
 
-from benchmarks.generated_run import answer_turn, make_run, make_turn, search_turn, write_run
-from benchmarks.inspect_page import measure
+from benchmarks.generated_run import answer_turn, make_turn, search_turn, write_run
 from calibadv_jax.config import Config, dump_config
 from calibadv_jax.config.kept import add_start
-from calibadv_jax.contrib.pages import notebook
-from calibadv_jax.contrib.pages.site import RunFiles, Site, write_site
+from calibadv_jax.contrib.pages.site import Site, write_site
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
 from calibadv_jax.record.schema import kept_steps
 
@@ -84,19 +81,18 @@ def test_filters_go_together_and_are_cleared(small):
     page, _ = small
     page.select_option("#source", "one_hop")
     assert count(page) == "5 trajectories in 1 group" and not page.locator("#empty").is_visible()
-    page.fill("#to", "1")
-    assert count(page) == "0 trajectories in 0 groups"
-    page.click("#reset")
-    assert count(page) == "15 trajectories in 3 groups"
     page.fill("#from", "2")
     page.select_option("#show", "softened")
     assert count(page) == "1 trajectory in 1 group" and page.locator(".chip.matching").count() == 1
+    page.fill("#to", "1")
     page.fill("#text", "nobody <b>")
     shown = page.inner_text("#empty")
-    assert "text “nobody <b>”, “softened turn”, steps 2 to last" in shown and "from 1 to 2" in shown
-    page.click("#empty button")
-    assert count(page) == "15 trajectories in 3 groups" and not page.locator("#empty").is_visible()
-    assert page.input_value("#text") == "" and page.input_value("#from") == ""
+    assert "text “nobody <b>”, “softened turn”" in shown and "from 1 to 2" in shown
+    for clear in ("#reset", "#empty button"):
+        page.fill("#text", "nobody <b>")
+        page.click(clear)
+        assert count(page) == "15 trajectories in 3 groups" and not page.locator("#empty").is_visible()
+        assert page.input_value("#text") == "" and page.input_value("#from") == ""
 
 
 def test_softened_turn_is_found_and_explained(small):
@@ -110,20 +106,11 @@ def test_softened_turn_is_found_and_explained(small):
     assert "−0.500 × (1 − 0.667) = −0.167" in turn.locator(".why").inner_text()
     assert turn.locator(".number").inner_text() == "−0.500 → −0.167"
     assert turn.locator(".document.silver .star").all_inner_texts() == ["★ silver 1, new"] * 2
-
-
-def test_new_address_draws_its_group_once(small):
-    page, address = small
-    page.evaluate(
-        """() => {
-            const detail = document.getElementById("detail"), drawn = window.drawn = [];
-            new MutationObserver(() => drawn.push(detail.dataset.ready)).observe(detail, {childList: true});
-        }"""
-    )
-    open_group(page, address, 1, 0)
-    open_group(page, address, 1, 1)  # long after the first, whatever the browser still had to do for that
-    page.wait_for_load_state("networkidle")
-    assert page.evaluate("window.drawn") == ["1/0", "1/1"]
+    invalid = page.locator(".card[data-index='3'] .flaw").all_inner_texts()
+    assert invalid == ["Invalid: no action: none of <search>, <answer>."]
+    shared = page.locator(".group .why li").all_inner_texts()  # of the whole group: in no column again
+    columns = "".join(page.locator(".card .why").all_inner_texts())
+    assert shared[0].startswith("Scores of") and not [words for words in shared if words in columns]
 
 
 def test_tokens_and_legend_show_the_chosen_shade(small):
@@ -184,14 +171,13 @@ def test_keys(small):
     for key, group in (("j", "1/0"), ("j", "1/1"), ("k", "1/0")):
         page.keyboard.press(key)
         page.wait_for_selector(f"#detail[data-ready='{group}']")
-    for keys in ("l", "lh"):
-        for key in keys:
-            page.keyboard.press(key)
-        assert page.locator(".card.chosen").get_attribute("data-index") == "0"
+    for key, chosen in (("l", "0"), ("l", "1"), ("h", "0")):
+        page.keyboard.press(key)
+        assert page.locator(".card.chosen").get_attribute("data-index") == chosen
     page.keyboard.press("?")
     assert page.locator("#help").is_visible()
     page.keyboard.press("Escape")
-    assert not page.locator("#help").is_visible() and page.locator(".card").count() == 5
+    assert not page.locator("#help").is_visible()
     page.keyboard.press("/")
     page.keyboard.type("jk")  # goes into the field
     assert page.input_value("#text") == "jk" and page.locator(".card").count() == 5
@@ -206,20 +192,16 @@ def test_keys_stay_with_trajectories_that_pass_filters(small):
     page.locator(".entry .question").first.click()
     page.wait_for_selector("#detail[data-ready='1/0']")
     chosen = page.locator(".card.chosen")
-    for key in "llhh":
-        page.keyboard.press(key)
-        assert chosen.get_attribute("data-index") == "3"
-    page.select_option("#show", "wrong")  # 1, 2, 3
-    seen = []
-    for key in "hhhll":
-        page.keyboard.press(key)
-        seen.append(chosen.get_attribute("data-index"))
-    assert seen == ["2", "1", "1", "2", "3"]
+    for show, keys in (("invalid", {"l": "3", "lh": "3"}), ("wrong", {"h": "2", "hhh": "1", "ll": "3"})):
+        page.select_option("#show", show)  # wrong: 1, 2, 3
+        for presses, index in keys.items():
+            for key in presses:
+                page.keyboard.press(key)
+            assert chosen.get_attribute("data-index") == index, (show, presses)
     page.locator(".card[data-index='0'] > header").click()  # which does not pass: it can be clicked
-    page.keyboard.press("h")
-    assert chosen.get_attribute("data-index") == "0"
-    page.keyboard.press("l")
-    assert chosen.get_attribute("data-index") == "1"
+    for key, index in (("h", "0"), ("l", "1")):
+        page.keyboard.press(key)
+        assert chosen.get_attribute("data-index") == index
 
 
 def test_fully_spared_turn_does_not_look_untrained(served, page, tokenizer, tmp_path):
@@ -242,18 +224,18 @@ def test_fully_spared_turn_does_not_look_untrained(served, page, tokenizer, tmp_
 
 
 def test_action_is_shown_with_name_and_reply(served, page, tokenizer, tmp_path):
-    replies = ['Doc 1(Title: "title b") text of b', "31"]
-    page_b, result = (f"\n\n<information>{reply}</information>\n\n" for reply in replies)
-    read = make_turn(
-        tokenizer, "<think> now read </think> <access> kilo mint </access>", page_b,
-        kind="access", think="now read", query="kilo mint", documents=(SHELF["b"],),
-    )  # fmt: skip
-    counted = make_turn(
-        tokenizer, "<think> subtract </think> <calculate> 1879 - 1848 </calculate>", result,
-        kind="calculate", think="subtract", query="1879 - 1848",
-    )  # fmt: skip
-    way = [search_turn(tokenizer, "first", "ann", [SHELF["a"]]), read, counted]
-    group = group_of(tokenizer, [way, way], ["ann", "bob"], actions=("search", "access", "calculate"))
+    turns = [search_turn(tokenizer, "first", "ann", [SHELF["a"]])]
+    for kind, query, reply, documents in (
+        ("access", "kilo mint", 'Doc 1(Title: "title b") text of b', (SHELF["b"],)),
+        ("calculate", "1879 - 1848", "31", ()),
+    ):
+        text, shown = (
+            f"<think> now </think> <{kind}> {query} </{kind}>",
+            f"<information>{reply}</information>",
+        )
+        more = {"kind": kind, "think": "now", "query": query, "documents": documents}
+        turns.append(make_turn(tokenizer, text, f"\n\n{shown}\n\n", **more))
+    group = group_of(tokenizer, [turns, turns], ["ann", "bob"], actions=("search", "access", "calculate"))
     write_run(tmp_path / "run", [[group]], Config(), tokenizer)
     with served(tmp_path / "run") as address:
         open_group(page, address, 1, 0)
@@ -264,32 +246,6 @@ def test_action_is_shown_with_name_and_reply(served, page, tokenizer, tmp_path):
         assert shown == ["correctness 1", "correctness 1", "correctness 0"]
         assert turns.nth(1).locator(".document .title").all_inner_texts() == ["title b"]
         assert "1879 - 1848" in turns.nth(2).inner_text() and "31" in turns.nth(2).inner_text()
-
-
-def test_pages_of_this_machine_alone_may_frame_it(small_run, browser, served, monkeypatch):
-    frames = []
-    pytest.importorskip("IPython")
-    monkeypatch.setattr("IPython.display.display", frames.append)
-
-    class Notebook(Handler):
-        def do_GET(self):
-            frame = f'<iframe src="{self.path[1:]}"></iframe>'.encode()
-            self.reply(200, frame, {"Content-Type": "text/html"})
-
-    context = browser.new_context()
-    with served(small_run) as alone, serving(Notebook) as address:
-        notebook.show(small_run)
-        inline = frames[0].src
-        for origin, framed, is_shown in (
-            (address, inline, True),
-            (address.replace("127.0.0.1", "localhost"), inline, True),
-            (address.replace("127.0.0.1", "elsewhere.localhost"), inline, False),
-            (address, f"{alone}/", False),
-        ):
-            page = context.new_page()
-            page.goto(f"{origin}/{framed}", wait_until="networkidle")
-            assert (page.frames[1].locator("#list[data-ready]").count() == 1) == is_shown, origin
-    context.close()
 
 
 def test_text_of_documents_questions_and_answers_stays_text(small):
@@ -310,14 +266,14 @@ def test_text_of_documents_questions_and_answers_stays_text(small):
 def test_narrow_dark_screens_show_list_group_or_help(small):
     page, _ = small
     page.set_viewport_size({"width": 390, "height": 844})
-    assert not page.locator("#detail").is_visible()
     page.locator(".entry .question").first.click()
     page.wait_for_selector(".card")
     assert not page.locator("#side").is_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.click("#detail .words")
-    fits = "e => e.scrollWidth <= e.clientWidth && e.offsetWidth <= innerWidth"
-    assert page.locator("#help").evaluate(fits)
+    assert page.locator("#help").evaluate(
+        "e => e.scrollWidth <= e.clientWidth && e.offsetWidth <= innerWidth"
+    )
     page.keyboard.press("Escape")
     page.click(".back")
     assert page.locator("#side").is_visible() and not page.locator("#detail").is_visible()
@@ -329,7 +285,7 @@ def test_narrow_dark_screens_show_list_group_or_help(small):
 
 
 def test_written_folder_works_on_any_web_server(small_run, page, tmp_path):
-    write_site(Site(RunFiles(small_run)), tmp_path / "page")
+    write_site(Site(small_run), tmp_path / "page")
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "page"))
     with serving(handler) as address:
         open_group(page, address, 2, 0)
@@ -344,49 +300,27 @@ def test_terms_are_explained_in_place_and_in_help(small):
     assert {"silver document", "correctness", "policy", "advantage", "score", "softened", "em"} <= names
     assert all(len(text) > 20 for text in words.evaluate_all("all => all.map((one) => one.title)"))
     page.locator("[data-term='correctness']").first.click()
-    assert page.locator("#help").is_visible()
     in_view = "e => e.getBoundingClientRect().top >= 0 && e.getBoundingClientRect().bottom <= innerHeight"
     assert page.locator("#term-correctness").evaluate(in_view)
-    listed = page.locator("#help .terms dt").all_inner_texts()
-    assert names <= set(listed) and len(listed) == page.locator("#help .terms dd").count()
+    assert names <= set(page.locator("#help .terms dt").all_inner_texts())
 
 
-def test_explanations_stand_where_they_belong(small):
-    """Those of the group once, that of an invalid turn with it."""
+def test_link_that_leads_nowhere_says_so(small):
     page, address = small
-    open_group(page, address, 1, 0)
-    card = page.locator(".card[data-index='3']")
-    assert card.locator(".flaw").all_inner_texts() == ["Invalid: no action: none of <search>, <answer>."]
-    assert "Invalid format: turn 2: no action" in card.locator(".why").first.inner_text()
-    shared = page.locator(".group .why li").all_inner_texts()
-    assert shared[0] == "Scores of the finished trajectories: 1, 0, 0, 0."
-    columns = page.locator(".card .why").all_inner_texts()
-    assert not [text for text in columns if any(sentence in text for sentence in shared)]
-
-
-@pytest.mark.parametrize(
-    ("link", "words"),
-    [
-        ("#step=9&group=0", "The run keeps no group 0 of step 9; the steps that are kept go from 1 to 2."),
+    for link, words in (
         ("#step=1&group=7&from=x", "keeps no group 7 of step 1; the steps that are kept go from 1 to 2. The"),
         ("#step=1&group=0&trajectory=9", "The group has no trajectory 9."),
         ("#step=<b>&group=0", "The address holds step=<b>, which is no number."),
-        (
-            "#show=nothing&sort=age",
-            "There is no choice “nothing” under Show: all are shown. There is no",
-        ),
+        ("#show=nothing&sort=age", "There is no choice “nothing” under Show: all are shown. There is no"),
         ("#run=other/run&from=1&to=1", "the link is for other/run: calibadv inspect its folder."),
-    ],
-)
-def test_link_that_leads_nowhere_says_so(small, link, words):
-    page, address = small
-    page.goto("about:blank")
-    open_page(page, f"{address}/{link}")
-    page.wait_for_selector("#detail[data-ready]", state="attached")
-    assert words in page.inner_text("#notice")
-    page.click("#reset")
-    if "trajectory" not in link:
-        page.wait_for_selector("#notice", state="hidden")
+    ):
+        page.goto("about:blank")
+        open_page(page, f"{address}/{link}")
+        page.wait_for_selector("#detail[data-ready]", state="attached")
+        assert words in page.inner_text("#notice")
+        page.click("#reset")
+        if "trajectory" not in link:
+            page.wait_for_selector("#notice", state="hidden")
 
 
 def test_lost_step_is_reported(served, browser, small_run, tmp_path):
@@ -403,27 +337,17 @@ def test_lost_step_is_reported(served, browser, small_run, tmp_path):
 
 def test_list_answers_arrows_home_end_and_enter(small):
     page, _ = small
-    opened = "#detail[data-ready='{}']"
     page.keyboard.press("ArrowDown")
-    moves = "ArrowDown 1/1, End 2/0, ArrowUp 1/1, Home 1/0, PageDown 2/0"
-    for key, group in (move.split() for move in moves.split(", ")):
+    moves = {"ArrowDown": "1/1", "End": "2/0", "ArrowUp": "1/1", "Home": "1/0", "ArrowRight": "1/0"}
+    for key, group in moves.items():
         page.keyboard.press(key)
-        page.wait_for_selector(opened.format(group))
+        page.wait_for_selector(f"#detail[data-ready='{group}']")
         chosen = page.locator(".entry.chosen").get_attribute("id")
         assert page.get_attribute("#list", "aria-activedescendant") == chosen
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowRight")
-    page.wait_for_selector(opened.format("1/0"))
-    page.keyboard.press("ArrowRight")
-    assert page.locator(".card.chosen").get_attribute("data-index") in ("0", "1")
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "detail"
-    page.keyboard.press("ArrowDown")  # scrolls the group and leaves the list alone
-    assert page.locator(opened.format("1/0")).count() == 1
-    page.keyboard.press("Escape")
-    assert page.evaluate("document.activeElement.id") == "list"
-    page.keyboard.press("Enter")
-    page.wait_for_selector(opened.format("1/0"))
+    for key, focus in (("Enter", "detail"), ("ArrowDown", "detail"), ("Escape", "list")):  # the group scrolls
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.id") == focus
+        assert focus == "list" or page.locator("#detail[data-ready='1/0']").count() == 1
 
 
 def test_groups_are_sorted_by_score_length_and_searches(served, page, tokenizer, tmp_path):
@@ -498,13 +422,3 @@ def test_page_follows_a_run(served, page, tokenizer, small_group, tmp_path):
         open_page(page, f"{address}/#from=1&to=1")
         assert count(page) == "5 trajectories in 1 group"
         page.goto("about:blank")
-
-
-def test_ten_thousand_trajectories(served, tmp_path, page, capsys):
-    make_run(tmp_path / "run", 10_000)
-    with served(tmp_path / "run") as address:
-        figures = measure(page, address)
-        assert count(page).endswith("groups") and page.locator(".entry").count() < 40
-    shown = {name: round(value) for name, value in figures.items()}
-    with capsys.disabled():
-        sys.stdout.write(f"\n10,000 trajectories: {shown}\n")

@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.generated_run import make_turn, write_run
-from calibadv_jax.config import AdvantageConfig, Config, PromptConfig, dump_config
+from calibadv_jax.config import Config, PromptConfig, dump_config
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.contrib.pages import notebook
-from calibadv_jax.contrib.pages import site as index
-from calibadv_jax.contrib.pages.site import POLICY, RunFiles, Site, make_server, write_site
+from calibadv_jax.contrib.pages.site import FLAGS, POLICY, Site, make_server, write_site
 from calibadv_jax.contrib.pages.transcript import Pieces, observation_parts
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
@@ -28,7 +27,7 @@ from calibadv_jax.record.schema import kept_steps
 
 @pytest.fixture(scope="module")
 def site(small_run):
-    return Site(RunFiles(small_run))
+    return Site(small_run)
 
 
 def test_index_lists_every_trajectory_of_every_step(site):
@@ -55,23 +54,17 @@ def test_index_lists_every_trajectory_of_every_step(site):
 
 
 def test_flags_say_what_a_trajectory_is(site):
+    """The script names the same bits."""
+    bits = re.findall(r"(\w+): (\d+)", site.get("records.js").decode().split("};")[0])
+    assert [(name, int(bit)) for name, bit in bits] == [(name, 1 << n) for n, name in enumerate(FLAGS)]
     flags = json.loads(site.get("data/index.json"))["steps"][0]["rows"]["flags"][:5]
-    wrong = index.WRONG
-    assert flags == [
-        index.GOOD_SEARCH,
-        wrong | index.GOOD_SEARCH | index.SOFTENED | index.REPEATED,
-        wrong,
-        wrong | index.FORMAT_INVALID | index.INVALID | index.GOOD_SEARCH,  # it found the supporting document
-        index.FAILED,
+    assert [{name for name, bit in bits if flag & int(bit)} for flag in flags] == [
+        {"goodSearch"},
+        {"wrong", "goodSearch", "softened", "repeated"},
+        {"wrong"},
+        {"wrong", "formatInvalid", "invalid", "goodSearch"},  # it found the supporting document
+        {"failed"},
     ]
-
-
-def test_script_names_the_same_flags(site):
-    """Python's names are those of the script in capitals: formatInvalid, FORMAT_INVALID."""
-    flags = dict(re.findall(r"(\w+): (\d+)", site.static()["records.js"].decode().split("};")[0]))
-    names = {name: re.sub(r"(?=[A-Z])", "_", name).upper() for name in flags}
-    assert len(flags) == 8
-    assert {name: getattr(index, names[name]) for name in flags} == {n: int(bit) for n, bit in flags.items()}
 
 
 def test_transcript_has_every_token_and_marks_silver_documents(site):
@@ -103,7 +96,7 @@ def content(tmp_path, tokenizer):
     def content(group, config=None, address="data/group_1_0.json", planned=0, steps=()):
         if not (tmp_path / "run").exists():
             write_run(tmp_path / "run", [[group]], config or Config(), tokenizer, planned=planned)
-        return json.loads(Site(RunFiles(tmp_path / "run", *steps)).get(address))
+        return json.loads(Site(tmp_path / "run", *steps).get(address))
 
     return content
 
@@ -119,12 +112,6 @@ def test_invalid_turns_and_formats_say_why(content, tokenizer, small_group):
     assert [each["turns"][-1]["flaw"] for each in shown[:3]] == list(flaws.values())
     assert [each["turns"][0]["flaw"] for each in shown] == [""] * 5
     assert shown[0]["why"] == "Invalid format: turn 2: <search> is not closed."
-
-
-@pytest.mark.parametrize(("name", "is_judged"), [("calibadv", True), ("querygroup", True), ("grpo", False)])
-def test_correctness_is_shown_where_searches_are_judged(content, small_group, name, is_judged):
-    config = Config(advantage=AdvantageConfig(name=name))
-    assert content(small_group(), config)["is_judged"] is is_judged
 
 
 def test_thought_that_the_environment_opened_is_no_flaw(content, small_group):
@@ -160,25 +147,25 @@ def test_index_is_sent_once_for_each_new_step(tmp_path, small_run, served, asker
     add_start(folder, dump_config(Config()), {})
     later = [path.rename(tmp_path / path.name) for path in kept_steps(folder).values()]
     with served(folder) as address:
-        ask, kept, tags = asker(address), [], [""]
+        ask, steps, tags = asker(address), [], [""]
         for path in (None, *later):
             if path:
                 path.rename(folder / "rollouts" / path.name)
             status, headers, body = ask("/data/index.json", **{"If-None-Match": tags[-1]})
             assert status == 200
-            kept.append([step["step"] for step in json.loads(body)["steps"]])
+            steps.append([step["step"] for step in json.loads(body)["steps"]])
             tags.append(headers["ETag"])
             status, headers, body = ask("/data/index.json", **{"If-None-Match": tags[-1]})
             assert (status, body, headers["ETag"]) == (304, b"", tags[-1])
             assert headers["Content-Security-Policy"] and "Content-Length" not in headers
             assert ask("/data/index.json", Host="evil.example", **{"If-None-Match": tags[-1]})[0] == 403
-        assert kept == [[], [1], [1, 2]] and ask("/data/group_1_0.json")[0] == 200
+        assert steps == [[], [1], [1, 2]] and ask("/data/group_1_0.json")[0] == 200
 
 
 def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer, small_group):
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
-    site = Site(RunFiles(folder))
+    site = Site(folder)
     assert len(site.steps()[1]["groups"]["group"]) == 1 and site.get("data/group_2_1.json") is None
     other = tmp_path / "other"
     write_run(other, [[small_group()], [small_group(), small_group("comparison")]], Config(), tokenizer)
@@ -188,18 +175,18 @@ def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer
 
 
 def test_folders_and_steps_without_rollouts_are_named(tmp_path, small_run):
-    assert list(RunFiles(small_run, 2, 9).paths()) == [2]
-    assert RunFiles(small_run, 2, 9).group(1, 0) == []
+    later = Site(small_run, 2, 9)
+    assert [step["step"] for step in later.steps()] == [2] and later.group(1, 0) == []
     for folder, first, words in (
         (small_run, 3, "keeps steps 1 to 2"),
         (tmp_path / "nowhere", 0, "no such folder"),
         (tmp_path, 0, "no rollouts/step_N.parquet there"),
     ):
         with pytest.raises(UserError, match=words):
-            RunFiles(folder, first)
+            Site(folder, first)
     add_start(tmp_path, "log: {rollouts: none}\n", {})
     with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
-        RunFiles(tmp_path)
+        Site(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -213,14 +200,9 @@ def test_character_of_several_tokens_belongs_to_the_last(pieces, tokenizer):
     ids = tokenizer.encode("<think> basin cedar</think>aé日😀b").ids
     text = ["<think>", " basin", " cedar", "</think>", "a", "", "é", "", "", "日", "", "", "", "😀", "b"]
     assert pieces.pieces(ids) == text and pieces.pieces([]) == []
-
-
-def test_invalid_bytes_are_shown_and_lose_nothing(pieces, tokenizer):
     ids = tokenizer.encode("😀b").ids
-    broken = [ids[0], ids[-1], ids[1], ids[2]]
-    cut = pieces.pieces(broken)
-    assert len(cut) == 4 and "".join(cut) == pieces.text(broken)
-    assert "b" in "".join(cut) and "\ufffd" in cut[-1]
+    cut = pieces.pieces([ids[0], ids[-1], ids[1], ids[2]])  # invalid bytes
+    assert len(cut) == 4 and "b" in "".join(cut) and "\ufffd" in cut[-1]
 
 
 @settings(max_examples=200)
@@ -228,22 +210,18 @@ def test_invalid_bytes_are_shown_and_lose_nothing(pieces, tokenizer):
 def test_any_tokens_make_their_whole_text(pieces, tokenizer, data):
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30))
     cut = pieces.pieces(ids)
-    assert len(cut) == len(ids)
-    assert "".join(cut) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert len(cut) == len(ids) and "".join(cut) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_tokenizer_that_puts_spaces_between_words(tmp_path):
-    words = build_word_tokenizer()
-    words.save_pretrained(tmp_path)
-    ids = words.encode("<think> find maple optics </think>", add_special_tokens=False)
-    assert Pieces(tmp_path).pieces(ids) == ["<think>", " find", " maple", " optics", " </think>"]
-
-
-def test_missing_or_damaged_tokenizer_is_named(tmp_path):
+def test_tokenizer_is_read_or_named_as_damaged(tmp_path):
     for words in ("tokenizer.json: no such file", "no tokenizer can be loaded"):
         with pytest.raises(UserError, match=words):
             Pieces(tmp_path)
         (tmp_path / "tokenizer.json").write_text("{")
+    words = build_word_tokenizer()
+    words.save_pretrained(tmp_path)
+    ids = words.encode("<think> find maple optics </think>", add_special_tokens=False)
+    assert Pieces(tmp_path).pieces(ids) == ["<think>", " find", " maple", " optics", " </think>"]
 
 
 @pytest.fixture(scope="module")
@@ -270,13 +248,20 @@ def ask(served, small_run, asker):
         yield asker(address)
 
 
-def test_every_answer_forbids_foreign_scripts(ask):
-    for path in ("/", "/app.js", "/data/index.json", "/nothing"):
-        _, headers, _ = ask(path)
+def test_answers_have_types_and_forbid_foreign_scripts(ask):
+    types = {"/": "text/html", "/app.js": "text/javascript", "/style.css": "text/css"}
+    types |= dict.fromkeys(("/data/index.json", "/data/group_1_0.json"), "application/json")
+    absent = ("data/group_1_9.json", "data/group_7_0.json", "nothing.js", "../pages/site.py", "data/")
+    for path, kind in (types | {f"/{path}": "text/plain" for path in absent}).items():
+        status, headers, body = ask(path)
+        assert status == (200 if path in types else 404) and headers["Content-Type"].startswith(kind) and body
         rules = headers["Content-Security-Policy"]
         assert "default-src 'none'" in rules and "script-src 'self';" in rules and "unsafe" not in rules
-        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert "frame-ancestors 'none'" in rules and headers["X-Content-Type-Options"] == "nosniff"
     assert f'content="{POLICY}"' in ask("/")[2].decode()  # the page itself, for other servers
+    status, headers, body = ask("/", method="HEAD")
+    assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
+    assert ask("/", method="POST")[0] == 501
 
 
 def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch, asker):
@@ -296,30 +281,14 @@ def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch, asker):
     assert policy("8000-m-s.us-central1-0.prod.colab.dev") == (200, notebook.COLAB)
 
 
-def test_types_and_bodies(ask):
-    for path, kind in (("/", "text/html"), ("/app.js", "text/javascript"), ("/style.css", "text/css")):
-        status, headers, body = ask(path)
-        assert status == 200 and headers["Content-Type"].startswith(kind) and body
-    status, headers, body = ask("/data/group_1_0.json")
-    assert headers["Content-Type"] == "application/json" and json.loads(body)["group"] == 0
-    for path in ("data/group_1_9.json", "data/group_7_0.json", "nothing.js", "../pages/site.py", "data/"):
-        assert ask(f"/{path}")[0] == 404
-    status, headers, body = ask("/", method="HEAD")
-    assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
-    assert ask("/", method="POST")[0] == 501
-
-
-@pytest.mark.parametrize("host", ["evil.example:80", "[", "", "[::1]:9", "localhost:9"])
-def test_foreign_name_that_points_here_is_refused(ask, host):
-    status = 200 if host.endswith(":9") else 403  # through a tunnel the port differs
-    assert ask("/data/index.json", Host=host)[0] == status
-
-
-def test_port_is_local_and_named_if_taken(small_run):
-    site = Site(RunFiles(small_run))
+def test_foreign_name_that_points_here_is_refused(ask, small_run):
+    for host in ("evil.example:80", "[", "", "[::1]:9", "localhost:9"):
+        status = 200 if host.endswith(":9") else 403  # through a tunnel the port differs
+        assert ask("/data/index.json", Host=host)[0] == status, host
+    site = Site(small_run)
     with make_server(site, 0) as server:
-        host, port = server.server_address
-        assert host == "127.0.0.1"
+        address, port = server.server_address
+        assert address == "127.0.0.1"
         with pytest.raises(UserError, match=f"port {port}: .*choose another one with --port"):
             make_server(site, port)
 
@@ -335,18 +304,15 @@ def test_damaged_step_is_named(served, small_run, tmp_path, asker):
 
 
 def test_folder_has_all_that_the_server_has(small_run, tmp_path):
-    site, folder = Site(RunFiles(small_run)), tmp_path / "page"
+    site, folder = Site(small_run), tmp_path / "page"
     number = write_site(site, folder)
     written = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     groups = {f"data/group_{step}_{group}.json" for step, group in ((1, 0), (1, 1), (2, 0))}
     assert len(written) == number and groups == {name for name in written if "group" in name}
     assert all(path.read_bytes() == site.get(name) for name, path in written.items())
-    write_site(Site(RunFiles(small_run, 2)), folder)  # leaves no old group
+    write_site(Site(small_run, 2), folder)  # leaves no old group
     assert [path.name for path in (folder / "data").glob("group_*")] == ["group_2_0.json"]
-
-
-def test_folder_with_other_things_is_left_alone(small_run, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="holds no such page"):
-        write_site(Site(RunFiles(small_run)), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+        write_site(site, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"page", "thesis.txt"}

@@ -1,7 +1,11 @@
-"""Pages of runs that were trained, and a question to their policy: the real program, small."""
+"""Pages of a run that was trained, and questions to its policy: the real program, small."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from calibadv_jax import cli
@@ -58,8 +62,27 @@ def test_its_report(trained, page, tmp_path):
 
 def test_question_to_its_policy(trained):
     output = []
-    config = load_config(asking.run_config(find_policy(trained)))
     logs = {path: path.stat().st_mtime_ns for path in trained.glob("*.log")}
+    config = load_config(asking.run_config(find_policy(trained)))
     ask.ask(config, find_policy(trained), ["who is it?"], 0.0, output.append)
     assert output and output[-1].startswith(("answer", "no answer"))
-    assert logs
+    assert logs and logs == {path: path.stat().st_mtime_ns for path in trained.glob("*.log")}
+
+
+def test_its_service_runs_until_a_signal(trained):
+    """Port in use, answer, SIGTERM."""
+    environment = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    serve = [sys.executable, "-m", "calibadv_jax", "serve", "mesh.fsdp=1", "--policy", str(trained)]
+    with subprocess.Popen([*serve, "--port", "0"], **environment) as process:
+        url = process.stdout.readline().strip().removesuffix("/")
+        assert url, process.stderr.read()
+        assert httpx.post(f"{url}/v1/chat/completions", json={}, timeout=30).status_code == 400
+        model = httpx.get(f"{url}/health").json()["model"]
+        body = {"model": model, "messages": [{"role": "user", "content": "who?"}]}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert reply["usage"]["completion_tokens"] > 0
+        second = subprocess.run([*serve, "--port", url.rpartition(":")[2]], **environment)
+        assert second.returncode == 75 and second.stderr.count("\n") <= 2
+        assert "in use); choose another one with --port" in second.stderr
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143 and "stopped" in process.stderr.read()

@@ -1,6 +1,6 @@
 """The reasons that the page gives: each says what was done, with the record's own numbers."""
 
-import dataclasses
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +9,8 @@ import pytest
 from benchmarks.generated_run import write_run
 from calibadv_jax.advantages.estimators import ESTIMATORS
 from calibadv_jax.config import AdvantageConfig, Config
-from calibadv_jax.contrib.pages.site import RunFiles
-from calibadv_jax.contrib.pages.transcript import group_words, plain, signed, trajectory_words, turn_words
+from calibadv_jax.contrib.pages.site import Site
+from calibadv_jax.contrib.pages.transcript import plain, signed
 
 
 @pytest.fixture
@@ -23,12 +23,14 @@ def explain(tmp_path, tokenizer, small_group):
         config = Config(advantage=AdvantageConfig(**settings))
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
         write_run(folder, [[group]], config, tokenizer)
-        rows, kept = RunFiles(folder).group(1, 0), dataclasses.asdict(config.advantage)
+        site = Site(folder)
+        shown = json.loads(site.get("data/group_1_0.json"))
         return SimpleNamespace(
-            rows=rows,
-            turns=[turn_words(row, kept) for row in rows],
-            trajectories=[trajectory_words(row, rows, kept, "FLAW") for row in rows],
-            group=" ".join(group_words(rows, kept)),
+            rows=site.group(1, 0),
+            is_judged=shown["is_judged"],
+            turns=[[turn["why"] for turn in each["turns"]] for each in shown["trajectories"]],
+            trajectories=[each["why"] for each in shown["trajectories"]],
+            group=" ".join(shown["why"]),
         )
 
     return explain
@@ -79,7 +81,8 @@ CASES = {
         (1, 1): "=Not softened. Correctness 0: the search repeats the documents of turn 1.",
         (2, 0): "=Not softened. Correctness 0: it found no silver document.",
         (3, 0): "=", (3, 1): "=", (4, 0): "=",
-        3: "=Invalid format: FLAW. None of its turns is judged. (0 − 0.25) / 0.5 = −0.500.",
+        3: "=Invalid format: turn 2: no action: none of <search>, <answer>. None of its turns is judged."
+        " (0 − 0.25) / 0.5 = −0.500.",
         4: "left out of its group",
     }),
     "all failed": (fail_all, {}, {"": "=No trajectory of this group was finished: nothing is trained."}),
@@ -121,6 +124,7 @@ CASES = {
 @pytest.mark.parametrize(("change", "settings", "expected"), CASES.values(), ids=CASES)
 def test_words_of_turns_trajectories_and_group(explain, change, settings, expected):
     words = explain(*[change] * (change is not None), **settings)
+    assert words.is_judged == (settings.get("name", "calibadv") in ("calibadv", "querygroup"))
     for place, text in expected.items():
         shown = words.group if place == "" else None
         if shown is None:

@@ -79,8 +79,8 @@ def learning_curve(
 def two_configs(folder: Path, steps: int) -> list[Path]:
     """Folders of three runs of so many steps: CalibAdv with two seeds, and GRPO."""
     runs = (["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])
+    folders = [folder / f"run-{index}" for index in range(len(runs))]
     return [
-        make_run(at, learning_curve(steps, index), quickstart_config(at, *overrides))
-        for index, overrides in enumerate(runs)
-        for at in [folder / f"run-{index}"]
+        make_run(run, learning_curve(steps, index), quickstart_config(run, *overrides))
+        for index, (run, overrides) in enumerate(zip(folders, runs, strict=True))
     ]

@@ -11,28 +11,28 @@ import pytest
 from report_rig import keep_step, learning_curve, make_run, quickstart_config, two_configs
 
 from calibadv_jax.contrib.report.gather import (
+    FIGURES,
     MAX_STEPS,
     SECTIONS,
     Chart,
     Gathered,
     chosen_steps,
-    gather,
-    mean_of_last,
     moving_mean,
     over_seeds,
     rollout_values,
     thin,
 )
+from calibadv_jax.contrib.report.page import mean_of_last
 from calibadv_jax.contrib.report.runs import group_runs, read_runs
 from calibadv_jax.metrics.summary import ALIASES
 
 
 def gather_folders(*folders) -> Gathered:
-    return gather(group_runs(read_runs(list(folders))), smooth=1)
+    return Gathered(group_runs(read_runs(list(folders))), smooth=1)
 
 
 def charts_of(gathered: Gathered) -> dict[str, Chart]:
-    return {chart.figure.key: chart for each in gathered.sections for chart in each.charts}
+    return {chart.figure.key: chart for chart in gathered.charts}
 
 
 def charts_in(*folders) -> dict[str, Chart]:
@@ -40,31 +40,22 @@ def charts_in(*folders) -> dict[str, Chart]:
 
 
 def test_keys_of_figures_name_files_and_are_unique():
-    keys = [figure.key for section in SECTIONS for figure in section.figures]
-    keys += [section.key for section in SECTIONS]
+    keys = [*SECTIONS, *(figure.key for figure in FIGURES)]
     keys += ["runs", "evaluations", "settings", "main", "other"]  # the page's own
     assert len(set(keys)) == len(keys)
     assert all(re.fullmatch(r"[a-z0-9_]+", key) for key in keys)
 
 
-def test_chart_holds_the_values_of_the_run(tmp_path):
-    metrics = learning_curve(30, 0)
-    charts = charts_in(make_run(tmp_path, metrics))
-    ((curve,),) = [panel.curves for panel in charts["reward"].panels]
-    assert curve.steps.tolist() == list(range(1, 31))
-    assert curve.mean.tolist() == metrics["reward/mean"]
-    assert {"f1", "format", "entropy", "mass_before", "correctness", "phases"} <= set(charts)
-    assert not {"staleness", "importance", "sft_loss"} & set(charts)
-
-
 def test_seeds_are_one_curve_and_configs_are_several(tmp_path):
     charts = charts_in(*two_configs(tmp_path, 5))
+    assert {"f1", "format", "entropy", "mass_before", "correctness", "phases"} <= set(charts)
+    assert not {"staleness", "importance", "sft_loss"} & set(charts)
     (panel,) = charts["reward"].panels
     assert [curve.name for curve in panel.curves] == ["calibadv", "grpo"]
     seeds = np.array([learning_curve(5, seed)["reward/mean"] for seed in (0, 1)])
-    assert panel.curves[0].mean == pytest.approx(seeds.mean(axis=0))
-    assert panel.curves[0].low == pytest.approx(seeds.min(axis=0))
-    assert panel.curves[0].high == pytest.approx(seeds.max(axis=0))
+    assert panel.curves[0].steps.tolist() == list(range(1, 6))
+    for name, summary in (("mean", np.mean), ("low", np.min), ("high", np.max)):
+        assert getattr(panel.curves[0], name) == pytest.approx(summary(seeds, axis=0))
     assert not panel.curves[1].has_band
     # A figure with several lines has a panel for each config, unless there are more configs than lines.
     assert [panel.title for panel in charts["mass_before"].panels] == ["calibadv", "grpo"]
@@ -95,23 +86,20 @@ def test_null_values_are_gaps_and_are_counted(tmp_path):
     assert "reward" in charts_in(constant)  # a gap is no constant
 
 
-def test_constant_metrics_are_described(tmp_path):
-    metrics = learning_curve(4, 0) | {"some/new_metric": [7.0] * 4}
+def test_metrics_without_figure_are_shown_at_end(tmp_path):
+    """Each has an anchor and a file of its own; constant ones become a line of text."""
+    names = ["new/metric", "new/x/mean", "new/a_b", "new/a/b", "new/a-b", "new/a b", "new/a.b"]
+    metrics = {name: [1.0, 2.0] for name in ("reward/mean", "new/x/max", *names, *ALIASES)}
+    metrics |= {"some/new_metric": [7.0] * 2, "rollout/failed": [0.0] * 2}
     gathered = gather_folders(make_run(tmp_path, metrics))
+    assert gathered.sections[-1].key == "other"
+    figures = [chart.figure for chart in gathered.sections[-1].charts]
+    assert [figure.title for figure in figures] == sorted(names)
+    assert len({figure.key for figure in figures}) == len(names)
+    assert all(re.fullmatch(r"[\w-]+", figure.key) for figure in figures)
     constant = {title: value for each in gathered.sections for title, value in each.constant.items()}
     zero = dict.fromkeys(["Failed trajectories: all", "Values that were not finite"], 0.0)
     assert constant == zero | {"some/new_metric": 7.0}
-
-
-def test_metrics_without_figure_are_shown_at_end(tmp_path):
-    names = ["new/metric", "new/x/mean", "new/a_b", "new/a/b", "new/a-b", "new/a b", "new/a.b"]
-    metrics = {name: [1.0, 2.0] for name in ("reward/mean", "new/x/max", *names, *ALIASES)}
-    gathered = gather_folders(make_run(tmp_path, metrics))
-    assert gathered.sections[-1].section.key == "other"
-    figures = [chart.figure for chart in gathered.sections[-1].charts]
-    assert [figure.title for figure in figures] == sorted(names)
-    assert len({figure.key for figure in figures}) == len(names)  # an anchor and a file each
-    assert all(re.fullmatch(r"[\w-]+", figure.key) for figure in figures)
 
 
 def test_phases_add_up_to_the_step(tmp_path):
@@ -128,11 +116,9 @@ def test_phases_add_up_to_the_step(tmp_path):
     ("name", "line"),
     [
         ("eval/all/f1/greedy", "all, greedy"),
-        ("eval/greedy/all/f1", "all, greedy"),  # of earlier versions
         ("eval/hotpotqa/hotpot_qa/f1/greedy", "hotpotqa/hotpot qa, greedy"),
         ("eval/a/f1/b/f1/temperature_0.7", "a/f1/b, temperature 0.7"),
         ("eval//data/nq//f1/greedy", "/data/nq/, greedy"),
-        ("eval/temperature_1/nq/open/f1", "nq/open, temperature 1"),
     ],
 )
 def test_evaluations_during_the_training_have_a_figure(tmp_path, name, line):
@@ -141,18 +127,14 @@ def test_evaluations_during_the_training_have_a_figure(tmp_path, name, line):
     chart = charts_of(gathered)["evaluation_f1"]
     assert chart.figure.title == f"F1 on held-out questions: {line}"
     assert chart.panels[0].curves[0].steps.tolist() == [2, 3]
-    assert "other" not in [each.section.key for each in gathered.sections]
+    assert "other" not in [each.key for each in gathered.sections]
 
 
 def test_equal_metrics_are_one_curve(tmp_path):
     values = [0.5, 0.25, 0.0]
-    for first, second, key in (
-        ("group/tied", "advantage/groups/tied_share", "metric_group-tied"),  # the second of earlier versions
-        ("advantage/groups/all_wrong_share", "group/all_zero", "groups"),
-    ):
-        charts = charts_in(make_run(tmp_path / "a", {first: values, second: values}))
-        assert list(charts) == [key] and charts[key].panels[0].curves[0].mean.tolist() == values
-        assert len(charts_in(make_run(tmp_path / "b", {second: values}))) == 1
+    metrics = dict.fromkeys(("advantage/groups/all_wrong_share", "group/all_zero"), values)
+    charts = charts_in(make_run(tmp_path, metrics))
+    assert list(charts) == ["groups"] and charts["groups"].panels[0].curves[0].mean.tolist() == values
 
 
 def test_guards_threshold_is_that_of_the_config(tmp_path):
@@ -168,11 +150,8 @@ def test_guards_threshold_is_that_of_the_config(tmp_path):
 def test_cold_start_has_its_own_figures(tmp_path):
     values = {"sft/loss": [3.0, 2.0, 1.0], "sft/lr": [0.1, 0.2, 0.1], "timing_s/step": [2.0, 1.0, 1.0]}
     gathered = gather_folders(make_run(tmp_path / "sft", values))
-    assert set(charts_of(gathered)) == {"sft_loss", "sft_rate", "phases"}
+    assert set(charts_of(gathered)) == {"sft_loss", "sft_rate", "phases"} and gathered.left_out == []
     assert charts_of(gathered)["phases"].figure.title == "Time by phase: step"
-    assert gathered.left_out == []
-    left_out = gather_folders(make_run(tmp_path / "run", learning_curve(4, 0))).left_out
-    assert [figure.key for figure in left_out] == ["f1_by_source", "advantage_by_turn", "importance"]
 
 
 def test_mean_of_last_skips_what_is_not_finite():
@@ -190,7 +169,7 @@ def random_runs(draw: random.Random, number: int) -> list[dict[int, float | None
 @pytest.mark.parametrize("seed", range(20))
 def test_band_is_that_of_a_loop(seed):
     draw = random.Random(seed)
-    runs = random_runs(draw, draw.randint(1, 5))
+    runs = random_runs(draw, draw.randint(1, 5)) if seed else [{1: None}, {}]
     curve = over_seeds("x", runs)
     assert curve.steps.tolist() == sorted(set().union(*runs))
     for index, step in enumerate(curve.steps.tolist()):
@@ -200,6 +179,10 @@ def test_band_is_that_of_a_loop(seed):
             assert (curve.low[index], curve.high[index]) == (min(there), max(there))
         else:
             assert np.isnan([curve.mean[index], curve.low[index], curve.high[index]]).all()
+    assert curve.has_band == any(
+        len({run[step] for run in runs if run.get(step) is not None}) > 1 for step in range(30)
+    )
+    assert curve.is_empty == (not [run for run in runs if any(value is not None for value in run.values())])
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 6, 50])
@@ -232,24 +215,12 @@ def test_thinning_is_that_of_a_loop(seed):
     assert thin(thinned, 7) is thinned
 
 
-def test_band_needs_seeds_that_differ():
-    for runs, has_band, is_empty in (
-        ([{1: 0.5, 2: None}], False, False),
-        ([{1: 0.5}, {1: 0.5}], False, False),
-        ([{1: 0.5}, {1: 0.75}], True, False),
-        ([{}, {}], False, True),
-        ([{1: None}], False, True),
-    ):
-        curve = over_seeds("x", runs)
-        assert (curve.has_band, curve.is_empty) == (has_band, is_empty), runs
-
-
 @pytest.mark.parametrize(("steps", "smooth", "points"), [(40, 4, 1), (400, 20, 2), (2000, 20, 6)])
 def test_longer_runs_have_wider_trends_and_points(tmp_path, steps, smooth, points):
     series = group_runs(read_runs([make_run(tmp_path, {"reward/mean": [0.5, 0.25] * (steps // 2)})]))
-    gathered = gather(series)
+    gathered = Gathered(series)
     assert (gathered.smooth, gathered.steps_per_point) == (smooth, points)
-    assert gather(series, 3).smooth == 3
+    assert Gathered(series, 3).smooth == 3
     curves = [curve for chart in charts_of(gathered).values() for curve in chart.panels[0].curves]
     assert curves and all(len(curve.steps) <= 360 for curve in curves)
 
@@ -305,5 +276,4 @@ def test_steps_that_are_read_end_with_the_last(number):
     assert chosen == sorted(chosen) and set(chosen) <= set(steps)
     assert chosen[-1:] == steps[-1:]
     assert len({later - earlier for earlier, later in zip(chosen, chosen[1:], strict=False)}) <= 1
-    if number <= MAX_STEPS:
-        assert chosen == steps
+    assert number > MAX_STEPS or chosen == steps

@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from report_rig import HASHES, keep_step, learning_curve, make_run, quickstart_config
 
-from calibadv_jax.contrib.report.gather import state
+from calibadv_jax.contrib.report.page import state
 from calibadv_jax.contrib.report.runs import (
-    Score,
+    EvaluationTable,
     compare,
     flatten,
     group_runs,
     one_metric,
     read_evaluations,
     read_runs,
-    score_cell,
 )
 from calibadv_jax.core.errors import UserError
 
 GRPO, MANY = "advantage.name=grpo", ["learner.steps=7", "rollout.group_size=4", "rollout.max_searches=2"]
 MEANS = {"0": {"all": {"f1": 0.5, "trajectories": 300.0}, "nq": {"f1": 0.25, "trajectories": 100.0}}}
-WITH_INTERVALS = {"policy": {"kind": "checkpoint"}, "method": "agent", "confidence": 0.95, "scores": MEANS}
-WITH_INTERVALS |= {"intervals": {"0": {"all": {"f1": [0.375, 0.625]}}}}
+EVALUATION = {"method": "agent", "confidence": 0.95, "scores": MEANS}
+EVALUATION |= {"intervals": {"0": {"all": {"f1": [0.375, 0.625]}}}}
 
 
 def test_rows_are_read_by_step(tmp_path):
     """A later row of a step counts, and one that was cut off does not; nor what a rolled back step kept."""
     make_run(tmp_path, {"a": [1.0, 2.0, float("nan"), None]})
-    kept = [keep_step(tmp_path, step, []) for step in (1, 4, 5)]
+    files = [keep_step(tmp_path, step, []) for step in (1, 4, 5)]
     (tmp_path / "rollouts/step_new.parquet").write_text("")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "a": 7.0}\n{"step": 5, "a"')
     (run,) = read_runs([tmp_path])
     assert run.kind == "training run" and run.steps == [1, 2, 3, 4]
     assert run.values("a") == {1: 1.0, 2: 7.0, 4: None} and run.values("b") == {}
-    assert run.rollouts == {1: kept[0], 4: kept[1]}
+    assert run.rollouts == {1: files[0], 4: files[1]}
 
 
 def test_config_of_the_last_start_counts(tmp_path):
@@ -87,6 +88,7 @@ def test_names_are_the_shortest_that_differ(tmp_path):
     places = ["grpo/seed-0", "grpo/seed-1", "calibadv/seed-0"]
     runs = read_runs([make_run(tmp_path / place, {"a": [1.0]}) for place in places])
     assert [run.name for run in runs] == ["grpo/seed-0", "seed-1", "calibadv/seed-0"]
+    assert [each.name for each in group_runs(runs)] == [run.name for run in runs]  # without a config: alone
 
 
 def runs_of(tmp_path, *settings, hashes=None):
@@ -100,16 +102,10 @@ def runs_of(tmp_path, *settings, hashes=None):
 
 def test_seeds_are_one_series(tmp_path):
     runs = runs_of(tmp_path, ["run.seed=4"], ["run.seed=5"], ["run.seed=6", "world.seed=6"])
-    (series,) = group_runs(runs)
-    assert series.runs == tuple(runs)
-    assert (series.name, series.seeds) == ("3 seeds", "4, 5, 6")
-
-
-def test_paths_in_run_folders_are_equal_in_lists(tmp_path):
-    runs = runs_of(tmp_path, [], [])
-    for run in runs:
+    for run in runs:  # paths in run folders are equal
         run.config["data"]["train"] = [f"{run.folder}/world/a.jsonl", "/elsewhere/b.jsonl"]
     (series,) = group_runs(runs)
+    assert (series.name, series.seeds, series.runs) == ("3 seeds", "4, 5, 6", tuple(runs))
     rows = {row.key: row for row in compare([series])}
     assert rows["data.train"].values == ("['${run.dir}/world/a.jsonl', /elsewhere/b.jsonl]",)
 
@@ -149,14 +145,9 @@ def test_other_inputs_separate_runs(tmp_path, changed, overrides, number):
     assert len(group_runs(runs_of(tmp_path, overrides, overrides, hashes=hashes))) == number
 
 
-def test_runs_without_a_config_stand_alone(tmp_path):
-    folders = [make_run(tmp_path / name, learning_curve(2, 0)) for name in ("a", "b")]
-    assert [each.name for each in group_runs(read_runs(folders))] == ["a", "b"]
-
-
-@pytest.mark.medium
 def test_more_configs_than_colours_are_refused(tmp_path):
-    runs = runs_of(tmp_path, *[[f"learner.steps={steps}"] for steps in range(10, 19)])
+    (run,) = runs_of(tmp_path, [])
+    runs = [replace(run, config=run.config | {"learner": {"steps": steps}}) for steps in range(9)]
     with pytest.raises(UserError, match="9 different configs, but a chart can show 8"):
         group_runs(runs)
 
@@ -182,62 +173,49 @@ def write(folder, name, content):
 
 @pytest.mark.parametrize("has_intervals", [False, True])
 def test_means_and_intervals_are_read(tmp_path, has_intervals):
-    write(tmp_path, "evaluation.json", WITH_INTERVALS if has_intervals else MEANS)
+    write(tmp_path, "evaluation.json", EVALUATION | ({} if has_intervals else {"intervals": {}}))
     (table,) = read_evaluations(tmp_path, None)
     assert (table.title, table.confidence) == ("Evaluation", 0.95 if has_intervals else None)
     assert table.metrics == ["f1", "trajectories"]
-    f1 = Score(0.5, 0.375, 0.625) if has_intervals else Score(0.5)
     assert table.rows == {
-        "temperature 0, all": {"f1": f1, "trajectories": Score(300.0)},
-        "temperature 0, nq": {"f1": Score(0.25), "trajectories": Score(100.0)},
+        "temperature 0, all": {"f1": "0.500" + " [0.375, 0.625]" * has_intervals, "trajectories": "300"},
+        "temperature 0, nq": {"f1": "0.250", "trajectories": "100"},
     }
 
 
-def test_quickstart_has_two_tables_in_order(tmp_path):
+def test_evaluations_are_in_order(tmp_path):
+    """Half a file, and one of another program, are no evaluations."""
     for name, content in (
-        ("evaluation_after", WITH_INTERVALS),
-        ("evaluation_before", WITH_INTERVALS),
-        ("evaluation", WITH_INTERVALS | {"method": "rag"}),
-        ("quickstart", {"before": MEANS, "after": MEANS, "seconds": {"total": 3}}),
+        ("evaluation_after", EVALUATION),
+        ("evaluation_before", EVALUATION),
+        ("evaluation", EVALUATION | {"method": "rag"}),
+        ("evaluation_cut", '{"scores": {"all": {"f1"'),
+        ("evaluation_notes", {"seconds": 3}),
     ):
         write(tmp_path, f"{name}.json", content)
-    tables = read_evaluations(tmp_path, str(tmp_path / "evaluation.json"))
-    assert [table.title for table in tables] == ["Before training", "After training", "Evaluation (rag)"]
-    assert tables[0].confidence == 0.95
-    for path in tmp_path.glob("evaluation*"):
-        path.unlink()
-    titles = [table.title for table in read_evaluations(tmp_path, None)]
-    assert titles == ["Before training", "After training"]  # of quickstart.json alone
+    titles = [table.title for table in read_evaluations(tmp_path, str(tmp_path / "absent/x.json"))]
+    assert titles == ["Before training", "After training", "Evaluation (rag)"]
 
 
-def test_nothing_and_half_a_file_are_no_tables(tmp_path):
-    write(tmp_path, "evaluation.json", '{"0": {"all": {"f1"')
-    assert read_evaluations(tmp_path, str(tmp_path / "absent" / "x.json")) == []
-
-
-def test_one_metric_of_all_tables(tmp_path):
-    write(tmp_path, "evaluation.json", WITH_INTERVALS)
-    (table,) = read_evaluations(tmp_path, None)
-    other = type(table)("Other", {"temperature 1, all": {"f1": Score(0.75)}})
-    without = type(table)("Without", {"temperature 1, all": {"em": Score(0.75)}})
-    columns, rows = one_metric([("run-0", table), ("run-1", other), ("run-1", without)], "f1")
-    assert columns == [("run-0", "Evaluation"), ("run-1", "Other")]
-    assert rows == [
-        ("temperature 0, all", ["0.500 [0.375, 0.625]", "-"]),
-        ("temperature 0, nq", ["0.250", "-"]),
-        ("temperature 1, all", ["-", "0.750"]),
+def test_one_metric_of_all_tables():
+    tables = [
+        EvaluationTable(f"table {number}", {f"questions {number}": {metric: str(number)}}, None)
+        for number, metric in enumerate(("f1", "f1", "em"))
     ]
-    assert score_cell("trajectories", Score(300.0)) == "300" and score_cell("searches", Score(2.0)) == "2.000"
+    columns, rows = one_metric(list(zip("abc", tables, strict=True)), "f1")
+    assert columns == [("a", "table 0"), ("b", "table 1")]
+    assert rows == [("questions 0", ["0", "-"]), ("questions 1", ["-", "1"])]
 
 
-@pytest.mark.parametrize("relative", [True, False])
-@pytest.mark.parametrize("name", ["evaluation.json", "scores.json"])
-def test_evaluation_output_is_read_once(tmp_path, monkeypatch, relative, name):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    write(tmp_path / "run", name, MEANS)
-    (tmp_path / "link").symlink_to("run")
-    for folder in (Path("run"), Path("link"), tmp_path / "run"):
-        output = Path("run", name) if relative else tmp_path / "run" / name
-        (table,) = read_evaluations(folder, str(output))
-        assert table.title == {"evaluation.json": "Evaluation"}.get(name, "scores")
+def test_evaluation_output_is_read_once(tmp_path, monkeypatch):
+    for name, title in (("evaluation.json", "Evaluation"), ("scores.json", "scores")):
+        run = tmp_path / name / "run"
+        run.mkdir(parents=True)
+        write(run, name, EVALUATION)
+        monkeypatch.chdir(tmp_path / name)
+        Path("link").symlink_to("run")
+        for folder, output in itertools.product(
+            (Path("run"), Path("link"), run), (Path("run", name), run / name)
+        ):
+            (table,) = read_evaluations(folder, str(output))
+            assert table.title == title

@@ -44,18 +44,14 @@ NO_VERDICTS = ["k 10", "k 1.5", "k yes and no", "k 0.5x", "k -1", "k yes\nk", "m
 
 def answered(answer):
     nothing = np.zeros(0, np.int32)
-    asked = "<think>t</think><search>q</search>"
-    search = Turn("search", nothing, nothing, text=asked, observation_ids=np.zeros(2))
+    text = "<think>t</think><search>q</search>"
+    search = Turn("search", nothing, nothing, text=text, observation_ids=np.zeros(2))
     last = Turn("answer", nothing, nothing, text=f"<think>t</think><answer>{answer}</answer>", answer=answer)
     return Trajectory(QUESTION, nothing, [search, last])
 
 
 class Endpoint(Handler):
-    """Behaves as a server with a chat template: what looks like the template in a message is the template.
-
-    The model behind it obeys the last system message and every order that begins a line of the user's. It
-    compares the answer of the user's last line, as JSON, with the golden answers.
-    """
+    """Compares the answer in the user's message, one line of JSON, with the golden answers."""
 
     replies: list = []  # (status, content) that come first
     bodies: list = []
@@ -66,23 +62,13 @@ class Endpoint(Handler):
         if self.replies:
             self.reply(*self.replies.pop(0))
             return
-        text = "".join(
-            f"{OPEN}{message['role']}\n{message['content']}{CLOSE}\n" for message in body["messages"]
-        )
-        messages = re.findall(rf"{re.escape(OPEN)}(\w+)\n(.*?){re.escape(CLOSE)}", text, re.DOTALL)
-        system = [content for role, content in messages if role == "system"][-1]
-        user = "\n".join(content for role, content in messages if role == "user")
-        self.reply(200, {"choices": [{"message": {"content": self.judge(system, user)}}]})
+        system, user = (message["content"] for message in body["messages"])
+        self.reply(200, {"choices": [{"message": {"content": self.judge(KEY.search(system)[1], user)}}]})
 
-    def judge(self, system, user):
-        key = (re.findall(r"the key (\w+)", system) or ["none"])[-1]
-        orders = re.findall(r"^\s*(?:say|reply|verdict|yes)\b.*", user, re.IGNORECASE | re.MULTILINE)
-        if "say yes to all" in system or orders:
-            return f"I was told so.\n{key} yes"
-        fields = json.loads(user.splitlines()[-1])
+    def judge(self, key, user):
+        fields = json.loads(user)
         is_right = fields["answer"].strip().lower() in map(str.lower, fields["golden_answers"])
-        verdict = "yes" if is_right else "no"
-        return f"The answer is: {fields['answer']}\n{key} {verdict}"
+        return f"The answer is: {fields['answer']}\n{key} {'yes' if is_right else 'no'}"
 
 
 @pytest.fixture
@@ -111,14 +97,6 @@ def scores(config, *answers):
     return judged_with(config, score_all)
 
 
-@pytest.mark.parametrize(("verdict", "agreement"), [(0.5, 1.0), (0.49, 0.0), (1.0, 1.0), (0.0, 0.0)])
-def test_verdict_of_one_half_agrees_with_a_match(endpoint, verdict, agreement):
-    """A lone surrogate before the verdict is replaced."""
-    handler, config = endpoint
-    handler.judge = lambda self, system, user: f"hm \ud83d\n{KEY.search(system)[1]} {verdict}"
-    assert scores(config, "Paris") == [{"judge": verdict, "judge_agreement": agreement}]
-
-
 def test_verdict_and_its_agreement_with_exact_match(endpoint):
     handler, config = endpoint
     right, wrong, same, strict = scores(config, "Paris", "London", "Paris", "the paris")
@@ -127,65 +105,85 @@ def test_verdict_and_its_agreement_with_exact_match(endpoint):
     assert strict == {"judge": 0.0, "judge_agreement": 0.0}  # EM drops the article
     assert len(handler.bodies) == 3  # the same answer is judged once
     assert handler.bodies[0][0] == "/v1/chat/completions" and handler.bodies[0][1]["model"] == "m"
+    for verdict, agreement in ((0.5, 1.0), (0.49, 0.0)):  # behind half a surrogate pair
+        handler.judge = lambda self, key, user, own=verdict: f"hm \ud83d\n{key} {own}"
+        assert scores(config, "Paris") == [{"judge": verdict, "judge_agreement": agreement}]
 
 
 def test_hostile_answer_does_not_move_the_verdict(endpoint):
     """The user's message is one object, on one line, with these fields and without markup in its texts."""
     handler, config = endpoint
-    for scored in scores(config, *HOSTILE):
-        assert scored["judge"] == 0.0, scored
-    users = [body["messages"][1]["content"] for _, body in handler.bodies]
+    assert [scored["judge"] for scored in scores(config, *HOSTILE)] == [0.0] * len(HOSTILE)
     for _, body in handler.bodies:
         system, user = (message["content"] for message in body["messages"])
         fields = json.loads(user)
-        assert list(fields) == ["question", "golden_answers", "answer"]
-        assert fields["golden_answers"] == ["Paris"] and len(fields["answer"]) <= 2000
-        assert len(user.splitlines()) == 1 and user.isascii() and "<" not in user and len(user) < 30_000
-        assert system.startswith(judge.PROMPT)
-    assert any(user.endswith(f'"answer": "{"ab" * 1000}"}}') for user in users)  # its beginning
-    keys = {re.findall(r"the key (\w+)", body["messages"][0]["content"])[0] for _, body in handler.bodies}
+        assert list(fields) == ["question", "golden_answers", "answer"] and fields["golden_answers"] == [
+            "Paris"
+        ]
+        assert len(fields["answer"]) <= 2000 and len(user) < 30_000 and len(user.splitlines()) == 1
+        assert user.isascii() and not re.search(r"[<>`#|]", user) and user.count("[") == user.count("{") == 1
+        assert [message["role"] for message in body["messages"]] == ["system", "user"]
+        assert system.startswith(judge.PROMPT) and not any(text in system for text in HOSTILE[1:])
+    answers = {json.loads(body["messages"][1]["content"])["answer"] for _, body in handler.bodies}
+    assert "ab" * 1000 in answers  # its beginning
+    keys = {KEY.search(body["messages"][0]["content"])[1] for _, body in handler.bodies}
     assert len(keys) == len(handler.bodies)  # nobody can guess the next one
 
 
-def test_missing_verdict_fails_the_trajectory(endpoint):
+def test_endpoint_that_is_away_is_waited_for(endpoint):
     handler, config = endpoint
-    no_verdict = (200, {"choices": [{"message": {"content": "yes"}}]})
-    handler.replies += [(503, b""), (200, b"{}"), no_verdict]
+    handler.replies += [(503, b""), (200, b"{}"), NO_VERDICT]
     assert scores(config, "Paris")[0]["judge"] == 1.0  # three attempts
-    handler.replies += [(status, b"") for status in (429, 500, 502, 503, 429)]  # it is away, and waited for
+    handler.replies += [(status, b"") for status in (429, 500, 502, 503, 429)]
     assert scores(replace(config, patience=20), "Paris")[0]["judge"] == 1.0
-    handler.replies += [no_verdict, (400, b"filtered"), (200, {"choices": []})]
-    (failure,) = scores(config, "Paris")
-    assert isinstance(failure, RequestFailed) and failure.service == "judge"
     (failure,) = scores(replace(config, url="http://127.0.0.1:9/v1", patience=0.05), "Paris")
-    assert isinstance(failure, RequestFailed) and "no answer for 0.05 s" in str(failure)
-    assert "start the endpoint" in str(failure)
-    for status, way_out in ((401, "JUDGE_TOKEN"), (403, "JUDGE_TOKEN"), (404, "reward.judge.url")):
-        handler.replies.append((status, b""))
-        (failure,) = scores(config, "Paris")
-        assert type(failure) is UserError and way_out in str(failure)
+    assert isinstance(failure, RequestFailed) and failure.service == "judge"
+    assert "no answer for 0.05 s" in str(failure) and "start the endpoint" in str(failure)
+
+
+def choice(**fields):
+    return 200, {"choices": [fields]}
+
+
+NO_VERDICT = choice(message={"content": "yes"})
+THREE, LONG = http_client.BAD_REPLIES, gzip.compress(b" " * 2**23)
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("replies", "kind", "message"),
     [
-        ({"message": {"content": "It is.\ncorrect"}}, "the last line is 'correct', but must be the key"),
-        ({"message": {"content": "yes"}, "finish_reason": "stop"}, "yes, no or a number from 0 to 1"),
-        ({"message": {"content": None}, "finish_reason": "length"}, "cut after reward.judge.max_tokens=512"),
-        ({}, "the reply is no chat completion"),
-        (gzip.compress(b" " * 2**23), "no verdict in 3 attempts: the reply is longer than 4 MiB"),
+        (
+            [choice(message={"content": "It is.\ncorrect"})] * THREE,
+            RequestFailed,
+            "the last line is 'correct'",
+        ),
+        (
+            [choice(message={"content": None}, finish_reason="length")] * THREE,
+            RequestFailed,
+            "max_tokens=512",
+        ),
+        ([choice()] * THREE, RequestFailed, "the reply is no chat completion"),
+        ([(200, LONG, {"Content-Encoding": "gzip"})] * THREE, RequestFailed, "is longer than 4 MiB"),
+        ([NO_VERDICT, (200, {"choices": []}), (400, b"filtered")], RequestFailed, "status 400: 'filtered'"),
+        ([(401, b"")], UserError, "JUDGE_TOKEN"),
+        ([(403, b"")], UserError, "JUDGE_TOKEN"),
+        ([(404, b"")], UserError, "reward.judge.url"),
     ],
-    ids=["key", "number", "cut", "shape", "long"],
+    ids=["key", "cut", "shape", "long", "filtered", "401", "403", "404"],
 )
-def test_reply_without_a_verdict_names_the_expected_line(endpoint, choice, message):
+def test_reply_without_a_verdict_says_why(endpoint, replies, kind, message):
+    """The same answer is asked about again afterwards."""
     handler, config = endpoint
-    reply = (200, {"choices": [choice]})
-    if isinstance(choice, bytes):
-        reply = (200, choice, {"Content-Encoding": "gzip"})
-    handler.replies += [reply] * http_client.BAD_REPLIES
-    (failure,) = scores(config, "Paris")
-    assert isinstance(failure, RequestFailed) and message in str(failure)
-    assert "start the endpoint" not in str(failure)
+    handler.replies += replies
+
+    async def score_twice(client):
+        with pytest.raises(kind, match=re.escape(message)) as failure:
+            await client.score(answered("Paris"))
+        return failure.value, await client.score(answered("Paris"))
+
+    failure, scored = judged_with(config, score_twice)
+    assert type(failure) is kind and "start the endpoint" not in str(failure)
+    assert scored == {"judge": 1.0, "judge_agreement": 1.0} and len(handler.bodies) == len(replies) + 1
 
 
 def failing(trajectory):
@@ -204,9 +202,9 @@ def test_prompt_is_a_file(endpoint, tmp_path):
 
 
 def test_rewards_by_name_with_weights(endpoint):
-    _, asked = endpoint
+    _, judge_config = endpoint
     own = "examples.own_reward:short_way"
-    config = RewardConfig(answer={"f1": 0.5, "judge": 0.25, own: 0.25}, judge=asked)
+    config = RewardConfig(answer={"f1": 0.5, "judge": 0.25, own: 0.25}, judge=judge_config)
     judged = replace(answered("Paris, France"), metrics={"judge": 1.0, "judge_agreement": 0.0})
     scored = score_trajectory(judged, config)
     assert scored.answer_score == pytest.approx(0.5 * 2 / 3 + 0.25 + 0.25)
@@ -248,19 +246,6 @@ def test_reward_of_ones_own_must_give_a_number(answer, message):
     with pytest.raises(UserError, match=message):
         check_reward(RewardConfig(answer=answer))
         score_trajectory(answered("Paris"), RewardConfig(answer=answer))
-
-
-def test_failed_verdict_is_asked_again(endpoint):
-    handler, config = endpoint
-    handler.replies += [(200, {"choices": []})] * http_client.BAD_REPLIES
-
-    async def score_twice(client):
-        with pytest.raises(RequestFailed, match="no verdict in 3"):
-            await client.score(answered("Paris"))
-        return await client.score(answered("Paris"))
-
-    assert judged_with(config, score_twice) == {"judge": 1.0, "judge_agreement": 1.0}
-    assert len(handler.bodies) == http_client.BAD_REPLIES + 1
 
 
 def test_cancelled_waiter_leaves_the_verdict_to_others(endpoint):

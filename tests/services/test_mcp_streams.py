@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,30 +59,34 @@ def results(action, *lines):
 HEAD = '{"jsonrpc": "2.0", "id": $ID'
 UNREADABLE = [
     RESULT[:-2] % "cut",
-    '{"result": {"content": [{"id": 99, "type": "te\x01xt"}]}, "jsonrpc": "2.0", "id": $ID}',
-    f"{HEAD}}}",
     '{"id": $ID, "result": {"content": []}}',
-    f'{HEAD}, "result": 3}}',
     f'{HEAD}, "result": {{"content": 3}}}}',
     f'{HEAD}, "result": {{"content": [{{"type": "text"}}]}}}}',
 ]
 
 
-def test_unreadable_reply_fails_its_call_alone(config):
-    (action,) = mcp_tools.mcp_actions(config, 0)
+def test_unreadable_reply_fails_its_call_alone(config, monkeypatch):
+    monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
+    (action,) = mcp_tools.mcp_actions(replace(config, timeout=4), 0)
     *failed, good = results(action, *UNREADABLE, RESULT % "\\\\ud83d \\ud83d\\ud83d\\ude00")
     for failure in failed:
         assert type(failure) is RequestFailed and failure.service == "say" and str(failure).isprintable()
     assert good == "\\ud83d \ufffd\U0001f600"  # of half an emoji and a whole one
 
 
-def test_print_to_standard_output_warns_once(config, capfd, caplog):
-    warnings = []
-    (action,) = mcp_tools.mcp_actions(config, 0, None, warnings.append)
-    lines = [f"\x1b[31mloading {number}\n{RESULT % number}" for number in range(3)]
-    assert results(action, *lines) == ["0", "1", "2"]
-    (warning,) = warnings
-    assert warning.isprintable() and "'[31mloading 0'" in warning and "write to standard error" in warning
+def test_print_to_standard_output_is_logged(config, tmp_path, capfd, caplog):
+    log = tmp_path / "mcp.log"
+    log.touch()
+    (action,) = mcp_tools.mcp_actions(config, 0, log)
+    assert results(action, *(f"loading {number}\n{RESULT % number}" for number in range(3))) == [
+        "0",
+        "1",
+        "2",
+    ]
+    while len(log.read_text().splitlines()) < 3:  # it is copied beside the calls
+        time.sleep(0.01)
+    lines = [f"no message of MCP: loading {number}" for number in range(3)]
+    assert sorted(log.read_text().splitlines()) == lines
     assert capfd.readouterr().err == "" and not caplog.records
 
 
@@ -93,6 +98,8 @@ def test_print_to_standard_output_warns_once(config, capfd, caplog):
 def test_changed_tool_ends_the_run(config, tmp_path, is_lost, tools, change):
     (action,) = mcp_tools.mcp_actions(config, 0)
     refusal = '{"jsonrpc": "2.0", "id": $ID, "error": {"code": -32602, "message": "no"}}'
+
+    write_tools(tmp_path, new=SCHEMA, say=SCHEMA)  # another tool changes nothing
 
     async def ask():
         await action.call({"text": RESULT % "fine"})
@@ -111,12 +118,6 @@ def test_changed_tool_ends_the_run(config, tmp_path, is_lost, tools, change):
     assert exit_status(failure.value) == ENVIRONMENT_STATUS
 
 
-def test_added_tool_changes_nothing(config, tmp_path):
-    (action,) = mcp_tools.mcp_actions(config, 0)
-    write_tools(tmp_path, new=SCHEMA, say=SCHEMA)
-    assert results(action, RESULT % "fine") == ["fine"]
-
-
 def test_standard_error_is_kept_and_bounded(config, tmp_path, monkeypatch):
     monkeypatch.setattr(child_process, "LONGEST_LOG", 100_000)
     log = tmp_path / "run" / "mcp.log"
@@ -129,13 +130,6 @@ def test_standard_error_is_kept_and_bounded(config, tmp_path, monkeypatch):
     files = sorted(log.parent.iterdir())
     assert [file.name for file in files] == ["mcp.log", "mcp.log.old"]
     assert all(file.stat().st_size <= 100_000 + 2**16 for file in files)
-
-
-def test_last_line_of_a_program_is_printable():
-    for text, line in (("starting\n", "starting"), ("\x1b[31mno module\x07 here\n", "[31mno module here")):
-        log = mcp_tools.ServerLog(None, lambda line: None)
-        log.write(text)
-        assert log.last_line() == line
 
 
 def test_silent_program_is_waited_for_once(tmp_path, caplog):
@@ -184,14 +178,9 @@ class OverHttp(Handler):
 @pytest.mark.parametrize("zipped", [True, False])
 def test_reply_over_http_is_bounded(monkeypatch, zipped):
     monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
-
-    class Server(OverHttp):
-        content = (RESULT % "a \\ud83d").encode()
-
-    Server.zipped = zipped
+    Server = type("Server", (OverHttp,), {"content": (RESULT % "a \\ud83d").encode(), "zipped": zipped})
     with serving(Server) as url:
-        config = McpConfig(url=f"{url}/mcp", timeout=20, patience=0.1)
-        (action,) = mcp_tools.mcp_actions(config, 0)
+        (action,) = mcp_tools.mcp_actions(McpConfig(url=f"{url}/mcp", timeout=20, patience=0.1), 0)
         assert results(action, "x") == ["a \ufffd"]
         Server.content = b" " * (2**26 + 1)
         (failed,) = results(action, "x")
@@ -207,7 +196,7 @@ def test_unreadable_event_fails_its_call_alone(monkeypatch, bad):
         def reply(self, status, content, headers=None):
             if headers:
                 content, headers = b"data: " + content + b"\n\n", {"Content-Type": "text/event-stream"}
-            elif b'"protocolVersion"' in json.dumps(content if status == 200 else 0).encode():
+            elif "protocolVersion" in str(content):
                 openings.append(status)
             super().reply(status, content, headers)
 

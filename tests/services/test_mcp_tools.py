@@ -19,6 +19,7 @@ import pytest
 from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.contrib import mcp_tools
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
+from calibadv_jax.core.trajectory import Document
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.services import http_client
 from calibadv_jax.services.http_client import LONGEST_REPLY
@@ -114,16 +115,10 @@ def test_slow_tool_fails_its_trajectory_only(server, monkeypatch):
     assert quick.text == "late"
 
 
-@pytest.mark.parametrize(
-    ("mcp", "message"),
-    [
-        ({"command": "/nowhere/server"}, r"'/nowhere/server' cannot be started .*\[\].mcp.command"),
-        ({"url": "http://127.0.0.1:9/mcp", "patience": 0.01}, r"MCP server http.*correct tools\[\].mcp.url"),
-    ],
-)
-def test_missing_server_is_an_error_of_its_key(mcp, message):
-    with pytest.raises(UserError, match=message):
-        make_actions(Config(tools=[ToolConfig(mcp=McpConfig(**mcp))]))
+def test_missing_program_is_an_error_of_its_key():
+    tools = [ToolConfig(mcp=McpConfig(command="/nowhere/server"))]
+    with pytest.raises(UserError, match=r"'/nowhere/server' cannot be started .*\[\].mcp.command"):
+        make_actions(Config(tools=tools))
 
 
 def test_package_may_be_missing(monkeypatch):
@@ -138,12 +133,8 @@ def tool(name="look up", properties=None, required=(), description="Finds  a\nwo
     return SimpleNamespace(name=name, description=description, input_schema=schema)
 
 
-def block(kind, **fields):
-    return SimpleNamespace(type=kind, **fields)
-
-
 def text(content):
-    return block("text", text=content)
+    return SimpleNamespace(type="text", text=content)
 
 
 def result(*blocks, structured=None, is_error=False):
@@ -165,7 +156,7 @@ class FakeServer:
     async def client(self, config, log):
         failure = self.opens.pop(0) if self.opens else None
         if failure is not None:
-            log.write("starting\nno module here\n\n")
+            log.stream.write(b"starting\nno module here\n\n")
             raise failure
         self.opened += 1
         try:
@@ -178,11 +169,11 @@ class FakeServer:
 
     async def list_tools(self, cursor):
         """A tool a page."""
-        at = int(cursor or 0)
-        self.pages.append(at)
+        number = int(cursor or 0)
+        self.pages.append(number)
         assert len(self.pages) < 50, "the same page again and again"
-        more = str(at + 1) if at + 1 < len(self.tools) else None
-        return SimpleNamespace(tools=self.tools[at : at + 1], next_cursor=more)
+        more = str(number + 1) if number + 1 < len(self.tools) else None
+        return SimpleNamespace(tools=self.tools[number : number + 1], next_cursor=more)
 
     async def call_tool(self, name, arguments):
         self.calls.append((name, arguments))
@@ -235,42 +226,40 @@ def test_tool_is_described_by_its_schema(fake):
     assert {action.max_length for action in actions} == {7}
 
 
+ONLY_OBJECTS = r'write a JSON object: \{"left": integer, "text": string\}'
+
+
 @pytest.mark.parametrize(
-    ("body", "arguments"),
-    [
-        ("", {}),
-        ("Rome", {"word": "Rome"}),
-        ('{"word": "Oslo"}', {"word": "Oslo"}),
-        ('["Oslo"]', {"word": '["Oslo"]'}),
-        ("12", {"word": "12"}),
-        ("\ud800", {"word": "\ufffd"}),
-        ('{"\\ud800": ["\\udfff", {"a": "\\ud800"}]}', {"\ufffd": ["\ufffd", {"a": "\ufffd"}]}),
-        ("[" * 100, {"word": "[" * 100}),
+    ("body", "of_text", "of_two"),
+    [  # a body, the arguments of a tool with one text, and of another; or why there are none
+        ("", {}, {}),
+        ("Rome", {"word": "Rome"}, ONLY_OBJECTS),
+        ('{"word": "Oslo"}', {"word": "Oslo"}, {"word": "Oslo"}),
+        ('["Oslo"]', {"word": '["Oslo"]'}, ONLY_OBJECTS),
+        ("12", {"word": "12"}, ONLY_OBJECTS),
+        ("\ud800", {"word": "\ufffd"}, ONLY_OBJECTS),
+        ('{"\\ud800": [{"a": "\\udfff"}]}', {"\ufffd": [{"a": "\ufffd"}]}, {"\ufffd": [{"a": "\ufffd"}]}),
+        ("[" * 100, {"word": "[" * 100}, ONLY_OBJECTS),
+        ("[" * 60 + "{" * 41, "too many brackets", "too many brackets"),
     ],
 )
-def test_body_of_a_tool_with_one_text(fake, body, arguments):
-    (action,) = fake_actions()
-    assert action.parse(body) == arguments
-
-
-def test_body_of_other_tools_is_an_object(fake):
+def test_body_is_an_object_or_the_only_text(fake, body, of_text, of_two):
     fake.tools = [tool(), tool("other", {"left": {"type": "integer"}, "text": {"type": "string"}})]
-    of_text, action = fake_actions()
-    with pytest.raises(ValueError, match="too many brackets"):
-        of_text.parse("[" * 60 + "{" * 41)
-    assert action.parse('{"left": 1}') == {"left": 1}
-    for body in ("1", '"left"', "left", "[1]"):
-        with pytest.raises(ValueError, match=r'write a JSON object: \{"left": integer, "text": string\}'):
-            action.parse(body)
+    for action, expected in zip(fake_actions(), (of_text, of_two), strict=True):
+        if isinstance(expected, dict):
+            assert action.parse(body) == expected
+        else:
+            with pytest.raises(ValueError, match=expected):
+                action.parse(body)
 
 
 def test_reply_has_texts_documents_and_names(fake):
+    page, picture = SimpleNamespace(uri="shelf://page", text="a page"), SimpleNamespace(uri="p", blob="x")
     blocks = (
         text("first"),
-        block("resource", resource=SimpleNamespace(uri="shelf://page", text="a page")),
-        block("resource", resource=SimpleNamespace(uri="shelf://picture", blob="x")),
-        block("resource_link", name="more", uri="shelf://more"),
-        block("image"),
+        *(SimpleNamespace(type="resource", resource=resource) for resource in (page, picture)),
+        SimpleNamespace(type="resource_link", name="more", uri="shelf://more"),
+        SimpleNamespace(type="image"),
     )
     fake.replies = [
         result(*blocks, structured={"not": "shown"}),
@@ -281,10 +270,8 @@ def test_reply_has_texts_documents_and_names(fake):
     (action,) = fake_actions()
     whole, structured, empty, refused = asked(action._server.config, action, "a", "b", "c", "d")
     assert whole.text == "first\n[resource]\nmore: shelf://more\n[image]"
-    (document,) = whole.documents
-    assert (document.id, document.title, document.text) == ("shelf://page", "shelf://page", "a page")
-    assert (structured.text, structured.documents) == ('{"found": "Ü"}', ())
-    assert (empty.text, empty.documents) == ("", ())
+    assert whole.documents == (Document(page.uri, page.uri, "a page"),)
+    assert (structured.text, empty.text, structured.documents) == ('{"found": "Ü"}', "", ())
     assert type(refused) is ActionRefused and str(refused) == "no\nsuch"
     assert fake.calls == [("look up", {"word": word}) for word in "abcd"]
     assert fake.opened == 2  # one connection for the tools, one for the calls
@@ -303,11 +290,7 @@ def test_errors_of_a_server_are_borne_three_times(fake):
 @pytest.mark.parametrize(
     ("error", "texts", "opened"),
     [
-        (
-            mcp.MCPError(mcp_tools.CONNECTION_CLOSED, "it broke"),
-            ["a", "b"],
-            3,
-        ),  # one for the tools, two for the calls
+        (mcp.MCPError(mcp_tools.CONNECTION_CLOSED, "it broke"), ["a", "b"], 3),  # one was for the tools
         (mcp.MCPError(-32001, mcp_tools.SESSION_ENDED), ["a", "b"], 3),
         (OSError("pipe gone"), ["a", "b"], 3),
         (mcp.MCPError(mcp_tools.INVALID_PARAMS, "no number"), ["no number", "a"], 2),  # not sent again
@@ -331,22 +314,25 @@ def test_server_that_stays_away_fails_the_trajectory(fake):
     assert 2 <= 10_000 - len(fake.opens) < 1_000 and not fake.calls
 
 
-def test_server_away_at_the_start_is_waited_for(fake, monkeypatch):
-    by_url = {"command": "", "url": "http://h/mcp"}
-    fake.opens = [OSError("gone")] * 2
-    assert [action.name for action in fake_actions(**by_url, patience=20)] == ["look_up"] and not fake.opens
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ({}, r"fake: OSError: gone .*\(no module here\); correct tools\[\].mcp.command"),
+        ({"command": "", "url": "http://h/mcp"}, r"http://h/mcp: OSError: gone .*; start it, or correct"),
+    ],
+)
+def test_server_away_at_the_start_is_waited_for(fake, monkeypatch, where, message):
+    """A program that ends is not, and no server for longer than START_PATIENCE."""
+    patience, retry = [], mcp_tools.retry
     fake.opens = [OSError("gone")] * 10_000
-    with pytest.raises(UserError, match=r"OSError: gone .*\(no module here\); correct tools\[\].mcp.command"):
-        fake_actions()
-    with pytest.raises(UserError, match=r"server http://h/mcp: OSError: gone .*; start it, or correct tools"):
-        fake_actions(**by_url)
-    fake.opens, patience, retry = [], [], mcp_tools.retry
-    monkeypatch.setattr(
-        mcp_tools, "retry", lambda attempt, limit: patience.append(limit) or retry(attempt, 0)
-    )
-    for seconds in (5, 500):
-        fake_actions(**by_url, patience=seconds)
-    assert patience == [5, mcp_tools.START_PATIENCE]
+    with pytest.raises(UserError, match=message):
+        fake_actions(**where)
+    assert len(fake.opens) < 9_999 if where else len(fake.opens) == 9_999
+    fake.opens = [OSError("gone")] * 2 if where else []
+    assert [action.name for action in fake_actions(**where, patience=20)] == ["look_up"] and not fake.opens
+    monkeypatch.setattr(mcp_tools, "retry", lambda once, limit: patience.append(limit) or retry(once, 0))
+    fake_actions(**where, patience=500)
+    assert patience == ([mcp_tools.START_PATIENCE] if where else [0])
 
 
 def test_calls_at_once_share_one_connection(fake):
@@ -364,22 +350,8 @@ def test_calls_at_once_share_one_connection(fake):
         assert fake.opened == opened + number
 
 
-def test_session_that_does_not_open_is_left(fake, monkeypatch):
-    (action,) = fake_actions()
-
-    @asynccontextmanager
-    async def never(config, log):
-        await asyncio.sleep(60)
-        yield None
-
-    monkeypatch.setattr(mcp_tools, "_client", never)
-    monkeypatch.setattr(mcp_tools, "CLOSING", 0.01)
-    (failed,) = asked(replace(action._server.config, timeout=0.05), action, "a")
-    assert type(failed) is RequestFailed and "no session within 0.05 s" in str(failed)
-
-
 def test_command_and_token_reach_the_package(monkeypatch):
-    client, pipes, http, log = Mock(), Mock(), Mock(), object()
+    client, pipes, http, log = Mock(), Mock(), Mock(), Mock()
     monkeypatch.setattr("mcp.Client", client)
     monkeypatch.setattr("mcp.client.stdio.stdio_client", pipes)
     monkeypatch.setattr("mcp.client.streamable_http.create_mcp_http_client", http)
@@ -387,7 +359,7 @@ def test_command_and_token_reach_the_package(monkeypatch):
     mcp_tools._client(McpConfig(command="python 'my server.py' --fast"), log)
     (started,), options = pipes.call_args
     assert (started.command, started.args) == ("python", ["my server.py", "--fast"])
-    assert started.env["MCP_TEST_VARIABLE"] == "7" and options == {"errlog": log}
+    assert started.env["MCP_TEST_VARIABLE"] == "7" and options == {"errlog": log.stream}
     assert client.call_args.kwargs == {"cache": None}
     limited = [inspect.Parameter("max_sse_event_size", inspect.Parameter.KEYWORD_ONLY)]
     for parameters, token, headers, limit in (

@@ -52,11 +52,10 @@ def test_turns_and_folded_documents_are_said_in_order(monkeypatch):
     ("texts", "retriever", "line", "end"),
     [
         (["rambling"], None, "invalid  rambling", "no answer: its last turn neither searches nor answers"),
-        ([SEARCH, SEARCH], None, "search  who", "no answer: its last search came after the last one allowed"),
         ([SEARCH, ANSWER], Shelf(error=QueryRefused("no")), f"        {QUERY_REFUSED}", "answer  Ann"),
         ([SEARCH, ANSWER], Shelf([]), "        No results found.", "answer  Ann"),
     ],
-    ids=["invalid", "searches", "refused", "empty"],
+    ids=["invalid", "refused", "empty"],
 )
 def test_missing_answers_and_documents_say_why(texts, retriever, line, end):
     output, trajectory, _ = talk(*texts, retriever=retriever)
@@ -68,11 +67,13 @@ def answer(monkeypatch):
     """The printed lines about questions to a policy that is there, while its retriever is not."""
 
     def answer(questions, *texts):
-        rollouts = rollouts_of(Script(texts), Shelf(error=RequestFailed("retriever", "gone\x07")))
+        sampler = Script(texts)
+        rollouts = rollouts_of(sampler, Shelf(error=RequestFailed("retriever", "gone\x07")))
         monkeypatch.setattr(asking, "build_model", MagicMock())
         monkeypatch.setattr(asking, "open_rollouts", lambda *_: rollouts)
         output = []
         ask.ask(CONFIG, MagicMock(), questions, 0.0, output.append)
+        assert "\udcff" not in "".join(prompt for prompt, _ in sampler.sampled)
         return output
 
     return answer
@@ -81,20 +82,9 @@ def answer(monkeypatch):
 def test_failed_question_ends_command_unless_typed(answer, monkeypatch):
     with pytest.raises(UserError, match="retriever: gone"):
         answer(["who?"], SEARCH)
-    monkeypatch.setattr("sys.stdin", io.StringIO("who?\n\n  where? \n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("who?\n\n  where \udcff? \n"))  # half an emoji
     lines = ["think   look for Ann", "search  who", "failed: retriever: gone", "think   so", "answer  Ann"]
     assert answer(ask.typed_questions(), SEARCH, ANSWER) == lines
-
-
-def test_typed_half_of_an_emoji_is_replaced(answer, monkeypatch):
-    questions = []
-
-    async def note(context, question, *others):
-        questions.append(question.text)
-        return MagicMock(error=None, answer="Ann")
-
-    monkeypatch.setattr(asking, "run_trajectory", note)
-    assert answer(["who \udcff?"]) == ["answer  Ann"] and questions == ["who \ufffd?"]
 
 
 def test_config_is_that_of_newest_start_of_run(tmp_path):
@@ -116,29 +106,43 @@ def asked(tmp_path, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(ask, "ask", lambda *arguments: calls.append(arguments[:3]))
 
-    def asked(*words, policy=tmp_path):
+    def asked(*words):
         calls.clear()
         with pytest.raises(SystemExit) as end:
-            cli.calibadv(["ask", *words, *(["--policy", str(policy)] if policy else [])])
+            cli.calibadv(["ask", *words, "--policy", str(tmp_path)])
         return end.value.code, capsys.readouterr().err, *(calls[0] if calls else [None] * 3)
 
     return asked
 
 
 @pytest.mark.parametrize(
-    ("words", "policy", "output"),
+    ("line", "output"),
     [
-        (["who?"], "nowhere", "error: nowhere: no such folder"),
-        (["who", "is", "it?"], ".", "error: 3 questions were given; put quotes"),
-        (["--temperature", "-1", "who?"], ".", "error: argument --temperature: -1: give 0 or more"),
-        (["--temperature", "nan", "who?"], ".", "error: argument --temperature: nan: give 0 or more"),
-        (["--config", "no.yaml", "who?"], ".", "error: no.yaml: no such config file"),
-        (["who?"], None, "error: the following arguments are required: --policy"),
+        ("ask --policy nowhere who?", "nowhere: no such folder"),
+        ("ask --policy . who is it?", "3 questions were given; put quotes"),
+        ("ask --policy . --temperature -1 who?", "argument --temperature: -1: give 0 or more"),
+        ("ask --policy . --temperature nan who?", "argument --temperature: nan: give 0 or more"),
+        ("ask --policy . --config no.yaml who?", "no.yaml: no such config file"),
+        ("ask who?", "the following arguments are required: --policy"),
+        (
+            "serve --policy . --host 0.0.0.0",
+            "--host 0.0.0.0 is open to the network: protect it with --token-file",
+        ),
+        ("serve --policy . --token-file none", "--token-file none: no such file, or an empty one"),
+        ("serve --policy . --slots 0", "argument --slots: 0: give 1 or more"),
+        ("serve --policy . --time-limit nan", "argument --time-limit: nan: give 1 or more"),
+        ("serve --policy . who?", "'who?' is no key.path=value"),
+        ("serve --policy nowhere", "nowhere: no such folder"),
     ],
 )
-def test_mistakes_are_one_line(asked, words, policy, output):
-    status, error, *_ = asked(*words, policy=policy)
-    assert status == 2 and error.startswith(output) and error.count("\n") == 1
+def test_mistakes_are_one_line(line, output, capsys, monkeypatch):
+    if line.startswith("serve"):
+        pytest.importorskip("uvicorn")
+    monkeypatch.delenv("CALIBADV_TOKEN", raising=False)
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(line.split())
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith(f"error: {output}") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -158,12 +162,16 @@ def test_overrides_and_own_tokenizer_reach_the_policy(asked, tmp_path, own):
 def test_commands_of_a_run_config_need_a_flag(asked, tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "checkpoints").mkdir()
-    kept = tmp_path / "configs" / "0.yaml"
-    kept.write_text("tools: [search, {mcp: {command: 'sh -c true'}}]\n")
+    config_file = tmp_path / "configs" / "0.yaml"
+    config_file.write_text("tools: [search, {mcp: {command: 'sh -c true'}}]\n")
     status, error, config, *_ = asked("who?")
     assert status == 2 and config is None and error.count("\n") == 1
     assert "starts a program, 'sh -c true'; --start-programs allows" in error
-    for words, tools in ((["--start-programs"], 2), (["--config", str(kept)], 2), (["tools=[search]"], 1)):
+    for words, tools in (
+        (["--start-programs"], 2),
+        (["--config", str(config_file)], 2),
+        (["tools=[search]"], 1),
+    ):
         status, _, config, *_ = asked("who?", *words)
         assert status == 0 and len(config.tools) == tools
 

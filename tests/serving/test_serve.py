@@ -1,30 +1,19 @@
 """`calibadv serve` over HTTP: OpenAI's client, refusals, limits, people at once, forged text."""
 
-import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 from packages import need
-from small_run import SMALL
 
 need("openai", "starlette", "uvicorn")
 
 import openai  # noqa: E402
 from serving_rig import FORGED, MODEL, SCRIPTS, SEARCH, served  # noqa: E402
 
-from calibadv_jax import cli  # noqa: E402
-from calibadv_jax.commands import train  # noqa: E402
-from calibadv_jax.config import load_config  # noqa: E402
-from calibadv_jax.contrib.worlds.world import write_world  # noqa: E402
 from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -89,28 +78,25 @@ def test_stream_gives_turns_then_answer_then_usage(agent):
     assert end.calibadv["documents"] == whole.calibadv["documents"] and usage.usage == whole.usage
 
 
-@pytest.mark.parametrize(
-    ("question", "reason"),
-    [("rambling?", "neither searches nor answers"), ("endless?", "its last search came after the last")],
-)
-def test_missing_answer_is_refusal_with_reason(agent, question, reason):
-    message = ask(agent, question).choices[0].message
-    assert message.content == "" and message.refusal.startswith("no answer: ") and reason in message.refusal
-    deltas = [chunk.choices[0].delta for chunk in ask(agent, question, stream=True)]
-    assert "".join(delta.refusal or "" for delta in deltas) == message.refusal
+def test_missing_answer_is_refusal_with_reason(agent):
+    reasons = {"rambling?": "neither searches nor answers", "endless?": "its last search came after the last"}
+    for question, reason in reasons.items():
+        message = ask(agent, question).choices[0].message
+        assert (
+            message.content == "" and message.refusal.startswith("no answer: ") and reason in message.refusal
+        )
+        deltas = [chunk.choices[0].delta for chunk in ask(agent, question, stream=True)]
+        assert "".join(delta.refusal or "" for delta in deltas) == message.refusal
 
 
-def test_system_message_is_reported_and_not_read(agent):
+def test_messages_and_sampling_parameters_reach_the_sampler(agent):
     parts = [{"type": "text", "text": "who"}, {"type": "text", "text": "wrote it?"}]
-    messages = [{"role": "system", "content": "Be rude."}, {"role": "user", "content": parts}]
-    assert ask(agent, messages=messages).calibadv["ignored"] == ["system message"]
-    assert agent.sampler.sampled[0][0] == "Question: who\nwrote it?\n"
-
-
-def test_sampling_parameters_reach_the_sampler(agent):
-    ask(agent, temperature=1, top_p=0.5, seed=3, max_tokens=60)
+    messages = [as_role("Be rude.", "system"), as_role(parts)]
+    reply = ask(agent, messages=messages, temperature=1, top_p=0.5, seed=3, max_tokens=60)
+    assert reply.calibadv["ignored"] == ["system message"]
     ask(agent, temperature=1, seed=4, max_completion_tokens=9999)
     ask(agent)
+    assert agent.sampler.sampled[0][0] == "Question: who\nwrote it?\n"
     first, other, plain = (sampled[1] for sampled in agent.sampler.sampled[::2])
     assert (first.temperature, first.top_p, first.max_tokens) == (1.0, 0.5, 60) and first.seed != other.seed
     assert (other.max_tokens, plain.max_tokens, plain.temperature) == (500, 500, 0.0)
@@ -121,7 +107,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
 REFUSED = [  # fields of the request, the field that the error names, words of its message
     ({"messages": [USER, USER]}, "messages", "one question gives one trajectory"),
     ({"messages": [USER, as_role("Ann", "assistant"), USER]}, "messages", "no history"),
-    ({"messages": [USER, as_role("Ann", "tool")]}, "messages", "leave out the tool message"),
+    ({"messages": [USER, as_role("Ann", "tool")]}, "messages", "no history"),
     ({"messages": [as_role("Be brief.", "system")]}, "messages", "one user message"),
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": [as_role(" \x1b ")]}, "messages", "empty"),
@@ -139,12 +125,12 @@ REFUSED = [  # fields of the request, the field that the error names, words of i
 ]
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), REFUSED, ids=[str(row[0])[:60] for row in REFUSED])
-def test_request_that_is_no_single_question_is_refused(agent, fields, param, words):
-    reply = post(agent, **fields)
-    error = reply.json()["error"]
-    assert (reply.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
-    assert words in error["message"] and "\n" not in error["message"] and not agent.sampler.sampled
+def test_request_that_is_no_single_question_is_refused(agent):
+    for fields, param, words in REFUSED:
+        reply = post(agent, **fields)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+        assert words in error["message"] and "\n" not in error["message"] and not agent.sampler.sampled
 
 
 CHAT, JSON = "/v1/chat/completions", {"Content-Type": "application/json"}
@@ -164,15 +150,13 @@ RUBBISH = [  # status, method, path, headers, body
 ]
 
 
-@pytest.mark.parametrize(("status", "method", "path", "headers", "body"), RUBBISH, ids=range(len(RUBBISH)))
-def test_rubbish_is_refused_in_openais_form(agent, status, method, path, headers, body):
-    reply = httpx.request(method, agent.url + path, headers=headers, content=body)
-    assert reply.status_code == status and {*reply.json()["error"]} == {"message", "type", "param", "code"}
-
-
-def test_bytes_beside_http_end_their_connection_alone(agent):
+def test_rubbish_is_refused_in_openais_form(agent):
+    for status, method, path, headers, body in RUBBISH:
+        reply = httpx.request(method, agent.url + path, headers=headers, content=body)
+        assert reply.status_code == status, (path, headers, body[:50])
+        assert {*reply.json()["error"]} == {"message", "type", "param", "code"}
     with socket.create_connection(agent.url.removeprefix("http://").split(":")) as rubbish:
-        rubbish.sendall(b"\x00\xff GARBAGE\r\n\r\n")
+        rubbish.sendall(b"\x00\xff GARBAGE\r\n\r\n")  # beside HTTP
         assert b"400" in rubbish.recv(1000)
     assert ask(agent).choices[0].message.content == "Ann"
 
@@ -217,29 +201,21 @@ def test_client_that_leaves_frees_its_slot(stream):
         assert ask(agent).choices[0].message.content == "Ann"
 
 
-def test_failed_retriever_is_unavailable_with_reason(agent):
-    agent.shelf.error = RequestFailed("retriever", "no answer for 10 s")
-    assert post(agent).status_code == 503
-    chunks = ask(agent, stream=True)  # its first turn was sampled
-    with pytest.raises(openai.APIError, match="retriever: no answer for 10 s"):
-        list(chunks)
-
-
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("error", "status", "words"),
-    [
+def test_failed_sampler_or_retriever_has_a_status(agent, stream):
+    for error, status, words in (
         (RequestFailed("sampler", "worker is away"), 503, "sampler: worker is away"),
         (EnvironmentFailure("no worker is left"), 503, "no worker is left"),
         (RuntimeError("/secret/path"), 500, "RuntimeError in the service"),
-    ],
-    ids=["request", "service", "defect"],
-)
-def test_failed_sampler_has_a_status(agent, error, status, words, stream):
-    agent.sampler.error = error
-    reply = post(agent, stream=stream)
-    assert reply.status_code == status and words in reply.json()["error"]["message"]
-    assert "/secret" not in reply.text
+    ):
+        agent.sampler.error = error
+        reply = post(agent, stream=stream)
+        assert reply.status_code == status and words in reply.json()["error"]["message"]
+        assert "/secret" not in reply.text
+    agent.sampler.error, agent.shelf.error = None, RequestFailed("retriever", "no answer for 10 s")
+    with pytest.raises(openai.APIError, match="retriever: no answer for 10 s"):
+        reply = ask(agent, stream=stream)  # its first turn was sampled
+        list(reply)
 
 
 def test_question_beyond_the_time_limit_fails():
@@ -267,46 +243,3 @@ def test_forged_texts_lose_tags_and_escapes(agent):
             assert f"<{tag}" not in text
         assert not any(escape in text for escape in ("\\u001b", "\\u0007", "\u202e", "\x1b"))
     assert whole.choices[0].message.content.endswith("Ann") and "<script>" in FORGED
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--host", "0.0.0.0"], "error: --host 0.0.0.0 is open to the network: protect it with --token-file"),
-        (["--token-file", "none"], "error: --token-file none: no such file, or an empty one"),
-        (["--slots", "0"], "error: argument --slots: 0: give 1 or more"),
-        (["--time-limit", "nan"], "error: argument --time-limit: nan: give 1 or more"),
-        (["who?"], "error: 'who?' is no key.path=value"),
-        (["--policy", "nowhere"], "error: nowhere: no such folder"),
-    ],
-)
-def test_mistakes_of_the_command_are_one_line(options, line, capsys, monkeypatch):
-    monkeypatch.delenv("CALIBADV_TOKEN", raising=False)
-    with pytest.raises(SystemExit) as end:
-        cli.calibadv(["serve", "--policy", ".", *options])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.startswith(line) and error.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_command_serves_until_a_signal(tmp_path):
-    """The whole program with a random policy: port in use, answer, SIGTERM."""
-    config = load_config(ROOT / "configs/quickstart.yaml", [*SMALL, f"run.dir={tmp_path}", "learner.steps=2"])
-    write_world(config.world)
-    train.run(config)
-    environment = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    serve = [sys.executable, "-m", "calibadv_jax", "serve", "mesh.fsdp=1", "--policy", str(tmp_path)]
-    with subprocess.Popen([*serve, "--port", "0"], **environment) as process:
-        url = process.stdout.readline().strip().removesuffix("/")
-        assert url, process.stderr.read()
-        reply = httpx.post(f"{url}/v1/chat/completions", json={}, timeout=30)
-        assert reply.status_code == 400
-        model = httpx.get(f"{url}/health").json()["model"]
-        body = {"model": model, "messages": [USER]}
-        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-        assert reply["usage"]["completion_tokens"] > 0
-        second = subprocess.run([*serve, "--port", url.rpartition(":")[2]], **environment)
-        assert second.returncode == 75 and second.stderr.count("\n") <= 2
-        assert "in use); choose another one with --port" in second.stderr
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143 and "stopped" in process.stderr.read()

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from calibadv_jax.contrib.arguments import number
-from calibadv_jax.contrib.pages.site import RunFiles, Site, make_server, write_site
+from calibadv_jax.contrib.pages.site import Site, make_server, write_site
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Serve the page until it is interrupted, or write it."""
     console = Console()
-    site = Site(RunFiles(arguments.run, *_parse_steps(arguments.steps)))
+    site = Site(arguments.run, *_parse_steps(arguments.steps))
     steps = site.steps()  # read before a browser waits for it
     console.note(f"{len(steps)} steps, {sum(len(step['rows']['index']) for step in steps)} trajectories")
     if arguments.output and not steps:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.contrib.commands.inspect_run import PORT
 from calibadv_jax.contrib.report.draw import draw
-from calibadv_jax.contrib.report.gather import Gathered, gather
+from calibadv_jax.contrib.report.gather import Gathered
 from calibadv_jax.contrib.report.page import render
-from calibadv_jax.contrib.report.runs import Series, group_runs, read_runs
+from calibadv_jax.contrib.report.runs import group_runs, read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import replacing, write_text
 from calibadv_jax.core.locking import locked_output
@@ -36,26 +35,24 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("matplotlib is not installed; pip install 'calibadv-jax[report]'")
     console = Console()
     runs = read_runs(arguments.runs)
-    series = group_runs(runs)
     with console.phase("reading the kept trajectories", announce=True):
-        gathered = gather(series, arguments.smooth)
+        gathered = Gathered(group_runs(runs), arguments.smooth)
     output = arguments.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
     output.parent.mkdir(parents=True, exist_ok=True)
     with locked_output(output, "--output", console.warn):
         with console.phase("drawing the figures", announce=True):
-            page = render(series, gathered, PORT)
+            page = render(gathered, PORT)
             write_text(output, page)  # whole, so that a browser never loads half of it
         console.say(str(output))
         if arguments.png is not None:
-            console.say(f"{arguments.png}: {write_pngs(arguments.png, series, gathered)} figures")
+            console.say(f"{arguments.png}: {write_pngs(arguments.png, gathered)} figures")
 
 
-def write_pngs(folder: Path, series: Sequence[Series], gathered: Gathered) -> int:
+def write_pngs(folder: Path, gathered: Gathered) -> int:
     """Write every chart as a PNG file in the light colours; return their number."""
     folder.mkdir(parents=True, exist_ok=True)
-    charts = [chart for section in gathered.sections for chart in section.charts]
-    for chart in charts:
-        figure, _ = draw(chart, [each.name for each in series])
+    for chart in gathered.charts:
+        figure = draw(chart, [each.name for each in gathered.series])
         with replacing(folder / f"{chart.figure.key}.png") as partial:
             figure.savefig(partial, dpi=PNG_DPI, format="png")
-    return len(charts)
+    return len(gathered.charts)

@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from calibadv_jax.contrib.pages.site import RunFiles, Site, make_server
+from calibadv_jax.contrib.pages.site import Site, make_server
 
 # Whose pages may show it in a frame: this machine's, or those that hold a notebook's outputs in Colab.
 JUPYTER = "http://localhost:* http://127.0.0.1:*"
@@ -14,11 +14,11 @@ COLAB = "https://colab.research.google.com https://*.googleusercontent.com https
 
 
 def show(run: str | Path, height: int = 700) -> None:
-    """Serve the page of a run until the kernel ends, and show it below the cell; UserError as `RunFiles`."""
+    """Serve the page of a run until the kernel ends, and show it below the cell; UserError as `Site`."""
     from IPython.display import IFrame, display
 
     colab = sys.modules.get("google.colab.output")  # every kernel there has imported it
-    server = make_server(Site(RunFiles(Path(run))), 0)
+    server = make_server(Site(Path(run)), 0)
 
     class Framed(server.RequestHandlerClass):  # type: ignore[misc, name-defined]
         def send_header(self, name: str, value: str) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from calibadv_jax.config.kept import newest_start
@@ -27,10 +25,8 @@ from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.record.reader import opening_and_actions, read_columns, read_metadata
 from calibadv_jax.record.schema import kept_steps, short_name
 
-# Bits of a trajectory's flags; static/records.js names the same bits.
-FAILED, FORMAT_INVALID, INVALID, UNFINISHED, WRONG, GOOD_SEARCH, SOFTENED, REPEATED = (
-    1 << bit for bit in range(8)
-)
+# Of a trajectory, bit by bit, as in static/records.js.
+FLAGS = ("failed", "formatInvalid", "invalid", "unfinished", "wrong", "goodSearch", "softened", "repeated")
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -38,6 +34,8 @@ TYPES = {
     "json": "application/json",
     "svg": "image/svg+xml",
 }
+STATIC = Path(__file__).with_name("static")
+PLAIN_TEXT = {"Content-Type": "text/plain; charset=utf-8"}
 INDEX = "data/index.json"
 ADDRESS = "127.0.0.1"
 # The page's own scripts and styles only: text of a document or of the policy never runs.
@@ -62,89 +60,126 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 _NAMES = {"127.0.0.1", "localhost", "::1"}  # a page elsewhere could make its own name point to this machine
+Version = tuple[Path, int, int]  # a step's file, with what tells one version of it from the next
 
 
-class RunFiles:
-    """Kept rollouts of one run, which may still be writing them: the steps from `first` to `last`.
+class Site:
+    """The trajectory page of a run, which may go on: its kept steps from `first` to `last`, by address.
 
-    Raises UserError if the folder keeps no such steps; in methods, which read the newest files, if one is
-    damaged.
+    Raises UserError if the folder keeps no such steps, or the run's tokenizer is missing; in methods, which
+    read the newest files, if one is damaged.
     """
 
     def __init__(self, folder: Path, first: int = 0, last: int | None = None):
         self.folder, self.first, self.last = folder, first, last
         self._table = lru_cache(maxsize=_TABLES_HELD)(lambda path, *version: read_columns(path))
+        self._steps: dict[Version, dict[str, Any]] = {}
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give the folder of a run (run.dir)")
         steps = list(kept_steps(folder))
-        if not steps and self.config().get("log", {}).get("rollouts", "none") == "none":
+        if not steps and self._config().get("log", {}).get("rollouts", "none") == "none":
             raise UserError(
                 f"{folder}: no rollouts/step_N.parquet there; give the folder of a run with log.rollouts"
             )
-        if steps and not self.paths():
+        if steps and not self._paths():
             raise UserError(
                 f"--steps: {folder} keeps steps {steps[0]} to {steps[-1]}, and none of the steps asked for"
             )
+        if steps:
+            self._pieces.text([])  # so that a missing tokenizer is named now
 
-    def paths(self) -> dict[int, Path]:
-        return {
-            step: path
-            for step, path in kept_steps(self.folder).items()
-            if self.first <= step and (self.last is None or step <= self.last)
-        }
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self.folder / self._metadata()["tokenizer"])
 
-    def config(self) -> dict[str, Any]:
+    def _paths(self) -> dict[int, Path]:
+        last = math.inf if self.last is None else self.last
+        return {step: path for step, path in kept_steps(self.folder).items() if self.first <= step <= last}
+
+    def _metadata(self) -> dict[str, str]:
+        return read_metadata(list(self._paths().values())[-1])
+
+    def _config(self) -> dict[str, Any]:
         """Return the config of the newest kept step; before the first step, of the newest start, if any."""
-        if self.paths():
-            config: dict[str, Any] = json.loads(self.metadata()["config"])
+        if self._paths():
+            config: dict[str, Any] = json.loads(self._metadata()["config"])
             return config
         start = newest_start(self.folder)
         return start.config if start else {}
 
-    def versions(self) -> dict[int, tuple[Path, int, int]]:
-        """Return the file of each step, with what tells one version of it from the next."""
+    def _versions(self) -> dict[int, Version]:
         versions = {}
-        for step, path in self.paths().items():
+        for step, path in self._paths().items():
             with suppress(FileNotFoundError):  # removed meanwhile (log.rollouts_keep)
                 state = path.stat()
                 versions[step] = path, state.st_mtime_ns, state.st_size
         return versions
 
+    def steps(self) -> list[dict[str, Any]]:
+        """Return `tabulate` of every step; a step's file is read once, and again where it has changed."""
+        self._steps = {
+            version: self._steps.get(version)
+            or {"step": step} | tabulate(read_columns(version[0], _COLUMNS).to_pylist(), _lengths(version[0]))
+            for step, version in self._versions().items()
+        }
+        return list(self._steps.values())
+
     def group(self, step: int, group: int) -> list[RecordRow]:
         """Return the trajectories of a group with all columns; empty where there is no such group."""
-        version = self.versions().get(step)
-        if version is None:
-            return []
-        table: pa.Table = self._table(*version)
-        return table.filter(pc.field("group") == group).to_pylist()
+        version = self._versions().get(step)
+        return self._table(*version).filter(pc.field("group") == group).to_pylist() if version else []
 
-    def metadata(self) -> dict[str, str]:
-        return read_metadata(list(self.paths().values())[-1])
+    def index_tag(self) -> str:
+        """Return the HTTP entity tag of the index, which changes with the steps; no file is read."""
+        return f'"{hashlib.sha256(repr(self._versions()).encode()).hexdigest()[:32]}"'
+
+    def get(self, address: str) -> bytes | None:
+        """Return the content of an address such as "data/index.json"; None where there is nothing."""
+        if address == INDEX:
+            return self._index()
+        if match := _GROUP.fullmatch(address):
+            rows = self.group(int(match[1]), int(match[2]))
+            if not rows:
+                return None
+            metadata = self._metadata()
+            settings = json.loads(metadata["advantage"])  # that section of the run's config
+            return _json(transcript(rows, self._pieces, settings, *opening_and_actions(metadata)))
+        return (STATIC / address).read_bytes() if address in static_files() else None
+
+    def _index(self) -> bytes:
+        steps, config = self.steps(), self._config()
+        planned = int(config["learner"]["steps"])
+        planned = planned if self.last is None else min(planned, self.last)
+        about = {"name": short_name(self.folder), "advantage": config["advantage"], "planned": planned}
+        return _json(about | {"steps": steps})
+
+
+def static_files() -> list[str]:
+    """Return the names of the files that do not depend on the run."""
+    return [path.name for path in STATIC.iterdir() if path.is_file()]
 
 
 def flags_of(row: RecordRow) -> int:
-    """Return the properties of a trajectory as bits.
+    """Return the FLAGS of a trajectory as bits.
 
     Wrong: finished, and its answer equals no golden answer (no exact match). A good search found silver
     documents that count (correctness above 0), or a supporting passage.
     """
     if row["error"] is not None:
-        return FAILED
+        return 1 << FLAGS.index("failed")
     turns, supporting = row["turns"], set(row["supporting_ids"])
+    supported = [supporting & {document["id"] for document in turn["documents"]} for turn in turns]
     kinds = {turn["kind"] for turn in turns}
-    conditions = {
-        FORMAT_INVALID: not row["format_valid"],
-        INVALID: "invalid" in kinds,
-        UNFINISHED: "unfinished" in kinds,
-        WRONG: dict(row["metrics"])["em"] < 1,
-        GOOD_SEARCH: any(
-            turn["correctness"] or supporting & {document["id"] for document in turn["documents"]}
-            for turn in turns
-        ),
-        SOFTENED: any(turn["softened"] for turn in turns),
-        REPEATED: any(turn["repeated"] for turn in turns),
+    flags = {
+        "formatInvalid": not row["format_valid"],
+        "invalid": "invalid" in kinds,
+        "unfinished": "unfinished" in kinds,
+        "wrong": dict(row["metrics"])["em"] < 1,
+        "goodSearch": any(supported) or any(turn["correctness"] for turn in turns),
+        "softened": any(turn["softened"] for turn in turns),
+        "repeated": any(turn["repeated"] for turn in turns),
     }
-    return sum(bit for bit, holds in conditions.items() if holds)
+    return sum(1 << FLAGS.index(name) for name, holds in flags.items() if holds)
 
 
 def tabulate(rows: Sequence[RecordRow], lengths: Sequence[int]) -> dict[str, Any]:
@@ -183,66 +218,9 @@ def _lengths(path: Path) -> list[int]:
     """Return the sampled tokens of each trajectory of a step."""
     turns = read_columns(path, ["turns.list.element.token_ids.list.element"])["turns"].combine_chunks()
     counts = pc.list_value_length(pc.struct_field(turns.flatten(), "token_ids"))
-    sums = np.concatenate([[0], np.cumsum(counts.to_numpy(zero_copy_only=False))])  # int64
-    ends = np.cumsum(pc.list_value_length(turns).to_numpy(zero_copy_only=False))
-    lengths: list[int] = np.diff(sums[np.concatenate([[0], ends])]).tolist()
+    sums = np.bincount(pc.list_parent_indices(turns), counts, len(turns))
+    lengths: list[int] = sums.astype(np.int64).tolist()
     return lengths
-
-
-class Site:
-    """The files of the trajectory page, by their address: the same for the server and for a folder.
-
-    Raises UserError if the run's tokenizer is missing; in methods, if a step cannot be read.
-    """
-
-    def __init__(self, files: RunFiles):
-        self.files = files
-        self._steps: dict[tuple[Path, int, int], dict[str, Any]] = {}
-        if files.paths():
-            self._pieces.text([])  # so that a missing tokenizer is named now
-
-    @cached_property
-    def _pieces(self) -> Pieces:
-        return Pieces(self.files.folder / self.files.metadata()["tokenizer"])
-
-    def steps(self) -> list[dict[str, Any]]:
-        """Return `tabulate` of every step; a step's file is read once, and again where it has changed."""
-        self._steps = {
-            version: self._steps.get(version) or self._read(step, version[0])
-            for step, version in self.files.versions().items()
-        }
-        return list(self._steps.values())
-
-    def _read(self, step: int, path: Path) -> dict[str, Any]:
-        return {"step": step} | tabulate(read_columns(path, _COLUMNS).to_pylist(), _lengths(path))
-
-    def index_tag(self) -> str:
-        """Return the HTTP entity tag of the index, which changes with the steps; no file is read."""
-        return f'"{hashlib.sha256(repr(self.files.versions()).encode()).hexdigest()[:32]}"'
-
-    def static(self) -> dict[str, bytes]:
-        """Return address -> content of the files that do not depend on the run."""
-        folder = resources.files("calibadv_jax.contrib.pages") / "static"
-        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-    def get(self, address: str) -> bytes | None:
-        """Return the content of an address such as "data/index.json"; None where there is nothing."""
-        if address == INDEX:
-            return self._index()
-        if group := _GROUP.fullmatch(address):
-            rows = self.files.group(int(group[1]), int(group[2]))
-            if not rows:
-                return None
-            metadata = self.files.metadata()
-            settings = json.loads(metadata["advantage"])  # that section of the run's config
-            return _json(transcript(rows, self._pieces, settings, *opening_and_actions(metadata)))
-        return self.static().get(address)
-
-    def _index(self) -> bytes:
-        steps, config, name = self.steps(), self.files.config(), short_name(self.files.folder)
-        planned, last = int(config["learner"]["steps"]), self.files.last
-        planned = planned if last is None else min(planned, last)
-        return _json({"name": name, "advantage": config["advantage"], "planned": planned, "steps": steps})
 
 
 def _json(value: Any) -> bytes:
@@ -250,45 +228,43 @@ def _json(value: Any) -> bytes:
 
 
 def make_server(site: Site, port: int) -> ThreadingHTTPServer:
-    """Return a server on the loopback address that answers GET and HEAD; UserError if the port is taken.
-
-    `port`: 0 takes a free one; see `server_port`.
-    """
+    """Return a server on the loopback address; `port` 0: a free one (`server_port`). UserError if taken."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if not is_this_machine(self.headers.get("Host", "")):
-                self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"open this page as localhost\n")
-                return
             address = urlsplit(self.path).path.removeprefix("/") or "index.html"
+            if not is_this_machine(self.headers.get("Host", "")):
+                self._answer(HTTPStatus.FORBIDDEN, b"open this page as localhost\n")
+                return
             try:
-                tag = site.index_tag() if address == INDEX else ""
-                if tag and self.headers.get("If-None-Match") == tag:
-                    self._answer(HTTPStatus.NOT_MODIFIED, tag=tag)
+                tag = {"ETag": site.index_tag()} if address == INDEX else {}
+                if tag and self.headers.get("If-None-Match") == tag["ETag"]:
+                    self._answer(HTTPStatus.NOT_MODIFIED, None, tag)
                     return
                 content = site.get(address)
             except UserError as error:
-                text = f"{error}\n".encode()
-                self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", text)
+                self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n".encode())
                 return
             if content is None:
-                self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"no such page; the trajectories are at /\n")
+                self._answer(HTTPStatus.NOT_FOUND, b"no such page; the trajectories are at /\n")
             else:
                 kind = TYPES.get(address.rpartition(".")[2], "text/plain")
-                self._answer(HTTPStatus.OK, kind, content, tag)
+                self._answer(HTTPStatus.OK, content, tag | {"Content-Type": kind})
 
         do_HEAD = do_GET
 
-        def _answer(self, status: HTTPStatus, kind: str = "", content: bytes = b"", tag: str = "") -> None:
+        def _answer(
+            self, status: HTTPStatus, content: bytes | None, headers: Mapping[str, str] = PLAIN_TEXT
+        ) -> None:
             self.send_response(status)
-            about = {"Content-Type": kind, "Content-Length": str(len(content))} if kind else {}
-            for name, value in (HEADERS | about | ({"ETag": tag} if tag else {})).items():
+            about = {} if content is None else {"Content-Length": str(len(content))}
+            for name, value in {**HEADERS, **headers, **about}.items():
                 self.send_header(name, value)
             with suppress(ConnectionError):  # a browser that has turned to another group
                 self.end_headers()
-                if self.command != "HEAD":
+                if content and self.command != "HEAD":
                     self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
@@ -297,8 +273,6 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
     try:
         return ThreadingHTTPServer((ADDRESS, port), Handler)
     except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise
         raise UserError(f"port {port}: {error.strerror}; choose another one with --port") from error
 
 
@@ -318,7 +292,7 @@ def write_site(site: Site, folder: Path) -> int:
     for old in (folder / "data").glob("group_*.json"):
         old.unlink()
     groups = ((step["step"], group) for step in site.steps() for group in step["groups"]["group"])
-    addresses = [*site.static(), INDEX, *(f"data/group_{step}_{group}.json" for step, group in groups)]
+    addresses = [*static_files(), INDEX, *(f"data/group_{step}_{group}.json" for step, group in groups)]
     for address in addresses:
         content = site.get(address)
         assert content is not None, address

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from calibadv_jax.advantages.calibadv import variant_keys
 from calibadv_jax.advantages.credit import last_filled, two_sides
 from calibadv_jax.advantages.estimators import ESTIMATORS, mean_and_std
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import NO_ACTIONS, SEARCH_ALONE, Trajectory
+from calibadv_jax.core.trajectory import NO_ACTIONS, SEARCH_ALONE
 from calibadv_jax.record.reader import from_rows
 from calibadv_jax.rewards.score import format_flaw, turn_flaws
 
 RecordRow = dict[str, Any]  # a trajectory, or a turn of it, by the columns of record.schema
 AdvantageSettings = Mapping[str, Any]  # the section `advantage` of the run's config
-_REPLACEMENT = "\ufffd"  # written by a decoder for bytes that are no character (yet)
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, each of which may be a token of its own
 _TRAJECTORY_COLUMNS = (
     *("index", "error", "answer", "answer_score", "format_valid", "policy_versions", "advantage_raw"),
 )
@@ -60,28 +60,11 @@ class Pieces:
 
         A character that several tokens make belongs to the last of them; the others are empty.
         """
-        whole = self.text(ids)
-        alone = self._tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
-        return alone if "".join(alone) == whole else self._in_context(list(ids), whole)
-
-    def _in_context(self, ids: list[int], whole: str) -> list[str]:
-        """Return as a token's piece its addition to the text of the few before it, as TGI and vLLM stream."""
-        pieces: list[str] = []
-        start, end = 0, 0  # ids[start:end] has been shown, and ids[start:] is decoded together
-        for place in range(len(ids)):
-            before, after = self.text(ids[start:end]), self.text(ids[start : place + 1])
-            is_open = after.endswith(_REPLACEMENT) and place + 1 - end < _LONGEST_CHARACTER
-            if is_open or len(after) <= len(before):
-                pieces.append("")
-                continue
-            pieces.append(after[len(before) :])
-            start, end = end, place + 1
-        if "".join(pieces) == whole:
-            return pieces
-        # The decoder looks further back: pieces of `whole` with the same lengths, the rest in the last one.
-        ends = np.cumsum([0, *map(len, pieces)]).tolist()
-        cut = [whole[start:end] for start, end in zip(ends, ends[1:], strict=False)]
-        return [*cut[:-1], cut[-1] + whole[ends[-1] :]]
+        whole, stream = self.text(ids), DecodeStream(skip_special_tokens=False)
+        lengths = [len(stream.step(self._tokenizer, token) or "") for token in ids]
+        # Bytes at the end that make no character are the last token's.
+        bounds = [0, *accumulate(lengths[:-1]), len(whole)]
+        return [whole[start:end] for start, end in pairwise(bounds)] if ids else []
 
 
 def transcript(
@@ -92,65 +75,62 @@ def transcript(
     actions: tuple[str, ...] = SEARCH_ALONE,
 ) -> dict[str, Any]:
     """Return a group in JSON's types: `rows` are all its trajectories, with all columns."""
-    first = rows[0]
+    first, facts = rows[0], _facts(rows, settings)
     (group,), *_ = from_rows(rows, opening, actions)
+    words = WORDS.group(facts, settings, first["silver"])
+    name = settings.get("name")
     return {
         **{name: first[name] for name in _GROUP_COLUMNS},
         "silver": dict(first["silver"]),
         "prompt": pieces.text(first["prompt_ids"]),
-        "why": group_words(rows, settings),
-        "is_judged": is_judged(settings),
+        "why": [line for line in words.splitlines() if line],
+        # Whether searches have a correctness, see `advantages.estimators.judges`.
+        "is_judged": name == "calibadv" or (name in ESTIMATORS and ESTIMATORS[name].judges),
         "trajectories": [
-            _trajectory(row, trajectory, rows, pieces, settings)
+            {
+                **{name: row[name] for name in _TRAJECTORY_COLUMNS},
+                "seconds": round(row["seconds"], 3),
+                "metrics": dict(row["metrics"]),
+                "why": WORDS.trajectory(row, facts, format_flaw(trajectory)).strip(),
+                "turns": _turns(row, pieces, turn_words(row, settings), turn_flaws(trajectory)),
+            }
             for row, trajectory in zip(rows, group.attempts, strict=True)
         ],
     }
 
 
-def _trajectory(
-    row: RecordRow,
-    trajectory: Trajectory,
-    group: Sequence[RecordRow],
-    pieces: Pieces,
-    settings: AdvantageSettings,
-) -> dict[str, Any]:
-    explained = zip(turn_words(row, settings), turn_flaws(trajectory), strict=True)
-    return {
-        **{name: row[name] for name in _TRAJECTORY_COLUMNS},
-        "seconds": round(row["seconds"], 3),
-        "metrics": dict(row["metrics"]),
-        "why": trajectory_words(row, group, settings, format_flaw(trajectory)),
-        "turns": [
-            _turn(place, row, pieces) | {"why": reason, "flaw": flaw}
-            for place, (reason, flaw) in enumerate(explained)
-        ],
-    }
-
-
-def _turn(place: int, row: RecordRow, pieces: Pieces) -> dict[str, Any]:
-    turn = row["turns"][place]
-    seen = {document["id"] for earlier in row["turns"][:place] for document in earlier["documents"]}
-    return {
-        **{name: turn[name] for name in _TURN_COLUMNS},
-        "ids": turn["token_ids"],
-        "pieces": pieces.pieces(turn["token_ids"]),
-        "logprobs": _rounded(turn["logprobs"]),
-        "learner_logprobs": _rounded(turn["learner_logprobs"]),
-        "observation": observation_parts(turn["observation_text"], turn["documents"]),
-        "num_observation_tokens": len(turn["observation_ids"]),
-        "documents": [_document(document, turn, row, seen) for document in turn["documents"]],
-    }
-
-
-def _document(document: RecordRow, turn: RecordRow, row: RecordRow, seen: Collection[str]) -> dict[str, Any]:
-    identity = document["id"]
-    return {
-        **document,
-        "weight": dict(row["silver"]).get(identity),
-        "is_new": identity in turn["found_silver"],
-        "is_seen": identity in seen,
-        "is_supporting": identity in row["supporting_ids"],
-    }
+def _turns(
+    row: RecordRow, pieces: Pieces, reasons: Sequence[str], flaws: Sequence[str]
+) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = []
+    seen: set[str] = set()  # documents of earlier turns
+    silver = dict(row["silver"])
+    for turn, reason, flaw in zip(row["turns"], reasons, flaws, strict=True):
+        documents = [
+            {
+                **document,
+                "weight": silver.get(document["id"]),
+                "is_new": document["id"] in turn["found_silver"],
+                "is_seen": document["id"] in seen,
+                "is_supporting": document["id"] in row["supporting_ids"],
+            }
+            for document in turn["documents"]
+        ]
+        seen |= {document["id"] for document in documents}
+        turns.append(
+            {
+                **{name: turn[name] for name in _TURN_COLUMNS},
+                "ids": turn["token_ids"],
+                "pieces": pieces.pieces(turn["token_ids"]),
+                **{name: _rounded(turn[name]) for name in ("logprobs", "learner_logprobs")},
+                "observation": observation_parts(turn["observation_text"], documents),
+                "num_observation_tokens": len(turn["observation_ids"]),
+                "documents": documents,
+                "why": reason,
+                "flaw": flaw,
+            }
+        )
+    return turns
 
 
 def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
@@ -204,33 +184,16 @@ _source = Path(__file__).with_name("words.jinja").read_text(encoding="utf-8")
 WORDS: Any = _environment.from_string(_source).module
 
 
-def group_words(group: Sequence[RecordRow], settings: AdvantageSettings) -> list[str]:
-    """Describe for all trajectories of a question in a step how scores become advantages."""
-    text = WORDS.group(_facts(group, settings), settings, group[0]["silver"])
-    return [line for line in text.splitlines() if line]
-
-
-def trajectory_words(
-    row: RecordRow, group: Sequence[RecordRow], settings: AdvantageSettings, flaw: str
-) -> str:
-    """Derive the advantage of a trajectory of the group; empty if the group's words cover it.
-
-    `flaw`: why its format is not valid, see `rewards.score.format_flaw`.
-    """
-    return str(WORDS.trajectory(row, _facts(group, settings), flaw)).strip()
-
-
 def turn_words(row: RecordRow, settings: AdvantageSettings) -> list[str]:
     """Explain the change of each turn's advantage; empty where the group's words cover it."""
-    last, facts = last_sampled(row), {"variants": variant_keys(settings)}
+    last, facts = _last_sampled(row), {"variants": variant_keys(settings)}
     return [
         WORDS.turn(row, turn, place == last, facts, settings).strip()
         for place, turn in enumerate(row["turns"])
     ]
 
 
-def last_sampled(row: RecordRow) -> int | None:
-    """Return the index of the last turn with a sampled token, CalibAdv's answer turn."""
+def _last_sampled(row: RecordRow) -> int | None:
     return last_filled([turn["token_ids"] for turn in row["turns"]])
 
 
@@ -245,7 +208,7 @@ def _facts(group: Sequence[RecordRow], settings: AdvantageSettings) -> dict[str,
         keys = [key for key in ("normalize_std", "std_over", "score_threshold") if key in settings]
         formula = entry.formula(AdvantageConfig(name=name, **{key: settings[key] for key in keys}))
     differ = any(turn["advantage_raw"] != row["advantage_raw"] for row in group for turn in row["turns"])
-    answers = [row["turns"][last] for row in finished if (last := last_sampled(row)) is not None]
+    answers = [row["turns"][last] for row in finished if (last := _last_sampled(row)) is not None]
     masses = two_sides([turn["advantage_raw"] * len(turn["token_ids"]) for turn in answers])
     mean, std = mean_and_std(scores) if finished else (0.0, 0.0)
     return {
@@ -264,9 +227,3 @@ def _facts(group: Sequence[RecordRow], settings: AdvantageSettings) -> dict[str,
         "positive": masses[0],
         "negative": masses[1],
     }
-
-
-def is_judged(settings: AdvantageSettings) -> bool:
-    """Return whether searches have a correctness, see `advantages.estimators.judges`."""
-    name = settings.get("name")
-    return name == "calibadv" or (name in ESTIMATORS and ESTIMATORS[name].judges)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 
 UNIT = 72  # one unit of length is a pixel of the page where the chart has its natural width
 WIDTH = 400
-PANEL_HEIGHT, SMALL_PANEL_HEIGHT = 190, 125  # of the axes, in a chart with one panel and with several
-LEFT, TOP, BOTTOM, GAP = 54, 24, 30, 30
-SWATCH = 30  # room for a sample of a curve beside its name
+PANEL_HEIGHT, SMALL_PANEL_HEIGHT, MARGIN = 190, 155, 54  # in a chart with one panel and with several
 SMALL_TEXT = 11.5
 LINE_WIDTH = 1.8
 # Where an axis may be cut: above values that are SPIKE times the percentile USUAL.
@@ -41,82 +38,60 @@ STYLE: dict[Any, Any] = yaml.safe_load(Path(__file__).with_name("style.yaml").re
 INK, MUTED, GRID, SURFACE = (
     STYLE[name] for name in ("text.color", "axes.edgecolor", "grid.color", "figure.facecolor")
 )
+SMALL: dict[str, Any] = {"color": MUTED, "fontsize": SMALL_TEXT}
 
 
-@dataclass(frozen=True)
-class Place:
-    """Position of a panel in its drawing, in units from the upper left corner, and its range of steps."""
-
-    left: float
-    right: float
-    top: float
-    bottom: float
-    first: float
-    last: float
-
-
-def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
-    """Return the drawing and the places of its panels; the colour and dashes of a series follow `order`."""
+def draw(chart: Chart, order: Sequence[str]) -> Figure:
+    """Return the drawing, with axes for each panel; the colour and dashes of a series follow `order`."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = chart.panels
-    axes_height = PANEL_HEIGHT if len(panels) == 1 else SMALL_PANEL_HEIGHT
-    height = TOP + BOTTOM + len(panels) * axes_height + (len(panels) - 1) * GAP
-    curve_names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
-    names = order if chart.is_by_series and len(order) > 1 else curve_names
-    named = [name for name in curve_names if name]
-    right = WIDTH - (SWATCH + _width(named) + 2 if named else 12.0)
-    steps = np.concatenate([curve.steps for panel in panels for curve in panel.curves])
-    span = float(steps.min()), float(steps.max())
-    if span[0] == span[1]:
-        span = span[0] - 0.5, span[1] + 0.5
+    panels, curves = chart.panels, chart.curves
+    height = MARGIN + (PANEL_HEIGHT if len(panels) == 1 else SMALL_PANEL_HEIGHT * len(panels))
+    is_by_series = chart.is_by_series and len(order) > 1
+    names = order if is_by_series else list(dict.fromkeys(curve.name for curve in curves))
+    steps = np.concatenate([curve.steps for curve in curves])
+    margin = 0.5 if steps.min() == steps.max() else 0
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH / UNIT, height / UNIT), dpi=UNIT)
-        figure.subplots_adjust(
-            LEFT / WIDTH, BOTTOM / height, right / WIDTH, 1 - TOP / height, 0, GAP / axes_height
-        )
+        figure = Figure(figsize=(WIDTH / UNIT, height / UNIT), dpi=UNIT, layout="constrained")
         column: list[Axes] = list(figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0])
         for axes, panel in zip(column, panels, strict=True):
-            _panel(axes, panel, chart, names, span)
-        corner: dict[str, Any] = {"textcoords": "offset points", "color": MUTED, "fontsize": SMALL_TEXT}
-        column[0].annotate(chart.figure.unit, (0, 1), (4 - LEFT, 8), "axes fraction", **corner)
-        column[-1].annotate("step", (0, 0), (4 - LEFT, -15), "axes fraction", **corner)
-        _limits(list(column), chart)
-    tops = [TOP + index * (axes_height + GAP) for index in range(len(panels))]
-    return figure, [Place(LEFT, right, top, top + axes_height, *span) for top in tops]
+            _draw_panel(axes, panel, chart, names)
+        column[0].set_xlim(steps.min() - margin, steps.max() + margin)
+        column[0].set_title(chart.figure.unit, loc="left", **SMALL)
+        column[-1].set_xlabel("step", loc="left", labelpad=0, **SMALL)
+        _set_limits(column, chart)
+    return figure
 
 
-def _width(names: Sequence[str]) -> float:
-    """Return the width of the longest name in units, in matplotlib's font, which is wider than most."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
+def place(figure: Figure, axes: Axes) -> dict[str, float]:
+    """Return the position of a drawn panel, in units from the upper left corner, and its range of steps."""
+    box, (first, last) = axes.get_position(), axes.get_xlim()
+    width, height = figure.get_size_inches() * UNIT
+    edges = {"left": box.x0 * width, "right": box.x1 * width}
+    edges |= {"top": (1 - box.y1) * height, "bottom": (1 - box.y0) * height}
+    return {name: round(float(edge), 1) for name, edge in edges.items()} | {"first": first, "last": last}
 
-    font = FontProperties(size=SMALL_TEXT)
-    return max(text_to_path.get_text_width_height_descent(_short(name), font, False)[0] for name in names)
 
-
-def _panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str], span: tuple[float, float]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str]) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    if chart.figure.kind == "stack":
-        _stack(axes, panel, names)
+    is_stack = chart.figure.kind == "stack"
+    if is_stack:
+        _draw_stack(axes, panel, names)
     else:
-        alpha = min(0.18, 0.5 / len(panel.curves))
         for curve in panel.curves:
-            _line(axes, curve, names.index(curve.name), alpha)
-    axes.set_xlim(*span)
+            _draw_line(axes, curve, names.index(curve.name), min(0.18, 0.5 / len(panel.curves)))
     axes.margins(y=0.06)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    if panel.title:
-        axes.set_title(panel.title, loc="center", fontsize=12, pad=6, color=INK, fontweight="bold")
+    axes.set_title(panel.title, loc="right", fontsize=12, pad=6, color=INK, fontweight="bold")
     if any(curve.name for curve in panel.curves):
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=chart.figure.kind == "stack")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=is_stack)
 
 
-def _line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
+def _draw_line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
     """Draw the mean, its band with the opacity `alpha`, and a mark at every point where there are few."""
     colour = COLOURS[index % len(COLOURS)]
     # A step that the metric was not logged at is bridged; a value that was not finite is a gap.
@@ -124,110 +99,88 @@ def _line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
         axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.8, alpha=0.4)
     look: dict[str, Any] = {"marker": "o", "markersize": 3} if len(curve.steps) <= MAX_MARKS else {}
     look |= {"color": colour, "linestyle": DASHES[index % len(DASHES)], "linewidth": LINE_WIDTH}
-    axes.plot(curve.steps, curve.trend, label=_short(curve.name), **look)
+    axes.plot(curve.steps, curve.trend, label=_shortened(curve.name), **look)
     if curve.has_band:
         axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=alpha, linewidth=0)
 
 
-def _stack(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+def _draw_stack(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
     """Draw areas on top of each other, edged by the background so that neighbours are told apart."""
-    labels = [_short(curve.name) for curve in panel.curves]
-    areas = axes.stackplot(*_stacked(panel), labels=labels)
+    areas = axes.stackplot(*_stacked(panel), labels=[_shortened(curve.name) for curve in panel.curves])
     for area, curve in zip(areas, panel.curves, strict=True):
         index = names.index(curve.name)
         area.set(facecolor=COLOURS[index % len(COLOURS)], edgecolor=SURFACE, linewidth=0.8, alpha=0.75)
         area.set_hatch(HATCHES[index % len(HATCHES)])
 
 
-def _stacked(panel: Panel) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return all steps of the panel, and each curve's mean at them: 0 where it has none."""
+def _stacked(panel: Panel) -> tuple[np.ndarray, np.ndarray]:
+    """Return all steps of the panel, [N], and each curve's mean at them, [curves, N]: 0 where it has none."""
     steps = np.unique(np.concatenate([curve.steps for curve in panel.curves]))
-    values = [np.zeros(len(steps)) for _ in panel.curves]
+    values = np.zeros((len(panel.curves), len(steps)))
     for heights, curve in zip(values, panel.curves, strict=True):
         heights[np.searchsorted(steps, curve.steps)] = np.nan_to_num(curve.mean)
     return steps, values
 
 
-def _limits(all_axes: Sequence[Axes], chart: Chart) -> None:
+def _set_limits(column: Sequence[Axes], chart: Chart) -> None:
     """Start at 0 where nothing is negative; draw the guard's threshold where it is in view."""
-    low, high = all_axes[0].get_ylim()
-    tops = np.concatenate([_tops(chart, panel) for panel in chart.panels])
-    lowest = min(float(np.nanmin(curve.low)) for panel in chart.panels for curve in panel.curves)
+    low, high = column[0].get_ylim()
     if chart.figure.kind == "stack":
-        low, high = 0.0, float(tops.max()) * 1.02
-    elif chart.figure.from_zero and lowest >= 0:
+        tops = np.concatenate([_stacked(panel)[1].sum(axis=0) for panel in chart.panels])
+    else:
+        tops = np.concatenate([curve.high for curve in chart.curves])
+    if chart.figure.from_zero and min(np.nanmin(curve.low) for curve in chart.curves) >= 0:
         low = 0.0
-    usual = float(np.percentile(tops, USUAL))
-    if chart.figure.cuts_spikes and tops.max() > SPIKE * usual > 0:
+    top, usual = np.nanmax(tops), np.percentile(tops[np.isfinite(tops)], USUAL)
+    if chart.figure.cuts_spikes and top > SPIKE * usual > 0:
         high = 1.2 * usual
-        text = f"up to {number(float(tops.max()))}"
-        _note(all_axes[0], text, (0.5, 1), ("axes fraction", "axes fraction"), -12)
+        column[0].text(0.5, 1, f"up to {number(top)}", va="top", transform=column[0].transAxes, **SMALL)
     middle = (low + high) / 2
     least = abs(middle) * LEAST_SPAN / 2  # narrower, and its numbers of four digits would all be the same
     low, high = min(low, middle - least), max(high, middle + least)
-    all_axes[0].set_ylim(low, high if high > low else low + 1)
+    column[0].set_ylim(low, high if high > low else low + 1)
     if chart.limit is not None and low <= chart.limit <= high:
-        for axes in all_axes:
+        for axes in column:
             axes.axhline(chart.limit, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
-            _note(axes, "guard", (0, chart.limit), ("axes fraction", "data"), 2)
+            axes.text(0, chart.limit, "guard", va="bottom", transform=axes.get_yaxis_transform(), **SMALL)
 
 
-def _note(axes: Axes, text: str, place: tuple[float, float], system: tuple[str, str], lift: float) -> None:
-    axes.annotate(text, place, (3, lift), system, "offset points", color=MUTED, fontsize=SMALL_TEXT)  # type: ignore[arg-type]
-
-
-def _tops(chart: Chart, panel: Panel) -> np.ndarray:
-    """Return the highest finite value of each step, float64 [N]."""
-    if chart.figure.kind == "stack":
-        return np.sum(_stacked(panel)[1], axis=0)
-    highs = np.concatenate([curve.high for curve in panel.curves])
-    return highs[np.isfinite(highs)]
-
-
-def _short(name: str) -> str:
+def _shortened(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
-SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 THEME = {colour: f"var(--series-{index})" for index, colour in enumerate(COLOURS)}
 THEME |= {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", SURFACE: "var(--surface)"}
-_NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
-_REFERENCE = re.compile(r"#([^)\s\"]+)")
+# The file's head, its size in points, and what the page has itself; ids of groups, to which nothing refers.
+_UNUSED = re.compile(
+    r"^.*?(?=<svg)|<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>"
+    r'| (?:xmlns:xlink="[^"]*"|(?:width|height)="[^"]*pt"|id="[\w.]+_\d+")',
+    re.DOTALL,
+)
+_COORDINATES, _STYLES = re.compile(r' (?:d|x|y|transform)="[^"]*"'), re.compile(r' style="[^"]*"')
 
 
 def themed_svg(figure: Figure, key: str, label: str) -> str:
-    """Return an <svg> in the theme's colours, with `key` in its ids and a label for screen readers."""
+    """Return an <svg> in the theme's colours, with ids of its own `key` and a label for screen readers."""
     import matplotlib
 
-    text = io.StringIO()
+    file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    ET.register_namespace("", SVG)
-    root = ET.fromstring(text.getvalue())
-    used = set(_REFERENCE.findall(text.getvalue()))
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.endswith(("}metadata", "}style")):
-                parent.remove(child)
-    for element in root.iter():
-        _clean(element, key, used)
-    del root.attrib["width"], root.attrib["height"]
-    root.attrib.update({"role": "img", "aria-label": label})
-    return ET.tostring(root, encoding="unicode")
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    svg = _UNUSED.sub("", file.getvalue()).replace("xlink:href", "href")
+    svg = _STYLES.sub(_themed, _COORDINATES.sub(_rounded, svg))
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
 
 
-def _clean(element: ET.Element, key: str, used: set[str]) -> None:
-    """Make referenced ids unique, drop the others; shorten numbers; replace colours by the theme's."""
-    if (name := element.attrib.pop("id", None)) in used:
-        element.set("id", f"{key}-{name}")
-    if link := element.attrib.pop(f"{{{XLINK}}}href", None):
-        element.set("href", f"#{key}-{link.removeprefix('#')}")
-    for attribute in ("clip-path", "style"):
-        if attribute in element.attrib:
-            element.set(attribute, element.attrib[attribute].replace("url(#", f"url(#{key}-"))
-    for attribute in {"d", "x", "y", "transform"} & element.attrib.keys():
-        rounded = _NUMBER.sub(lambda m: f"{float(m[0]):.1f}".removesuffix(".0"), element.attrib[attribute])
-        element.set(attribute, " ".join(rounded.split()))
-    if "style" in element.attrib:
-        style = re.sub(r"font-family: [^;]*;? ?", "", element.attrib["style"])  # the page has its own
-        element.set("style", re.sub(r"#[0-9a-f]{6}", lambda match: THEME.get(match[0], match[0]), style))
+def _rounded(attribute: re.Match[str]) -> str:
+    """Write the numbers with one decimal place at most."""
+    text = re.sub(
+        r"-?\d+\.\d+(?:e-?\d+)?", lambda match: f"{float(match[0]):.1f}".removesuffix(".0"), attribute[0]
+    )
+    return f" {' '.join(text.split())}"
+
+
+def _themed(attribute: re.Match[str]) -> str:
+    """Replace the colours by the theme's, and leave out fonts: the page has its own."""
+    text = re.sub(r"font-family: [^;]*;? ?", "", attribute[0])
+    return re.sub(r"#[0-9a-f]{6}", lambda match: THEME.get(match[0], match[0]), text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,15 +27,7 @@ MIN_POINTS, MAX_POINTS, ALL_POINTS = 60, 360, 640
 # Default of the trend: a SMOOTH_SHARE-th of the run, at most MAX_SMOOTH steps so that jumps stay visible.
 SMOOTH_SHARE, MAX_SMOOTH = 10, 20
 MAX_MARKS = 25  # points up to which each is marked
-# Of report_metrics, and as earlier versions named it. A data source is any text, with slashes too.
-_TEMPERATURE = r"greedy|temperature_[^/]+"
-EVALUATED_F1 = re.compile(
-    rf"eval/(?P<source>.+)/f1/(?P<temperature>{_TEMPERATURE})|eval/(?P<first>{_TEMPERATURE})/(?P<last>.+)/f1"
-)
-SAME_CURVE = {  # metric -> the one that is shown instead of it
-    "advantage/groups/tied_share": "group/tied",  # of earlier versions
-    "group/all_zero": "advantage/groups/all_wrong_share",
-}
+EVALUATED_F1 = re.compile(r"eval/(.+)/f1/(greedy|temperature_[^/]+)")  # a data source may hold slashes
 PHASES = ("rollout", "advantage", "update", "record", "publish", "evaluate")
 MAX_STEPS = 100  # kept steps that are read of a run
 PERCENTILES = (1, 50, 99)
@@ -59,39 +51,31 @@ class Figure:
     limit: str = ""  # config key of the guard's threshold on it
 
 
-@dataclass(frozen=True)
-class Section:
-    key: str
-    title: str
-    text: str
-    figures: list[Figure]
-
-
 def _figure(
     key: str, title: str, metrics: str | Mapping[str, str], note: str = "", text: str = "", **options: Any
 ) -> Figure:
     """Return a figure; without a text of its own it has those of its metrics in the catalogue."""
     lines = {metrics: ""} if isinstance(metrics, str) else metrics
-    labels: dict[catalogue.Metric, list[str]] = {}
-    for name, label in lines.items():
-        if (entry := catalogue.find(name)) and not name.endswith("*"):
-            labels.setdefault(entry, []).append(label)
     if not text:
-        parts = [
+        labels: dict[catalogue.Metric, list[str]] = {}
+        for name, label in lines.items():
+            if (entry := catalogue.find(name)) and not name.endswith("*"):
+                labels.setdefault(entry, []).append(label)
+        described = "; ".join(
             entry.meaning if len(names) == len(lines) else f"{' and '.join(names)}: {entry.meaning}"
             for entry, names in labels.items()
-        ]
-        described = "; ".join(parts)
+        )
         text = f"{described[0].upper()}{described[1:]}."
         options = {"unit": next(iter(labels)).unit.strip("-")} | options
     return Figure(key, title, f"{text} {note}".rstrip(), metrics=lines, **options)
 
 
 _SECTIONS = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
-SECTIONS = [
-    Section(key, row["title"], row["text"], [_figure(name, **each) for name, each in row["figures"].items()])
+SECTIONS = {
+    key: (row["title"], row["text"], [_figure(name, **options) for name, options in row["figures"].items()])
     for key, row in _SECTIONS.items()
-]
+}
+FIGURES = [figure for _, _, figures in SECTIONS.values() for figure in figures]
 
 
 @dataclass(frozen=True)
@@ -128,85 +112,82 @@ class Chart:
     limit: float | None = None  # the guard's threshold, where all runs have the same one
     is_by_series: bool = True  # every curve is a series, and keeps its colour in all such charts
 
+    @property
+    def curves(self) -> list[Curve]:
+        return [curve for panel in self.panels for curve in panel.curves]
+
 
 @dataclass(frozen=True)
-class GatheredSection:
-    section: Section
+class Section:
+    key: str
+    title: str
+    text: str
     charts: list[Chart]
     constant: dict[str, float]  # title of a figure with the same value at every step of every run
 
 
-@dataclass(frozen=True)
 class Gathered:
-    sections: list[GatheredSection]
-    left_out: list[Figure]  # they need kept trajectories, which no run has
-    steps_per_point: int
-    smooth: int  # points that the trends are means of
+    """Everything that the page draws; `smooth`: points that trends are means of, None: by their length."""
 
-
-def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
-    """Return everything that the page draws; `smooth`: points that trends are means of, None: by length."""
-    if smooth is None:
-        longest = max(len(run.rows) for each in series for run in each.runs)
-        smooth = min(MAX_SMOOTH, max(1, longest // SMOOTH_SHARE))
-    gatherer = _Gatherer(series, smooth)
-    sections = [gatherer.section(section) for section in [*SECTIONS, gatherer.other_metrics()]]
-    charts = [chart for gathered in sections for chart in gathered.charts]
-    curves = [curve for chart in charts for panel in chart.panels for curve in panel.curves]
-    shown = {chart.figure.key for chart in charts} | {name for each in sections for name in each.constant}
-    figures = [figure for section in SECTIONS for figure in section.figures if figure.needs_rollouts]
-    left_out = [figure for figure in figures if not {figure.key, figure.title} & shown]
-    return Gathered(
-        [gathered for gathered in sections if gathered.charts or gathered.constant],
-        left_out if series[0].runs[0].kind == "training run" else [],
-        max((curve.steps_per_point for curve in curves), default=1),
-        smooth,
-    )
-
-
-class _Gatherer:
-    def __init__(self, series: Sequence[Series], smooth: int):
+    def __init__(self, series: Sequence[Series], smooth: int | None = None):
+        if smooth is None:
+            longest = max(len(run.rows) for each in series for run in each.runs)
+            smooth = min(MAX_SMOOTH, max(1, longest // SMOOTH_SHARE))
         self.series, self.smooth = series, smooth
-        self.values = [[_values(run) for run in each.runs] for each in series]  # by series and run
-        self.logged = list(dict.fromkeys(name for runs in self.values for values in runs for name in values))
-        self.max_points = min(MAX_POINTS, max(MIN_POINTS, ALL_POINTS // len(series)))
+        self._values = [[_values(run) for run in each.runs] for each in series]  # by series and run
+        self._logged = list(
+            dict.fromkeys(name for runs in self._values for values in runs for name in values)
+        )
+        others = {"other": ("Other metrics", "Logged, and in no figure above.", self._other_figures())}
+        sections = [self._section(key, *parts) for key, parts in (SECTIONS | others).items()]
+        self.sections = [section for section in sections if section.charts or section.constant]
+        self.charts = [chart for section in sections for chart in section.charts]
+        curves = [curve for chart in self.charts for curve in chart.curves]
+        self.steps_per_point = max((curve.steps_per_point for curve in curves), default=1)
 
-    def section(self, section: Section) -> GatheredSection:
-        """Return the section's charts; those whose curves are all flat become a line of text."""
-        gathered = GatheredSection(section, [], {})
-        for chart in filter(None, map(self._chart, section.figures)):
-            curves = [curve for panel in chart.panels for curve in panel.curves]
-            ends = [end for curve in curves for end in (*curve.low, *curve.high)]
-            if all(end == ends[0] for end in ends):  # never if one is NaN
-                gathered.constant[chart.figure.title] = float(ends[0])
+    @property
+    def left_out(self) -> list[Figure]:
+        """Return figures that need kept trajectories, which no run has."""
+        if self.series[0].runs[0].kind == "cold start":
+            return []
+        shown = {chart.figure.key for chart in self.charts}
+        constant = {title for section in self.sections for title in section.constant}
+        needing = [figure for figure in FIGURES if figure.needs_rollouts]
+        return [figure for figure in needing if figure.key not in shown and figure.title not in constant]
+
+    def _section(self, key: str, title: str, text: str, figures: Sequence[Figure]) -> Section:
+        """Return a section's charts; those whose curves are all flat become a line of text."""
+        section = Section(key, title, text, [], {})
+        for chart in filter(None, map(self._chart, figures)):
+            ends = np.concatenate([end for curve in chart.curves for end in (curve.low, curve.high)])
+            if (ends == ends[0]).all():  # never if one is NaN
+                section.constant[chart.figure.title] = float(ends[0])
             else:
-                gathered.charts.append(chart)
-        return gathered
+                section.charts.append(chart)
+        return section
 
-    def other_metrics(self) -> Section:
-        """Return a section with a figure for each metric that no figure of SECTIONS shows."""
-        names = sorted(set(self.logged) - set(_shown(self.logged)))
-        figures = [Figure(_key(name), name, "", "", {name: ""}, from_zero=False) for name in names]
-        return Section("other", "Other metrics", "Logged, and in no figure above.", figures)
+    def _other_figures(self) -> list[Figure]:
+        """Return a figure for each metric that no figure of FIGURES shows."""
+        names = sorted(set(self._logged) - set(_shown(self._logged)))
+        return [Figure(_key(name), name, "", "", {name: ""}, from_zero=False) for name in names]
 
     def _chart(self, figure: Figure) -> Chart | None:
         lines = self._lines(figure)
         by_series = [
-            [self._curve(metric, label, runs) for metric, label in lines.items()] for runs in self.values
+            [self._curve(metric, label, runs) for metric, label in lines.items()] for runs in self._values
         ]
         names = [each.name if len(self.series) > 1 else "" for each in self.series]
+        titles, rows = names, by_series
         # A panel compares series where they are the more, else the lines of one series.
         is_by_series = len(lines) == 1 or (len(self.series) > len(lines) and figure.kind == "lines")
         if is_by_series:
-            if len(lines) == 1 and (label := next(iter(lines.values()))):
-                figure = replace(figure, title=f"{figure.title}: {label}")
-            titles = [label if len(lines) > 1 else "" for label in lines.values()]
+            titles = list(lines.values())
             rows = [
-                [replace(curve, name=name) for curve, name in zip(curves, names, strict=True)]
-                for curves in zip(*by_series, strict=True)
+                [replace(curves[line], name=name) for curves, name in zip(by_series, names, strict=True)]
+                for line in range(len(lines))
             ]
-        else:
-            titles, rows = names, by_series
+        if len(lines) == 1 and titles[0]:
+            figure, titles = replace(figure, title=f"{figure.title}: {titles[0]}"), [""]
         panels = [
             Panel(title, tuple(curves))
             for title, row in zip(titles, rows, strict=True)
@@ -220,16 +201,17 @@ class _Gatherer:
         lines: dict[str, str] = {}
         for metric, label in figure.metrics.items():
             if (start := metric.removesuffix("*")) != metric:
-                matching = [name for name in self.logged if name.startswith(start)]
+                matching = [name for name in self._logged if name.startswith(start)]
                 lines |= {name: name.removeprefix(start).replace("_", " ") for name in matching}
-            elif metric in self.logged:
+            elif metric in self._logged:
                 lines[metric] = label
         return lines
 
     def _curve(self, metric: str, label: str, runs: Sequence[Values]) -> Curve:
         by_step = [values.get(metric, {}) for values in runs]
+        max_points = min(MAX_POINTS, max(MIN_POINTS, ALL_POINTS // len(self.series)))
         is_sparse = max(map(len, by_step)) <= MAX_MARKS  # every point of it is marked and stands for itself
-        return thin(over_seeds(label, by_step, 1 if is_sparse else self.smooth), self.max_points)
+        return thin(over_seeds(label, by_step, 1 if is_sparse else self.smooth), max_points)
 
 
 def _values(run: Run) -> Values:
@@ -238,15 +220,14 @@ def _values(run: Run) -> Values:
     values |= {"nonfinite_count": {step: len(row.get("nonfinite", [])) for step, row in run.rows.items()}}
     for name in list(values):
         if match := EVALUATED_F1.fullmatch(name):
-            temperature = (match["temperature"] or match["first"]).replace("_", " ")
-            values[f"eval_f1/{match['source'] or match['last']}, {temperature}"] = values[name]
-    return values | _phases(run, names) | rollout_values(run)
+            values[f"eval_f1/{match[1]}, {match[2].replace('_', ' ')}"] = values[name]
+    return values | _phases(run, [name for name in names if _is_phase(name)]) | rollout_values(run)
 
 
-def _phases(run: Run, names: Iterable[str]) -> Values:
+def _phases(run: Run, timed: Sequence[str]) -> Values:
     """Return seconds by phase, and the rest of the step; a phase that a step did not have took 0."""
-    timed = [name.removeprefix("timing_s/") for name in names if _is_phase(name) and name != "timing_s/step"]
-    phases = [name for name in PHASES if name in timed] + [name for name in timed if name not in PHASES]
+    logged = [name.removeprefix("timing_s/") for name in timed]
+    phases = [name for name in dict.fromkeys((*PHASES, *logged)) if name in logged and name != "step"]
     values: Values = defaultdict(dict)
     for step, total in run.values("timing_s/step").items():
         if total is not None:
@@ -259,14 +240,13 @@ def _phases(run: Run, names: Iterable[str]) -> Values:
 
 def _shown(logged: Sequence[str]) -> Iterator[str]:
     """Yield metrics of a figure, second names of metrics, ends of ranges, and derived ones."""
-    patterns = [name for section in SECTIONS for figure in section.figures for name in figure.metrics]
+    patterns = [name for figure in FIGURES for name in figure.metrics]
     starts = tuple(name.removesuffix("*") for name in patterns if name.endswith("*"))
     for name in logged:
         base, _, part = name.rpartition("/")
         is_end = part in ("max", "min") and f"{base}/mean" in logged
-        is_second = name in ALIASES or base in ALIASES or SAME_CURVE.get(name) in logged
-        is_drawn = name in patterns or name.startswith((*starts, "eval/")) or _is_phase(name)
-        if is_drawn or is_end or is_second:
+        is_second = name in ALIASES or base in ALIASES or name == "group/all_zero"  # all_wrong_share
+        if name in patterns or name.startswith((*starts, "eval/")) or _is_phase(name) or is_end or is_second:
             yield name
 
 
@@ -279,24 +259,11 @@ def _key(metric: str) -> str:
     return "metric_" + re.sub(r"[^\w/]", lambda mark: f"-{ord(mark[0])}-", metric).replace("/", "-")
 
 
-def state(run: Run) -> str:
-    planned = run.setting("sft.steps" if run.kind == "cold start" else "learner.steps")
-    last = run.steps[-1]
-    if not isinstance(planned, int):
-        return f"{last} step{'s' if last > 1 else ''}"
-    return f"{last} of {planned} steps{'' if last >= planned else ': still running, or stopped early'}"
-
-
-def mean_of_last(values: Mapping[int, float | None]) -> float | None:
-    last = [value for _, value in sorted(values.items()) if value is not None][-10:]
-    return sum(last) / len(last) if last else None
-
-
 def over_seeds(name: str, runs: Sequence[Mapping[int, float | None]], smooth: int = 1) -> Curve:
     """Return mean, smallest and largest over the runs at every logged step; None: was not finite."""
     steps = sorted({step for run in runs for step in run})
     values = np.array([[run.get(step) for step in steps] for run in runs], np.float64)  # None: NaN
-    mean, low, high = _spread(values, values, values)
+    mean, low, high = (_finite(summary, values) for summary in (np.ma.mean, np.ma.min, np.ma.max))
     return Curve(name, np.array(steps, np.float64), mean, low, high, moving_mean(mean, smooth))
 
 
@@ -306,7 +273,7 @@ def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
         return values
     padded = np.pad(values, ((width - 1) // 2, width // 2), constant_values=np.nan)
     windows = np.lib.stride_tricks.sliding_window_view(padded, width).T  # [width, N]
-    return np.where(np.isfinite(values), _spread(windows, windows, windows)[0], np.nan)
+    return np.where(np.isfinite(values), _finite(np.ma.mean, windows), np.nan)
 
 
 def thin(curve: Curve, max_points: int) -> Curve:
@@ -318,21 +285,18 @@ def thin(curve: Curve, max_points: int) -> Curve:
     width = -(-len(curve.steps) // max_points)
     if width <= 1:
         return curve
+    points = {}
+    summaries = dict.fromkeys(("steps", "mean", "trend"), np.ma.mean) | {"low": np.ma.min, "high": np.ma.max}
+    for name, summary in summaries.items():
+        values = getattr(curve, name)
+        padded = np.pad(values, (0, -len(values) % width), constant_values=np.nan)
+        points[name] = _finite(summary, padded.reshape(-1, width).T)
+    return Curve(curve.name, **points, steps_per_point=width)
 
-    def split(values: np.ndarray) -> np.ndarray:  # [width, points], NaN at the end
-        padding = (0, -len(values) % width)
-        return np.pad(values.astype(np.float64), padding, constant_values=np.nan).reshape(-1, width).T
 
-    mean, low, high = _spread(split(curve.mean), split(curve.low), split(curve.high))
-    trend, *_ = _spread(*[split(curve.trend)] * 3)
-    return Curve(curve.name, np.nanmean(split(curve.steps), axis=0), mean, low, high, trend, width)
-
-
-def _spread(values: np.ndarray, lowest: np.ndarray, highest: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return mean, minimum and maximum of each column's finite values; NaN where there is none."""
-    mean, low, high = (np.ma.masked_invalid(part) for part in (values, lowest, highest))
-    spread = mean.mean(axis=0), low.min(axis=0), high.max(axis=0)
-    return tuple(part.filled(np.nan) for part in spread)
+def _finite(summary: Any, values: np.ndarray) -> np.ndarray:
+    """Summarise each column's finite values; NaN where there is none."""
+    return summary(np.ma.masked_invalid(values), axis=0).filled(np.nan)
 
 
 def rollout_values(run: Run) -> Values:
@@ -360,10 +324,9 @@ def chosen_steps(steps: list[int]) -> list[int]:
 def _f1(finished: pa.Table) -> dict[str, float]:
     """Return ``f1/SOURCE``: mean F1 of the data source."""
     by_source: dict[str, list[float]] = defaultdict(list)
-    sources, metrics = (finished[name].to_pylist() for name in ("data_source", "metrics"))
-    for source, values in zip(sources, metrics, strict=True):
-        if (score := dict(values).get("f1")) is not None:
-            by_source[source].append(score)
+    for row in finished.select(["data_source", "metrics"]).to_pylist():
+        if (score := dict(row["metrics"]).get("f1")) is not None:
+            by_source[row["data_source"]].append(score)
     return {f"f1/{source}": float(np.mean(scores)) for source, scores in sorted(by_source.items())}
 
 

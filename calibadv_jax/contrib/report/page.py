@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,24 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from calibadv_jax.contrib.report.draw import DASHES, Place, draw, themed_svg
-from calibadv_jax.contrib.report.gather import Chart, Gathered, Panel, mean_of_last, state
-from calibadv_jax.contrib.report.runs import Run, Series, compare, one_metric, score_cell
+from calibadv_jax.contrib.report.draw import DASHES, LINE_WIDTH, draw, place, themed_svg
+from calibadv_jax.contrib.report.gather import Chart, Curve, Gathered
+from calibadv_jax.contrib.report.runs import Run, compare, one_metric
 from calibadv_jax.metrics.console import duration, number
 from calibadv_jax.record.schema import short_name
 
-HERE = Path(__file__).parent
 
-
-def render(series: Sequence[Series], gathered: Gathered, port: int) -> str:
+def render(gathered: Gathered, port: int) -> str:
     """Return the whole page, whose points lead to the `port` of ``calibadv inspect``."""
+    series = gathered.series
     runs = [run for each in series for run in each.runs]
     settings = compare(series) if any(run.config for run in runs) else []
     evaluations = [(run.name, table) for run in runs for table in run.evaluations]
     names = [each.name for each in series]
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True)
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters |= {"number": number, "duration": duration}
     environment.globals |= {"state": state, "css_dashes": css_dashes, "mean_of_last": mean_of_last}
     return environment.get_template("page.html").render(
-        style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
-        script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
         series=series,
         runs=runs,
         score="reward/mean" if runs[0].kind == "training run" else "sft/loss",
@@ -40,13 +37,8 @@ def render(series: Sequence[Series], gathered: Gathered, port: int) -> str:
         gathered=gathered,
         kept=any(run.rollouts for run in runs),
         ended=[(each.name, run) for each in series for run in each.runs if run.steps[-1] < each.last_step],
-        sections=[
-            {**vars(each.section), "charts": [_chart(chart, names) for chart in each.charts]}
-            | {"constant": each.constant}
-            for each in gathered.sections
-        ],
+        drawings={chart.figure.key: _drawn(chart, names) for chart in gathered.charts},
         evaluations=evaluations,
-        score_cell=score_cell,
         f1=one_metric(evaluations, "f1"),
         confidences=sorted({table.confidence for _, table in evaluations if table.confidence}),
         settings=settings,
@@ -55,27 +47,42 @@ def render(series: Sequence[Series], gathered: Gathered, port: int) -> str:
     )
 
 
+def state(run: Run) -> str:
+    planned = run.setting("sft.steps" if run.kind == "cold start" else "learner.steps")
+    last = run.steps[-1]
+    if not isinstance(planned, int):
+        return f"{last} step{'s' if last > 1 else ''}"
+    return f"{last} of {planned} steps{'' if last >= planned else ': still running, or stopped early'}"
+
+
+def mean_of_last(values: Mapping[int, float | None]) -> float | None:
+    last = [value for _, value in sorted(values.items()) if value is not None][-10:]
+    return sum(last) / len(last) if last else None
+
+
 def css_dashes(index: int) -> str:
     """Return a series' stroke-dasharray: matplotlib's lengths × line width."""
     pattern = DASHES[index % len(DASHES)]
-    return "none" if pattern == "-" else " ".join(f"{1.8 * length:g}" for length in pattern[1])
+    return "none" if pattern == "-" else " ".join(f"{LINE_WIDTH * length:g}" for length in pattern[1])
 
 
-def _chart(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
-    figure = chart.figure
-    drawing, places = draw(chart, order)
-    numbers = []
-    label = f"{figure.title} by step."
+def _drawn(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
+    """Return the drawing, the rows of its table, and the values that the page's script reads."""
+    title, drawing = chart.figure.title, draw(chart, order)
+    numbers, label = [], f"{title} by step."
     for panel in chart.panels:
         for curve in panel.curves:
             name = ", ".join(part for part in (panel.title, curve.name) if part)
             finite = curve.mean[np.isfinite(curve.mean)]
             ends = [number(float(value)) for value in (finite[0], finite[-1], finite.min(), finite.max())]
             label += f" {name + ': ' if name else ''}from {ends[0]} to {ends[1]}."
-            numbers.append([name or figure.title, *ends])
-    data = _json([_panel_data(place, panel) for place, panel in zip(places, chart.panels, strict=True)])
-    svg = Markup(themed_svg(drawing, figure.key, label))
-    return {**vars(figure), "svg": svg, "numbers": numbers, "data": data}
+            numbers.append([name or title, *ends])
+    svg = Markup(themed_svg(drawing, chart.figure.key, label))  # which also lays the panels out
+    data = [
+        {"title": panel.title, **place(drawing, axes), "curves": list(map(_points, panel.curves))}
+        for axes, panel in zip(drawing.axes, chart.panels, strict=True)
+    ]
+    return {"svg": svg, "numbers": numbers, "data": _json(data)}
 
 
 def _kept(run: Run) -> dict[str, Any]:
@@ -89,14 +96,9 @@ def _json(value: Any) -> Markup:
     return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
 
 
-def _panel_data(place: Place, panel: Panel) -> dict[str, Any]:
-    """Return the panel's place, steps and curves, from which the page's script reads values."""
-    curves = [
-        {"name": curve.name}
-        | {name: list(map(_short, getattr(curve, name))) for name in ("steps", "mean", "low", "high")}
-        for curve in panel.curves
-    ]
-    return {"title": panel.title, **vars(place), "curves": curves}
+def _points(curve: Curve) -> dict[str, Any]:
+    arrays = {name: getattr(curve, name) for name in ("steps", "mean", "low", "high")}
+    return {"name": curve.name} | {name: list(map(_short, values)) for name, values in arrays.items()}
 
 
 def _short(value: float) -> float | int | None:

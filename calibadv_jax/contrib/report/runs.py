@@ -15,11 +15,11 @@ from calibadv_jax.config.kept import newest_start, rebase_paths, start_files
 from calibadv_jax.config.keys import among, marked
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.evaluation.report import COUNTS
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
 
 Kind = Literal["training run", "cold start"]
-COUNTS = ("questions", "trajectories", "failed")
 TITLES = {"evaluation_before": "Before training", "evaluation_after": "After training"}
 TITLES |= {"evaluation": "Evaluation"}
 MAX_SERIES = 8  # curves of one chart that can be told apart
@@ -28,21 +28,14 @@ LONGEST_NAME = 22  # letters of a curve's name
 
 
 @dataclass(frozen=True)
-class Score:
-    mean: float
-    low: float | None = None  # ends of the interval, where the evaluation made one
-    high: float | None = None
-
-
-@dataclass(frozen=True)
 class EvaluationTable:
     title: str
-    rows: dict[str, dict[str, Score]]  # questions, such as "temperature 0, all" -> metric -> score
-    confidence: float | None = None  # of the intervals
+    rows: dict[str, dict[str, str]]  # questions, such as "temperature 0, all" -> metric -> cell
+    confidence: float | None  # of the intervals; None: there are none
 
     @property
     def metrics(self) -> list[str]:
-        return list(dict.fromkeys(name for scores in self.rows.values() for name in scores))
+        return list(dict.fromkeys(name for cells in self.rows.values() for name in cells))
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class Run:
     folder: Path
     name: str  # the shortest end of the path that no other run of the report has
     kind: Kind
-    rows: dict[int, dict[str, Any]]  # step -> metric -> value; None where it was not finite
+    rows: dict[int, dict[str, Any]]  # step, ascending -> metric -> value; None where it was not finite
     config: dict[str, Any]  # nested as in the YAML file; empty where the folder holds none
     identity: dict[str, str]  # hashes of question file, policy config and vocabulary
     num_starts: int
@@ -61,18 +54,15 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        return sorted(self.rows)
+        return list(self.rows)
 
     def values(self, metric: str) -> dict[int, float | None]:
         """Return step -> value, of the steps that logged the metric; None where it was not finite."""
-        return {step: self.rows[step][metric] for step in self.steps if metric in self.rows[step]}
+        return {step: row[metric] for step, row in self.rows.items() if metric in row}
 
     def setting(self, key: str) -> Any:
         """Return a config value by its dotted key; None where the config lacks it."""
-        value: Any = self.config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return value
+        return flatten(self.config).get(key)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -90,7 +80,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def _shortest_name(folder: Path, folders: Sequence[Path]) -> str:
     length = 1
-    while any(other.parts[-length:] == folder.parts[-length:] for other in folders if other != folder):
+    while [other.parts[-length:] for other in folders].count(folder.parts[-length:]) > 1:
         length += 1
     return os.path.join(*folder.parts[-length:])
 
@@ -111,7 +101,7 @@ def _read(folder: Path, name: str) -> Run:
         folder,
         name,
         "cold start" if any("sft/loss" in row for row in rows.values()) else "training run",
-        rows,
+        dict(sorted(rows.items())),
         config,
         start.identity if start else {},
         len(start_files(folder)),
@@ -122,20 +112,12 @@ def _read(folder: Path, name: str) -> Run:
 
 def read_evaluations(folder: Path, output: str | None) -> list[EvaluationTable]:
     """Read the evaluations of a run, `output` (evaluate.output) too; half-written files are left out."""
-    first = ["evaluation_before", "evaluation_after"]  # the others follow alphabetically
     paths = sorted(folder.glob("evaluation*.json"))
-    paths.sort(key=lambda path: [*first, path.stem].index(path.stem))
+    paths.sort(key=lambda path: [*TITLES, path.stem].index(path.stem))  # the others follow alphabetically
     if output and Path(output).is_file() and Path(output).resolve() not in [path.resolve() for path in paths]:
         paths.append(Path(output))
-    reports = [(TITLES.get(path.stem, path.stem.replace("_", " ")), read_json(path)) for path in paths]
-    tables = [table for report in reports if (table := _evaluation_table(*report))]
-    quickstart = read_json(folder / "quickstart.json")
-    if isinstance(quickstart, dict):
-        for name, stem in zip(("before", "after"), first, strict=True):
-            table = _evaluation_table(TITLES[stem], quickstart.get(name))
-            if table and table.title not in [other.title for other in tables]:
-                tables.append(table)
-    return tables
+    reports = {path: read_json(path) or {} for path in paths}
+    return [_evaluation_table(path, report) for path, report in reports.items() if "scores" in report]
 
 
 def read_json(path: Path) -> Any:
@@ -146,19 +128,23 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def _evaluation_table(title: str, report: Any) -> EvaluationTable | None:
-    """Read temperature -> data source -> metric -> mean, alone or under "scores" beside "intervals"."""
-    if not isinstance(report, dict):
-        return None
-    intervals, method = report.get("intervals", {}), report.get("method", "agent")
-    rows = {}
-    for temperature, sources in report.get("scores", report).items():
+def _evaluation_table(path: Path, report: dict[str, Any]) -> EvaluationTable:
+    intervals, rows = report["intervals"], {}
+    for temperature, sources in report["scores"].items():
         for source, means in sources.items():
             ends = intervals.get(temperature, {}).get(source, {})
-            scores = {name: Score(mean, *ends.get(name, ())) for name, mean in means.items()}
-            rows[f"temperature {temperature}, {source}"] = scores
-    title = title if method == "agent" else f"{title} ({method})"
-    return EvaluationTable(title, rows, report.get("confidence") if intervals else None) if rows else None
+            cells = {name: _cell(name, mean, ends.get(name)) for name, mean in means.items()}
+            rows[f"temperature {temperature}, {source}"] = cells
+    title = TITLES.get(path.stem, path.stem.replace("_", " "))
+    if (method := report.get("method", "agent")) != "agent":
+        title += f" ({method})"
+    return EvaluationTable(title, rows, report["confidence"] if any(intervals.values()) else None)
+
+
+def _cell(metric: str, mean: float, interval: Sequence[float] | None) -> str:
+    """Format as ``0.512 [0.470, 0.554]``; counts as whole numbers."""
+    text = f"{mean:.0f}" if metric in COUNTS else f"{mean:.3f}"
+    return f"{text} [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else text
 
 
 def one_metric(
@@ -167,19 +153,8 @@ def one_metric(
     """Return a metric of all (run, table): (run, title) of columns, and (questions, cells) of rows."""
     columns = [(run, table) for run, table in tables if metric in table.metrics]
     names = dict.fromkeys(name for _, table in columns for name in table.rows)
-    rows = [
-        (name, [score_cell(metric, table.rows.get(name, {}).get(metric)) for _, table in columns])
-        for name in names
-    ]
+    rows = [(name, [table.rows.get(name, {}).get(metric, "-") for _, table in columns]) for name in names]
     return [(run, table.title) for run, table in columns], rows
-
-
-def score_cell(metric: str, score: Score | None) -> str:
-    """Format as ``0.512 [0.470, 0.554]``; counts as whole numbers; ``-`` for a missing score."""
-    if score is None:
-        return "-"
-    mean = f"{score.mean:.0f}" if metric in COUNTS else f"{score.mean:.3f}"
-    return mean if score.low is None else f"{mean} [{score.low:.3f}, {score.high:.3f}]"
 
 
 @dataclass(frozen=True)
@@ -219,12 +194,12 @@ def group_runs(runs: Sequence[Run]) -> list[Series]:
     """Put runs of the same config together, in the order of the first of each, named by what differs."""
     members: dict[Any, list[Run]] = {}
     for run in runs:
-        members.setdefault(_experiment(run) if run.config else run.folder, []).append(run)
-    groups = list(members.values())
+        members.setdefault(frozenset(_experiment(run).items()) if run.config else run.folder, []).append(run)
+    groups = [tuple(group) for group in members.values()]
     if len(groups) > MAX_SERIES:
         advice = "give fewer runs (runs that differ in run.seed only are one curve)"
         raise UserError(f"{len(groups)} different configs, but a chart can show {MAX_SERIES}; {advice}")
-    return [Series(name, tuple(group)) for name, group in zip(_series_names(groups), groups, strict=True)]
+    return list(map(Series, _series_names(groups), groups))
 
 
 def compare(series: Sequence[Series]) -> list[Setting]:
@@ -232,26 +207,25 @@ def compare(series: Sequence[Series]) -> list[Setting]:
     flat = [[_relative(run) for run in each.runs] for each in series]
     rows = []
     for key in dict.fromkeys(key for configs in flat for config in configs for key in config):
-        texts = [[_as_text(config[key]) if key in config else "-" for config in configs] for configs in flat]
+        texts = [[config.get(key, "-") for config in configs] for configs in flat]
         values = tuple(" | ".join(dict.fromkeys(own)) for own in texts)
         rows.append(Setting(key, values, len({text for own in texts for text in own}) > 1))
     return rows
 
 
-def _experiment(run: Run) -> tuple[tuple[str, str], ...]:
+def _experiment(run: Run) -> dict[str, str]:
     """Return the settings that two runs must share to be seeds of one experiment."""
-    flat = {key: _as_text(value) for key, value in _relative(run).items() if not among(IGNORED, key)}
-    for name, value in run.identity.items():
-        # A generated world has a seed of its own, and other questions and words with it.
-        if name == "policy.config" or not run.setting("world.dir"):
-            flat[name] = value
-    return tuple(sorted(flat.items()))
+    settings = {key: text for key, text in _relative(run).items() if not among(IGNORED, key)}
+    # A generated world has a seed of its own, and other questions and words with it.
+    own = ("policy.config",) if run.setting("world.dir") else run.identity
+    return settings | {name: run.identity[name] for name in own if name in run.identity}
 
 
-def _relative(run: Run) -> dict[str, Any]:
-    """Return the flat config, paths in the run's folder written relative to it."""
+def _relative(run: Run) -> dict[str, str]:
+    """Return the flat config as text, paths in the run's folder written relative to it."""
+    flat = flatten(rebase_paths(run.config, Path("${run.dir}")))
     folder = run.setting("run.dir")
-    return flatten(rebase_paths(run.config, Path("${run.dir}"))) | ({"run.dir": folder} if folder else {})
+    return {key: _as_text(value) for key, value in flat.items()} | ({"run.dir": folder} if folder else {})
 
 
 def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
@@ -262,10 +236,10 @@ def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
     if len(groups) == 1:
         seeds = {(run.setting("run.seed"), run.setting("world.seed")) for run in first}
         return [f"{len(first)} {'seeds' if len(seeds) == len(first) else 'runs'}"]
-    experiments = [dict(_experiment(runs[0])) for runs in groups]
+    experiments = [_experiment(runs[0]) for runs in groups]
     keys = dict.fromkeys(key for experiment in experiments for key in experiment)
     differing = [key for key in keys if len({experiment.get(key) for experiment in experiments}) > 1]
-    if all(runs[0].config for runs in groups) and 1 <= len(differing) <= 2:
+    if all(experiments) and 1 <= len(differing) <= 2:
         names = [
             ", ".join(f"{key.split('.')[-1]} {experiment.get(key, '-')}" for key in differing)
             for experiment in experiments

@@ -12,25 +12,24 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib import resources
 from typing import Annotated, Any, TypeVar
 
 import uvicorn
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from calibadv_jax.contrib import asking
-from calibadv_jax.contrib.asking import observed_words
 from calibadv_jax.contrib.pages.site import HEADERS, TYPES, is_this_machine
 from calibadv_jax.core.answers import holds_answer
 from calibadv_jax.core.errors import UserError
@@ -41,49 +40,40 @@ from calibadv_jax.metrics.shown_steps import LONGEST, cut, ending
 from calibadv_jax.rollout.runner import Rollouts
 
 T = TypeVar("T")
+Chunk = dict[str, Any]
 
 MAX_BODY = 2**18  # bytes of a request
 MAX_HEAD = 2**16
 MAX_CONNECTIONS = 256
-CLIENT_SECONDS = 30.0  # for a client to send a request's head, and again its body
 ENDING_SECONDS = 3  # for replies to be sent when the service ends
 LATER = {"Retry-After": "2"}
 NEVER = {"X-Should-Retry": "false"}  # else OpenAI's clients repeat a request that fails again
 ROUTES = "there are GET /, GET /health, GET /v1/models and POST /v1/chat/completions"
 STATIC = {"serving": ("page.html", "page.css", "page.js"), "pages": ("style.css", "icon.svg")}
 
-
 SHOWN = 200  # characters of a document within the reasoning
 SINGLE = "one question gives one trajectory"
-OWN_ACTIONS = "the agent has its own actions, from its config"
-UNSUPPORTED = {  # field -> why; an empty value, or that of NEUTRAL, asks for nothing
-    "n": SINGLE,
-    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), OWN_ACTIONS),
-    **dict.fromkeys(("response_format", "modalities", "audio"), "an answer is plain text"),
-    **dict.fromkeys(("logprobs", "top_logprobs", "store"), "not offered"),
-    **dict.fromkeys(("stop", "logit_bias", "presence_penalty", "frequency_penalty"), "not supported"),
-}
+LIMITS = f"{SINGLE} with the agent's own actions, and an answer as plain text"
+# Fields that ask for something else, unless they are empty or have the value of NEUTRAL.
+UNSUPPORTED = (
+    *("n", "tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio"),
+    *("logprobs", "top_logprobs", "store", "stop", "logit_bias", "presence_penalty", "frequency_penalty"),
+)
 NEUTRAL = {"n": 1, "response_format": {"type": "text"}, "modalities": ["text"]} | dict.fromkeys(
     ("tool_choice", "function_call"), "none"
 )
 BOOKKEEPING = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """A refusal or failure, as clients of OpenAI read it."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.headers = status, dict(headers or {})
+    def __init__(self, status: int, message: str, param: str = "", code: str = "", headers: Any = None):
+        super().__init__(status, message, headers)
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body = {
+            "error": {"message": message, "type": kind, "param": param or None, "code": code or None}
+        }
 
 
 class _Strict(BaseModel):
@@ -119,6 +109,17 @@ class ChatRequest(_Strict):
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # of each turn
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_effect(cls, fields: Any) -> Any:
+        """Leave out fields that ask for nothing; raise ApiError for those that are not offered."""
+        if not isinstance(fields, dict):
+            return fields
+        for name in UNSUPPORTED:
+            if fields.get(name) and fields[name] != NEUTRAL.get(name):
+                raise ApiError(400, f"{name}: {LIMITS}; leave it out", name, "unsupported_value")
+        return {name: value for name, value in fields.items() if name not in (*UNSUPPORTED, *BOOKKEEPING)}
+
     @property
     def question(self) -> str:
         return next(message.content for message in self.messages if message.role == "user").strip()
@@ -130,8 +131,8 @@ class ChatRequest(_Strict):
 
     def changes(self, temperature: float, max_turn_length: int) -> dict[str, Any]:
         """Return the changes of the RolloutConfig, given its defaults."""
-        most = min(self.max_tokens or max_turn_length, self.max_completion_tokens or max_turn_length)
-        changed: dict[str, Any] = {"max_turn_length": min(most, max_turn_length)}
+        limits = self.max_tokens or max_turn_length, self.max_completion_tokens or max_turn_length
+        changed: dict[str, Any] = {"max_turn_length": min(*limits, max_turn_length)}
         changed["temperature"] = temperature if self.temperature is None else self.temperature
         return changed if self.top_p is None else changed | {"top_p": self.top_p}
 
@@ -139,17 +140,7 @@ class ChatRequest(_Strict):
 def parse(body: bytes, model: str) -> ChatRequest:
     """Return a request for the `model`; ApiError if it asks for more than one question and its answer."""
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ApiError(400, "the body must be a JSON object with model and messages")
-    for name in (*UNSUPPORTED, *BOOKKEEPING):
-        value = fields.pop(name, None)
-        if value and name in UNSUPPORTED and value != NEUTRAL.get(name):
-            raise ApiError(400, f"{name}: {UNSUPPORTED[name]}; leave it out", name, "unsupported_value")
-    try:
-        request = ChatRequest.model_validate(fields)
+        request = ChatRequest.model_validate_json(body)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -159,11 +150,9 @@ def parse(body: bytes, model: str) -> ChatRequest:
     if request.model != model:
         raise ApiError(404, f"model: there is {model!r} only", "model", "model_not_found")
     roles = [message.role for message in request.messages]
-    if unknown := [role for role in roles if role not in ("user", "system", "developer")]:
-        role = printable(unknown[0])
-        raise ApiError(400, f"messages: no history: {SINGLE}; leave out the {role} message", "messages")
-    if roles.count("user") != 1:
-        raise ApiError(400, f"messages: {SINGLE}; send one user message with the question", "messages")
+    if roles.count("user") != 1 or not {*roles} <= {"user", "system", "developer"}:
+        message = f"messages: {SINGLE}; send one user message with the question, and no history"
+        raise ApiError(400, message, "messages")
     if not printable(request.question):
         raise ApiError(400, "messages: the question is empty", "messages")
     return request
@@ -182,12 +171,12 @@ class ChatReply:
     def _shown(self, text: str) -> str:
         return printable(neutralise(text, grammar=self._grammar))
 
-    def turn(self, turn: Turn, is_observed: bool) -> dict[str, Any]:
+    def turn(self, turn: Turn, is_observed: bool) -> Chunk:
         """Note a turn, or its observation, and return the chunk that shows it."""
         about: dict[str, Any]
         if is_observed:
             about = {"turn": len(self._turns), "refused": turn.is_refused}
-            about["words"] = self._shown(observed_words(turn))
+            about["words"] = self._shown(asking.observed_words(turn))
             about["documents"] = [self._read(document) for document in turn.documents]
             self._turns[-1] = self._turns[-1] | about  # a copy: the chunk that is queued must not change
         else:
@@ -197,29 +186,37 @@ class ChatReply:
             elif turn.kind != "answer":
                 about["text"] = self._shown(turn.text)
             self._turns.append(about)
-        return self.chunk(_reasoning("\n\n".join(_lines(about)) + "\n\n"), calibadv={"turn": about})
+        return self._chunk(_reasoning(f"{_paragraphs([about])}\n\n"), calibadv={"turn": about})
 
     def _read(self, document: Document) -> dict[str, Any]:
         texts = {name: self._shown(getattr(document, name)) for name in ("id", "title", "text")}
         return self._documents.setdefault((document.id, document.text), texts)
 
     def whole(self, trajectory: Trajectory) -> dict[str, Any]:
-        message = {"role": "assistant", **self._content(trajectory)}
-        message |= _reasoning("\n\n".join(line for about in self._turns for line in _lines(about)))
+        message = {"role": "assistant"} | self._content(trajectory) | _reasoning(_paragraphs(self._turns))
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(trajectory)}
-        own = {"calibadv": self._own(trajectory) | {"turns": self._turns}, "usage": _usage(trajectory)}
-        return {**self._head, "object": "chat.completion", "choices": [choice], **own}
+        own = self._own(trajectory) | {"turns": self._turns}
+        reply = {
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": _usage(trajectory),
+            "calibadv": own,
+        }
+        return self._head | reply
 
-    def chunk(self, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
+    def first_chunk(self) -> Chunk:
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def last_chunks(self, trajectory: Trajectory) -> Iterator[Chunk]:
+        """Yield the answer, the end, and the usage if it was asked for."""
+        yield self._chunk(self._content(trajectory))
+        yield self._chunk({}, _reason(trajectory), calibadv=self._own(trajectory))
+        if (self._request.stream_options or {}).get("include_usage"):
+            yield self._chunk({}) | {"choices": [], "usage": _usage(trajectory)}
+
+    def _chunk(self, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> Chunk:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **more}
-
-    def last_chunks(self, trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-        """Yield the answer, the end, and the usage if it was asked for."""
-        yield self.chunk(self._content(trajectory))
-        yield self.chunk({}, _reason(trajectory), calibadv=self._own(trajectory))
-        if (self._request.stream_options or {}).get("include_usage"):
-            yield self.chunk({}) | {"choices": [], "usage": _usage(trajectory)}
 
     def _content(self, trajectory: Trajectory) -> dict[str, Any]:
         if trajectory.answer is not None:
@@ -240,15 +237,16 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning": text, "reasoning_content": text}
 
 
-def _lines(about: Mapping[str, Any]) -> Iterator[str]:
-    if about.get("thought"):
-        yield about["thought"]
-    if "query" in about or "text" in about:
-        yield f"{about['kind']}: {about.get('query', about.get('text'))}"
-    if about.get("words"):
-        yield cut(about["words"], LONGEST)
-    for number, document in enumerate(about.get("documents", ()), 1):
-        yield cut(f"[{number}] {document['title']}: {document['text']}", SHOWN)
+def _paragraphs(turns: Iterable[Mapping[str, Any]]) -> str:
+    paragraphs = []
+    for about in turns:
+        paragraphs.append(about.get("thought"))
+        if "query" in about or "text" in about:
+            paragraphs.append(f"{about['kind']}: {about.get('query', about.get('text'))}")
+        paragraphs.append(cut(about.get("words", ""), LONGEST))
+        for number, document in enumerate(about.get("documents", ()), 1):
+            paragraphs.append(cut(f"[{number}] {document['title']}: {document['text']}", SHOWN))
+    return "\n\n".join(filter(None, paragraphs))
 
 
 def _reason(trajectory: Trajectory) -> str:
@@ -273,12 +271,18 @@ class Service:
     ):
         self.rollouts, self.model, self.queue = rollouts, model, queue
         self.seconds, self.temperature = seconds, temperature
-        self.free, self._most = asyncio.Semaphore(slots), slots + queue
-        self.attempts: set[Attempt] = set()  # that wait or run
+        self.attempts: set[asyncio.Task[Trajectory]] = set()  # that wait or run
+        self._free, self._most = asyncio.Semaphore(slots), slots + queue
         self._begun, self._is_ending = 0, False
 
-    def begin(self, request: ChatRequest) -> Attempt:
-        """Start a question; raise ApiError if it cannot be asked, or too many wait."""
+    async def answer(
+        self, request: ChatRequest, reply: ChatReply
+    ) -> AsyncGenerator[Chunk | Trajectory, None]:
+        """Yield the chunk of each turn and observation, then the finished trajectory.
+
+        Raises ApiError if the question cannot be asked, too many wait, or it failed. Closed early, it leaves
+        the question.
+        """
         if self._is_ending:
             raise ApiError(503, "the service is ending", headers=LATER)
         if len(self.attempts) >= self._most:
@@ -288,81 +292,69 @@ class Service:
             asking.check_question(self.rollouts, request.question)
         except UserError as error:
             raise ApiError(400, redact(str(error)), "messages") from error
+        chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()  # None: there are no more
         self._begun += 1
-        return Attempt(self, request, f"serve{self._begun}")
-
-    async def end(self) -> None:
-        self._is_ending = True
-        for attempt in list(self.attempts):
-            await attempt.cancel(ApiError(503, "the service is ending", headers=LATER))
-
-
-class Attempt:
-    """A question under way."""
-
-    def __init__(self, service: Service, request: ChatRequest, session: str):
-        self.reply = ChatReply(request, service.rollouts.context.grammar)
-        self.chunks: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # None: there are no more
-        self._service, self._failure = service, ApiError(499, "the client has left")
-        self._task = asyncio.create_task(self._write(request, session))
-        service.attempts.add(self)
-        self._task.add_done_callback(self._note_end)
-
-    async def _write(self, request: ChatRequest, session: str) -> Trajectory:
-        service, rollouts = self._service, self._service.rollouts
-        changes = request.changes(service.temperature, rollouts.context.rollout.max_turn_length)
-        changes["time_limit"] = service.seconds
 
         def watch(turn: Turn, is_observed: bool) -> None:
-            self.chunks.put_nowait(self.reply.turn(turn, is_observed))
+            chunks.put_nowait(reply.turn(turn, is_observed))
 
-        async with service.free:
-            question = rollouts, "serve", request.question, watch, request.seed, session
-            return await asking.answer(*question, **changes)
+        async def write(session: str) -> Trajectory:
+            changes = request.changes(self.temperature, self.rollouts.context.rollout.max_turn_length)
+            async with self._free:
+                question = self.rollouts, "serve", request.question, watch, request.seed, session
+                return await asking.answer(*question, time_limit=self.seconds, **changes)
 
-    def _note_end(self, _: asyncio.Task[Trajectory]) -> None:
-        self._service.attempts.discard(self)
-        self.chunks.put_nowait(None)
+        task = asyncio.create_task(write(f"serve{self._begun}"))
+        self.attempts.add(task)
+        task.add_done_callback(self.attempts.discard)
+        task.add_done_callback(lambda _: chunks.put_nowait(None))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
+            yield self._finished(task)
+        finally:
+            task.cancel()
 
-    async def cancel(self, failure: ApiError | None = None) -> None:
-        self._failure = failure or self._failure
-        self._task.cancel()
-
-    async def trajectory(self) -> Trajectory:
-        """Wait for the end; raise ApiError if there is no finished trajectory."""
-        await asyncio.wait({self._task})
-        if self._task.cancelled():
-            raise self._failure
-        error = self._task.exception()
+    def _finished(self, task: asyncio.Task[Trajectory]) -> Trajectory:
+        if task.cancelled():
+            raise ApiError(503, "the service is ending", headers=LATER)
+        error = task.exception()
         if isinstance(error, UserError):
             raise ApiError(503, redact(str(error)), headers=LATER)
         if error is not None:
             logging.getLogger("uvicorn.error").error("a question failed", exc_info=error)
             raise ApiError(500, f"{type(error).__name__} in the service; its log has the details")
-        trajectory = self._task.result()
+        trajectory = task.result()
         if trajectory.error is not None and trajectory.error.startswith("time: "):
-            message = f"not finished within {self._service.seconds:g} s (--time-limit)"
-            raise ApiError(504, message, headers=NEVER)
+            raise ApiError(504, f"not finished within {self.seconds:g} s (--time-limit)", headers=NEVER)
         if trajectory.error is not None:
             raise ApiError(503, trajectory.error, headers=LATER)
         return trajectory
 
-    async def stream(self, chunk: dict[str, Any] | None) -> AsyncIterator[bytes]:
-        """Yield events from the first `chunk` on."""
-        try:
-            yield _event(self.reply.chunk({"role": "assistant", "content": ""}))
-            while chunk is not None:
-                yield _event(chunk)
-                chunk = await self.chunks.get()
-            for chunk in self.reply.last_chunks(await self.trajectory()):
-                yield _event(chunk)
-            yield b"data: [DONE]\n\n"
-        except ApiError as error:
-            yield _event(error.body)
+    async def end(self) -> None:
+        self._is_ending = True
+        for task in self.attempts:
+            task.cancel()
 
 
-def _event(value: Mapping[str, Any]) -> bytes:
-    return f"data: {json.dumps(value)}\n\n".encode()
+async def _events(
+    reply: ChatReply, first: Chunk | Trajectory, following: AsyncIterator[Chunk | Trajectory]
+) -> AsyncIterator[str]:
+    yield _event(reply.first_chunk())
+    item = first
+    try:
+        while not isinstance(item, Trajectory):
+            yield _event(item)
+            item = await anext(following)
+        for chunk in reply.last_chunks(item):
+            yield _event(chunk)
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        yield _event(error.body)
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
 
 
 class Guard:
@@ -378,36 +370,37 @@ class Guard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                own = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message = message | {"headers": [*message.get("headers", ()), *own]}
+                MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
         try:
-            self._check(scope["path"], dict(scope["headers"]))
+            self._check(scope["path"], Headers(scope=scope))
         except ApiError as error:
             await _refusal(error)(scope, receive, send_with_headers)
         else:
             await self.app(scope, receive, send_with_headers)
 
-    def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+    def _check(self, path: str, headers: Headers) -> None:
+        host, origin = headers.get("host", ""), headers.get("origin")
         if not self.token and not is_this_machine(host):
             raise ApiError(403, "without a token only this machine is served: open http://localhost")
         if origin and origin.partition("://")[2] != host:
             raise ApiError(403, "pages of other origins are not served")
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        is_allowed = scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self.token)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        is_allowed = scheme.lower() == "bearer" and hmac.compare_digest(
+            token.strip().encode("latin-1"), self.token
+        )
         if self.token and path.startswith("/v1/") and not is_allowed:
             message = "send the header Authorization: Bearer <the service's token>"
-            raise ApiError(401, message, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+            raise ApiError(401, message, "", "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
 
 def _refusal(error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status, error.headers)
+    return JSONResponse(error.body, error.status_code, error.headers)
 
 
 async def _reply_to_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         message = f"{request.method} {request.url.path}: {error.detail}; {ROUTES}"
         error = ApiError(error.status_code, message, headers=error.headers)
     elif not isinstance(error, ApiError):
@@ -416,22 +409,18 @@ async def _reply_to_error(request: Request, error: Exception) -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    """Return a JSON body; raise ApiError if it is too large, too slow, or what a page elsewhere can send."""
+    """Return a JSON body; raise ApiError if it is too large, or what a page elsewhere can send."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json")
-    body, close = bytearray(), {"Connection": "close"}
-    try:
-        async with asyncio.timeout(CLIENT_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY:
-                    raise ApiError(413, f"the body is larger than {MAX_BODY} bytes", headers=close)
-    except TimeoutError as error:
-        raise ApiError(408, f"the body took longer than {CLIENT_SECONDS:g} s", headers=close) from error
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise ApiError(413, f"the body is larger than {MAX_BODY} bytes", headers={"Connection": "close"})
     return bytes(body)
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     """Return the result of the work, or cancel it and raise ApiError if the client leaves."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
@@ -444,6 +433,10 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         leaving.cancel()
 
 
+async def _last(items: AsyncIterator[Chunk | Trajectory]) -> Trajectory:
+    return [item async for item in items if isinstance(item, Trajectory)][0]
+
+
 def make_app(service: Service, token: str) -> Starlette:
     """Return the routes; with a `token`, those below /v1/ need it as bearer token."""
     files = {
@@ -454,18 +447,13 @@ def make_app(service: Service, token: str) -> Starlette:
 
     async def chat(http: Request) -> Response:
         request = parse(await _body(http), service.model)
-        attempt = service.begin(request)
-        try:
-            if not request.stream:
-                return JSONResponse(attempt.reply.whole(await _while_connected(http, attempt.trajectory())))
-            first = await _while_connected(http, attempt.chunks.get())
-            if first is None:  # it failed before a turn: the reply's status can still say so
-                await attempt.trajectory()
-        except BaseException:
-            await attempt.cancel()
-            raise
-        end = BackgroundTask(attempt.cancel)  # a client may have left in the middle
-        return StreamingResponse(attempt.stream(first), media_type="text/event-stream", background=end)
+        reply = ChatReply(request, service.rollouts.context.grammar)
+        turns = service.answer(request, reply)
+        if not request.stream:
+            return JSONResponse(reply.whole(await _while_connected(http, _last(turns))))
+        first = await _while_connected(http, anext(turns))  # fails before a turn: the status can still say so
+        end = BackgroundTask(turns.aclose)  # a client may have left in the middle
+        return StreamingResponse(_events(reply, first, turns), media_type="text/event-stream", background=end)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ready", "model": service.model, "questions": len(service.attempts)})
@@ -486,27 +474,8 @@ def make_app(service: Service, token: str) -> Starlette:
             *(Route("/" + name.removeprefix("page.html"), show) for name in files),
         ],
         middleware=[Middleware(Guard, token=token)],
-        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _reply_to_error),
+        exception_handlers=dict.fromkeys((HTTPException, Exception), _reply_to_error),
     )
-
-
-class Bounded(H11Protocol):
-    """uvicorn's HTTP protocol, with a limit on the time of a request's head."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._deadline = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._deadline.cancel()
-        elif self._deadline.cancelled():  # the first part of the next request
-            self._deadline = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._deadline.cancel()
-        super().connection_lost(exc)
 
 
 @contextmanager
@@ -514,7 +483,7 @@ def serving(service: Service, listener: socket.socket, token: str) -> Iterator[F
     """Serve within the block; the future ends when the server does."""
     config = uvicorn.Config(
         make_app(service, token),
-        http=Bounded,
+        http="h11",
         ws="none",
         lifespan="off",
         log_config=None,  # warnings go to standard error
