@@ -1,79 +1,55 @@
 """Where a process learns that it is one of several, and what is refused."""
 
-import dataclasses
+from contextlib import nullcontext
 from dataclasses import replace
 
 import jax
 import pytest
 
-from calibadv_jax.config import Config, DistributedConfig, SamplerConfig, load_config
+from calibadv_jax.config import Config, DistributedConfig, SamplerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.hosts.joining import KEYS, _check, alone, describe_processes, joined, own_workers
 
-
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    for variable in KEYS.values():
-        monkeypatch.delenv(variable, raising=False)
-
-
-PAIR = DistributedConfig(coordinator_address="a:1", num_processes=2, process_id=0)
-
-
-def words_of(**keys):
-    return describe_processes(Config(distributed=DistributedConfig(**keys)))
-
-
-def test_one_process_is_the_default():
-    assert words_of() == words_of(num_processes=1) == []
-    with joined(Config()) as hosts:
-        assert hosts.count == 1 and hosts.is_first and hosts.in_step
-    assert jax._src.distributed.global_state.client is None
-
-
-def test_keys_and_environment_number_the_process(monkeypatch):
-    keys = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
-    assert words_of(**keys) == ["several processes ON: this is number 1 of 2; they meet at a:1"]
-    for variable, value in zip(KEYS.values(), ("b:2", "4", "3"), strict=True):
-        monkeypatch.setenv(variable, value)
-    assert words_of() == ["several processes ON: this is number 3 of 4; they meet at b:2"]
-    assert words_of(**keys) == ["several processes ON: this is number 1 of 2; they meet at a:1"]
-    assert words_of(coordinator_address="auto") == ["several processes ON: as many as JAX detects"]
-    monkeypatch.setenv("JAX_PROCESS_ID", "first")
-    with pytest.raises(UserError, match="JAX_PROCESS_ID='first' is no number"):
-        words_of()
+ADDRESS = {"coordinator_address": "a:1"}
+PAIR = ADDRESS | {"num_processes": 2, "process_id": 1}
+VARIABLES = dict(zip(KEYS.values(), ("b:2", "4", "3"), strict=True))
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "variables", "words"),
     [
-        ({"num_processes": 2}, "nothing says where they meet: set distributed.coordinator_address"),
-        ({"coordinator_address": "a:1", "process_id": 0}, "distributed.num_processes is missing"),
-        ({"coordinator_address": "a:1", "num_processes": 2}, r"process_id is missing.*JAX_PROCESS_ID"),
-        (
-            {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2},
-            "process_id is 2, but there are distributed.num_processes=2: they are numbered 0 to 1",
-        ),
+        ({}, {}, ""),
+        ({"num_processes": 1}, {}, ""),
+        (PAIR, {}, "several processes ON: this is number 1 of 2; they meet at a:1"),
+        ({}, VARIABLES, "several processes ON: this is number 3 of 4; they meet at b:2"),
+        (PAIR, VARIABLES, "several processes ON: this is number 1 of 2; they meet at a:1"),
+        ({"coordinator_address": "auto"}, VARIABLES, "several processes ON: as many as JAX detects"),
+        ({}, VARIABLES | {"JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID='first' is no number"),
+        ({"num_processes": 2}, {}, "nothing says where they meet: set distributed.coordinator_address"),
+        (ADDRESS | {"process_id": 0}, {}, "distributed.num_processes is missing"),
+        (ADDRESS | {"num_processes": 2}, {}, "process_id is missing: give it (or JAX_PROCESS_ID)"),
+        (PAIR | {"process_id": 2}, {}, "process_id is 2, but there are distributed.num_processes=2"),
     ],
 )
-def test_incomplete_section_is_refused(keys, message):
-    with pytest.raises(UserError, match=message), joined(Config(distributed=DistributedConfig(**keys))):
-        pass
-
-
-def test_export_refuses_several_processes(tmp_path, monkeypatch):
-    (tmp_path / "config.yaml").write_text("run: {seed: 0}\n")
-    keys = ["learner.optimizer.offload=host", "critic.optimizer.offload=host", "advantage.name=gae"]
-    keys += ["policy.lora.rank=2", "rollout.replace_tied=1", "reward.answer=mine:score"]
-    keys += [f"distributed.{key}={value}" for key, value in dataclasses.asdict(PAIR).items() if key in KEYS]
-    config = load_config(tmp_path / "config.yaml", keys)
-    assert describe_processes(config)
-    with pytest.raises(UserError, match="calibadv export runs in one process"):
+def test_keys_and_environment_number_the_process(monkeypatch, keys, variables, words):
+    for variable in KEYS.values():
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    config = Config(distributed=DistributedConfig(**keys))
+    if words and not words.startswith("several"):
+        with pytest.raises(UserError) as refused, joined(config):
+            pass
+        assert words in str(refused.value)
+        return
+    assert describe_processes(config) == [words] * bool(words)
+    with pytest.raises(UserError, match="calibadv export runs in") if words else nullcontext():
         alone(config.distributed, "export")
-    alone(Config().distributed, "export")
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
-    alone(Config().distributed, "export")
+    if not words:
+        with joined(config) as hosts:
+            assert hosts.count == 1 and hosts.is_first and hosts.in_step
+        assert jax._src.distributed.global_state.client is None
 
 
 WORKERS = [f"http://node{number}:8100" for number in range(5)]
@@ -83,33 +59,19 @@ WORKERS = [f"http://node{number}:8100" for number in range(5)]
     ("sampler", "shares"),
     [
         ({"urls": WORKERS}, [WORKERS[:2], WORKERS[2:]]),
+        ({"urls": WORKERS}, [[worker] for worker in WORKERS]),
         ({"workers": 4, "worker_devices": ["0", "1", "2", "3"]}, [["0", "1"], ["2", "3"]]),
+        ({"workers": 4, "worker_devices": ["0", "1", "2", "3"]}, [["0"], ["1"], ["2"], ["3"]]),
     ],
 )
 def test_process_has_its_own_vllm_workers(sampler, shares):
     config = SamplerConfig(name="vllm", **sampler)
-    sections = [own_workers(config, index, 2) for index in (0, 1)]
-    assert [first for _, first in sections] == [0, 2]
+    sections = [own_workers(config, index, len(shares)) for index in range(len(shares))]
     assert [section.urls or section.worker_devices for section, _ in sections] == shares
+    assert [first for _, first in sections] == [sum(map(len, shares[:index])) for index in range(len(shares))]
     if "workers" in sampler:
-        assert [section.workers for section, _ in sections] == [2, 2]
+        assert [section.workers for section, _ in sections] == [len(share) for share in shares]
     assert own_workers(config, 0, 1) == (config, 0)
-    each = [own_workers(config, index, 4 if "workers" in sampler else 5) for index in range(4)]
-    assert [section.urls or section.worker_devices for section, _ in each] == [
-        [worker] for worker in (WORKERS if "urls" in sampler else "0123")[:4]
-    ]
-
-
-@pytest.mark.parametrize(
-    ("sampler", "message"),
-    [
-        ({"urls": ["http://a:1"]}, "names 1 vLLM worker for 2 processes: each process needs one .*; start 1"),
-        ({"workers": 3}, "sampler.workers is 3, for 2 processes .* as many each: set it to a multiple of 2"),
-    ],
-)
-def test_too_few_vllm_workers_are_refused(sampler, message):
-    with pytest.raises(UserError, match=message):
-        describe_processes(Config(distributed=PAIR, sampler=SamplerConfig(name="vllm", **sampler)))
 
 
 class OnMachines(Hosts):
@@ -121,11 +83,21 @@ class OnMachines(Hosts):
         self.machines = machines
 
 
-def test_retriever_of_several_machines_needs_a_url():
-    config = Config()
-    _check(config, OnMachines("a", "a"))
-    with pytest.raises(UserError, match="retriever.url is empty, and the processes are on 2 machines"):
-        _check(config, OnMachines("a", "b"))
-    _check(replace(config, retriever=replace(config.retriever, url="http://c:1")), OnMachines("a", "b"))
-    with pytest.raises(UserError, match="sampler.workers is 3, for 2 processes"):
-        _check(replace(config, sampler=SamplerConfig(name="vllm", workers=3)), OnMachines("a", "a"))
+@pytest.mark.parametrize(
+    ("machines", "section", "keys", "message"),
+    [
+        ("aa", "retriever", {}, ""),
+        ("ab", "retriever", {}, "retriever.url is empty, and the processes are on 2 machines"),
+        ("ab", "retriever", {"url": "http://c:1"}, ""),
+        ("aa", "sampler", {"name": "vllm", "workers": 3}, "sampler.workers is 3, for 2 processes"),
+        ("aa", "sampler", {"name": "vllm", "urls": WORKERS[:1]}, "names 1 vLLM worker for 2 .*; start 1"),
+        ("aa", "sampler", {"name": "vllm", "urls": WORKERS[:2]}, ""),
+    ],
+)
+def test_services_must_fit_several_processes(machines, section, keys, message):
+    config = replace(Config(), **{section: replace(getattr(Config(), section), **keys)})
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        _check(config, OnMachines(*machines))
+    if section == "sampler" and message:
+        with pytest.raises(UserError, match=message):
+            describe_processes(replace(config, distributed=DistributedConfig(**PAIR)))

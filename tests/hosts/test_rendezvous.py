@@ -20,7 +20,7 @@ def short(monkeypatch):
 
 
 def outcomes(*processes, timeout=10.0):
-    """What `meet` warns or raises in processes of (index, count) that start together."""
+    """The warnings and the error of `meet` in processes of (index, count) that start together."""
     address = f"127.0.0.1:{hosts_rig.free_port()}"
 
     def start(process):
@@ -44,9 +44,6 @@ def test_missing_processes_are_named():
     assert len(lines) == 1 and lines[0].startswith("waiting for processes 1, 3 since")
     assert str(error).startswith("processes 1, 3 did not start within") and exit_status(error) == 75
     assert isinstance(other, EnvironmentFailure) and "another process" in str(other) or "1, 3" in str(other)
-
-
-def test_missing_process_0_is_named():
     [(lines, error)] = outcomes((1, 2), timeout=0.1)
     assert lines[0].startswith("waiting for process 0 (127.0.0.1:") and exit_status(error) == 75
 
@@ -66,46 +63,41 @@ def test_processes_that_disagree_are_refused(processes, message):
     assert any(heard) == (len(processes) == 3) and all(exit_status(other) == 75 for _, other in others)
 
 
-@pytest.fixture
-def process_0():
-    """Port and result of process 0 of three."""
+FOREIGN = [b"GET / HTTP/1.1\n", b"calibadv\n", b"calibadv 1 3 3\n", b"calibadv one 3\n", b"other 1 3\n", b""]
+
+
+@pytest.mark.parametrize(
+    ("texts", "error", "words"),
+    [
+        ([b"calibadv 1 3\n"], EnvironmentFailure, "process 1 ended before all had started"),
+        ([b"calibadv 0 3\n"], UserError, "two processes are number 0"),  # as on another machine
+        (FOREIGN, None, ""),  # left alone
+    ],
+)
+def test_process_0_judges_connections_that_end(texts, error, words):
     port = hosts_rig.free_port()
-    with ThreadPoolExecutor(1) as threads:
-        yield port, threads.submit(joining.meet, f"127.0.0.1:{port}", 3, 0, 10.0, print)
 
+    def meet(index):
+        return joining.meet(f"127.0.0.1:{port}", 3, index, 10.0, print)
 
-def connected(port, text=b""):
-    """A connection to process 0, which has sent a text."""
-    while True:
-        with suppress(ConnectionRefusedError):
-            connection = socket.create_connection(("127.0.0.1", port))
-            connection.sendall(text)
-            return connection
+    def connect(text):
+        while True:
+            with (
+                suppress(ConnectionRefusedError),
+                socket.create_connection(("127.0.0.1", port)) as connection,
+            ):
+                return connection.sendall(text)
 
-
-def test_process_that_ends_while_waiting_ends_all(process_0):
-    port, first = process_0
-    connected(port, b"calibadv 1 3\n").close()
-    with pytest.raises(EnvironmentFailure, match="process 1 ended before all had started"):
-        first.result()
-
-
-def test_second_process_0_is_refused(process_0):
-    """As where it listens on another machine."""
-    port, first = process_0
-    with connected(port, b"calibadv 0 3\n"), pytest.raises(UserError, match="two processes are number 0"):
-        first.result()
-
-
-def test_foreign_connections_are_left_alone(process_0):
-    port, first = process_0
-    for text in (b"GET / HTTP/1.1", b"calibadv", b"calibadv 1 3 3", b"calibadv one 3", b"other 1 3", b""):
-        connected(port, text + b"\n" if text else b"").close()
-    with ThreadPoolExecutor(2) as threads:
-        others = [
-            threads.submit(joining.meet, f"127.0.0.1:{port}", 3, index, 10.0, print) for index in (1, 2)
-        ]
-        assert [process.result() for process in (first, *others)] == [None] * 3
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(meet, 0)
+        for text in texts:
+            connect(text)
+        if error:
+            with pytest.raises(error, match=words):
+                first.result()
+        else:
+            others = [threads.submit(meet, index) for index in (1, 2)]
+            assert [process.result() for process in (first, *others)] == [None] * 3
 
 
 RESET = None  # the connection ends as that of a killed process
