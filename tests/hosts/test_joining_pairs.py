@@ -12,6 +12,7 @@ import pytest
 PROGRAM = """
 import json, os, signal, sys, threading
 import jax, numpy as np
+from jax.experimental import multihost_utils
 from calibadv_jax.cli import end
 from calibadv_jax.config import Config, DistributedConfig, RunConfig
 from calibadv_jax.core.errors import UserError
@@ -24,7 +25,7 @@ def refuse():
     raise UserError("run.dir=x holds another experiment")
 
 def work(name, index, port):
-    count = 3 if name == "signal" else 2  # of which the last one never comes
+    count = 3 if name in ("signal", "kill") else 2  # "signal": of which the last one never comes
     place = {"coordinator_address": f"127.0.0.1:{port}", "num_processes": count, "process_id": index}
     if name == "signal" and index:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -41,6 +42,10 @@ def work(name, index, port):
             raise OSError(28, "No space left on device", "metrics.jsonl")
         if name == "first":
             hosts.first("folder", refuse)
+        if name == "kill":  # while the others wait for it in a program of all devices
+            if index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            multihost_utils.process_allgather(np.zeros(9))
         values = hosts.exchange("values", np.full(5000 * (1 + index), index))
         sys.stderr.write(f"{hosts.count} of {[(len(each), int(each.sum())) for each in values]}")
 
@@ -58,6 +63,7 @@ print(json.dumps(statuses))
 """
 BOTH = "2 of [(5000, 0), (10000, 10000)]"
 AGAIN = "start all processes again"
+LOST = "error: process 1 (HOST) is lost: no sign of life for"
 ENDS = {  # of each process: its status, and the end of what it says
     "agree": [(0, BOTH), (0, BOTH)],
     "config": [
@@ -69,6 +75,7 @@ ENDS = {  # of each process: its status, and the end of what it says
     "disk": [(75, "process 1 (HOST) has ended: OSError"), (75, "error: metrics.jsonl: No space left")],
     "first": [(2, "error: run.dir=x"), (2, "process 0 (HOST) has ended: run.dir=x")],
     "signal": [(75, "error: process 1 ended before all had started"), (143, "stopped")],
+    "kill": [(75, LOST), (-9, ""), (75, LOST)],
     "slurm": [(0, "1 of [(5000, 0)]")],
     "undetected": [(75, "could not join the job's processes (auto)")],
 }
@@ -76,7 +83,7 @@ ENDS = {  # of each process: its status, and the end of what it says
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Status and standard error of all processes of ENDS, by name and number."""
+    """Status and standard error of each process of ENDS, by its name and number."""
     folder = tmp_path_factory.mktemp("pairs")
     starts = []
     for name, expected in ENDS.items():
@@ -91,18 +98,12 @@ def ended(tmp_path_factory):
         timeout=100,
     )
     statuses = json.loads(done.stdout.splitlines()[-1])
-    return lambda name, index: (
-        statuses[str(folder / f"{name}{index}")],
-        (folder / f"{name}{index}").read_text(),
-    )
+    return {path.name: (statuses[str(path)], path.read_text()) for path in folder.iterdir()}
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ENDS)
 def test_processes_end_together_with_their_status(ended, name):
     for index, (status, words) in enumerate(ENDS[name]):
-        actual, errors = ended(name, index)
-        assert (actual, words in errors.replace(f"({socket.gethostname()})", "(HOST)")) == (status, True), (
-            index,
-            errors,
-        )
+        actual, errors = ended[f"{name}{index}"]
+        assert actual == status and words in errors.replace(f"({socket.gethostname()})", "(HOST)"), errors

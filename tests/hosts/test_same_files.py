@@ -1,84 +1,70 @@
 """What each process reads by itself is compared at the start, and the run's folder must be one."""
 
-import numpy as np
 import pytest
-from run_folder_rig import CALCULATOR, QUESTIONS, StandInModel, another_calculator
-from safetensors.numpy import save_file
+from run_folder_rig import CALCULATOR, QUESTIONS, StandInModel, another_calculator, write_inputs
 
 from calibadv_jax.config import load_config
 from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.run.fingerprints import check_same
 
+WEIGHTS, ADAPTERS = "set of weights in policy.path", "set of adapters in policy.lora.init_from"
+CHECKPOINT = "newest checkpoint in run.dir"
 
-class Told(Hosts):
-    """What a process tells the others of what it has read."""
+
+class Noting(Hosts):
+    """Notes the values that a process compares with those of the others."""
 
     def __init__(self):
         self.values = {}
 
-    def same(self, what, value):
-        self.values[what] = value()
+    def same(self, name, value):
+        self.values[name] = value()
 
 
 @pytest.fixture
-def hashes(tmp_path):
-    """Tells what stands in a process' copies of the files, with a change."""
+def hashes(tmp_path, monkeypatch):
+    """Returns the compared values of a process whose copies of the files have a change."""
     (tmp_path / "config.yaml").write_text("{}")
 
-    def tell(prompt="Judge.", scale=1.0, questions=QUESTIONS, keys=(), **hf_config):
-        policy, file = tmp_path / "policy", tmp_path / "prompt.txt"
-        model = StandInModel(policy, **hf_config)
-        save_file({"a": np.full(3, scale, np.float32)}, policy / "model.safetensors")
-        file.write_text(prompt)
-        places = [f"policy.path={policy}", f"run.dir={tmp_path / 'run'}", f"reward.judge.prompt={file}"]
-        hosts = Told()
+    places = [f"policy.path={tmp_path}/hf", f"run.dir={tmp_path}/run"]
+    places += [f"reward.judge.prompt={tmp_path}/prompt.txt"]
+
+    def values(*keys, purpose="calculate", questions=QUESTIONS, hidden_size=4, **files):
+        write_inputs(tmp_path, **files)
+        another_calculator(monkeypatch, purpose)
+        model, hosts = StandInModel(tmp_path / "tokenizer", hidden_size=hidden_size), Noting()
         check_same(load_config(tmp_path / "config.yaml", [*places, *keys]), model, questions, hosts)
         return hosts.values
 
-    tell.run = tmp_path / "run"
-    return tell
+    return values
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "name"),
     [
         ({"prompt": "Judge mildly."}, "file reward.judge.prompt"),
-        ({"scale": 2.0}, "set of weights in policy.path"),
+        ({"scale": 2.0}, WEIGHTS),
+        ({"adapters": 2.0}, ADAPTERS),
+        ({"purpose": "guess a number"}, "set of actions (key tools)"),
         ({"questions": QUESTIONS[:1]}, "data.train"),
         ({"hidden_size": 8}, "policy or tokenizer"),
     ],
 )
-def test_another_copy_of_one_file_shows(hashes, change, what):
-    ours, other = hashes(), hashes(**change)
-    assert [name for name in ours if ours[name] != other[name]] == [what]
-    assert ours == hashes()
+def test_another_copy_of_one_file_shows(hashes, tmp_path, change, name):
+    keys = [CALCULATOR, "policy.lora.rank=2", f"policy.lora.init_from={tmp_path}"]
+    ours = hashes(*keys)
+    assert ours == hashes(*keys)
+    other = hashes(*keys, **change)
+    assert [key for key in ours if ours[key] != other[key]] == [name]
 
 
-def test_another_description_of_actions_shows(hashes, monkeypatch):
-    ours = hashes(keys=[CALCULATOR])
-    another_calculator(monkeypatch, "guess a number")
-    other = hashes(keys=[CALCULATOR])
-    assert [name for name in ours if ours[name] != other[name]] == ["set of actions (key tools)"]
-
-
-def test_weights_behind_a_checkpoint_are_optional(hashes):
-    before = hashes()
-    (hashes.run / "checkpoints" / "3").mkdir(parents=True)
-    after = hashes()
-    assert before["newest checkpoint in run.dir"] is None and after["newest checkpoint in run.dir"] == 3
-    assert before.keys() - after.keys() == {"set of weights in policy.path"}
-    adapted = hashes(keys=["policy.lora.rank=2"])
-    assert adapted.keys() == before.keys()  # a checkpoint lacks the adapters' base
-
-
-def test_initial_adapters_are_compared_while_used(hashes, tmp_path):
+def test_only_weights_that_are_read_are_compared(hashes, tmp_path):
+    """A checkpoint lacks the adapters' base; with a KL term the first adapters are the reference."""
     begun = ["policy.lora.rank=2", f"policy.lora.init_from={tmp_path}"]
-    values = []
-    for scale in (1, 2):
-        save_file({"a": np.full(3, scale, np.float32)}, tmp_path / "adapter_model.safetensors")
-        values.append(hashes(keys=begun))
-    adapters = "set of adapters in policy.lora.init_from"
-    assert [name for name in values[0] if values[0][name] != values[1][name]] == [adapters]
-    (hashes.run / "checkpoints" / "3").mkdir(parents=True)
-    assert adapters not in hashes(keys=begun)
-    assert adapters in hashes(keys=[*begun, "loss.kl_coef=0.1"])  # they are the reference
+    before, adapted = hashes(), hashes(*begun)
+    (tmp_path / "run/checkpoints/3").mkdir(parents=True)
+    after = hashes()
+    assert (before[CHECKPOINT], after[CHECKPOINT]) == (None, 3)
+    assert before.keys() - after.keys() == {WEIGHTS} and adapted.keys() - before.keys() == {ADAPTERS}
+    assert hashes(*begun).keys() == before.keys()
+    assert hashes(*begun, "loss.kl_coef=0.1").keys() == adapted.keys()

@@ -1,19 +1,26 @@
-"""The client against real servers: the service itself, and servers that misbehave."""
+"""The client against real servers: the service itself, and servers that are away or misbehave."""
 
 import asyncio
+import functools
 import json
 import re
 import time
 from contextlib import suppress
 
 import pytest
-from http_rig import Handler, serving
+from http_rig import Handler, replying, serving
 from search_rig import client_of, search
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
-from calibadv_jax.services import retriever_client
-from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
+from calibadv_jax.core.errors import EnvironmentFailure, QueryRefused, RequestFailed, UserError
+from calibadv_jax.core.trajectory import Document
+from calibadv_jax.services import http_client, retriever_client
+from calibadv_jax.services.retriever_client import (
+    RetrieverClient,
+    RetrieverProcess,
+    check_running,
+    open_retriever,
+)
 
 pytest.importorskip("aiohttp")
 RERANKED = {"retrieval_topk": 6, "rerank_topk": 2}
@@ -32,8 +39,12 @@ def server():
     replies, requests = [], []
 
     class Planned(Handler):
+        def do_GET(self):
+            self.reply(200, {"corpus_sha256": "c1", "pages_sha256": "p1", "identity": "aa"})
+
         def do_POST(self):
             requests.append(json.loads(self.body()))
+            assert self.path == ("/access" if "urls" in requests[-1] else "/retrieve")
             self.reply(*(replies.pop(0) if len(replies) > 1 else replies[0])(requests[-1]))
 
     with serving(Planned) as url:
@@ -145,26 +156,32 @@ def test_refused_query_fails_no_other(server, status):
     assert len(requests) < 60  # by halves, not one by one
 
 
+NO_QUERY = {"detail": "field required: query"}
+
+
 @pytest.mark.parametrize(
-    ("config", "keys"), [({}, "retriever.topk=3"), (RERANKED, "retrieval_topk=6 and rerank_topk=2")], ids=str
+    ("status", "content", "config", "words"),
+    [
+        (422, NO_QUERY, {}, "field required.*it refuses every query.*retriever.topk=3"),
+        (422, NO_QUERY, RERANKED, "it refuses every query.*retrieval_topk=6 and rerank_topk=2"),
+        (401, b"", {}, "asks for a token; set the environment variable RETRIEVER_TOKEN"),
+        (403, b"no", {}, "status 403: .*set retriever.url"),
+        (404, b"no", {}, "status 404: .*set retriever.url"),
+        (405, b"no", {}, "status 405: .*set retriever.url"),
+        *(
+            (status, b"oops", {}, f"no answer for 0.3 s .status {status}: 'oops'")
+            for status in (429, 500, 507)
+        ),
+    ],
 )
-def test_service_that_refuses_every_query_ends_the_run(server, config, keys):
-    url, replies, _ = server
-    replies.append(lambda body: (422, {"detail": "field required: query"}))
-    with pytest.raises(UserError, match=f"field required.*it refuses every query.*{keys}") as caught:
-        search(url, ["a"], **config)
-    assert type(caught.value) is UserError
-
-
-@pytest.mark.parametrize("status", [403, 404, 405])
-def test_wrong_address_ends_the_run_at_once(server, status):
+def test_service_that_answers_no_query_is_an_error(server, status, content, config, words):
+    """A wrong address ends the run at once, an outage costs a trajectory."""
     url, replies, requests = server
-    replies.append(lambda body: (status, {"error": "no"}))
-    with pytest.raises(UserError, match=f"status {status}: .*set retriever.url") as caught:
-        search(url, ["a"])
-    assert type(caught.value) is UserError and len(requests) == 1
-    with pytest.raises(UserError, match="localhost:port/retrieve: not a URL"):
-        search("http://localhost:port", ["a"])
+    replies.append(lambda body: (status, content))
+    with pytest.raises(UserError, match=words) as caught:
+        search(url, ["a"], patience=0.3, **config)
+    assert type(caught.value) is (RequestFailed if content == b"oops" else UserError)
+    assert len(requests) == 1 or status not in (401, 403, 404, 405)
 
 
 def test_nobody_listens():
@@ -186,7 +203,7 @@ def test_child_with_a_token_answers_and_ends(tmp_path, monkeypatch):
         ((document,),) = search(process.url, ["fox"], topk=1)
         assert document.title == "red fox"
         monkeypatch.setenv("RETRIEVER_TOKEN", "another")
-        with pytest.raises(UserError, match="asks for a token; set the environment variable RETRIEVER_TOKEN"):
+        with pytest.raises(UserError, match="asks for a token"):
             search(process.url, ["fox"], topk=1)
     with pytest.raises(RequestFailed, match="no answer for 0.2 s"):
         search(process.url, ["fox"], patience=0.2)
@@ -264,13 +281,10 @@ def test_reply_that_trickles_is_given_up():
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 507])
-def test_service_that_fails_over_everything_is_away(server, status):
+def test_service_that_fails_for_a_while_is_waited_for(server, status):
     url, replies, requests = server
     replies.append(lambda body: (status, b"oops") if len(requests) < 8 else ok(body))
     assert search(url, ["a"], patience=30.0)[0][0].id == "a" and len(requests) >= 8
-    replies[:] = [lambda body: (status, b"oops")]
-    with pytest.raises(RequestFailed, match=f"no answer for 0.3 s .status {status}: 'oops'"):
-        search(url, ["a"], patience=0.3)
 
 
 @pytest.mark.parametrize("count", [1, 16])
@@ -303,3 +317,113 @@ def test_reranker_fits_the_config_or_is_refused(config, state, words):
     except UserError as error:
         actual = f"error: {error}"
     assert re.match(words, actual)
+
+
+ANN = Document("page ann", "Ann", "Ann paints.")  # not the passage of this title
+
+
+def pages(body, identity="aa"):
+    row = {"url": "p/ann", "contents": '"Ann"\nAnn paints.', "more": 1}
+    result = [row if url == "p/ann" else None for url in body["urls"]]
+    return 200, {"result": result}, {"X-Index-Identity": identity}
+
+
+def read(url, *addresses, patience=0.2):
+    with client_of(url, page_address="p/{}", patience=patience) as (client, run):
+        return run(client.access(addresses))
+
+
+def test_pages_are_read_despite_passing_failures(server):
+    url, replies, requests = server
+    replies.append(pages)
+    assert read(url, "ann", "bob") == [ANN, None]
+    assert sorted(request["urls"] for request in requests) == [["p/ann"], ["p/bob"]]
+    failures = [(503, b""), (200, b"{}"), (200, {"result": []})]
+    replies[:0] = [lambda body, reply=reply: reply for reply in failures]
+    assert read(url, "ann") == [ANN]
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind", "words"),
+    [
+        (200, {"result": [{"contents": 5}]}, RequestFailed, "no usable page in 3 attempts"),
+        (500, b"broken", RequestFailed, "no usable page in 3 attempts"),
+        (503, b"", RequestFailed, "no answer for 0.2 s"),
+        (404, b"none", UserError, "start the service with --pages_path"),
+        (422, b"too long", QueryRefused, "status 422"),
+    ],
+)
+def test_service_that_reads_no_page_is_an_error(server, status, content, kind, words):
+    url, replies, _ = server
+    replies.append(lambda body: (status, content))
+    with pytest.raises(kind, match=words) as error:
+        read(url, "ann")
+    assert type(error.value) is kind
+
+
+def test_exchanged_pages_are_never_taken(server):
+    url, replies, _ = server
+    replies.append(pages)
+    with client_of(url, page_address="p/{}") as (client, run):
+        client.health()
+        assert run(client.access(["ann"])) == [ANN]
+        replies[:] = [functools.partial(pages, identity="bb")]
+        with pytest.raises(UserError, match="serves another index than at the start") as error:
+            run(client.access(["ann"]))
+    assert type(error.value) is UserError
+
+
+def test_page_waits_as_long_as_the_service_asks(server, monkeypatch):
+    url, replies, _ = server
+    replies += [lambda body: (503, b"", {"Retry-After": "7"}), lambda body: (429, b""), pages]
+    pauses, sleep = [], asyncio.sleep
+
+    async def note(seconds):
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(http_client.asyncio, "sleep", note)
+    assert read(url, "ann", patience=20.0) == [ANN]
+    assert pauses == [7.0, pytest.approx(0.02, abs=0.01)]
+
+
+def test_service_answers_inside_a_running_event_loop():
+    async def ask():
+        with replying((200, {"status": "ready"})) as (url, _):
+            return RetrieverClient(RetrieverConfig(), url).health()
+
+    assert asyncio.run(ask()) == {"status": "ready"}
+
+
+def test_start_waits_for_a_service_that_is_loading(tmp_path):
+    state, messages = {"status": "loading", "stage": "reading the index"}, []
+    with replying((503, state), (503, state), (200, state)) as (url, requests):
+        config = RetrieverConfig(url=url, patience=60.0)
+        with open_retriever(config, tmp_path / "log", messages.append) as urls:
+            assert urls == url
+    assert [path for path, _ in requests] == ["/health"] * 3
+    (message,) = messages
+    assert message.startswith(f"waiting up to 60 s for retriever {url} (") and "reading the index" in message
+
+
+@pytest.mark.parametrize(
+    ("url", "patience", "kind", "words"),
+    [
+        (
+            ["http://127.0.0.1:9", "http://127.0.0.1:10"],
+            0.3,
+            EnvironmentFailure,
+            "cannot be reached .*; start",
+        ),
+        ("localhost:8000", 600.0, UserError, "not a URL"),
+        ("http://localhost:port", 600.0, UserError, "not a URL"),
+        ("ftp://a", 600.0, UserError, "not a URL"),
+    ],
+)
+def test_start_without_a_service_is_refused(url, patience, kind, words):
+    """What is no URL is not waited for."""
+    messages = []
+    with pytest.raises(kind, match=words) as refused:
+        check_running(RetrieverConfig(url=url, patience=patience), messages.append)
+    assert len(messages) == (kind is EnvironmentFailure)
+    assert all(each in str(refused.value) for each in ([url] if isinstance(url, str) else url))
