@@ -45,11 +45,15 @@ end(work)
 def in_threads(work):
     notes = Notes()
 
-    def run(index):
-        return work(SaveBarrier(notes, index, 2, lambda index: f"process {index}"), index)
+    def outcome(index):
+        barrier = SaveBarrier(notes, index, 2, lambda index: f"process {index}")
+        try:
+            return work(barrier, index)
+        except OSError as error:
+            return error
 
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(run, range(2)))
+        return list(threads.map(outcome, range(2)))
 
 
 def test_barrier_waits_for_all_processes():
