@@ -91,52 +91,40 @@ def test_kv_cache_estimate_equals_allocation(mesh, slots):
     assert expected == 2 * 5 * rows * heads * 64 * 16 * 2  # K and V, layers, …, columns, head_dim, bytes
 
 
+LORA = LoraConfig(rank=4, targets=["q", "down"])
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["whole", "adapters"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("mesh", ONE_FAST, ids=str)
-def test_trainer_state_estimate_equals_placement(mesh, optimizer):
+def test_trainer_state_estimate_equals_placement(mesh, optimizer, lora):
     rule = replace(Config().learner.optimizer, name=optimizer)
-    config = config_with(learner={"microbatch_rows": 8, "row_length": 128, "optimizer": rule})
-    policy, devices = Policy(ARCHITECTURE, Numerics.from_config(config.policy)), make_mesh(mesh)
-    state = Learner(
-        policy, make_optimizer(rule, make_schedule(rule, 10)), devices, LearnerOptions(8)
-    ).abstract_state()
-
-    counted = estimate_memory(config, ARCHITECTURE, devices.shape)
+    learner = {"microbatch_rows": 8, "row_length": 128, "optimizer": rule}
+    config = config_with(learner=learner, policy={"lora": lora})
+    numerics, devices = Numerics.from_config(config.policy), make_mesh(mesh)
+    policy = Policy(ARCHITECTURE, numerics, Adapters.from_config(lora))
+    learner = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, LearnerOptions(8))
+    state, counted = learner.abstract_state(), estimate_memory(config, ARCHITECTURE, devices.shape)
     params = placed(state["params"])
-    assert counted["parameters"] == params
+    assert counted["parameters"] == params and counted["gradients"] == 2 * params
     assert counted["sampler weights"] == params / 2
-    assert counted["gradients"] == 2 * params
+    if lora.rank:
+        assert counted["base"] == placed(learner._abstract_base())
     counters = 64  # bytes at most: numbers of steps, coefficients of Muon
     assert 0 <= placed(state["opt_state"]) - counted["optimizer"] <= counters
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_adapter_estimate_equals_placement(optimizer):
-    rule = replace(Config().learner.optimizer, name=optimizer)
-    lora = LoraConfig(rank=4, targets=["q", "down"])
-    learner = {"microbatch_rows": 8, "row_length": 128, "optimizer": rule}
-    config = config_with(learner=learner, policy={"lora": lora})
-    numerics, devices = Numerics.from_config(config.policy), make_mesh(MESHES[1])
-    policy = Policy(ARCHITECTURE, numerics, Adapters.from_config(lora))
-    learner = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, LearnerOptions(8))
-    state, base = learner.abstract_state(), learner._abstract_base()
-
-    counted = estimate_memory(config, ARCHITECTURE, devices.shape)
-    adapters = placed(state["params"])
-    assert counted["parameters"] == adapters and counted["base"] == placed(base)
-    assert counted["gradients"] == 2 * adapters and counted["sampler weights"] == adapters / 2
-    assert 0 <= placed(state["opt_state"]) - counted["optimizer"] <= 64  # counters
-    beside = sum(counted[name] for name in ("optimizer", "sampler weights", "kv cache"))
-    assert held_beside(counted, "log-probabilities") == beside  # the base is an argument
-    kept = config_with(policy={"lora": lora}, loss={"kl_coef": 0.1})
-    assert "reference policy" not in estimate_memory(kept, ARCHITECTURE, devices.shape)  # the base itself
-    begun = replace(lora, init_from="folder", base_dtype="float32")
-    other = config_with(policy={"lora": begun}, loss={"kl_coef": 0.1})
-    counted = estimate_memory(other, ARCHITECTURE, devices.shape)
-    assert counted["reference policy"] == adapters
-    assert counted["sampler weights"] == adapters / 2 + counted["base"] / 2  # a copy in bfloat16
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(policy.abstract_trained)) / 1e6
-    assert f"rank 4, alpha 32, on down, q: {count:.2f}M" in adapter_lines(other, ARCHITECTURE)[0]
+def test_base_of_adapters_counts_once():
+    plain = estimate(policy={"lora": LORA})
+    beside = sum(plain[name] for name in ("optimizer", "sampler weights", "kv cache"))
+    assert held_beside(plain, "log-probabilities") == beside  # the base is an argument
+    assert "reference policy" not in estimate(policy={"lora": LORA}, loss={"kl_coef": 0.1})  # the base itself
+    begun = {"lora": replace(LORA, init_from="folder", base_dtype="float32")}
+    other = estimate(policy=begun, loss={"kl_coef": 0.1})
+    assert other["reference policy"] == other["parameters"]
+    assert other["sampler weights"] == (other["parameters"] + other["base"]) / 2  # a copy in bfloat16
+    (line,) = adapter_lines(config_with(policy=begun), ARCHITECTURE)
+    assert f"rank 4, alpha 32, on down, q: {other['parameters'] / 4e6:.2f}M" in line
     assert adapter_lines(config_with(), ARCHITECTURE) == []
 
 
