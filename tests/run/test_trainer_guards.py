@@ -28,6 +28,8 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.reader import read_metadata
 from calibadv_jax.record.schema import kept_steps
 
+ROLLBACK = GUARDED | {"action": "rollback"}
+
 
 class Mirror:
     """Notes the calls; what it has of later steps goes before they go here."""
@@ -39,10 +41,28 @@ class Mirror:
         return lambda *step: self.calls.append((name, *step))
 
 
+class Ended(Collapsing):
+    """A signal ends the run where a group begins: at a number, or at the first one after a rollback."""
+
+    def __init__(self, number=None):
+        super().__init__()
+        self.number = number
+
+    def begin(self, number, question):
+        if number == self.number or (self.number is None and self.seed):
+            raise SystemExit(143)
+        return super().begin(number, question)
+
+
+def versions(config, rollouts, folder):
+    """The versions of the policy that a run hands to its sampler."""
+    return [version for version, _ in run(config, rollouts, folder).loaded]
+
+
 def test_rollback_restores_last_good_checkpoint_with_new_seed(tmp_path, monkeypatch):
     drawn, random_state = [], train.random_state
     monkeypatch.setattr(train, "random_state", lambda *of: drawn.append(of) or random_state(*of))
-    config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
+    config = make_config(tmp_path, learner={"steps": 6}, guards=ROLLBACK)
     with Stop() as stop, make_state(config, tmp_path, rollouts := Collapsing()) as state:
         state.mirror = mirror = Mirror()
         train.train(state, stop)
@@ -52,12 +72,11 @@ def test_rollback_restores_last_good_checkpoint_with_new_seed(tmp_path, monkeypa
     assert rollouts.seed != 0
     seeds = [(0, step) for step in range(4)] + [(rollouts.seed, step) for step in range(2, 6)]
     assert drawn == [(seed, step, "reward") for seed, step in seeds]
-    written = rows(tmp_path)
-    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
-    assert all(row["guard/sampled_perplexity"] == 0 for row in written)
+    assert [(row["step"], row["guard/sampled_perplexity"]) for row in rows(tmp_path)] == [
+        (step, 0) for step in range(1, 7)
+    ]
     kept = {step: read_metadata(path)["seed"] for step, path in kept_steps(tmp_path).items()}
-    assert list(kept) == [1, 2, 3, 4, 5, 6]
-    assert kept[1] == kept[2] == "0" and kept[3] == kept[4] == str(rollouts.seed)  # those of the way back
+    assert kept == {step: "0" if step < 3 else str(rollouts.seed) for step in range(1, 7)}
     jax.tree.map(np.testing.assert_array_equal, rollouts.loaded[2][1], rollouts.loaded[5][1])
     assert checkpoints(tmp_path) == [4, 6]
     copied = [call for call in mirror.calls if call != ("check",)]
@@ -66,8 +85,7 @@ def test_rollback_restores_last_good_checkpoint_with_new_seed(tmp_path, monkeypa
 
 def test_rollback_deletes_checkpoints_of_bad_steps(tmp_path):
     """Two bad steps trip the guard; the first of them is saved by then."""
-    guards = GUARDED | {"action": "rollback", "patience": 2}
-    checkpoint = {"every": 1, "keep": 9}
+    guards, checkpoint = ROLLBACK | {"patience": 2}, {"every": 1, "keep": 9}
     config = make_config(tmp_path, learner={"steps": 6}, checkpoint=checkpoint, guards=guards)
     rollouts = run(config, Collapsing(), tmp_path)
     assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
@@ -78,20 +96,13 @@ def test_rollback_deletes_checkpoints_of_bad_steps(tmp_path):
 
 
 def test_restart_after_rollback_keeps_the_new_seed(tmp_path):
-
-    class Ended(Collapsing):
-        def begin(self, number, question):
-            if self.seed:
-                raise SystemExit(143)
-            return super().begin(number, question)
-
-    config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
+    config = make_config(tmp_path, learner={"steps": 6}, guards=ROLLBACK)
     with pytest.raises(SystemExit):
         run(config, Ended(), tmp_path)
     assert checkpoints(tmp_path) == [2] and list(kept_steps(tmp_path)) == [1, 2]
     state = make_state(config, tmp_path, after := Collapsing())
     assert state.guards.rollbacks == 1 and after.seed == state.seed != config.run.seed
-    assert [version for version, _ in run(config, Collapsing(), tmp_path).loaded] == [2, 3, 4, 5, 6]
+    assert versions(config, Collapsing(), tmp_path) == [2, 3, 4, 5, 6]
     shutil.rmtree(tmp_path / "checkpoints")
     run(replace(config, learner=replace(config.learner, steps=2)), Collapsing(), tmp_path)
     assert make_state(config, tmp_path).guards.rollbacks == 0
@@ -99,20 +110,11 @@ def test_restart_after_rollback_keeps_the_new_seed(tmp_path):
 
 def test_signal_among_bad_steps_keeps_rollback_checkpoint(tmp_path):
     """Steps 4 to 6 are bad, and 4 is saved; a checkpoint of 5 would take the place of that of step 2."""
-
-    class Ended(Collapsing):
-        def begin(self, number, question):
-            if number == 10:
-                raise SystemExit(143)
-            return super().begin(number, question)
-
-    guards = GUARDED | {"action": "rollback", "patience": 3}
-    config = make_config(tmp_path, learner={"steps": 7}, guards=guards)
+    config = make_config(tmp_path, learner={"steps": 7}, guards=ROLLBACK | {"patience": 3})
     with pytest.raises(SystemExit):
-        run(config, Ended(), tmp_path)
+        run(config, Ended(10), tmp_path)
     assert checkpoints(tmp_path) == [2, 4]
-    loaded = [version for version, _ in run(config, Collapsing(), tmp_path).loaded]
-    assert loaded == [4, 5, 6, 2, 3, 4, 5, 6, 7]
+    assert versions(config, Collapsing(), tmp_path) == [4, 5, 6, 2, 3, 4, 5, 6, 7]
 
 
 def test_guard_stops_the_run_with_state_saved(tmp_path, capsys):
@@ -143,12 +145,11 @@ class Breaking(ScriptedRollouts):
 @pytest.mark.medium
 @pytest.mark.parametrize("action", ["log", "stop"])
 def test_diverged_parameters_end_the_run_unsaved(tmp_path, action):
-    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1e38, warmup_steps=1)
-    config = make_config(tmp_path, learner={"optimizer": optimizer}, guards={"action": action})
-    config = replace(config, checkpoint=replace(config.checkpoint, every=1))
+    rule = replace(make_config(tmp_path).learner.optimizer, lr=1e38, warmup_steps=1)
+    sections = {"learner": {"optimizer": rule}, "guards": {"action": action}, "checkpoint": {"every": 1}}
     rollouts = ScriptedRollouts()
     with pytest.raises(UserError, match="step 2 diverged .* not saved: .* step 1"):
-        run(config, rollouts, tmp_path)
+        run(make_config(tmp_path, **sections), rollouts, tmp_path)
     assert checkpoints(tmp_path) == [1]
     assert [version for version, _ in rollouts.loaded] == [0, 1]  # no worker gets what is not finite
     assert [(row["actor/finite"], row["guard/numbers"]) for row in rows(tmp_path)] == [(1, 0), (0, 1)]
@@ -159,7 +160,7 @@ BREAKING = {"loss": {"importance_cap": 2.0}, "learner": {"steps": 7, "row_length
 
 def test_run_without_finite_updates_ends(tmp_path, capsys):
     config = make_config(tmp_path / "a", checkpoint={"every": 1, "keep": 9}, **BREAKING)
-    with pytest.raises(UserError, match="step 5 diverged .* the newest checkpoint is that of step 2"):
+    with pytest.raises(UserError, match="step 5 diverged .* the newest checkpoint is of step 2"):
         run(config, Breaking(range(4, 14)), tmp_path / "a")
     assert checkpoints(tmp_path / "a") == [1, 2]
     assert [row["guard/numbers"] for row in rows(tmp_path / "a")] == [0, 0, 1, 1, 1]
@@ -172,12 +173,10 @@ def test_run_without_finite_updates_ends(tmp_path, capsys):
 @pytest.mark.medium
 def test_nonfinite_updates_trigger_rollback(tmp_path):
     guards = {"action": "rollback", "max_sampled_perplexity": None}  # which the scripted tokens exceed
-    rollouts = run(
-        make_config(tmp_path / "a", guards=guards, **BREAKING), Breaking(range(4, 14)), tmp_path / "a"
-    )
-    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]
+    config = make_config(tmp_path / "a", guards=guards, **BREAKING)
+    assert versions(config, Breaking(range(4, 14)), tmp_path / "a") == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]
     assert [row["guard/numbers"] for row in rows(tmp_path / "a")] == [0] * 7
-    config = make_config(tmp_path / "b", checkpoint={"every": 5}, guards=GUARDED | {"action": "rollback"})
+    config = make_config(tmp_path / "b", checkpoint={"every": 5}, guards=ROLLBACK)
     with pytest.raises(UserError, match="no checkpoint is as old as the last good step 3"):
         run(config, Collapsing(), tmp_path / "b")
 

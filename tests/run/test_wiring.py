@@ -13,7 +13,7 @@ from tiny_policy import Letters
 from trainer_rig import make_config, make_model
 
 from calibadv_jax.config import LoraConfig
-from calibadv_jax.hosts.exchange import Hosts
+from calibadv_jax.hosts.exchange import ALONE, Hosts
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten
@@ -67,37 +67,33 @@ def opened(monkeypatch):
         yield events
 
 
-def test_embedded_sampler_starts_no_workers(tmp_path, model, opened):
-    config = make_config(tmp_path, rollout={"max_length": 16}, sampler={"slots": 3})
-    with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots") as rollouts:
-        sampler = rollouts.context.sampler
-        assert isinstance(sampler, JaxSampler) and (sampler.max_length, sampler.config.slots) == (16, 3)
-        assert sampler.stops.end_ids == {3}
-        assert rollouts.seed == config.run.seed and rollouts.context.rollout == config.rollout
-        assert rollouts.context.tokenizer is model.tokenizer
-    assert opened == [("retriever", config.retriever, tmp_path / "retriever.log"), "retriever closed"]
-
-
 class OneOfTwo(Hosts):
     """As the second of two processes."""
 
     index, count = 1, 2
 
 
-def test_processes_share_slots_and_concurrency(tmp_path, model, opened):
+@pytest.mark.parametrize(("hosts", "slots", "concurrency"), [(ALONE, 3, 5), (OneOfTwo(), 2, 3)])
+def test_embedded_sampler_has_the_share_of_its_process(tmp_path, model, opened, hosts, slots, concurrency):
+    """And no workers; in one of several processes it copies the parameters in the compute precision."""
     rollout = {"max_length": 16, "max_concurrency": 5}
-    config = make_config(
-        tmp_path, rollout=rollout, sampler={"slots": 3}, policy={"compute_dtype": "bfloat16"}
-    )
+    policy = {"compute_dtype": "bfloat16"}
+    config = make_config(tmp_path, rollout=rollout, sampler={"slots": 3}, policy=policy)
     health, places = [], (tmp_path / "policy", tmp_path / "snapshots")
-    with wiring.open_rollouts(config, model, *places, health.append, OneOfTwo()) as rollouts:
-        sampler = rollouts.context.sampler
-        assert (sampler.config.slots, rollouts.context.rollout.max_concurrency) == (2, 3)
+    with wiring.open_rollouts(config, model, *places, health.append, hosts) as rollouts:
+        sampler, context = rollouts.context.sampler, rollouts.context
+        assert isinstance(sampler, JaxSampler) and (sampler.max_length, sampler.config.slots) == (16, slots)
+        assert context.rollout == replace(config.rollout, max_concurrency=concurrency)
+        assert (sampler.stops.end_ids, rollouts.seed) == ({3}, config.run.seed)
+        assert context.tokenizer is model.tokenizer
         params = jax.jit(model.policy.init)(jax.random.key(0))
-        copied = rollouts.publish(0, params)
-        assert all(leaf.dtype == model.policy.numerics.compute_dtype for leaf in jax.tree.leaves(copied))
-        jax.tree.map(np.testing.assert_array_equal, copied, params)
+        published = rollouts.publish(0, params)
+        assert (published is params) == (hosts is ALONE)
+        jax.tree.map(np.testing.assert_array_equal, published, params)
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(published)}
+        assert hosts is ALONE or dtypes == {model.policy.numerics.compute_dtype}
     assert health == [{"status": "ready"}]
+    assert opened == [("retriever", config.retriever, tmp_path / "retriever.log"), "retriever closed"]
 
 
 @pytest.mark.parametrize("shares", [True, False])
