@@ -48,9 +48,9 @@ def enter_run_folder(
 ) -> Path:
     """Return the run's folder, with this start's ``configs/N.yaml``, and the policy's config and tokenizer.
 
-    Everything is checked before anything is written, or fetched from the `mirror`, whose configs and inputs are
-    here already. `config` lacks the addresses of services that this start itself began. Raises UserError if the
-    folder holds another experiment, must not be resumed, or cannot be written.
+    Everything is checked before anything is written, or fetched from the `mirror`, whose configs and inputs
+    are here already. `config` lacks the addresses of services that this start itself began. Raises UserError
+    if the folder holds another experiment, must not be resumed, or cannot be written.
     """
     folder = Path(config.run.dir)
     identity = run_identity(config, model, questions)

@@ -350,26 +350,3 @@ def test_separate_run_folders_are_refused(run_all, tmp_path, is_one):
         assert isinstance(second, UserError) and f"run.dir={folders[1]}: process 1 (" in str(second)
         assert "process 1 (" in str(first) and str(second) in str(first)
     assert [path for folder in folders for path in folder.iterdir()] == []
-
-
-@pytest.mark.parametrize("lengths", [(5, 3 * exchange.INLINE), (3 * exchange.INLINE, 2 * exchange.INLINE, 1)])
-def test_long_values_arrive_whole_beside_shorter_values(run_all, monkeypatch, lengths):
-    rows, barrier = {}, threading.Barrier(len(lengths))
-
-    def gather(padded):
-        """As JAX' own: rows of one length, in the order of the processes."""
-        rows[local.index] = padded
-        barrier.wait(10)
-        gathered = np.stack([rows[index] for index in range(len(lengths))])
-        barrier.wait(10)
-        return gathered
-
-    local = threading.local()
-    monkeypatch.setattr(exchange.multihost_utils, "process_allgather", gather)
-    values = [bytes([index]) * length for index, length in enumerate(lengths)]
-
-    def work(hosts):
-        local.index = hosts.index
-        return hosts.exchange("groups", values[hosts.index])
-
-    assert [value for value, _ in run_all(work, len(lengths))] == [values] * len(lengths)

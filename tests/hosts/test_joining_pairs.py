@@ -46,7 +46,7 @@ def work(name, index, port):
             if index == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             multihost_utils.process_allgather(np.zeros(9))
-        values = hosts.exchange("values", np.full(5000 * (1 + index), index))
+        values = hosts.exchange("values", np.full(5 + 9995 * index, index))  # a short and a long one
         sys.stderr.write(f"{hosts.count} of {[(len(each), int(each.sum())) for each in values]}")
 
 places, statuses = {}, {}
@@ -61,7 +61,7 @@ while places:
     statuses[places.pop(pid)] = os.waitstatus_to_exitcode(status)
 print(json.dumps(statuses))
 """
-BOTH = "2 of [(5000, 0), (10000, 10000)]"
+BOTH = "2 of [(5, 0), (10000, 10000)]"
 AGAIN = "start all processes again"
 LOST = "error: process 1 (HOST) is lost: no sign of life for"
 ENDS = {  # of each process: its status, and the end of what it says
@@ -76,7 +76,7 @@ ENDS = {  # of each process: its status, and the end of what it says
     "first": [(2, "error: run.dir=x"), (2, "process 0 (HOST) has ended: run.dir=x")],
     "signal": [(75, "error: process 1 ended before all had started"), (143, "stopped")],
     "kill": [(75, LOST), (-9, ""), (75, LOST)],
-    "slurm": [(0, "1 of [(5000, 0)]")],
+    "slurm": [(0, "1 of [(5, 0)]")],
     "undetected": [(75, "could not join the job's processes (auto)")],
 }
 

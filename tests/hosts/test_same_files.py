@@ -5,9 +5,8 @@ from run_folder_rig import CALCULATOR, QUESTIONS, StandInModel, another_calculat
 
 from calibadv_jax.config import load_config
 from calibadv_jax.hosts.exchange import Hosts
-from calibadv_jax.run.fingerprints import check_same
+from calibadv_jax.run.fingerprints import ADAPTERS, JUDGE, REFERENCE, TOOLS, check_same
 
-WEIGHTS, ADAPTERS = "set of weights in policy.path", "set of adapters in policy.lora.init_from"
 CHECKPOINT = "newest checkpoint in run.dir"
 
 
@@ -42,12 +41,12 @@ def hashes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"prompt": "Judge mildly."}, "file reward.judge.prompt"),
-        ({"scale": 2.0}, WEIGHTS),
+        ({"prompt": "Judge mildly."}, JUDGE),
+        ({"scale": 2.0}, REFERENCE),
         ({"adapters": 2.0}, ADAPTERS),
-        ({"purpose": "guess a number"}, "set of actions (key tools)"),
-        ({"questions": QUESTIONS[:1]}, "data.train"),
-        ({"hidden_size": 8}, "policy or tokenizer"),
+        ({"purpose": "guess a number"}, TOOLS),
+        ({"questions": QUESTIONS[:1]}, "data.content"),
+        ({"hidden_size": 8}, "policy.config"),
     ],
 )
 def test_another_copy_of_one_file_shows(hashes, tmp_path, change, name):
@@ -65,6 +64,6 @@ def test_only_weights_that_are_read_are_compared(hashes, tmp_path):
     (tmp_path / "run/checkpoints/3").mkdir(parents=True)
     after = hashes()
     assert (before[CHECKPOINT], after[CHECKPOINT]) == (None, 3)
-    assert before.keys() - after.keys() == {WEIGHTS} and adapted.keys() - before.keys() == {ADAPTERS}
+    assert before.keys() - after.keys() == {REFERENCE} and adapted.keys() - before.keys() == {ADAPTERS}
     assert hashes(*begun).keys() == before.keys()
     assert hashes(*begun, "loss.kl_coef=0.1").keys() == adapted.keys()

@@ -55,6 +55,20 @@ def ok(body):
     return 200, good(body)
 
 
+def search_all(url, *searches, **config):
+    """Searches at the same time on one loop; the documents or the error of each."""
+
+    async def ask(client):
+        return await asyncio.gather(*map(client.search, searches), return_exceptions=True)
+
+    with client_of(url, **{"timeout": 2.0, "patience": 5.0} | config) as (client, run):
+        return run(ask(client))
+
+
+def ids(results):
+    return [[documents[0].id for documents in result] for result in results]
+
+
 def test_query_that_comes_whenever_is_answered(server):
     url, replies, _ = server
     replies.append(ok)
@@ -84,19 +98,32 @@ def test_documents_are_parsed(server):
     assert requests[1:] == [{"queries": ["c"], "return_scores": True} | depths]
 
 
-def test_concurrent_searches_share_a_request(server):
+@pytest.mark.parametrize(
+    ("searches", "limit", "sent"),
+    [
+        ([1] * 50, 256, [50]),
+        ([1, 1, 1, 1], 4, [4]),
+        ([2, 2, 1], 4, [4, 1]),
+        ([3, 2, 2], 4, [3, 4]),
+        ([4, 1], 4, [4, 1]),
+        ([5, 1], 4, [5, 1]),  # one search is never divided
+    ],
+)
+def test_concurrent_searches_share_a_request(server, monkeypatch, searches, limit, sent):
+    monkeypatch.setattr(retriever_client, "MAX_BATCH", limit)
     url, replies, requests = server
     replies.append(ok)
-    client, queries = RetrieverClient(RetrieverConfig(), url), list(map(str, range(50)))
+    client = RetrieverClient(RetrieverConfig(), url)
+    queries = [[f"{number} {n}" for n in range(count)] for number, count in enumerate(searches)]
 
-    async def many():
-        results = await asyncio.gather(*(client.search([query]) for query in queries))
+    async def ask():
+        results = await asyncio.gather(*map(client.search, queries))
         await client.close()
-        return [result[0][0].id for result in results]
+        return ids(results)
 
     for _ in range(2):  # a second event loop: nothing may be bound to the first
-        assert asyncio.run(many()) == queries
-    assert len(requests) == 2
+        assert asyncio.run(ask()) == queries
+    assert [len(body["queries"]) for body in requests] == 2 * sent
 
 
 BAD = {
@@ -121,23 +148,12 @@ def test_bad_replies_fail_their_query_only(server, bad):
     assert search(url, ["a"])[0][0].id == "a"
     replies[:] = [lambda body: bad(body) if "bad" in body["queries"] else ok(body)]
     requests.clear()
-    documents, failed = search_all(url, "good", "bad")
-    assert documents[0].id == "good" and type(failed) is RequestFailed
+    good, failed = search_all(url, ["good"], ["bad"])
+    assert ids([good]) == [["good"]] and type(failed) is RequestFailed
     assert str(failed).startswith(f"retriever {url}: no usable answer in 3 attempts (")
     assert "\n" not in str(failed) and failed.service == "retriever"
     assert [body["queries"] for body in requests].count(["bad"]) == 3
     assert len(requests) == 5  # together, and then alone
-
-
-def search_all(url, *queries):
-    """One search a query, at the same time; documents or errors."""
-
-    async def ask(client):
-        return await asyncio.gather(*(client.search([query]) for query in queries), return_exceptions=True)
-
-    with client_of(url, timeout=2.0, patience=5.0) as (client, run):
-        results = run(ask(client))
-    return [result if isinstance(result, Exception) else result[0] for result in results]
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -145,14 +161,13 @@ def test_refused_query_fails_no_other(server, status):
     url, replies, requests = server
     refusal = status, {"error": "too long"}
     replies.append(lambda body: refusal if len(max(body["queries"], key=len)) > 9 else ok(body))
-    documents, refused = search_all(url, "good", "x" * 100)
-    assert documents[0].id == "good"
-    assert isinstance(refused, QueryRefused) and f'status {status}: \'{{"error": "too long' in str(refused)
-    assert [body["queries"] for body in requests].count(["x" * 100]) == 1
-    requests.clear()
-    queries = [f"q{number}" if number % 50 else "x" * (10 + number) for number in range(200)]
-    for query, result in zip(queries, search_all(url, *queries), strict=True):
-        assert isinstance(result, QueryRefused) if len(query) > 9 else result[0].id == query
+    queries = [f"q{number}" if number % 50 else "x" * (10 + number) for number in range(1, 200)]
+    for query, result in zip(queries, search_all(url, *([query] for query in queries)), strict=True):
+        if len(query) > 9:
+            assert isinstance(result, QueryRefused) and f'status {status}: \'{{"error": "too' in str(result)
+            assert [body["queries"] for body in requests].count([query]) == 1
+        else:
+            assert ids([result]) == [[query]]
     assert len(requests) < 60  # by halves, not one by one
 
 
@@ -225,31 +240,6 @@ def test_cancelled_search_leaves_the_request_to_others(server):
     assert [body["queries"] for body in requests] == [["a", "b"]]
 
 
-@pytest.mark.parametrize(
-    ("searches", "sent"),
-    [
-        ([1, 1, 1, 1], [4]),
-        ([2, 2, 1], [4, 1]),
-        ([3, 2, 2], [3, 4]),
-        ([4, 1], [4, 1]),
-        ([5, 1], [5, 1]),  # one search is never divided
-    ],
-)
-def test_requests_hold_at_most_max_batch_queries(server, monkeypatch, searches, sent):
-    monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
-    url, replies, requests = server
-    replies.append(ok)
-    queries = [[f"{number} {n}" for n in range(count)] for number, count in enumerate(searches)]
-
-    async def ask(client):
-        replies = await asyncio.gather(*map(client.search, queries))
-        return [[documents[0].id for documents in reply] for reply in replies]
-
-    with client_of(url, timeout=2.0) as (client, run):
-        assert run(ask(client)) == queries
-    assert [len(body["queries"]) for body in requests] == sent
-
-
 def test_refusal_after_an_answer_asks_no_probe(server):
     url, replies, requests = server
     replies.append(lambda body: (422, {"error": "no"}) if "bad" in body["queries"] else ok(body))
@@ -291,11 +281,10 @@ def test_service_that_fails_for_a_while_is_waited_for(server, status):
 def test_query_that_breaks_a_service_fails_alone(server, count):
     url, replies, requests = server
     replies.append(lambda body: (500, b"oops") if "bad" in body["queries"] else ok(body))
-    queries = [f"q{number}" for number in range(count - 1)] + ["bad"]
-    *good, bad = search_all(url, *queries)
-    assert [documents[0].id for documents in good] == queries[:-1]
+    queries = [[f"q{number}"] for number in range(count - 1)]
+    *good, bad = search_all(url, *queries, ["bad"])
+    assert ids(good) == queries and len(requests) < 40
     assert isinstance(bad, RequestFailed) and "no usable answer in 3 attempts (status 500" in str(bad)
-    assert len(requests) < 40
 
 
 @pytest.mark.parametrize(
