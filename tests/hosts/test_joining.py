@@ -1,13 +1,22 @@
-"""Where a process learns that it is one of several, and what is refused."""
+"""How processes learn of each other, wait for each other, join and end: alone, in threads, in processes."""
 
-from contextlib import nullcontext
+import json
+import socket
+import struct
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
+import hosts_rig
 import jax
 import pytest
 
 from calibadv_jax.config import Config, DistributedConfig, SamplerConfig
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
+from calibadv_jax.hosts import joining
 from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.hosts.joining import KEYS, _check, alone, describe_processes, joined, own_workers
 
@@ -101,3 +110,231 @@ def test_services_must_fit_several_processes(machines, section, keys, message):
     if section == "sampler" and message:
         with pytest.raises(UserError, match=message):
             describe_processes(replace(config, distributed=DistributedConfig(**PAIR)))
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(joining, "PERIOD", 0.1)
+    monkeypatch.setattr(joining, "PATIENCE", 4)
+
+
+def outcomes(*processes, timeout=10.0):
+    """The warnings and the error of `meet` in processes of (index, count) that start together."""
+    address = f"127.0.0.1:{hosts_rig.free_port()}"
+
+    def start(process):
+        (index, count), lines, failure = process, [], None
+        try:
+            joining.meet(address, count, index, timeout, lines.append)
+        except UserError as error:
+            failure = error
+        return lines, failure
+
+    with ThreadPoolExecutor(len(processes)) as threads:
+        return list(threads.map(start, processes))
+
+
+def test_processes_that_all_start_go_on():
+    assert outcomes((0, 3), (1, 3), (2, 3)) == [([], None)] * 3
+
+
+def test_missing_processes_are_named():
+    (lines, error), (_, other) = outcomes((0, 4), (2, 4), timeout=0.3)
+    assert len(lines) == 1 and lines[0].startswith("waiting for processes 1, 3 since")
+    assert str(error).startswith("processes 1, 3 did not start within") and exit_status(error) == 75
+    assert isinstance(other, EnvironmentFailure) and "another process" in str(other) or "1, 3" in str(other)
+    [(lines, error)] = outcomes((1, 2), timeout=0.1)
+    assert lines[0].startswith("waiting for process 0 (127.0.0.1:") and exit_status(error) == 75
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [
+        ([(0, 3), (1, 3), (1, 3)], "two processes are number 1"),
+        ([(0, 3), (1, 2)], "num_processes is 2 in process 1 and 3 in process 0"),
+    ],
+)
+def test_processes_that_disagree_are_refused(processes, message):
+    (_, error), *others = outcomes(*processes)
+    assert message in str(error) and exit_status(error) == 2
+    # Who waits already hears why.
+    heard = [str(other).startswith(f"process 0 has ended: {error}") for _, other in others]
+    assert any(heard) == (len(processes) == 3) and all(exit_status(other) == 75 for _, other in others)
+
+
+FOREIGN = [b"GET / HTTP/1.1\n", b"calibadv\n", b"calibadv 1 3 3\n", b"calibadv one 3\n", b"other 1 3\n", b""]
+
+
+@pytest.mark.parametrize(
+    ("texts", "error", "words"),
+    [
+        ([b"calibadv 1 3\n"], EnvironmentFailure, "process 1 ended before all had started"),
+        ([b"calibadv 0 3\n"], UserError, "two processes are number 0"),  # as on another machine
+        (FOREIGN, None, ""),  # left alone
+    ],
+)
+def test_process_0_judges_connections_that_end(texts, error, words):
+    port = hosts_rig.free_port()
+
+    def meet(index):
+        return joining.meet(f"127.0.0.1:{port}", 3, index, 10.0, print)
+
+    def connect(text):
+        while True:
+            with (
+                suppress(ConnectionRefusedError),
+                socket.create_connection(("127.0.0.1", port)) as connection,
+            ):
+                return connection.sendall(text)
+
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(meet, 0)
+        for text in texts:
+            connect(text)
+        if error:
+            with pytest.raises(error, match=words):
+                first.result()
+        else:
+            others = [threads.submit(meet, index) for index in (1, 2)]
+            assert [process.result() for process in (first, *others)] == [None] * 3
+
+
+RESET = None  # the connection ends as that of a killed process
+EARLY = "ended before all had started"
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([b"go", b"\n"], ""),
+        ([b"process 0 has ended: no room\n"], "^process 0 has ended: no room$"),
+        ([b"HTTP/1.1 400 Bad Request\n"], EARLY),
+        ([], EARLY),
+        ([b"go", RESET], EARLY),
+    ],
+    ids=str,
+)
+def test_answer_of_process_0_is_read_whole(parts, words):
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        other = threads.submit(joining.meet, address, 3, 2, 10.0, print)
+        with server.accept()[0] as connection:
+            assert connection.recv(99) == b"calibadv 2 3\n"
+            for part in parts:
+                time.sleep(0.05)
+                if part is RESET:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                else:
+                    connection.sendall(part)
+        with pytest.raises(EnvironmentFailure, match=words) if words else nullcontext():
+            other.result()
+
+
+def test_port_in_use_is_an_environment_failure():
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(EnvironmentFailure, match=f"port {port} cannot be opened"):
+            joining.meet(f"127.0.0.1:{port}", 2, 0, 1.0, print)
+    with pytest.raises(UserError, match="names no port"):
+        joining.meet("host", 2, 0, 1.0, print)
+
+
+# The imports take longest: every process is a fork of one program, before it has a device.
+PROGRAM = """
+import json, os, signal, sys, threading
+import jax, numpy as np
+from jax.experimental import multihost_utils
+from calibadv_jax.cli import end
+from calibadv_jax.config import Config, DistributedConfig, RunConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.hosts import joining, watch
+
+watch.PERIOD, watch.LAST_WORDS, joining.MARGIN = 0.1, 0.5, 2.0
+SLURM = {"STEP_NODELIST": "127.0.0.1", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "JOB_ID": "1"}
+
+def refuse():
+    raise UserError("run.dir=x holds another experiment")
+
+def work(name, index, port):
+    count = 3 if name in ("signal", "kill") else 2  # "signal": of which the last one never comes
+    place = {"coordinator_address": f"127.0.0.1:{port}", "num_processes": count, "process_id": index}
+    if name == "signal" and index:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    if name in ("slurm", "undetected"):
+        place = {"coordinator_address": "auto"}
+    if name == "slurm":
+        os.environ |= {f"SLURM_{key}": value for key, value in SLURM.items()}
+    jax.config.update("jax_num_cpu_devices", 1 + index * (name == "devices"))
+    section = DistributedConfig(**place, timeout=5.0)
+    with joining.joined(Config(distributed=section, run=RunConfig(seed=index * (name == "config")))) as hosts:
+        if name == "fault" and index:
+            raise ValueError("a fault")
+        if name == "disk" and index:
+            raise OSError(28, "No space left on device", "metrics.jsonl")
+        if name == "first":
+            hosts.first("folder", refuse)
+        if name == "kill":  # while the others wait for it in a program of all devices
+            if index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            multihost_utils.process_allgather(np.zeros(9))
+        values = hosts.exchange("values", np.full(5 + 9995 * index, index))  # a short and a long one
+        sys.stderr.write(f"{hosts.count} of {[(len(each), int(each.sum())) for each in values]}")
+
+places, statuses = {}, {}
+for name, index, port, path in json.loads(sys.argv[1]):
+    if pid := os.fork():
+        places[pid] = path
+    else:
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), 2)
+        end(lambda: work(name, index, port))
+while places:
+    pid, status = os.wait()
+    statuses[places.pop(pid)] = os.waitstatus_to_exitcode(status)
+print(json.dumps(statuses))
+"""
+BOTH = "2 of [(5, 0), (10000, 10000)]"
+AGAIN = "start all processes again"
+LOST = "error: process 1 (HOST) is lost: no sign of life for"
+ENDS = {  # of each process: its status, and the end of what it says
+    "agree": [(0, BOTH), (0, BOTH)],
+    "config": [
+        (2, "process 1 (HOST) has another section 'run' in its config than process 0 (HOST): start"),
+        (2, "process 0 (HOST) has another section 'run' in its config than process 1 (HOST): start"),
+    ],
+    "devices": [(2, "the processes have [1, 2] devices")] * 2,
+    "fault": [(75, f"process 1 (HOST) has ended: ValueError a fault; {AGAIN}"), (1, "ValueError: a fault")],
+    "disk": [(75, "process 1 (HOST) has ended: OSError"), (75, "error: metrics.jsonl: No space left")],
+    "first": [(2, "error: run.dir=x"), (2, "process 0 (HOST) has ended: run.dir=x")],
+    "signal": [(75, "error: process 1 ended before all had started"), (143, "stopped")],
+    "kill": [(75, LOST), (-9, ""), (75, LOST)],
+    "slurm": [(0, "1 of [(5, 0)]")],
+    "undetected": [(75, "could not join the job's processes (auto)")],
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Status and standard error of each process of ENDS, by its name and number."""
+    folder = tmp_path_factory.mktemp("pairs")
+    starts = []
+    for name, expected in ENDS.items():
+        port = hosts_rig.free_port()
+        starts += [(name, index, port, str(folder / f"{name}{index}")) for index in range(len(expected))]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(starts)],
+        cwd=hosts_rig.ROOT,
+        env=hosts_rig.environment(1),
+        text=True,
+        capture_output=True,
+        timeout=100,
+    )
+    statuses = json.loads(done.stdout.splitlines()[-1])
+    return {path.name: (statuses[str(path)], path.read_text()) for path in folder.iterdir()}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ENDS)
+def test_processes_end_together_with_their_status(ended, name):
+    for index, (status, words) in enumerate(ENDS[name]):
+        actual, errors = ended[f"{name}{index}"]
+        assert actual == status and words in errors.replace(f"({socket.gethostname()})", "(HOST)"), errors

@@ -1,4 +1,4 @@
-"""What a start may change of a run, what it reports, and that nothing is written before it is checked."""
+"""What a start may change of a run, what it reports and compares, and that checks come before any write."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ import yaml
 from run_folder_rig import (
     CALCULATOR,
     QUESTIONS,
+    StandInModel,
     another_calculator,
     contents,
     make_run,
@@ -20,7 +21,9 @@ from run_folder_rig import (
 
 from calibadv_jax.config import CheckpointConfig, Config, dump_config, load_config
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.run.fingerprints import ADAPTERS, JUDGE, REFERENCE, TOOLS, check_same
 from calibadv_jax.run.folder import SERVICE_FILE, check_cold_start, check_service
 from calibadv_jax.snapshots.mirror import open_mirror
 from examples.own_tool import Calculator
@@ -286,7 +289,7 @@ def test_policy_init_is_ignored_with_policy_path(run):
 
 
 KL, LORA, PATH = "loss.kl_coef=0.1", "policy.lora.rank=2", "policy.path={}/hf"
-JUDGE = "reward.judge={{url: 'http://127.0.0.1:1/v1', model: m, prompt: {}/prompt.txt}}"
+JUDGED = "reward.judge={{url: 'http://127.0.0.1:1/v1', model: m, prompt: {}/prompt.txt}}"
 WHENCE = [QUESTIONS[0], replace(QUESTIONS[1], text="Whence?")]
 
 
@@ -299,7 +302,7 @@ WHENCE = [QUESTIONS[0], replace(QUESTIONS[1], text="Whence?")]
         ([PATH, KL], {"scale": 2.0}, "policy.weights"),
         ([PATH, LORA], {"scale": 2.0}, "policy.weights"),
         ([PATH, LORA, KL, "policy.lora.init_from={}"], {"adapters": 2.0}, "policy.adapters"),
-        ([JUDGE], {"prompt": "Judge mildly."}, "reward.judge.content"),
+        ([JUDGED], {"prompt": "Judge mildly."}, "reward.judge.content"),
         ([CALCULATOR], {"purpose": "guess a number"}, "tools.content"),
         ([CALCULATOR], {"may_be_empty": True}, "tools.content"),
     ],
@@ -440,3 +443,65 @@ def test_trained_steps_count_without_a_checkpoint(tmp_path, file):
     (tmp_path / file).write_text('{"step": 1}\n')
     with pytest.raises(UserError, match="another index than at the last start"):
         check_service(Config(), tmp_path, FIRST | C2)
+
+
+CHECKPOINT = "newest checkpoint in run.dir"
+
+
+class Noting(Hosts):
+    """Notes the values that a process compares with those of the others."""
+
+    def __init__(self):
+        self.values = {}
+
+    def same(self, name, value):
+        self.values[name] = value()
+
+
+@pytest.fixture
+def hashes(tmp_path, monkeypatch):
+    """Returns the compared values of a process whose copies of the files have a change."""
+    (tmp_path / "config.yaml").write_text("{}")
+
+    places = [f"policy.path={tmp_path}/hf", f"run.dir={tmp_path}/run"]
+    places += [f"reward.judge.prompt={tmp_path}/prompt.txt"]
+
+    def values(*keys, purpose="calculate", questions=QUESTIONS, hidden_size=4, **files):
+        write_inputs(tmp_path, **files)
+        another_calculator(monkeypatch, purpose)
+        model, hosts = StandInModel(tmp_path / "tokenizer", hidden_size=hidden_size), Noting()
+        check_same(load_config(tmp_path / "config.yaml", [*places, *keys]), model, questions, hosts)
+        return hosts.values
+
+    return values
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"prompt": "Judge mildly."}, JUDGE),
+        ({"scale": 2.0}, REFERENCE),
+        ({"adapters": 2.0}, ADAPTERS),
+        ({"purpose": "guess a number"}, TOOLS),
+        ({"questions": QUESTIONS[:1]}, "data.content"),
+        ({"hidden_size": 8}, "policy.config"),
+    ],
+)
+def test_another_copy_of_one_file_shows(hashes, tmp_path, change, name):
+    keys = [CALCULATOR, "policy.lora.rank=2", f"policy.lora.init_from={tmp_path}"]
+    ours = hashes(*keys)
+    assert ours == hashes(*keys)
+    other = hashes(*keys, **change)
+    assert [key for key in ours if ours[key] != other[key]] == [name]
+
+
+def test_only_weights_that_are_read_are_compared(hashes, tmp_path):
+    """A checkpoint lacks the adapters' base; with a KL term the first adapters are the reference."""
+    begun = ["policy.lora.rank=2", f"policy.lora.init_from={tmp_path}"]
+    before, adapted = hashes(), hashes(*begun)
+    (tmp_path / "run/checkpoints/3").mkdir(parents=True)
+    after = hashes()
+    assert (before[CHECKPOINT], after[CHECKPOINT]) == (None, 3)
+    assert before.keys() - after.keys() == {REFERENCE} and adapted.keys() - before.keys() == {ADAPTERS}
+    assert hashes(*begun).keys() == before.keys()
+    assert hashes(*begun, "loss.kl_coef=0.1").keys() == adapted.keys()
