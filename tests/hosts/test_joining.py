@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import hosts_rig
 import jax
@@ -242,11 +243,12 @@ def test_port_in_use_is_an_environment_failure():
 # The imports take longest: every process is a fork of one program, before it has a device.
 PROGRAM = """
 import json, os, signal, sys, threading
+from pathlib import Path
 import jax, numpy as np
 from jax.experimental import multihost_utils
 from calibadv_jax.cli import end
 from calibadv_jax.config import Config, DistributedConfig, RunConfig
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.hosts import joining, watch
 
 watch.PERIOD, watch.LAST_WORDS, joining.MARGIN = 0.1, 0.5, 2.0
@@ -255,8 +257,24 @@ SLURM = {"STEP_NODELIST": "127.0.0.1", "NTASKS": "1", "PROCID": "0", "LOCALID": 
 def refuse():
     raise UserError("run.dir=x holds another experiment")
 
+def save(hosts, name, folder):
+    from calibadv_jax.snapshots.checkpoint import CheckpointStore
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    whole = np.random.default_rng(0).random((hosts.count, 80_000), np.float32)
+    state = {"params": jax.make_array_from_callback(whole.shape, sharding, lambda at: whole[at])}
+    store = CheckpointStore(Path(folder) / "checkpoints", 9, name == "asynchronous", hosts.save_barrier())
+    for step in range(1, 9):
+        if (name, hosts.index, step) == ("lost", 2, 2):
+            raise EnvironmentFailure("no disk")
+        store.save(step, state, {"step": step})
+        with hosts.barrier("checkpoint"):
+            store.wait()
+    store.close()
+
 def work(name, index, port):
-    count = 3 if name in ("signal", "kill") else 2  # "signal": of which the last one never comes
+    count = 3 if name in ("signal", "kill", "lost") else 2  # "signal": of which the last one never comes
     place = {"coordinator_address": f"127.0.0.1:{port}", "num_processes": count, "process_id": index}
     if name == "signal" and index:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -273,6 +291,8 @@ def work(name, index, port):
             raise OSError(28, "No space left on device", "metrics.jsonl")
         if name == "first":
             hosts.first("folder", refuse)
+        if len(sys.argv) > 2:
+            return save(hosts, name, sys.argv[2])
         if name == "kill":  # while the others wait for it in a program of all devices
             if index == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -312,24 +332,23 @@ ENDS = {  # of each process: its status, and the end of what it says
 }
 
 
+def ends_of(folder, counts, *place):
+    """Status and standard error of each process that a start ends with, by its name and number."""
+    starts = []
+    for name, count in counts.items():
+        port = hosts_rig.free_port()
+        starts += [(name, index, port, str(folder / f"{name}{index}")) for index in range(count)]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(starts), *map(str, place)]
+    options = {"cwd": hosts_rig.ROOT, "env": hosts_rig.environment(1), "text": True, "timeout": 120}
+    done = subprocess.run(command, capture_output=True, **options)
+    statuses = json.loads(done.stdout.splitlines()[-1])
+    names = sorted(statuses)
+    return {Path(name).name: (statuses[name], Path(name).read_text()) for name in names}
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Status and standard error of each process of ENDS, by its name and number."""
-    folder = tmp_path_factory.mktemp("pairs")
-    starts = []
-    for name, expected in ENDS.items():
-        port = hosts_rig.free_port()
-        starts += [(name, index, port, str(folder / f"{name}{index}")) for index in range(len(expected))]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(starts)],
-        cwd=hosts_rig.ROOT,
-        env=hosts_rig.environment(1),
-        text=True,
-        capture_output=True,
-        timeout=100,
-    )
-    statuses = json.loads(done.stdout.splitlines()[-1])
-    return {path.name: (statuses[str(path)], path.read_text()) for path in folder.iterdir()}
+    return ends_of(tmp_path_factory.mktemp("ended"), {name: len(ends) for name, ends in ENDS.items()})
 
 
 @pytest.mark.timeout(120)
@@ -338,3 +357,26 @@ def test_processes_end_together_with_their_status(ended, name):
     for index, (status, words) in enumerate(ENDS[name]):
         actual, errors = ended[f"{name}{index}"]
         assert actual == status and words in errors.replace(f"({socket.gethostname()})", "(HOST)"), errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["asynchronous", "synchronous"])
+def test_full_disk_ends_both_processes(small_disk, tmp_path, name):
+    """With one line each and status 75; the checkpoints before are whole."""
+    for status, errors in ends_of(tmp_path, {name: 2}, small_disk).values():
+        lines = errors.splitlines()
+        assert status == 75 and len(lines) == 1 and lines[0].startswith("error: "), errors
+        assert "No space left on device" in lines[0] or "has ended" in lines[0], errors
+    steps = [path.name for path in (small_disk / "checkpoints").iterdir() if path.name.isdigit()]
+    assert sorted(steps) == [str(step) for step in range(1, len(steps) + 1)] and 0 < len(steps) < 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_lost_process_is_named_by_the_others(tmp_path):
+    """A save without one of three processes fails in JAX; that is no failure of the disk."""
+    *others, last = ends_of(tmp_path, {"lost": 3}, tmp_path / "saved").values()
+    assert last == (75, "error: no disk\n")
+    for status, errors in others:
+        assert status == 75 and errors.startswith("error: process 2 (") and "no disk" in errors, errors
