@@ -12,6 +12,7 @@ import pytest
 from tiny_policy import WIDER
 
 from calibadv_jax.config import Config, LoraConfig, MeshConfig, load_config
+from calibadv_jax.contrib.planning import memory
 from calibadv_jax.contrib.planning.memory import (
     SAMPLING,
     adapter_lines,
@@ -179,41 +180,37 @@ def test_undivided_heads_are_warned_of(heads, tensor, expected):
         assert line.endswith(f"; set mesh.tensor to {sizes} and mesh.fsdp to the rest")
 
 
-def test_too_small_device_is_reported(monkeypatch):
-    config = config_with(mesh={"fsdp": 8})
-    estimated = estimate_memory(config, ARCHITECTURE, {"data": 1, "fsdp": 8, "tensor": 1})
-    needed, memory = peak_memory(estimated), "calibadv_jax.contrib.planning.memory"
-    assert needed < sum(estimated.values())
+@pytest.mark.parametrize(
+    ("platform", "share", "words"),
+    [
+        ("gpu", 1.0, ""),
+        ("gpu", 0.999, r"failed: 0\.0 GiB .*: the device has 0\.0 GiB; raise mesh\.fsdp"),
+        ("gpu", None, "not checked: "),
+        ("tpu", 1.7, ""),
+        ("tpu", 1.5, "warning: .*programs can need 1.6 times the estimate"),
+        ("tpu", 0.999, "failed: "),
+        ("cpu", 1.0, ""),
+        ("cpu", 0.999, r"failed: .*: this host has 0\.0 GiB for 8 devices; choose less"),
+    ],
+)
+def test_too_small_device_is_reported(monkeypatch, platform, share, words):
+    estimated = estimate({"data": 1, "fsdp": 8, "tensor": 1})
+    limit = share and share * peak_memory(estimated)
+    device = SimpleNamespace(platform=platform, memory_stats=lambda: {"bytes_limit": limit})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(memory, "host_memory", lambda: 8 * limit)  # which eight devices share
+    _, *lines = memory_lines(estimated, 8)
+    assert re.match(words, "\n".join(lines)) and len(lines) == bool(words)
+    assert "failed" not in words or "times the estimate" not in lines[0]
 
-    def lines(limit, platform="gpu"):
-        device = SimpleNamespace(platform=platform, memory_stats=lambda: {"bytes_limit": limit})
-        monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        return memory_lines(estimated, 8)
 
-    assert len(lines(needed)) == 1  # update and sampler are not at work together
-    assert re.match(r"failed: 0\.0 GiB .*: the device has 0\.0 GiB; raise mesh\.fsdp", lines(needed - 1)[-1])
-    assert len(lines(1.7 * needed, "tpu")) == 1
-    close = lines(1.5 * needed, "tpu")[-1]
-    assert close.startswith("warning: ") and "programs can need 1.6 times the estimate" in close
-    for platform in ("gpu", "tpu"):
-        assert "times the estimate" not in lines(needed - 1, platform)[-1]
-    assert lines(None)[-1].startswith("not checked: ")
-    monkeypatch.setattr(f"{memory}.host_memory", lambda: 8 * needed)  # which eight devices share
-    assert len(lines(None, "cpu")) == 1
-    monkeypatch.setattr(f"{memory}.host_memory", lambda: 8 * needed - 8)
-    assert re.match(r"failed: .*: this host has 0\.0 GiB for 8 devices; choose less", lines(None, "cpu")[-1])
-
-
-def test_host_memory_respects_container_limit(monkeypatch, tmp_path):
-    physical = host_memory()
-    assert physical > 2**28
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(
-        "calibadv_jax.contrib.planning.memory.CGROUP_LIMITS", (str(tmp_path / "none"), str(limit))
-    )
-    for text, bytes_ in (("max\n", None), ("1048576\n", 2.0**20), ("0\n", None)):
-        limit.write_text(text)
-        assert host_memory() == (bytes_ or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+@pytest.mark.parametrize(("text", "limit"), [("max\n", math.inf), ("1048576\n", 2.0**20), ("0\n", math.inf)])
+def test_host_memory_respects_container_limit(monkeypatch, tmp_path, text, limit):
+    (tmp_path / "memory.max").write_text(text)
+    files = str(tmp_path / "none"), str(tmp_path / "memory.max")
+    monkeypatch.setattr(memory, "CGROUP_LIMITS", files)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert host_memory() == min(physical, limit) > 2**19
 
 
 def test_sizes_of_accelerators_are_warned_of_on_cpu(monkeypatch):
