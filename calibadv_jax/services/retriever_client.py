@@ -59,6 +59,7 @@ class Replica:
     is_busy: bool = False  # with a request of ours
     is_well: bool = True
     is_verified: bool = False  # it has shown its index since it was last away
+    is_named: bool = False  # it names its index with each reply: one without the name is another service's
     other: str = ""  # how its index differs from the agreed index
     check: asyncio.Task[None] | None = None
 
@@ -67,9 +68,7 @@ class Replicas:
     """Services of one index, each with one request under way at a time. For one event loop.
 
     A service that is away, or serves another index than the `agreed` health (None: nothing is compared), gets
-    no further requests until its ``GET /health`` is good; the next one is asked instead. `named` collects the
-    URLs of services that name their index with each reply: from these a reply without the name is another
-    service's. `warn` is called when a service is left out.
+    no further requests until its ``GET /health`` is good. `warn` is called, and the next service is asked.
     """
 
     def __init__(
@@ -77,10 +76,9 @@ class Replicas:
         http: aiohttp.ClientSession,
         urls: Sequence[str],
         agreed: Mapping[str, Any] | None,
-        named: set[str],
         warn: Callable[[str], object],
     ):
-        self._http, self._agreed, self._named, self._warn = http, agreed, named, warn
+        self._http, self._agreed, self._warn = http, agreed, warn
         self._all = [Replica(url, CHECK_PAUSE) for url in urls]  # by last request, the newest at the end
         self._changed = asyncio.Event()
 
@@ -156,10 +154,10 @@ class Replicas:
         if self._agreed is not None:
             agreed, name = self._agreed.get(IDENTITY), reply.headers.get(IDENTITY_HEADER)
             if agreed is not None and name is not None:
-                self._named.add(replica.url)
+                replica.is_named = True
                 other = "" if name == agreed else f"{IDENTITY} {name!r} instead of {agreed!r}"
                 self._note_index(replica, other)
-            elif reply.status == 200 and replica.url in self._named:
+            elif reply.status == 200 and replica.is_named:
                 self._note_index(replica, f"no {IDENTITY_HEADER} instead of {agreed!r}")
             elif not replica.is_verified:
                 self._note_index(replica, self._differs(replica, await ask_health(self._http, replica.url)))
@@ -170,7 +168,7 @@ class Replicas:
     def _differs(self, replica: Replica, state: Mapping[str, Any]) -> str:
         if self._agreed is None:
             return ""
-        if replica.url in self._named and IDENTITY not in state:
+        if replica.is_named and IDENTITY not in state:
             return f"no {IDENTITY} instead of {self._agreed[IDENTITY]!r}"
         return difference(self._agreed, state)
 
@@ -229,13 +227,12 @@ class RetrieverClient:
         self._batch: _Batch | None = None  # still takes queries
         self._has_answered = False
         self._agreed: dict[str, Any] | None = None  # of `health`: searches take documents of that only
-        self._named: set[str] = set()  # of `Replicas`
         self.missing: dict[str, str] = {}  # services that did not answer `health`, and why
 
     def _connect(self) -> tuple[aiohttp.ClientSession, Replicas]:
         self._batch = None
         http = open_session(self.config.timeout, TOKEN_VARIABLE)
-        return http, Replicas(http, self.urls, self._agreed, self._named, self._warn)
+        return http, Replicas(http, self.urls, self._agreed, self._warn)
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         """Return the documents of each query, best first.

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from trainer_rig import (
-    MODEL,
     QUESTIONS,
     ScriptedRollouts,
     checkpoints,
@@ -20,7 +19,6 @@ from trainer_rig import (
     rows,
     run,
     shared_programs,  # noqa: F401
-    write_group,
 )
 
 from calibadv_jax import cli
@@ -88,9 +86,14 @@ class SomeTied(ScriptedRollouts):
 
 
 CALIBRATED = {"name": "calibadv", "base": "gae", "target_ratio": 2.0}
+FALLING = OptimizerConfig(lr=0.05, schedule="cosine", warmup_steps=1)
 RUNS = {  # of four steps: config, rollouts, and the group at which a start of the run is killed
     "critic": (critic_config, ScriptedRollouts, 5),
-    "calibrated": (functools.partial(critic_config, advantage=CALIBRATED), ScriptedRollouts, 5),
+    "calibrated": (
+        functools.partial(critic_config, advantage=CALIBRATED, optimizer=FALLING),
+        ScriptedRollouts,
+        5,
+    ),
     "igpo": (functools.partial(probed_config, advantage={"name": "igpo"}), ScriptedRollouts, 5),
     "tips": (functools.partial(probed_config, advantage={"name": "tips"}, shares=False), ScriptedRollouts, 5),
     "tied": (tied_config, SomeTied, 10),
@@ -182,9 +185,15 @@ def test_critic_metrics_follow_from_the_record(whole):
     assert row["critic/returns/mean"] == pytest.approx(1 / 3)  # lambda 1: the score, at every token
     error = 0.5 * np.mean((values - returns) ** 2)  # before the only update nothing is clipped
     assert row["critic/loss"] == pytest.approx(error, rel=1e-5)
-    calibrated = rows(whole("calibrated")[0])[-1]  # by turn
-    assert calibrated["advantage/answer/ratio_before"] != pytest.approx(2)
-    assert calibrated["advantage/answer/ratio_after"] == pytest.approx(2)
+
+
+def test_calibrated_critic_falls_in_its_rate(whole, tmp_path):
+    calibrated = rows(whole("calibrated")[0])
+    assert calibrated[-1]["advantage/answer/ratio_before"] != pytest.approx(2)
+    assert calibrated[-1]["advantage/answer/ratio_after"] == pytest.approx(2)  # by turn
+    schedule = make_state(RUNS["calibrated"][0](tmp_path), tmp_path).trainer.critic.schedule
+    rates = [float(schedule(update)) for update in range(4)]  # before each update
+    assert [row["critic/lr"] for row in calibrated] == rates and len(set(rates)) == 4
 
 
 def test_checkpoint_holds_critic_and_separable_policy(whole):
@@ -202,22 +211,6 @@ def test_diverged_critic_ends_the_run(tmp_path):
     rate = OptimizerConfig(lr=1e38, schedule="constant")
     with pytest.raises(UserError, match="step 1 diverged"):
         run(critic_config(tmp_path, optimizer=rate), ScriptedRollouts(), tmp_path)
-
-
-def test_critic_rate_is_read_before_the_update(tmp_path, monkeypatch):
-    config = critic_config(tmp_path, optimizer=OptimizerConfig(lr=0.05, schedule="cosine", warmup_steps=1))
-    trained = critic.Critic(config, MODEL, None)
-    trained.state = {"updates": 0, "params": {"w": np.ones(1, np.float32)}}
-
-    def learn(learner, state, *_):
-        return state | {"updates": state["updates"] + 1}, {"critic/loss": 0.5}
-
-    monkeypatch.setattr(critic, "learn_values", learn)
-    group = write_group(0, QUESTIONS[0])
-    for turn in (turn for trajectory in group.trajectories for turn in trajectory.turns):
-        turn.values = np.zeros(len(turn.token_ids), np.float32)
-    rates = [trained.update([group], np.random.default_rng(0))["critic/lr"] for _ in range(3)]
-    assert rates == [float(trained.schedule(update)) for update in range(3)] and len(set(rates)) == 3
 
 
 @pytest.mark.parametrize(

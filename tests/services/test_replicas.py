@@ -187,7 +187,7 @@ def replicas(monkeypatch):
 
     def make(*names, agreed=None):
         urls = [f"http://{name}" for name in names]
-        return retriever_client.Replicas(None, urls, agreed, set(), make.warnings.append)
+        return retriever_client.Replicas(None, urls, agreed, make.warnings.append)
 
     make.answers, make.pauses, make.warnings = [], [], []
     sleep = asyncio.sleep
@@ -254,8 +254,7 @@ def test_refusal_need_not_name_the_index(replicas):
     """A proxy may refuse; an answer without the name is another service's."""
     several = replicas("a", "b", agreed={"identity": "x"})
     replica = several._all[0]
-    several._named.add(replica.url)
-    replica.is_verified = True
+    replica.is_named = replica.is_verified = True
     asyncio.run(several.check(replica, HttpReply(422, b"")))
     with pytest.raises(Unreachable, match="serves another index: no X-Index-Identity instead of 'x'"):
         asyncio.run(several.check(replica, HttpReply(200, b"")))
