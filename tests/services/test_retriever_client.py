@@ -6,6 +6,7 @@ import json
 import re
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from http_rig import Handler, replying, serving
@@ -35,7 +36,7 @@ def good(body):
 
 @pytest.fixture
 def server():
-    """URL, replies (functions that return status and content; the last one stays) and requests."""
+    """Its `replies` are functions that return status and content; the last one stays."""
     replies, requests = [], []
 
     class Planned(Handler):
@@ -48,7 +49,7 @@ def server():
             self.reply(*(replies.pop(0) if len(replies) > 1 else replies[0])(requests[-1]))
 
     with serving(Planned) as url:
-        yield url, replies, requests
+        yield SimpleNamespace(url=url, replies=replies, requests=requests)
 
 
 def ok(body):
@@ -70,8 +71,7 @@ def ids(results):
 
 
 def test_query_that_comes_whenever_is_answered(server):
-    url, replies, _ = server
-    replies.append(ok)
+    server.replies.append(ok)
 
     async def ask(number):
         for turn in range(10):
@@ -82,20 +82,19 @@ def test_query_that_comes_whenever_is_answered(server):
     async def ask_all():
         await asyncio.gather(*map(ask, range(8)))
 
-    with client_of(url, timeout=2.0) as (client, run):
+    with client_of(server, timeout=2.0) as (client, run):
         run(ask_all())
 
 
 def test_documents_are_parsed(server):
-    url, replies, requests = server
-    replies.append(ok)
-    ((document,), _) = search(url, ["a", "b"])
+    server.replies.append(ok)
+    ((document,), _) = search(server, ["a", "b"])
     assert (document.id, document.title, document.text, document.score) == ("a", "T a", "text", 1.5)
-    assert requests == [{"queries": ["a", "b"], "topk": 3, "return_scores": True}]
-    replies[:] = [lambda body: (200, {"result": [[{"document": '"T"\nx', "score": 0.5}]]})]
-    assert search(url, ["c"], **RERANKED)[0][0].title == "T"
+    assert server.requests == [{"queries": ["a", "b"], "topk": 3, "return_scores": True}]
+    server.replies[:] = [lambda body: (200, {"result": [[{"document": '"T"\nx', "score": 0.5}]]})]
+    assert search(server, ["c"], **RERANKED)[0][0].title == "T"
     depths = {"topk_retrieval": 6, "topk_rerank": 2, "not_sort": False}
-    assert requests[1:] == [{"queries": ["c"], "return_scores": True} | depths]
+    assert server.requests[1:] == [{"queries": ["c"], "return_scores": True} | depths]
 
 
 @pytest.mark.parametrize(
@@ -111,9 +110,8 @@ def test_documents_are_parsed(server):
 )
 def test_concurrent_searches_share_a_request(server, monkeypatch, searches, limit, sent):
     monkeypatch.setattr(retriever_client, "MAX_BATCH", limit)
-    url, replies, requests = server
-    replies.append(ok)
-    client = RetrieverClient(RetrieverConfig(), url)
+    server.replies.append(ok)
+    client = RetrieverClient(RetrieverConfig(), server.url)
     queries = [[f"{number} {n}" for n in range(count)] for number, count in enumerate(searches)]
 
     async def ask():
@@ -123,7 +121,7 @@ def test_concurrent_searches_share_a_request(server, monkeypatch, searches, limi
 
     for _ in range(2):  # a second event loop: nothing may be bound to the first
         assert asyncio.run(ask()) == queries
-    assert [len(body["queries"]) for body in requests] == 2 * sent
+    assert [len(body["queries"]) for body in server.requests] == 2 * sent
 
 
 BAD = {
@@ -143,32 +141,30 @@ for score in (b'"high"', b"[1]", b"{}", b"NaN", b"Infinity", b"true", b"1e999", 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_bad_replies_fail_their_query_only(server, bad):
-    url, replies, requests = server
-    replies += [bad, ok]
-    assert search(url, ["a"])[0][0].id == "a"
-    replies[:] = [lambda body: bad(body) if "bad" in body["queries"] else ok(body)]
-    requests.clear()
-    good, failed = search_all(url, ["good"], ["bad"])
+    server.replies += [bad, ok]
+    assert search(server, ["a"])[0][0].id == "a"
+    server.replies[:] = [lambda body: bad(body) if "bad" in body["queries"] else ok(body)]
+    server.requests.clear()
+    good, failed = search_all(server, ["good"], ["bad"])
     assert ids([good]) == [["good"]] and type(failed) is RequestFailed
-    assert str(failed).startswith(f"retriever {url}: no usable answer in 3 attempts (")
+    assert str(failed).startswith(f"retriever {server.url}: no usable answer in 3 attempts (")
     assert "\n" not in str(failed) and failed.service == "retriever"
-    assert [body["queries"] for body in requests].count(["bad"]) == 3
-    assert len(requests) == 5  # together, and then alone
+    assert [body["queries"] for body in server.requests].count(["bad"]) == 3
+    assert len(server.requests) == 5  # together, and then alone
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_refused_query_fails_no_other(server, status):
-    url, replies, requests = server
     refusal = status, {"error": "too long"}
-    replies.append(lambda body: refusal if len(max(body["queries"], key=len)) > 9 else ok(body))
+    server.replies.append(lambda body: refusal if len(max(body["queries"], key=len)) > 9 else ok(body))
     queries = [f"q{number}" if number % 50 else "x" * (10 + number) for number in range(1, 200)]
-    for query, result in zip(queries, search_all(url, *([query] for query in queries)), strict=True):
+    for query, result in zip(queries, search_all(server, *([query] for query in queries)), strict=True):
         if len(query) > 9:
             assert isinstance(result, QueryRefused) and f'status {status}: \'{{"error": "too' in str(result)
-            assert [body["queries"] for body in requests].count([query]) == 1
+            assert [body["queries"] for body in server.requests].count([query]) == 1
         else:
             assert ids([result]) == [[query]]
-    assert len(requests) < 60  # by halves, not one by one
+    assert len(server.requests) < 60  # by halves, not one by one
 
 
 NO_QUERY = {"detail": "field required: query"}
@@ -191,12 +187,11 @@ NO_QUERY = {"detail": "field required: query"}
 )
 def test_service_that_answers_no_query_is_an_error(server, status, content, config, words):
     """A wrong address ends the run at once, an outage costs a trajectory."""
-    url, replies, requests = server
-    replies.append(lambda body: (status, content))
+    server.replies.append(lambda body: (status, content))
     with pytest.raises(UserError, match=words) as caught:
-        search(url, ["a"], patience=0.3, **config)
+        search(server, ["a"], patience=0.3, **config)
     assert type(caught.value) is (RequestFailed if content == b"oops" else UserError)
-    assert len(requests) == 1 or status not in (401, 403, 404, 405)
+    assert len(server.requests) == 1 or status not in (401, 403, 404, 405)
 
 
 def test_nobody_listens():
@@ -225,8 +220,7 @@ def test_child_with_a_token_answers_and_ends(tmp_path, monkeypatch):
 
 
 def test_cancelled_search_leaves_the_request_to_others(server):
-    url, replies, requests = server
-    replies.append(ok)
+    server.replies.append(ok)
 
     async def ask(client):
         first, second = (asyncio.create_task(client.search([query])) for query in "ab")
@@ -235,19 +229,18 @@ def test_cancelled_search_leaves_the_request_to_others(server):
         ((document,),) = await second
         return document.id, first.cancelled()
 
-    with client_of(url, timeout=2.0) as (client, run):
+    with client_of(server, timeout=2.0) as (client, run):
         assert run(ask(client)) == ("b", True)
-    assert [body["queries"] for body in requests] == [["a", "b"]]
+    assert [body["queries"] for body in server.requests] == [["a", "b"]]
 
 
 def test_refusal_after_an_answer_asks_no_probe(server):
-    url, replies, requests = server
-    replies.append(lambda body: (422, {"error": "no"}) if "bad" in body["queries"] else ok(body))
-    with client_of(url, timeout=2.0) as (client, run):
+    server.replies.append(lambda body: (422, {"error": "no"}) if "bad" in body["queries"] else ok(body))
+    with client_of(server, timeout=2.0) as (client, run):
         for query in ("bad", "bad", "good", "bad"):
             with suppress(QueryRefused):
                 run(client.search([query]))
-    sent = [body["queries"][0] for body in requests]
+    sent = [body["queries"][0] for body in server.requests]
     assert sent == ["bad", retriever_client.PROBE, "bad", "good", "bad"]
 
 
@@ -272,18 +265,16 @@ def test_reply_that_trickles_is_given_up():
 
 @pytest.mark.parametrize("status", [429, 500, 503, 507])
 def test_service_that_fails_for_a_while_is_waited_for(server, status):
-    url, replies, requests = server
-    replies.append(lambda body: (status, b"oops") if len(requests) < 8 else ok(body))
-    assert search(url, ["a"], patience=30.0)[0][0].id == "a" and len(requests) >= 8
+    server.replies.append(lambda body: (status, b"oops") if len(server.requests) < 8 else ok(body))
+    assert search(server, ["a"], patience=30.0)[0][0].id == "a" and len(server.requests) >= 8
 
 
 @pytest.mark.parametrize("count", [1, 16])
 def test_query_that_breaks_a_service_fails_alone(server, count):
-    url, replies, requests = server
-    replies.append(lambda body: (500, b"oops") if "bad" in body["queries"] else ok(body))
+    server.replies.append(lambda body: (500, b"oops") if "bad" in body["queries"] else ok(body))
     queries = [[f"q{number}"] for number in range(count - 1)]
-    *good, bad = search_all(url, *queries, ["bad"])
-    assert ids(good) == queries and len(requests) < 40
+    *good, bad = search_all(server, *queries, ["bad"])
+    assert ids(good) == queries and len(server.requests) < 40
     assert isinstance(bad, RequestFailed) and "no usable answer in 3 attempts (status 500" in str(bad)
 
 
@@ -323,13 +314,12 @@ def read(url, *addresses, patience=0.2):
 
 
 def test_pages_are_read_despite_passing_failures(server):
-    url, replies, requests = server
-    replies.append(pages)
-    assert read(url, "ann", "bob") == [ANN, None]
-    assert sorted(request["urls"] for request in requests) == [["p/ann"], ["p/bob"]]
+    server.replies.append(pages)
+    assert read(server, "ann", "bob") == [ANN, None]
+    assert sorted(request["urls"] for request in server.requests) == [["p/ann"], ["p/bob"]]
     failures = [(503, b""), (200, b"{}"), (200, {"result": []})]
-    replies[:0] = [lambda body, reply=reply: reply for reply in failures]
-    assert read(url, "ann") == [ANN]
+    server.replies[:0] = [lambda body, reply=reply: reply for reply in failures]
+    assert read(server, "ann") == [ANN]
 
 
 @pytest.mark.parametrize(
@@ -343,28 +333,25 @@ def test_pages_are_read_despite_passing_failures(server):
     ],
 )
 def test_service_that_reads_no_page_is_an_error(server, status, content, kind, words):
-    url, replies, _ = server
-    replies.append(lambda body: (status, content))
+    server.replies.append(lambda body: (status, content))
     with pytest.raises(kind, match=words) as error:
-        read(url, "ann")
+        read(server, "ann")
     assert type(error.value) is kind
 
 
 def test_exchanged_pages_are_never_taken(server):
-    url, replies, _ = server
-    replies.append(pages)
-    with client_of(url, page_address="p/{}") as (client, run):
+    server.replies.append(pages)
+    with client_of(server, page_address="p/{}") as (client, run):
         client.health()
         assert run(client.access(["ann"])) == [ANN]
-        replies[:] = [functools.partial(pages, identity="bb")]
+        server.replies[:] = [functools.partial(pages, identity="bb")]
         with pytest.raises(UserError, match="serves another index than at the start") as error:
             run(client.access(["ann"]))
     assert type(error.value) is UserError
 
 
 def test_page_waits_as_long_as_the_service_asks(server, monkeypatch):
-    url, replies, _ = server
-    replies += [lambda body: (503, b"", {"Retry-After": "7"}), lambda body: (429, b""), pages]
+    server.replies += [lambda body: (503, b"", {"Retry-After": "7"}), lambda body: (429, b""), pages]
     pauses, sleep = [], asyncio.sleep
 
     async def note(seconds):
@@ -372,7 +359,7 @@ def test_page_waits_as_long_as_the_service_asks(server, monkeypatch):
         await sleep(0)
 
     monkeypatch.setattr(http_client.asyncio, "sleep", note)
-    assert read(url, "ann", patience=20.0) == [ANN]
+    assert read(server, "ann", patience=20.0) == [ANN]
     assert pauses == [7.0, pytest.approx(0.02, abs=0.01)]
 
 
