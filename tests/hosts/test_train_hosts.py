@@ -2,8 +2,6 @@
 
 import json
 import re
-import time
-from contextlib import suppress
 from functools import partial
 
 import hosts_rig
@@ -111,7 +109,8 @@ def test_one_device_trains_as_eight_do(settings, undisturbed, monkeypatch):
 
 def test_signal_or_kill_of_one_ends_both(settings, undisturbed, expected, capfd):
     """Two starts of two processes end so, while process 1 scores; one process then trains to the end."""
-    overrides, folder = arguments(settings, "parts"), settings[0] / "parts"
+    folder, store = settings[0] / "parts", settings[0] / "store"
+    overrides = arguments(settings, "parts", f"run.mirror={store}")
     first, second = hosts_rig.ends(hosts_rig.start(overrides, 2, 4, signals={1: f"{2 * PER_STEP + 3}:15"}))
     assert (first[1], second[1]) == (143, 143), (first, second)
     assert "checkpoint saved at step 2" in first[0]
@@ -121,11 +120,13 @@ def test_signal_or_kill_of_one_ends_both(settings, undisturbed, expected, capfd)
     first, second = hosts_rig.ends(hosts_rig.start(overrides, 2, 4, signals={1: f"{PER_STEP + 3}:9"}))
     line = next(line for line in first[0].splitlines() if line.startswith("error: "))
     assert (first[1], second[1]) == (75, -9) and "process 1" in line and "is lost" in line, first
-    train.run(config_of(settings, "parts"))
+    train.run(config_of(settings, "parts", f"run.mirror={store}"))
     # The third checkpoint may have been on its way to the disk.
     assert re.search("resuming from step [23]", capfd.readouterr().err)
     assert is_same(folder, undisturbed)
     assert len(list((folder / "configs").glob("*.yaml"))) == 3
+    copied = json.loads(max((store / mirror.MARKER).glob("*")).read_text())
+    assert max(copied["steps"]) == STEPS
     (weights, scores), (whole, expected_scores) = finished(settings, "parts"), expected
     assert weights.keys() == whole.keys()
     for name, array in weights.items():
@@ -146,27 +147,3 @@ def test_adapters_and_critic_continue_in_two_processes(settings, expected):
     assert "resuming from step 2" in ended[0][0]
     assert is_same(settings[0] / "shared", settings[0] / "adapted")
     assert sum(row["rollout/replaced_groups"] for row in hosts_rig.rows(settings[0] / "shared")[2:]) > 0
-
-
-def test_lost_mirror_ends_both_in_step(settings):
-    """Another start takes run.mirror: only the process that copies can find that out."""
-    store = settings[0] / "store"
-    more = ["checkpoint.every=1", "learner.steps=200", "evaluate.every=0", f"run.mirror={store}"]
-    running = hosts_rig.start(arguments(settings, "overtaken", *more), 2, 4)
-    owner = {"token": "another", "host": "elsewhere", "process": 7}
-    while running[0].poll() is None:
-        for path in sorted((store / mirror.MARKER).glob("*"))[-1:]:
-            with suppress(FileNotFoundError, FileExistsError):  # the run has written meanwhile
-                version = json.loads(path.read_text())
-                if version["steps"] and version["owner"] != owner:
-                    version |= {"number": version["number"] + 1, "owner": owner}
-                    with path.with_name(f"{version['number']:08}").open("x") as file:
-                        json.dump(version, file)
-        time.sleep(0.1)
-    (first, status), (second, other_status) = hosts_rig.ends(running)
-    assert (status, other_status) == (2, 2), (first, second)
-    assert "was taken over by another start of this run (process 7 on elsewhere)" in first
-    assert re.search(r"error: process 0 \(.*\) has ended: run.mirror=.* was taken over", second), second
-    folder = settings[0] / "overtaken"
-    # Both were there to save the last step.
-    assert newest_step(folder / "checkpoints") == len(hosts_rig.rows(folder)) < 200

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import io
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +117,14 @@ def test_kept_step_replays_to_same_advantages_and_loss(tmp_path):
         if name == "apart":  # between the learner's log-probabilities that were kept and the sampler's
             assert result.metrics["actor/sampler_mismatch"] == pytest.approx(row["actor/sampler_mismatch"])
             assert row["actor/sampler_mismatch"] > 0.1
+
+
+def test_console_shows_steps_and_checkpoints(tmp_path):
+    config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
+    run(config, ScriptedRollouts(), tmp_path, Console(stream=(stream := io.StringIO())))
+    lines = [line.split("  ")[0] for line in stream.getvalue().splitlines()]
+    assert lines[0].startswith("the first step compiles")
+    assert lines[1:] == ["step 1/2", "step 2/2", "checkpoint saved at step 2"]
 
 
 @pytest.mark.medium
@@ -227,6 +237,34 @@ class Mirror:
 
     def __getattr__(self, name):
         return lambda *step: self.calls.append((name, *step))
+
+
+class Barriers(Hosts):
+    """Notes the barriers at which this process has failed."""
+
+    def __init__(self):
+        self.failed = []
+
+    @contextmanager
+    def barrier(self, name):
+        try:
+            yield
+        except UserError:
+            self.failed.append(name)
+            raise
+
+
+def test_mirror_that_is_taken_over_ends_all_at_a_barrier(tmp_path):
+    """Only the process that copies can find that out; a save is a program of all."""
+
+    def check():
+        raise UserError("run.mirror was taken over")
+
+    state = make_state(make_config(tmp_path), tmp_path)
+    state.hosts, state.mirror, state.step = Barriers(), SimpleNamespace(check=check), 2
+    with pytest.raises(UserError, match="taken over"):
+        state.save_if_due()
+    assert state.hosts.failed == ["checkpoint"] and checkpoints(tmp_path) == []
 
 
 class Ended(Collapsing):
