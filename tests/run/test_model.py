@@ -202,15 +202,11 @@ def test_policy_is_known_by_its_place(tmp_path, monkeypatch, path, kind, step, m
     assert source.at_step().step == pinned
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
-def test_tokenizer_splits_alike_beside_a_policy(tmp_path, model_type):
+def test_tokenizer_splits_alike_beside_a_policy(tmp_path):
     """transformers has a class of its own for qwen2, which splits in another way."""
-    build_word_tokenizer().save_pretrained(tmp_path)
+    write_policy(tmp_path, model_type="qwen2")
     text = "<think> who founded Zürich in 1291 ? </think><search> city </search>"
-    alone = load_tokenizer(tmp_path).encode(text)
-    assert alone == build_word_tokenizer().encode(text)
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": model_type}))
-    assert load_tokenizer(tmp_path).encode(text) == alone
+    assert load_tokenizer(tmp_path).encode(text) == build_word_tokenizer().encode(text)
 
 
 @pytest.mark.medium

@@ -331,22 +331,17 @@ def served(url, more="", **own):
     return f"tools=[search, {{mcp: {{url: '{url}'{more}}}{values}}}]"
 
 
-def test_keys_of_the_environment_are_kept_by_name(run, monkeypatch):
+def test_keys_of_the_environment_are_compared_by_name(run, monkeypatch):
     monkeypatch.setattr("calibadv_jax.run.fingerprints.tools_hash", lambda config: "the same")
-    server = ["tools=[search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]"]
-    for number, key in enumerate(("hunter2", "correct-horse")):
+    server = "tools=[search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]"
+    for key in ("hunter2", "correct-horse"):
         monkeypatch.setenv("MY_KEY", key)
-        assert "changed" not in run(*server)
-        text = (run.folder / f"configs/{number}.yaml").read_text()
-        assert key not in text and "command: srv --key ${oc.env:MY_KEY}" in text
+        assert "changed" not in run(server)
         trained(run, 3)
-    kept = load_config(run.folder / "configs/0.yaml")
-    assert kept.tools[1].mcp.command == "srv --key correct-horse"
     for path in (run.folder / "configs").glob("*.yaml"):  # as earlier versions kept it
         path.write_text(path.read_text().replace("${oc.env:MY_KEY}", "correct-horse"))
-    assert "changed" not in run(*server)
-    other = "tools=[search, {mcp: {command: '${oc.env:MY_KEY}'}}]"
-    output = run(other, "checkpoint.allow_change=[tools]")
+    assert "changed" not in run(server)
+    output = run("tools=[search, {mcp: {command: '${oc.env:MY_KEY}'}}]", "checkpoint.allow_change=[tools]")
     assert "accepted" in output and "correct-horse" not in output
 
 

@@ -70,15 +70,12 @@ def test_long_reply_is_refused_within_its_limit(is_zipped):
     ("header", "hours"),
     [
         ("7200", 2),
-        (" 7200 ", 2),
         (formatdate(time.time() + 9 * HOUR, usegmt=True), 9),
         (formatdate(time.time() + 9 * HOUR), 9),  # "-0000": of no time zone, which is UTC
         (formatdate(time.time() + 9 * HOUR).replace("-0000", "+0200"), 7),
         (formatdate(time.time() - 9 * HOUR, usegmt=True), 0),
         ("-7200", 0),
-        ("2e4", 0),
         ("soon", 0),
-        ("", 0),
         (None, 0),
     ],
 )

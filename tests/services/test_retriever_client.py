@@ -18,7 +18,6 @@ from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services import http_client, retriever_client
 from calibadv_jax.services.retriever_client import (
     RetrieverClient,
-    RetrieverProcess,
     check_running,
     open_retriever,
 )
@@ -197,26 +196,6 @@ def test_service_that_answers_no_query_is_an_error(server, status, content, conf
 def test_nobody_listens():
     with pytest.raises(RequestFailed, match="start it with scripts/launch_retriever.sh, set retriever.url"):
         search("http://127.0.0.1:9", ["a"], patience=0.2)
-
-
-@pytest.mark.medium
-def test_child_with_a_token_answers_and_ends(tmp_path, monkeypatch):
-    """It inherits the token; without it, the run stops at once and says what to set."""
-    pytest.importorskip("faiss")
-    pytest.importorskip("fastapi")
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps({"id": "0", "contents": '"red fox"\nthe red fox runs.'}) + "\n")
-    config = RetrieverConfig(corpus=str(corpus), index=str(tmp_path / "index"), topk=1)
-    monkeypatch.setenv("RETRIEVER_TOKEN", "secret\n")
-    with RetrieverProcess(config, tmp_path / "log.txt") as process:
-        assert RetrieverClient(config, process.url).health()["documents"] == 1
-        ((document,),) = search(process.url, ["fox"], topk=1)
-        assert document.title == "red fox"
-        monkeypatch.setenv("RETRIEVER_TOKEN", "another")
-        with pytest.raises(UserError, match="asks for a token"):
-            search(process.url, ["fox"], topk=1)
-    with pytest.raises(RequestFailed, match="no answer for 0.2 s"):
-        search(process.url, ["fox"], patience=0.2)
 
 
 def test_cancelled_search_leaves_the_request_to_others(server):
