@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import time
-from contextlib import ExitStack
 
 import pytest
-from http_rig import Handler, serving
 from search_rig import client_of
 
 pytest.importorskip("aiohttp")
@@ -15,71 +12,62 @@ from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.services import retriever_client
 from calibadv_jax.services.http_client import HttpReply, Unreachable
-from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_client import Replicas, RetrieverClient
 from calibadv_jax.services.retriever_replies import Away
 
-NOBODY = "http://127.0.0.1:9"
+GONE = 0  # status of a service that is not there
 
 
 class Service:
-    """A server on loopback that says its own name as the document; its fields can be changed.
+    """A service in memory that says its own name as the document; its fields can be changed.
 
     Where its manifest has an identity it is one of ours, and says so with every reply.
     """
 
-    def __init__(self, name, port=0, **manifest):
-        self.name, self.status, self.seconds, self.health, self.manifest = name, 200, 0.0, 200, manifest
-        self.is_stopped = False
+    def __init__(self, name, **manifest):
+        self.name, self.url, self.manifest = name, f"http://{name}", manifest
+        self.status, self.health, self.seconds = 200, 200, 0.0
         self.queries, self.under_way, self.most, self.checks = [], 0, 0, 0
-        service = self
 
-        class Named(Handler):
-            protocol_version = "HTTP/1.1"
+    async def post(self, queries):
+        self.queries += queries
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await asyncio.sleep(self.seconds)
+        self.under_way -= 1
+        if self.status == GONE:
+            raise Unreachable("gone")
+        rows = [[{"document": {"id": self.name, "contents": query}, "score": 1.0}] for query in queries]
+        identity = self.manifest.get("identity")
+        headers = {"X-Index-Identity": identity} if identity else {}
+        return HttpReply(self.status, json.dumps({"result": rows}).encode(), headers)
 
-            def do_POST(self):
-                queries = json.loads(self.body())["queries"]
-                service.queries += queries
-                service.under_way += 1
-                service.most = max(service.most, service.under_way)
-                time.sleep(service.seconds)
-                service.under_way -= 1
-                rows = [[{"document": {"id": service.name, "contents": q}, "score": 1.0}] for q in queries]
-                identity = service.manifest.get("identity")
-                headers = {"X-Index-Identity": identity} if identity else {}
-                self.answer(service.status, {"result": rows}, headers)
-
-            def do_GET(self):
-                service.checks += 1
-                self.answer(service.health, {"status": "ready", **service.manifest})
-
-            def answer(self, status, content, headers=None):
-                if service.is_stopped:  # also for connections that are open
-                    self.close_connection = True
-                    return
-                self.reply(status, content, headers)
-
-        self._server = ExitStack()
-        self.url = self._server.enter_context(serving(Named, port))
-        self.port = int(self.url.rpartition(":")[2])
-
-    def stop(self):
-        self.is_stopped = True
-        self._server.close()
+    def get(self):
+        self.checks += 1
+        status = self.health.pop(0) if isinstance(self.health, list) else self.health
+        if status == GONE or HttpReply(status, b"").is_away:
+            raise Unreachable("no health")
+        return {"status": "ready", **self.manifest} if status == 200 else {}
 
 
 @pytest.fixture
 def make(monkeypatch):
-    """Starts services, which end with the test."""
-    monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
-    monkeypatch.setattr(retriever_client, "LAST_PAUSE", 0.1)
-    with ExitStack() as stack:
+    """Starts services, in place of earlier ones of the same name."""
+    services = {}
 
-        def start(name, port=0, **manifest):
-            service = Service(name, port, **manifest)
-            stack.callback(service.stop)
-            return service
+    async def request(http, method, url, **arguments):
+        return await services[url.removesuffix("/retrieve")].post(arguments["json"]["queries"])
 
-        yield start
+    async def ask_health(http, url):
+        return services[url].get()
+
+    def start(name, **manifest):
+        services[f"http://{name}"] = service = Service(name, **manifest)
+        return service
+
+    for name, value in {"request": request, "ask_health": ask_health, "MAX_BATCH": 4}.items():
+        monkeypatch.setattr(retriever_client, name, value)
+    return start
 
 
 @pytest.fixture
@@ -110,41 +98,29 @@ def test_sequential_searches_use_all_replicas_alike(services, count):
     assert [len(service.queries) for service in services[:count]] == [10] * count
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("status", [500, 503])
-def test_replica_that_announces_absence_is_left_out(services, status):
+@pytest.mark.parametrize(("status", "health"), [(500, 503), (503, 503), (GONE, GONE)])
+def test_replica_that_is_away_is_left_out_and_loses_no_query(services, status, health):
     a, b, c = services
-    a.status, a.health = status, 503
+
+    async def fail():
+        a.seconds = b.seconds = c.seconds = 0.02
+        tasks = asyncio.create_task(ask(client, 80))
+        await asyncio.sleep(0.1)
+        a.status, a.health = status, health
+        names = await tasks
+        a.seconds = b.seconds = c.seconds = 0.0
+        return names
+
     with client_of(*services) as (client, run):
-        assert "a" not in run(ask(client, 24))
+        assert 4 <= run(fail()).count("a") <= 40
         asked = len(a.queries)
-        assert asked <= 4  # one request
         while a.checks < 2:  # asked for its health meanwhile
             run(asyncio.sleep(0.05))
         assert "a" not in run(ask(client, 24, 100)) and len(a.queries) == asked
         a.status, a.health = 200, 200
         while "a" not in run(ask(client, 12, 200)):  # bounded by pytest's limit
             pass
-    assert b.most == c.most == 1
-
-
-def test_dead_replica_loses_no_query(services, make):
-    a = services[0]
-    for service in services:
-        service.seconds = 0.02
-
-    async def kill():
-        tasks = asyncio.create_task(ask(client, 80))
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(a.stop)
-        return await tasks
-
-    with client_of(*services) as (client, run):
-        assert 4 <= run(kill()).count("a") <= 40
-        assert "a" not in run(ask(client, 12, 100))
-        again = make("a", a.port)
-        while not again.queries:
-            run(ask(client, 12, 200))
+    assert a.most == b.most == c.most == 1
 
 
 def test_all_away_is_patience_and_then_an_error(services):
@@ -174,38 +150,12 @@ def test_services_must_serve_one_index(make, status):
     assert RetrieverClient(RetrieverConfig(), [a.url, b.url]).health()["corpus_sha256"] == "1"
     with pytest.raises(UserError, match=f"{c.url} has corpus_sha256 '2' instead of '1' of {a.url}"):
         RetrieverClient(RetrieverConfig(), [a.url, c.url]).health()
-    client = RetrieverClient(RetrieverConfig(), [a.url, NOBODY])
-    assert client.health()["corpus_sha256"] == "1" and list(client.missing) == [NOBODY]
+    b.health = GONE
+    client = RetrieverClient(RetrieverConfig(), [a.url, b.url])
+    assert client.health()["corpus_sha256"] == "1" and list(client.missing) == [b.url]
     c.health = status  # it has no such route, and is believed
     with client_of(c) as (client, run):
         assert client.health() == {} and run(ask(client, 5)) == ["c"] * 5
-
-
-@pytest.fixture
-def replicas(monkeypatch):
-    """Makes replicas whose next health is what `answers` holds; notes pauses and warnings."""
-
-    def make(*names, agreed=None):
-        urls = [f"http://{name}" for name in names]
-        return retriever_client.Replicas(None, urls, agreed, make.warnings.append)
-
-    make.answers, make.pauses, make.warnings = [], [], []
-    sleep = asyncio.sleep
-
-    async def pause(seconds):
-        make.pauses.append(seconds)
-        await sleep(0)
-
-    async def answer(http, url):
-        state = make.answers.pop(0)
-        if isinstance(state, Exception):
-            raise state
-        return state
-
-    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.5)
-    monkeypatch.setattr(retriever_client.asyncio, "sleep", pause)
-    monkeypatch.setattr(retriever_client, "ask_health", answer)
-    return make
 
 
 @pytest.mark.parametrize(
@@ -216,25 +166,33 @@ def replicas(monkeypatch):
         (60.0, 0, [10.0]),
     ],
 )
-def test_pause_between_checks_grows_to_its_limit(replicas, retry_after, failures, pauses):
-    replicas.answers += [Unreachable("gone")] * failures + [{}]
+def test_pause_between_checks_grows_to_its_limit(services, monkeypatch, retry_after, failures, pauses):
+    services[0].health = [GONE] * failures + [200]
+    noted, sleep = [], asyncio.sleep
+
+    async def pause(seconds):
+        noted.append(seconds)
+        await sleep(0)
 
     async def run():
-        several = replicas("a", "b")
-        replica = await several.acquire()
-        assert several.leave_out(replica, Unreachable("gone", retry_after))
-        several.release(replica)
+        replicas = Replicas(None, [service.url for service in services], None, print)
+        replica = await replicas.acquire()
+        assert replicas.leave_out(replica, Unreachable("gone", retry_after))
         await replica.check
         return replica.is_well
 
-    assert asyncio.run(run()) and replicas.pauses == pauses
+    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.5)
+    monkeypatch.setattr(retriever_client.asyncio, "sleep", pause)
+    assert asyncio.run(run()) and noted == pauses
 
 
-def test_outage_is_warned_of_once_unless_announced(replicas):
+def test_outage_is_warned_of_once_unless_announced():
     """A single service is never left out; a good reply ends an outage."""
+    warnings = []
 
     async def run():
-        several, single = replicas("a", "b"), replicas("c")
+        several = Replicas(None, ["http://a", "http://b"], None, warnings.append)
+        single = Replicas(None, ["http://c"], None, warnings.append)
         first, second = several._all
         several.leave_out(first, Away("status 503"))
         for reason in ("gone", "still gone"):
@@ -247,17 +205,17 @@ def test_outage_is_warned_of_once_unless_announced(replicas):
         assert second.is_well and second.pause == retriever_client.CHECK_PAUSE
 
     asyncio.run(run())
-    assert replicas.warnings == ["retriever http://b is left out until it answers: gone"]
+    assert warnings == ["retriever http://b is left out until it answers: gone"]
 
 
-def test_refusal_need_not_name_the_index(replicas):
+def test_refusal_need_not_name_the_index():
     """A proxy may refuse; an answer without the name is another service's."""
-    several = replicas("a", "b", agreed={"identity": "x"})
-    replica = several._all[0]
+    replicas = Replicas(None, ["http://a", "http://b"], {"identity": "x"}, print)
+    replica = replicas._all[0]
     replica.is_named = replica.is_verified = True
-    asyncio.run(several.check(replica, HttpReply(422, b"")))
+    asyncio.run(replicas.check(replica, HttpReply(422, b"")))
     with pytest.raises(Unreachable, match="serves another index: no X-Index-Identity instead of 'x'"):
-        asyncio.run(several.check(replica, HttpReply(200, b"")))
+        asyncio.run(replicas.check(replica, HttpReply(200, b"")))
 
 
 OURS = {"corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": "", "identity": "aa"}
@@ -300,9 +258,9 @@ def test_replica_returning_with_another_corpus_is_left_out(make):
     with client_of(first, second, warn=warnings.append) as (client, run):
         client.health()
         run(ask(client, 24))
-        second.stop()
+        second.status = second.health = GONE
         assert set(run(ask(client, 12))) == {"a"}
-        again = make("b", second.port, corpus_sha256="c2", encoder="e5")
+        again = make("b", **FOREIGN | {"corpus_sha256": "c2"})
         while not again.checks:
             assert set(run(ask(client, 4))) == {"a"}
         for _ in range(10):

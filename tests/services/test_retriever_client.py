@@ -193,9 +193,18 @@ def test_service_that_answers_no_query_is_an_error(server, status, content, conf
     assert len(server.requests) == 1 or status not in (401, 403, 404, 405)
 
 
-def test_nobody_listens():
-    with pytest.raises(RequestFailed, match="start it with scripts/launch_retriever.sh, set retriever.url"):
-        search("http://127.0.0.1:9", ["a"], patience=0.2)
+class Closing(Handler):
+    def do_POST(self):
+        self.close_connection = True
+
+
+def test_connection_without_a_reply_is_an_outage():
+    with serving(Closing) as closing:
+        for url in (closing, "http://127.0.0.1:9"):
+            with pytest.raises(
+                RequestFailed, match="start it with scripts/launch_retriever.sh, set retriever"
+            ):
+                search(url, ["a"], patience=0.2)
 
 
 def test_cancelled_search_leaves_the_request_to_others(server):
