@@ -290,9 +290,7 @@ def is_binding(name: str, config: Config) -> bool:
 
 def _key_of(name: str, keys: Collection[str]) -> str:
     """Return the key of an entry, such as data.weights of data.weights.nq; `name` if there is none."""
-    parts = name.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((prefix for prefix in prefixes if prefix in keys), name)
+    return max((key for key in keys if among([key], name)), key=len, default=name)
 
 
 def _short(value: Any) -> str:

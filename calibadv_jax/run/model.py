@@ -253,9 +253,6 @@ class AdapterBase:
         precision = {"base_dtype": self.adapters.base_dtype, "scale": self.adapters.scale}
         return {"folder": self.folder, "sha256": self.sha256} | precision
 
-    def checkpoint_metadata(self) -> dict[str, str]:
-        return {"name": self.name, "sha256": self.sha256}
-
     def write(self, folder: Path) -> None:
         """Write base.json beside config.json and tokenizer; the path of a base inside the run is relative."""
         place, run = self.folder, folder.absolute().parent

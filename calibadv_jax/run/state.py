@@ -62,7 +62,8 @@ class RunState:
         self.guards = Guards(config.guards)
         self.trainer = Trainer(config, model, hosts)
         base = base_of(config, model, config.policy.path)
-        self.base = {"base": base.checkpoint_metadata()} if base else {}  # of the adapters; for checkpoints
+        # Of the adapters, for checkpoints: they name it, and do not hold it.
+        self.base = {"base": {"name": base.name, "sha256": base.sha256}} if base else {}
         self.checkpoints = CheckpointStore(
             folder / "checkpoints", checkpoint.keep, checkpoint.asynchronous, hosts.save_barrier()
         )

@@ -172,7 +172,6 @@ def test_base_is_kept_beside_the_run(tmp_path):
         base.write(folder)
         assert json.loads((folder / "base.json").read_text())["folder"] == kept
         assert read_base(folder) == base and (base.shared() is None) == (not place)
-        assert base.checkpoint_metadata() == {"name": "name", "sha256": "0" * 64}
     policy, mesh = tiny(SHAPE, adapters), mesh_of(1)
     drawn, whole = base.params(policy, mesh), init_params(policy, mesh, 3)
     jax.tree.map(np.testing.assert_array_equal, drawn, policy.split(whole)[0])

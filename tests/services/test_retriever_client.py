@@ -15,7 +15,7 @@ from search_rig import client_of, search
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import EnvironmentFailure, QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services import http_client, retriever_client
+from calibadv_jax.services import retriever_client
 from calibadv_jax.services.retriever_client import (
     RetrieverClient,
     check_running,
@@ -336,19 +336,6 @@ def test_exchanged_pages_are_never_taken(server):
         with pytest.raises(UserError, match="serves another index than at the start") as error:
             run(client.access(["ann"]))
     assert type(error.value) is UserError
-
-
-def test_page_waits_as_long_as_the_service_asks(server, monkeypatch):
-    server.replies += [lambda body: (503, b"", {"Retry-After": "7"}), lambda body: (429, b""), pages]
-    pauses, sleep = [], asyncio.sleep
-
-    async def note(seconds):
-        pauses.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(http_client.asyncio, "sleep", note)
-    assert read(server, "ann", patience=20.0) == [ANN]
-    assert pauses == [7.0, pytest.approx(0.02, abs=0.01)]
 
 
 def test_service_answers_inside_a_running_event_loop():
