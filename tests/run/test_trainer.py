@@ -254,7 +254,7 @@ class Barriers(Hosts):
             raise
 
 
-def test_mirror_that_is_taken_over_ends_all_at_a_barrier(tmp_path):
+def test_taken_over_mirror_ends_all_processes(tmp_path):
     """Only the process that copies can find that out; a save is a program of all."""
 
     def check():

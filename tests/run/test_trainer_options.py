@@ -129,7 +129,7 @@ def valued(folder, step):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "tips" else ()) for name in RUNS]
 )
-def test_resumed_run_is_bit_for_bit_equal_and_replayed(whole, tmp_path, name):
+def test_resumed_run_is_equal_and_replayed(whole, tmp_path, name):
     folder, rollouts = whole(name)
     make, kind, fails_at = RUNS[name]
     second = resumed(make(tmp_path), tmp_path, fails_at, kind)

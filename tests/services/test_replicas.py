@@ -99,7 +99,7 @@ def test_sequential_searches_use_all_replicas_alike(services, count):
 
 
 @pytest.mark.parametrize(("status", "health"), [(500, 503), (503, 503), (GONE, GONE)])
-def test_replica_that_is_away_is_left_out_and_loses_no_query(services, status, health):
+def test_absent_replica_is_left_out_losing_no_query(services, status, health):
     a, b, c = services
 
     async def fail():

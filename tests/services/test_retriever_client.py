@@ -252,7 +252,7 @@ def test_reply_that_trickles_is_given_up():
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 507])
-def test_service_that_fails_for_a_while_is_waited_for(server, status):
+def test_brief_outage_is_waited_for(server, status):
     server.replies.append(lambda body: (status, b"oops") if len(server.requests) < 8 else ok(body))
     assert search(server, ["a"], patience=30.0)[0][0].id == "a" and len(server.requests) >= 8
 
