@@ -4,6 +4,9 @@ import functools
 import json
 from contextlib import nullcontext
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from calibadv_jax.config import load_config
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.metrics.console import Console
@@ -34,6 +37,14 @@ def another_calculator(monkeypatch, purpose):
     """As if a new process found another version of the user's code, or a server said so."""
     monkeypatch.setattr(Calculator, "purpose", purpose)
     monkeypatch.setattr(actions, "_made", functools.cache(actions._made.__wrapped__))
+
+
+def write_inputs(folder, scale=1.0, adapters=1.0, prompt="Judge."):
+    """Write the files that a config only names: weights, adapters and the judge's prompt."""
+    (folder / "hf").mkdir(exist_ok=True)
+    save_file({"w": np.full(3, scale, np.float32)}, folder / "hf/model.safetensors")
+    save_file({"a": np.full(3, adapters, np.float32)}, folder / "adapter_model.safetensors")
+    (folder / "prompt.txt").write_text(prompt)
 
 
 def make_run(tmp_path):

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import re
+import select
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -97,15 +98,13 @@ def _process_arguments(config: DistributedConfig) -> dict[str, Any]:
         if values[name] in ("", None) and os.environ.get(variable):
             values[name] = _number(variable) if name != "coordinator_address" else os.environ[variable]
     address, count, index = values.values()
+    if count == 1 or not (address or count):
+        return {}
     if not address:
-        if (count or 1) > 1:
-            raise UserError(
-                f"distributed.num_processes is {count}, but nothing says where they meet: set"
-                " distributed.coordinator_address to host:port of process 0, or to auto"
-            )
-        return {}
-    if count == 1:
-        return {}
+        raise UserError(
+            f"distributed.num_processes is {count}, but nothing says where they meet: set"
+            " distributed.coordinator_address to host:port of process 0, or to auto"
+        )
     missing = [name for name, value in values.items() if value is None]
     if address != AUTO and missing:
         raise UserError(
@@ -235,43 +234,41 @@ def _receive(port: int, count: int, check: Callable[[str], None]) -> None:
             f"distributed.coordinator_address: port {port} cannot be opened ({error.strerror}); end the"
             " process that has it, or choose another port"
         ) from error
-    present: dict[int, socket.socket] = {}
+    present: dict[socket.socket, int] = {}  # number of the process, by its connection
     with ExitStack() as stack:
-        stack.enter_context(listener).settimeout(PERIOD)
+        stack.enter_context(listener)
         try:
             while len(present) < count - 1:
-                check(_names(index for index in range(1, count) if index not in present))
-                if gone := [index for index, connection in present.items() if _has_ended(connection)]:
+                readable, _, _ = select.select([listener, *present], [], [], PERIOD)
+                check(_names(set(range(1, count)) - set(present.values())))
+                if ended := [present[each] for each in readable if each is not listener]:  # they only wait
                     raise EnvironmentFailure(
-                        f"{_names(gone)} ended before all had started; start all processes again"
+                        f"{_names(ended)} ended before all had started; start all processes again"
                     )
-                with suppress(TimeoutError):
-                    connection = stack.enter_context(listener.accept()[0])
-                    _admit(connection, count, present)
+                if readable:
+                    _admit(stack.enter_context(listener.accept()[0]), count, present)
         except UserError as error:
-            _send(present.values(), f"process 0 has ended: {error}\n".encode())
+            _send(present, f"process 0 has ended: {error}\n".encode())
             raise
-        _send(present.values(), _GO)
-        for connection in present.values():  # they close first, so that JAX can open the port at once
+        _send(present, _GO)
+        for connection in present:  # they close first, so that JAX can open the port at once
             with suppress(OSError):
-                connection.settimeout(PERIOD)
                 connection.recv(1)
 
 
-def _admit(connection: socket.socket, count: int, present: dict[int, socket.socket]) -> None:
+def _admit(connection: socket.socket, count: int, present: dict[socket.socket, int]) -> None:
     """Read which process this is; anything else that connects is left alone."""
     connection.settimeout(PERIOD)
     with suppress(OSError):
         if (hello := _HELLO.fullmatch(connection.recv(LINE))) is None:
             return
         index, other = map(int, hello.groups())
-        if other != count or not 0 < index < count or index in present:
-            raise UserError(
-                f"distributed: two processes are number {index}"
-                if index in present or (other == count and not index)
-                else f"distributed.num_processes is {other} in process {index} and {count} in process 0"
-            )
-        present[index] = connection
+        if index in present.values() or (other == count and not index):
+            raise UserError(f"distributed: two processes are number {index}")
+        if other != count or index >= count:
+            problem = f"is {other} in process {index} and {count} in process 0"
+            raise UserError(f"distributed.num_processes {problem}")
+        present[connection] = index
 
 
 def _come(host: str, port: int, count: int, index: int, check: Callable[[str], None]) -> None:
@@ -283,21 +280,14 @@ def _come(host: str, port: int, count: int, index: int, check: Callable[[str], N
             break
         except OSError:  # not started yet, or its name is not known yet
             time.sleep(PERIOD)
-    answer = b""
-    with connection:
+    with connection, connection.makefile("rb") as lines:
         connection.sendall(b"calibadv %d %d\n" % (index, count))
-        connection.settimeout(PERIOD)
-        while not answer.endswith(b"\n") and len(answer) < LINE:
+        while not select.select([connection], [], [], PERIOD)[0]:
             check("another process (process 0 says which)")
-            try:
-                part = connection.recv(LINE)
-            except TimeoutError:
-                continue
-            except OSError:
-                break
-            if not part:
-                break
-            answer += part
+        try:
+            answer = lines.readline(LINE)
+        except OSError:
+            answer = b""
     if answer != _GO:
         text = answer.decode(errors="replace").strip() if answer.startswith(b"process 0") else ""
         raise EnvironmentFailure(
@@ -311,19 +301,9 @@ def _send(connections: Iterable[socket.socket], text: bytes) -> None:
             connection.sendall(text)
 
 
-def _has_ended(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return not connection.recv(1)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
 def _names(indices: Iterable[int]) -> str:
-    names = [str(index) for index in indices]
-    return f"process {names[0]}" if len(names) == 1 else f"processes {', '.join(names)}"
+    names = sorted(indices)
+    return f"process {names[0]}" if len(names) == 1 else f"processes {', '.join(map(str, names))}"
 
 
 def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerConfig, int]:

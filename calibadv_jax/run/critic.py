@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -38,15 +38,12 @@ class Critic:
         """Return copies of the groups whose turns have `values`."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         samples = [make_sample(each, np.zeros(len(each.mask), np.float32)) for each in trajectories]
-        rows: Iterator[np.ndarray] = iter(())
-        if batch := [sample for sample in samples if sample.mask.any()]:
-            rows = iter(sample_logprobs(self.learner, self.state["params"], batch, self.config.learner))
-        valued = iter(
-            _with_values(
-                trajectory, next(rows)[sample.mask] if sample.mask.any() else np.zeros(0, np.float32)
-            )
-            for trajectory, sample in zip(trajectories, samples, strict=True)
-        )
+        batch = [sample for sample in samples if sample.mask.any()]
+        params, config = self.state["params"], self.config.learner
+        rows = iter(sample_logprobs(self.learner, params, batch, config) if batch else ())
+        none = np.zeros(0, np.float32)
+        values = [next(rows)[sample.mask] if sample.mask.any() else none for sample in samples]
+        valued = map(_with_values, trajectories, values)
         return [replace(group, trajectories=[next(valued) for _ in group.trajectories]) for group in groups]
 
     def update(self, groups: Sequence[Group], rng: np.random.Generator) -> dict[str, float]:
@@ -68,22 +65,13 @@ class Critic:
             for name, array in (("values", before), ("returns", targets))
             for statistic in ("mean", "max", "min")
         }
-        return {"critic/lr": rate} | learned | spreads | explained(before, targets)
-
-
-def explained(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
-    """Return 1 - variance of (returns - values) / variance of the returns; nothing if they are all equal.
-
-    `values` and `returns`: float64 [N], of all sampled tokens of the step.
-    """
-    spread = float(np.var(returns))
-    return {"critic/explained_variance": 1 - float(np.var(returns - values)) / spread} if spread else {}
+        if variance := float(np.var(targets)):
+            spreads["critic/explained_variance"] = 1 - float(np.var(targets - before)) / variance
+        return {"critic/lr": rate} | learned | spreads
 
 
 def _with_values(trajectory: Trajectory, values: np.ndarray) -> Trajectory:
     """Split the values, float32 [sampled tokens], among copies of the turns."""
-    turns, start = [], 0
-    for turn in trajectory.turns:
-        turns.append(replace(turn, values=values[start : start + len(turn.token_ids)]))
-        start += len(turn.token_ids)
+    parts = np.split(values, np.cumsum([len(turn.token_ids) for turn in trajectory.turns]))
+    turns = [replace(turn, values=part) for turn, part in zip(trajectory.turns, parts, strict=False)]
     return replace(trajectory, turns=turns)

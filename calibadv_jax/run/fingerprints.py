@@ -45,35 +45,40 @@ def tools_hash(config: Config) -> str:
     return content_hash(fields) if fields else ""
 
 
-def _weights_hash(config: Config, model: Model) -> str:
-    folder, _ = find_folder(config, config.policy.path, with_weights=True, resolved=model.pins)
-    return weights_hash(folder)
+def _contents(
+    config: Config, model: Model, questions: Sequence[Question], is_fresh: bool
+) -> dict[str, Callable[[], str]]:
+    """Return functions that hash what the config only names, by the names in `IDENTITY`."""
+    policy, keeps_initial = config.policy, config.keeps_initial_policy
 
+    def base_hash() -> str:
+        folder, _ = find_folder(config, policy.path, with_weights=True, resolved=model.pins)
+        return weights_hash(folder)
 
-def _adapters_hash(config: Config) -> str:
-    from calibadv_jax.snapshots.peft import adapters_hash
+    def initial_adapters_hash() -> str:
+        from calibadv_jax.snapshots.peft import adapters_hash
 
-    return adapters_hash(Path(config.policy.lora.init_from))
+        return adapters_hash(Path(policy.lora.init_from))
 
-
-def _data_hash(questions: Sequence[Question]) -> str:
-    return content_hash([dataclasses.astuple(question) for question in questions])
+    hashes: dict[str, Callable[[], str]] = {
+        "data.content": lambda: content_hash([dataclasses.astuple(question) for question in questions]),
+        "policy.config": lambda: content_hash(model.hf_config),
+        "policy.vocabulary": lambda: model.tokenizer_hash,
+        JUDGE: lambda: judge_hash(config),
+        TOOLS: lambda: tools_hash(config),
+    }
+    # A checkpoint holds neither the policy that the run began with nor the base of its adapters.
+    if policy.path and (is_fresh or keeps_initial or policy.lora.rank):
+        hashes[REFERENCE] = base_hash
+    if policy.lora.init_from and (is_fresh or keeps_initial):
+        hashes[ADAPTERS] = initial_adapters_hash
+    return hashes
 
 
 def run_identity(config: Config, model: Model, questions: Sequence[Question]) -> dict[str, str]:
     """Return the hashes of the contents that a run's config only names, by the names in `IDENTITY`."""
-    policy = config.policy
-    hashes = {
-        "data.content": _data_hash(questions),
-        "policy.config": content_hash(model.hf_config),
-        "policy.vocabulary": model.tokenizer_hash,
-        JUDGE: judge_hash(config),
-        TOOLS: tools_hash(config),
-    }
-    if policy.path and (config.keeps_initial_policy or policy.lora.rank):
-        hashes[REFERENCE] = _weights_hash(config, model)
-    if config.keeps_initial_policy and policy.lora.init_from:
-        hashes[ADAPTERS] = _adapters_hash(config)
+    contents = _contents(config, model, questions, is_fresh=False)
+    hashes = {name: compute() for name, compute in contents.items()}
     return {name: value for name, value in hashes.items() if value}
 
 
@@ -92,18 +97,10 @@ def cold_start_identity(
 
 def check_same(config: Config, model: Model, questions: Sequence[Question], hosts: Hosts) -> None:
     """Refuse (UserError) processes that read different files or offer different actions."""
-    hosts.same("data.train", lambda: _data_hash(questions))
-    hosts.same("policy or tokenizer", lambda: content_hash([model.hf_config, model.tokenizer_hash]))
-    hosts.same("file reward.judge.prompt", lambda: judge_hash(config))
-    hosts.same("set of actions (key tools)", lambda: tools_hash(config))
     newest = newest_step(Path(config.run.dir) / "checkpoints")
     hosts.same("newest checkpoint in run.dir", lambda: newest)
-    lora = config.policy.lora
-    # A checkpoint holds neither the policy that the run began with nor the base of its adapters.
-    if config.policy.path and (newest is None or config.keeps_initial_policy or lora.rank):
-        hosts.same("set of weights in policy.path", lambda: _weights_hash(config, model))
-    if lora.init_from and (newest is None or config.keeps_initial_policy):
-        hosts.same("set of adapters in policy.lora.init_from", lambda: _adapters_hash(config))
+    for name, compute in _contents(config, model, questions, is_fresh=newest is None).items():
+        hosts.same(name, compute)
 
 
 def describe_policy(source: PolicySource) -> dict[str, Any]:

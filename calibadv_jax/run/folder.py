@@ -48,14 +48,9 @@ def enter_run_folder(
 ) -> Path:
     """Return the run's folder, with this start's ``configs/N.yaml``, and the policy's config and tokenizer.
 
-    Everything is checked before anything is written, or fetched from the mirror.
-
-    Args:
-        config: without the addresses of services that this start itself began.
-        say: prints how this start differs from the last start, and which steps are trained again.
-        mirror: taken over by this start; its configs and inputs are here already.
-
-    Raises UserError if the folder holds another experiment, must not be resumed, or cannot be written.
+    Everything is checked before anything is written, or fetched from the `mirror`, whose configs and inputs
+    are here already. `config` lacks the addresses of services that this start itself began. Raises UserError
+    if the folder holds another experiment, must not be resumed, or cannot be written.
     """
     folder = Path(config.run.dir)
     identity = run_identity(config, model, questions)
@@ -213,10 +208,11 @@ def _decay(values: Mapping[str, Any], config: Config) -> int:
 
 
 def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
-    folder, mirror = Path(config.run.dir), config.run.mirror
+    folder, mirror, names = Path(config.run.dir), config.run.mirror, ", ".join(refused)
     lost = [name for name in refused if name in IDENTITY and not start.identity]
     number = next(number for number in itertools.count(2) if not Path(f"{folder}-{number}").exists())
-    why = f"{', '.join(refused)} changed (table above)"
+    why, place = f"{names} changed (table above)", f"run.dir={folder}"
+    hint = f"choose another folder, such as run.dir={folder}-{number}"
     if "learner.steps" in refused:
         length = _decay(with_defaults(start.config), config)
         why += (
@@ -226,11 +222,10 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
         )
     if lost:
         why += f": {start.path.with_suffix('.json')} is lost, so that they cannot be compared"
-    hint = f"choose another folder, such as run.dir={folder}-{number}"
-    hint += ", and another run.mirror" if mirror else ""
+    if mirror:
+        place, hint = f"{place} or run.mirror={mirror}", f"{hint}, and another run.mirror"
     if lost == list(refused) or all(among(TUNED, name) for name in refused):
-        hint += f", or go on with this run all the same: checkpoint.allow_change=[{', '.join(refused)}]"
-    place = f"run.dir={folder}" + (f" or run.mirror={mirror}" if mirror else "")
+        hint += f", or go on with this run all the same: checkpoint.allow_change=[{names}]"
     raise UserError(f"{place} holds another experiment: {why}; {hint}")
 
 
@@ -246,8 +241,7 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 def _merged(defaults: Any, values: Any) -> Any:
     if not (isinstance(defaults, Mapping) and isinstance(values, Mapping)):
         return values
-    own = {name: _merged(defaults.get(name), value) for name, value in values.items()}
-    return {**defaults, **own}
+    return {**defaults, **{name: _merged(defaults.get(name), value) for name, value in values.items()}}
 
 
 def differences(
@@ -286,9 +280,7 @@ def changed_keys(
 
 def is_binding(name: str, config: Config) -> bool:
     """Whether a change of this key makes a resumed run another experiment."""
-    if (
-        name == "learner.steps"
-    ):  # a longer run is the same one, unless its learning rate depends on the length
+    if name == "learner.steps":  # a longer run is the same one, unless its rate depends on the length
         optimizer = config.learner.optimizer
         return optimizer.schedule != "constant" and not optimizer.decay_updates
     if among(["policy.init"], name):
@@ -298,9 +290,7 @@ def is_binding(name: str, config: Config) -> bool:
 
 def _key_of(name: str, keys: Collection[str]) -> str:
     """Return the key of an entry, such as data.weights of data.weights.nq; `name` if there is none."""
-    parts = name.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((prefix for prefix in prefixes if prefix in keys), name)
+    return max((key for key in keys if among([key], name)), key=len, default=name)
 
 
 def _short(value: Any) -> str:

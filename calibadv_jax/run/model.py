@@ -128,10 +128,13 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise UserError(
             f"{folder}: no tokenizer files there; set policy.tokenizer or policy.path to a folder with them"
         )
+    # A tokenizer saved as TokenizersBackend is complete in tokenizer.json. Beside a config.json of model_type
+    # qwen2 AutoTokenizer would take Qwen's own class, which splits text otherwise; and it may import torch.
+    path = folder / "tokenizer_config.json"
+    saved_as = read_json(path).get("tokenizer_class") if path.is_file() else None
+    kind = BACKEND if saved_as == BACKEND.__name__ else transformers.AutoTokenizer
     try:
-        tokenizer = _tokenizer_class(folder).from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
         reason = f"no tokenizer can be loaded: {' '.join(str(error).split())}"
         if "trust_remote_code" in str(error):
@@ -187,14 +190,6 @@ def lost_probes(tokenizer: Any) -> list[str]:
 
 def has_tokenizer(folder: Path) -> bool:
     return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
-
-
-def _tokenizer_class(folder: Path) -> Any:
-    # A tokenizer saved as TokenizersBackend is complete in tokenizer.json. Beside a config.json of model_type
-    # qwen2 AutoTokenizer would take Qwen's own class, which splits text otherwise; and it may import torch.
-    path = folder / "tokenizer_config.json"
-    saved_as = read_json(path).get("tokenizer_class") if path.is_file() else None
-    return BACKEND if saved_as == BACKEND.__name__ else transformers.AutoTokenizer
 
 
 def initial_params(config: Config, model: Model, path: str) -> Params:
@@ -258,9 +253,6 @@ class AdapterBase:
         precision = {"base_dtype": self.adapters.base_dtype, "scale": self.adapters.scale}
         return {"folder": self.folder, "sha256": self.sha256} | precision
 
-    def checkpoint_metadata(self) -> dict[str, str]:
-        return {"name": self.name, "sha256": self.sha256}
-
     def write(self, folder: Path) -> None:
         """Write base.json beside config.json and tokenizer; the path of a base inside the run is relative."""
         place, run = self.folder, folder.absolute().parent
@@ -294,19 +286,16 @@ class PolicySource:
     step: int | None = None  # of a checkpoint; None: the newest of the folder `path`
 
     def __str__(self) -> str:
-        checkpoint = "the newest checkpoint" if self.step is None else f"checkpoint {self.step}"
-        names = {
-            "checkpoint": f"{checkpoint} in",
-            "snapshot": "snapshot",
-            "huggingface": "HuggingFace folder",
-        }
-        return f"{names[self.kind]} {self.path}"
+        if self.kind == "checkpoint":
+            which = "the newest checkpoint" if self.step is None else f"checkpoint {self.step}"
+            return f"{which} in {self.path}"
+        return f"{'snapshot' if self.kind == 'snapshot' else 'HuggingFace folder'} {self.path}"
 
     @property
     def model_folder(self) -> Path:
         """The folder of config.json and tokenizer: ``policy`` in a run."""
-        policies = {"checkpoint": self.path.parent / "policy", "snapshot": self.path.parent.parent / "policy"}
-        return policies.get(self.kind, self.path)
+        parents = {"checkpoint": self.path.parent, "snapshot": self.path.parent.parent}
+        return parents[self.kind] / "policy" if self.kind in parents else self.path
 
     @property
     def base(self) -> AdapterBase | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -61,7 +61,9 @@ class RunState:
         self.stream = self._make_stream()
         self.guards = Guards(config.guards)
         self.trainer = Trainer(config, model, hosts)
-        self.base = base_of(config, model, config.policy.path)
+        base = base_of(config, model, config.policy.path)
+        # Of the adapters, for checkpoints: they name it, and do not hold it.
+        self.base = {"base": {"name": base.name, "sha256": base.sha256}} if base else {}
         self.checkpoints = CheckpointStore(
             folder / "checkpoints", checkpoint.keep, checkpoint.asynchronous, hosts.save_barrier()
         )
@@ -114,11 +116,10 @@ class RunState:
 
     def _note_scores(self, groups: Sequence[Group]) -> dict[str, float]:
         metrics, reward, replaced = {}, self.config.reward, self.stream.replaced
-        scored = [(group, [each.relative_score for each in group.trajectories]) for group in groups]
-        scored += [
-            (group, [s / reward.max_score for s in trajectory_scores(group, reward)]) for group in replaced
-        ]
-        for group, scores in scored:
+        for group in groups:
+            self.questions.note(group.question.id, [each.relative_score for each in group.trajectories])
+        for group in replaced:
+            scores = [score / reward.max_score for score in trajectory_scores(group, reward)]
             self.questions.note(group.question.id, scores)
         if self.config.rollout.replace_tied:
             metrics["rollout/replaced_groups"] = float(len(replaced))
@@ -184,7 +185,7 @@ class RunState:
         self._drop_state()  # there is room for one state
         state, extra = self.checkpoints.restore(step, target)
         try:
-            saved, base = extra.get("base"), self.base.checkpoint_metadata() if self.base else None
+            saved, base = extra.get("base"), self.base.get("base")
             if (saved or {}).get("sha256") != (base or {}).get("sha256"):
                 raise UserError(
                     f"{path}: its adapters belong to another base ({saved} instead of {base}); set"
@@ -223,12 +224,8 @@ class RunState:
 
     def save(self) -> None:
         """Write a full checkpoint, or begin to (checkpoint.asynchronous): the next update may begin."""
-        extra = {
-            "step": self.step,
-            "questions": self.questions.get_state(),
-            "stream": self.stream.state(),
-            "guards": self.guards.state(),
-        } | ({"base": self.base.checkpoint_metadata()} if self.base else {})
+        extra: dict[str, Any] = {"step": self.step, "questions": self.questions.get_state(), **self.base}
+        extra |= {"stream": self.stream.state(), "guards": self.guards.state()}
         with self.console.phase("saving a checkpoint"):
             self._wait_for_checkpoint()
             self.checkpoints.save(self.step, self._whole_state(), extra)
@@ -251,9 +248,7 @@ class RunState:
         if not self.guards.is_broken:
             return "stopped by guards.action; the state is saved: see the warnings above"
         step = self.checkpoints.latest_step()
-        newest = (
-            "no checkpoint was saved" if step is None else f"the newest checkpoint is that of step {step}"
-        )
+        newest = "no checkpoint was saved" if step is None else f"the newest checkpoint is of step {step}"
         return f"step {self.step} diverged (see the warning above) and is not saved: {newest}"
 
     def __enter__(self) -> RunState:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from calibadv_jax.core.errors import INPUT_STATUS, EnvironmentFailure, UserError
 
@@ -37,13 +37,13 @@ class ChildService:
     environment: Mapping[str, str] = field(default_factory=dict)  # variables that differ from this process's
     url: str = field(default="", init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
+    _folder: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory, init=False)
     _log_start: int = field(default=0, init=False)  # bytes of the log before this child's
 
     def __enter__(self) -> ChildService:
         """Start the service and wait for it; raise UserError if it ends or does not get ready in time."""
-        self.start()
         try:
+            self.start()
             self.wait()
         except BaseException:
             self.stop()
@@ -53,10 +53,13 @@ class ChildService:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    @property
+    def _port_file(self) -> Path:
+        return Path(self._folder.name) / "port"
+
     def start(self) -> None:
         """Start without waiting, so that several may start side by side."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = tempfile.TemporaryDirectory(prefix="service-")
         arguments = ["--port", "0", "--port_file", str(self._port_file), "--parent_pid", str(os.getpid())]
         set_aside(self.log_path)
         with self.log_path.open("ab") as log:
@@ -70,12 +73,9 @@ class ChildService:
         assert self.process is not None
         deadline = time.monotonic() + self.start_timeout
         while not self._port_file.is_file():
-            if self.process.poll() is not None:
+            if (status := self.process.poll()) is not None:
                 output = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
-                status = self.process.returncode
-                kind = (
-                    UserError if status == INPUT_STATUS else EnvironmentFailure
-                )  # this run's config, or not
+                kind = UserError if status == INPUT_STATUS else EnvironmentFailure
                 raise kind(f"{self.name} ended with status {status}: {_cause(output)}; see {self.log_path}")
             if time.monotonic() > deadline:
                 raise EnvironmentFailure(
@@ -94,15 +94,7 @@ class ChildService:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-            self.process = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
-
-    @property
-    def _port_file(self) -> Path:
-        assert self._folder is not None
-        return Path(self._folder.name) / "port"
+        self._folder.cleanup()
 
 
 def set_aside(log: Path) -> None:

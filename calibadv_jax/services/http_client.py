@@ -161,18 +161,19 @@ async def retry(
 
     The pauses double, are as long as the service asks for, and end with the patience. Raises Unreachable
     after `patience` seconds without any reply, and the last of BAD_REPLIES errors BadReply. Other errors pass
-    at once. `on_away` is called before each pause that waits for the service.
+    at once. `on_away` is called when the service is first away, and so again after an invalid reply.
     """
     pause, deadline, bad_replies = FIRST_PAUSE, 0.0, 0
     while True:
         try:
             return await attempt()
         except Unreachable as error:
+            if not deadline and patience > ONCE:
+                on_away(error)
             deadline = deadline or time.monotonic() + patience
             remaining = deadline - time.monotonic()
             if remaining <= 0 or patience <= ONCE:
                 raise
-            on_away(error)
             seconds = min(max(pause + random.uniform(0, FIRST_PAUSE), error.retry_after), remaining)
         except BadReply:
             bad_replies, deadline, seconds = bad_replies + 1, 0.0, pause
@@ -201,16 +202,13 @@ def wait_for_any(
     """Return the answers of the services that answer, at least one, and why the others do not, by URL.
 
     Asks all of them together, for `patience` seconds, `timeout` for one attempt. `ask` raises Unreachable
-    where a service is to be waited for; other errors pass at once. Messages name the `service`, with `advice`
-    on how to start it; `say` gets one about the wait. Raises EnvironmentFailure if none has answered.
+    where a service is to be waited for; other errors pass at once. `say` gets a line about the wait. Raises
+    EnvironmentFailure, with `advice` on how to start the `service`, if none has answered.
     """
-    names, is_first = ", ".join(urls), True
+    names = ", ".join(urls)
 
     def on_away(error: Unreachable) -> None:
-        nonlocal is_first
-        if is_first:
-            say(f"waiting up to {patience:g} s for {service} {names} ({error}); otherwise {advice}")
-        is_first = False
+        say(f"waiting up to {patience:g} s for {service} {names} ({error}); otherwise {advice}")
 
     async def ask_all() -> tuple[dict[str, T], dict[str, str]]:
         async with open_session(timeout, token_variable) as http:

@@ -45,6 +45,7 @@ from calibadv_jax.services.retriever_replies import (
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
 PROBE = "test"  # a query that no service can object to
+START_IT = "start it with scripts/launch_retriever.sh"
 CHECK_PAUSE = 0.5  # seconds before a service that failed is asked for its health; doubles up to LAST_PAUSE
 
 QueryResult = list[Document] | RequestFailed
@@ -58,6 +59,7 @@ class Replica:
     is_busy: bool = False  # with a request of ours
     is_well: bool = True
     is_verified: bool = False  # it has shown its index since it was last away
+    is_named: bool = False  # it names its index with each reply: one without the name is another service's
     other: str = ""  # how its index differs from the agreed index
     check: asyncio.Task[None] | None = None
 
@@ -65,11 +67,8 @@ class Replica:
 class Replicas:
     """Services of one index, each with one request under way at a time. For one event loop.
 
-    A service that cannot be reached, says that it cannot answer now, or serves another index than the
-    `agreed` health (None: nothing is compared) gets no further requests until its ``GET /health`` is good;
-    the next one is asked instead. `named` collects the URLs of services that name their index with each
-    reply: from these a reply without the name is another service's. `warn` is called when a service is left
-    out.
+    A service that is away, or serves another index than the `agreed` health (None: nothing is compared), gets
+    no further requests until its ``GET /health`` is good. `warn` is called, and the next service is asked.
     """
 
     def __init__(
@@ -77,10 +76,9 @@ class Replicas:
         http: aiohttp.ClientSession,
         urls: Sequence[str],
         agreed: Mapping[str, Any] | None,
-        named: set[str],
         warn: Callable[[str], object],
     ):
-        self._http, self._agreed, self._named, self._warn = http, agreed, named, warn
+        self._http, self._agreed, self._warn = http, agreed, warn
         self._all = [Replica(url, CHECK_PAUSE) for url in urls]  # by last request, the newest at the end
         self._changed = asyncio.Event()
 
@@ -124,12 +122,11 @@ class Replicas:
                     f" ({self._all[0].other}); serve the index that the run began with, or begin another run"
                 )
             candidates = [replica for replica in usable if replica.is_well] or usable
-            for replica in candidates:
-                if not replica.is_busy:
-                    replica.is_busy = True
-                    self._all.remove(replica)
-                    self._all.append(replica)
-                    return replica
+            if free := [replica for replica in candidates if not replica.is_busy]:
+                free[0].is_busy = True
+                self._all.remove(free[0])
+                self._all.append(free[0])
+                return free[0]
             self._changed.clear()
             await self._changed.wait()
 
@@ -157,10 +154,10 @@ class Replicas:
         if self._agreed is not None:
             agreed, name = self._agreed.get(IDENTITY), reply.headers.get(IDENTITY_HEADER)
             if agreed is not None and name is not None:
-                self._named.add(replica.url)
+                replica.is_named = True
                 other = "" if name == agreed else f"{IDENTITY} {name!r} instead of {agreed!r}"
                 self._note_index(replica, other)
-            elif reply.status == 200 and replica.url in self._named:
+            elif reply.status == 200 and replica.is_named:
                 self._note_index(replica, f"no {IDENTITY_HEADER} instead of {agreed!r}")
             elif not replica.is_verified:
                 self._note_index(replica, self._differs(replica, await ask_health(self._http, replica.url)))
@@ -171,7 +168,7 @@ class Replicas:
     def _differs(self, replica: Replica, state: Mapping[str, Any]) -> str:
         if self._agreed is None:
             return ""
-        if replica.url in self._named and IDENTITY not in state:
+        if replica.is_named and IDENTITY not in state:
             return f"no {IDENTITY} instead of {self._agreed[IDENTITY]!r}"
         return difference(self._agreed, state)
 
@@ -213,8 +210,8 @@ class RetrieverClient:
     """Implements `interfaces.Retriever` over ``POST /retrieve``, of the services at one or several base URLs.
 
     One request is under way at each service at a time; queries that come meanwhile share the next one. While
-    all services are away a search waits, for `config.patience` seconds. `warn` is called with what is waited
-    for at the start, and with services that are left out.
+    all services are away a search waits, for `config.patience` seconds. `warn` gets lines about waits and
+    services that are left out.
     """
 
     def __init__(
@@ -230,22 +227,19 @@ class RetrieverClient:
         self._batch: _Batch | None = None  # still takes queries
         self._has_answered = False
         self._agreed: dict[str, Any] | None = None  # of `health`: searches take documents of that only
-        self._named: set[str] = set()  # of `Replicas`
         self.missing: dict[str, str] = {}  # services that did not answer `health`, and why
 
     def _connect(self) -> tuple[aiohttp.ClientSession, Replicas]:
         self._batch = None
         http = open_session(self.config.timeout, TOKEN_VARIABLE)
-        return http, Replicas(http, self.urls, self._agreed, self._named, self._warn)
+        return http, Replicas(http, self.urls, self._agreed, self._warn)
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         """Return the documents of each query, best first.
 
-        Raises:
-            QueryRefused: the service does not take one of the queries.
-            RequestFailed: it was away for longer than `config.patience`, or its replies break the contract.
-            UserError: it asks for a token, has no such route, refuses every query, or serves another index
-                than when `health` was called.
+        Raises QueryRefused if the service does not take one of the queries; RequestFailed if it was away for
+        longer than `config.patience`, or its replies break the contract; UserError if it asks for a token,
+        has no such route, refuses every query, or serves another index than when `health` was called.
         """
         self._connections.get()
         batch = self._batch
@@ -281,7 +275,7 @@ class RetrieverClient:
             ask_health,
             timeout=self.config.timeout,
             patience=self.config.patience,
-            advice="start it with scripts/launch_retriever.sh or set retriever.url",
+            advice=f"{START_IT} or set retriever.url",
             say=self._warn,
             token_variable=TOKEN_VARIABLE,
         )
@@ -323,11 +317,10 @@ class RetrieverClient:
 
     async def _request(self, replicas: Replicas, queries: list[str]) -> list[QueryResult]:
         """Return the documents of each query; queries join until a service is free."""
-        config = self.config
-        depths: dict[str, Any] = {"topk": config.topk}  # how many documents, and by that whose contract
-        if config.rerank_topk:
-            depths = {"topk_retrieval": config.retrieval_topk, "topk_rerank": config.rerank_topk}
-            depths["not_sort"] = False
+        top, best = self.config.retrieval_topk, self.config.rerank_topk
+        depths: dict[str, Any] = {"topk": self.config.topk}  # how many documents, and by that whose contract
+        if best:
+            depths = {"topk_retrieval": top, "topk_rerank": best, "not_sort": False}
 
         def body() -> dict[str, Any]:
             if self._batch is not None and self._batch.queries is queries:
@@ -335,7 +328,7 @@ class RetrieverClient:
             return {"queries": queries, "return_scores": True} | depths
 
         def read(url: str, reply: HttpReply) -> list[QueryResult]:
-            documents = read_documents(url, reply, len(queries), bool(config.rerank_topk))
+            documents = read_documents(url, reply, len(queries), is_reranked=bool(best))
             self._has_answered = True
             return list(documents)
 
@@ -390,14 +383,11 @@ class RetrieverClient:
         patience = self.config.patience
         try:
             return await retry(attempt, patience)
-        except Unreachable as error:
-            problem = (
-                f"{no_answer(patience)} ({error}); start it with"
-                " scripts/launch_retriever.sh, set retriever.url, or raise retriever.patience"
-            )
-            raise RequestFailed("retriever", f"retriever {self.url}: {problem}") from error
-        except BadReply as error:
+        except (Unreachable, BadReply) as error:
             problem = f"no usable {subject} in {BAD_REPLIES} attempts ({error})"
+            if isinstance(error, Unreachable):
+                advice = f"{START_IT}, set retriever.url, or raise retriever.patience"
+                problem = f"{no_answer(patience)} ({error}); {advice}"
             raise RequestFailed("retriever", f"retriever {self.url}: {problem}") from error
 
     async def _serves(self, replicas: Replicas) -> bool:
@@ -415,14 +405,12 @@ class RetrieverClient:
             return
         (result,) = await self._answer([PROBE])
         if isinstance(result, QueryRefused):
-            config = self.config
-            contract = f"Search-R1's POST /retrieve, and does it take retriever.topk={config.topk}"
+            config, service, keys = self.config, "Search-R1's", f"topk={self.config.topk}"
             if config.rerank_topk:
-                contract = (
-                    "a reranker and the CalibAdv authors' POST /retrieve, and does it take"
-                    f" retriever.retrieval_topk={config.retrieval_topk} and rerank_topk={config.rerank_topk}"
-                )
-            raise UserError(f"{result}; it refuses every query: is it a service with {contract}?")
+                service = "a reranker and the CalibAdv authors'"
+                keys = f"retrieval_topk={config.retrieval_topk} and rerank_topk={config.rerank_topk}"
+            question = f"is it a service with {service} POST /retrieve, and does it take retriever.{keys}?"
+            raise UserError(f"{result}; it refuses every query: {question}")
 
 
 class RetrieverProcess(ChildService):

@@ -16,7 +16,7 @@ from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.stopping import CALLED, Stop
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 from calibadv_jax.hosts import exchange, watch
-from calibadv_jax.hosts.exchange import ALONE, Joined, SharedGroups, from_bytes, to_bytes
+from calibadv_jax.hosts.exchange import ALONE, Joined, SaveBarrier, SharedGroups, from_bytes, to_bytes
 
 
 class Notes:
@@ -117,16 +117,6 @@ def test_error_ends_all_processes_with_its_kind(run_all, raised, status):
     assert second is raised and is_in_step and other_is_in_step
 
 
-def test_error_of_first_is_that_of_process_0(run_all):
-    def refuse():
-        raise UserError("run.dir=x holds another experiment")
-
-    (first, _), (second, _) = run_all(lambda hosts: hosts.first("folder", refuse))
-    assert str(first) == "run.dir=x holds another experiment"
-    assert str(second).startswith("process 0 (") and str(second).endswith(str(first))
-    assert exit_status(second) == 2
-
-
 def test_signal_stops_all_at_the_next_barrier(run_all):
     def work(hosts):
         stop = Stop()
@@ -139,6 +129,21 @@ def test_signal_stops_all_at_the_next_barrier(run_all):
     check_stopped(run_all(work))
 
 
+@pytest.mark.parametrize("called", [0, 1])
+def test_signal_to_a_waiting_process_stops_both(run_all, called):
+    """It waits for the rollouts of the one that is called: both stop at this barrier, with its status."""
+
+    def work(hosts):
+        stop = Stop()
+        with hosts.steps(stop), hosts.local_work("rollout"):
+            if hosts.index == called:
+                stop.was_called, stop.status = True, CALLED  # as `Stop.call` in its main thread
+                raise SystemExit(CALLED)
+            stop.status = 130
+
+    check_stopped(run_all(work))
+
+
 def test_signal_while_waiting_is_noted_for_the_others(run_all, monkeypatch):
     monkeypatch.setattr(exchange, "WAIT", 20)
 
@@ -146,7 +151,7 @@ def test_signal_while_waiting_is_noted_for_the_others(run_all, monkeypatch):
         stop = Stop()
         with hosts.steps(stop), hosts.barrier("record"):
             if hosts.is_first:
-                stop.status = 130  # as its handler sets it within held work
+                stop.status = 130
             while hosts.index and (watch.STOPPING, 0) not in hosts.watch._notes():
                 time.sleep(0.01)
 
@@ -203,26 +208,11 @@ def test_signal_within_a_barrier_stops_at_the_next(run_all, monkeypatch):
     check_stopped(run_all(work), 143)
 
 
-@pytest.mark.parametrize("called", [0, 1])
-def test_signal_to_a_waiting_process_stops_both(run_all, called):
-    """It waits for the rollouts of the one that is called: both stop at this barrier, with its status."""
-
-    def work(hosts):
-        stop = Stop()
-        with hosts.steps(stop), hosts.local_work("rollout"):
-            if hosts.index == called:
-                stop.was_called, stop.status = True, CALLED  # as `Stop.call` in its main thread
-                raise SystemExit(CALLED)
-            stop.status = 130
-
-    check_stopped(run_all(work))
-
-
 def test_late_note_of_a_stop_is_harmless(run_all):
-    """Process 0 notes that it stops, and the other reads the note only after the barrier, while it saves."""
+    """It comes after the barrier, while a process saves; or to one that a full disk ends already."""
     saved = []
 
-    def work(hosts):
+    def save(hosts):
         with Stop() as stop:
             try:
                 with hosts.steps(stop), hosts.barrier("checkpoint"):
@@ -233,9 +223,18 @@ def test_late_note_of_a_stop_is_harmless(run_all):
                 with stop.held():
                     saved.append(hosts.index)
 
-    (first, _), (second, _) = run_all(work)
+    def fill_disk(hosts):
+        with hosts.steps(Stop()):
+            pass
+        try:
+            raise OSError(28, "No space left on device")
+        finally:
+            hosts.watch._stopping()
+
+    (first, _), (second, _) = run_all(save)
     assert str(first) == "run.mirror was taken over" and sorted(saved) == [0, 1]
     assert isinstance(second, UserError) and "process 0 (" in str(second)
+    assert [type(error) for error, _ in run_all(fill_disk)] == [OSError] * 2
 
 
 @pytest.mark.parametrize("in_rollouts", [False, True])
@@ -348,45 +347,63 @@ def test_separate_run_folders_are_refused(run_all, tmp_path, is_one):
     if is_one:
         assert first == second == "shared"
     else:
-        assert "process 1 (" in str(first) and "has ended: run.dir=" in str(first)
         assert isinstance(second, UserError) and f"run.dir={folders[1]}: process 1 (" in str(second)
-        assert "all processes must share one folder" in str(second)
+        assert "process 1 (" in str(first) and str(second) in str(first)
     assert [path for folder in folders for path in folder.iterdir()] == []
 
 
-@pytest.mark.parametrize("lengths", [(5, 3 * exchange.INLINE), (3 * exchange.INLINE, 2 * exchange.INLINE, 1)])
-def test_long_values_arrive_whole_beside_shorter_values(run_all, monkeypatch, lengths):
-    rows, barrier = {}, threading.Barrier(len(lengths))
+def in_threads(work):
+    notes = Notes()
 
-    def gather(padded):
-        """As JAX' own: rows of one length, in the order of the processes."""
-        rows[local.index] = padded
-        barrier.wait(10)
-        gathered = np.stack([rows[index] for index in range(len(lengths))])
-        barrier.wait(10)
-        return gathered
-
-    local = threading.local()
-    monkeypatch.setattr(exchange.multihost_utils, "process_allgather", gather)
-    values = [bytes([index]) * length for index, length in enumerate(lengths)]
-
-    def work(hosts):
-        local.index = hosts.index
-        return hosts.exchange("groups", values[hosts.index])
-
-    assert [value for value, _ in run_all(work, len(lengths))] == [values] * len(lengths)
-
-
-def test_stop_keeps_an_error_in_flight(run_all):
-    """As where a full disk ends process 0 while process 1 stops because its save failed."""
-
-    def work(hosts):
-        with hosts.steps(Stop()):
-            pass
+    def outcome(index):
+        barrier = SaveBarrier(notes, index, 2, lambda index: f"process {index}")
         try:
-            raise OSError(28, "No space left on device")
-        finally:
-            hosts.watch._stopping()
+            return work(barrier, index)
+        except OSError as error:
+            return error
 
-    for error, _ in run_all(work):
-        assert isinstance(error, OSError) and error.errno == 28
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(outcome, range(2)))
+
+
+def test_barrier_waits_for_all_processes():
+    entered = []
+
+    def work(barrier, index):
+        for key in "abc":
+            time.sleep(0.02 * index)
+            entered.append(key)
+            barrier(key=key, timeout_ms=1000)
+            assert entered.count(key) == 2
+        return barrier.is_broken
+
+    assert in_threads(work) == [False, False]
+
+
+def test_error_of_one_save_ends_all_until_reset():
+    """Process 1 comes to the last barrier with its error, as Orbax does; the other waits at the first one."""
+
+    def work(barrier, index):
+        with pytest.raises(OSError) as caught:
+            if index:
+                try:
+                    raise OSError(28, "No space left on device")
+                finally:
+                    barrier(key="last", timeout_ms=1000)
+            barrier(key="first", timeout_ms=1000)
+        with pytest.raises(OSError):
+            barrier(key="last", timeout_ms=1000)
+        assert barrier.is_broken
+        barrier.reset()
+        assert not barrier.is_broken
+        barrier(key="first", timeout_ms=1000)
+        return caught.value
+
+    first, second = in_threads(work)
+    assert str(first) == "process 1: No space left on device" and second.errno == 28
+
+
+def test_processes_at_different_barriers_have_failed():
+    """One has left its save without an error that its thread knows."""
+    outcomes = in_threads(lambda barrier, index: barrier(key="ab"[index], timeout_ms=1000))
+    assert list(map(str, outcomes)) == ["another process could not save its part"] * 2

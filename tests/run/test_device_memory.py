@@ -12,9 +12,9 @@ import pytest
 from tiny_policy import WIDER
 
 from calibadv_jax.config import Config, LoraConfig, MeshConfig, load_config
+from calibadv_jax.contrib.planning import memory
 from calibadv_jax.contrib.planning.memory import (
     SAMPLING,
-    UPDATE,
     adapter_lines,
     cpu_lines,
     estimate_memory,
@@ -24,7 +24,6 @@ from calibadv_jax.contrib.planning.memory import (
     memory_line,
     memory_lines,
     peak_memory,
-    program_memory,
 )
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
@@ -93,56 +92,44 @@ def test_kv_cache_estimate_equals_allocation(mesh, slots):
     assert expected == 2 * 5 * rows * heads * 64 * 16 * 2  # K and V, layers, …, columns, head_dim, bytes
 
 
+LORA = LoraConfig(rank=4, targets=["q", "down"])
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["whole", "adapters"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("mesh", ONE_FAST, ids=str)
-def test_trainer_state_estimate_equals_placement(mesh, optimizer):
+def test_trainer_state_estimate_equals_placement(mesh, optimizer, lora):
     rule = replace(Config().learner.optimizer, name=optimizer)
-    config = config_with(learner={"microbatch_rows": 8, "row_length": 128, "optimizer": rule})
-    policy, devices = Policy(ARCHITECTURE, Numerics.from_config(config.policy)), make_mesh(mesh)
-    state = Learner(
-        policy, make_optimizer(rule, make_schedule(rule, 10)), devices, LearnerOptions(8)
-    ).abstract_state()
-
-    counted = estimate_memory(config, ARCHITECTURE, devices.shape)
+    learner = {"microbatch_rows": 8, "row_length": 128, "optimizer": rule}
+    config = config_with(learner=learner, policy={"lora": lora})
+    numerics, devices = Numerics.from_config(config.policy), make_mesh(mesh)
+    policy = Policy(ARCHITECTURE, numerics, Adapters.from_config(lora))
+    learner = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, LearnerOptions(8))
+    state, counted = learner.abstract_state(), estimate_memory(config, ARCHITECTURE, devices.shape)
     params = placed(state["params"])
-    assert counted["parameters"] == params
+    assert counted["parameters"] == params and counted["gradients"] == 2 * params
     assert counted["sampler weights"] == params / 2
-    assert counted["gradients"] == 2 * params
+    if lora.rank:
+        assert counted["base"] == placed(learner._abstract_base())
     counters = 64  # bytes at most: numbers of steps, coefficients of Muon
     assert 0 <= placed(state["opt_state"]) - counted["optimizer"] <= counters
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_adapter_estimate_equals_placement(optimizer):
-    rule = replace(Config().learner.optimizer, name=optimizer)
-    lora = LoraConfig(rank=4, targets=["q", "down"])
-    learner = {"microbatch_rows": 8, "row_length": 128, "optimizer": rule}
-    config = config_with(learner=learner, policy={"lora": lora})
-    numerics, devices = Numerics.from_config(config.policy), make_mesh(MESHES[1])
-    policy = Policy(ARCHITECTURE, numerics, Adapters.from_config(lora))
-    learner = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, LearnerOptions(8))
-    state, base = learner.abstract_state(), learner._abstract_base()
-
-    counted = estimate_memory(config, ARCHITECTURE, devices.shape)
-    adapters = placed(state["params"])
-    assert counted["parameters"] == adapters and counted["base"] == placed(base)
-    assert counted["gradients"] == 2 * adapters and counted["sampler weights"] == adapters / 2
-    assert 0 <= placed(state["opt_state"]) - counted["optimizer"] <= 64  # counters
-    beside = sum(counted[name] for name in ("optimizer", "sampler weights", "kv cache"))
-    assert held_beside(counted, "log-probabilities") == beside  # the base is an argument
-    kept = config_with(policy={"lora": lora}, loss={"kl_coef": 0.1})
-    assert "reference policy" not in estimate_memory(kept, ARCHITECTURE, devices.shape)  # the base itself
-    begun = replace(lora, init_from="folder", base_dtype="float32")
-    other = config_with(policy={"lora": begun}, loss={"kl_coef": 0.1})
-    counted = estimate_memory(other, ARCHITECTURE, devices.shape)
-    assert counted["reference policy"] == adapters
-    assert counted["sampler weights"] == adapters / 2 + counted["base"] / 2  # a copy in bfloat16
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(policy.abstract_trained)) / 1e6
-    assert f"rank 4, alpha 32, on down, q: {count:.2f}M" in adapter_lines(other, ARCHITECTURE)[0]
+def test_base_of_adapters_counts_once():
+    plain = estimate(policy={"lora": LORA})
+    beside = sum(plain[name] for name in ("optimizer", "sampler weights", "kv cache"))
+    assert held_beside(plain, "log-probabilities") == beside  # the base is an argument
+    assert "reference policy" not in estimate(policy={"lora": LORA}, loss={"kl_coef": 0.1})  # the base itself
+    begun = {"lora": replace(LORA, init_from="folder", base_dtype="float32")}
+    other = estimate(policy=begun, loss={"kl_coef": 0.1})
+    assert other["reference policy"] == other["parameters"]
+    assert other["sampler weights"] == (other["parameters"] + other["base"]) / 2  # a copy in bfloat16
+    (line,) = adapter_lines(config_with(policy=begun), ARCHITECTURE)
+    assert f"rank 4, alpha 32, on down, q: {other['parameters'] / 4e6:.2f}M" in line
     assert adapter_lines(config_with(), ARCHITECTURE) == []
 
 
-def test_memory_depends_on_reference_and_sampler():
+def test_memory_depends_on_reference_critic_and_sampler():
     count, plain = ARCHITECTURE.num_parameters, estimate()
     assert plain["parameters"] == 4 * count and "reference policy" not in plain
     assert estimate(loss={"kl_coef": 0.1})["reference policy"] == 4 * count
@@ -150,107 +137,79 @@ def test_memory_depends_on_reference_and_sampler():
     without = estimate(sampler={"name": "vllm"})
     assert not {"kv cache", "sampler weights", *SAMPLING} & without.keys()
     assert "sampling" in memory_line(plain) and "sampling" not in memory_line(without)
-
-
-def test_critic_estimate_includes_its_optimizer():
-    count = ARCHITECTURE.num_parameters - 402 * 32 + 32
-    plain, critic = estimate(), estimate(advantage={"name": "gae"})
-    assert (critic["critic"], critic["critic's optimizer"]) == (4 * count, 2 * 4 * count)
-    assert peak_memory(critic) == peak_memory(plain) + 3 * 4 * count
+    critic, valued = estimate(advantage={"name": "gae"}), count - 402 * 32 + 32  # a head of one value
+    assert critic == plain | {"critic": 4 * valued, "critic's optimizer": 2 * 4 * valued}
     assert estimate(advantage={"base": "gae"}) == critic
-    programs, without = program_memory(critic), program_memory(plain)
-    update = programs["critic's update"] - programs["critic's apply"]
-    assert update == pytest.approx(
-        without["update"] - without["apply"]
-    )  # what an update adds is that of the policy
-    assert programs["critic's apply"] == 3 * 4 * count + plain["gradients"] / 2
-    rule = replace(Config().critic.optimizer, offload="host")
-    moved = estimate(advantage={"name": "gae"}, critic={"optimizer": rule})
-    assert "critic's optimizer" not in moved and moved["moments"] > 0
 
 
-def test_peak_is_update_or_sampling():
-    plain = estimate()
-    held = sum(plain[name] for name in plain if name not in UPDATE + SAMPLING)
-    update = sum(plain[name] for name in UPDATE)
-    assert peak_memory(plain) == held + update
-    sampling = plain | {"decode": 10 * update}
-    assert peak_memory(sampling) == held + 10 * update
-    assert peak_memory(sampling | {"prefill": 12 * update}) == held + 12 * update
-    trainer = estimate(sampler={"name": "vllm"})
-    assert peak_memory(trainer) == sum(trainer.values())
-
-
-def test_offloaded_moments_count_during_optimizer_step_only():
-    rule = replace(Config().learner.optimizer, offload="host")
-    plain, moved = estimate(), estimate(learner={"optimizer": rule})
-    assert moved["optimizer"] == 0 and moved["moments"] == plain["optimizer"] / 2
-    held = moved["parameters"] + moved["sampler weights"] + moved["kv cache"]
-    large = moved | {"activations": 100 * moved["moments"]}
-    assert peak_memory(large) == held + sum(large[name] for name in UPDATE)
-    small = moved | {"moments": 9 * moved["moments"], "activations": 0.0, "workspace": 0.0, "decode": 0.0}
-    assert peak_memory(small) == held + small["moments"] + moved["gradients"] / 2
-    assert "optimizer's step: moments" in memory_line(moved)
+HELD = {"parameters": 8, "optimizer": 16, "sampler weights": 4, "kv cache": 3}
+PHASES = {"gradients": 4, "activations": 2, "workspace": 1, "prefill": 5, "decode": 6}
 
 
 @pytest.mark.parametrize(
-    ("heads", "tensor", "expected"),
+    ("change", "largest"),
     [
-        ((8, 2), 2, []),
-        ((8, 2), 4, [("4, which does not divide the policy's 2 key-value heads", "1 or 2")]),
-        (
-            (8, 2),
-            6,
-            [("6, which does not divide the policy's 8 heads", "1 or 2 or 4"), ("6, which", "1 or 2")],
-        ),
-        ((24, 8), 3, [("3, which does not divide the policy's 8 key-value heads", "1 or 2")]),
-        ((24, 3), 3, []),
+        ({}, 7),  # the update
+        ({"decode": 9}, 9),
+        ({"prefill": 10}, 10),
+        ({"moments": 7}, 9),  # the optimizer's step, beside the sum of the gradients
+        ({"moments": 7, "activations": 20}, 25),
     ],
 )
-def test_undivided_heads_are_warned_of(heads, tensor, expected):
-    architecture = replace(ARCHITECTURE, num_heads=heads[0], num_kv_heads=heads[1])
+def test_peak_is_that_of_the_largest_phase(change, largest):
+    assert peak_memory(HELD | PHASES | change) == sum(HELD.values()) + largest
+    assert ("optimizer's step: moments" in memory_line(HELD | PHASES | change)) == ("moments" in change)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tensor", "expected"),
+    [
+        (8, 2, 2, []),
+        (8, 2, 4, [("4, which does not divide the policy's 2 key-value heads", "1 or 2")]),
+        (8, 2, 6, [("6, which does not divide the policy's 8 heads", "1 or 2 or 4"), ("6, which", "1 or 2")]),
+        (24, 8, 3, [("3, which does not divide the policy's 8 key-value heads", "1 or 2")]),
+        (24, 3, 3, []),
+    ],
+)
+def test_undivided_heads_are_warned_of(heads, kv_heads, tensor, expected):
+    architecture = replace(ARCHITECTURE, num_heads=heads, num_kv_heads=kv_heads)
     lines = heads_warnings(architecture, {"data": 1, "fsdp": 2, "tensor": tensor})
-    assert len(lines) == len(expected)
     for line, (problem, sizes) in zip(lines, expected, strict=True):
         assert line.startswith(f"warning: mesh.tensor is {problem}")
         assert line.endswith(f"; set mesh.tensor to {sizes} and mesh.fsdp to the rest")
 
 
-def test_too_small_device_is_reported(monkeypatch):
-    config = config_with(mesh={"fsdp": 8})
-    estimated = estimate_memory(config, ARCHITECTURE, {"data": 1, "fsdp": 8, "tensor": 1})
-    needed, memory = peak_memory(estimated), "calibadv_jax.contrib.planning.memory"
-    assert needed < sum(estimated.values())
+@pytest.mark.parametrize(
+    ("platform", "share", "words"),
+    [
+        ("gpu", 1.0, ""),
+        ("gpu", 0.999, r"failed: 0\.0 GiB .*: the device has 0\.0 GiB; raise mesh\.fsdp"),
+        ("gpu", None, "not checked: "),
+        ("tpu", 1.7, ""),
+        ("tpu", 1.5, "warning: .*programs can need 1.6 times the estimate"),
+        ("tpu", 0.999, "failed: "),
+        ("cpu", 1.0, ""),
+        ("cpu", 0.999, r"failed: .*: this host has 0\.0 GiB for 8 devices; choose less"),
+    ],
+)
+def test_too_small_device_is_reported(monkeypatch, platform, share, words):
+    estimated = estimate({"data": 1, "fsdp": 8, "tensor": 1})
+    limit = share and share * peak_memory(estimated)
+    device = SimpleNamespace(platform=platform, memory_stats=lambda: {"bytes_limit": limit})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(memory, "host_memory", lambda: 8 * limit)  # which eight devices share
+    _, *lines = memory_lines(estimated, 8)
+    assert re.match(words, "\n".join(lines)) and len(lines) == bool(words)
+    assert "failed" not in words or "times the estimate" not in lines[0]
 
-    def lines(limit, platform="gpu"):
-        device = SimpleNamespace(platform=platform, memory_stats=lambda: {"bytes_limit": limit})
-        monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        return memory_lines(estimated, 8)
 
-    assert len(lines(needed)) == 1  # update and sampler are not at work together
-    assert re.match(r"failed: 0\.0 GiB .*: the device has 0\.0 GiB; raise mesh\.fsdp", lines(needed - 1)[-1])
-    assert len(lines(1.7 * needed, "tpu")) == 1
-    close = lines(1.5 * needed, "tpu")[-1]
-    assert close.startswith("warning: ") and "programs can need 1.6 times the estimate" in close
-    for platform in ("gpu", "tpu"):
-        assert "times the estimate" not in lines(needed - 1, platform)[-1]
-    assert lines(None)[-1].startswith("not checked: ")
-    monkeypatch.setattr(f"{memory}.host_memory", lambda: 8 * needed)  # which eight devices share
-    assert len(lines(None, "cpu")) == 1
-    monkeypatch.setattr(f"{memory}.host_memory", lambda: 8 * needed - 8)
-    assert re.match(r"failed: .*: this host has 0\.0 GiB for 8 devices; choose less", lines(None, "cpu")[-1])
-
-
-def test_host_memory_respects_container_limit(monkeypatch, tmp_path):
-    physical = host_memory()
-    assert physical > 2**28
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(
-        "calibadv_jax.contrib.planning.memory.CGROUP_LIMITS", (str(tmp_path / "none"), str(limit))
-    )
-    for text, bytes_ in (("max\n", None), ("1048576\n", 2.0**20), ("0\n", None)):
-        limit.write_text(text)
-        assert host_memory() == (bytes_ or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+@pytest.mark.parametrize(("text", "limit"), [("max\n", math.inf), ("1048576\n", 2.0**20), ("0\n", math.inf)])
+def test_host_memory_respects_container_limit(monkeypatch, tmp_path, text, limit):
+    (tmp_path / "memory.max").write_text(text)
+    files = str(tmp_path / "none"), str(tmp_path / "memory.max")
+    monkeypatch.setattr(memory, "CGROUP_LIMITS", files)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert host_memory() == min(physical, limit) > 2**19
 
 
 def test_sizes_of_accelerators_are_warned_of_on_cpu(monkeypatch):

@@ -31,15 +31,14 @@ from calibadv_jax.run.model import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def of_bytes(normalizer=None, decoder=decoders.ByteLevel()):  # noqa: B008
+def of_bytes(*normalizers_, decoder=True):
     """A byte-level tokenizer of one token a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    if decoder is not None:
-        tokenizer.decoder = decoder
+    tokenizer.normalizer = normalizers.Sequence(list(normalizers_))
+    if decoder:
+        tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
@@ -66,28 +65,28 @@ def set_class(folder, name, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name} | fields))
 
 
+EVERY = "spaces digits accents Chinese newlines"
+
+
 @pytest.mark.parametrize(
     ("make", "lost"),
     [
-        (of_whole_texts, ["spaces", "digits", "accents", "Chinese", "newlines"]),
-        (of_bytes, []),
-        (of_sentencepiece, []),
-        (build_word_tokenizer, []),  # most words are unknown to it
-        (lambda: of_bytes(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])), []),
-        (lambda: of_bytes(normalizers.Replace(Regex(r"\s+"), " ")), []),
-        (lambda: of_bytes(normalizers.Replace(" ", "")), ["spaces", "digits", "accents", "Chinese"]),
-        (lambda: of_bytes(normalizers.Replace("\n", "")), ["newlines"]),
-        (lambda: of_bytes(normalizers.Replace(Regex(r"\d"), "0")), ["digits"]),
-        (
-            lambda: of_bytes(normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])),
-            ["accents"],
-        ),
-        (lambda: of_bytes(normalizers.Replace(Regex(r"\p{Han}"), "")), ["Chinese"]),
-        (lambda: of_bytes(decoder=None), ["spaces", "digits", "accents", "Chinese", "newlines"]),
+        (of_whole_texts, EVERY),
+        (of_bytes, ""),
+        (of_sentencepiece, ""),
+        (build_word_tokenizer, ""),  # most words are unknown to it
+        (lambda: of_bytes(normalizers.NFKC(), normalizers.Lowercase()), ""),
+        (lambda: of_bytes(normalizers.Replace(Regex(r"\s+"), " ")), ""),
+        (lambda: of_bytes(normalizers.Replace(" ", "")), "spaces digits accents Chinese"),
+        (lambda: of_bytes(normalizers.Replace("\n", "")), "newlines"),
+        (lambda: of_bytes(normalizers.Replace(Regex(r"\d"), "0")), "digits"),
+        (lambda: of_bytes(normalizers.NFD(), normalizers.StripAccents()), "accents"),
+        (lambda: of_bytes(normalizers.Replace(Regex(r"\p{Han}"), "")), "Chinese"),
+        (lambda: of_bytes(decoder=False), EVERY),
     ],
 )
 def test_lost_probes_are_what_decoding_lacks(make, lost):
-    assert lost_probes(make()) == lost
+    assert " ".join(lost_probes(make())) == lost
 
 
 def test_tokenizer_class_that_loses_spaces_is_refused(tmp_path):
@@ -102,62 +101,66 @@ def test_tokenizer_class_that_loses_spaces_is_refused(tmp_path):
     assert message.endswith("set tokenizer_class to TokenizersBackend in tokenizer_config.json there")
     set_class(tmp_path, "TokenizersBackend")
     assert load_tokenizer(tmp_path).encode("who") == build_word_tokenizer().encode("who")
-    of_bytes(normalizers.Replace(Regex(r"\d"), "")).save_pretrained(tmp_path / "other")
-    with pytest.raises(UserError, match="loses digits: .* becomes ' and '; set policy.tokenizer"):
-        load_tokenizer(tmp_path / "other")
+    for normalizer, words in (
+        (normalizers.Replace(Regex(r"\d"), ""), "loses digits: .* becomes ' and '; set policy.tokenizer"),
+        (normalizers.Replace("<", "("), "the tokenizer cannot write <think>"),
+    ):
+        of_bytes(normalizer).save_pretrained(tmp_path / "other")
+        with pytest.raises(UserError, match=words):
+            load_tokenizer(tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [("tokenizer.json", {"model": 1}), ("tokenizer_config.json", {"tokenizer_class": "T5Tokenizer"})],
-)
-def test_tokenizer_that_cannot_be_read_is_one_line(tmp_path, file, content):
-    of_bytes().save_pretrained(tmp_path)
-    (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(UserError, match=f"{tmp_path}: no tokenizer can be loaded: ") as refused:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(refused.value)
+CONFIG = Config(mesh=MeshConfig(data=1, fsdp=8))
+
+
+def write_policy(folder, **shape):
+    """Write a policy's folder without weights."""
+    build_word_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(SHAPE | shape))
 
 
 @pytest.mark.parametrize(("generation", "expected"), [(None, [1, 5]), ({"eos_token_id": [9, 5]}, [1, 5, 9])])
 def test_end_of_text_tokens_are_kept_in_config(tmp_path, generation, expected):
-    build_word_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"eos_token_id": 5}))
+    write_policy(tmp_path, eos_token_id=5)
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    model = build_model(Config(mesh=MeshConfig(data=1, fsdp=8)), str(tmp_path))
+    model = build_model(CONFIG, str(tmp_path))
     assert model.tokenizer.eos_token_id == 1
     assert model.hf_config["eos_token_id"] == expected
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("file", "change", "words"),
     [
-        ("no files", "no tokenizer files there; set policy.tokenizer"),
-        ("no end", "the tokenizer has no eos_token"),
-        ("no tags", "the tokenizer cannot write <think>"),
-        ("many tokens", "the tokenizer has 398 tokens, but the policy's vocab_size is 397"),
-        ("", "policy.path is empty"),
+        ("tokenizer.json", {"model": 1}, "no tokenizer can be loaded: "),
+        ("tokenizer_config.json", {"tokenizer_class": "T5Tokenizer"}, "no tokenizer can be loaded: "),
+        ("tokenizer_config.json", {"eos_token": None}, "the tokenizer has no eos_token"),
+        ("config.json", {"vocab_size": 397}, "the tokenizer has 398 tokens, but .* vocab_size is 397"),
+        (
+            "config.json",
+            {"max_position_embeddings": 512},
+            r"config\.json: .* up to 512 .*max_length is 16384",
+        ),
     ],
 )
-def test_unusable_tokenizer_is_one_line(tmp_path, kind, words):
-    folder = tmp_path / "hf"
-    tokenizer = build_word_tokenizer()
-    if kind == "no end":
-        tokenizer = of_bytes()
-        tokenizer.eos_token = None
-    if kind == "no tags":
-        tokenizer = of_bytes(normalizers.Replace("<", "("))
-    folder.mkdir()
-    if kind != "no files":
-        tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(SHAPE | {"vocab_size": 397 + (kind != "many tokens")}))
-    config = Config(mesh=MeshConfig(data=1, fsdp=8))
-    config = replace(config, policy=replace(config.policy, tokenizer=str(folder)))
-    with pytest.raises(UserError, match=words):
-        build_model(config, str(folder) if kind else "")
-    with pytest.raises(UserError, match="no tokenizer files there"):
-        load_tokenizer(tmp_path / "absent")
+def test_unusable_policy_folder_is_one_line(tmp_path, file, change, words):
+    write_policy(tmp_path)
+    path = tmp_path / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=f"{tmp_path}.*{words}") as refused:
+        build_model(CONFIG, str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+def test_missing_policy_or_tokenizer_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    with pytest.raises(UserError, match="no tokenizer files there; set policy.tokenizer"):
+        build_model(CONFIG, str(tmp_path))
+    with pytest.raises(UserError, match="policy.path is empty"):
+        build_model(CONFIG, "")
+    write_policy(tmp_path, max_position_embeddings=512)
+    rollout = replace(CONFIG.rollout, max_length=512, max_prompt_length=64)
+    build_model(replace(CONFIG, rollout=rollout), str(tmp_path))
 
 
 def test_base_is_kept_beside_the_run(tmp_path):
@@ -169,7 +172,6 @@ def test_base_is_kept_beside_the_run(tmp_path):
         base.write(folder)
         assert json.loads((folder / "base.json").read_text())["folder"] == kept
         assert read_base(folder) == base and (base.shared() is None) == (not place)
-        assert base.checkpoint_metadata() == {"name": "name", "sha256": "0" * 64}
     policy, mesh = tiny(SHAPE, adapters), mesh_of(1)
     drawn, whole = base.params(policy, mesh), init_params(policy, mesh, 3)
     jax.tree.map(np.testing.assert_array_equal, drawn, policy.split(whole)[0])
@@ -199,25 +201,11 @@ def test_policy_is_known_by_its_place(tmp_path, monkeypatch, path, kind, step, m
     assert source.at_step().step == pinned
 
 
-def test_max_length_beyond_positions_is_refused(tmp_path):
-    build_word_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 512}))
-    config = Config(mesh=MeshConfig(data=1, fsdp=8))
-    with pytest.raises(UserError, match=r"config\.json: .* up to 512 .*rollout\.max_length is 16384"):
-        build_model(config, str(tmp_path))
-    rollout = replace(config.rollout, max_length=512, max_prompt_length=64)
-    build_model(replace(config, rollout=rollout), str(tmp_path))
-
-
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
-def test_tokenizer_splits_alike_beside_a_policy(tmp_path, model_type):
+def test_tokenizer_splits_alike_beside_a_policy(tmp_path):
     """transformers has a class of its own for qwen2, which splits in another way."""
-    build_word_tokenizer().save_pretrained(tmp_path)
+    write_policy(tmp_path, model_type="qwen2")
     text = "<think> who founded Zürich in 1291 ? </think><search> city </search>"
-    alone = load_tokenizer(tmp_path).encode(text)
-    assert alone == build_word_tokenizer().encode(text)
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": model_type}))
-    assert load_tokenizer(tmp_path).encode(text) == alone
+    assert load_tokenizer(tmp_path).encode(text) == build_word_tokenizer().encode(text)
 
 
 @pytest.mark.medium
@@ -252,14 +240,11 @@ sys.stdout.write(" ".join({{"torch", "sympy", "scipy.stats"}} & sys.modules.keys
     assert (answer.returncode, answer.stdout) == (0, ""), answer.stderr
 
 
-def test_vocabulary_hash_covers_words_and_ids(tmp_path):
+def test_vocabulary_hash_covers_words_and_ids():
+    def hash_of(*words):
+        vocabulary = {word: index for index, word in enumerate(["<unk>", "<eos>", *words])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        return Model(None, {}, PreTrainedTokenizerFast(tokenizer_object=tokenizer), None, None).tokenizer_hash
 
-    def hash_of(name, words):
-        tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
-        return Model(None, {}, fast, tmp_path / name, None).tokenizer_hash
-
-    words = ["<unk>", "<eos>", "a", "b"]
-    assert hash_of("one", words) == hash_of("two", words)
-    others = (["<unk>", "<eos>", "b", "a"], [*words, "c"], ["<unk>", "<eos>", "a", "c"])
-    assert len({hash_of(str(n), other) for n, other in enumerate((words, *others))}) == 4
+    assert hash_of("a", "b") == hash_of("a", "b")
+    assert len({hash_of(*words) for words in ("ab", "ba", "abc", "ac")}) == 4

