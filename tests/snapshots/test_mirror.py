@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -41,14 +39,6 @@ from calibadv_jax.snapshots.mirror import MARKER, OBJECTS, bring_newest, open_mi
 
 pytestmark = pytest.mark.medium
 QUIET = Console(progress=False)
-HOLD = """
-import sys
-from pathlib import Path
-from calibadv_jax.core.locking import locked_run
-with locked_run(Path(sys.argv[1]), print):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -158,28 +148,6 @@ def test_another_machine_continues_bit_for_bit(tmp_path, s3):
     paths = {path for path in (tmp_path / "b").rglob("*") if path.is_file()}
     assert marker(url)["files"].keys() == {path.relative_to(tmp_path / "b").as_posix() for path in paths}
     assert len(fsspec.filesystem("s3").find(f"{url}/{OBJECTS}")) == len(paths)
-
-
-def test_interrupted_upload_leaves_the_older_checkpoint(tmp_path, monkeypatch):
-    """The objects are there but for the last one; the next start uploads them anew and removes the others."""
-    store = tmp_path / "store"
-    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    put = DirFileSystem.put
-
-    def interrupted(self, files, objects, **options):
-        put(self, files[:-1], objects[:-1], **options)
-        raise OSError("the network is away")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DirFileSystem, "put", interrupted)
-        patch.setattr(mirror_module, "PATIENCE", 0.5)
-        start(config_at(tmp_path / "a", store, learner={"steps": 4}))
-    assert steps_at(store) == [2]
-    assert opened(tmp_path / "b", store).fetch()
-    assert checkpoints(tmp_path / "b") == [2]
-    # The first machine comes back: it has the newer step, and copies it.
-    start(config_at(tmp_path / "a", store, learner={"steps": 4}))
-    assert steps_at(store) == [2, 4] and is_whole(store)
 
 
 def test_store_that_is_away_stops_nothing(tmp_path, monkeypatch, capsys):
@@ -314,21 +282,6 @@ def test_retrained_step_replaces_the_older_one(tmp_path):
         assert not path.startswith("checkpoints/") or name not in before
 
 
-def test_rollback_deletes_stored_checkpoints_first(tmp_path):
-    """Else a machine that is lost before the next checkpoint would go on from the bad one."""
-    store, seen = tmp_path / "store", []
-
-    def act(version, seed):
-        if version == 5:
-            until(lambda: steps_at(store)[-1] == 4)  # bad, as step 5 will show
-        if version == 3 and seed:
-            seen.append(steps_at(store))
-
-    start(rollback_config(tmp_path / "a", store), acting(act, Collapsing))
-    assert seen == [[1, 2, 3]] and steps_at(store) == [1, 2, 3, 4, 5, 6]
-    assert marker(store)["rollbacks"] == 1
-
-
 def test_rollback_drops_an_upload_in_progress(tmp_path, monkeypatch):
     store, uploading, rolled_back = tmp_path / "store", threading.Event(), threading.Event()
     put, ended = DirFileSystem.put, threading.Event()
@@ -355,6 +308,7 @@ def test_rollback_drops_an_upload_in_progress(tmp_path, monkeypatch):
     monkeypatch.setattr(DirFileSystem, "put", put_late)
     start(rollback_config(tmp_path / "a", store), acting(act, Collapsing))
     assert ended.is_set() and steps_at(store) == [1, 2, 3, 4, 5, 6] and is_whole(store)
+    assert marker(store)["rollbacks"] == 1
 
 
 def test_rollback_spares_objects_of_an_upload(tmp_path, monkeypatch):
@@ -409,12 +363,18 @@ def test_deleted_checkpoint_stays_deleted_after_kill(tmp_path, monkeypatch, is_d
 
 
 def test_kill_at_any_operation_leaves_whole_copy(tmp_path, monkeypatch):
-    """Of a start that takes the copy over, rolls back and copies its next checkpoint."""
-    left = [0]
+    """Of a start that takes the copy over, rolls back and copies its next checkpoint.
+
+    A killed upload has stored all objects but the last.
+    """
+    left, put = [0], DirFileSystem.put
 
     def mortal(method):
         def call(*arguments, **options):
             left[0] -= 1
+            if left[0] == -1 and method is put:
+                store, files, objects = arguments
+                put(store, files[:-1], objects[:-1], **options)
             if left[0] < 0:
                 raise ConnectionError("killed")
             return method(*arguments, **options)
@@ -502,18 +462,16 @@ def test_interrupted_fetch_is_no_other_run(tmp_path, monkeypatch):
     assert checkpoints(tmp_path / "b") == [2]
 
 
-def test_reading_command_takes_the_lock_only_to_fetch(tmp_path):
-    store, console = tmp_path / "store", QUIET
+def test_reading_command_takes_the_lock_only_to_fetch(tmp_path, monkeypatch):
+    store = tmp_path / "store"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    here, there = (config_at(tmp_path / name, store) for name in "ab")
-    for config, is_newer in ((here, False), (there, True)):
-        command = [sys.executable, "-c", HOLD, config.run.dir]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-            assert other.stdout.readline() == b"held\n"
-            with pytest.raises(UserError, match="run.dir=.*b") if is_newer else nullcontext():
-                bring_newest(config, console)
-            other.stdin.close()
-    bring_newest(there, console)
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror_module, "locked_run", fail_with(UserError("in use")))
+        bring_newest(config_at(tmp_path / "a", store), QUIET)
+        with pytest.raises(UserError, match="in use"):
+            bring_newest(config_at(tmp_path / "b", store), QUIET)
+    assert checkpoints(tmp_path / "b") == []
+    bring_newest(config_at(tmp_path / "b", store), QUIET)
     assert checkpoints(tmp_path / "b") == [2]
 
 
@@ -526,20 +484,33 @@ def test_folder_within_the_other_is_refused(tmp_path, name):
         make_config(tmp_path, run={"dir": "s3://a/b"})
 
 
-def test_path_outside_of_the_run_is_refused(tmp_path):
+def test_store_that_holds_no_run_is_refused(tmp_path):
+    """Not JSON, of an older format, or with paths outside of the run."""
     store, stolen = tmp_path / "store", tmp_path / "elsewhere" / "stolen"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
     [file] = (store / MARKER).iterdir()
     version = json.loads(file.read_text())
-    for path in (
-        *(str(stolen), "../stolen", "a//b", "a/../../stolen", ".lock", "rollouts/.lock"),
-        *(f"checkpoints/2/{stolen}", "checkpoints/2/../../../stolen", "checkpoints/02/x"),
-        *("checkpoints/other", "snapshots/v1/config.json", ""),
-    ):
-        files = version["files"] | {path: version["files"]["metrics.jsonl"]}
-        file.write_text(json.dumps(version | {"files": files}))
-        with pytest.raises(UserError, match=re.escape(f"{path!r} is no file of a run")):
+    paths = [
+        str(stolen),
+        "../stolen",
+        "a//b",
+        "a/../../stolen",
+        ".lock",
+        "rollouts/.lock",
+        "checkpoints/02/x",
+    ]
+    paths += [f"checkpoints/2/{stolen}", "checkpoints/2/../../../stolen", "checkpoints/other", ""]
+    paths += ["snapshots/v1/config.json"]
+    foreign = {path: version["files"] | {path: version["files"]["metrics.jsonl"]} for path in paths}
+    texts = {json.dumps(version | {"files": files}): repr(path) for path, files in foreign.items()}
+    texts |= dict.fromkeys(("{", '{"files": {"a": 1}}', "[]"), MARKER)
+    for text, words in texts.items():
+        file.write_text(text)
+        with pytest.raises(UserError, match=f"{re.escape(words)} is .*choose another place"):
             opened(tmp_path / "b", store).fetch()
+    file.rename(store / "mirror.json")
+    with pytest.raises(UserError, match=r"older format \(mirror.json\); choose another place"):
+        opened(tmp_path / "b", store).fetch()
     assert not list(tmp_path.rglob("stolen")) and not list((tmp_path / "b").rglob(".lock"))
     assert checkpoints(tmp_path / "b") == []
 
@@ -568,21 +539,6 @@ def test_run_on_other_data_is_refused(tmp_path, steps, content):
     with pytest.raises(UserError, match=r"run\.mirror=.*store holds another run than run\.dir=.*b;"):
         opened(folder, store).fetch(claim=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        *((f"{MARKER}/00000001", text) for text in ("{", '{"files": {"a": 1}}', "[]")),
-        ("mirror.json", '{"format": 1, "checkpoints": {}}'),  # of an older version
-    ],
-)
-def test_place_that_is_no_copy_is_refused(tmp_path, file, text):
-    place = tmp_path / "store" / file
-    place.parent.mkdir(parents=True)
-    place.write_text(text)
-    with pytest.raises(UserError, match="choose another place"):
-        opened(tmp_path / "a", tmp_path / "store").fetch()
 
 
 def test_copy_with_a_cut_file_is_refused(tmp_path):
