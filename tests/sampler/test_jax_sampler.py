@@ -50,7 +50,7 @@ def recompute(policy, params):
 
 
 async def test_logprobs_equal_the_learners(sampler, recompute):
-    """Over trajectories of several turns."""
+    """Over more trajectories of several turns than there are slots."""
 
     async def trajectory(index):
         tokens, spans = [1, 2, 3 + index], []
@@ -62,13 +62,11 @@ async def test_logprobs_equal_the_learners(sampler, recompute):
         sampler.release(f"t{index}")
         return tokens, spans
 
-    for tokens, spans in await asyncio.gather(
-        *(trajectory(i) for i in range(7))
-    ):  # more than there are slots
+    for tokens, spans in await asyncio.gather(*map(trajectory, range(7))):
         expected = recompute(tokens, 0.8)
         for start, done in spans:
-            logprobs = np.array(done.logprobs)
-            np.testing.assert_allclose(logprobs, expected[start - 1 : start - 1 + len(logprobs)], atol=1e-3)
+            span = expected[start - 1 : start - 1 + len(done.token_ids)]
+            np.testing.assert_allclose(done.logprobs, span, atol=1e-3)
             assert done.policy_versions == (7,)
 
 
@@ -81,10 +79,10 @@ async def generated(sampler, tokens, *sampling, **more):
 
 
 async def test_seeds_are_read_whole(sampler):
-    tokens = [
+    first, again, other = [
         (await generated(sampler, [1, 2, 3], 20, 1.0, seed=seed)).token_ids for seed in (5, 5, 2**31 + 5)
     ]
-    assert tokens[0] == tokens[1] != tokens[2]
+    assert first == again != other
 
 
 def scripted(policy, script):
@@ -158,9 +156,7 @@ async def test_error_reaches_all_who_wait(sampler, monkeypatch, part):
     def fail(*_):
         raise OSError("broken")
 
-    async def sampled(
-        number,
-    ):  # of other lengths: some run while others have ended; more than there are slots
+    async def sampled(number):  # some run while others have ended or wait for a slot
         try:
             return await sampler.generate([1, 2, 3], SamplingParams(3 + 3 * number, 0.0), f"bad{number}")
         finally:
@@ -226,11 +222,7 @@ async def test_row_released_in_a_chunk_leaves_nothing(sampler, recompute, monkey
             await asyncio.sleep(0.001)
         await sampler._pump_task
         task.cancel()
-    context = [
-        prompt[-1],
-        *whole.token_ids[:3],
-        4,
-    ]  # of which the chunk has left another beginning in the row
+    context = [prompt[-1], *whole.token_ids[:3], 4]  # the chunk has left another beginning in the row
     done = await generated(sampler, context, 12, 0.8, seed=3)
     expected = recompute([*context, *done.token_ids], 0.8)[len(context) - 1 :]
     np.testing.assert_allclose(done.logprobs, expected, atol=1e-3)

@@ -20,24 +20,19 @@ CONFIG = NARROW | {"vocab_size": len(CharTokenizer.pieces), "hidden_size": 16, "
 def test_swap_leaves_nothing_of_old_weights(adapters):
     policy = tiny(CONFIG, adapters)
     old, new = (jax.jit(policy.init)(jax.random.key(seed)) for seed in (0, 1))
-    base, trained = policy.split(old)
     if adapters:
+        base, trained = policy.split(old)
         new = joined(base, jax.tree.map(lambda leaf: leaf + 0.3, trained))
-    wide = old["embed"]["embedding"] * 20.0  # far from uniform
-    for params in (old, new):
-        params["embed"]["embedding"] = wide
-    base = policy.split(new)[0]
+    old["embed"]["embedding"] = new["embed"]["embedding"] = old["embed"]["embedding"] * 20.0  # not uniform
     sampler = make_sampler(policy, old, max_length=32, slots=2)
     context = [0, 1, 2, 3, 4, 5]
 
-    async def turn(context):
-        return await sampler.generate(context, SamplingParams(4, seed=1), "s")
-
     async def work():
-        first = await turn(context)
+        sampling = SamplingParams(4, seed=1)
+        first = await sampler.generate(context, sampling, "s")
         await sampler.load(8, new)
         again = [*context, *first.token_ids, 6, 7]  # the same session: its row is still its own
-        return first, again, await turn(again)
+        return first, again, await sampler.generate(again, sampling, "s")
 
     first, again, second = asyncio.run(work())
     assert first.policy_versions == (7,) and second.policy_versions == (8,)
@@ -45,7 +40,6 @@ def test_swap_leaves_nothing_of_old_weights(adapters):
     for params, is_right in ((new, True), (old, False)):
         expected = learner_logprobs(policy, params, row, 1.0)[len(again) - 1 : -1]
         assert np.allclose(second.logprobs, expected, atol=1e-4) == is_right
-    held = flatten(sampler._engine._params)
-    assert all(held[path] is leaf for path, leaf in flatten(base).items())  # no copy
-    donated = flatten(policy.split(new)[1])
+    held, (base, donated) = flatten(sampler._engine._params), map(flatten, policy.split(new))
+    assert all(held[path] is leaf for path, leaf in base.items())  # no copy
     assert not any(held[path] is leaf for path, leaf in donated.items())

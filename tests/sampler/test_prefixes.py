@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from calibadv_jax.sampler.prefixes import MOST_TOKENS, TILE_TOKENS, Prefixes, TileShape, common_prefix
+from calibadv_jax.sampler.prefixes import MOST_TOKENS, TILE_TOKENS, Prefixes, TileShape
 
 WIDTH = 4
 
@@ -50,22 +50,14 @@ def test_prompt_of_a_group_is_computed_once(slots):
     assert slots.cache == [alone(contexts[slot]) for slot in range(12)]
 
 
-def test_prompts_that_begin_alike_share_whole_segments(slots):
+def test_whole_prefilled_segments_are_copied(slots):
+    """Decoded tokens, which no prefill wrote, are not, nor is anything where that saves no tile."""
     start = list(range(18))
     slots({0: [*start, 50, 51]})
+    slots.held[0].extend([51, 52, 53, 54, 55, 56])  # as the sampler does after decoding
     assert slots({1: [*start, 60, 61]})[0] == 16 and slots.cache[1] == alone([*start, 60, 61])
-
-
-def test_nothing_is_copied_where_it_saves_no_tile(slots):
-    assert slots({0: [1, 2, 3], 1: [1, 2, 3]}) == (0, 1)
-
-
-def test_decoded_tokens_are_never_copied(slots):
-    prompt = list(range(9))
-    slots({0: prompt})
-    decoded = [*prompt, 30, 31, 32, 33, 34, 35, 36]
-    slots.held[0].extend(decoded[8:])  # as the sampler does after decoding
-    assert slots({1: [*decoded, 40]})[0] == 8
+    assert slots({2: [*start, 50, 51, 52, 53, 54, 55, 56, 57]})[0] == 16
+    assert slots({6: [1, 2, 3], 7: [1, 2, 3]}) == (0, 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -96,12 +88,6 @@ def test_random_sessions_hold_their_own_columns(slots, seed):
             assert cache[slot][: len(columns)] == columns
             assert held[slot] == [token for token, _ in columns]
     assert copied
-
-
-def test_common_prefix():
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert common_prefix([], [1]) == 0
-    assert common_prefix([1, 2], [1, 2, 3]) == 2
 
 
 FEW = TileShape(groups=2, slots=5, rows=2, width=3)  # three tiles a call
@@ -153,11 +139,8 @@ def test_no_more_tiles_than_the_work_needs():
     (call,) = FEW.calls(pending(FEW, [{3: (6, [1, 2])}, {}]))
     assert call.used == 1 and call.columns.tolist() == [8, 0, 0]
     assert not list(FEW.calls([[], []]))
-
-
-def test_whole_tiles_gather_no_slots():
     (call,) = WHOLE.calls(pending(WHOLE, [{1: (0, [5])}, {}]))
-    assert call.slots is None and call.tokens[0, 0].tolist() == [[0, 0, 0], [5, 0, 0]]
+    assert call.slots is None and call.tokens[0, 0].tolist() == [[0, 0, 0], [5, 0, 0]]  # gathers none
     assert len(list(WHOLE.calls(pending(WHOLE, [{1: (0, range(7))}, {}])))) == 3
 
 

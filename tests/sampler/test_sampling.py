@@ -17,13 +17,8 @@ def arguments(logits, top_p=1.0, top_k=0, temperature=1.0, position=0):
     rows = len(logits)
     positions, temperatures = jnp.full(rows, position), jnp.full(rows, temperature)
     filters = jnp.full(rows, top_p), jnp.full(rows, top_k, jnp.int32)
-    return (
-        jnp.asarray(logits, jnp.float32),
-        jnp.arange(rows, dtype=jnp.uint32),
-        positions,
-        temperatures,
-        *filters,
-    )
+    seeds = jnp.arange(rows, dtype=jnp.uint32)
+    return jnp.asarray(logits, jnp.float32), seeds, positions, temperatures, *filters
 
 
 @pytest.mark.parametrize(("top_p", "top_k", "allowed"), [(1.0, 2, {0, 1}), (0.55, 0, {0, 1}), (0.01, 0, {0})])
