@@ -158,8 +158,8 @@ def _check_targets(shapes: Mapping[str, Any], adapters: Adapters, path: Path) ->
     if foreign or not matches:
         raise UserError(
             f"{path}: holds {summary(foreign) or 'no adapters'}, which is not supported; only lora_A.weight"
-            f" and lora_B.weight of {'_proj, '.join(LORA_TARGETS)}_proj are. If the embeddings are the base's,"
-            f" unchanged, save the adapter again with PEFT's save_embedding_layers=False; else {MERGE}"
+            f" and lora_B.weight of {'_proj, '.join(LORA_TARGETS)}_proj are. If the embeddings are those of"
+            f" the base, save the adapter again with PEFT's save_embedding_layers=False; else {MERGE}"
         )
     targets = ", ".join(sorted({match[1] for match in matches.values() if match}))
     ours = ", ".join(adapters.targets)
