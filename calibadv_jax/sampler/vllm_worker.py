@@ -55,7 +55,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", type=Path, required=True, help="HuggingFace folder with config and tokenizer")
     text = "which build of vLLM is installed; auto: as its package says"
     add("--flavour", choices=["auto", "gpu", "cpu", "tpu"], default="auto", help=text)
-    add("--load_weights", action="store_true", help="load the weights of --model instead of waiting for a swap")
+    add(
+        "--load_weights",
+        action="store_true",
+        help="load the weights of --model instead of waiting for a swap",
+    )
     add("--dtype", default="bfloat16", help="precision of weights and activations")
     add("--max_model_len", type=int, help="number of tokens of the longest trajectory")
     add("--max_num_seqs", type=int, default=256, help="number of completions decoded together")

@@ -261,8 +261,7 @@ def _laid_out(
     flat: dict[str, jax.Array], dtype: str | None, sharding: NamedSharding | None = None
 ) -> dict[str, jax.Array]:
     """Return parameters in the layout, the dtype (None: unchanged) and the sharding of a snapshot."""
-    leaves = {path: leaf if dtype is None else leaf.astype(dtype) for path, leaf in flat.items()}
-    leaves = {path: _turned(path, leaf) for path, leaf in leaves.items()}
+    leaves = {path: _turned(path, leaf.astype(dtype or leaf.dtype)) for path, leaf in flat.items()}
     return leaves if sharding is None else jax.lax.with_sharding_constraint(leaves, sharding)
 
 
