@@ -68,9 +68,6 @@ class CacheEngine:
 
     Args:
         slots: rounded up to a multiple of the groups.
-        max_length: tokens of the longest row.
-        prefill_chunk: tokens of a row that prefill computes together.
-        decode_chunk: tokens of a row that one decode call makes.
 
     Attributes:
         held: token ids that the cache holds of each slot. `fill` writes here; the caller of `decode` adds the
@@ -98,16 +95,7 @@ class CacheEngine:
             self._programs = [tuple(even_widths(max_length))]
         self._params: Params | None = None
         self._cache: Cache | None = None  # leaves [groups, L, rows, K, T, H]
-        # A copy even where the precision is the same: the learner donates its parameters at the next update.
-        self._cast = jax.jit(
-            lambda params: jax.tree.map(
-                lambda leaf, sharding: jax.lax.with_sharding_constraint(
-                    jnp.array(leaf, policy.numerics.compute_dtype, copy=True), sharding
-                ),
-                params,
-                param_shardings(params, mesh),
-            )
-        )
+        self._cast = jax.jit(self._copied)
         self._prefill = jax.jit(self._prefill_tiles, donate_argnums=1, static_argnums=3)
         self._copy = jax.jit(self._copy_columns, donate_argnums=0, static_argnums=3)
         self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
@@ -117,12 +105,17 @@ class CacheEngine:
 
         A frozen base that has this precision is not copied: nobody donates it.
         """
-        base, _ = self.policy.split(params)
-        dtype = self.policy.numerics.compute_dtype
+        base, dtype = self.policy.split(params)[0], self.policy.numerics.compute_dtype
         shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
         own = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
         self._params = joined(unflatten(shared), self._cast(unflatten(own)))
         self.forget()
+
+    def _copied(self, params: Params) -> Params:
+        # A copy even where the precision is the same: the learner donates its parameters at the next update.
+        dtype = self.policy.numerics.compute_dtype
+        copies = jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
+        return jax.lax.with_sharding_constraint(copies, param_shardings(params, self.mesh))
 
     def forget(self) -> None:
         """Discard everything that the cache holds."""
@@ -241,11 +234,8 @@ class CacheEngine:
     def _copy_columns(self, cache: Cache, slots: jax.Array, counts: jax.Array, width: int) -> Cache:
         """Copy the first `width` columns of slots to others of their group, one after the other.
 
-        Columns that are copied beyond the shared prefix are written anew before they are read.
-
-        Args:
-            slots: int32 [groups, 2, rows], sources and targets.
-            counts: int32 [groups], number of them.
+        Columns that are copied beyond the shared prefix are written anew before they are read. `slots` are
+        int32 [groups, 2, rows], sources and targets; `counts` int32 [groups], number of them.
         """
 
         def copy_in_group(cache: Cache, slots: jax.Array, counts: jax.Array) -> Cache:
@@ -262,13 +252,8 @@ class CacheEngine:
             return jax.lax.fori_loop(0, counts[0], copy_one, cache)
 
         by_group, held = spec(self._slot_axis), self._cache_sharding().spec
-        return jax.shard_map(
-            copy_in_group,
-            mesh=self.mesh,
-            in_specs=(held, by_group, by_group),
-            out_specs=held,
-            check_vma=False,
-        )(cache, slots, counts)
+        specs: dict[str, Any] = {"in_specs": (held, by_group, by_group), "out_specs": held}
+        return jax.shard_map(copy_in_group, mesh=self.mesh, check_vma=False, **specs)(cache, slots, counts)
 
     def _append(self, decoder: Decoder, columns: jax.Array, widths: Widths) -> Callable[..., Any]:
         """Return `Decoder.decode` for every group by the devices that hold it; all arrays [groups, ...].

@@ -50,20 +50,14 @@ class _Request:
 
 
 class JaxSampler:
-    """Implements `interfaces.Sampler`.
-
-    Args:
-        stops: decides where a completion ends.
-        max_length: tokens of the longest trajectory, prompt included.
-    """
+    """Implements `interfaces.Sampler`; `max_length` tokens has the longest trajectory, prompt included."""
 
     def __init__(self, policy: Policy, stops: StopRule, config: SamplerConfig, mesh: Mesh, max_length: int):
         self.policy, self.stops, self.config, self.mesh = policy, stops, config, mesh
         self.max_length = max_length
         self._version = -1  # of no weights
-        self._engine = CacheEngine(
-            policy, mesh, config.slots, max_length, config.prefill_chunk, config.decode_chunk
-        )
+        sizes = config.slots, max_length, config.prefill_chunk, config.decode_chunk
+        self._engine = CacheEngine(policy, mesh, *sizes)
         self._slot_of: dict[str, int] = {}
         self._waiting: deque[_Request] = deque()
         self._active: dict[int, _Request] = {}

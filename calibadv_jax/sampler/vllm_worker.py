@@ -55,17 +55,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", type=Path, required=True, help="HuggingFace folder with config and tokenizer")
     text = "which build of vLLM is installed; auto: as its package says"
     add("--flavour", choices=["auto", "gpu", "cpu", "tpu"], default="auto", help=text)
-    add(
-        "--load_weights",
-        action="store_true",
-        help="load the weights of --model instead of waiting for a swap",
-    )
     add("--dtype", default="bfloat16", help="precision of weights and activations")
     add("--max_model_len", type=int, help="number of tokens of the longest trajectory")
     add("--max_num_seqs", type=int, default=256, help="number of completions decoded together")
     add("--tensor_parallel_size", type=int, default=1, help="number of GPUs of the worker")
     add("--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU's memory to use")
-    add("--kv_cache_gib", type=int, default=1, help="on the CPU: GiB of memory for the KV cache")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8100, help="port to listen on; 0: any free port (default: %(default)s)")
     add("--port_file", type=Path, help="file to write the port to when the worker is ready")
@@ -136,11 +130,8 @@ def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port:
 class VllmWorkerProcess(ChildService):
     """A worker as a child process: ready when the block begins, stopped when it ends.
 
-    Args:
-        model: HuggingFace folder: config and tokenizer.
-        options: of this module's command line, without dashes.
-        arguments: further arguments of the command line.
-        devices: CUDA_VISIBLE_DEVICES of the worker; None: this process's.
+    It gets the `options` (without dashes) and `arguments` of this module's command line; `devices` are its
+    CUDA_VISIBLE_DEVICES, None: this process's.
     """
 
     def __init__(
@@ -158,8 +149,8 @@ class VllmWorkerProcess(ChildService):
         for option, value in options.items():
             command += [f"--{option}", str(value)]
         environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        timeout_key = "sampler.start_timeout"
-        super().__init__(name, [*command, *arguments], log_path, start_timeout, timeout_key, environment)
+        key = "sampler.start_timeout"
+        super().__init__(name, [*command, *arguments], log_path, start_timeout, key, environment)
 
 
 def find_workers(
@@ -217,14 +208,9 @@ def open_workers(
 ) -> Iterator[list[str]]:
     """Yield the URLs of the vLLM workers: `config.urls`, or child processes that end with the block.
 
-    Of running workers at least one answers; the sampler takes in the others when they come.
-
-    Args:
-        model: HuggingFace folder with the policy's config.json and tokenizer.
-        logs: folder of the children's output.
-        max_length: tokens of the longest trajectory.
-        warn: gets lines about the wait and about missing workers.
-        first: number of the first child.
+    Of running workers at least one answers; the sampler takes in the others when they come. Children need
+    `model`, a HuggingFace folder with config.json and tokenizer, for trajectories of `max_length` tokens; their
+    output is in `logs`, their numbers begin with `first`. `warn` gets lines about waits and missing workers.
 
     Raises UserError if vLLM is not installed, a child does not become ready, or no running worker answers for
     `config.patience` seconds.
@@ -236,8 +222,9 @@ def open_workers(
         yield config.urls
         return
     require_vllm()
-    sizes = {"max_model_len": max_length, "max_num_seqs": config.slots}
-    options, workers = {"flavour": config.flavour, "dtype": dtype} | sizes, []
+    options: dict[str, object] = {"flavour": config.flavour, "dtype": dtype}
+    options |= {"max_model_len": max_length, "max_num_seqs": config.slots}
+    workers = []
     with ExitStack() as stack:
         for number in range(config.workers):
             worker = VllmWorkerProcess(
@@ -337,8 +324,8 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
     # Log-probabilities at the sampling temperature; sampling defaults from us, not from the folder.
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     command += ["--max-num-seqs", str(arguments.max_num_seqs), "--disable-uvicorn-access-log"]
+    command += ["--load-format", "dummy"]  # weights come from swaps
     command += ["--tensor-parallel-size", str(arguments.tensor_parallel_size)]
-    command += ["--load-format", "auto" if arguments.load_weights else "dummy"]
     if arguments.max_model_len:
         command += ["--max-model-len", str(arguments.max_model_len)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -352,11 +339,11 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
         # longer than this needs: nothing else is answered during a step.
         whole = max(2048, arguments.max_num_seqs, arguments.max_model_len or 8192)
         command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(whole)]
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(arguments.kv_cache_gib)
         # By itself vLLM ties every server to the same first cores, where two servers, or one beside a
         # learner, slow each other down. It also keeps scheduler and model in two processes that use a core
         # while they wait for each other, and compiles a small function of the sampler in C++.
         ours = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

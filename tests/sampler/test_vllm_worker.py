@@ -163,18 +163,17 @@ def command(*arguments, port=8123):
 def test_options_reach_the_server():
     """Log-probabilities at the sampling temperature, no defaults of the folder, weights from swaps."""
     words, environment = command("--flavour", "tpu")
-    fixed = (
-        "--host 127.0.0.1 --port 8123 --dtype bfloat16 --weight-transfer-config {backend} --enable-scale-out"
-    )
+    fixed = "--served-model-name policy --host 127.0.0.1 --port 8123 --dtype bfloat16"
+    fixed += " --weight-transfer-config {backend} --enable-scale-out"
     fixed += " --logprobs-mode processed_logprobs --generation-config vllm --max-num-seqs 256"
-    fixed += " --disable-uvicorn-access-log --tensor-parallel-size 1 --load-format dummy"
-    expected = ["--model", "folder", "--served-model-name", "policy", *fixed.split()]
+    fixed += " --disable-uvicorn-access-log --load-format dummy --tensor-parallel-size 1"
+    expected = ["--model", "folder", *fixed.split()]
     assert [word.replace('{"backend": "orbax"}', "{backend}") for word in words[3:]] == expected
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"  # without it there are no routes to swap by
-    chosen = "--dtype float32 --max_num_seqs 7 --tensor_parallel_size 2 --load_weights --max_model_len 512"
+    chosen = "--dtype float32 --max_num_seqs 7 --tensor_parallel_size 2 --max_model_len 512"
     words, environment = command("--flavour", "gpu", *chosen.split(), "--", "--enable-x", "1")
     line = " ".join(words)
-    for option in ("dtype float32", "max-num-seqs 7", "tensor-parallel-size 2", "load-format auto"):
+    for option in ("dtype float32", "max-num-seqs 7", "tensor-parallel-size 2"):
         assert f" --{option} " in line
     assert line.endswith(" --max-model-len 512 --gpu-memory-utilization 0.9 --enable-x 1")
     assert not {"--enforce-eager", "VLLM_CPU_KVCACHE_SPACE"} & {*words, *environment}
@@ -205,13 +204,13 @@ def test_installed_build_is_used(package, version, flavour, monkeypatch):
 
 @pytest.mark.parametrize(("length", "whole"), [(512, "2048"), (20000, "20000")])
 def test_cpu_prefills_a_prompt_in_one_part(length, whole, monkeypatch):
-    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
+    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.delenv(name, raising=False)
-    arguments = ("--flavour", "cpu", "--max_model_len", str(length), "--kv_cache_gib", "3")
+    arguments = ("--flavour", "cpu", "--max_model_len", str(length))
     words, environment = command(*arguments)
     assert "--no-enable-chunked-prefill" in words
     assert words[-2:] == ["--max-num-batched-tokens", whole]
-    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     monkeypatch.setenv("OMP_NUM_THREADS", "17")  # the user's own wins
     assert command(*arguments)[1]["OMP_NUM_THREADS"] == "17"

@@ -170,7 +170,6 @@ INDEX = "model.safetensors.index.json"
     ("name", "content", "words"),
     [
         ("model.safetensors", b"cut off", "not a full safetensors file"),
-        ("pytorch_model.bin", b"", "only PyTorch .bin weights; convert them"),
         (INDEX, b'{"weight_map": {"a": "model-1.safetensors"}}', "do not exist: model-1.safetensors"),
         (INDEX, b'{"weight_map": {"a": "../b.safetensors"}}', "do not exist: ../b.safetensors"),
         (INDEX, b"{}", "field 'weight_map' is missing"),
