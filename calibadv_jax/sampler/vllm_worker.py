@@ -209,8 +209,8 @@ def open_workers(
     """Yield the URLs of the vLLM workers: `config.urls`, or child processes that end with the block.
 
     Of running workers at least one answers; the sampler takes in the others when they come. Children need
-    `model`, a HuggingFace folder with config.json and tokenizer, for trajectories of `max_length` tokens; their
-    output is in `logs`, their numbers begin with `first`. `warn` gets lines about waits and missing workers.
+    `model`, a HuggingFace folder with config.json and tokenizer, for trajectories of `max_length` tokens;
+    their output is in `logs`, their numbers begin with `first`. `warn` gets lines about waits.
 
     Raises UserError if vLLM is not installed, a child does not become ready, or no running worker answers for
     `config.patience` seconds.

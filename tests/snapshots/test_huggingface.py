@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import to_hf
 from calibadv_jax.snapshots.huggingface import (
@@ -73,14 +71,6 @@ def test_bfloat16_is_stored_rounded_and_widened(tiny, tmp_path):
     assert tiny.same(load_params(tmp_path / "half", half, None), rounded)
     widened = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded)
     assert tiny.same(load_params(tmp_path / "half", tiny.policy, None), widened)
-
-
-def test_parameters_are_loaded_into_their_shardings(tiny, folder):
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    params = load_params(folder, tiny.policy, mesh)
-    shardings = param_shardings(tiny.policy.abstract_params, mesh)
-    assert jax.tree.map(lambda leaf: leaf.sharding, params) == shardings
-    assert tiny.same(jax.device_get(params), jax.device_get(tiny.params))
 
 
 def test_only_an_export_is_replaced_by_a_whole_one(tiny, folder):

@@ -108,11 +108,6 @@ def steps_at(url):
     return marker(url)["steps"]
 
 
-def stored(store, path):
-    """The object of a run's file in a folder that serves as store."""
-    return store / OBJECTS / marker(store)["files"][path][0]
-
-
 def save_step(config, step):
     """A checkpoint of another attempt in the run's folder, without a copy."""
     folder = Path(config.run.dir)
@@ -178,24 +173,6 @@ def test_store_that_is_away_stops_nothing(tmp_path, monkeypatch, capsys):
     assert steps_at(store)[-1] == 8 and is_whole(store)
 
 
-def test_older_start_ends_after_a_takeover(tmp_path):
-    store = tmp_path / "store"
-    config = config_at(tmp_path / "a", store, learner={"steps": 20}, checkpoint={"every": 1})
-
-    def act(version, _):
-        if version == 3:
-            start(config_at(tmp_path / "b", store, learner={"steps": 5}))
-        elif version > 3:
-            threading.Event().wait(0.2)  # the copying thread needs a moment to find it out
-
-    match = "was taken over by another start of this run \\(process [0-9]+ on "
-    with pytest.raises(UserError, match=match) as ended:
-        start(config, acting(act))
-    assert exit_status(ended.value) == 2  # a restart would take it from the newer one
-    assert steps_at(store)[-1] == 5 and is_whole(store)
-    assert checkpoints(tmp_path / "a")[-1] < 20
-
-
 def test_lost_answer_is_no_takeover(tmp_path, monkeypatch):
     """The store has created the marker's version, but the connection broke before it said so."""
     store, lost = tmp_path / "store", []
@@ -226,22 +203,33 @@ def test_store_without_conditional_put_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_older_start_cannot_write_its_marker(tmp_path, monkeypatch, s3, kind):
-    """It is taken over between its check and its write: the store stays with the newer start."""
+    """It is taken over between its check and its write: it ends, and the store stays with the newer start."""
     url = tmp_path / "store" if kind == "folder" else f"{s3}/run"
-    older = config_at(tmp_path / "a", url, learner={"steps": 4})
-    create, mirrors = ObjectStore.create, []
+    synchronous = {"every": 2, "asynchronous": False}
+    older = config_at(tmp_path / "a", url, learner={"steps": 20}, checkpoint=synchronous)
+    create, mirrors, taken = ObjectStore.create, [], threading.Event()
 
     def create_late(self, name, data):
         if mirrors and self is mirrors[0]._store and json.loads(data)["steps"] == [2, 4]:
             start(config_at(tmp_path / "b", url, learner={"steps": 3}, checkpoint={"every": 3}))
+            taken.set()
         return create(self, name, data)
 
-    with pytest.raises(UserError, match="was taken over"), monkeypatch.context() as patch:
+    def act(version, _):
+        if version == 3:
+            until(lambda: steps_at(url) == [2])
+        if version > 4:
+            taken.wait(60)
+            threading.Event().wait(0.2)  # the copying thread needs a moment to find it out
+
+    match = "was taken over by another start of this run \\(process [0-9]+ on "
+    with pytest.raises(UserError, match=match) as ended, monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "create", create_late)
         mirror_of = mirror_module.Mirror
         patch.setattr(mirror_module, "Mirror", lambda *rest: mirrors.append(mirror_of(*rest)) or mirrors[-1])
-        start(older)
-    assert steps_at(url) == [2, 3]
+        start(older, acting(act))
+    assert exit_status(ended.value) == 2  # a restart would take it from the newer one
+    assert steps_at(url) == [2, 3] and checkpoints(tmp_path / "a")[-1] < 20
     assert opened(tmp_path / "c", url).fetch()
     assert checkpoints(tmp_path / "c") == [2, 3]
 
@@ -267,16 +255,21 @@ def test_slow_store_gets_the_newest_checkpoint(tmp_path, monkeypatch):
     assert files and not (folder / ".mirror").exists()
 
 
-def test_retrained_step_replaces_the_older_one(tmp_path):
-    """As after a rollback: the number is the same, the checkpoint is not."""
+def test_next_start_replaces_what_has_changed(tmp_path):
+    """A step that was trained anew, as after a rollback, has another checkpoint; a file is gone."""
     store, folder = tmp_path / "store", tmp_path / "a"
+    stray = folder / "rollouts/step_9.parquet"
+    stray.parent.mkdir(parents=True)
+    stray.write_bytes(b"x")
     config = config_at(folder, store, learner={"steps": 2})
     start(config)
     before = {name for name, _, _ in marker(store)["files"].values()}
     shutil.rmtree(folder / "checkpoints/2")
+    stray.unlink(missing_ok=True)
     save_step(config_at(folder, ""), 2)
     start(config)
     assert steps_at(store) == [2] and is_whole(store)
+    assert not any("step_9" in path for path in marker(store)["files"])
     for path, (name, _, _) in marker(store)["files"].items():
         assert (store / OBJECTS / name).read_bytes() == (folder / path).read_bytes()
         assert not path.startswith("checkpoints/") or name not in before
@@ -440,7 +433,7 @@ def test_killed_fetch_restores_no_dropped_checkpoint(tmp_path, monkeypatch):
     assert checkpoints(older) == steps_at(store)
 
 
-def test_interrupted_fetch_is_no_other_run(tmp_path, monkeypatch):
+def test_cut_file_is_not_fetched(tmp_path, monkeypatch):
     """No file has its name before it is whole, the first config neither, by which runs are told apart."""
     store = tmp_path / "store"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
@@ -451,13 +444,12 @@ def test_interrupted_fetch_is_no_other_run(tmp_path, monkeypatch):
         get(self, objects, files)
         for path in map(Path, files):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        raise OSError("killed")
 
     with monkeypatch.context() as patch:
         patch.setattr(DirFileSystem, "get", cut)
-        with pytest.raises(EnvironmentFailure, match="killed"):
+        with pytest.raises(UserError, match=r"configs/0.* not as long as its marker says"):
             mirror.fetch()
-    assert not (tmp_path / "b/configs/0.yaml").exists()
+    assert not (tmp_path / "b/configs/0.yaml").exists() and checkpoints(tmp_path / "b") == []
     assert mirror.has_newer() and mirror.fetch() and not mirror.has_newer()
     assert checkpoints(tmp_path / "b") == [2]
 
@@ -515,18 +507,6 @@ def test_store_that_holds_no_run_is_refused(tmp_path):
     assert checkpoints(tmp_path / "b") == []
 
 
-def test_rewound_run_drops_later_trajectories(tmp_path):
-    store, folder = tmp_path / "store", tmp_path / "a"
-    stray = folder / "rollouts/step_9.parquet"
-    stray.parent.mkdir(parents=True)
-    stray.write_bytes(b"x")
-    start(config_at(folder, store, learner={"steps": 2}))
-    stray.unlink(missing_ok=True)
-    start(config_at(folder, store, learner={"steps": 3}))
-    assert "rollouts/step_9.parquet" not in marker(store)["files"] and is_whole(store)
-    assert stored(store, "rollouts/step_3.parquet").is_file()
-
-
 @pytest.mark.parametrize(("steps", "content"), [(1, "b"), (4, "b"), (1, None)])
 def test_run_on_other_data_is_refused(tmp_path, steps, content):
     """Its config has the same text, or is lost; it may be behind the run in the store, or further."""
@@ -539,17 +519,6 @@ def test_run_on_other_data_is_refused(tmp_path, steps, content):
     with pytest.raises(UserError, match=r"run\.mirror=.*store holds another run than run\.dir=.*b;"):
         opened(folder, store).fetch(claim=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_copy_with_a_cut_file_is_refused(tmp_path):
-    store = tmp_path / "store"
-    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    files = marker(store)["files"]
-    path = max((path for path in files if path.startswith("checkpoints/")), key=lambda path: files[path][1])
-    stored(store, path).write_bytes(stored(store, path).read_bytes()[:-1])
-    with pytest.raises(UserError, match=rf"{path}.* not as long as its marker says"):
-        opened(tmp_path / "b", store).fetch()
-    assert checkpoints(tmp_path / "b") == []
 
 
 def test_end_of_a_run_names_the_missing_step(tmp_path, monkeypatch, capsys):
@@ -579,30 +548,22 @@ def test_missing_bucket_is_one_line(tmp_path, s3):
         mirror.fetch(claim=True)
 
 
-def test_stalled_fetch_ends_and_slow_one_goes_on(tmp_path, monkeypatch):
-    """A transfer may take longer than STALLED seconds if files grow meanwhile."""
-    store, hanging = tmp_path / "store", threading.Event()
+def test_fetch_goes_on_while_files_grow(tmp_path, monkeypatch):
+    """For longer than STALLED seconds."""
+    store, get = tmp_path / "store", DirFileSystem.get
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
     monkeypatch.setattr(object_store, "STALLED", 0.6)
     monkeypatch.setattr(object_store, "NOTED", 0.2)
-    get = DirFileSystem.get
 
     def get_slowly(self, objects, files):
-        for file in files:
-            for size in range(8):
-                Path(file).parent.mkdir(parents=True, exist_ok=True)
-                Path(file).write_bytes(b"x" * size)
-                threading.Event().wait(0.2)
+        Path(files[0]).parent.mkdir(parents=True, exist_ok=True)
+        for size in range(8):
+            Path(files[0]).write_bytes(b"x" * size)
+            threading.Event().wait(0.2)
         get(self, objects, files)
 
-    monkeypatch.setattr(DirFileSystem, "get", lambda *_: hanging.wait())
-    with pytest.raises(EnvironmentFailure, match=r"has not answered for 0\.6"):
-        opened(tmp_path / "b", store).fetch()
-    hanging.set()
-    assert checkpoints(tmp_path / "b") == []
     monkeypatch.setattr(DirFileSystem, "get", get_slowly)
-    mirror = opened(tmp_path / "c", store)
-    with mirror.inputs() as count:
+    with opened(tmp_path / "b", store).inputs() as count:
         assert count == 2
 
 

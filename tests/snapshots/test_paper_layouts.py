@@ -21,7 +21,7 @@ from tiny_policy import LLAMA3
 from calibadv_jax.config import MeshConfig, load_config
 from calibadv_jax.contrib.commands import doctor
 from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import hf_shapes
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
@@ -144,6 +144,8 @@ def test_transformers_logits_equal_the_original(name, upstream, exported):
     policy, _, output = exported
     mesh = load_config(ROOT / f"configs/paper/{name}.yaml").mesh if name in PUBLISHED else MeshConfig(fsdp=8)
     params = load_params(folder, policy, make_mesh(mesh))
+    shardings = param_shardings(policy.abstract_params, make_mesh(mesh))
+    assert jax.tree.map(lambda leaf: leaf.sharding, params) == shardings
     loaded, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and loaded.dtype == torch.float32
     tokens = torch.tensor(TOKENS, dtype=torch.long)
