@@ -1,12 +1,12 @@
 """The rollout workers of a run: started side by side, each on its own devices, or found where they run."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from http_rig import replying
+from trainer_rig import make_config
 
-from calibadv_jax.config import Config, SamplerConfig
+from calibadv_jax.config import SamplerConfig
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.wiring import open_services
@@ -96,15 +96,9 @@ def test_missing_or_foreign_worker_ends_the_run():
 
 @pytest.mark.parametrize(("dtype", "expected"), [("", "float32"), ("bfloat16", "bfloat16")])
 def test_workers_compute_in_their_own_precision(events, tmp_path, dtype, expected):
-    plain = Config()
-    config = replace(
-        plain,
-        run=replace(plain.run, dir=str(tmp_path)),
-        policy=replace(plain.policy, compute_dtype="float32"),
-        sampler=SamplerConfig(name="vllm", dtype=dtype),
-        retriever=replace(plain.retriever, url=NO_RETRIEVER),
-        loss=replace(plain.loss, importance_cap=2.0),
-    )
+    sampler, retriever = {"name": "vllm", "dtype": dtype}, {"url": NO_RETRIEVER}
+    policy, loss = {"compute_dtype": "float32"}, {"importance_cap": 2.0}
+    config = make_config(tmp_path, sampler=sampler, retriever=retriever, policy=policy, loss=loss)
     with open_services(config, tmp_path):
         pass
     command = events[0][1].command

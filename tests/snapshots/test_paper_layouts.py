@@ -24,6 +24,7 @@ from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import hf_shapes
+from calibadv_jax.sampler.vllm_worker import parse, server_command
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,14 +54,6 @@ LAYOUTS["llama-3.2-3b-instruct"] |= {"head_dim": 32, "bos_token_id": 2, "eos_tok
 LAYOUTS["qwen3"]["head_dim"] = 32
 BIASES = {"qwen2": {"q_proj.bias", "k_proj.bias", "v_proj.bias"}}
 WHOLE = {"qwen2.5-3b": 36 * 12 + 2, "qwen2.5-7b": 28 * 12 + 3, "llama-3.2-3b-instruct": 28 * 9 + 2}  # tensors
-VLLM = {  # as calibadv_jax/sampler/vllm_worker.py sets it on the CPU
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 TEXTS = ("Romeo and Juliet was written by", "Water boils at a temperature of")
 TOKENS = np.random.default_rng(1).integers(10, VOCABULARY, (2, 48)).astype(np.int32)
 
@@ -243,6 +236,7 @@ def test_vllm_greedy_tokens_equal_the_original(tmp_path):
         expected["pretrained"] = continued(model, prompts["pretrained"])
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     command = [sys.executable, str(Path(__file__).with_name("vllm_greedy.py")), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | VLLM)
+    _, environment = server_command(parse(["--model", str(tmp_path), "--flavour", "cpu"]), 0)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "tokens.json").read_text()) == expected
