@@ -90,7 +90,7 @@ class CacheEngine:
         self.held: list[list[int]] = [[] for _ in range(self.slots)]
         self.in_turn = np.arange(self.slots).reshape(self._groups, self._rows).T.ravel().tolist()
         # Widths of the windows of every program, both ascending.
-        self._programs = [(width,) for width in _halvings(max_length)]
+        self._programs: list[Widths] = [(width,) for width in _halvings(max_length)]
         if platform in BRANCHING:
             self._programs = [tuple(even_widths(max_length))]
         self._params: Params | None = None

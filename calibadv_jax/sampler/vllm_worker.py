@@ -160,15 +160,10 @@ def find_workers(
 
     Raises UserError if none can be reached within `config.patience` seconds, or one is no worker of ours.
     """
-    return wait_for_any(
-        "vLLM worker",
-        [url.rstrip("/") for url in config.urls],
-        ask_label,
-        timeout=ASK_SECONDS,
-        patience=config.patience,
-        advice="start it with scripts/launch_vllm_worker.sh or correct sampler.urls",
-        say=warn,
-    )
+    urls = [url.rstrip("/") for url in config.urls]
+    advice = "start it with scripts/launch_vllm_worker.sh or correct sampler.urls"
+    times = {"timeout": ASK_SECONDS, "patience": config.patience}
+    return wait_for_any("vLLM worker", urls, ask_label, advice=advice, say=warn, **times)
 
 
 async def ask_label(http: ClientSession, url: str) -> Any:
@@ -227,15 +222,10 @@ def open_workers(
     workers = []
     with ExitStack() as stack:
         for number in range(config.workers):
-            worker = VllmWorkerProcess(
-                model,
-                logs / f"vllm_worker_{first + number}.log",
-                options,
-                name=f"vLLM worker {first + number}",
-                arguments=config.worker_args,
-                devices=config.worker_devices[number] if config.worker_devices else None,
-                start_timeout=config.start_timeout,
-            )
+            name, log = f"vLLM worker {first + number}", logs / f"vllm_worker_{first + number}.log"
+            devices = config.worker_devices[number] if config.worker_devices else None
+            more: dict[str, Any] = {"arguments": config.worker_args, "start_timeout": config.start_timeout}
+            worker = VllmWorkerProcess(model, log, options, name=name, devices=devices, **more)
             stack.callback(worker.stop)
             worker.start()
             workers.append(worker)

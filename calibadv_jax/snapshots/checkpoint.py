@@ -166,14 +166,12 @@ def restore_params(folder: Path, abstract_params: Any, step: int | None = None) 
     They come as `abstract_params`, ShapeDtypeStructs with shardings; other dtypes are cast to theirs.
     Raises UserError if there is no such checkpoint, it is damaged, or it is of another policy.
     """
-    name = "checkpoint" if step is None else f"checkpoint of step {step}"
-    missing = UserError(f"{folder}: no complete {name} there; train first, or set export.source")
-    if not folder.is_dir():
-        raise missing
+    chosen = newest_step(folder) if step is None else step
+    if chosen not in saved_steps(folder):
+        name = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise UserError(f"{folder}: no complete {name} there; train first, or set export.source")
+    assert chosen is not None
     with _open(folder.absolute(), create=False) as manager:
-        chosen = manager.latest_step() if step is None else step
-        if chosen is None or chosen not in manager.all_steps():
-            raise missing
         restored, _ = _restore(manager, chosen, {PARAMS: abstract_params}, partial=True)
     return restored[PARAMS], chosen
 
