@@ -162,7 +162,7 @@ def find_workers(
     """
     urls = [url.rstrip("/") for url in config.urls]
     advice = "start it with scripts/launch_vllm_worker.sh or correct sampler.urls"
-    times = {"timeout": ASK_SECONDS, "patience": config.patience}
+    times: dict[str, Any] = {"timeout": ASK_SECONDS, "patience": config.patience}
     return wait_for_any("vLLM worker", urls, ask_label, advice=advice, say=warn, **times)
 
 
