@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SLOW_TIMEOUT = 1800  # seconds: vLLM alone needs minutes to start where other work holds the machine
 # Those that take longest, the longest first: a worker takes whole files, and none shall wait at the end.
 LONGEST = (
-    *("vllm", "train_hosts", "kill", "train", "real_policy", "real_weights", "vllm_stops"),
+    *("vllm", "train_hosts", "kill", "train", "real_policy", "real_weights"),
     *("paper_run", "documented_commands", "dense", "paper_layouts", "page_browser", "cuda", "tpu"),
     "page_trained_run",
 )

@@ -44,7 +44,7 @@ from calibadv_jax.policy.sharding import (
     replicated,
     spec,
 )
-from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy, Window
+from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy
 from calibadv_jax.policy.weights import flatten, unflatten
 from calibadv_jax.sampler.prefixes import Copy, Prefixes, Segment, Tiles, TileShape
 from calibadv_jax.sampler.sampling import sample_tokens
@@ -53,6 +53,7 @@ MIN_WINDOW = 1024  # columns; every window is a program to compile, so that shor
 BRANCHING = {"cpu"}  # platforms on which one program has all widths: a branch costs next to nothing there
 STEP, MOST_WIDTHS = 64, 8  # the widths of such a program are multiples of STEP columns, at most so many
 SlotArrays = tuple[jax.Array, ...]
+Widths = tuple[int, ...]  # of the windows of a program
 
 
 class CacheEngine:
@@ -67,9 +68,6 @@ class CacheEngine:
 
     Args:
         slots: rounded up to a multiple of the groups.
-        max_length: tokens of the longest row.
-        prefill_chunk: tokens of a row that prefill computes together.
-        decode_chunk: tokens of a row that one decode call makes.
 
     Attributes:
         held: token ids that the cache holds of each slot. `fill` writes here; the caller of `decode` adds the
@@ -91,21 +89,13 @@ class CacheEngine:
         self._prefixes = Prefixes(self._tile)
         self.held: list[list[int]] = [[] for _ in range(self.slots)]
         self.in_turn = np.arange(self.slots).reshape(self._groups, self._rows).T.ravel().tolist()
-        branches = platform in BRANCHING
-        self._windows = [max_length] if branches else _halvings(max_length)
-        self._widths = even_widths(max_length) if branches else []
+        # Widths of the windows of every program, both ascending.
+        self._programs: list[Widths] = [(width,) for width in _halvings(max_length)]
+        if platform in BRANCHING:
+            self._programs = [tuple(even_widths(max_length))]
         self._params: Params | None = None
         self._cache: Cache | None = None  # leaves [groups, L, rows, K, T, H]
-        # A copy even where the precision is the same: the learner donates its parameters at the next update.
-        self._cast = jax.jit(
-            lambda params: jax.tree.map(
-                lambda leaf, sharding: jax.lax.with_sharding_constraint(
-                    jnp.array(leaf, policy.numerics.compute_dtype, copy=True), sharding
-                ),
-                params,
-                param_shardings(params, mesh),
-            )
-        )
+        self._cast = jax.jit(self._copied)
         self._prefill = jax.jit(self._prefill_tiles, donate_argnums=1, static_argnums=3)
         self._copy = jax.jit(self._copy_columns, donate_argnums=0, static_argnums=3)
         self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
@@ -115,12 +105,17 @@ class CacheEngine:
 
         A frozen base that has this precision is not copied: nobody donates it.
         """
-        base, _ = self.policy.split(params)
-        dtype = self.policy.numerics.compute_dtype
+        base, dtype = self.policy.split(params)[0], self.policy.numerics.compute_dtype
         shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
         own = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
         self._params = joined(unflatten(shared), self._cast(unflatten(own)))
         self.forget()
+
+    def _copied(self, params: Params) -> Params:
+        # A copy even where the precision is the same: the learner donates its parameters at the next update.
+        dtype = self.policy.numerics.compute_dtype
+        copies = jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
+        return jax.lax.with_sharding_constraint(copies, param_shardings(params, self.mesh))
 
     def forget(self) -> None:
         """Discard everything that the cache holds."""
@@ -145,7 +140,7 @@ class CacheEngine:
                     self._cache = self._copy(self._cache, *self._copies(wave.copies))
                 for call in self._tile.calls(wave.segments):
                     tiles = jax.device_put(call, replicated(self.mesh))
-                    self._cache = self._prefill(self._params, self._cache, tiles, self._window(call.columns))
+                    self._cache = self._prefill(self._params, self._cache, tiles, self._widths(call.columns))
 
     def empty_rows(self) -> tuple[np.ndarray, ...]:
         """Return `rows` of `decode` in which no slot makes tokens."""
@@ -167,34 +162,34 @@ class CacheEngine:
             tokens int32 [S, decode_chunk], log-probabilities float32 [S, decode_chunk], counts int32 [S].
         """
         _, positions, remaining, *_ = rows
-        window = self._window(positions + np.minimum(remaining, self.decode_chunk))
+        widths = self._widths(positions + np.minimum(remaining, self.decode_chunk))
         whole = replicated(self.mesh)
         with jax.set_mesh(self.mesh):
             rows = jax.device_put(rows, whole)
-            self._cache, *decoded = self._decode(self._params, self._cache, rows, pause, filtered, window)
+            self._cache, *decoded = self._decode(self._params, self._cache, rows, pause, filtered, widths)
         return tuple(jax.device_get(decoded))
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """Lower prefill and decoding of all slots for compiling ahead of time."""
-        policy, length = self.policy, self.max_length
+        policy = self.policy
         params = placed_params(policy.abstract_params, self.mesh, policy.numerics.compute_dtype)
 
-        def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
-            place = sharding or replicated(self.mesh)
+        def abstract(tree: Any, place: NamedSharding) -> Any:
             return jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree
             )
 
         cache = abstract(jax.eval_shape(self._empty_cache), self._cache_sharding())
-        (tiles,) = self._tile.calls([[Segment(0, 0, [0])] for _ in range(self._groups)])
-        copied = np.zeros((self._groups, 2, self._rows), np.int32), np.zeros(self._groups, np.int32)
-        rows = self.empty_rows()
-        pause = np.zeros(policy.architecture.vocab_size, np.bool_)
+        (call,) = self._tile.calls([[Segment(0, 0, [0])] for _ in range(self._groups)])
+        copies = np.zeros((self._groups, 2, self._rows), np.int32), np.zeros(self._groups, np.int32)
+        work = call, copies, self.empty_rows(), np.zeros(policy.architecture.vocab_size, np.bool_)
+        tiles, copied, rows, pause = abstract(work, replicated(self.mesh))
+        widths = self._programs[-1]
         with jax.set_mesh(self.mesh):
             return {
-                "prefill": self._prefill.lower(params, cache, abstract(tiles), length),
-                "copy": self._copy.lower(cache, *abstract(copied), length),
-                "decode": self._decode.lower(params, cache, abstract(rows), abstract(pause), False, length),
+                "prefill": self._prefill.lower(params, cache, tiles, widths),
+                "copy": self._copy.lower(cache, *copied, self.max_length),
+                "decode": self._decode.lower(params, cache, rows, pause, False, widths),
             }
 
     def _cache_sharding(self) -> NamedSharding:
@@ -204,11 +199,11 @@ class CacheEngine:
         empty = self.policy.empty_cache(self._rows, self.max_length)
         return jax.tree.map(lambda leaf: jnp.zeros((self._groups, *leaf.shape), leaf.dtype), empty)
 
-    def _window(self, columns: np.ndarray) -> int:
-        """Return the narrowest window that holds the longest row."""
-        return next(window for window in self._windows if window >= columns.max())
+    def _widths(self, columns: np.ndarray) -> Widths:
+        """Return the widths of the narrowest program that holds the longest row."""
+        return next(widths for widths in self._programs if widths[-1] >= columns.max())
 
-    def _prefill_tiles(self, params: Params, cache: Cache, tiles: Tiles, window: int) -> Cache:
+    def _prefill_tiles(self, params: Params, cache: Cache, tiles: Tiles, widths: Widths) -> Cache:
         offsets = jnp.arange(tiles.tokens.shape[-1])
         decoder = self.policy.merge(params)
 
@@ -216,7 +211,7 @@ class CacheEngine:
             positions = tiles.starts[number][..., None] + offsets
             valid = offsets < tiles.counts[number][..., None]
             rows = None if tiles.slots is None else tiles.slots[number]
-            append = self._append(decoder, self._seen(tiles.columns[number], window))
+            append = self._append(decoder, tiles.columns[number], widths)
             tokens = tiles.tokens[number]
             return append(tokens, positions, valid, cache, rows, decoder.embed_groups(tokens))[1]
 
@@ -232,18 +227,15 @@ class CacheEngine:
                 slots[group, :, number] = copy.source, copy.target
         counts = np.array([len(copies) for copies in groups], np.int32)
         columns = max(copy.columns for copies in groups for copy in copies)
-        width = next(width for width in self._widths or self._windows if width >= columns)
+        width = next(width for widths in self._programs for width in widths if width >= columns)
         by_group = NamedSharding(self.mesh, spec(self._slot_axis))
         return jax.device_put(slots, by_group), jax.device_put(counts, by_group), width
 
     def _copy_columns(self, cache: Cache, slots: jax.Array, counts: jax.Array, width: int) -> Cache:
         """Copy the first `width` columns of slots to others of their group, one after the other.
 
-        Columns that are copied beyond the shared prefix are written anew before they are read.
-
-        Args:
-            slots: int32 [groups, 2, rows], sources and targets.
-            counts: int32 [groups], number of them.
+        Columns that are copied beyond the shared prefix are written anew before they are read. `slots` are
+        int32 [groups, 2, rows], sources and targets; `counts` int32 [groups], number of them.
         """
 
         def copy_in_group(cache: Cache, slots: jax.Array, counts: jax.Array) -> Cache:
@@ -260,30 +252,24 @@ class CacheEngine:
             return jax.lax.fori_loop(0, counts[0], copy_one, cache)
 
         by_group, held = spec(self._slot_axis), self._cache_sharding().spec
-        return jax.shard_map(
-            copy_in_group,
-            mesh=self.mesh,
-            in_specs=(held, by_group, by_group),
-            out_specs=held,
-            check_vma=False,
-        )(cache, slots, counts)
+        specs: dict[str, Any] = {"in_specs": (held, by_group, by_group), "out_specs": held}
+        return jax.shard_map(copy_in_group, mesh=self.mesh, check_vma=False, **specs)(cache, slots, counts)
 
-    def _seen(self, columns: jax.Array, window: int) -> Window:
-        """Return the window of the cache to read if no row has more than `columns`."""
-        if not self._widths:
-            return [window], 0
-        return self._widths, jnp.sum(columns > jnp.asarray(self._widths[:-1], jnp.int32))
+    def _append(self, decoder: Decoder, columns: jax.Array, widths: Widths) -> Callable[..., Any]:
+        """Return `Decoder.decode` for every group by the devices that hold it; all arrays [groups, ...].
 
-    def _append(self, decoder: Decoder, window: Window) -> Callable[..., tuple[jax.Array, Cache]]:
-        """Return `Decoder.decode` for every group by the devices that hold it; all arrays [groups, ...]."""
-        return jax.vmap(partial(decoder.decode, window=window), spmd_axis_name=RULES[self._slot_axis])
+        It reads the narrowest window that holds rows of at most `columns`.
+        """
+        number = jnp.sum(columns > jnp.asarray(widths[:-1], jnp.int32)) if widths[1:] else 0
+        decode = partial(decoder.decode, window=(widths, number))
+        return jax.vmap(decode, spmd_axis_name=RULES[self._slot_axis])
 
     def _decode_rows(
-        self, params: Params, cache: Cache, rows: SlotArrays, pause: jax.Array, filtered: bool, window: int
+        self, params: Params, cache: Cache, rows: SlotArrays, pause: jax.Array, filtered: bool, widths: Widths
     ) -> tuple[Cache, *SlotArrays]:
         _, positions, remaining, *_ = rows
         columns = jnp.max(positions + jnp.minimum(remaining, self.decode_chunk))
-        loop = partial(self._decode_loop, filtered, window)
+        loop = partial(self._decode_loop, filtered, widths)
         if 1 < self.mesh.size == self.mesh.shape["data"]:
             # Every device has all parameters: it decodes its own rows, and waits for no other at every token.
             batch = P(RULES["batch"])
@@ -291,13 +277,12 @@ class CacheEngine:
             loop = jax.shard_map(loop, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         return loop(params, cache, rows, pause, columns)
 
-    def _decode_loop(self, filtered: bool, window: int, *arrays: Any) -> tuple[Cache, *SlotArrays]:
+    def _decode_loop(self, filtered: bool, widths: Widths, *arrays: Any) -> tuple[Cache, *SlotArrays]:
         """Decode in all groups of the cache until none of their rows goes on."""
         params, cache, rows, pause, columns = arrays
         last, positions, remaining, seeds, temperatures, top_p, top_k = rows
         chunk, decoder = self.decode_chunk, self.policy.merge(params)
-        append = self._append(decoder, self._seen(columns, window))
-        num_rows = last.shape[0]
+        append, num_rows = self._append(decoder, columns, widths), last.shape[0]
 
         def running(carry: Any) -> jax.Array:
             return (carry[0] < chunk) & jnp.any(carry[3])
@@ -318,8 +303,7 @@ class CacheEngine:
             return step + 1, cache, last, live, tokens, logprobs, counts
 
         no_tokens = jnp.zeros((num_rows, chunk), jnp.int32)
-        no_logprobs = jnp.zeros((num_rows, chunk), jnp.float32)
-        counts = jnp.zeros(num_rows, jnp.int32)
+        no_logprobs, counts = no_tokens.astype(jnp.float32), jnp.zeros(num_rows, jnp.int32)
         start = jnp.int32(0), cache, last, remaining > 0, no_tokens, no_logprobs, counts
         _, cache, _, _, tokens, logprobs, counts = jax.lax.while_loop(running, one_token, start)
         return cache, tokens, logprobs, counts

@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.interfaces import Completion, SamplingParams
 from calibadv_jax.core.stopping import unwaited
-from calibadv_jax.core.trajectory import StopReason
 from calibadv_jax.policy.sharding import replicated
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.sampler.engine import CacheEngine
@@ -51,20 +50,14 @@ class _Request:
 
 
 class JaxSampler:
-    """Implements `interfaces.Sampler`.
-
-    Args:
-        stops: decides where a completion ends.
-        max_length: tokens of the longest trajectory, prompt included.
-    """
+    """Implements `interfaces.Sampler`; `max_length` tokens has the longest trajectory, prompt included."""
 
     def __init__(self, policy: Policy, stops: StopRule, config: SamplerConfig, mesh: Mesh, max_length: int):
         self.policy, self.stops, self.config, self.mesh = policy, stops, config, mesh
         self.max_length = max_length
         self._version = -1  # of no weights
-        self._engine = CacheEngine(
-            policy, mesh, config.slots, max_length, config.prefill_chunk, config.decode_chunk
-        )
+        sizes = config.slots, max_length, config.prefill_chunk, config.decode_chunk
+        self._engine = CacheEngine(policy, mesh, *sizes)
         self._slot_of: dict[str, int] = {}
         self._waiting: deque[_Request] = deque()
         self._active: dict[int, _Request] = {}
@@ -154,11 +147,14 @@ class JaxSampler:
 
     def _hand_back(self, paused: dict[int, _Request]) -> None:
         for slot, request in paused.items():
+            # A row pauses at every token that may end it, so that nothing follows the one that does.
+            end = self.stops.find(request.tokens, request.sampling.stop)
             # Not a request that was released meanwhile, or that a token of another's stop string has paused.
-            if self._active.get(slot) is not request or (reason := self._ended(request)) is None:
+            if self._active.get(slot) is not request or not (end or self._is_full(request)):
                 continue
             del self._active[slot]
             if not request.future.done():
+                reason = end[1] if end else "length"
                 done = Completion(request.tokens, request.logprobs, reason, (self._version,))
                 request.future.set_result(done)
 
@@ -172,33 +168,31 @@ class JaxSampler:
         self._engine.drop()
 
     def _admit(self) -> None:
-        still_waiting = deque[_Request]()
         used = set(self._slot_of.values())
         free = deque(slot for slot in self._engine.in_turn if slot not in used)
-        while self._waiting:
-            request = self._waiting.popleft()
+        requests, self._waiting = self._waiting, deque()
+        for request in requests:
             if request.future.done():
                 continue
             if request.session not in self._slot_of:
                 if not free:
-                    still_waiting.append(request)
+                    self._waiting.append(request)
                     continue
                 slot = self._slot_of[request.session] = free.popleft()
                 # Not at the release: a chunk may still write the old session's.
                 self._engine.held[slot].clear()
             self._active[self._slot_of[request.session]] = request
-        self._waiting = still_waiting
 
     def _advance(self, requests: dict[int, _Request]) -> dict[int, _Request]:
         """Prefill new contexts, decode a chunk, and return the rows that may have ended."""
         self._engine.fill({slot: request.context for slot, request in requests.items() if not request.tokens})
         self._chunk(requests)
         pauses, _ = self._pauses(requests)
-        return {
-            slot: request
-            for slot, request in requests.items()
-            if pauses[request.tokens[-1]] or self._is_full(request)
-        }
+        may_have_ended = {}
+        for slot, request in requests.items():
+            if pauses[request.tokens[-1]] or self._is_full(request):
+                may_have_ended[slot] = request
+        return may_have_ended
 
     def _chunk(self, requests: dict[int, _Request]) -> None:
         rows = self._engine.empty_rows()
@@ -219,13 +213,6 @@ class JaxSampler:
             self._engine.held[slot].extend(tokens[slot, : count - 1].tolist())
             request.tokens.extend(tokens[slot, :count].tolist())
             request.logprobs.extend(logprobs[slot, :count].tolist())
-
-    def _ended(self, request: _Request) -> StopReason | None:
-        # A row pauses at every token that may end it, so that nothing follows the one that does.
-        ended = self.stops.find(request.tokens, request.sampling.stop)
-        if ended is not None:
-            return ended[1]
-        return "length" if self._is_full(request) else None
 
     def _is_full(self, request: _Request) -> bool:
         return request.length >= self.max_length or len(request.tokens) >= request.sampling.max_tokens

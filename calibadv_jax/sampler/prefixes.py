@@ -9,7 +9,7 @@ same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -36,14 +36,12 @@ class Wave:
     segments: list[list[Segment]]
 
 
-@dataclass
 class Prefixes:
     """The beginnings that slots of a cache can give to others."""
 
-    tile: TileShape
-    _keys: dict[int, list[tuple[int, int]]] = field(
-        default_factory=dict
-    )  # slot: (columns, key of their tokens)
+    def __init__(self, tile: TileShape):
+        self.tile = tile
+        self._keys: dict[int, list[tuple[int, int]]] = {}  # slot: (columns, key of their tokens)
 
     def fill(self, contexts: dict[int, list[int]], held: list[list[int]]) -> list[Wave]:
         """Plan how all but the last token of every slot's context come into the cache, and note it in `held`.
@@ -79,7 +77,7 @@ class Prefixes:
         return Wave([[] for _ in range(self.tile.groups)], [[] for _ in range(self.tile.groups)])
 
     def _donors(
-        self, contexts: dict[int, list[int]], held: Sequence[Sequence[int]]
+        self, contexts: dict[int, list[int]], held: list[list[int]]
     ) -> list[dict[int, tuple[int, int]]]:
         """Return (slot, wave after which it holds them) by the key of its first tokens, for every group."""
         donors: list[dict[int, tuple[int, int]]] = [{} for _ in range(self.tile.groups)]
@@ -92,17 +90,13 @@ class Prefixes:
         return donors
 
     def _longest(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        held: Sequence[Sequence[int]],
-        donors: dict[int, tuple[int, int]],
+        self, slot: int, tokens: list[int], held: list[list[int]], donors: dict[int, tuple[int, int]]
     ) -> tuple[int, int, int]:
         """Return (wave, source slot, columns) of the longest prefix that another slot holds; or 0 columns."""
         for columns, key in reversed(self._keys[slot]):
             source, wave = donors.get(key, (slot, 0))
             # Keys are hashes: two texts may have the same one.
-            if source != slot and list(held[source][:columns]) == list(tokens[:columns]):
+            if source != slot and held[source][:columns] == tokens[:columns]:
                 return wave + 1, source, columns
         return 0, slot, 0
 
@@ -115,10 +109,10 @@ class Prefixes:
             yield start + len(segment), key
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix(left: list[int], right: list[int]) -> int:
     """Return the number of equal tokens with which both begin."""
     length = min(len(left), len(right))
-    if list(left[:length]) == list(right[:length]):  # the usual case, in one comparison
+    if left[:length] == right[:length]:  # the usual case, in one comparison
         return length
     return next(index for index in range(length) if left[index] != right[index])
 

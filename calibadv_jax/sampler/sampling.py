@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 LONGEST_SUM = 4096  # tokens whose probabilities are summed in one part
 BLOCK = 512  # tokens of a block of longer sums
 
 
 def sample_tokens(
-    logits: jax.Array,
-    seeds: jax.Array,
-    positions: jax.Array,
-    temperatures: jax.Array,
-    top_p: jax.Array,
-    top_k: jax.Array,
+    logits: Array,
+    seeds: Array,
+    positions: Array,
+    temperatures: Array,
+    top_p: Array,
+    top_k: Array,
     filtered: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Choose one token a row; randomness depends on the row's seed and position only.
 
     Args:
@@ -42,7 +43,7 @@ def sample_tokens(
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
 
 
-def _draw(weights: jax.Array, keys: jax.Array) -> jax.Array:
+def _draw(weights: Array, keys: Array) -> Array:
     """Draw an index in proportion to `weights`, float32 [S, V], by inverse transform.
 
     One uniform number a row instead of one Gumbel number for every token. Above `LONGEST_SUM` tokens a second
@@ -60,7 +61,7 @@ def _draw(weights: jax.Array, keys: jax.Array) -> jax.Array:
     return block * BLOCK + _inverse_transform(inside, uniform)
 
 
-def _inverse_transform(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+def _inverse_transform(weights: Array, uniform: Array) -> Array:
     """Return the first index whose cumulative weight exceeds `uniform` times the total; its weight is not 0.
 
     Rounding may give an index without weight a larger cumulative sum than the index before it has.
@@ -73,16 +74,14 @@ def _inverse_transform(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.min(jnp.where(reached, index, weights.shape[-1]), axis=-1), last)
 
 
-def _first_best(logits: jax.Array) -> jax.Array:
+def _first_best(logits: Array) -> Array:
     """Return the argmax by two plain reductions, which a CPU computes several times as fast."""
     vocab = logits.shape[-1]
     best = jnp.max(logits, axis=-1, keepdims=True)
     return jnp.min(jnp.where(logits == best, jnp.arange(vocab), vocab - 1), axis=-1)
 
 
-def _filter_mask(
-    logits: jax.Array, best: jax.Array, temperatures: jax.Array, top_p: jax.Array, top_k: jax.Array
-) -> jax.Array:
+def _filter_mask(logits: Array, best: Array, temperatures: Array, top_p: Array, top_k: Array) -> Array:
     """Return which tokens are in the nucleus and among the k best, bool [S, V]; the best token always is.
 
     A compiler may compute a value twice, in two programs that round differently. So logits, not

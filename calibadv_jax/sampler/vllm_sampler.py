@@ -64,20 +64,14 @@ class VllmSampler:
 
     Args:
         urls: base URLs of servers started by `sampler.vllm_worker`.
-        tokenizer_hash: identity of the vocabulary; a worker with another one refuses the run.
-        vocab_size: the policy's; a reply with a token beyond it is unusable.
+        vocabulary: hash of the vocabulary; a worker with another one refuses the run.
+        size: of the vocabulary; a reply with a token beyond it is unusable.
     """
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        config: SamplerConfig,
-        stops: StopRule,
-        tokenizer_hash: str,
-        vocab_size: int = 2**31,
+        self, urls: Sequence[str], config: SamplerConfig, stops: StopRule, vocabulary: str, size: int = 2**31
     ):
-        self.config, self.stops, self.tokenizer_hash = config, stops, tokenizer_hash
-        self.vocab_size = vocab_size
+        self.config, self.stops, self._vocabulary, self._size = config, stops, vocabulary, size
         self.run = uuid.uuid4().hex[:12]
         self.workers = [Worker(url.rstrip("/")) for url in urls]
         self._http = PerLoop(lambda: open_session(REQUEST_TIMEOUT))
@@ -101,7 +95,7 @@ class VllmSampler:
             raise RuntimeError("no weights: call load before generating")
         tokens: list[int] = []
         logprobs: list[float] = []
-        versions: list[int] = []
+        versions: dict[int, None] = {}
         losses = empty = 0
         while True:
             worker = await self._choose(session)
@@ -123,7 +117,7 @@ class VllmSampler:
                 worker.busy -= 1
             tokens += part.token_ids
             logprobs += part.logprobs
-            versions += [version for version in part.policy_versions if version not in versions]
+            versions |= dict.fromkeys(part.policy_versions)
             if empty:  # cut before its first token, by a swap or by someone else
                 await asyncio.sleep(EMPTY_PAUSE * 2 ** (empty - 1))
                 continue
@@ -205,11 +199,9 @@ class VllmSampler:
                 await asyncio.wait_for(self._changed.wait(), self.config.patience)
             except TimeoutError:
                 states = "; ".join(f"{worker.url}: {worker.lost}" for worker in self.workers)
-                raise RequestFailed(
-                    "sampler",
-                    f"no vLLM worker for {self.config.patience:g} s ({states}); start one with"
-                    " scripts/launch_vllm_worker.sh, or raise sampler.patience",
-                ) from None
+                way_out = "start one with scripts/launch_vllm_worker.sh, or raise sampler.patience"
+                message = f"no vLLM worker for {self.config.patience:g} s ({states}); {way_out}"
+                raise RequestFailed("sampler", message) from None
 
     async def _ask(
         self, worker: Worker, context: Sequence[int], done: list[int], sampling: SamplingParams
@@ -222,7 +214,7 @@ class VllmSampler:
         worker.requests.add(posted)
         try:
             reply = await posted
-            return read_completion(reply, self._version, sampling.max_tokens - len(done), self.vocab_size)
+            return read_completion(reply, self._version, sampling.max_tokens - len(done), self._size)
         except ValueError as error:
             raise WorkerLost(f"unusable reply ({error})") from error
         except asyncio.CancelledError:
@@ -302,7 +294,7 @@ class VllmSampler:
                 before, worker.version = worker.version, None  # nothing new goes there meanwhile
                 path = self._snapshot[0]
                 if before is None:
-                    info = {"init_info": {"session": self.run, "tokenizer": self.tokenizer_hash}}
+                    info = {"init_info": {"session": self.run, "tokenizer": self._vocabulary}}
                     await self._control(worker, "/init_weight_transfer_engine", "refuses the run", json=info)
                 await self._control(worker, "/pause", params={"mode": "abort"})
                 try:
@@ -355,9 +347,8 @@ class VllmSampler:
             refused = f"vLLM worker {worker.url} refuses {route}: {message}"
             raise RequestFailed("sampler", refused) if route == GENERATE else UserError(refused)
         if reply.status == 404:
-            raise UserError(
-                f"{worker.url}{route}: no such route; start the worker with scripts/launch_vllm_worker.sh"
-            )
+            way_out = "start the worker with scripts/launch_vllm_worker.sh"
+            raise UserError(f"{worker.url}{route}: no such route; {way_out}")
         raise WorkerLost(f"{route}: status {reply.status}: {message}")
 
 
@@ -399,22 +390,22 @@ def read_completion(
         content = (choice["logprobs"] or {}).get("content") or []
         logprobs = [float(entry["logprob"]) for entry in content]
         labels = [str(span["version"]) for span in choice["weight_versions"] or []]
-        reason = _stop_reason(choice)
+        finished, stop = str(choice["finish_reason"]), choice.get("stop_reason")
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    if len(logprobs) != len(tokens) or (tokens and not labels):
-        raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, labels {labels}")
-    if len(tokens) > max_tokens:
-        raise ValueError(f"{len(tokens)} tokens where {max_tokens} were asked for")
-    if not tokens and reason != "abort":
-        raise ValueError(f"finish_reason {choice['finish_reason']!r} without a token")
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise ValueError(f"token {token!r} in a vocabulary of {vocab_size}")
-    for value in logprobs:
-        if not LOWEST < value <= HIGHEST:  # NaN is not
-            raise ValueError(f"log-probability {value}")
-    return Completion(tokens, logprobs, reason, tuple(map(version_of, labels)))
+    # Without a stop string (or with a token id) "stop" is the end of the text.
+    reasons: dict[str, StopReason] = {"length": "length", "abort": "abort"}
+    reasons["stop"] = "stop" if isinstance(stop, str) else "eos"
+    if finished not in reasons or (finished != "abort" and not tokens):
+        raise ValueError(f"finish_reason {finished!r} with {len(tokens)} tokens")
+    if len(logprobs) != len(tokens) or len(tokens) > max_tokens or (tokens and not labels):
+        counts = f"{len(tokens)} tokens where {max_tokens} were asked for, {len(logprobs)} log-probabilities"
+        raise ValueError(f"{counts}, labels {labels}")
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        # A comparison with NaN is false.
+        if type(token) is not int or not 0 <= token < vocab_size or not LOWEST < logprob <= HIGHEST:
+            raise ValueError(f"token {token!r} of {vocab_size} with log-probability {logprob}")
+    return Completion(tokens, logprobs, reasons[finished], tuple(map(version_of, labels)))
 
 
 def error_message(body: bytes) -> str:
@@ -424,13 +415,3 @@ def error_message(body: bytes) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         message = body.decode(errors="replace")
     return printable(message).split(", please check the stack trace")[0][:600]
-
-
-def _stop_reason(choice: dict[str, Any]) -> StopReason:
-    """vLLM says "stop" with a stop string, and without one (or with a token id) at end-of-text."""
-    finished = choice["finish_reason"]
-    if finished == "stop":
-        return "stop" if isinstance(choice.get("stop_reason"), str) else "eos"
-    if finished in ("length", "abort"):
-        return "length" if finished == "length" else "abort"
-    raise ValueError(f"finish_reason {finished!r}")

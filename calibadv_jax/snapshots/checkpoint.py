@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,6 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, keep: int, asynchronous: bool = False, barrier: Any = None):
         check_literal(folder)
-        _hide_late_errors()
-        logging.getLogger("asyncio").addFilter(_is_retrieved)
-        logging.getLogger("absl").addFilter(_is_no_orbax_traceback)
         self.folder, self._barrier = folder.absolute(), barrier
         self._manager = _open(
             self.folder,
@@ -73,9 +71,9 @@ class CheckpointStore:
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Write a checkpoint, or begin to: on return `state` may be donated. See `wait`.
 
-        The `state` is a pytree of arrays, whose "params" can be restored alone; `extra` holds plain
-        JSON values. Raises UserError if the folder holds this step or a later one, of another run; or
-        it cannot be written, or the one before could not be.
+        The `state` is a pytree of arrays, whose "params" can be restored alone; `extra` holds plain JSON
+        values. Raises UserError if the folder holds this step or a later one of another run; or it cannot be
+        written, or the one before could not be.
         """
         self.wait()
         newest = self.latest_step()
@@ -168,19 +166,18 @@ def restore_params(folder: Path, abstract_params: Any, step: int | None = None) 
     They come as `abstract_params`, ShapeDtypeStructs with shardings; other dtypes are cast to theirs.
     Raises UserError if there is no such checkpoint, it is damaged, or it is of another policy.
     """
-    name = "checkpoint" if step is None else f"checkpoint of step {step}"
-    missing = UserError(f"{folder}: no complete {name} there; train first, or set export.source")
-    if not folder.is_dir():
-        raise missing
+    chosen = newest_step(folder) if step is None else step
+    if chosen not in saved_steps(folder):
+        name = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise UserError(f"{folder}: no complete {name} there; train first, or set export.source")
+    assert chosen is not None
     with _open(folder.absolute(), create=False) as manager:
-        chosen = manager.latest_step() if step is None else step
-        if chosen is None or chosen not in manager.all_steps():
-            raise missing
         restored, _ = _restore(manager, chosen, {PARAMS: abstract_params}, partial=True)
     return restored[PARAMS], chosen
 
 
 def _open(folder: Path, **options: Any) -> ocp.CheckpointManager:
+    _hide_late_errors()
     return ocp.CheckpointManager(
         folder,
         options=ocp.CheckpointManagerOptions(**{"enable_async_checkpointing": False} | options),
@@ -199,9 +196,7 @@ def _restore(
         raise UserError(f"{damaged} (no {STATE})")
     saved_shapes = tensor_shapes(saved.tree)
     if partial:
-        saved_shapes = {
-            name: saved_shapes[name] for name in saved_shapes if name.partition(".")[0] in abstract
-        }
+        saved_shapes = {name: saved_shapes[name] for name in saved_shapes if name.split(".")[0] in abstract}
     if problems := shape_problems(saved_shapes, tensor_shapes(abstract)):
         raise UserError(
             f"{source}: does not fit this policy and optimizer; use its own config, or another run.dir:"
@@ -226,7 +221,6 @@ def tensor_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 @contextmanager
 def damage_as_user_error(advice: str, kind: type[UserError] = UserError) -> Iterator[None]:
     """Turn errors of Orbax on damaged, missing or unwritable files into one that begins with `advice`."""
-    _hide_late_errors()
     try:
         yield
     except Exception as error:
@@ -234,32 +228,26 @@ def damage_as_user_error(advice: str, kind: type[UserError] = UserError) -> Iter
         is_damage = type(error) is Exception or isinstance(error, ValueError | KeyError | OSError)
         if is_lost_process(error) or (not is_damage and storage_errno(error) is None):
             raise
-        logging.getLogger("asyncio").addFilter(_is_retrieved)
         raise kind(f"{advice} ({cause_text(error)})") from error
 
 
+@cache
 def _hide_late_errors() -> None:
-    """Hide the errors of tensors that fail after the first one; the caller gets that of the first.
+    """Hide the errors of tensors that fail after the first one, which the caller gets, and Orbax' tracebacks.
 
     Orbax handles tensors side by side. Of the later ones asyncio says that nobody asked how they ended, or
     Python that the event loop is closed: on the terminal, at any later time.
     """
     before = sys.unraisablehook
-    if getattr(before, "hides_late_errors", False):
-        return
 
     def report(unraisable: Any) -> None:
         if not str(unraisable.exc_value).startswith(LATE):
             before(unraisable)
 
-    vars(report)["hides_late_errors"] = True
+    def is_retrieved(record: logging.LogRecord) -> bool:
+        texts = ("exception was never retrieved", "destroyed but it is pending")
+        return not any(text in record.getMessage() for text in texts)
+
     sys.unraisablehook = report
-
-
-def _is_retrieved(record: logging.LogRecord) -> bool:
-    texts = ("exception was never retrieved", "destroyed but it is pending")
-    return not any(text in record.getMessage() for text in texts)
-
-
-def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and "orbax" in record.pathname)
+    logging.getLogger("asyncio").addFilter(is_retrieved)
+    logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))

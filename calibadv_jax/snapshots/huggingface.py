@@ -77,13 +77,11 @@ def check_weights(folder: Path, policy: Policy) -> str:
 
 def read_base_tensors(folder: Path, policy: Policy, dtype: Any) -> dict[str, Any]:
     """Return host arrays of `dtype`, as `load_params`."""
+    layers, arrays = policy.architecture.num_layers, {}
     with _policy_weights(folder, policy) as weights:
-        layers = policy.architecture.num_layers
-        arrays = {
-            path: from_hf(path, weights.read, layers, (slice(None),) * len(leaf.shape), dtype)
-            for path, leaf in flatten(policy.abstract_base).items()
-        }
-        return unflatten(arrays)
+        for path, leaf in flatten(policy.abstract_base).items():
+            arrays[path] = from_hf(path, weights.read, layers, (slice(None),) * len(leaf.shape), dtype)
+    return unflatten(arrays)
 
 
 def weights_hash(folder: Path) -> str:
@@ -131,12 +129,9 @@ def save_folder(
 ) -> Path:
     """Write a folder that transformers and vLLM load; it appears under its name only when complete.
 
-    Host memory: one shard and one parameter. Parameters must be addressable from this process.
-
-    Args:
-        tokenizer_source: folder whose tokenizer files and generation_config.json are copied.
-        max_shard_bytes: bytes of one safetensors file, a larger single tensor apart.
-        texts: further files by their names; they win over copied ones.
+    Host memory: one shard and one parameter. Parameters must be addressable from this process. Tokenizer
+    files and generation_config.json are copied from `tokenizer_source`; `texts` are further files by their
+    names, which win over copied ones. A file has `max_shard_bytes`, a larger single tensor apart.
 
     Returns the absolute path of `output`. Raises UserError if that exists and is not an export.
     """
@@ -187,8 +182,7 @@ class Weights:
         def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
             parts: dict[Any, np.ndarray] = {}  # replicas share a part
 
-            def read(region: Region | None) -> np.ndarray:
-                assert region is not None
+            def read(region: Any) -> np.ndarray:
                 key = tuple((axis.start, axis.stop) for axis in region)
                 if key not in parts:
                     parts[key] = from_hf(path, self.read, num_layers, region, target.dtype)
@@ -236,12 +230,8 @@ def _weight_files(folder: Path) -> list[Path]:
         if bad:
             raise UserError(f"{index}: names files that do not exist: {', '.join(bad)}; copy them too")
         return [folder / name for name in files]
-    if any(folder.glob("*.bin")):
-        raise UserError(
-            f"{folder}: only PyTorch .bin weights; convert them once with transformers:"
-            " AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
-        )
-    raise UserError(f"{folder}: no {SINGLE} and no {INDEX}; give a HuggingFace folder with safetensors")
+    way_out = "give a HuggingFace folder with safetensors, as save_pretrained of transformers writes it"
+    raise UserError(f"{folder}: no {SINGLE} and no {INDEX}; {way_out}")
 
 
 def _check(weights: Weights, policy: Policy, source: str, with_values: bool) -> None:
@@ -249,15 +239,14 @@ def _check(weights: Weights, policy: Policy, source: str, with_values: bool) -> 
     head, embedding = WEIGHTS["lm_head.kernel"].hf, WEIGHTS["embed.embedding"].hf
     if policy.architecture.tie_word_embeddings and head in shapes:
         shape = shapes.pop(head)
-        regions = ((slice(row, min(row + 4096, shape[0])), slice(None)) for row in range(0, shape[0], 4096))
-        is_comparable = with_values and shape == shapes.get(embedding)
-        if is_comparable and not all(
-            np.array_equal(weights.read(head, region), weights.read(embedding, region)) for region in regions
-        ):
-            raise UserError(
-                f"{source}: config.json ties the embeddings, but {head} differs from {embedding};"
-                " set tie_word_embeddings to false there"
-            )
+        if with_values and shape == shapes.get(embedding):
+            for row in range(0, shape[0], 4096):
+                rows = slice(row, min(row + 4096, shape[0])), slice(None)
+                if not np.array_equal(weights.read(head, rows), weights.read(embedding, rows)):
+                    raise UserError(
+                        f"{source}: config.json ties the embeddings, but {head} differs from {embedding};"
+                        " set tie_word_embeddings to false there"
+                    )
     check_hf(shapes, policy.abstract_base, source)
     coded = [f"{name} ({weights.dtype(name)})" for name in shapes if weights.dtype(name) not in STORED_DTYPES]
     if coded:
@@ -329,9 +318,8 @@ def refuse_foreign(output: Path) -> None:
     for file in sorted(output.iterdir()) if output.exists() else ():
         is_config = file.name in (CONFIG, INDEX, "adapter_config.json")
         if not (is_config or _is_tokenizer_file(file.name) or _is_ours(file)):
-            raise UserError(
-                f"{output}: holds {file.name}, which is not an export's; choose another output folder"
-            )
+            fault = f"{output}: holds {file.name}, which is not an export's"
+            raise UserError(f"{fault}; choose another output folder")
 
 
 def _is_ours(file: Path) -> bool:

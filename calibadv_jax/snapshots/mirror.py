@@ -112,9 +112,8 @@ class Mirror:
         version = self._version = self._store.call("reading its marker", self._newest)
         run, here = run_hash(self.folder), newest_step(self.folder / CHECKPOINTS)
         if version.steps and (run or here is not None) and run != version.run:
-            raise UserError(
-                f"{self._key} holds another run than run.dir={self.folder}; change one of the two"
-            )
+            fault = f"{self._key} holds another run than run.dir={self.folder}"
+            raise UserError(f"{fault}; change one of the two")
         if not version.steps or here is None:
             return bool(version.steps)
         return (version.rollbacks, version.steps[-1]) > (read_rollback(self.folder).get("rollbacks", 0), here)
@@ -302,10 +301,9 @@ class Mirror:
         """Return the newest version, rolled back; raise `_taken` if it is of another start."""
         version = self._newest()
         if version.owner.get("token") != self._owner["token"]:
-            other = f"process {version.owner.get('process')} on {version.owner.get('host')}"
-            self._taken = TakenOver(
-                f"{self._key} was taken over by another start of this run ({other}); this one ends"
-            )
+            other = f"another start of this run (process {version.owner.get('process')} on"
+            other += f" {version.owner.get('host')})"
+            self._taken = TakenOver(f"{self._key} was taken over by {other}; this one ends")
             raise self._taken
         return self._rolled_back(version)
 
@@ -317,11 +315,9 @@ class Mirror:
         return version.up_to(last["step"]).model_copy(update={"rollbacks": last["rollbacks"]})
 
     def _newest(self) -> _Version:
-        names = list(self._store.sizes(MARKER))
+        names, way_out = list(self._store.sizes(MARKER)), "choose another place"
         if not names and OLD_MARKER in self._store.sizes(""):
-            raise UserError(
-                f"{self._key} holds a copy in an older format ({OLD_MARKER}); choose another place"
-            )
+            raise UserError(f"{self._key} holds a copy in an older format ({OLD_MARKER}); {way_out}")
         if not names:
             return _Version()
         try:
@@ -331,10 +327,10 @@ class Mirror:
                 raise
             return self._newest()  # a newer one has replaced it
         except ValueError as error:
-            raise UserError(f"{self._key}: {MARKER} is not of a run's copy; choose another place") from error
+            raise UserError(f"{self._key}: {MARKER} is not of a run's copy; {way_out}") from error
         for path, (name, _, _) in version.files.items():
             if not FILE.fullmatch(path) or not OBJECT.fullmatch(name):
-                raise UserError(f"{self._key}: {path!r} is no file of a run; choose another place")
+                raise UserError(f"{self._key}: {path!r} is no file of a run; {way_out}")
         return version.model_copy(update={"number": int(names[-1])})
 
     def _commit(self, version: _Version, **changes: Any) -> None:
@@ -344,9 +340,7 @@ class Mirror:
         name, text = f"{version.number:08}", version.model_dump_json(indent=1).encode()
         is_created = self._store.create(f"{MARKER}/{name}", text)
         if is_created and "owner" in changes and self._store.create(f"{MARKER}/{name}", text):
-            raise UserError(
-                f"{self._key}: the store ignores conditional puts (If-None-Match); use another one"
-            )
+            raise UserError(f"{self._key}: the store ignores conditional puts (If-None-Match); use another")
         *older, newest = self._store.sizes(MARKER)
         # A number whose object was deleted can be created again.
         if (not is_created or newest != name) and self._owned() != version:

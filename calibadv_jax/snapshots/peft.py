@@ -23,7 +23,7 @@ from calibadv_jax.snapshots.huggingface import CARD, WRITER, copy_tokenizer, ope
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 BASE_DTYPE = "base_dtype"  # metadata of ADAPTER: the precision of the base that the adapters were trained on
-MATRIX = re.compile(r".*\.(\w+)\.lora_[AB]\.weight")
+MATRIX = re.compile(rf".*\.({'|'.join(LORA_TARGETS)})_proj\.lora_[AB]\.weight")
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that as policy.path"
 CONVERT = (
     "it may have changed the base too. PEFT converts PiSSA, OLoRA, CorDA and LoRA-GA: save_pretrained(…,"
@@ -133,14 +133,10 @@ def _file(folder: Path, name: str) -> Path:
 
 def _check_config(config: Mapping[str, Any], adapters: Adapters, path: Path) -> None:
     for name, value in ({"peft_type": None} | dict(config)).items():
-        off = value is None or value is False or (isinstance(value, str | list | dict) and not value)
-        if name in HARMLESS or (value in PLAIN[name] if name in PLAIN else off):
-            continue
-        way_out = (CONVERT if name == "init_lora_weights" else "") + MERGE
-        raise UserError(
-            f"{path}: {name} is {value!r:.80}, which is not supported; only plain LoRA adapters are:"
-            f" {way_out}"
-        )
+        is_off = value is None or value is False or (isinstance(value, str | list | dict) and not value)
+        if name not in HARMLESS and not (value in PLAIN[name] if name in PLAIN else is_off):
+            fault = f"{path}: {name} is {value!r:.80}, which is not supported; only plain LoRA adapters are: "
+            raise UserError(fault + (CONVERT if name == "init_lora_weights" else "") + MERGE)
     for name, key, ours in (("r", "rank", adapters.rank), ("lora_alpha", "alpha", adapters.alpha)):
         size: Any = config.get(name)
         is_number = isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < math.inf
@@ -158,24 +154,17 @@ def _check_config(config: Mapping[str, Any], adapters: Adapters, path: Path) -> 
 
 def _check_targets(shapes: Mapping[str, Any], adapters: Adapters, path: Path) -> None:
     matches = {name: MATRIX.fullmatch(name) for name in shapes}
-    if not matches:
-        raise UserError(f"{path}: holds no adapters; save or copy the folder again")
-    if foreign := sorted(name for name, match in matches.items() if match is None):
+    foreign = sorted(name for name, match in matches.items() if match is None)
+    if foreign or not matches:
         raise UserError(
-            f"{path}: holds {summary(foreign)}, which is not supported; only lora_A.weight and lora_B.weight"
-            " are. If the embeddings are the base's, unchanged, save the adapter again with PEFT's"
-            f" save_embedding_layers=False; else {MERGE}"
+            f"{path}: holds {summary(foreign) or 'no adapters'}, which is not supported; only lora_A.weight"
+            f" and lora_B.weight of {'_proj, '.join(LORA_TARGETS)}_proj are. If the embeddings are those of"
+            f" the base, save the adapter again with PEFT's save_embedding_layers=False; else {MERGE}"
         )
-    modules = sorted({match[1] for match in matches.values() if match})
-    supported = [f"{target}_proj" for target in LORA_TARGETS]
-    if unknown := [module for module in modules if module not in supported]:
+    targets = ", ".join(sorted({match[1] for match in matches.values() if match}))
+    ours = ", ".join(adapters.targets)
+    if targets != ours:
         raise UserError(
-            f"{path}: has adapters on {', '.join(unknown)}, which is not supported; an adapter may be on"
-            f" {', '.join(supported)}: {MERGE}"
-        )
-    targets = [module.removesuffix("_proj") for module in modules]
-    if tuple(targets) != adapters.targets:
-        raise UserError(
-            f"{path}: has adapters on {', '.join(targets)}, but policy.lora.targets is"
-            f" {', '.join(adapters.targets)}: set policy.lora.targets=[{', '.join(targets)}]"
+            f"{path}: has adapters on {targets}, but policy.lora.targets is {ours}:"
+            f" set policy.lora.targets=[{targets}]"
         )

@@ -63,14 +63,9 @@ class SnapshotStore:
     ) -> Path:
         """Write a complete version and return its folder.
 
-        All processes whose devices hold the parameters call this together.
-
-        Args:
-            base: of parameters that are adapters alone, which stay in their precision; see `_with_base`.
-            writes: False in the processes that only give their part of the parameters.
-
-        This version and later ones that are there already came from a run that was since resumed at an
-        earlier step: they are removed.
+        All processes whose devices hold the parameters call this together; one of them `writes`. Parameters
+        that are adapters alone stay in their precision and have a `base`; see `_with_base`. This version and
+        later ones that exist already are of a run that was resumed at an earlier step: they are removed.
         """
         folder = self.folder / f"v{version:06d}"
         arrays = _on_host(params, None if base else self.dtype, writes)
@@ -106,17 +101,12 @@ def read_manifest(snapshot: Path) -> dict[str, Any]:
 
     Raises UserError if the snapshot is incomplete, or of another format.
     """
-    path = snapshot / MANIFEST
+    path, way_out = snapshot / MANIFEST, "publish the snapshot again"
     if not path.is_file():
-        raise UserError(
-            f"{snapshot}: not a complete snapshot (no {MANIFEST}); use another or publish it again"
-        )
-    manifest = read_json(path, "publish the snapshot again")
-    version = manifest.get("format")
-    if version != FORMAT:
-        raise UserError(
-            f"{path}: format is {version!r}, not {FORMAT}; publish the snapshot with this version"
-        )
+        raise UserError(f"{snapshot}: not a complete snapshot (no {MANIFEST}); {way_out}")
+    manifest = read_json(path, way_out)
+    if (version := manifest.get("format")) != FORMAT:
+        raise UserError(f"{path}: format is {version!r}, not {FORMAT}; {way_out}")
     return manifest
 
 
@@ -143,13 +133,9 @@ def read_tensors(
 ) -> dict[str, np.ndarray]:
     """Return a snapshot's host arrays by dotted path, in the stored precision, compared with their hashes.
 
-    Of one that holds adapters alone, those of the whole policy. Others are views of the snapshot's files.
-
-    Args:
-        share: compared tensors, largest first; other workers of this machine compare the rest.
-        policy: of which the tensors must be.
-
-    Raises UserError if it is incomplete or damaged; or the base of the adapters is not there.
+    Of one that holds adapters alone, those of the whole policy. Others are views of the snapshot's files. A
+    `share` of the tensors, largest first, is compared; other workers of this machine compare the rest. Raises
+    UserError if it is incomplete, damaged, or not of the `policy`; or the base of the adapters is not there.
     """
     manifest = read_manifest(snapshot)
     entries: dict[str, Any] = manifest["tensors"]
@@ -167,14 +153,13 @@ def read_tensors(
         else:  # "c": writable, as torch wants it; what is written never reaches the file
             tensors[path] = _turned(path, np.memmap(file, dtype, "c", shape=shape))
     _raise_damage(snapshot, problems)
-    has_base = "base" in manifest
-    if policy and not has_base:  # before all tensors are hashed
+    if policy and "base" not in manifest:  # before all tensors are hashed
         _check_shapes(snapshot, tensors, policy)
     large_first = sorted(entries, key=lambda path: -math.prod(entries[path]["shape"]))
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
         differences = pool.map(partial(_difference, snapshot, entries), large_first[share])
         _raise_damage(snapshot, [line for line in differences if line])
-    if has_base:
+    if "base" in manifest:
         tensors = _with_base(tensors, manifest, snapshot)
         if policy:
             _check_shapes(snapshot, tensors, policy)
@@ -207,10 +192,8 @@ def _raise_damage(snapshot: Path, problems: list[str]) -> None:
 
 def _check_shapes(snapshot: Path, tensors: Mapping[str, Any], policy: Policy) -> None:
     if problems := shape_problems(tensor_shapes(tensors), tensor_shapes(policy.abstract_base)):
-        raise UserError(
-            f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
-            f" {summary(problems)}"
-        )
+        fault = f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit"
+        raise UserError(f"{fault}: {summary(problems)}")
 
 
 def _with_base(adapters: Mapping[str, np.ndarray], manifest: Mapping[str, Any], snapshot: Path) -> Any:
@@ -219,8 +202,7 @@ def _with_base(adapters: Mapping[str, np.ndarray], manifest: Mapping[str, Any], 
     The `adapters` are in float32. The "base" of the `manifest` holds its folder, hash and precision, the
     scale of the adapters, and the precision of the sum. Raises UserError if the base is not there.
     """
-    base = manifest["base"]
-    folder = Path(base["folder"])
+    base, folder = manifest["base"], Path(manifest["base"]["folder"])
     way_out = "mount it there for the worker too, or set policy.lora.snapshots=merged"
     if not folder.is_dir():
         raise UserError(f"{snapshot}: the base of its adapters, {folder}, is not there; {way_out}")
@@ -238,17 +220,13 @@ def _raw_checkpointer() -> ocp.Checkpointer:
         (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where it is missing
     )
-    logging.getLogger("absl").addFilter(_is_news)
+    logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
     own = jax.process_index()  # of several processes, one writes: Orbax must not wait for the others
     alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, use_compression=False, type_handler_registry=registry, multiprocessing_options=alone
     )
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return "Skipping merge of OCDBT" not in record.getMessage()
 
 
 def _turned(path: str, array: Any) -> Any:
@@ -261,8 +239,7 @@ def _laid_out(
     flat: dict[str, jax.Array], dtype: str | None, sharding: NamedSharding | None = None
 ) -> dict[str, jax.Array]:
     """Return parameters in the layout, the dtype (None: unchanged) and the sharding of a snapshot."""
-    leaves = {path: leaf if dtype is None else leaf.astype(dtype) for path, leaf in flat.items()}
-    leaves = {path: _turned(path, leaf) for path, leaf in leaves.items()}
+    leaves = {path: _turned(path, leaf.astype(dtype or leaf.dtype)) for path, leaf in flat.items()}
     return leaves if sharding is None else jax.lax.with_sharding_constraint(leaves, sharding)
 
 

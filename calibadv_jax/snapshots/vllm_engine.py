@@ -24,9 +24,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from calibadv_jax.core.errors import REFUSAL, UserError
-from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
+from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.policy.weights import check_hf, hf_shapes, to_hf, unflatten
+from calibadv_jax.policy.weights import to_hf, unflatten
 from calibadv_jax.snapshots.publish import read_manifest, read_tensors
 
 
@@ -105,11 +105,15 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         if manifest["tokenizer"] != self._session.tokenizer:
             raise UserError(f"{snapshot}: written for another tokenizer than this session's")
         own = architecture_from_hf(self.model_config.hf_config.to_dict(), "the worker's config")
-        _refuse_other_model(snapshot, architecture_from_hf(manifest["config"], f"{snapshot}: config"), own)
-        tensors = read_tensors(snapshot, self._share)
-        expected = Policy(own, Numerics()).abstract_params
-        check_hf(hf_shapes(unflatten(tensors)), expected, str(snapshot))
-        return tensors
+        published = asdict(architecture_from_hf(manifest["config"], f"{snapshot}: config"))
+        differences = [
+            f"{name} {published[name]} instead of {value}"
+            for name, value in asdict(own).items()
+            if value != published[name]
+        ]
+        if differences:
+            raise UserError(f"{snapshot}: snapshot of another model: {'; '.join(differences)}")
+        return read_tensors(snapshot, self._share, Policy(own, Numerics()))
 
     def _repack_heads(self) -> None:
         """Renew the packed copy of the output head's weights, which a kernel keeps on CPU.
@@ -130,17 +134,6 @@ def _of_all(value: Any) -> list[Any]:
     if group.world_size > 1:
         torch.distributed.all_gather_object(values, value, group=group.cpu_group)
     return values
-
-
-def _refuse_other_model(snapshot: Path, published: Architecture, own: Architecture) -> None:
-    fields = asdict(published)
-    differences = [
-        f"{name} {fields[name]} instead of {value}"
-        for name, value in asdict(own).items()
-        if value != fields[name]
-    ]
-    if differences:
-        raise UserError(f"{snapshot}: snapshot of another model: {'; '.join(differences)}")
 
 
 def _as_torch(tensors: dict[str, np.ndarray]) -> Iterator[tuple[str, torch.Tensor]]:

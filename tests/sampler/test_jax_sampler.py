@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sampler_rig import EOS, CharTokenizer, learner_logprobs, make_sampler
-from tiny_policy import WIDER
+from tiny_policy import NARROW, WIDER, tiny
 
 from calibadv_jax.core.interfaces import SamplingParams
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.adapters import Adapters, joined
+from calibadv_jax.policy.transformer import Policy
+from calibadv_jax.policy.weights import flatten
 from calibadv_jax.sampler.stopping import StopRule
 
 pytestmark = pytest.mark.anyio
@@ -21,13 +22,13 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(architecture_from_hf(WIDER | {"vocab_size": 19}), Numerics())
+    return tiny(WIDER | {"vocab_size": 19})
 
 
 @pytest.fixture(scope="module")
 def params(policy):
     params = jax.jit(policy.init)(jax.random.key(3))
-    params["embed"]["embedding"] = params["embed"]["embedding"] * 20.0  # far from uniform
+    params["embed"]["embedding"] *= 20.0  # far from uniform
     return params
 
 
@@ -40,7 +41,6 @@ def sampler(policy, params):
 @pytest.fixture(scope="module")
 def recompute(policy, params):
     """Tokens, temperature -> [T - 1] log-probabilities of the successors, as the learner computes them."""
-
     logprobs_of = jax.jit(partial(learner_logprobs, policy, params))
 
     def padded(tokens):  # to one length, so that it compiles once: attention is causal
@@ -50,7 +50,7 @@ def recompute(policy, params):
 
 
 async def test_logprobs_equal_the_learners(sampler, recompute):
-    """Over trajectories of several turns."""
+    """Over more trajectories of several turns than there are slots."""
 
     async def trajectory(index):
         tokens, spans = [1, 2, 3 + index], []
@@ -62,13 +62,11 @@ async def test_logprobs_equal_the_learners(sampler, recompute):
         sampler.release(f"t{index}")
         return tokens, spans
 
-    for tokens, spans in await asyncio.gather(
-        *(trajectory(i) for i in range(7))
-    ):  # more than there are slots
+    for tokens, spans in await asyncio.gather(*map(trajectory, range(7))):
         expected = recompute(tokens, 0.8)
         for start, done in spans:
-            logprobs = np.array(done.logprobs)
-            np.testing.assert_allclose(logprobs, expected[start - 1 : start - 1 + len(logprobs)], atol=1e-3)
+            span = expected[start - 1 : start - 1 + len(done.token_ids)]
+            np.testing.assert_allclose(done.logprobs, span, atol=1e-3)
             assert done.policy_versions == (7,)
 
 
@@ -81,10 +79,10 @@ async def generated(sampler, tokens, *sampling, **more):
 
 
 async def test_seeds_are_read_whole(sampler):
-    tokens = [
+    first, again, other = [
         (await generated(sampler, [1, 2, 3], 20, 1.0, seed=seed)).token_ids for seed in (5, 5, 2**31 + 5)
     ]
-    assert tokens[0] == tokens[1] != tokens[2]
+    assert first == again != other
 
 
 def scripted(policy, script):
@@ -158,9 +156,7 @@ async def test_error_reaches_all_who_wait(sampler, monkeypatch, part):
     def fail(*_):
         raise OSError("broken")
 
-    async def sampled(
-        number,
-    ):  # of other lengths: some run while others have ended; more than there are slots
+    async def sampled(number):  # some run while others have ended or wait for a slot
         try:
             return await sampler.generate([1, 2, 3], SamplingParams(3 + 3 * number, 0.0), f"bad{number}")
         finally:
@@ -226,11 +222,7 @@ async def test_row_released_in_a_chunk_leaves_nothing(sampler, recompute, monkey
             await asyncio.sleep(0.001)
         await sampler._pump_task
         task.cancel()
-    context = [
-        prompt[-1],
-        *whole.token_ids[:3],
-        4,
-    ]  # of which the chunk has left another beginning in the row
+    context = [prompt[-1], *whole.token_ids[:3], 4]  # the chunk has left another beginning in the row
     done = await generated(sampler, context, 12, 0.8, seed=3)
     expected = recompute([*context, *done.token_ids], 0.8)[len(context) - 1 :]
     np.testing.assert_allclose(done.logprobs, expected, atol=1e-3)
@@ -288,3 +280,36 @@ def test_row_ends_at_the_longest_length(policy, params):
     assert done.stop_reason == "eos" or len(done.token_ids) == 21
     with pytest.raises(ValueError, match="context of 24"):
         asyncio.run(generated(sampler, [1] * 24, 200))
+
+
+NARROWER = NARROW | {"vocab_size": len(CharTokenizer.pieces), "hidden_size": 16, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("adapters", [None, Adapters(2, 4.0, ("gate", "o", "v"), "float32")], ids=bool)
+def test_swap_leaves_nothing_of_old_weights(adapters):
+    """A session that goes on reads its whole context with the new ones."""
+    policy = tiny(NARROWER, adapters)
+    old, new = (jax.jit(policy.init)(jax.random.key(seed)) for seed in (0, 1))
+    if adapters:
+        base, trained = policy.split(old)
+        new = joined(base, jax.tree.map(lambda leaf: leaf + 0.3, trained))
+    old["embed"]["embedding"] = new["embed"]["embedding"] = old["embed"]["embedding"] * 20.0  # not uniform
+    sampler = make_sampler(policy, old, max_length=32, slots=2)
+    context = [0, 1, 2, 3, 4, 5]
+
+    async def work():
+        sampling = SamplingParams(4, seed=1)
+        first = await sampler.generate(context, sampling, "s")
+        await sampler.load(8, new)
+        again = [*context, *first.token_ids, 6, 7]  # the same session: its row is still its own
+        return first, again, await sampler.generate(again, sampling, "s")
+
+    first, again, second = asyncio.run(work())
+    assert first.policy_versions == (7,) and second.policy_versions == (8,)
+    row = jnp.asarray([[*again, *second.token_ids]], jnp.int32)
+    for params, is_right in ((new, True), (old, False)):
+        expected = learner_logprobs(policy, params, row, 1.0)[len(again) - 1 : -1]
+        assert np.allclose(second.logprobs, expected, atol=1e-4) == is_right
+    held, (base, donated) = flatten(sampler._engine._params), map(flatten, policy.split(new))
+    assert all(held[path] is leaf for path, leaf in base.items())  # no copy
+    assert not any(held[path] is leaf for path, leaf in donated.items())

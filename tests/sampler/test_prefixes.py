@@ -3,26 +3,34 @@
 import numpy as np
 import pytest
 
-from calibadv_jax.sampler.prefixes import MOST_TOKENS, TILE_TOKENS, Prefixes, TileShape, common_prefix
+from calibadv_jax.sampler.prefixes import MOST_TOKENS, TILE_TOKENS, Prefixes, Segment, TileShape
 
 WIDTH = 4
 
 
 def run(waves, cache, tile):
-    """The waves done on a cache whose column holds (token, its segment's first column); copies, tiles."""
-    copied = 0
+    """The calls of the waves on a cache whose columns hold (token, its segment's first column).
+
+    Returns the copied columns and the number of tiles.
+    """
+    copied = tiles = 0
     for wave in waves:
         for group, copies in enumerate(wave.copies):
             for copy in copies:
-                source, target = (cache[group * tile.slots + at] for at in (copy.source, copy.target))
+                source, target = (cache[group * tile.slots + slot] for slot in (copy.source, copy.target))
                 target[: copy.columns] = source[: copy.columns]
                 copied += copy.columns
-        for group, segments in enumerate(wave.segments):
-            for copy in segments:
-                row = cache[group * tile.slots + copy.row]
-                assert len(row) >= copy.start  # what stands before it is there
-                row[copy.start :] = [(token, copy.start) for token in copy.tokens]
-    return copied, sum(tile.count(wave.segments) for wave in waves)
+        for call in tile.calls(wave.segments):
+            assert call.tokens.shape == (tile.at_once, tile.groups, tile.rows, tile.width)
+            assert call.counts[: call.used].any((1, 2)).all() and not call.counts[call.used :].any()
+            for number, group, row in np.argwhere(call.counts > 0):
+                place = number, group, row
+                slot = cache[group * tile.slots + (row if call.slots is None else call.slots[place])]
+                start, count = call.starts[place], call.counts[place]
+                assert len(slot) >= start and start + count <= call.columns[number]
+                slot[start:] = [(token, start) for token in call.tokens[place][:count].tolist()]
+            tiles += call.used
+    return copied, tiles
 
 
 def alone(context):
@@ -31,41 +39,34 @@ def alone(context):
     return [(token, at - at % WIDTH) for at, token in enumerate(tokens)]
 
 
-@pytest.fixture
-def slots():
+@pytest.fixture(params=[2, 6], ids=["few rows", "whole"])
+def slots(request):
     """Contexts -> (copied columns, tiles) of filling the cache; with `held` and `cache`, of twelve slots."""
-    tile = TileShape(groups=2, slots=6, rows=2, width=WIDTH)
+    tile = TileShape(groups=2, slots=6, rows=request.param, width=WIDTH)
     prefixes = Prefixes(tile)
 
     def fill(contexts):
         return run(prefixes.fill(contexts, fill.held), fill.cache, tile)
 
-    fill.held, fill.cache = [[] for _ in range(12)], [[] for _ in range(12)]
+    fill.held, fill.cache, fill.is_whole = [[] for _ in range(12)], [[] for _ in range(12)], tile.is_whole
     return fill
 
 
 def test_prompt_of_a_group_is_computed_once(slots):
     contexts = {slot: [1, 2, 3, 4, 5, 6, 7, 8, 9, 9] for slot in range(12)}
-    assert slots(contexts) == (10 * 9, 2)  # in each group five slots; three segments, two in a tile
+    # Of each group five slots; three segments, one or two in a tile.
+    assert slots(contexts) == ((0, 3) if slots.is_whole else (10 * 9, 2))
     assert slots.cache == [alone(contexts[slot]) for slot in range(12)]
 
 
-def test_prompts_that_begin_alike_share_whole_segments(slots):
+def test_whole_prefilled_segments_are_copied(slots):
+    """Decoded tokens, which no prefill wrote, are not, nor is anything where that saves no tile."""
     start = list(range(18))
     slots({0: [*start, 50, 51]})
+    slots.held[0].extend([51, 52, 53, 54, 55, 56])  # as the sampler does after decoding
     assert slots({1: [*start, 60, 61]})[0] == 16 and slots.cache[1] == alone([*start, 60, 61])
-
-
-def test_nothing_is_copied_where_it_saves_no_tile(slots):
-    assert slots({0: [1, 2, 3], 1: [1, 2, 3]}) == (0, 1)
-
-
-def test_decoded_tokens_are_never_copied(slots):
-    prompt = list(range(9))
-    slots({0: prompt})
-    decoded = [*prompt, 30, 31, 32, 33, 34, 35, 36]
-    slots.held[0].extend(decoded[8:])  # as the sampler does after decoding
-    assert slots({1: [*decoded, 40]})[0] == 8
+    assert slots({2: [*start, 50, 51, 52, 53, 54, 55, 56, 57]})[0] == 16
+    assert slots({6: [1, 2, 3], 7: [1, 2, 3]}) == (0, 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -98,67 +99,15 @@ def test_random_sessions_hold_their_own_columns(slots, seed):
     assert copied
 
 
-def test_common_prefix():
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert common_prefix([], [1]) == 0
-    assert common_prefix([1, 2], [1, 2, 3]) == 2
-
-
-FEW = TileShape(groups=2, slots=5, rows=2, width=3)  # three tiles a call
-WHOLE = TileShape(groups=2, slots=2, rows=2, width=3)
-
-
-def pending(shape, work):
-    """work: for each group {slot: (start, tokens)}."""
-    return [
-        [piece for row, (start, tokens) in group.items() for piece in shape.segments(row, start, tokens)]
-        for group in work
-    ]
-
-
-def written(shape, calls, length=32):
-    """What a cache would hold, [groups, slots, length]; -1 where nothing was written."""
-    cache = np.full((shape.groups, shape.slots, length), -1)
-    for call in calls:
-        assert call.tokens.shape == (shape.at_once, shape.groups, shape.rows, shape.width)
-        assert not call.counts[call.used :].any()
-        for tile, group, row in np.argwhere(call.counts > 0):
-            at = tile, group, row
-            slot = row if call.slots is None else call.slots[at]
-            start, count = call.starts[at], call.counts[at]
-            assert start in (0, FIRST) or cache[group, slot, start - 1] >= 0, "columns in their order"
-            assert start + count <= call.columns[tile]
-            cache[group, slot, start : start + count] = call.tokens[at][:count]
-    return cache
-
-
-FIRST = 4  # column that the longest row begins at
-
-
-@pytest.mark.parametrize("shape", [FEW, WHOLE], ids=["few", "whole"])
-@pytest.mark.parametrize("length", [1, 3, 4, 22])
-def test_every_token_is_written_once_in_order(shape, length):
-    work = [{0: (FIRST, range(100, 100 + length)), 1: (0, [7])}, {1: (0, [8, 9, 10, 11])}]
-    calls = list(shape.calls(pending(shape, work)))
-    tiles = written(shape, calls)
-    assert tiles[0, 0, FIRST : FIRST + length].tolist() == list(range(100, 100 + length))
-    assert tiles[0, 1, 0] == 7 and tiles[1, 1, :4].tolist() == [8, 9, 10, 11]
-    assert (tiles >= 0).sum() == length + 5 == sum(call.counts.sum() for call in calls)
-
-
-def test_no_more_tiles_than_the_work_needs():
-    work = [{row: (0, [1, 2, 3]) for row in range(5)}, {0: (0, [1])}]
-    (call,) = FEW.calls(pending(FEW, work))
+def test_tiles_are_as_many_as_their_work_needs():
+    few, whole = TileShape(2, 5, 2, WIDTH), TileShape(2, 2, 2, WIDTH)  # of five slots three tiles a call
+    (call,) = few.calls([[Segment(row, 0, [1, 2, 3]) for row in range(5)], [Segment(0, 0, [1])]])
     assert call.used == 3 and call.slots[:, 0].ravel().tolist() == [0, 1, 2, 3, 4, 0]
-    (call,) = FEW.calls(pending(FEW, [{3: (6, [1, 2])}, {}]))
+    (call,) = few.calls([[Segment(3, 6, [1, 2])], []])
     assert call.used == 1 and call.columns.tolist() == [8, 0, 0]
-    assert not list(FEW.calls([[], []]))
-
-
-def test_whole_tiles_gather_no_slots():
-    (call,) = WHOLE.calls(pending(WHOLE, [{1: (0, [5])}, {}]))
-    assert call.slots is None and call.tokens[0, 0].tolist() == [[0, 0, 0], [5, 0, 0]]
-    assert len(list(WHOLE.calls(pending(WHOLE, [{1: (0, range(7))}, {}])))) == 3
+    assert not list(few.calls([[], []]))
+    (call,) = whole.calls([[Segment(1, 0, [5])], []])
+    assert call.slots is None and call.tokens[0, 0, :, 0].tolist() == [0, 5]  # gathers none
 
 
 def test_tiles_are_small_on_a_cpu_only():

@@ -97,48 +97,38 @@ def launch(tmp_path):
 
 
 @pytest.mark.medium
-def test_failed_restart_is_tried_again(launch, tmp_path):
-    process, url = launch("dies", "ends", "hangs up", "refuses", "ends", "serves")
-    book, is_healthy = tmp_path / "book", False
+def test_killed_launcher_leaves_no_server_or_engine(launch, tmp_path):
+    """After new starts that failed in every way; the last one served."""
+    process, url = launch("dies", "hangs up", "refuses", "ends", "stays")
+    is_healthy, pids = False, tmp_path / "book.pids"
     while not is_healthy:
         assert process.poll() is None
         time.sleep(0.05)
-        with suppress(httpx.TransportError, FileNotFoundError):
-            is_healthy = book.stat().st_size == 6 and httpx.get(f"{url}/health", trust_env=False).is_success
-
-
-@pytest.mark.medium
-def test_failed_first_start_ends_the_launcher(launch, tmp_path):
-    process, _ = launch("ends", "serves")
-    assert process.wait(60) == 75
-    assert process.stderr.read() == "error: vLLM's server ended with status 7; its output is above\n"
-    assert not (tmp_path / "port").exists()
-
-
-@pytest.mark.medium
-def test_restarts_come_to_an_end(launch):
-    process, _ = launch("dies", "hangs up", "ends", restarts=3)
-    assert process.wait(60) == 1
-    lines = process.stderr.read().splitlines()
-    assert [line.partition(";")[0] for line in lines] == [
-        "error: vLLM's server ended with status 9",
-        "error: vLLM's server did not answer the warm-up (RemoteProtocolError)",
-        "error: vLLM's server ended with status 7",
-        "error: vLLM's server ended with status 7",
-    ]
-    assert "(0 restarts left after this one)" in lines[2] and "restart" not in lines[3]
-
-
-def test_killed_launcher_leaves_no_server_or_engine(launch, tmp_path):
-    process, _ = launch("stays")
-    while not (tmp_path / "port").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    pids = [int(pid) for pid in (tmp_path / "book.pids").read_text().split()]
-    assert all(map(is_running, pids))
+        with suppress(httpx.TransportError):
+            is_healthy = pids.is_file() and httpx.get(f"{url}/health", trust_env=False).is_success
+    server_and_engine = [int(pid) for pid in pids.read_text().split()]
+    assert all(map(is_running, server_and_engine))
     process.kill()
-    while any(map(is_running, pids)):
+    while any(map(is_running, server_and_engine)):
         time.sleep(0.05)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("acts", "status", "problems"),
+    [
+        (["ends", "stays"], 75, ["ended with status 7"]),
+        (["dies", "hangs up", "ends"], 1, ["ended with status 9", "did not answer", "ended with status 7"]),
+    ],
+    ids=["first start", "restarts"],
+)
+def test_launcher_ends_with_its_last_start(launch, tmp_path, acts, status, problems):
+    process, _ = launch(*acts, restarts=2)
+    assert process.wait(60) == status
+    lines = process.stderr.read().splitlines()
+    for line, problem in zip(lines, problems, strict=True):
+        assert line.startswith(f"error: vLLM's server {problem}")
+    assert "restart" not in lines[-1] and (tmp_path / "port").exists() == (status == 1)
 
 
 def is_running(pid):
@@ -170,42 +160,23 @@ def command(*arguments, port=8123):
     return server_command(parse(["--model", "folder", *arguments]), port)
 
 
-def value_of(words, option):
-    return words[words.index(option) + 1]
-
-
-GPU = ("--flavour", "gpu")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "option", "value"),
-    [
-        ((), "--logprobs-mode", "processed_logprobs"),  # at the sampling temperature
-        ((), "--generation-config", "vllm"),  # no defaults out of the model's folder
-        ((), "--dtype", "bfloat16"),
-        (("--dtype", "float32"), "--dtype", "float32"),
-        ((), "--weight-transfer-config", '{"backend": "orbax"}'),
-        ((), "--load-format", "dummy"),  # weights come from swaps
-        (("--load_weights",), "--load-format", "auto"),
-        ((), "--model", "folder"),
-        ((), "--served-model-name", "policy"),
-        ((), "--port", "8123"),
-        ((), "--host", "127.0.0.1"),
-        ((), "--max-model-len", None),
-        (("--max_model_len", "512"), "--max-model-len", "512"),
-        (("--max_num_seqs", "7"), "--max-num-seqs", "7"),
-        (("--tensor_parallel_size", "2"), "--tensor-parallel-size", "2"),
-        (("--seed", "3"), "--seed", "3"),
-        (("--", "--enable-x", "1"), "--enable-x", "1"),
-        ((*GPU, "--gpu_memory_utilization", "0.5"), "--gpu-memory-utilization", "0.5"),
-        (("--flavour", "tpu"), "--gpu-memory-utilization", None),
-    ],
-)
-def test_options_reach_the_server(arguments, option, value):
-    words, environment = command(*arguments)
-    assert (value_of(words, option) if option in words else None) == value
+def test_options_reach_the_server():
+    """Log-probabilities at the sampling temperature, no defaults of the folder, weights from swaps."""
+    words, environment = command("--flavour", "tpu")
+    fixed = "--served-model-name policy --host 127.0.0.1 --port 8123 --dtype bfloat16"
+    fixed += " --weight-transfer-config {backend} --enable-scale-out"
+    fixed += " --logprobs-mode processed_logprobs --generation-config vllm --max-num-seqs 256"
+    fixed += " --disable-uvicorn-access-log --load-format dummy --tensor-parallel-size 1"
+    expected = ["--model", "folder", *fixed.split()]
+    assert [word.replace('{"backend": "orbax"}', "{backend}") for word in words[3:]] == expected
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"  # without it there are no routes to swap by
-    assert arguments[:2] != GPU or not {"--enforce-eager", "VLLM_CPU_KVCACHE_SPACE"} & {*words, *environment}
+    chosen = "--dtype float32 --max_num_seqs 7 --tensor_parallel_size 2 --max_model_len 512"
+    words, environment = command("--flavour", "gpu", *chosen.split(), "--", "--enable-x", "1")
+    line = " ".join(words)
+    for option in ("dtype float32", "max-num-seqs 7", "tensor-parallel-size 2"):
+        assert f" --{option} " in line
+    assert line.endswith(" --max-model-len 512 --gpu-memory-utilization 0.9 --enable-x 1")
+    assert not {"--enforce-eager", "VLLM_CPU_KVCACHE_SPACE"} & {*words, *environment}
 
 
 @pytest.mark.parametrize(
@@ -233,13 +204,13 @@ def test_installed_build_is_used(package, version, flavour, monkeypatch):
 
 @pytest.mark.parametrize(("length", "whole"), [(512, "2048"), (20000, "20000")])
 def test_cpu_prefills_a_prompt_in_one_part(length, whole, monkeypatch):
-    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
+    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.delenv(name, raising=False)
-    arguments = ("--flavour", "cpu", "--max_model_len", str(length), "--kv_cache_gib", "3")
+    arguments = ("--flavour", "cpu", "--max_model_len", str(length))
     words, environment = command(*arguments)
     assert "--no-enable-chunked-prefill" in words
-    assert value_of(words, "--max-num-batched-tokens") == whole
-    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert words[-2:] == ["--max-num-batched-tokens", whole]
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     monkeypatch.setenv("OMP_NUM_THREADS", "17")  # the user's own wins
     assert command(*arguments)[1]["OMP_NUM_THREADS"] == "17"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,8 @@ SHAPE = {
     "max_position_embeddings": MAX_LENGTH,
     "eos_token_id": EOS,
 }
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen2-untied": {"model_type": "qwen2", "tie_word_embeddings": False},
-    "llama3-tied": {"model_type": "llama", "rope_scaling": LLAMA3, "tie_word_embeddings": True},
-    "llama3-untied": {"model_type": "llama", "rope_scaling": LLAMA3, "tie_word_embeddings": False},
-}
+QWEN2 = SHAPE | {"model_type": "qwen2", "tie_word_embeddings": True}
+LLAMA = SHAPE | {"model_type": "llama", "rope_scaling": LLAMA3, "tie_word_embeddings": False}
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
 
@@ -55,12 +51,10 @@ class Rig:
     dtype: str = "float32"
     num_workers: int = 1
     tokenizer_hash: str = "a tokenizer"
-    tokenizer: Any = field(default_factory=build_word_tokenizer)
 
     def __post_init__(self) -> None:
-        self.policy = Policy(
-            architecture_from_hf(self.hf_config), Numerics(compute_dtype=jnp.dtype(self.dtype))
-        )
+        self.tokenizer, numerics = build_word_tokenizer(), Numerics(compute_dtype=jnp.dtype(self.dtype))
+        self.policy = Policy(architecture_from_hf(self.hf_config), numerics)
         self.store = SnapshotStore(self.folder / "snapshots", keep=20, dtype=jnp.dtype(self.dtype))
         self.tokenizer.save_pretrained(self.folder / "tokenizer")
         self.model_folder = self.folder / "model"
@@ -78,9 +72,8 @@ class Rig:
         return jax.tree.map(lambda leaf: 0.3 * jax.random.normal(next(keys), leaf.shape, leaf.dtype), made)
 
     def publish(self, version: int, params: Any) -> Path:
-        return self.store.publish(
-            version, params, hf_config=self.hf_config, tokenizer_hash=self.tokenizer_hash
-        )
+        names = {"hf_config": self.hf_config, "tokenizer_hash": self.tokenizer_hash}
+        return self.store.publish(version, params, **names)
 
     async def load(self, sampler: VllmSampler, version: int) -> Any:
         """Publish random parameters as a version, load it, and return them."""
@@ -117,14 +110,3 @@ def running(rig: Rig) -> Iterator[Rig]:
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     """Random token ids, end-of-text and padding apart."""
     return np.random.default_rng(seed).integers(11, 398, (count, length)).tolist()
-
-
-def gap_to_greedy(folder: Path, prompt: list[int], tokens: list[int], dtype: str) -> float:
-    """How far below the best logit transformers sees each token of a continuation, at most; 0: greedy."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-    return float((logits.max(-1).values - logits[range(len(tokens)), tokens]).max())

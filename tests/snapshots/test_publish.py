@@ -96,41 +96,33 @@ def test_snapshot_of_another_policy_is_refused(tiny, store):
         assert f"layers.mlp.{name}.kernel has shape" in str(caught.value)
 
 
-@pytest.mark.usefixtures("swept")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("manifest gone", r"not a complete snapshot \(no manifest.json\)"),
-        ("manifest cut", "not valid JSON"),
-        ("format", "format is 1, not 2"),
-        ("tree gone", "publish it again; .*embed.embedding is missing"),
-        ("file gone", "publish it again; layers.mlp.up.kernel is missing"),
-        ("folder", "publish it again; layers.mlp.up.kernel is missing"),
-        ("file cut", "layers.mlp.up.kernel has 9 bytes instead of "),
-        ("bit", "layers.mlp.up.kernel differs from manifest.json"),
-        ("unknown", r"\.\./\.\./other is no parameter"),
-    ],
-)
-def test_damaged_snapshot_is_refused(tiny, store, kind, words):
+def flip_last_bit(file):
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def rename_tensor(manifest):
+    content = json.loads(manifest.read_text())
+    content["tensors"]["../../other"] = content["tensors"].pop("final_norm.scale")
+    manifest.write_text(json.dumps(content))
+
+
+DAMAGES = {  # of the manifest and the file of a tensor
+    r"not a complete snapshot \(no manifest.json\)": lambda manifest, file: manifest.unlink(),
+    "not valid JSON": lambda manifest, file: manifest.write_text(manifest.read_text()[:50]),
+    "format is 1, not 2": lambda manifest, file: manifest.write_text('{"format": 1}'),
+    "again; .*embed.embedding is missing": lambda manifest, file: shutil.rmtree(file.parents[1]),
+    "again; layers.mlp.up.kernel is missing": lambda manifest, file: (file.unlink(), file.mkdir()),
+    "layers.mlp.up.kernel has 9 bytes instead of ": lambda manifest, file: file.write_bytes(bytes(9)),
+    "layers.mlp.up.kernel differs from manifest.json": lambda manifest, file: flip_last_bit(file),
+    r"\.\./\.\./other is no parameter": lambda manifest, file: rename_tensor(manifest),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_damaged_snapshot_is_refused(tiny, store, words):
     folder = publish(store, tiny, 0)
-    path, file = folder / "manifest.json", folder / "params/layers.mlp.up.kernel/0.0.0"
-    text, published = path.read_text(), file.read_bytes()
-    manifest = json.loads(text)
-    if kind == "unknown":
-        manifest["tensors"]["../../other"] = manifest["tensors"].pop("final_norm.scale")
-    change = {
-        "manifest gone": path.unlink,
-        "manifest cut": lambda: path.write_text(text[:50]),
-        "format": lambda: path.write_text('{"format": 1}'),
-        "tree gone": lambda: shutil.rmtree(folder / "params"),
-        "file gone": file.unlink,
-        "folder": lambda: (file.unlink(), file.mkdir()),
-        "file cut": lambda: file.write_bytes(published[:9]),
-        "bit": lambda: file.write_bytes(published[:-1] + bytes([published[-1] ^ 1])),
-        "unknown": lambda: path.write_text(json.dumps(manifest)),
-    }
-    change[kind]()
+    DAMAGES[words](folder / "manifest.json", folder / "params/layers.mlp.up.kernel/0.0.0")
     for read in (read_tensors, lambda folder: load_snapshot(folder, tiny.policy, None)):
         with pytest.raises(UserError, match=words) as caught:
             read(folder)
@@ -150,8 +142,7 @@ def test_read_tensors_outlive_their_snapshot(tiny, store):
 def test_workers_sharing_hashes_find_every_damage(tiny, store):
     folder = publish(store, tiny, 0)
     for file in [path for path in (folder / "params").rglob("*") if path.name.startswith("0")]:
-        published = file.read_bytes()
-        file.write_bytes(published[:-1] + bytes([published[-1] ^ 1]))
+        flip_last_bit(file)
         names = []
         for rank in range(3):
             try:
@@ -159,5 +150,5 @@ def test_workers_sharing_hashes_find_every_damage(tiny, store):
             except UserError as error:
                 names.append(str(error))
         assert len(names) == 1 and f"{file.parent.name} differs" in names[0], file
-        file.write_bytes(published)
+        flip_last_bit(file)
     assert tiny.same(unflatten(read_tensors(folder)), tiny.params)

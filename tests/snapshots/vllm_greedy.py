@@ -18,15 +18,8 @@ def main(folder: Path) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     tokens = {}
     for name, prompts in json.loads((folder / "prompts.json").read_text()).items():
-        engine = LLM(
-            str(folder / name),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=256,
-            max_num_seqs=4,
-            enforce_eager=True,
-            generation_config="vllm",
-        )
+        options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "generation_config": "vllm"}
+        engine = LLM(str(folder / name), skip_tokenizer_init=True, enforce_eager=True, **options)
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         tokens[name] = [list(prompt.outputs[0].token_ids) for prompt in engine.generate(asked, greedy)]
         del engine
