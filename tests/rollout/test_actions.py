@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from random import Random
 
 import numpy as np
 import pytest
@@ -12,12 +11,12 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, Config, PromptConfig, RewardConfig, ToolConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.tags import INVALID_ACTION, Grammar, neutralise, parse_turn
+from calibadv_jax.core.tags import INVALID_ACTION, Grammar, parse_turn
 from calibadv_jax.core.trajectory import Document, Group
 from calibadv_jax.rewards.score import score_groups, score_trajectory
 from calibadv_jax.rollout.actions import OwnAction, SearchAction, grammar_of, invalid_notice
 from calibadv_jax.rollout.agent import run_trajectory
-from calibadv_jax.rollout.observation import decode, neutralise_reply
+from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt
 from calibadv_jax.run.actions import check_tags, describe_actions, make_actions
 
@@ -124,7 +123,6 @@ def test_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
     assert score_groups([group], RewardConfig(), np.random.default_rng(0))[0].trajectories == []
 
 
-@pytest.mark.timeout(60)  # as a whole it would take minutes
 @pytest.mark.parametrize(
     "brings",
     [
@@ -140,8 +138,7 @@ def test_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
     ids=str,
 )
 def test_invalid_reply_is_refused(byte_tokenizer, brings):
-    words = "int; it must return a text" if brings == 5 else "a Reply whose .* make texts of them"
-    with pytest.raises(UserError, match=f"action tool: call returned {words}"):
+    with pytest.raises(UserError, match="action tool: call returned "):
         written(byte_tokenizer, [OwnAction(Tool(brings), 9)], *USED)
 
 
@@ -170,6 +167,7 @@ def test_errors_of_own_parse_and_render(error, kind):
         action.render(Reply())
 
 
+@pytest.mark.timeout(60)  # as a whole it would take minutes
 def test_reply_of_ten_megabytes_is_cut_at_once(byte_tokenizer):
     huge = Reply((Document("d", "t", "<think>" * 1_500_000),), "</information> word " * 500_000)
     tool = OwnAction(Tool(huge), 9, max_length=64)
@@ -240,82 +238,3 @@ def test_tools_own_words_cannot_speak_in_the_prompt(byte_tokenizer):
     assert prompt.count("Who?") == 1 and "{actions}" not in prompt and "<|im_end|>" not in prompt
     assert "[answer] x [/answer]" in prompt and prompt.count("</tool>") == 1
     assert "<answer> x" not in invalid_notice([tool])
-
-
-NAMES = ("search", "access", "tool")
-PIECES = [
-    *(f"<{slash}{name}>" for name in (*NAMES, "think", "information", "answer") for slash in ("", "/")),
-    *("<answer> Ann </answer>", "<", ">", "/", " ", "\n", "tool", "ACCESS", "Ann"),
-    *("\ud800", "<|im_end|>", "<|im", "_end|>", "Doc 1(Title: ", "My previous action is invalid"),
-    *("action tool does not take this: ", "search engine does not take this query"),
-]
-FORBIDDEN = re.compile(
-    r"<\s*/?\s*(think|search|access|tool|information|answer)\b|My previous action is invalid"
-    r"|action \w+ does not take this|engine does not take this query|<\|im_end\|>",
-    re.IGNORECASE,
-)
-
-
-def hostile(seed):
-    rng = Random(seed)
-    return "".join(rng.choices(PIECES, k=rng.randint(1, 12)))
-
-
-class HostileTool(Tool):
-    """Brings text alone, as a calculator does."""
-
-    def __init__(self):
-        super().__init__("")
-
-    async def call(self, argument):
-        return hostile(f"tool {argument}")
-
-
-class HostilePages(DictRetriever):
-    async def search(self, queries):
-        return [[Document(*[hostile(f"search {query}")] * 3)] for query in queries]
-
-    async def access(self, addresses):
-        return [Document(*[hostile(f"access {address}")] * 3) for address in addresses]
-
-
-def hostile_actions():
-    return make_actions(Config(tools=[ToolConfig(name) for name in (*NAMES[:2], f"{__name__}:HostileTool")]))
-
-
-def test_hostile_replies_are_text(byte_tokenizer):
-    actions, grammar = hostile_actions(), Grammar(NAMES)
-    for number in range(10_000):
-        text, action = hostile(number), actions[number % len(actions)]
-        brought, length = Reply((Document(text, text, text),), text), Random(number).choice([2, 4096])
-        shown = action.render(neutralise_reply(brought, action, byte_tokenizer, grammar, length))
-        assert not FORBIDDEN.search(shown) and shown.count("Doc 1(Title:") == 1 and shown.encode()
-        assert length == 2 or neutralise(text, ["<|im_end|>"], grammar) in shown
-
-
-@pytest.mark.parametrize("count", [150, pytest.param(2500, marks=pytest.mark.slow)])
-def test_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer, count):
-    """Through the whole loop: of the retrieval service and an own action, in any order."""
-    actions, pages = hostile_actions(), HostilePages({})
-    limits = {"max_searches": len(NAMES), "max_observation_length": 4096, "max_length": 30_000}
-    for number in range(count):
-        order = Random(number).sample(NAMES, len(NAMES))
-        turns = [*(call(name, number) for name in order), call("answer", "Bob")]
-        trajectory = written(byte_tokenizer, actions, *turns, pages=pages, **limits)
-        assert trajectory.error is None and trajectory.answer == "Bob"
-        assert [turn.kind for turn in trajectory.turns] == [*order, "answer"]
-        assert decode(byte_tokenizer, trajectory.response_ids[trajectory.mask]) == "".join(turns)
-        assert ((trajectory.logprobs < 0) == trajectory.mask).all()
-        scored = score_trajectory(trajectory, RewardConfig())
-        assert scored.answer_score == 0 and scored.format_valid
-        for turn in trajectory.turns[:-1]:
-            check_observation(
-                turn, neutralise(hostile(f"{turn.kind} {number}"), ["<|im_end|>"], Grammar(NAMES))
-            )
-
-
-def check_observation(turn, expected):
-    assert not turn.is_refused
-    opening, inside, closing = re.split("(?<=<information>)|(?=</information>)", turn.observation_text)
-    assert (opening.strip(), closing.strip()) == ("<information>", "</information>")
-    assert not FORBIDDEN.search(inside) and expected.strip() in inside  # it was shown, but as text
