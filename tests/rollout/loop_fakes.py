@@ -108,3 +108,21 @@ class Loop:
 
     def text(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class Watched:
+    """A tokenizer that notes the texts it is given."""
+
+    def __init__(self, inner):
+        self.inner, self.texts = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def encode(self, text, **options):
+        self.texts.append(text)
+        return self.inner.encode(text, **options)
+
+    def __call__(self, texts, **options):
+        self.texts += texts
+        return self.inner(texts, **options)
