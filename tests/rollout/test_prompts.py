@@ -116,14 +116,11 @@ CLOSED = "<think>\n\n</think>\n\n"
 )
 def test_text_of_template_begins_first_turn(byte_tokenizer, added, opening):
     template = ASSISTANT + "{{ '" + added.replace("\n", "\\n") + "' }}"
-    end = "<|im_end|>assistant\n" + added
-    for text in ("Who?", "think"):
-        expected = f"{text}.{end}", opening
-        assert opened(byte_tokenizer, text, template, template="{question}.") == expected
+    written = "think.<|im_end|>assistant\n" + added
+    assert opened(byte_tokenizer, "think", template, template="{question}.") == (written, opening)
     is_open = opening.startswith("<think>") and opening != CLOSED
-    expected = (end, opening) if is_open else (end + "<think>", "<think>")
-    thinking = opened(byte_tokenizer, "", template, template="{question}", prepend_think=True)
-    assert thinking == expected
+    expected = (written, opening) if is_open else (written + "<think>", "<think>")
+    assert opened(byte_tokenizer, "think", template, template="{question}.", prepend_think=True) == expected
 
 
 @pytest.mark.parametrize(
