@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -146,23 +147,17 @@ def test_invalid_reply_is_refused(byte_tokenizer, brings):
     ("error", "kind"), [(ValueError("no"), ValueError), (UserError("key"), UserError), (OSError("x"), None)]
 )
 def test_errors_of_own_parse_and_render(error, kind):
-    class Raising(Tool):
-        max_length = 50
-
-        def parse(self, body):
-            raise error
-
-        render = parse
-
-    action = OwnAction(Raising(""), 9)
+    tool = Tool("")
+    tool.parse = tool.render = Mock(side_effect=error)
+    action = OwnAction(tool, 9)
     with pytest.raises(kind or RequestFailed) as caught:
         action.parse("x")
     assert type(caught.value) is (kind or RequestFailed)
     with pytest.raises(RequestFailed, match="action tool: ") as caught:
         action.render(Reply())
     assert caught.value.service == "tool"
-    assert [OwnAction(Raising(""), 9, limit).max_length for limit in (0, 20)] == [50, 20]
-    action._inner.render = lambda reply: 15
+    tool.max_length, tool.render = 50, lambda reply: 15
+    assert [OwnAction(tool, 9, limit).max_length for limit in (0, 20)] == [50, 20]
     with pytest.raises(UserError, match="action tool: render returned int; it must return a text"):
         action.render(Reply())
 
