@@ -21,6 +21,13 @@ def counts(report):
     return {values[0]: values[1:3] for values in report.rows()}
 
 
+def call(*arguments):
+    """The command's exit status."""
+    with pytest.raises(SystemExit) as ended:
+        cli.calibadv(["prepare-data", *map(str, arguments)])
+    return ended.value.code
+
+
 @pytest.fixture
 def files(tmp_path):
     """A training file with something of everything, and a test file."""
@@ -115,20 +122,16 @@ def test_nothing_left_is_an_error_and_writes_nothing(files, tmp_path):
 def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit) as ended:
-        cli.calibadv(["prepare-data", str(files[0]), "--output", "out.jsonl", *arguments])
+    assert call(files[0], "--output", "out.jsonl", *arguments) == 2
     output = capsys.readouterr().err
-    assert ended.value.code == 2 and message in output and output.count("\n") == 1
+    assert message in output and output.count("\n") == 1
 
 
 def test_command_prints_the_counts(files, tmp_path, capsys):
     train, test = files
     build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    filters = ["--exclude", str(test), "--max_tokens", "20", "--tokenizer", str(tmp_path / "tokenizer")]
-    output = ["--output", str(tmp_path / "out.parquet"), "--only", "hotpotqa"]
-    with pytest.raises(SystemExit) as ended:
-        cli.calibadv(["prepare-data", str(train), *output, *filters])
-    assert ended.value.code == 0
+    filters = ["--exclude", test, "--max_tokens", "20", "--tokenizer", tmp_path / "tokenizer"]
+    assert call(train, "--output", tmp_path / "out.parquet", "--only", "hotpotqa", *filters) == 0
     lines = capsys.readouterr().out.splitlines()
     header = "data source read written no answer other data source overlap too long"
     rows = ["hotpotqa 3 1 0 0 1 1", "nq 3 0 1 2 0 0", "all 6 1 1 2 1 1"]
@@ -136,17 +139,14 @@ def test_command_prints_the_counts(files, tmp_path, capsys):
     assert [question.text for question in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
 
 
-def test_rows_without_data_source_get_the_default(tmp_path):
+def test_default_data_source_and_tokens_of_a_rows_prompt(tmp_path):
     rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
-    report = prepare(str(write_rows(tmp_path / "x.jsonl", *rows)), tmp_path / "out.jsonl", Filters("mine"))
-    assert counts(report) == {"mine": [3, 2], "all": [3, 2]}
+    train = write_rows(
+        tmp_path / "x.jsonl", *rows, rows[1] | {"question": "When?", "prompt": "Say it: When?"}
+    )
+    filters = Filters("mine", max_tokens=2, count_tokens=lambda text: len(text.split()))
+    assert prepare(str(train), tmp_path / "out.jsonl", filters).rows()[0] == ["mine", 4, 2, 1, 1]
     assert [question.data_source for question in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
-
-
-def test_prompt_of_row_counts_as_tokens(tmp_path):
-    train = write_rows(tmp_path / "train.jsonl", row(1, "Who?"), row(2, "When?", prompt="Say it: When?"))
-    filters = Filters(max_tokens=2, count_tokens=lambda text: len(text.split()))
-    assert counts(prepare(str(train), tmp_path / "out.jsonl", filters))["all"] == [2, 1]
 
 
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
@@ -158,9 +158,7 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
     assert written == [("Rome",), ("May|June",)]
     saved = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert (saved["empty_answers"], saved["joined_answers"]) == (1, 1)
-    more = write_rows(tmp_path / "more.jsonl", row(2, "Who else?"))
-    with pytest.raises(SystemExit):
-        cli.calibadv(["prepare-data", str(train), str(more), "--output", str(tmp_path / "out.jsonl")])
+    call(train, write_rows(tmp_path / "more.jsonl", row(2, "Who?")), "--output", tmp_path / "out.jsonl")
     output = capsys.readouterr().out
     assert "1 ids were taken" in output and "1 golden answers that normalise to nothing" in output
 
@@ -168,11 +166,10 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
 def test_named_columns_and_separator_are_read(tmp_path, capsys):
     train = write_rows(tmp_path / "mine.jsonl", {"query_id": 7, "text": "who?", "gold": "Ada; Bo"})
     test = write_rows(tmp_path / "test.jsonl", row(9, "where?"))
-    call = ["prepare-data", str(train), "--question", "text", "--answer", "gold", "--exclude", str(test)]
+    columns = ["--question", "text", "--answer", "gold"]
     for separator in (["--separator", ";"], []):
-        with pytest.raises(SystemExit) as ended:
-            cli.calibadv([*call, *separator, "--output", str(tmp_path / "out.jsonl")])
-        assert ended.value.code == 0
+        output = ["--output", tmp_path / "out.jsonl"]
+        assert call(train, *columns, "--exclude", test, *separator, *output) == 0
         (question,) = load_questions(tmp_path / "out.jsonl")
         assert question.golden_answers == (("Ada", "Bo") if separator else ("Ada; Bo",))
         assert ("give --separator" in "".join(capsys.readouterr())) == (not separator)
