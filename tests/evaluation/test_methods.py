@@ -93,8 +93,7 @@ def test_passages_need_no_longer_prompt_limit(run):
 
 
 @pytest.mark.parametrize("room", [0, 5, 70, 130, 10_000])
-def test_passages_lose_their_end_to_fit(monkeypatch, room):
-    monkeypatch.setattr(methods, "FIRST_TRY", 16)
+def test_passages_lose_their_end_to_fit(room):
     documents = [Document("1", "Ann", "paints " * 8), Document("2", "Bob", "bakes " * 8)]
     whole = methods.with_passages(QUESTIONS[0], documents).text
     least = len(methods.with_passages(QUESTIONS[0], []).text)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import TAG_NAMES
+from calibadv_jax.core.tags import TAG_NAMES, numbered
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.rollout.actions import SearchAction
 from calibadv_jax.rollout.observation import (
@@ -32,7 +32,7 @@ WHOLE = (
 
 
 def render_observation(documents, tokenizer, limit, prepend_think=False):
-    return Observations(tokenizer, limit, "<think>" * prepend_think).of_documents(documents)
+    return Observations(tokenizer, limit, "<think>" * prepend_think).information(numbered(documents))
 
 
 def test_smaller_limit_of_an_action_counts(byte_tokenizer):

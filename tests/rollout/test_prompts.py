@@ -16,7 +16,6 @@ from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import (
     BATCH,
     TEMPLATES,
-    build_prompt,
     drop_overlong,
     list_actions,
     most_tokens,
@@ -212,8 +211,8 @@ def test_question_cannot_write_tags_or_control_tokens(byte_tokenizer, chat_token
     harmless = 'Who?im_endendoftext [search] x [/search] [ /ANSWER ]Doc 1 [Title]: "y") z'
     assert prompt(byte_tokenizer, hostile) == f"Question: {harmless}\n"
     assert prompt(byte_tokenizer, hostile, messages=[user()]) == RULES.format(harmless)
-    ids = build_prompt(ask(hostile), chat_tokenizer, PromptConfig(template="short"), 999).tolist()
-    plain = build_prompt(ask("Who?"), chat_tokenizer, PromptConfig(template="short"), 999).tolist()
+    ids = open_prompt(ask(hostile), chat_tokenizer, PromptConfig(template="short"), 999)[0].tolist()
+    plain = open_prompt(ask("Who?"), chat_tokenizer, PromptConfig(template="short"), 999)[0].tolist()
     for control in chat_tokenizer.all_special_ids:
         assert ids.count(control) == plain.count(control)
 
@@ -255,7 +254,7 @@ def test_overlong_prompts_are_those_the_loop_refuses(byte_tokenizer):
     letters = ("a", "é", "字", "<think>", LIGATURE)
     questions = questions_of(*(letters[n % 5] * (n % 97) for n in range(2 * BATCH)))
     lengths = prompt_lengths(questions, byte_tokenizer, SHORT, 100)
-    counts = [len(build_prompt(question, byte_tokenizer, SHORT, 10**6)) for question in questions]
+    counts = [len(open_prompt(question, byte_tokenizer, SHORT, 10**6)[0]) for question in questions]
     assert lengths == {place: count for place, count in enumerate(counts) if count > 100}
     assert 0 < len(lengths) < len(questions)
 
