@@ -78,16 +78,6 @@ def test_table_of_a_run(tmp_path, capsys):
     assert err == f"warning: {tmp_path}: 1 of 2 groups name no supporting passages and are left out\n"
 
 
-def test_other_settings_stand_beside_the_runs_own(tmp_path, capsys):
-    keep(tmp_path, make_config())
-    _, out, _ = call("advantage.correctness=max", tmp_path, "reward.answer=em", capsys=capsys)
-    assert "correctness=max reward.answer=em" in out.splitlines()[3]
-    ((own, changed, _),) = rows(out, "blame/useless_spared")
-    assert (value(own), value(changed)) == (0.111, 0.333)
-    assert tables(out)[-1].split()[9] == "1.000"  # over training: of the changed settings
-
-
-@pytest.mark.medium
 def test_sweep_is_a_column_a_value(tmp_path, capsys):
     keep(tmp_path, make_config())
     arguments = ["--sweep", "advantage.target_ratio=0.5,2", "--sweep", "advantage.soft_penalty=false"]
@@ -96,9 +86,9 @@ def test_sweep_is_a_column_a_value(tmp_path, capsys):
     assert headers == ["measure", "run", "target_ratio=0.5", "target_ratio=2", "soft_penalty=false"]
     assert [value(cell) for cell in rows(out, "answer/ratio_after")[0]] == [1, 0.5, 2, 1]
     assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 0.5, 0.5, 0]
-    _, out, _ = call(tmp_path, "advantage.correctness=max", *arguments[:2], capsys=capsys)
-    assert out.splitlines()[1] == "the columns of --sweep: on top of advantage.correctness=max"
+    _, out, _ = call("advantage.correctness=max", tmp_path, *arguments[:2], capsys=capsys)
     assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 1, 1, 1]
+    assert tables(out)[-1].split()[9] == "1.000"  # over training: of the changed settings
 
 
 def test_file_holds_every_step(tmp_path, capsys):
@@ -271,10 +261,14 @@ def test_verdict_in_words(true, control, more, words):
     lines = verdict([measured(true, control, **more)])
     assert len(lines) == len(words)
     assert all(line.startswith(f"  {word}") for line, word in zip(lines, words, strict=True)), lines
-    pooled = verdict([measured((0.8, 0.1), (0.7, 0.4), 20), measured((0.8, 0.1), (0.7, 0.4), 20)])
-    numbers = "spared 0.800 [0.800, 0.800] of their blame, useless ones 0.100 [0.100, 0.100]"
-    assert pooled[0].startswith("  right: ") and numbers in pooled[0]  # each alone would be too few
-    assert "lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300 [0.300, 0.300]" in pooled[1]
+
+
+def test_verdict_pools_runs():
+    pooled = verdict([measured((0.8, 0.1), (0.7, 0.4), 20)] * 2)  # each alone would be too few
+    assert pooled[0].startswith("  right: ")
+    for words in ("0.800 [0.800, 0.800] of their blame", "useless ones 0.100 [0.100, 0.100]"):
+        assert words in pooled[0]
+    assert "0.700 [0.700, 0.700]" in pooled[1] and "(control) 0.300 [0.300, 0.300]" in pooled[1]
 
 
 def test_every_measure_is_explained():

@@ -5,6 +5,7 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import AsyncMock, call
 
 import numpy as np
 import pytest
@@ -148,19 +149,6 @@ def test_search_that_fails_ends_its_trajectory_only(byte_tokenizer, monkeypatch)
     assert errors[1][0] == "tool: MCP server srv --key ${oc.env:MY_KEY}: gone"
 
 
-def test_completion_that_fails_ends_its_trajectory_only(byte_tokenizer):
-    def speak(session, turn):
-        if (session, turn) == ("step4/0/1", 1):
-            raise RequestFailed("sampler", "no vLLM worker for 2 s")
-        return script(session, turn)
-
-    sampler = ScriptedSampler(byte_tokenizer, speak)
-    groups = collect(sampler, group_size=3, max_failed_share=1.0)
-    errors = [trajectory.error for group in groups for trajectory in group.attempts]
-    assert [error for error in errors if error] == ["sampler: no vLLM worker for 2 s"]
-    assert groups[0].failed[0].turns[0].observation_text
-
-
 def test_trajectory_has_a_time_limit(byte_tokenizer):
     def delay(session, turn):
         return 3600.0 if session == "step4/2/0" and turn else 0.0
@@ -218,42 +206,22 @@ def test_refused_query_is_an_observation_that_says_so(byte_tokenizer):
     assert (answer.answer, answer.is_refused) == ("step4/1/0", False) and not any(map(any, errors))
 
 
-class Judge:
-    """Gives its verdict, an exception or metrics; notes which answers it was asked about."""
-
-    def __init__(self, verdict):
-        self.verdict, self.answers = verdict, []
-
-    async def score(self, trajectory):
-        self.answers.append(trajectory.answer)
-        if isinstance(self.verdict, Exception):
-            raise self.verdict
-        return self.verdict
-
-
 @pytest.mark.parametrize("text", ["<answer> Ann </answer>", "<answer></answer>", "no action"])
-def test_judge_is_asked_about_answers_alone(byte_tokenizer, text):
-    for verdict in ({"judge": 0.5}, RequestFailed("judge", "it is\naway")):
-        judge = Judge(verdict)
-        sampler = ScriptedSampler(byte_tokenizer, lambda *_: text)
-        context = context_of(sampler, byte_tokenizer, judge=judge)
-        trajectory = asyncio.run(run_trajectory(context, QUESTIONS[0], 0, 0, session="s"))
-        is_answer = "<answer>" in text
-        assert judge.answers == ([trajectory.answer] if is_answer else []) and len(trajectory.turns) == 1
-        failed = is_answer and isinstance(verdict, Exception)
-        assert trajectory.error == ("judge: it is away" if failed else None)
-        assert trajectory.metrics == (verdict if is_answer and not failed else {})
-        assert sampler.released == ["s"]
+@pytest.mark.parametrize("failure", [None, RequestFailed("judge", "it is\naway")])
+def test_judge_is_asked_about_answers_alone(byte_tokenizer, text, failure):
+    judge = AsyncMock()
+    judge.score.side_effect, judge.score.return_value = failure, {"judge": 0.5}
+    sampler = ScriptedSampler(byte_tokenizer, lambda *_: text)
+    context = context_of(sampler, byte_tokenizer, judge=judge)
+    trajectory = asyncio.run(run_trajectory(context, QUESTIONS[0], 0, 0, session="s"))
+    is_answer = "<answer>" in text
+    assert judge.score.mock_calls == ([call(trajectory)] if is_answer else [])
+    assert trajectory.error == ("judge: it is away" if is_answer and failure else None)
+    assert trajectory.metrics == ({"judge": 0.5} if is_answer and not failure else {})
+    assert sampler.released == ["s"] and len(trajectory.turns) == 1
 
 
-class Closing:
-    closed = 0
-
-    async def close(self):
-        self.closed += 1
-
-
-class Sampler(Closing, ScriptedSampler):
+class Sampler(ScriptedSampler):
     """With the calls that are the run's and not a trajectory's."""
 
     async def load(self, version, params):
@@ -266,22 +234,21 @@ class Sampler(Closing, ScriptedSampler):
         return {"sampler/tokens": 3.0}
 
 
-class Library(Closing, DictRetriever):
-    pass
-
-
-class ClosingJudge(Closing, Judge):
-    pass
-
-
 @pytest.fixture
 def open_rollouts(byte_tokenizer):
     def open_rollouts(seed=0, delay=None):
         sampler = Sampler(byte_tokenizer, lambda *_: FINAL, delay)
-        library, judge = Library({"ann": [DOCUMENT]}), ClosingJudge({})
-        return Rollouts(context_of(sampler, byte_tokenizer, library, judge=judge, group_size=2), seed)
+        retriever, judge = DictRetriever({}), AsyncMock()
+        judge.score.return_value = {}
+        sampler.close, retriever.close = AsyncMock(), AsyncMock()
+        return Rollouts(context_of(sampler, byte_tokenizer, retriever, judge=judge, group_size=2), seed)
 
     return open_rollouts
+
+
+def closings(rollouts):
+    context = rollouts.context
+    return [service.close.await_count for service in (context.sampler, context.retriever, context.judge)]
 
 
 def drawn_seeds(rollouts, *numbers):
@@ -322,7 +289,7 @@ def test_sampler_gets_weights_and_services_close_once(open_rollouts):
         assert rollouts.metrics() == {"sampler/tokens": 3.0}
     sampler = rollouts.context.sampler
     assert sampler.loaded == (7, {"w": 1})
-    assert sampler.closed == rollouts.context.retriever.closed == rollouts.context.judge.closed == 1
+    assert closings(rollouts) == [1, 1, 1]
 
 
 class Stuck(Action):
@@ -343,7 +310,7 @@ def test_failing_close_keeps_nothing_else_open(open_rollouts, ending):
         if ending:
             raise ending
     assert caught.value is ending or str(caught.value).startswith("action tool: close failed: OSError: gone")
-    assert rollouts.context.sampler.closed == rollouts.context.retriever.closed == 1
+    assert closings(rollouts) == [1, 1, 1]
     assert not rollouts._thread.is_alive()
 
 
