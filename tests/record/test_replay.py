@@ -28,6 +28,10 @@ def call(folder, *arguments):
     return stop.value.code
 
 
+def scores(groups):
+    return [trajectory.answer_score for group in groups for trajectory in group.trajectories]
+
+
 def shown(out):
     """Metric -> its cells, of the table that was printed."""
     cells = [line.split() for line in out.splitlines() if "/" in line]
@@ -75,11 +79,9 @@ def test_kept_step_stays_as_it_is(tmp_path):
     keep(tmp_path, make_config())
     kept = read_step(find_step(tmp_path, 7))
     other = kept_config(kept, Path("step"), ["reward.format=false", "reward.answer=cover_em"])
-    matches = replay_step(kept, other)
-    scores = [[each.answer_score for each in group.trajectories] for group in (*kept.groups, *matches.groups)]
-    assert scores[:2] == [[1, 0, 0], [0, 0]]
-    matches.groups[0].trajectories[0].answer_score = 0.5
-    assert kept.groups[0].trajectories[0].answer_score == 1
+    replayed = replay_step(kept, other)
+    replayed.groups[0].trajectories[0].answer_score = 0.5
+    assert scores(kept.groups) == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -123,10 +125,6 @@ def test_rows_that_differ_are_marked(before, after, is_changed, mark):
 def test_rewards_are_shuffled_as_they_were(tmp_path):
     config = make_config()
     config = replace(config, reward=replace(config.reward, shuffle=True))
-
-    def scores(groups):
-        return [t.answer_score for group in groups for t in group.trajectories]
-
     groups, of_seed_0 = (
         score_groups(make_groups(), config.reward, random_state(seed, 6, "reward")) for seed in (14, 0)
     )
@@ -134,10 +132,9 @@ def test_rewards_are_shuffled_as_they_were(tmp_path):
     result = compute_advantages(groups, config.advantage)
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 14)
     kept = read_step(find_step(tmp_path, 7))
-    matches = replay_step(kept, kept_config(kept, Path("step")))
-    assert scores(matches.groups) == scores(groups)
-    equal, total = equal_turns(kept.credits, matches.advantages.credits)
-    assert equal == total
+    replayed = replay_step(kept, kept_config(kept, Path("step")))
+    assert scores(replayed.groups) == scores(groups)
+    assert equal_turns(kept.credits, replayed.advantages.credits) == (12, 12)
 
 
 def test_newest_step_is_default_and_mistakes_are_refused(tmp_path, capsys):
@@ -148,7 +145,6 @@ def test_newest_step_is_default_and_mistakes_are_refused(tmp_path, capsys):
     for arguments, words in (
         (["--step", "4"], "step 4 is not kept; the nearest kept one is 3"),
         (["advantage.lambda=2"], "unknown key"),
-        (["advantage.target_ratio=0"], "advantage.target_ratio: must be greater than 0"),
     ):
         assert call(tmp_path, *arguments) == 2
         message = capsys.readouterr().err
