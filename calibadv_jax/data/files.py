@@ -182,9 +182,9 @@ def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
     file.seek(0)
     reader = csv.reader(file, delimiter="\t" if "\t" in first else ",")
     try:
-        header, rows = next(reader), iter(reader)
+        header, rows = next(reader), cast(Iterator[list[str]], reader)
         if is_dpr := len(header) == 2 and header[1].lstrip().startswith("["):
-            rows, header = itertools.chain([header], reader), ["question", "answers"]
+            header, rows = ["question", "answers"], itertools.chain([header], reader)
         for cells in filter(None, rows):
             where = f"{path}:{reader.line_num}"
             if len(cells) != len(header):

@@ -61,11 +61,15 @@ class DictRetriever:
     """Finds what the dictionary holds; nothing for other queries."""
 
     documents: dict[str, list[Document]]
+    pages: dict[str, Document] = field(default_factory=dict)
     queries: list[str] = field(default_factory=list)
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         self.queries += queries
         return [list(self.documents.get(query, [])) for query in queries]
+
+    async def access(self, addresses: Sequence[str]) -> list[Document | None]:
+        return [self.pages.get(address) for address in addresses]
 
 
 def context_of(sampler, tokenizer, retriever=None, actions=(), judge=None, template="short", **limits):

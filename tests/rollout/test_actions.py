@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,13 +24,6 @@ from calibadv_jax.run.actions import check_tags, describe_actions, make_actions
 
 CALCULATOR = "examples.own_tool:Calculator"
 PAGE = Document("page ann", "Ann", "Ann lives in Rome.")
-
-
-class Pages(DictRetriever):
-    """Has a page of Ann."""
-
-    async def access(self, addresses):
-        return [PAGE if address == "ann" else None for address in addresses]
 
 
 class Tool(Action):
@@ -55,14 +49,19 @@ def call(name, body, think="t"):
 USED = call("tool", "x"), call("answer", "Ann")
 
 
-def written(tokenizer, actions, *turns, pages=None, **limits):
+def written(tokenizer, actions, *turns, **limits):
     sampler = ScriptedSampler(tokenizer, lambda _, turn: turns[turn])
-    context = context_of(sampler, tokenizer, pages or Pages({"ann": [DOCUMENT]}), actions, **limits)
+    retriever = DictRetriever({"ann": [DOCUMENT]}, {"ann": PAGE})
+    context = context_of(sampler, tokenizer, retriever, actions, **limits)
     return asyncio.run(run_trajectory(context, QUESTION, 0, 0, "s"))
 
 
+def config_of(*names):
+    return Config(tools=list(map(ToolConfig, names)), prompt=PromptConfig(template="short"))
+
+
 def three():
-    return make_actions(Config(tools=[ToolConfig("search"), ToolConfig("access"), ToolConfig(CALCULATOR)]))
+    return make_actions(config_of("search", "access", CALCULATOR))
 
 
 def test_search_by_name_equals_default(byte_tokenizer):
@@ -187,38 +186,37 @@ def test_silver_documents_come_from_every_action(byte_tokenizer):
     assert credit.softened[1].tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [
-        ([ToolConfig("nowhere.module:Tool")], "importing nowhere.module failed"),
-        ([ToolConfig("examples.own_tool:Missing")], "has no function Missing"),
-        ([ToolConfig("test_actions:broken")], r"broken failed: KeyError: 'x' \(/.*test_actions.py:"),
-        ([ToolConfig("pathlib:PurePath")], "must give an object of a subclass of calibadv_jax.Action"),
-        ([ToolConfig("test_actions:think")], "an action named 'Think'"),
-        ([ToolConfig(CALCULATOR), ToolConfig("test_actions:calculate")], "as another entry has"),
-    ],
-)
-def test_tool_that_cannot_be_on_is_refused(tools, message):
-    with pytest.raises(UserError, match=message):
-        make_actions(Config(tools=tools))
-
-
-def think(name="Think"):
+def own(name):
     tool = Tool("")
     tool.name = name
     return tool
 
 
-def calculate():
-    return think("Calculate")
+think, calculate = partial(own, "Think"), partial(own, "Calculate")
 
 
 def broken():
     raise KeyError("x")
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["nowhere.module:Tool"], "importing nowhere.module failed"),
+        (["examples.own_tool:Missing"], "has no function Missing"),
+        (["test_actions:broken"], r"broken failed: KeyError: 'x' \(/.*test_actions.py:"),
+        (["pathlib:PurePath"], "must give an object of a subclass of calibadv_jax.Action"),
+        (["test_actions:think"], "an action named 'Think'"),
+        ([CALCULATOR, "test_actions:calculate"], "as another entry has"),
+    ],
+)
+def test_tool_that_cannot_be_on_is_refused(names, message):
+    with pytest.raises(UserError, match=message):
+        make_actions(config_of(*names))
+
+
 def test_tokenizer_must_write_tags_of_actions(word_tokenizer):
-    config = Config(tools=[ToolConfig("search"), ToolConfig("access")], prompt=PromptConfig(template="short"))
+    config = config_of("search", "access")
     assert describe_actions(Config()) == []
     assert describe_actions(config)[0] == "actions ON: search, access"
     assert "the prompt lists none of them" in describe_actions(config)[1]

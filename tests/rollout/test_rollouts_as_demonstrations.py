@@ -45,11 +45,6 @@ class Own(Both):
         return "- " + reply.documents[0].title
 
 
-class Pages(DictRetriever):
-    async def access(self, addresses):
-        return [replace(LONG, id=f"page {address}") if address == "bob" else None for address in addresses]
-
-
 TURNS = {
     "documents": ["<search> ann </search>"],
     "a document that is cut": ["<search> bob </search>"],
@@ -81,7 +76,7 @@ def test_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, pr
         texts[0] = texts[0].removeprefix("<think>")
     context = RolloutContext(
         ScriptedSampler(byte_tokenizer, lambda _, turn: texts[turn]),
-        Pages({"ann": [DOCUMENT], "bob": [DOCUMENT, LONG]}),
+        DictRetriever({"ann": [DOCUMENT], "bob": [DOCUMENT, LONG]}, {"bob": replace(LONG, id="page bob")}),
         byte_tokenizer,
         config.rollout,
         config.prompt,
