@@ -17,10 +17,6 @@ def row(number, question, source="nq", **changes):
     return {"id": number, "question": question, "golden_answers": ["ada"], "data_source": source} | changes
 
 
-def counts(report):
-    return {values[0]: values[1:3] for values in report.rows()}
-
-
 def call(*arguments):
     """The command's exit status."""
     with pytest.raises(SystemExit) as ended:
@@ -43,16 +39,20 @@ def files(tmp_path):
     return train, write_rows(tmp_path / "test.jsonl", row(9, "where is it", "hotpotqa"))
 
 
-def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
+def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path, capsys):
     train, test = files
-    report = prepare(str(train), tmp_path / "out.jsonl", Filters(excluded=[str(test)], max_characters=100))
+    build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    filters = ["--exclude", test, "--max_tokens", "20", "--tokenizer", tmp_path / "tokenizer"]
+    assert call(train, "--output", tmp_path / "out.jsonl", *filters) == 0
     written = [(question.id, question.text) for question in load_questions(tmp_path / "out.jsonl")]
     assert written == [("1", "Who wrote Silent Garden?"), ("1_2", "Another of this id")]
-    assert report.reasons == ["duplicate", "no answer", "overlap", "too long"]
-    hotpotqa, nq = ["hotpotqa", 3, 1, 0, 0, 1, 1], ["nq", 3, 1, 1, 1, 0, 0]
-    assert report.rows() == [hotpotqa, nq, ["all", 6, 2, 1, 1, 1, 1]]
+    lines = capsys.readouterr().out.splitlines()
+    reasons = ["duplicate", "no answer", "overlap", "too long"]
+    rows = ["hotpotqa 3 1 0 0 1 1", "nq 3 1 1 1 0 0", "all 6 2 1 1 1 1"]
+    expected = [f"data source read written {' '.join(reasons)}", *rows]
+    assert [" ".join(line.split()) for line in (lines[0], *lines[2:5])] == expected
     saved = json.loads((tmp_path / "out.jsonl.report.json").read_text())
-    names = ["data_source", "read", "written", *report.reasons]
+    names, hotpotqa = ["data_source", "read", "written", *reasons], ["hotpotqa", 3, 1, 0, 0, 1, 1]
     assert saved["counts"][0] == dict(zip(names, hotpotqa, strict=True))
     assert saved["renamed"] == 1
     assert saved["examples"]["duplicate"] == [{"row": f"{train}:2", "question": "who  wrote «silent garden»"}]
@@ -60,15 +60,7 @@ def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
     assert "golden_answers" in saved["examples"]["no answer"][0]["question"]
     many = write_rows(tmp_path / "many.jsonl", *(row(n, "Same?") for n in range(20)))
     report = prepare(str(many), tmp_path / "out.jsonl")
-    assert len(report.examples["duplicate"]) == module.EXAMPLES and counts(report)["all"] == [20, 1]
-
-
-def test_lone_surrogates_of_rows_are_replaced(tmp_path):
-    odd = row(2, "Who is \ud83d?", "nq\ud83d", golden_answers=["a\ud83d"])
-    train = write_rows(tmp_path / "train.jsonl", odd | {"id": 1, "golden_answers": []}, odd)
-    assert prepare(str(train), tmp_path / "out.parquet").rows()[0] == ["nq\ufffd", 2, 1, 1]
-    (question,) = load_questions(tmp_path / "out.parquet")
-    assert (question.text, question.golden_answers) == ("Who is \ufffd?", ("a\ufffd",))
+    assert len(report.examples["duplicate"]) == module.EXAMPLES and report.rows()[-1] == ["all", 20, 1, 19]
 
 
 def test_questions_are_compared_by_their_words():
@@ -105,8 +97,9 @@ def test_bad_row_keeps_the_former_output(files, tmp_path):
 
 
 def test_nothing_left_is_an_error_and_writes_nothing(files, tmp_path):
-    with pytest.raises(UserError, match="no question is left, 6 .*no answer, other data source"):
-        prepare(str(files[0]), tmp_path / "out.jsonl", Filters(data_sources={"none"}))
+    filters = Filters(data_sources={"nq"}, max_characters=10)
+    with pytest.raises(UserError, match="no question is left, 6 .*no answer, other data source, too long"):
+        prepare(str(files[0]), tmp_path / "out.jsonl", filters)
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -127,26 +120,14 @@ def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, argume
     assert message in output and output.count("\n") == 1
 
 
-def test_command_prints_the_counts(files, tmp_path, capsys):
-    train, test = files
-    build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    filters = ["--exclude", test, "--max_tokens", "20", "--tokenizer", tmp_path / "tokenizer"]
-    assert call(train, "--output", tmp_path / "out.parquet", "--only", "hotpotqa", *filters) == 0
-    lines = capsys.readouterr().out.splitlines()
-    header = "data source read written no answer other data source overlap too long"
-    rows = ["hotpotqa 3 1 0 0 1 1", "nq 3 0 1 2 0 0", "all 6 1 1 2 1 1"]
-    assert [" ".join(line.split()) for line in (lines[0], *lines[2:5])] == [header, *rows]
-    assert [question.text for question in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
-
-
 def test_default_data_source_and_tokens_of_a_rows_prompt(tmp_path):
     rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
     train = write_rows(
         tmp_path / "x.jsonl", *rows, rows[1] | {"question": "When?", "prompt": "Say it: When?"}
     )
-    filters = Filters("mine", max_tokens=2, count_tokens=lambda text: len(text.split()))
-    assert prepare(str(train), tmp_path / "out.jsonl", filters).rows()[0] == ["mine", 4, 2, 1, 1]
-    assert [question.data_source for question in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
+    filters = Filters("mine\ud83d", max_tokens=2, count_tokens=lambda text: len(text.split()))
+    assert prepare(str(train), tmp_path / "out.jsonl", filters).rows()[0] == ["mine\ufffd", 4, 2, 1, 1]
+    assert [question.data_source for question in load_questions(tmp_path / "out.jsonl")] == ["mine\ufffd"] * 2
 
 
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
