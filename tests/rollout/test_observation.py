@@ -37,8 +37,8 @@ def render_observation(documents, tokenizer, limit, prepend_think=False):
 
 def test_smaller_limit_of_an_action_counts(byte_tokenizer):
     observations = Observations(byte_tokenizer, 100, "")
-    limits = {limit: SearchAction(max_length=limit) for limit in (0, 50, 150)}
-    assert [observations.of(action).max_length for action in limits.values()] == [100, 50, 100]
+    limits = [observations.of(SearchAction(max_length=limit)).max_length for limit in (0, 50, 150)]
+    assert limits == [100, 50, 100]
 
 
 @pytest.mark.parametrize("prepend_think", [False, True])
