@@ -14,8 +14,9 @@ from loop_fakes import CONTROL, EOS, ScriptedSampler
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, PromptConfig, RewardConfig, RolloutConfig
+from calibadv_jax.core.errors import ActionRefused
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.tags import Grammar, neutralise
+from calibadv_jax.core.tags import Grammar, neutralise, refusal
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.learner.batching import pack, place
 from calibadv_jax.learner.step import make_sample
@@ -138,7 +139,7 @@ class Library:
 
 
 class Tool(Action):
-    """Brings text alone, as a calculator does."""
+    """Brings text alone, as a calculator does, or refuses with it."""
 
     name, purpose = "tool", "use the tool"
 
@@ -146,7 +147,10 @@ class Tool(Action):
         self.library = library
 
     async def call(self, argument):
-        return Reply(text=self.library.draw(argument, counts=[1])[0].text)
+        text = self.library.draw(argument, counts=[1])[0].text
+        if Random(argument).random() < 0.5:
+            raise ActionRefused(text)
+        return Reply(text=text)
 
 
 def written(step, tokenizer, change=lambda document: document):
@@ -176,13 +180,12 @@ def check_trajectory(trajectory, completions, tokenizer, step):
             text = decode(tokenizer, turn.observation_ids)
             frame = ("<information>", "</information>")
             if not turn.is_action:
-                frame = [
-                    f"<{slash}{name}>" for name in (*step.grammar.actions, "answer") for slash in ("", "/")
-                ]
+                frame = [name for name in step.grammar.tags if "think" not in name and "info" not in name]
             assert tag.findall(text) == [*frame, *opened]
             if turn.is_action:
                 body = text.partition("<information>")[2].rpartition("</information>")[0]
-                assert not step.forged.search(body) and not turn.is_refused
+                refused = refusal("tool", "") if turn.is_refused else ""
+                assert not step.forged.search(body.removeprefix(refused))
     if trajectory.answer is not None:
         answer_text = decode(tokenizer, completions[-1].token_ids)
         assert re.search(rf"<answer>\s*{re.escape(trajectory.answer)}\s*</answer>", answer_text)
