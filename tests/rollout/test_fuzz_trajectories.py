@@ -148,7 +148,7 @@ class Tool(Action):
 
     async def call(self, argument):
         text = self.library.draw(argument, counts=[1])[0].text
-        if Random(argument).random() < 0.5:
+        if Random(f"{self.library.step.seed}/{argument}/refused").random() < 0.5:
             raise ActionRefused(text)
         return Reply(text=text)
 
