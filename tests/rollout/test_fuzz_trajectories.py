@@ -79,7 +79,7 @@ class Step:
             max_prompt_length=length - 1,
             max_length=length,
             max_turn_length=rng.choice([3, 60, 300, 300, 3000]),
-            max_observation_length=rng.choice([45, 100, 5000]),
+            max_observation_length=rng.choice([45, 100, 5000, 5000, 5000]),
             on_invalid=rng.choice(["end", "retry"]),
         )
         self.reward = RewardConfig(answer=rng.choice(["f1", "em", "cover_em"]), format=rng.random() < 0.5)
@@ -94,7 +94,7 @@ class Step:
             for n in range(GROUPS)
         ]
         self.documents = [Document(f"d{n}", hostile(rng, 3), hostile(rng, 20)) for n in range(12)]
-        self.grammar = Grammar(NAMES if rng.random() < 0.5 else NAMES[:1])
+        self.grammar = Grammar(NAMES if rng.random() < 0.7 else NAMES[:1])
         self.forged = forged(self.grammar.actions)
 
     def turn(self, session, number):
@@ -148,7 +148,7 @@ class Tool(Action):
 
     async def call(self, argument):
         text = self.library.draw(argument, counts=[1])[0].text
-        if Random(f"{self.library.step.seed}/{argument}/refused").random() < 0.5:
+        if Random(f"{self.library.step.seed}/{argument}/refused").random() < 0.3:
             raise ActionRefused(text)
         return Reply(text=text)
 
