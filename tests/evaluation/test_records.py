@@ -88,7 +88,8 @@ def test_transcripts_stay_on_disk(tmp_path):
         file.add(row(number))  # the newest row of a question counts
     assert all(scored["trajectories"] == [{"error": None}] for scored in file.rows.values())
     order = [key_of(row(number)) for number in (3, 1)]
-    assert [scored["id"] for scored in file.finish(order)] == ["3", "1"]
+    rows = [(scored["id"], scored["scores"]["em"]) for scored in file.finish(order)]
+    assert rows == [("3", 1.0), ("1", 1.0)]
     assert [json.loads(line) for line in path.read_text().splitlines()] == [row(3), row(1)]
     assert [scored["id"] for scored in read_scores(path)] == ["3", "1"]
     assert [path.name for path in tmp_path.iterdir()] == ["e.jsonl"]
