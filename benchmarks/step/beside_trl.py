@@ -44,7 +44,7 @@ from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.step import learn
-from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import Model, build_model, initial_params
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
@@ -114,7 +114,7 @@ def drawn(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = build_model(config, arguments.model).tokenizer
     per_step, rounds = arguments.questions_per_step, arguments.rounds + 1
     questions = load_questions(config.data.train)[: per_step * rounds]
-    ids = [build_prompt(question, tokenizer, config.prompt, 512).tolist() for question in questions]
+    ids = [open_prompt(question, tokenizer, config.prompt, 512)[0].tolist() for question in questions]
     texts = [tokenizer.decode(prompt_ids) for prompt_ids in ids]
     if [tokenizer(text)["input_ids"] for text in texts] != ids:
         sys.exit("a prompt's text has other tokens than the prompt: the arms would not do the same")

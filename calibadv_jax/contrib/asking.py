@@ -19,7 +19,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, well_formed
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rollout.agent import run_trajectory
-from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import PolicySource, build_model, find_policy, has_tokenizer
 from calibadv_jax.run.wiring import open_rollouts
@@ -98,7 +98,7 @@ def check_question(rollouts: Rollouts, text: str) -> None:
     """Raise UserError if the prompt of a question cannot be built, or is too long."""
     context = rollouts.context
     length = context.rollout.max_prompt_length
-    build_prompt(question_of(text, "question"), context.tokenizer, context.prompt, length, context.actions)
+    open_prompt(question_of(text, "question"), context.tokenizer, context.prompt, length, context.actions)
 
 
 async def answer(

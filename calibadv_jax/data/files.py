@@ -182,24 +182,17 @@ def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
     file.seek(0)
     reader = csv.reader(file, delimiter="\t" if "\t" in first else ",")
     try:
-        header = next(reader)
-        if len(header) == 2 and header[1].lstrip().startswith("["):
-            for cells in itertools.chain([header], reader):
-                answers = parse_list(cells[1]) if len(cells) == 2 else None
-                if answers is None:
-                    fault = f"expected a question, a tab and a list of answers, got {cells!r}"
-                    raise UserError(f"{path}:{reader.line_num}: {fault}; correct the row")
-                yield f"{path}:{reader.line_num}", {"question": cells[0], "answers": answers}
-            return
-        for cells in reader:
-            if not cells:
-                continue
+        header, rows = next(reader), cast(Iterator[list[str]], reader)
+        if is_dpr := len(header) == 2 and header[1].lstrip().startswith("["):
+            header, rows = ["question", "answers"], itertools.chain([header], reader)
+        for cells in filter(None, rows):
             where = f"{path}:{reader.line_num}"
             if len(cells) != len(header):
-                columns = f"the header has {len(header)} ({', '.join(header)})"
-                raise UserError(f"{where}: {len(cells)} columns, but {columns}; correct the row")
-            row = zip(header, cells, strict=True)
-            yield where, {name: _cell(text) for name, text in row}
+                columns = f"{len(header)} columns ({', '.join(header)}), got {len(cells)}"
+                raise UserError(f"{where}: expected {columns}; correct the row")
+            if is_dpr and parse_list(cells[1]) is None:
+                raise UserError(f"{where}: expected a list of answers, got {cells[1]!r}; correct the row")
+            yield where, {name: _cell(text) for name, text in zip(header, cells, strict=True)}
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not a table ({error}); correct the row") from error
 
@@ -216,19 +209,17 @@ def parse_list(text: str) -> list[Any] | None:
     text = text.strip()
     if array := _ARRAY.fullmatch(text):
         text = array.group(1)
-    if text[:1] + text[-1:] in ("[]", "()", "{}"):
-        for read in (json.loads, ast.literal_eval):
-            try:
-                value = read(text)
-            except (ValueError, SyntaxError, RecursionError, MemoryError):
-                continue
-            kinds = {type(item) for item in value} if isinstance(value, list | tuple | set) else {object}
-            if kinds <= {str, int, float, bool, type(None)} and (kinds == {str} or isinstance(value, list)):
-                return _strings(text) if kinds == {str} and read is ast.literal_eval else list(value)
+    if text[:1] + text[-1:] not in ("[]", "()", "{}"):
+        return None
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        kinds = {type(item) for item in value} if isinstance(value, list | tuple | set) else {object}
+        if kinds == {str} and read is ast.literal_eval:  # NumPy writes no commas: Python joins ['a' 'b']
+            tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+            return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]
+        if kinds <= {str, int, float, bool, type(None)} and isinstance(value, list):
+            return value
     return None
-
-
-def _strings(text: str) -> list[Any]:
-    """Return the texts of a list; NumPy writes no commas, and Python would join ['a' 'b']."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]

@@ -96,10 +96,9 @@ def values_of(value: Any, where: str, key: str) -> list[Any]:
             raise UserError(f'{where}: {fault}; write ["first", "second"]')
         values += [item] if elements is None else elements
     values = [value for value in map(without_nan, values) if value is not None and value != ""]
-    for value in values:
-        if not isinstance(value, bool | str | int | float):
-            form = "must be text or a list of texts"
-            raise UserError(f"{where}: key {key!r} {form}, got {value!r}; correct the row")
+    if wrong := [value for value in values if not isinstance(value, bool | str | int | float)]:
+        fault = f"must be text or a list of texts, got {wrong[0]!r}"
+        raise UserError(f"{where}: key {key!r} {fault}; correct the row")
     return values
 
 
@@ -168,10 +167,6 @@ def _golden(row: DataRow, where: str) -> Fields:
     supporting = values_of(row.get("supporting_ids"), where, "supporting_ids")
     name, question, source, prompt = (row.get(key) for key in ("id", "question", "data_source", "prompt"))
     return Fields(name, question, answers, source, supporting, prompt)
-
-
-def _hotpot(row: DataRow, where: str) -> Fields:
-    return Fields(_id(row), row.get("question"), texts(row.get("answer"), where, "answer"))
 
 
 def _musique(row: DataRow, where: str) -> Fields:
@@ -251,6 +246,7 @@ def _id(row: DataRow) -> Any:
     return next((row[key] for key in IDS if row.get(key) is not None), None)
 
 
+_answered = partial(_columns, "question", "answer")
 IDS = ("id", "_id", "question_id", "query_id", "qid")
 QUESTIONS = ("question", "Question", "query", "problem", "Prompt")
 ANSWERS = ("answers", "answer", "Answer", "golden_answers", "ground_truth")
@@ -265,9 +261,9 @@ LAYOUTS = (
     Layout("PopQA", "question possible_answers", partial(_columns, "question", "possible_answers"), "popqa"),
     Layout("MuSiQue", "question paragraphs answerable", _musique, "musique"),
     Layout("MuSiQue", "question question_decomposition", _musique, "musique"),
-    Layout("2WikiMultiHopQA", "question supporting_facts evidences", _hotpot, "2wikimultihopqa"),
-    Layout("HotpotQA", "question supporting_facts", _hotpot, "hotpotqa"),
-    Layout("HotpotQA", "_id question context", _hotpot, "hotpotqa"),  # test sets have no answer
+    Layout("2WikiMultiHopQA", "question supporting_facts evidences", _answered, "2wikimultihopqa"),
+    Layout("HotpotQA", "question supporting_facts", _answered, "hotpotqa"),
+    Layout("HotpotQA", "_id question context", _answered, "hotpotqa"),  # test sets have no answer
     Layout("Natural Questions", "question_text annotations", _natural, "nq"),
     Layout("Natural Questions", "question annotations", _natural_hub, "nq"),
     Layout("FRAMES", "Prompt Answer reasoning_types", partial(_columns, "Prompt", "Answer"), "frames"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,14 +71,13 @@ def read_questions(
         except NoAnswer as reason:
             reason.source = well_formed(str(row.get("data_source") or layout.source or source))
             yield where, reason
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            fault = f"a value is not what {layout.name} has there ({type(error).__name__}: {error})"
+            raise UserError(f"{where}: {fault}; correct the row") from error
 
 
 def _read(layout: Layout, row: dict[str, Any], where: str, source: str, place: str) -> Fields:
-    try:
-        fields = layout.read(row, where)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        fault = f"a value is not what {layout.name} has there ({type(error).__name__}: {error})"
-        raise UserError(f"{where}: {fault}; correct the row") from error
+    fields = layout.read(row, where)
     if layout is OURS and fields.id is not None and fields.data_source:
         return fields
     source = fields.data_source or layout.source or source
@@ -104,15 +104,10 @@ def _question(fields: Fields, where: str, prompts: dict[Message, Message]) -> Qu
         if not isinstance(value, str) or not value.strip():
             fault = f"field {key!r} must be a non-empty string, got {value!r}"
             raise UserError(f"{where}: {fault}; correct or remove the row")
-    text = well_formed(str(fields.question))
-    return Question(
-        well_formed(str(name)),
-        text,
-        tuple(map(well_formed, fields.answers)),
-        well_formed(str(fields.data_source)),
-        tuple(well_formed(str(passage)) for passage in fields.supporting),
-        _parse_prompt(fields.prompt, text, where, prompts),
-    )
+    name, text, source = map(well_formed, values.values())
+    answers, supporting = map(well_formed, fields.answers), map(well_formed, map(str, fields.supporting))
+    prompt = _parse_prompt(fields.prompt, text, where, prompts)
+    return Question(name, text, tuple(answers), source, tuple(supporting), prompt)
 
 
 def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
@@ -186,13 +181,10 @@ def write_questions(path: Path, questions: Iterable[Question]) -> None:
 
 def select_evenly(questions: Sequence[Question], limit: int, seed: int) -> list[Question]:
     """Return at most `limit` questions, drawn in turn from every data source, in the order of the file."""
-    rng = np.random.default_rng(seed)
-    by_source: dict[str, list[int]] = {}
-    for index in rng.permutation(len(questions)).tolist():
-        by_source.setdefault(questions[index].data_source, []).append(index)
-    chosen: list[int] = []
-    for rank in range(len(questions)):
-        chosen += [indices[rank] for _, indices in sorted(by_source.items()) if rank < len(indices)]
-        if len(chosen) >= limit:
-            break
-    return [questions[index] for index in sorted(chosen[:limit])]
+    drawn: Counter[str] = Counter()
+    ranks: list[tuple[int, str, int]] = []  # position among its data source's, data source, index
+    for index in np.random.default_rng(seed).permutation(len(questions)).tolist():
+        source = questions[index].data_source
+        ranks.append((drawn[source], source, index))
+        drawn[source] += 1
+    return [questions[index] for index in sorted(index for _, _, index in sorted(ranks)[:limit])]

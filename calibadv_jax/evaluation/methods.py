@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ _ANSWER = (
     "the answer, short and without explanation, between <answer> and </answer>, for example"
     " <answer> Beijing </answer>."
 )
-FIRST_TRY = 16384  # letters of passages whose tokens are counted first; a page may be a million
+
 MAX_DRAWS = 8  # other questions whose documents are tried, before a search shows fewer than it found
 
 
@@ -130,12 +131,7 @@ def with_passages(
         beginning = f"{passages[:length]}\n" if length else ""
         return replace(question, text=f"{beginning}Question: {question.text}")
 
-    least, most = 0, min(len(passages), FIRST_TRY)  # letters that fit, and that may not
-    while fits(shown(most)):
-        if most == len(passages):
-            return shown(most)
-        least, most = most, min(len(passages), 2 * most)
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(shown(middle)) else (least, middle)
-    return shown(least)
+    if fits(shown(len(passages))):
+        return shown(len(passages))
+    lengths = range(1, len(passages) + 1)
+    return shown(bisect_left(lengths, True, key=lambda length: not fits(shown(length))))

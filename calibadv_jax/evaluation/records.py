@@ -142,8 +142,6 @@ def key_of(row: ScoredRow) -> RowKey:
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Estimate without bias the chance that one of k samples is correct (Chen et al., arXiv 2107.03374)."""
-    if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} cannot be estimated from {samples} samples")
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -226,8 +224,7 @@ def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, ScoredRow
                 raise UserError(f"{where}: not valid JSON ({error}); remove the file, or the line") from error
             missing = [name for name in FIELDS if not isinstance(row, dict) or name not in row]
             if missing:
-                raise UserError(
-                    f"{where}: no {', '.join(missing)}: not a line of calibadv evaluate; give another file"
-                )
+                fault = f"no {', '.join(missing)}: not a line of calibadv evaluate"
+                raise UserError(f"{where}: {fault}; give another file")
             yield offset, row
             offset += len(line)

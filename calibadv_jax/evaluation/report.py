@@ -95,13 +95,12 @@ def summarise(rows: Sequence[ScoredRow], resamples: int = 0, confidence: float =
     report = ScoreReport({})
     for temperature, members in _grouped(rows, "temperature").items():
         by_source = _grouped(members, "data_source")
-        groups = {ALL: [members]}
-        if len(by_source) > 1:
-            groups[AVERAGE] = list(by_source.values())
-        groups |= {source: [of_source] for source, of_source in by_source.items()}
-        summaries = {name: _summary(strata, resamples, confidence) for name, strata in groups.items()}
-        report.means[temperature] = {name: means for name, (means, _) in summaries.items()}
-        report.intervals[temperature] = {name: bounds for name, (_, bounds) in summaries.items()}
+        average = {AVERAGE: list(by_source.values())} if len(by_source) > 1 else {}
+        groups = {ALL: [members]} | average | {name: [of_source] for name, of_source in by_source.items()}
+        means = report.means.setdefault(temperature, {})
+        intervals = report.intervals.setdefault(temperature, {})
+        for name, strata in groups.items():
+            means[name], intervals[name] = _summary(strata, resamples, confidence)
     return report
 
 
@@ -172,17 +171,14 @@ def markdown_table(report: ScoreReport, confidence: float) -> str:
     lines = ["| " + " | ".join(headers) + " |", "|---" * len(headers) + "|"]
     for temperature, source, *cells in rows:
         bounds = report.intervals.get(temperature, {}).get(source, {})
-        shown = [_cell(cell, bounds.get(name)) for name, cell in zip(headers[2:], cells, strict=True)]
+        shown = [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells]
+        for place, name in enumerate(headers[2:]):
+            if name in bounds:
+                shown[place] += " [{:.3f}, {:.3f}]".format(*bounds[name])
         lines.append("| " + " | ".join([temperature, source.replace("|", "\\|"), *shown]) + " |")
     if any(bounds for sources in report.intervals.values() for bounds in sources.values()):
         lines += ["", f"Means over questions; in brackets {100 * confidence:g}% bootstrap intervals."]
     return "\n".join(lines) + "\n"
-
-
-def _cell(value: Any, bounds: tuple[float, float] | None) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
 
 
 def csv_table(report: ScoreReport) -> str:
@@ -193,9 +189,9 @@ def csv_table(report: ScoreReport) -> str:
     writer = csv.writer(output, lineterminator="\n")
     columns = [column for name in names for column in (name, f"{name}_low", f"{name}_high")]
     writer.writerow(["temperature", "data", *COUNTS, *columns])
-    for temperature, source, *_ in rows:
+    for temperature, source, *_, questions, trajectories, failed in rows:
         values = report.means[temperature][source]
         bounds = report.intervals.get(temperature, {}).get(source, {})
         cells = [cell for name in names for cell in (values.get(name, ""), *bounds.get(name, ("", "")))]
-        writer.writerow([temperature, source, *(int(values[name]) for name in COUNTS), *cells])
+        writer.writerow([temperature, source, questions, trajectories, failed, *cells])
     return output.getvalue()

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import PromptConfig
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Document, Group, Question, Trajectory, Turn
 from calibadv_jax.record import schema
 from calibadv_jax.record.schema import Logprobs, RecordRow, kept_steps
@@ -40,10 +40,8 @@ def find_step(run: Path, step: int) -> Path:
         return steps[step]
     if not steps:
         raise UserError(f"{run}: no trajectories are kept there; a run with log.rollouts=parquet keeps them")
-    nearest = min(steps, key=lambda number: abs(number - step))
-    raise UserError(
-        f"{run}: step {step} is not kept; the nearest kept one is {nearest} (see log.rollouts_keep)"
-    )
+    nearest = f"the nearest kept one is {min(steps, key=lambda number: abs(number - step))}"
+    raise UserError(f"{run}: step {step} is not kept; {nearest} (see log.rollouts_keep)")
 
 
 def read_step(path: Path) -> KeptStep:
@@ -68,10 +66,8 @@ def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """
     version = read_metadata(path).get("schema_version")
     if version != schema.VERSION:
-        raise UserError(
-            f"{path}: its schema_version is {version}, this program reads {schema.VERSION}; use the program"
-            " that wrote it"
-        )
+        fault = f"its schema_version is {version}, this program reads {schema.VERSION}"
+        raise UserError(f"{path}: {fault}; use the program that wrote it")
     with _readable(path), pq.ParquetFile(path) as file:
         return file.read(columns=None if columns is None else list(columns))
 
@@ -92,13 +88,10 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise UserError(
-            f"{path}: no such file of trajectories; a run with log.rollouts keeps them"
-        ) from error
+        fault = "no such file of trajectories; a run with log.rollouts keeps them"
+        raise UserError(f"{path}: {fault}") from error
     except (pa.ArrowException, OSError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({' '.join(str(error).split())}); remove the file"
-        ) from error
+        raise UserError(f"{path}: cannot be read ({one_line(error)}); remove the file") from error
 
 
 def _text(metadata: dict[bytes, bytes] | None) -> dict[str, str]:
@@ -126,13 +119,8 @@ def from_rows(
 
 
 def _question(row: RecordRow) -> Question:
-    return Question(
-        row["question_id"],
-        row["question"],
-        tuple(row["golden_answers"]),
-        row["data_source"],
-        tuple(row["supporting_ids"]),
-    )
+    answers, supporting = tuple(row["golden_answers"]), tuple(row["supporting_ids"])
+    return Question(row["question_id"], row["question"], answers, row["data_source"], supporting)
 
 
 def _trajectory(row: RecordRow, question: Question, opening: str, actions: tuple[str, ...]) -> Trajectory:
@@ -166,10 +154,9 @@ def _credit(group: Group, finished: Sequence[RecordRow], silver: dict[str, float
 
 def _logprobs(row: RecordRow, trajectory: Trajectory) -> np.ndarray | None:
     """Return float32 [T] of the response, 0 on observation tokens; None where none were kept."""
-    if not row["turns"] or any(turn["learner_logprobs"] is None for turn in row["turns"]):
+    kept = [turn["learner_logprobs"] for turn in row["turns"]]
+    if not kept or None in kept:
         return None
-    parts = []
-    for row_of_turn, turn in zip(row["turns"], trajectory.turns, strict=True):
-        parts.append(np.asarray(row_of_turn["learner_logprobs"], np.float32))
-        parts.append(np.zeros(len(turn.observation_ids), np.float32))
-    return np.concatenate(parts)
+    logprobs = np.zeros(len(trajectory.mask), np.float32)
+    logprobs[trajectory.mask] = np.concatenate([np.asarray(values, np.float32) for values in kept])
+    return logprobs

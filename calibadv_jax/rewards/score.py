@@ -92,12 +92,9 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
 
     With `config.overlong_penalty` the score is less by the metric of that name. The other metrics are the raw
     scores, not multiplied by format validity. A trajectory without an answer turn scores 0 everywhere. Raises
-    ValueError without golden answers, and UserError if a user's own function fails or a verdict is missing.
+    UserError if a user's own function fails or a verdict is missing.
     """
-    golden_answers = trajectory.question.golden_answers
-    if not golden_answers:
-        raise ValueError(f"question {trajectory.question.id!r} has no golden answers")
-    answer = trajectory.answer
+    answer, golden_answers = trajectory.answer, trajectory.question.golden_answers
     scores = dict.fromkeys(ANSWER_REWARDS, 0.0)
     if answer is not None:
         scores = {name: reward(answer, golden_answers) for name, reward in ANSWER_REWARDS.items()}
@@ -146,9 +143,7 @@ def _answer_reward(trajectory: Trajectory, scores: Mapping[str, float], config: 
             " reward.judge.url asks, while it samples"
         )
     scores = {JUDGE: trajectory.metrics.get(JUDGE, 0.0), **scores}
-    if isinstance(config.answer, str):
-        return scores[metric_name(config.answer)]
-    return math.fsum(weight * scores[metric_name(name)] for name, weight in config.answer.items())
+    return math.fsum(weight * scores[metric_name(name)] for name, weight in config.weights.items())
 
 
 def check_reward(config: RewardConfig) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,30 +67,19 @@ class OwnAction(Action):
         self.may_be_empty, self.max_length = inner.may_be_empty, max_length or inner.max_length
 
     def parse(self, body: str) -> Any:
-        try:
+        with self._guarded(ValueError, UserError):
             return self._inner.parse(body)
-        except (ValueError, UserError):
-            raise
-        except Exception as error:  # the user's code may raise anything
-            raise self._failed(failure(error)) from error
 
     async def call(self, argument: Any) -> Reply:
         limit = asyncio.timeout(self._time_limit)
-        try:
+        with self._guarded(ActionRefused, UserError, limit=limit):
             async with limit:
                 reply = await self._inner.call(argument)
-        except (ActionRefused, UserError):
-            raise
-        except Exception as error:  # the user's code may raise anything
-            reason = f"no reply within {self._time_limit:g} s" if limit.expired() else failure(error)
-            raise self._failed(reason) from error
         return self._checked(reply)
 
     def render(self, reply: Reply) -> str:
-        try:
+        with self._guarded():
             text = self._inner.render(reply)
-        except Exception as error:  # the user's code may raise anything
-            raise self._failed(failure(error)) from error
         if not isinstance(text, str):
             raise UserError(
                 f"action {self.name}: render returned {type(text).__name__}; it must return a text"
@@ -102,24 +92,28 @@ class OwnAction(Action):
         except Exception as error:  # the user's code may raise anything
             raise UserError(f"action {self.name}: close failed: {failure(error)}; correct it") from error
 
-    def _failed(self, reason: str) -> RequestFailed:
-        return RequestFailed(self.name, f"action {self.name}: {reason}")
+    @contextmanager
+    def _guarded(self, *passed: type[Exception], limit: asyncio.Timeout | None = None) -> Iterator[None]:
+        try:
+            yield
+        except passed:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            reason = failure(error)
+            if limit is not None and limit.expired():
+                reason = f"no reply within {self._time_limit:g} s"
+            raise RequestFailed(self.name, f"action {self.name}: {reason}") from error
 
     def _checked(self, reply: Any) -> Reply:
         if isinstance(reply, str):
             return Reply(text=reply)
-        if isinstance(reply, Sequence) and all(isinstance(item, Document) for item in reply):
+        if isinstance(reply, Sequence):
             reply = Reply(tuple(reply))
-        if not isinstance(reply, Reply):
+        is_reply = isinstance(reply, Reply) and isinstance(reply.documents, Sequence)
+        if not (is_reply and all(map(_is_valid, reply.documents)) and isinstance(reply.text, str)):
             raise UserError(
-                f"action {self.name}: call returned {type(reply).__name__}; it must return a text, a list"
-                " of Documents or a Reply"
-            )
-        is_list = isinstance(reply.documents, Sequence)
-        if not (is_list and all(map(_is_valid, reply.documents)) and isinstance(reply.text, str)):
-            raise UserError(
-                f"action {self.name}: call returned a Reply whose text, or whose Documents' id, title or"
-                " text, are no texts, or a score that is no finite number; make texts of them"
+                f"action {self.name}: call returned {type(reply).__name__}; it must return a text, a list of"
+                " Documents or a Reply, whose ids, titles and texts are texts and whose scores are finite"
             )
         return reply
 

@@ -17,7 +17,6 @@ from calibadv_jax.core.tags import (
     SEARCH_GRAMMAR,
     Grammar,
     neutralise,
-    numbered,
     well_formed,
 )
 from calibadv_jax.core.trajectory import Document
@@ -95,10 +94,6 @@ class Observations:
     def of(self, action: Action) -> Observations:
         """Apply the action's own limit, where that is smaller."""
         return replace(self, max_length=min(self.max_length, action.max_length or self.max_length))
-
-    def of_documents(self, documents: Sequence[Document]) -> tuple[np.ndarray, str]:
-        """Return the block of neutralised documents, best first; see `information`."""
-        return self.information(numbered(documents))
 
     def information(self, body: str) -> tuple[np.ndarray, str]:
         """Return the information block of a neutralised body; raise UserError if not even the tags fit."""

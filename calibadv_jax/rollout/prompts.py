@@ -65,17 +65,10 @@ def list_actions(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
     return " ".join(ways).replace(ACTIONS, "actions")
 
 
-def build_prompt(
-    question: Question, tokenizer: Any, config: PromptConfig, max_length: int, actions: Sequence[Action] = ()
-) -> np.ndarray:
-    """Return the token ids of a question's prompt, int32 [P]; see `open_prompt`."""
-    return open_prompt(question, tokenizer, config, max_length, actions)[0]
-
-
 def open_prompt(
     question: Question, tokenizer: Any, config: PromptConfig, max_length: int, actions: Sequence[Action] = ()
 ) -> tuple[np.ndarray, str]:
-    """Return a question's prompt, int32 [P], and the text at its end that begins the first turn.
+    """Return the token ids of a question's prompt, int32 [P], and the text that begins the first turn.
 
     Tags and special tokens of the untrusted question are neutralised. A prompt of the data, which explains
     the protocol, keeps the tags that it writes exactly. No `actions` stand for search alone. Raises UserError
@@ -120,14 +113,14 @@ def write_prompt(
         opening = _opening(text, messages[-1][1].strip(), controls)
     elif config.chat_template_kwargs:
         raise UserError("prompt.chat_template_kwargs needs a chat template, and none is used: leave it out")
-    elif len(messages) == 1:
-        text = messages[0][1]
-        opening = _opening(text)
-    else:
+    elif len(messages) > 1:
         raise UserError(
             f"question {question.id!r}: its prompt has {len(messages)} messages, which need a chat template:"
             " choose a tokenizer that has one and prompt.chat=auto, or another prompt.template"
         )
+    else:
+        text = messages[0][1]
+        opening = _opening(text)
     if config.prepend_think and not leaves_thought_open(opening):
         return text + config.opening, config.opening
     return text, opening
@@ -191,13 +184,12 @@ def _carried(question: Question, extra: Collection[str], grammar: Grammar) -> li
 
 def _neutralise_but_tags(text: str, extra: Collection[str], grammar: Grammar) -> str:
     """`neutralise` for text that explains the protocol: tags written exactly stay."""
-    controls = [token for token in extra if token not in grammar.tags]
+    controls = [token for token in extra if token not in grammar.tags and token.strip()]
     pieces = split_at_tags(text, grammar)
     pieces[::2] = [neutralise(piece, controls, grammar) for piece in pieces[::2]]
     joined = "".join(pieces)
     # A control token that contains a tag is in no single piece.
-    is_divided = any(token in joined for token in controls if token.strip())
-    return neutralise(text, extra, grammar) if is_divided else joined
+    return neutralise(text, extra, grammar) if any(token in joined for token in controls) else joined
 
 
 def prompt_lengths(
@@ -209,7 +201,7 @@ def prompt_lengths(
 ) -> dict[int, int]:
     """Return the tokens of the prompts that are longer than `max_length`, by the question's place.
 
-    Only prompts with many letters are tokenised: 100,000 questions take seconds. Raises as `build_prompt`.
+    Only prompts with many letters are tokenised: 100,000 questions take seconds. Raises as `open_prompt`.
     """
     extra = added_token_strings(tokenizer)
     prompts = (write_prompt(question, tokenizer, config, extra, actions)[0] for question in questions)

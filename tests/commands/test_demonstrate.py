@@ -15,7 +15,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import Grammar, parse_turn
 from calibadv_jax.data.demonstrations import load_demonstrations
 from calibadv_jax.data.questions import parse_question
-from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import load_tokenizer
 
 TWO_HOPS = row("1", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two")
@@ -99,7 +99,7 @@ def test_prompt_is_measured_with_actions_that_it_lists(config):
     listed = changed(config, prompt={"template": "paper"})
     question = parse_question(TWO_HOPS, "a row")
     tokenizer = load_tokenizer(config.policy.tokenizer)
-    without = len(build_prompt(question, tokenizer, listed.prompt, 10_000))
+    without = len(open_prompt(question, tokenizer, listed.prompt, 10_000)[0])
     tools = [ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")]
     some = changed(replace(listed, tools=tools), rollout={"max_prompt_length": without})
     with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration: .*max_prompt_length \("):

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from rows_rig import write_rows
 from shelf_rig import BY_ID, find
 
 from calibadv_jax.contrib.commands.demonstrate import (
@@ -31,33 +32,23 @@ def parsed(demo):
     return [parse_turn(turn.text, stop_reason="stop") for turn in demo.turns]
 
 
-def lookups_of(question, topk=1, max_searches=3, passages=BY_ID, searches=find_support):
-    tried = []
+def lookups_of(question, topk=1, max_searches=3, searches=find_support, search=find, first=()):
+    """The chosen lookups, and whether they show all."""
 
-    async def search(query):
-        tried.append(query)
-        return find(query, topk)
+    async def find_documents(query):
+        return search(query, topk)
 
-    return asyncio.run(searches(question, passages, search, max_searches)), tried
-
-
-async def shelf(query):
-    return find(query, 1)
+    result = asyncio.run(searches(question, BY_ID, find_documents, max_searches, *first))
+    return result, is_complete(question, BY_ID, result)
 
 
 def whole(documents):
     return "\n".join(document.text for document in documents)
 
 
-def demonstration(question, topk=1):
-    result, _ = lookups_of(question, topk)
-    assert is_complete(question, BY_ID, result)
-    return demonstrate(question, result, whole)
-
-
 def test_two_hops_are_two_linked_searches():
     question = annotated(WRITER, ["Oslo"], ["p1", "p0"])
-    demo = demonstration(question)
+    demo = demonstrate(question, lookups_of(question)[0], whole)
     turns = parsed(demo)
     assert [turn.kind for turn in turns] == ["search", "search", "answer"]
     assert turns[0].query in (WRITER, "Silent Garden")
@@ -68,17 +59,9 @@ def test_two_hops_are_two_linked_searches():
     assert [[d.id for d in turn.documents] for turn in demo.turns] == [["p0"], ["p1"], []]
 
 
-def test_unmentioned_title_is_never_a_query():
-    question = annotated("Where do many people go every year?", ["Norway"], ["p2", "p6"])
-    result, tried = lookups_of(question)
-    assert [item.new_ids for item in result] == [("p2",)]
-    assert not any("Norway" in query for query in tried)
-    assert not is_complete(question, BY_ID, result)
-
-
 def test_one_search_that_shows_all_is_enough():
     question = annotated(PAINTER, ["yes"], ["p3", "p4"])
-    demo = demonstration(question, topk=2)
+    demo = demonstrate(question, lookups_of(question, topk=2)[0], whole)
     assert [len(turn.documents) for turn in demo.turns] == [2, 0]
     # Nothing says yes: what both passages say of it is quoted.
     assert "Bo Dorn is a painter." in demo.turns[1].text
@@ -86,64 +69,56 @@ def test_one_search_that_shows_all_is_enough():
     assert demo.turns[1].text.endswith("<answer> yes </answer>")
 
 
-def test_best_ranking_query_is_chosen():
-    question = annotated("Which garden in Paris do people of Oslo visit, Loud Garden?", ["Paris"], ["p2"])
+def rank_title(query, topk):
+    """The title alone finds its passage first."""
+    return [BY_ID["p2"], BY_ID["p5"]] if query == "Loud Garden" else [BY_ID["p5"], BY_ID["p2"]]
 
-    async def search(query):
-        return [BY_ID["p2"], BY_ID["p5"]] if query == "Loud Garden" else [BY_ID["p5"], BY_ID["p2"]]
 
-    (result,) = asyncio.run(find_support(question, BY_ID, search, 3))
-    assert result.query == "Loud Garden"
+@pytest.mark.parametrize(
+    ("question", "keys", "new_ids", "is_all"),
+    [
+        # A title that nothing mentions is no query.
+        (("Where do many people go every year?", ["Norway"], ["p2", "p6"]), {}, [("p2",)], False),
+        (("Which garden, Loud Garden?", ["Paris"], ["p2"]), {"search": rank_title}, [("p2",)], True),
+        (("What is the capital of Norway?", ["Oslo"], ["p6", "p1", "p5"]), {}, [("p6",)], True),
+        ((WRITER, ["Oslo"], ["p0", "p1"]), {"max_searches": 1}, [("p0",)], False),
+    ],
+)
+def test_best_single_search_is_found(question, keys, new_ids, is_all):
+    result, is_complete = lookups_of(annotated(*question), **keys)
+    assert ([item.new_ids for item in result], is_complete) == (new_ids, is_all)
+    assert "search" not in keys or result[0].query == "Loud Garden"
 
 
 def test_varied_first_queries_are_question_and_mentioned_titles():
     queries = []
     for number in range(30):
         question = annotated(PAINTER, ["yes"], ["p3", "p4"], name=str(number))
-        result, _ = lookups_of(question, topk=2, searches=find_varied_support)
-        assert is_complete(question, BY_ID, result)
+        result, is_complete = lookups_of(question, topk=2, searches=find_varied_support)
+        assert is_complete
         queries.append(result[0].query)
     assert set(queries) == {PAINTER, "Bo Dorn", "Cy Emm"}
     assert queries[:6] == ["Cy Emm", "Cy Emm", *["Bo Dorn"] * 4], "the id alone decides"
 
 
 def test_incomplete_first_query_is_never_drawn():
-    async def search(query):  # the question itself finds nothing of use
+    def search(query, topk):  # the question itself finds nothing of use
         return find(query, 1) if query in ("Silent Garden", "Ada Berk") else [BY_ID["p5"]]
 
     for number in range(10):
         question = annotated(WRITER, ["Oslo"], ["p0", "p1"], name=str(number))
-        result = asyncio.run(find_varied_support(question, BY_ID, search, 3))
+        result, _ = lookups_of(question, searches=find_varied_support, search=search)
         assert [item.query for item in result] == ["Silent Garden", "Ada Berk"]
     # Where none leads to all, the best searches are found as ever: here the question and the title together.
     alone = annotated("Where is it, Oslo?", ["Oslo"], ["p5", "p2"])
-    varied, best = (
-        asyncio.run(find(alone, BY_ID, search, 3)) for find in (find_varied_support, find_support)
-    )
-    assert varied == best
+    assert lookups_of(alone, searches=find_varied_support, search=search) == lookups_of(alone, search=search)
 
 
 def test_thought_names_the_looked_up_title():
     question = annotated("Where was Ada Berk born?", ["Oslo"], ["p1"])
-    thoughts = []
-    for query in (question.text, "Ada Berk"):
-        result = asyncio.run(find_support(question, BY_ID, shelf, 3, query))
-        turn = parsed(demonstrate(question, result, whole))[0]
-        thoughts.append((turn.query, turn.think))
-    expected = ["I have to look this up.", "I have to look up Ada Berk."]
-    assert thoughts == list(zip((question.text, "Ada Berk"), expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("question", "max_searches", "is_enough"),
-    [
-        (annotated("What is the capital of Norway?", ["Oslo"], ["p6", "p1", "p5"]), 3, True),
-        (annotated(WRITER, ["Oslo"], ["p0", "p1"]), 1, False),
-    ],
-)
-def test_single_search_with_the_answer_suffices(question, max_searches, is_enough):
-    result, _ = lookups_of(question, max_searches=max_searches)
-    assert len(result) == 1 and is_complete(question, BY_ID, result) == is_enough
+    for query, thought in ((question.text, "look this up"), ("Ada Berk", "look up Ada Berk")):
+        turn = parsed(demonstrate(question, lookups_of(question, first=[query])[0], whole))[0]
+        assert (turn.query, turn.think) == (query, f"I have to {thought}.")
 
 
 def test_answer_that_no_sentence_shows_is_refused():
@@ -180,17 +155,10 @@ def test_passage_or_question_cannot_forge_an_action():
 
 
 def test_passages_are_read_by_id_in_every_format(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    path.write_text(
-        '{"id": 1, "contents": "\\"A \\\\\\"b\\"\\nText one."}\n'
-        '{"id": 2, "contents": "\\"No\\"\\nText."}\n'
-        '{"_id": "3", "title": "C", "text": "Text three."}\n'
-    )
-    result = read_passages(path, {"1", "3"})
-    assert {name: (item.title, item.text) for name, item in result.items()} == {
-        "1": ('A \\"b', "Text one."),
-        "3": ("C", "Text three."),
-    }
+    rows = {"id": 1, "contents": '"A \\"b"\nText one.'}, {"id": 2, "contents": '"No"\nText.'}
+    path = write_rows(tmp_path / "corpus.jsonl", *rows, {"_id": "3", "title": "C", "text": "Text three."})
+    first, third = Document("1", 'A \\"b', "Text one."), Document("3", "C", "Text three.")
+    assert read_passages(path, {"1", "3"}) == {"1": first, "3": third}
     path.write_text('docid\ttext\ttitle\n1\t"Text ""one""."\tA\n')
     assert read_passages(path, {"1"}) == {"1": Document("1", "A", 'Text "one".')}
     path.write_text('{"id": 1, "body": "?"}\n')

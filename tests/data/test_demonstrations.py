@@ -17,6 +17,12 @@ def row(*turns, **changes):
     return fields | {"turns": list(turns)} | changes
 
 
+def chat(question, *searched, answer=ANSWER["text"]):
+    """Messages; `searched` are an assistant's search and the tool's messages."""
+    messages = [("user", question), *zip(("assistant", "tool", "tool"), searched, strict=False)]
+    return [{"role": role, "content": text} for role, text in (*messages, ("assistant", answer))]
+
+
 def test_every_field_arrives_in_order(tmp_path):
     fields = [("7", "Garden", "by Ada"), ("Other", "Other", ""), ("x", "Garden", "a second of that title")]
     documents = [{"id": name, "title": title, "text": text} for name, title, text in fields]
@@ -37,9 +43,7 @@ def test_every_field_arrives_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
-        ({"text": "<think> only a thought </think>"}, "a turn must hold <search> query"),
         ({"text": "<search> </search>"}, "a turn must hold <search> query"),
-        ({"text": ""}, "every turn needs a non-empty 'text'"),
         ({"text": "<answer> a <search> b </search> </answer>"}, "a turn must hold <search> query"),
         ({"text": "  "}, "every turn needs a non-empty 'text'"),
         ("<answer> ada </answer>", "every turn needs a non-empty 'text'"),
@@ -57,11 +61,8 @@ def test_invalid_turn_is_named_with_its_line(tmp_path, turn, message):
 
 def test_lone_surrogate_is_replaced_in_turns_and_messages(tmp_path):
     output = "<think> so \ud83d </think>\n<answer> ada </answer>"
-    chat = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": output}]
-    path = write_rows(
-        tmp_path / "demos.jsonl", row({"text": output}, supporting_ids=["\ud83d"]), {"messages": chat}
-    )
-    ours, other = load_demonstrations(path)
+    rows = row({"text": output}, supporting_ids=["\ud83d"]), {"messages": chat("who?", answer=output)}
+    ours, other = load_demonstrations(write_rows(tmp_path / "demos.jsonl", *rows))
     assert ours.turns[0].text == other.turns[0].text == output.replace("\ud83d", "\ufffd")
     assert ours.question.supporting_ids == ("\ufffd",)
     build_word_tokenizer().encode(ours.turns[0].text)
@@ -77,17 +78,19 @@ def test_empty_or_missing_file_is_refused(tmp_path):
 
 
 def test_chat_question_ends_with_its_line(tmp_path):
-    prompt = "Answer it.\nQuestion: who wrote it?\nThink first."
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": ANSWER["text"]}]
-    plain = [{"role": "user", "content": "who?\nThink first."}, messages[1]]
-    quoting = [{"role": "user", "content": "Question: what is Question:?"}, messages[1]]
-    search = {"role": "assistant", "content": SEARCH}
-    shown = ["See <information> a </information>", " <information> b </information>\n"]
-    looked_up = [plain[0], search, *({"role": "tool", "content": text} for text in shown), messages[1]]
-    rows = {"messages": messages}, {"messages": plain, "id": 2.0}, {"messages": quoting}
-    own = {"messages": looked_up, "question": "asked?"}
-    first, second, third, fourth = load_demonstrations(write_rows(tmp_path / "demos.jsonl", *rows, own))
-    assert fourth.question.text == "asked?" and fourth.turns[0].observation == f"{shown[0]}\nb"
-    assert third.question.text == "Question: what is Question:?"
-    assert first.question.text == "who wrote it?" and second.question.text == "who?\nThink first."
-    assert second.question.id == "2"
+    shown = "See <information> a </information>", " <information> b </information>"
+    rows = {
+        "who wrote it?": {"messages": chat("Answer it.\nQuestion: who wrote it?\nThink first.")},
+        "who?\nThink first.": {"messages": chat("who?\nThink first."), "id": 2.0},
+        "Question: what is Question:?": {"messages": chat("Question: what is Question:?")},
+        "asked?": {
+            "messages": chat(
+                "who?", SEARCH, "See <information> a </information>", " <information> b </information>"
+            ),
+            "question": "asked?",
+        },
+    }
+    demonstrations = load_demonstrations(write_rows(tmp_path / "demos.jsonl", *rows.values()))
+    assert [each.question.text for each in demonstrations] == list(rows)
+    assert demonstrations[1].question.id == "2"
+    assert demonstrations[3].turns[0].observation == f"{shown[0]}\nb"

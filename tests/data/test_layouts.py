@@ -82,24 +82,18 @@ def test_published_rows_are_questions(tmp_path, name, row, expected):
 def test_rows_below_a_key_are_read(tmp_path):
     web = {"Data": [TRIVIA, TRIVIA | {"QuestionId": "tc_2"}], "Domain": "Web", "Version": 1.0}
     (tmp_path / "web-train.json").write_text(json.dumps(web, indent=4))
-    questions = load_questions(tmp_path / "web-train.json")
-    assert [question.id for question in questions] == ["triviaqa_tc_1", "triviaqa_tc_2"]
-    assert questions[0].golden_answers == ("Como", "Lago")
+    answers = [
+        (question.id, question.golden_answers) for question in load_questions(tmp_path / "web-train.json")
+    ]
+    assert answers == [(f"triviaqa_tc_{n}", ("Como", "Lago")) for n in (1, 2)]
 
 
 def test_content_decides_the_format(tmp_path):
     parquet = write_rows(tmp_path / "q.parquet", verl(1), verl(2)).rename(tmp_path / "q.jsonl")
-    packed, lines = tmp_path / "again.parquet", "\n".join(json.dumps(verl(n)) for n in (1, 2))
+    packed, lines = tmp_path / "again.parquet", "\n  \n\n".join(json.dumps(verl(n)) for n in (1, 2))
     packed.write_bytes(gzip.compress(b"\xef\xbb\xbf" + lines.encode()))
     assert load_questions(parquet) == load_questions(packed)
     assert len(load_questions(parquet)) == 2
-
-
-def test_repeated_ids_get_their_data_source(tmp_path):
-    """Search-R1's merged file has FlashRAG's ids: train_0 of NQ and train_0 of HotpotQA."""
-    rows = [verl(0, id="train_0"), verl(0, id="train_0", data_source="hotpotqa")]
-    questions = load_questions(write_rows(tmp_path / "q.parquet", *rows))
-    assert [question.id for question in questions] == ["nq_train_0", "hotpotqa_train_0"]
 
 
 def test_prompt_is_split_at_question_and_survives_writing(tmp_path):
@@ -112,12 +106,6 @@ def test_prompt_is_split_at_question_and_survives_writing(tmp_path):
     write_questions(tmp_path / "ours.jsonl", questions)
     assert load_questions(tmp_path / "ours.jsonl") == questions
     assert question_row(questions[0])["prompt"] == rows[0]["prompt"]
-
-
-def test_text_prompt_is_a_user_message(tmp_path):
-    ours = {"id": 1, "question": "who?", "golden_answers": ["me"], "data_source": "x", "prompt": "Say: who?"}
-    (question,) = load_questions(write_rows(tmp_path / "q.jsonl", ours))
-    assert question.prompt == (Message("user", ("Say: ", "")),)
 
 
 ASKED = {"question": "x", "answer": "y"}
@@ -184,11 +172,6 @@ def test_any_row_is_a_question_or_refused(tmp_path_factory, layout, values):
         assert question.text.strip() and all(answer.strip() for answer in question.golden_answers)
 
 
-def test_unknown_layout_is_refused_with_its_keys(tmp_path):
-    with pytest.raises(UserError, match="q.jsonl:1: no known layout: the keys are text, n"):
-        load_questions(write_rows(tmp_path / "q.jsonl", {"text": 1, "n": 2}))
-
-
 def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BATCH", 2)
     with pytest.raises(UserError, match="q.parquet row 4: key 'answer' holds no answer"):
@@ -202,8 +185,9 @@ def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
         (b"\x1f\x8bbroken", "broken gzip file"),
         (b'{"a": "\xff"}\n', "not UTF-8 text"),
         (b'[{"question": "x", "answer": "y"}, {"quest', "not valid JSON"),
-        (b"question,answer\na,b\nc\n", r":3: 1 columns, but the header has 2 \(question, answer\)"),
-        (b"who\t['a']\nwhere\t[a\n", ":2: expected a question, a tab and a list of answers"),
+        (b"question,answer\na,b\nc\n", r":3: expected 2 columns \(question, answer\), got 1"),
+        (b"who\t['a']\nwhere\t[a\n", ":2: expected a list of answers"),
+        (b'{"text": 1, "n": 2}\n', ":1: no known layout: the keys are text, n"),
     ],
 )
 def test_broken_file_is_refused(tmp_path, content, message):
@@ -243,7 +227,7 @@ def test_trl_prompt_holds_the_question(tmp_path, content, is_chat):
     row = {"prompt": chat if is_chat else content, "ground_truth": "Jane Austen"}
     (question,) = load_questions(write_rows(tmp_path / "trl.jsonl", row))
     assert (question.text, question.golden_answers) == ("who wrote Emma?", ("Jane Austen",))
-    assert question.text.join(question.prompt[-1].parts) == content
+    assert question.text.join(question.prompt[-1].parts) == content and question.prompt[-1].role == "user"
 
 
 def encrypted(text, canary):
@@ -256,14 +240,12 @@ def test_browsecomp_is_decrypted_with_its_canary(tmp_path):
     plus = {"query_id": "7", "query": "who?", "answer": "Ada", "gold_docs": [{"docid": "1", "text": "."}]}
     secret = plus | {"query": encrypted("who?", "y"), "answer": encrypted("Ada", "y"), "canary": "y"}
     rows = [row, row | {"problem": "Who painted it?", "answer": "Ada, later"}]
-    first, second = load_questions(write_rows(tmp_path / "bc.parquet", *rows))
-    read = first.text, first.golden_answers, first.data_source
-    assert read == ("Who painted it?", ("Ada",), "browsecomp")
-    assert (second.text, second.golden_answers) == ("Who painted it?", ("Ada, later",))
+    questions = load_questions(write_rows(tmp_path / "bc.parquet", *rows))
+    assert [question.golden_answers for question in questions] == [("Ada",), ("Ada, later",)]
+    assert {(each.text, each.data_source) for each in questions} == {("Who painted it?", "browsecomp")}
+    expected = Question("browsecomp_plus_7", "who?", ("Ada",), "browsecomp_plus", ("1",))
     for name, item in (("plain.jsonl", plus), ("secret.jsonl", secret)):
-        (question,) = load_questions(write_rows(tmp_path / name, item))
-        assert (question.id, question.text) == ("browsecomp_plus_7", "who?")
-        assert (question.golden_answers, question.supporting_ids) == (("Ada",), ("1",))
+        assert load_questions(write_rows(tmp_path / name, item)) == [expected]
 
 
 def test_columns_of_an_unknown_layout_are_named(tmp_path):

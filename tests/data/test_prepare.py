@@ -17,8 +17,11 @@ def row(number, question, source="nq", **changes):
     return {"id": number, "question": question, "golden_answers": ["ada"], "data_source": source} | changes
 
 
-def counts(report):
-    return {values[0]: values[1:3] for values in report.rows()}
+def call(*arguments):
+    """The command's exit status."""
+    with pytest.raises(SystemExit) as ended:
+        cli.calibadv(["prepare-data", *map(str, arguments)])
+    return ended.value.code
 
 
 @pytest.fixture
@@ -36,16 +39,20 @@ def files(tmp_path):
     return train, write_rows(tmp_path / "test.jsonl", row(9, "where is it", "hotpotqa"))
 
 
-def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
+def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path, capsys):
     train, test = files
-    report = prepare(str(train), tmp_path / "out.jsonl", Filters(excluded=[str(test)], max_characters=100))
+    build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    filters = ["--exclude", test, "--max_tokens", "20", "--tokenizer", tmp_path / "tokenizer"]
+    assert call(train, "--output", tmp_path / "out.jsonl", *filters) == 0
     written = [(question.id, question.text) for question in load_questions(tmp_path / "out.jsonl")]
     assert written == [("1", "Who wrote Silent Garden?"), ("1_2", "Another of this id")]
-    assert report.outcomes[2:] == ["duplicate", "no answer", "overlap", "too long"]
-    hotpotqa, nq = ["hotpotqa", 3, 1, 0, 0, 1, 1], ["nq", 3, 1, 1, 1, 0, 0]
-    assert report.rows() == [hotpotqa, nq, ["all", 6, 2, 1, 1, 1, 1]]
+    lines = capsys.readouterr().out.splitlines()
+    reasons = ["duplicate", "no answer", "overlap", "too long"]
+    rows = ["hotpotqa 3 1 0 0 1 1", "nq 3 1 1 1 0 0", "all 6 2 1 1 1 1"]
+    expected = [f"data source read written {' '.join(reasons)}", *rows]
+    assert [" ".join(line.split()) for line in (lines[0], *lines[2:5])] == expected
     saved = json.loads((tmp_path / "out.jsonl.report.json").read_text())
-    names = ["data_source", *report.outcomes]
+    names, hotpotqa = ["data_source", "read", "written", *reasons], ["hotpotqa", 3, 1, 0, 0, 1, 1]
     assert saved["counts"][0] == dict(zip(names, hotpotqa, strict=True))
     assert saved["renamed"] == 1
     assert saved["examples"]["duplicate"] == [{"row": f"{train}:2", "question": "who  wrote «silent garden»"}]
@@ -53,15 +60,7 @@ def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
     assert "golden_answers" in saved["examples"]["no answer"][0]["question"]
     many = write_rows(tmp_path / "many.jsonl", *(row(n, "Same?") for n in range(20)))
     report = prepare(str(many), tmp_path / "out.jsonl")
-    assert len(report.examples["duplicate"]) == module.EXAMPLES and counts(report)["all"] == [20, 1]
-
-
-def test_lone_surrogates_of_rows_are_replaced(tmp_path):
-    odd = row(2, "Who is \ud83d?", "nq\ud83d", golden_answers=["a\ud83d"])
-    train = write_rows(tmp_path / "train.jsonl", odd | {"id": 1, "golden_answers": []}, odd)
-    assert prepare(str(train), tmp_path / "out.parquet").rows()[0] == ["nq\ufffd", 2, 1, 1]
-    (question,) = load_questions(tmp_path / "out.parquet")
-    assert (question.text, question.golden_answers) == ("Who is \ufffd?", ("a\ufffd",))
+    assert len(report.examples["duplicate"]) == module.EXAMPLES and report.rows()[-1] == ["all", 20, 1, 19]
 
 
 def test_questions_are_compared_by_their_words():
@@ -95,8 +94,9 @@ def test_bad_row_keeps_the_former_output(files, tmp_path):
 
 
 def test_nothing_left_is_an_error_and_writes_nothing(files, tmp_path):
-    with pytest.raises(UserError, match="no question is left, 6 .*no answer, other data source"):
-        prepare(str(files[0]), tmp_path / "out.jsonl", Filters(data_sources={"none"}))
+    filters = Filters(data_sources={"nq"}, max_characters=10)
+    with pytest.raises(UserError, match="no question is left, 6 .*no answer, other data source, too long"):
+        prepare(str(files[0]), tmp_path / "out.jsonl", filters)
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -112,38 +112,19 @@ def test_nothing_left_is_an_error_and_writes_nothing(files, tmp_path):
 def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit) as ended:
-        cli.calibadv(["prepare-data", str(files[0]), "--output", "out.jsonl", *arguments])
+    assert call(files[0], "--output", "out.jsonl", *arguments) == 2
     output = capsys.readouterr().err
-    assert ended.value.code == 2 and message in output and output.count("\n") == 1
+    assert message in output and output.count("\n") == 1
 
 
-def test_command_prints_the_counts(files, tmp_path, capsys):
-    train, test = files
-    build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    filters = ["--exclude", str(test), "--max_tokens", "20", "--tokenizer", str(tmp_path / "tokenizer")]
-    output = ["--output", str(tmp_path / "out.parquet"), "--only", "hotpotqa"]
-    with pytest.raises(SystemExit) as ended:
-        cli.calibadv(["prepare-data", str(train), *output, *filters])
-    assert ended.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    header = "data source read written no answer other data source overlap too long"
-    rows = ["hotpotqa 3 1 0 0 1 1", "nq 3 0 1 2 0 0", "all 6 1 1 2 1 1"]
-    assert [" ".join(line.split()) for line in (lines[0], *lines[2:5])] == [header, *rows]
-    assert [question.text for question in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
-
-
-def test_rows_without_data_source_get_the_default(tmp_path):
+def test_default_data_source_and_tokens_of_a_rows_prompt(tmp_path):
     rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
-    report = prepare(str(write_rows(tmp_path / "x.jsonl", *rows)), tmp_path / "out.jsonl", Filters("mine"))
-    assert counts(report) == {"mine": [3, 2], "all": [3, 2]}
-    assert [question.data_source for question in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
-
-
-def test_prompt_of_row_counts_as_tokens(tmp_path):
-    train = write_rows(tmp_path / "train.jsonl", row(1, "Who?"), row(2, "When?", prompt="Say it: When?"))
-    filters = Filters(max_tokens=2, count_tokens=lambda text: len(text.split()))
-    assert counts(prepare(str(train), tmp_path / "out.jsonl", filters))["all"] == [2, 1]
+    train = write_rows(
+        tmp_path / "x.jsonl", *rows, rows[1] | {"question": "When?", "prompt": "Say it: When?"}
+    )
+    filters = Filters("mine\ud83d", max_tokens=2, count_tokens=lambda text: len(text.split()))
+    assert prepare(str(train), tmp_path / "out.jsonl", filters).rows()[0] == ["mine\ufffd", 4, 2, 1, 1]
+    assert [question.data_source for question in load_questions(tmp_path / "out.jsonl")] == ["mine\ufffd"] * 2
 
 
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path):
@@ -160,11 +141,10 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path):
 def test_named_columns_and_separator_are_read(tmp_path, capsys):
     train = write_rows(tmp_path / "mine.jsonl", {"query_id": 7, "text": "who?", "gold": "Ada; Bo"})
     test = write_rows(tmp_path / "test.jsonl", row(9, "where?"))
-    call = ["prepare-data", str(train), "--question", "text", "--answer", "gold", "--exclude", str(test)]
+    columns = ["--question", "text", "--answer", "gold"]
     for separator in (["--separator", ";"], []):
-        with pytest.raises(SystemExit) as ended:
-            cli.calibadv([*call, *separator, "--output", str(tmp_path / "out.jsonl")])
-        assert ended.value.code == 0
+        output = ["--output", tmp_path / "out.jsonl"]
+        assert call(train, *columns, "--exclude", test, *separator, *output) == 0
         (question,) = load_questions(tmp_path / "out.jsonl")
         assert question.golden_answers == (("Ada", "Bo") if separator else ("Ada; Bo",))
         assert ("give --separator" in "".join(capsys.readouterr())) == (not separator)

@@ -1,6 +1,5 @@
 """Question files: rows, what they must hold, and which are chosen."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -22,16 +21,16 @@ def make(count, source="nq"):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{nope", "q.jsonl:2: not valid JSON"),
-        ("[1]", "q.jsonl:2: expected a JSON object, got list"),
-        (GOOD | {"id": "2", "golden_answers": []}, "q.jsonl:2: key 'golden_answers' holds no answer"),
-        ({"id": "2", "golden_answers": ["me"]}, "q.jsonl:2: field 'question' must be"),
-        (GOOD | {"id": "2", "supporting_ids": {"a": 1}}, "q.jsonl:2: key 'supporting_ids' must be text or a"),
-        (GOOD, "q.jsonl:2: id '1' was used before, at .*q.jsonl:1"),
+        ("{nope", "not valid JSON"),
+        ("[1]", "expected a JSON object, got list"),
+        (GOOD | {"id": "2", "golden_answers": []}, "key 'golden_answers' holds no answer"),
+        ({"id": "2", "golden_answers": ["me"]}, "field 'question' must be"),
+        (GOOD | {"id": "2", "supporting_ids": {"a": 1}}, "key 'supporting_ids' must be text or a"),
+        (GOOD, "id '1' was used before, at .*q.jsonl:1"),
     ],
 )
 def test_malformed_rows_name_file_and_line(tmp_path, row, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"q.jsonl:2: {message}"):
         load_questions(write_rows(tmp_path / "q.jsonl", GOOD, row))
 
 
@@ -66,9 +65,8 @@ def test_select_evenly_takes_from_every_source():
 
 
 def test_question_with_lone_surrogate_can_be_written(tmp_path):
-    row = '{"id": 7, "question": "who\\ud800?", "golden_answers": ["a\\udc00"], "data_source": "t"}\n'
-    (tmp_path / "q.jsonl").write_text(row)
-    (question,) = load_questions(tmp_path / "q.jsonl")
+    row = {"id": 7, "question": "who\ud800?", "golden_answers": ["a\udc00"], "data_source": "t"}
+    (question,) = load_questions(write_rows(tmp_path / "q.jsonl", row))
     assert (question.id, question.text, question.golden_answers) == ("7", "who\ufffd?", ("a\ufffd",))
     write_questions(tmp_path / "again.jsonl", [question])
     assert load_questions(tmp_path / "again.jsonl") == [question]
@@ -119,5 +117,4 @@ def test_answers_are_read_equally_in_every_layout(tmp_path, key, data_source, an
     row = {"question": "who?", key: answer} | data_source
     verl = {"question": "who?", "reward_model": {"ground_truth": {"target": answer}}} | data_source
     for name, content in (("q.jsonl", row), ("v.jsonl", verl)):
-        (tmp_path / name).write_text(json.dumps(content) + "\n")
-        assert load_questions(tmp_path / name)[0].golden_answers == expected
+        assert load_questions(write_rows(tmp_path / name, content))[0].golden_answers == expected

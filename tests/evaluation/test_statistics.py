@@ -23,13 +23,6 @@ def resampled(values):
     return np.array([np.mean(sample) for sample in itertools.product(values, repeat=len(values))])
 
 
-@pytest.mark.parametrize("confidence", [0.95, 0.8])
-def test_interval_is_that_of_all_resamples(confidence):
-    low, high = np.quantile(resampled(FIRST), [(1 - confidence) / 2, (1 + confidence) / 2])
-    bounds = interval([FIRST], confidence, 40_000)
-    assert bounds == pytest.approx((low, high), abs=0.01)
-
-
 @pytest.mark.parametrize("elements", [report.ELEMENTS, 70])  # 70: eleven resamples at a time
 def test_interval_is_that_of_scipy(monkeypatch, elements):
     monkeypatch.setattr(report, "ELEMENTS", elements)
@@ -95,8 +88,6 @@ def test_average_weighs_data_sources_alike_in_test():
     compared = compare_paired(first, second, 0.95, 10_000)
     assert compared.difference == pytest.approx(observed)
     assert compared.p_value == pytest.approx((np.abs(exchanged) >= abs(observed) - 1e-9).mean())
-    together = compare_paired(*([np.concatenate(sample)] for sample in (first, second)), 0.95, 10_000)
-    assert together.p_value != pytest.approx(compared.p_value)
 
 
 def test_many_questions_are_exchanged_at_random():
@@ -105,9 +96,8 @@ def test_many_questions_are_exchanged_at_random():
     same, better = first + rng.normal(0, 0.3, 400), first + rng.normal(0.1, 0.3, 400)
     least = 2 / (999 + 1)
     assert compare_paired([first], [better], 0.95, 999).p_value == pytest.approx(least)
-    assert compare_paired([first], [same], 0.95, 999).p_value > 0.05
-    again = compare_paired([first], [same], 0.95, 999)
-    assert again == compare_paired([first], [same], 0.95, 999)
+    compared, again = (compare_paired([first], [same], 0.95, 999) for _ in "12")
+    assert compared.p_value > 0.05 and compared == again
 
 
 def test_one_question_that_differs_says_nothing():
@@ -117,18 +107,9 @@ def test_one_question_that_differs_says_nothing():
     assert (compared.difference, compared.interval, compared.p_value) == (0, (0, 0), 1)
 
 
-def test_more_questions_of_one_difference_make_it_surer():
-    few, many = (compare_paired([np.zeros(n)], [np.tile([1.0, -0.5], n // 2)], 0.95, 2000) for n in (20, 200))
-    assert many.interval[1] - many.interval[0] < (few.interval[1] - few.interval[0]) / 2
-    assert many.p_value < few.p_value
-
-
 @pytest.mark.parametrize("samples", [1, 3, 6])
 def test_pass_at_k_equals_share_of_choices(samples):
     for correct, k in itertools.product(range(samples + 1), range(1, samples + 1)):
         attempts = [1] * correct + [0] * (samples - correct)
         choices = [any(sample) for sample in itertools.combinations(attempts, k)]
         assert pass_at_k(samples, correct, k) == pytest.approx(np.mean(choices))
-    for k in (0, samples + 1):
-        with pytest.raises(ValueError, match=f"pass@{k} cannot be estimated from {samples} samples"):
-            pass_at_k(samples, 1, k)

@@ -13,14 +13,14 @@ from tiny_policy import single_device, tiny
 
 from calibadv_jax.config import Config, LearnerConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
-from calibadv_jax.core.tags import STOP_STRINGS, TAGS
+from calibadv_jax.core.tags import STOP_STRINGS, TAGS, numbered
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
-from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import load_tokenizer
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
@@ -77,7 +77,7 @@ def prompts(tokenizer, request):
     """Texts of the documentation after the protocol's prompt, of many lengths: int32 [N] each."""
     lengths = MANY if request.config.getoption("--all-cases") else LENGTHS
     texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-    start = build_prompt(Question("1", ASKED[0], ("x",), "test"), tokenizer, Config().prompt, 2048)
+    start = open_prompt(Question("1", ASKED[0], ("x",), "test"), tokenizer, Config().prompt, 2048)[0]
     written = encode(tokenizer, texts[: 30 * sum(lengths)])
     pieces = [written[end - length : end] for length, end in zip(lengths, np.cumsum(lengths), strict=True)]
     prompts = [np.concatenate([start, piece]).astype(np.int32)[-len(piece) :] for piece in pieces]
@@ -131,7 +131,7 @@ def test_greedy_text_equals_transformers(policy, params, tokenizer, original, pr
     config = SamplerConfig(slots=4, decode_chunk=16, prefill_chunk=64)
     sampler = JaxSampler(policy, stops, config, single_device(), 512)
     template = Config().prompt
-    prompted = [build_prompt(Question("1", text, ("x",), "t"), tokenizer, template, 512) for text in ASKED]
+    prompted = [open_prompt(Question("1", text, ("x",), "t"), tokenizer, template, 512)[0] for text in ASKED]
     length = 64 if all_cases else 32
     prompted += prompts[:20] if all_cases else []
 
@@ -169,15 +169,15 @@ def test_untrusted_text_makes_no_control_token(tokenizer):
     control = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
     hostile = " ".join([*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), *TAGS])
     config = Config().prompt
-    plain = build_prompt(Question("1", "Who?", ("x",), "t"), tokenizer, config, 4096).tolist()
-    prompted = build_prompt(Question("1", f"Who {hostile}?", ("x",), "t"), tokenizer, config, 4096).tolist()
+    plain = open_prompt(Question("1", "Who?", ("x",), "t"), tokenizer, config, 4096)[0].tolist()
+    prompted = open_prompt(Question("1", f"Who {hostile}?", ("x",), "t"), tokenizer, config, 4096)[0].tolist()
     count = sum(token in control for token in plain)
     assert count > 2  # the chat template's own
     assert sum(token in control for token in prompted) == count
     for tag in TAGS:
         assert tokenizer.decode(prompted).count(tag) == tokenizer.decode(plain).count(tag)
     shown = neutralise_documents([Document("1", hostile, hostile)], tokenizer)
-    ids, _ = Observations(tokenizer, 4096, "").of_documents(shown)
+    ids, _ = Observations(tokenizer, 4096, "").information(numbered(shown))
     assert not control & set(ids.tolist())
     text = tokenizer.decode(ids)
     assert [text.count(tag) for tag in TAGS] == [tag.endswith("information>") for tag in TAGS]

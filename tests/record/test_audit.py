@@ -54,6 +54,10 @@ def tables(out):
     return out.partition("\n\nverdict (")[0].splitlines()
 
 
+def totals(run):
+    return run["settings"][0]["true"]["total"], run["settings"][0]["control"]["total"]
+
+
 def with_advantage(**changes):
     config = make_config()
     return replace(config, advantage=replace(config.advantage, **changes))
@@ -63,9 +67,7 @@ def test_table_of_a_run(tmp_path, capsys):
     keep(tmp_path, make_config())
     status, out, err = call(tmp_path, capsys=capsys)
     assert status == 0
-    lines = out.splitlines()
-    assert lines[0] == "in brackets: the control, with the rewards of each step shuffled (seed 0)"
-    assert lines[2] == f"{tmp_path}: 1 kept steps, 1 groups, 3 trajectories, 6 searches"
+    assert f"{tmp_path}: 1 kept steps, 1 groups, 3 trajectories, 6 searches" in out
     ((cell, meaning),) = rows(out, "blame/good_spared")
     assert value(cell) == GOOD_SPARED and meaning == MEASURES["blame/good_spared"]
     for name, expected in (
@@ -78,29 +80,12 @@ def test_table_of_a_run(tmp_path, capsys):
         ("blame/spared_good_share", "0.600"),
     ):
         assert rows(out, name)[0][0].startswith(f"{expected} ("), name
-    assert f"{tmp_path} over training, settings: of the run" in lines
-    verdict = next(place for place, line in enumerate(lines) if line.startswith("verdict (95 % intervals"))
-    row = lines[verdict - 2].split()
+    row = tables(out)[-1].split()
     assert row[0] == "7-7" and row[9] == "0.500"
-    assert lines[verdict + 1] == f"{tmp_path}, settings run:"
     assert "cannot say: truly good searches are blamed in 1 groups and useless ones in 1; at least 30" in out
     assert err == f"warning: {tmp_path}: 1 of 2 groups name no supporting passages and are left out\n"
 
 
-def test_other_settings_stand_beside_the_runs_own(tmp_path, capsys):
-    keep(tmp_path, make_config())
-    with pytest.raises(SystemExit):
-        cli.calibadv(["audit", str(tmp_path), "advantage.target_ratio=2"])
-    assert f"{tmp_path}: reading 1 kept steps, each under 2 settings\n" in capsys.readouterr().err
-    _, out, _ = call("advantage.correctness=max", tmp_path, "reward.answer=em", capsys=capsys)
-    assert "correctness=max reward.answer=em" in out.splitlines()[3]
-    ((own, changed, _),) = rows(out, "blame/useless_spared")
-    assert (value(own), value(changed)) == (0.111, 0.333)
-    assert "over training, settings: advantage.correctness=max reward.answer=em" in out
-    assert tables(out)[-1].split()[9] == "1.000"  # of the changed settings
-
-
-@pytest.mark.medium
 def test_sweep_is_a_column_a_value(tmp_path, capsys):
     keep(tmp_path, make_config())
     arguments = ["--sweep", "advantage.target_ratio=0.5,2", "--sweep", "advantage.soft_penalty=false"]
@@ -109,63 +94,51 @@ def test_sweep_is_a_column_a_value(tmp_path, capsys):
     assert headers == ["measure", "run", "target_ratio=0.5", "target_ratio=2", "soft_penalty=false"]
     assert [value(cell) for cell in rows(out, "answer/ratio_after")[0]] == [1, 0.5, 2, 1]
     assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 0.5, 0.5, 0]
-    _, out, _ = call(tmp_path, "advantage.correctness=max", *arguments[:2], capsys=capsys)
-    assert out.splitlines()[1] == "the columns of --sweep: on top of advantage.correctness=max"
+    _, out, _ = call("advantage.correctness=max", tmp_path, *arguments[:2], capsys=capsys)
     assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 1, 1, 1]
+    assert tables(out)[-1].split()[9] == "1.000"  # over training: of the changed settings
 
 
 def test_file_holds_every_step(tmp_path, capsys):
-    for step in (1, 10, 12):
+    for step in (1, 10):
         keep(tmp_path / "run", make_config(), step=step)
+    keep(tmp_path / "run", with_advantage(correctness="max"), step=12)  # every step has its own settings
     changed = "advantage.correctness=max"
     call(tmp_path / "run", changed, "--output", tmp_path / "audit.json", "--seed", 4, capsys=capsys)
-    matches = json.loads((tmp_path / "audit.json").read_text())
-    assert (matches["seed"], matches["window"]) == (4, 10)
-    (run,) = matches["runs"]
-    assert run["run"] == str(tmp_path / "run")
+    audit = json.loads((tmp_path / "audit.json").read_text())
+    (run,) = audit["runs"]
+    assert (audit["seed"], audit["window"], run["run"]) == (4, 10, str(tmp_path / "run"))
     own, other = run["settings"]
     assert (own["name"], own["overrides"]) == ("run", [])
     assert (other["name"], other["overrides"]) == ("correctness=max", [changed])
-    assert [each["step"] for each in own["true"]["steps"]] == [1, 10, 12]
+    steps = [(each["step"], each["blame/good_spared"]) for each in own["true"]["steps"]]
+    assert steps == [(1, GOOD_SPARED), (10, GOOD_SPARED), (12, 1)]
     windows = [(each["first"], each["last"], each["groups"]) for each in own["true"]["windows"]]
     assert windows == [(1, 10, 2), (12, 12, 1)]
-    assert own["true"]["total"]["groups"] == own["control"]["total"]["groups"] == 3
-    for part in (own["true"]["total"], own["true"]["windows"][0], own["true"]["steps"][2]):
-        assert part["blame/good_spared"] == pytest.approx(GOOD_SPARED)
-        assert part["blame/useless_spared"] == pytest.approx(USELESS_SPARED)
+    assert [total["groups"] for total in totals(run)] == [3, 3]
+    assert totals(run)[0]["blame/good_spared"] == pytest.approx((GOOD_SPARED + GOOD_SPARED + 1) / 3)
+    assert own["true"]["windows"][0]["blame/useless_spared"] == pytest.approx(USELESS_SPARED)
     assert other["true"]["steps"][0]["blame/good_spared"] == 1
     assert own["control"]["steps"] != own["true"]["steps"]
-
-
-def test_every_step_has_its_own_settings(tmp_path, capsys):
-    keep(tmp_path, make_config(), step=1)
-    keep(tmp_path, with_advantage(correctness="max"), step=2)
-    call(tmp_path, "--output", tmp_path / "audit.json", capsys=capsys)
-    steps = json.loads((tmp_path / "audit.json").read_text())["runs"][0]["settings"][0]["true"]["steps"]
-    assert [each["blame/good_spared"] for each in steps] == pytest.approx([0.5, 1])
 
 
 def test_several_runs_and_their_mean(tmp_path, capsys):
     keep(tmp_path / "a", make_config())
     keep(tmp_path / "b=c", with_advantage(correctness="max"))  # a folder, for all its name
     file = tmp_path / "audit.json"
-    status, out, _ = call(tmp_path / "a", tmp_path / "b=c", "--output", file, "--seed", 3, capsys=capsys)
-    assert status == 0
-    first, second, mean = rows(out, "blame/good_spared")
+    _, out, _ = call(tmp_path / "a", tmp_path / "b=c", "--output", file, "--seed", 3, capsys=capsys)
     # With seed 3 the reward falls on the trajectory without a turn: there is no silver, nothing is spared.
-    controls = [run["settings"][0]["control"]["total"] for run in json.loads(file.read_text())["runs"]]
-    assert [each["blame/good_spared"] for each in controls] == [0, 0]
-    assert (first[0], second[0]) == ("0.500 (0.000)", "1.000 (0.000)")
-    assert mean[0] == "0.750 [0.500, 1.000] (0.000)"
-    assert "mean of 2 runs [lowest, highest] (mean of the controls)" in out
+    controls = [totals(run)[1]["blame/good_spared"] for run in json.loads(file.read_text())["runs"]]
+    assert controls == [0, 0]
+    cells = [cells[0] for cells in rows(out, "blame/good_spared")]
+    assert cells == ["0.500 (0.000)", "1.000 (0.000)", "0.750 [0.500, 1.000] (0.000)"]
 
 
 def test_whom_estimators_praise_and_blame(tmp_path, capsys):
     """Of the six searches two are good: the best trajectory's first, and the wrong one's, half forgiven."""
     keep(tmp_path, make_config())
     names = "grpo,calibadv+rloo,querygroup,reinforce_plus_plus,gigpo,mt_grpo,stepsearch,igpo,a2tgpo,tips"
-    status, out, _ = call(tmp_path, "--estimators", names, capsys=capsys)
-    assert status == 0
+    _, out, _ = call(tmp_path, "--estimators", names, capsys=capsys)
     lines = tables(out.partition("whom estimators praise and blame\n")[2])
     table = {
         line.split()[0]: [float(each.split()[0]) for each in line.split("  ") if "(" in each]
@@ -183,52 +156,23 @@ def test_whom_estimators_praise_and_blame(tmp_path, capsys):
     assert reference.endswith("1.000 (1.000)")  # with which the others agree or not
 
 
-@pytest.mark.medium
-def test_mistakes_in_estimators_are_one_line(tmp_path, capsys):
-    keep(tmp_path, make_config())
-    for name in ("rlo", "calibadv+calibadv", "", "no_such_module:function"):
-        status, _, err = call(tmp_path, "--estimators", name, capsys=capsys)
-        assert status == 2 and err.count("\n") == 1 and "advantage." in err
-
-
 def test_control_permutes_rewards_over_the_step(tmp_path):
     keep(tmp_path, make_config())
     step_of_run = read_step(find_step(tmp_path, 7))
     config = kept_config(step_of_run, Path("step"))
+
+    def scores(groups):
+        return tuple(each.answer_score for group in groups for each in group.trajectories)
+
     seen = set()
     for seed in range(20):
-        credits = credit_again(step_of_run, config, seed)
-        scores = [[each.answer_score for each in credit.group.trajectories] for credit in credits]
-        assert sorted(sum(scores, [])) == [0, 0, 0, 0, 1]
-        seen.add(str(scores))
-        again = credit_again(step_of_run, config, seed)
-        assert scores == [[each.answer_score for each in credit.group.trajectories] for credit in again]
-    assert {"[[1.0, 0.0, 0.0], [0.0, 0.0]]", "[[0.0, 0.0, 0.0], [0.0, 1.0]]"} <= seen
-    assert [each.answer_score for group in step_of_run.groups for each in group.trajectories] == [
-        1,
-        0,
-        0,
-        0,
-        0,
-    ]
-
-
-def test_warnings(tmp_path, capsys):
-    keep(tmp_path / "grpo", with_advantage(name="grpo"))
-    keep(tmp_path / "kept", make_config())
-    groups, result = scored(make_config())
-    result.credits[0].turns[1][0] *= 1 + 1e-6  # more than rounding
-    RolloutWriter(tmp_path / "other", make_config(), 7).write(7, groups, result.credits, unknown(groups), 3)
-    for name, words, overrides in (
-        ("grpo", "grpo judges no search; advantage.name=calibadv shows", []),
-        ("kept", "", []),
-        ("grpo", "", ["advantage.name=calibadv"]),
-        ("other", "1 of 12 turns get another advantage than was kept", []),
-    ):
-        _, out, err = call(tmp_path / name, *overrides, capsys=capsys)
-        assert words in err and len(err.splitlines()) == 1 + bool(words)
-        if overrides:  # what CalibAdv would have made of what GRPO trained
-            assert [value(cell) for cell in rows(out, "blame/good_spared")[0][:2]] == [0, 0.5]
+        permuted, again = (
+            scores(credit.group for credit in credit_again(step_of_run, config, seed)) for _ in "12"
+        )
+        assert permuted == again and sorted(permuted) == [0, 0, 0, 0, 1]
+        seen.add(permuted)
+    assert {(1, 0, 0, 0, 0), (0, 0, 0, 0, 1)} <= seen
+    assert scores(step_of_run.groups) == (1, 0, 0, 0, 0)
 
 
 def write(folder, supporting):
@@ -241,11 +185,24 @@ def write(folder, supporting):
     RolloutWriter(folder, config, 7).write(7, groups, result.credits, unknown(groups), 3)
 
 
-def test_passages_of_another_corpus_are_a_warning(tmp_path, capsys):
-    write(tmp_path, ("wiki-1",))
-    status, out, err = call(tmp_path, capsys=capsys)
-    assert status == 0 and "no search ever showed a supporting passage" in err
-    assert rows(out, "search/good_share")[0][0].startswith("0.000 (")
+def test_warnings(tmp_path, capsys):
+    keep(tmp_path / "grpo", with_advantage(name="grpo"))
+    keep(tmp_path / "kept", make_config())
+    groups, result = scored(make_config())
+    result.credits[0].turns[1][0] *= 1 + 1e-6  # more than rounding
+    RolloutWriter(tmp_path / "other", make_config(), 7).write(7, groups, result.credits, unknown(groups), 3)
+    write(tmp_path / "corpus", ("wiki-1",))
+    for name, words, overrides in (
+        ("grpo", "grpo judges no search; advantage.name=calibadv shows", []),
+        ("kept", "", []),
+        ("grpo", "", ["advantage.name=calibadv"]),
+        ("other", "1 of 12 turns get another advantage than was kept", []),
+        ("corpus", "no search ever showed a supporting passage", []),
+    ):
+        status, out, err = call(tmp_path / name, *overrides, capsys=capsys)
+        assert status == 0 and words in err and len(err.splitlines()) == 1 + bool(words)
+        if overrides:  # what CalibAdv would have made of what GRPO trained
+            assert [value(cell) for cell in rows(out, "blame/good_spared")[0][:2]] == [0, 0.5]
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):
@@ -268,6 +225,10 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         ([good, "advantage.lambda=2"], "unknown key 'advantage.lambda'"),
         ([good, "advantage.target_ratio=0"], "advantage.target_ratio: must be greater than 0"),
         ([good, "--sweep", "advantage.target_ratio=1,,2"], "write it as key.path=VALUE,VALUE"),
+        ([good, "--estimators", "rlo"], "advantage."),
+        ([good, "--estimators", "calibadv+calibadv"], "advantage."),
+        ([good, "--estimators", ""], "advantage."),
+        ([good, "--estimators", "no_such_module:function"], "advantage."),
         ([good, "--window", "0"], "argument --window: 0: give 1 or more"),
         ([good, "--output", tmp_path / "no/a.json"], "no: no such folder; make it, or change --output"),
     ):
@@ -280,8 +241,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
 def measured(true, control, count=40, spread=0.0):
     """A run of `count` groups, each with blame 1 on good and on useless searches.
 
-    Args:
-        true, control: what is spared of them; one group in two has `spread` more, the other one less.
+    `true`, `control`: the blame that is spared; one group in two has `spread` more, the other one less.
     """
     sides = []
     for good, useless in (true, control):
@@ -309,10 +269,14 @@ def test_verdict_in_words(true, control, more, words):
     lines = verdict([measured(true, control, **more)])
     assert len(lines) == len(words)
     assert all(line.startswith(word) for line, word in zip(lines, words, strict=True)), lines
-    pooled = verdict([measured((0.8, 0.1), (0.7, 0.4), 20), measured((0.8, 0.1), (0.7, 0.4), 20)])
-    numbers = "spared 0.800 [0.800, 0.800] of their blame, useless ones 0.100 [0.100, 0.100]"
-    assert pooled[0].startswith("right: ") and numbers in pooled[0]  # each alone would be too few
-    assert "lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300 [0.300, 0.300]" in pooled[1]
+
+
+def test_verdict_pools_runs():
+    pooled = verdict([measured((0.8, 0.1), (0.7, 0.4), 20)] * 2)  # each alone would be too few
+    assert pooled[0].startswith("right: ")
+    for words in ("0.800 [0.800, 0.800] of their blame", "useless ones 0.100 [0.100, 0.100]"):
+        assert words in pooled[0]
+    assert "0.700 [0.700, 0.700]" in pooled[1] and "(control) 0.300 [0.300, 0.300]" in pooled[1]
 
 
 def test_every_measure_is_explained():

@@ -28,6 +28,10 @@ def call(folder, *arguments):
     return stop.value.code
 
 
+def scores(groups):
+    return [trajectory.answer_score for group in groups for trajectory in group.trajectories]
+
+
 def shown(out):
     """Metric -> its cells, of the table that was printed."""
     cells = [line.split() for line in out.splitlines() if "/" in line]
@@ -40,23 +44,18 @@ def test_same_settings_give_the_kept_advantages(tmp_path, capsys):
     write_rows(tmp_path / "metrics.jsonl", {"step": 6}, {"step": 7, "advantage/answer/ratio_after": ratio})
     assert call(tmp_path, "--step", "7") == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0] == f"step 7 of {tmp_path}: 2 groups, 6 trajectories"
     assert "replayed: 12 of 12 turns have the advantage that was kept, bit for bit" in out
     assert shown(out)["advantage/answer/ratio_after"] == ["1", "1"]
     assert "≠" not in out.replace("(≠)", "") and "0 of " in out
     assert shown(out)["reward/mean"][0] == "-"  # the run's row does not have it
-
-
-def test_other_lambda_changes_the_replayed_step(tmp_path, capsys):
-    keep(tmp_path, make_config())
+    # Another lambda changes the replayed step.
     assert call(tmp_path, "advantage.target_ratio=2", "--step", "7") == 0
     out = capsys.readouterr().out
-    assert shown(out)["advantage/answer/ratio_after"] == ["-", "1", "2", "≠"]
+    assert shown(out)["advantage/answer/ratio_after"] == ["1", "1", "2", "≠"]
     assert shown(out)["reward/mean"][1:] == [shown(out)["reward/mean"][1]] * 2  # not marked
     marked = [line.split()[0] for line in out.splitlines() if line.endswith("≠")]
     assert re.search(rf"^{len(marked)} of \d+ metrics differ \(≠\) between replayed and changed$", out, re.M)
     assert all(name.startswith(("advantage/", "actor/")) for name in marked)
-    assert "replayed: 12 of 12" in out
     # Only the answer turn of the group's one winner is rescaled.
     assert "advantage.target_ratio=2: 1 of 12 turns get another advantage" in out
 
@@ -80,11 +79,9 @@ def test_kept_step_stays_as_it_is(tmp_path):
     keep(tmp_path, make_config())
     kept = read_step(find_step(tmp_path, 7))
     other = kept_config(kept, Path("step"), ["reward.format=false", "reward.answer=cover_em"])
-    matches = replay_step(kept, other)
-    scores = [[each.answer_score for each in group.trajectories] for group in (*kept.groups, *matches.groups)]
-    assert scores[:2] == [[1, 0, 0], [0, 0]]
-    matches.groups[0].trajectories[0].answer_score = 0.5
-    assert kept.groups[0].trajectories[0].answer_score == 1
+    replayed = replay_step(kept, other)
+    replayed.groups[0].trajectories[0].answer_score = 0.5
+    assert scores(kept.groups) == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -122,16 +119,12 @@ def test_rows_that_differ_are_marked(before, after, is_changed, mark):
     for name, value in (("replayed", before), ("changed", after)):
         columns[name] |= {} if value is None else {"reward/f1": value}
     rows = {name: cells for name, *cells in comparison_rows(columns, is_changed)}
-    assert rows["reward/f1"][-1] == mark and rows["reward/em"][-1] == ""
+    assert (rows["reward/f1"][-1], rows["reward/em"][-1]) == (mark, "")
 
 
 def test_rewards_are_shuffled_as_they_were(tmp_path):
     config = make_config()
     config = replace(config, reward=replace(config.reward, shuffle=True))
-
-    def scores(groups):
-        return [t.answer_score for group in groups for t in group.trajectories]
-
     groups, of_seed_0 = (
         score_groups(make_groups(), config.reward, random_state(seed, 6, "reward")) for seed in (14, 0)
     )
@@ -139,10 +132,9 @@ def test_rewards_are_shuffled_as_they_were(tmp_path):
     result = compute_advantages(groups, config.advantage)
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 14)
     kept = read_step(find_step(tmp_path, 7))
-    matches = replay_step(kept, kept_config(kept, Path("step")))
-    assert scores(matches.groups) == scores(groups)
-    equal, total = equal_turns(kept.credits, matches.advantages.credits)
-    assert equal == total
+    replayed = replay_step(kept, kept_config(kept, Path("step")))
+    assert scores(replayed.groups) == scores(groups)
+    assert equal_turns(kept.credits, replayed.advantages.credits) == (12, 12)
 
 
 def test_newest_step_is_default_and_mistakes_are_refused(tmp_path, capsys):
@@ -153,7 +145,6 @@ def test_newest_step_is_default_and_mistakes_are_refused(tmp_path, capsys):
     for arguments, words in (
         (["--step", "4"], "step 4 is not kept; the nearest kept one is 3"),
         (["advantage.lambda=2"], "unknown key"),
-        (["advantage.target_ratio=0"], "advantage.target_ratio: must be greater than 0"),
     ):
         assert call(tmp_path, *arguments) == 2
         message = capsys.readouterr().err

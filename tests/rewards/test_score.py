@@ -18,11 +18,11 @@ def turn(kind, text, answer="", num_observed=0):
     return Turn(kind, ids, logprobs, text=text, answer=answer, observation_ids=observation)
 
 
-def attempt(answer=None, has_search=True, question=ROME):
+def attempt(answer=None, has_search=True):
     turns = [turn("search", "<think>t</think><search>q</search>", num_observed=2)] if has_search else []
     if answer is not None:
         turns.append(turn("answer", f"<think>u</think><answer>{answer}</answer>", answer))
-    return Trajectory(question, np.zeros(1, np.int32), turns)
+    return Trajectory(ROME, np.zeros(1, np.int32), turns)
 
 
 @pytest.mark.parametrize(
@@ -60,19 +60,14 @@ def test_relative_score_is_a_share_of_the_largest(answer, score, largest):
     assert scored.relative_score == pytest.approx(score / largest)
 
 
-def test_structured_answer_counts_not_the_text():
-    trajectory = attempt("Milan")
-    trajectory.turns[0].text += "<answer>Rome</answer>"
-    trajectory.turns[0].observation_text = "<answer>Rome</answer>"
-    assert score_trajectory(trajectory, RewardConfig(format=False)).answer_score == 0
-
-
 @pytest.mark.parametrize(("tokens", "penalty"), [(2, 0), (3, 0), (4, 0.1), (8, 0.5), (9, 0.5)])
 def test_long_trajectory_loses_evenly_more(tokens, penalty):
     """Only what it sampled counts, not the two observed tokens; a wrong answer loses as much."""
-    config = RewardConfig(overlong_penalty=0.5, overlong_from=3, overlong_until=8)
+    config = RewardConfig(overlong_penalty=0.5, overlong_from=3, overlong_until=8, format=False)
     for answer, score in (("Rome", 1), ("Milan", 0)):
         trajectory = attempt(answer)
+        trajectory.turns[0].text += "<answer>Rome</answer>"  # the structured answer counts, not the text
+        trajectory.turns[0].observation_text = "<answer>Rome</answer>"
         trajectory.turns[1].token_ids = np.arange(tokens - 2, dtype=np.int32)
         trajectory = score_trajectory(trajectory, config)
         assert trajectory.answer_score == pytest.approx(score - penalty)
@@ -84,12 +79,6 @@ def test_long_trajectory_loses_evenly_more(tokens, penalty):
 def test_penalty_without_a_range_is_refused(penalty, start, end):
     with pytest.raises(ValueError, match="overlong_from"):
         RewardConfig(overlong_penalty=penalty, overlong_from=start, overlong_until=end)
-
-
-@pytest.mark.parametrize("answer", [None, "Rome"])
-def test_question_without_golden_answers(answer):
-    with pytest.raises(ValueError, match="'empty' has no golden answers"):
-        score_trajectory(attempt(answer, question=Question("empty", "?", (), "test")), RewardConfig())
 
 
 def step():

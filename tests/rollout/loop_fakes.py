@@ -61,11 +61,15 @@ class DictRetriever:
     """Finds what the dictionary holds; nothing for other queries."""
 
     documents: dict[str, list[Document]]
+    pages: dict[str, Document] = field(default_factory=dict)
     queries: list[str] = field(default_factory=list)
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         self.queries += queries
         return [list(self.documents.get(query, [])) for query in queries]
+
+    async def access(self, addresses: Sequence[str]) -> list[Document | None]:
+        return [self.pages.get(address) for address in addresses]
 
 
 def context_of(sampler, tokenizer, retriever=None, actions=(), judge=None, template="short", **limits):
@@ -108,3 +112,21 @@ class Loop:
 
     def text(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class Watched:
+    """A tokenizer that notes the texts it is given."""
+
+    def __init__(self, inner):
+        self.inner, self.texts = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def encode(self, text, **options):
+        self.texts.append(text)
+        return self.inner.encode(text, **options)
+
+    def __call__(self, texts, **options):
+        self.texts += texts
+        return self.inner(texts, **options)

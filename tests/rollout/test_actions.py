@@ -2,7 +2,8 @@
 
 import asyncio
 import re
-from random import Random
+from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,24 +13,17 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, Config, PromptConfig, RewardConfig, ToolConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.tags import INVALID_ACTION, Grammar, neutralise, parse_turn
+from calibadv_jax.core.tags import INVALID_ACTION, Grammar, parse_turn
 from calibadv_jax.core.trajectory import Document, Group
 from calibadv_jax.rewards.score import score_groups, score_trajectory
 from calibadv_jax.rollout.actions import OwnAction, SearchAction, grammar_of, invalid_notice
 from calibadv_jax.rollout.agent import run_trajectory
-from calibadv_jax.rollout.observation import decode, neutralise_reply
-from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt
+from calibadv_jax.rollout.observation import decode
+from calibadv_jax.rollout.prompts import TEMPLATES, open_prompt
 from calibadv_jax.run.actions import check_tags, describe_actions, make_actions
 
 CALCULATOR = "examples.own_tool:Calculator"
 PAGE = Document("page ann", "Ann", "Ann lives in Rome.")
-
-
-class Pages(DictRetriever):
-    """Has a page of Ann."""
-
-    async def access(self, addresses):
-        return [PAGE if address == "ann" else None for address in addresses]
 
 
 class Tool(Action):
@@ -55,19 +49,24 @@ def call(name, body, think="t"):
 USED = call("tool", "x"), call("answer", "Ann")
 
 
-def written(tokenizer, actions, *turns, pages=None, **limits):
+def written(tokenizer, actions, *turns, **limits):
     sampler = ScriptedSampler(tokenizer, lambda _, turn: turns[turn])
-    context = context_of(sampler, tokenizer, pages or Pages({"ann": [DOCUMENT]}), actions, **limits)
+    retriever = DictRetriever({"ann": [DOCUMENT]}, {"ann": PAGE})
+    context = context_of(sampler, tokenizer, retriever, actions, **limits)
     return asyncio.run(run_trajectory(context, QUESTION, 0, 0, "s"))
 
 
+def config_of(*names):
+    return Config(tools=list(map(ToolConfig, names)), prompt=PromptConfig(template="short"))
+
+
 def three():
-    return make_actions(Config(tools=[ToolConfig("search"), ToolConfig("access"), ToolConfig(CALCULATOR)]))
+    return make_actions(config_of("search", "access", CALCULATOR))
 
 
 def test_search_by_name_equals_default(byte_tokenizer):
     prompts = [
-        build_prompt(QUESTION, byte_tokenizer, PromptConfig(), 9999, actions)
+        open_prompt(QUESTION, byte_tokenizer, PromptConfig(), 9999, actions)[0]
         for actions in ((), (SearchAction(),))
     ]
     assert make_actions(Config()) == ()
@@ -124,7 +123,6 @@ def test_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
     assert score_groups([group], RewardConfig(), np.random.default_rng(0))[0].trajectories == []
 
 
-@pytest.mark.timeout(60)  # as a whole it would take minutes
 @pytest.mark.parametrize(
     "brings",
     [
@@ -140,8 +138,7 @@ def test_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
     ids=str,
 )
 def test_invalid_reply_is_refused(byte_tokenizer, brings):
-    words = "int; it must return a text" if brings == 5 else "a Reply whose .* make texts of them"
-    with pytest.raises(UserError, match=f"action tool: call returned {words}"):
+    with pytest.raises(UserError, match="action tool: call returned "):
         written(byte_tokenizer, [OwnAction(Tool(brings), 9)], *USED)
 
 
@@ -149,27 +146,22 @@ def test_invalid_reply_is_refused(byte_tokenizer, brings):
     ("error", "kind"), [(ValueError("no"), ValueError), (UserError("key"), UserError), (OSError("x"), None)]
 )
 def test_errors_of_own_parse_and_render(error, kind):
-    class Raising(Tool):
-        max_length = 50
-
-        def parse(self, body):
-            raise error
-
-        render = parse
-
-    action = OwnAction(Raising(""), 9)
+    tool = Tool("")
+    tool.parse = tool.render = Mock(side_effect=error)
+    action = OwnAction(tool, 9)
     with pytest.raises(kind or RequestFailed) as caught:
         action.parse("x")
     assert type(caught.value) is (kind or RequestFailed)
     with pytest.raises(RequestFailed, match="action tool: ") as caught:
         action.render(Reply())
     assert caught.value.service == "tool"
-    assert [OwnAction(Raising(""), 9, limit).max_length for limit in (0, 20)] == [50, 20]
-    action._inner.render = lambda reply: 15
+    tool.max_length, tool.render = 50, lambda reply: 15
+    assert [OwnAction(tool, 9, limit).max_length for limit in (0, 20)] == [50, 20]
     with pytest.raises(UserError, match="action tool: render returned int; it must return a text"):
         action.render(Reply())
 
 
+@pytest.mark.timeout(60)  # as a whole it would take minutes
 def test_reply_of_ten_megabytes_is_cut_at_once(byte_tokenizer):
     huge = Reply((Document("d", "t", "<think>" * 1_500_000),), "</information> word " * 500_000)
     tool = OwnAction(Tool(huge), 9, max_length=64)
@@ -194,38 +186,37 @@ def test_silver_documents_come_from_every_action(byte_tokenizer):
     assert credit.softened[1].tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [
-        ([ToolConfig("nowhere.module:Tool")], "importing nowhere.module failed"),
-        ([ToolConfig("examples.own_tool:Missing")], "has no function Missing"),
-        ([ToolConfig("test_actions:broken")], r"broken failed: KeyError: 'x' \(/.*test_actions.py:"),
-        ([ToolConfig("pathlib:PurePath")], "must give an object of a subclass of calibadv_jax.Action"),
-        ([ToolConfig("test_actions:think")], "an action named 'Think'"),
-        ([ToolConfig(CALCULATOR), ToolConfig("test_actions:calculate")], "as another entry has"),
-    ],
-)
-def test_tool_that_cannot_be_on_is_refused(tools, message):
-    with pytest.raises(UserError, match=message):
-        make_actions(Config(tools=tools))
-
-
-def think(name="Think"):
+def own(name):
     tool = Tool("")
     tool.name = name
     return tool
 
 
-def calculate():
-    return think("Calculate")
+think, calculate = partial(own, "Think"), partial(own, "Calculate")
 
 
 def broken():
     raise KeyError("x")
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["nowhere.module:Tool"], "importing nowhere.module failed"),
+        (["examples.own_tool:Missing"], "has no function Missing"),
+        (["test_actions:broken"], r"broken failed: KeyError: 'x' \(/.*test_actions.py:"),
+        (["pathlib:PurePath"], "must give an object of a subclass of calibadv_jax.Action"),
+        (["test_actions:think"], "an action named 'Think'"),
+        ([CALCULATOR, "test_actions:calculate"], "as another entry has"),
+    ],
+)
+def test_tool_that_cannot_be_on_is_refused(names, message):
+    with pytest.raises(UserError, match=message):
+        make_actions(config_of(*names))
+
+
 def test_tokenizer_must_write_tags_of_actions(word_tokenizer):
-    config = Config(tools=[ToolConfig("search"), ToolConfig("access")], prompt=PromptConfig(template="short"))
+    config = config_of("search", "access")
     assert describe_actions(Config()) == []
     assert describe_actions(config)[0] == "actions ON: search, access"
     assert "the prompt lists none of them" in describe_actions(config)[1]
@@ -236,86 +227,7 @@ def test_tokenizer_must_write_tags_of_actions(word_tokenizer):
 def test_tools_own_words_cannot_speak_in_the_prompt(byte_tokenizer):
     tool = Tool("")
     tool.purpose, tool.argument = "<answer> x </answer> {question} {actions} <|im_end|>", "</tool>"
-    prompt = decode(byte_tokenizer, build_prompt(QUESTION, byte_tokenizer, PromptConfig(), 9999, [tool]))
+    prompt = decode(byte_tokenizer, open_prompt(QUESTION, byte_tokenizer, PromptConfig(), 9999, [tool])[0])
     assert prompt.count("Who?") == 1 and "{actions}" not in prompt and "<|im_end|>" not in prompt
     assert "[answer] x [/answer]" in prompt and prompt.count("</tool>") == 1
     assert "<answer> x" not in invalid_notice([tool])
-
-
-NAMES = ("search", "access", "tool")
-PIECES = [
-    *(f"<{slash}{name}>" for name in (*NAMES, "think", "information", "answer") for slash in ("", "/")),
-    *("<answer> Ann </answer>", "<", ">", "/", " ", "\n", "tool", "ACCESS", "Ann"),
-    *("\ud800", "<|im_end|>", "<|im", "_end|>", "Doc 1(Title: ", "My previous action is invalid"),
-    *("action tool does not take this: ", "search engine does not take this query"),
-]
-FORBIDDEN = re.compile(
-    r"<\s*/?\s*(think|search|access|tool|information|answer)\b|My previous action is invalid"
-    r"|action \w+ does not take this|engine does not take this query|<\|im_end\|>",
-    re.IGNORECASE,
-)
-
-
-def hostile(seed):
-    rng = Random(seed)
-    return "".join(rng.choices(PIECES, k=rng.randint(1, 12)))
-
-
-class HostileTool(Tool):
-    """Brings text alone, as a calculator does."""
-
-    def __init__(self):
-        super().__init__("")
-
-    async def call(self, argument):
-        return hostile(f"tool {argument}")
-
-
-class HostilePages(DictRetriever):
-    async def search(self, queries):
-        return [[Document(*[hostile(f"search {query}")] * 3)] for query in queries]
-
-    async def access(self, addresses):
-        return [Document(*[hostile(f"access {address}")] * 3) for address in addresses]
-
-
-def hostile_actions():
-    return make_actions(Config(tools=[ToolConfig(name) for name in (*NAMES[:2], f"{__name__}:HostileTool")]))
-
-
-def test_hostile_replies_are_text(byte_tokenizer):
-    actions, grammar = hostile_actions(), Grammar(NAMES)
-    for number in range(10_000):
-        text, action = hostile(number), actions[number % len(actions)]
-        brought, length = Reply((Document(text, text, text),), text), Random(number).choice([2, 4096])
-        shown = action.render(neutralise_reply(brought, action, byte_tokenizer, grammar, length))
-        assert not FORBIDDEN.search(shown) and shown.count("Doc 1(Title:") == 1 and shown.encode()
-        assert length == 2 or neutralise(text, ["<|im_end|>"], grammar) in shown
-
-
-@pytest.mark.parametrize("count", [150, pytest.param(2500, marks=pytest.mark.slow)])
-def test_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer, count):
-    """Through the whole loop: of the retrieval service and an own action, in any order."""
-    actions, pages = hostile_actions(), HostilePages({})
-    limits = {"max_searches": len(NAMES), "max_observation_length": 4096, "max_length": 30_000}
-    for number in range(count):
-        order = Random(number).sample(NAMES, len(NAMES))
-        turns = [*(call(name, number) for name in order), call("answer", "Bob")]
-        trajectory = written(byte_tokenizer, actions, *turns, pages=pages, **limits)
-        assert trajectory.error is None and trajectory.answer == "Bob"
-        assert [turn.kind for turn in trajectory.turns] == [*order, "answer"]
-        assert decode(byte_tokenizer, trajectory.response_ids[trajectory.mask]) == "".join(turns)
-        assert ((trajectory.logprobs < 0) == trajectory.mask).all()
-        scored = score_trajectory(trajectory, RewardConfig())
-        assert scored.answer_score == 0 and scored.format_valid
-        for turn in trajectory.turns[:-1]:
-            check_observation(
-                turn, neutralise(hostile(f"{turn.kind} {number}"), ["<|im_end|>"], Grammar(NAMES))
-            )
-
-
-def check_observation(turn, expected):
-    assert not turn.is_refused
-    opening, inside, closing = re.split("(?<=<information>)|(?=</information>)", turn.observation_text)
-    assert (opening.strip(), closing.strip()) == ("<information>", "</information>")
-    assert not FORBIDDEN.search(inside) and expected.strip() in inside  # it was shown, but as text

@@ -8,7 +8,7 @@ import pytest
 from loop_fakes import DOCUMENT, EOS, QUESTION, Loop, context_of
 
 from calibadv_jax.config import PromptConfig, RewardConfig
-from calibadv_jax.core.interfaces import Completion
+from calibadv_jax.core.interfaces import Completion, SamplingParams
 from calibadv_jax.core.tags import STOP_STRINGS
 from calibadv_jax.core.trajectory import Group
 from calibadv_jax.rewards.score import score_groups
@@ -102,8 +102,7 @@ def test_length_limits_turns_and_observations(loop):
 def test_prompt_and_response_are_the_samplers_tokens(loop, by_letter):
     """Also where encoding the text anew would give other tokens."""
     trajectory = loop(SEARCH, SEARCH, ANSWER, by_letter=by_letter)
-    canonical = loop.tokenizer.encode(SEARCH) == trajectory.turns[0].token_ids.tolist()
-    assert canonical is not by_letter
+    assert (loop.tokenizer.encode(SEARCH) == trajectory.turns[0].token_ids.tolist()) is not by_letter
     everything = [*trajectory.prompt_ids, *trajectory.response_ids]
     written = loop.sampler.written["s"]
     for (_, context, _), completion in zip(loop.sampler.calls, written, strict=True):
@@ -115,33 +114,26 @@ def test_prompt_and_response_are_the_samplers_tokens(loop, by_letter):
 def test_sampling_settings_reach_the_sampler(loop):
     loop(SEARCH, ANSWER, temperature=0.5, top_p=0.9, top_k=7, max_turn_length=50, seed=11, index=3)
     for number, (session, _, sampling) in enumerate(loop.sampler.calls):
-        assert session == "s"
-        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 7)
-        assert (sampling.max_tokens, sampling.stop) == (50, STOP_STRINGS)
-        assert sampling.seed == turn_seed(11, "q7", 3, number)
+        expected = SamplingParams(50, 0.5, 0.9, 7, turn_seed(11, "q7", 3, number), STOP_STRINGS)
+        assert (session, sampling) == ("s", expected)
 
 
 def test_seeds_are_stable_and_depend_on_everything():
-    assert turn_seed(1, "q", 2, 3) == turn_seed(1, "q", 2, 3) == 3529055998
-    other_seeds = [
-        turn_seed(*case) for case in ((0, "q", 2, 3), (1, "p", 2, 3), (1, "q", 0, 3), (1, "q", 2, 0))
-    ]
-    assert len({turn_seed(1, "q", 2, 3), *other_seeds}) == 5
-    assert all(0 <= seed < 2**32 for seed in other_seeds)
+    cases = (1, "q", 2, 3), (0, "q", 2, 3), (1, "p", 2, 3), (1, "q", 0, 3), (1, "q", 2, 0)
+    seeds = [turn_seed(*case) for case in cases]
+    assert seeds[0] == 3529055998 and len(set(seeds)) == 5 and all(0 <= seed < 2**32 for seed in seeds)
 
 
 @pytest.mark.parametrize("prepend_think", [False, True])
 def test_first_turn_continues_thought_of_template(byte_tokenizer, prepend_think):
     tokenizer = deepcopy(byte_tokenizer)
     tokenizer.chat_template = "{{ messages[0].content }}{{ '<|im_end|><think>\\n' }}"
-    loop = Loop(tokenizer)
     later = [text.removeprefix("<think>" * prepend_think) for text in (SEARCH, ANSWER)]
     prompt = PromptConfig(template="short", prepend_think=prepend_think)
-    trajectory = loop(SEARCH.removeprefix("<think>"), *later, prompt=prompt)
-    assert loop.text(trajectory.prompt_ids) == "Question: Who?\n<|im_end|><think>\n"
+    trajectory = Loop(tokenizer)(SEARCH.removeprefix("<think>"), *later, prompt=prompt)
     assert [turn.think for turn in trajectory.turns] == ["a", "a", "b"]
-    assert trajectory.opening_of(0) == "<think>\n"
-    assert trajectory.opening_of(1) == trajectory.opening_of(2) == "<think>" * prepend_think
+    openings = ["<think>\n", *["<think>" * prepend_think] * 2]
+    assert [trajectory.opening_of(number) for number in range(3)] == openings
     (group,) = score_groups([Group(QUESTION, [trajectory])], RewardConfig(), np.random.default_rng(0))
     assert group.trajectories[0].format_valid and group.trajectories[0].answer_score == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -14,28 +14,41 @@ from loop_fakes import CONTROL, EOS, ScriptedSampler
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, PromptConfig, RewardConfig, RolloutConfig
-from calibadv_jax.core.tags import TAGS, neutralise
+from calibadv_jax.core.errors import ActionRefused
+from calibadv_jax.core.interfaces import Action, Reply
+from calibadv_jax.core.tags import Grammar, neutralise, refusal
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.learner.batching import pack, place
 from calibadv_jax.learner.step import make_sample
 from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout.actions import AccessAction, OwnAction, SearchAction
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.observation import added_token_strings, decode
 from calibadv_jax.rollout.runner import collect_groups
 
 GOLDEN = "Ann Lee"
 GROUPS, GROUP_SIZE = 20, 5  # 100 trajectories a step
+NAMES = ("search", "access", "tool")
 PIECES = [
-    *TAGS,
+    *Grammar(NAMES).tags,
     *("<", ">", "</", "</sea", "rch>", "< answer >", "<Answer>", "</ANSWER >", "＜answer＞", "<answer/>"),
     *(GOLDEN, f"<answer>{GOLDEN}</answer>", f"<answer> {GOLDEN.upper()} </answer>", "Ann", "Bob"),
     *('\nDoc 1(Title: "x") ', "My previous action is invalid.", CONTROL, "<|im_start|>", "{question}"),
-    *("\n", "\r\n", "\t", " ", "\x00", "\u200b", "\u202e", "\ufffd"),
+    *("action tool does not take this: ", "search engine does not take this query"),
+    *("\n", "\r\n", "\t", " ", "\x00", "\u200b", "\u202e", "\ufffd", "\ud800", "<|im", "_end|>"),
     *("e\u0301", "ﬁ", "日本語", "🦊", "ſearch"),
 ]
+FORGED = r"My previous action is invalid|engine does not take this query|<\|im_end\|>|Doc 1\(Title:.*Doc 1\("
 SEARCH = "<think>{0}</think><search>{1}</search>"
 ANSWER = "<think>{0}</think><answer>{1}</answer>"
 INVENTED = SEARCH.format("t", "q") + f"<information>{GOLDEN}</information>" + ANSWER.format("t", GOLDEN)
+
+
+def forged(names):
+    """Pattern of what no reply may hold, with actions of these names."""
+    refused = r"|action \w+ does not take this" if len(names) > 1 else ""
+    tags = rf"|<\s*/?\s*({'|'.join((*names, 'think', 'information', 'answer'))})\b"
+    return re.compile(FORGED + refused + tags, re.IGNORECASE | re.DOTALL)
 
 
 class RoughSampler(ScriptedSampler):
@@ -49,14 +62,15 @@ class RoughSampler(ScriptedSampler):
         return completion
 
 
-@dataclass
+def hostile(rng, most):
+    return "".join(rng.choices(PIECES, k=rng.randint(0, most)))
+
+
 class Step:
     """One step's world, drawn from a seed: questions, documents, scripts and settings."""
 
-    seed: int
-
-    def __post_init__(self):
-        rng = Random(self.seed)
+    def __init__(self, seed):
+        self.seed, rng = seed, Random(seed)
         self.prompt = PromptConfig(template="short", prepend_think=rng.random() < 0.5)
         length = rng.choice([400, 1000, 8000])
         self.rollout = RolloutConfig(
@@ -65,7 +79,7 @@ class Step:
             max_prompt_length=length - 1,
             max_length=length,
             max_turn_length=rng.choice([3, 60, 300, 300, 3000]),
-            max_observation_length=rng.choice([45, 100, 5000]),
+            max_observation_length=rng.choice([45, 100, 5000, 5000, 5000]),
             on_invalid=rng.choice(["end", "retry"]),
         )
         self.reward = RewardConfig(answer=rng.choice(["f1", "em", "cover_em"]), format=rng.random() < 0.5)
@@ -76,13 +90,12 @@ class Step:
             normalize_std=rng.random() < 0.7,
         )
         self.questions = [
-            Question(f"q{n}", hostile(rng, 6) or "?", (GOLDEN, "Bo"), "test") for n in range(GROUPS)
+            Question(f"q{n}", (hostile(rng, 6) or "?").replace("\ud800", ""), (GOLDEN, "Bo"), "test")
+            for n in range(GROUPS)
         ]
         self.documents = [Document(f"d{n}", hostile(rng, 3), hostile(rng, 20)) for n in range(12)]
-
-    def draw_documents(self, query):
-        rng = Random(f"{self.seed}/{query}")
-        return rng.sample(self.documents, rng.choice([0, 1, 3, 3, 3]))
+        self.grammar = Grammar(NAMES if rng.random() < 0.7 else NAMES[:1])
+        self.forged = forged(self.grammar.actions)
 
     def turn(self, session, number):
         """What the policy says: half of its trajectories are careful, all turns end where a sampler stops."""
@@ -93,16 +106,17 @@ class Step:
         kind = rng.choice(["search", "search", "answer", "answer", "hostile", "hostile", "huge", "empty"])
         if searches:
             kind = "search" if number < searches else "answer"
+        search = SEARCH.replace("search", rng.choice(self.grammar.actions))
         text = {
-            "search": SEARCH.format(think, rng.choice(["ann", "who is it", hostile(rng, 2)])),
+            "search": search.format(think, rng.choice(["ann", "who is it", hostile(rng, 2)])),
             "answer": ANSWER.format(think, answer),
             "hostile": rng.choice([hostile(rng, 12), INVENTED]),
             "huge": rng.choice([GOLDEN, "<think>", "<search>", "日"]) * 2000,
             "empty": "",
-        }[kind]
+        }[kind].replace("\ud800", "")
         if self.prompt.prepend_think:
             text = text.removeprefix("<think>")
-        stop = re.search("</search>|</answer>", text)
+        stop = re.search("|".join(self.grammar.stop_strings), text)
         text = text if stop is None else text[: stop.end()] + rng.choice(["", "", "\n", "x"])
         return text + (EOS if rng.random() < 0.2 else "")
 
@@ -113,76 +127,70 @@ class Library:
     def __init__(self, step, change):
         self.step, self.change = step, change
 
+    def draw(self, query, counts=(0, 1, 3, 3, 3)):
+        rng = Random(f"{self.step.seed}/{query}")
+        return [self.change(document) for document in rng.sample(self.step.documents, rng.choice(counts))]
+
     async def search(self, queries):
-        return [[self.change(document) for document in self.step.draw_documents(query)] for query in queries]
+        return [self.draw(query) for query in queries]
+
+    async def access(self, addresses):
+        return [self.draw(address, counts=[1])[0] for address in addresses]
 
 
-def hostile(rng, most):
-    return "".join(rng.choices(PIECES, k=rng.randint(0, most)))
+class Tool(Action):
+    """Brings text alone, as a calculator does, or refuses with it."""
+
+    name, purpose = "tool", "use the tool"
+
+    def __init__(self, library):
+        self.library = library
+
+    async def call(self, argument):
+        text = self.library.draw(argument, counts=[1])[0].text
+        if Random(f"{self.library.step.seed}/{argument}/refused").random() < 0.3:
+            raise ActionRefused(text)
+        return Reply(text=text)
 
 
 def written(step, tokenizer, change=lambda document: document):
     """The scored groups of a step, and the sampler that wrote them."""
-    sampler = RoughSampler(tokenizer, step.turn)
-    context = RolloutContext(sampler, Library(step, change), tokenizer, step.rollout, step.prompt)
+    sampler, library = RoughSampler(tokenizer, step.turn), Library(step, change)
+    actions = (SearchAction(), AccessAction(), OwnAction(Tool(library), 9))[: len(step.grammar.actions)]
+    context = RolloutContext(sampler, library, tokenizer, step.rollout, step.prompt, actions)
     groups = asyncio.run(collect_groups(context, step.questions, step.seed, "s"))
     groups = score_groups(groups, step.reward, np.random.default_rng(0))
     return groups, sampler
 
 
-def check_trajectory(trajectory, completions, tokenizer, prepend_think):
+def check_trajectory(trajectory, completions, tokenizer, step):
     """The mask is on exactly what the sampler returned; tags in the rest are the environment's own."""
     sampled = [token for completion in completions for token in completion.token_ids]
     assert trajectory.response_ids[trajectory.mask].tolist() == sampled
     logprobs = [value for completion in completions for value in completion.logprobs]
     np.testing.assert_array_equal(trajectory.logprobs[trajectory.mask], np.float32(logprobs))
     assert not trajectory.logprobs[~trajectory.mask].any()
-    control = set(tokenizer.all_special_ids)
-    opened = ["<think>"] * prepend_think
-    assert tags_of(decode(tokenizer, trajectory.prompt_ids)) == opened and not control & set(
-        trajectory.prompt_ids
-    )
+    control, tag = set(tokenizer.all_special_ids), step.grammar.tag
+    opened = ["<think>"] * step.prompt.prepend_think
+    assert tag.findall(decode(tokenizer, trajectory.prompt_ids)) == opened
+    assert not control & {*trajectory.prompt_ids.tolist()}
     for turn in trajectory.turns:
         assert not control & set(turn.observation_ids)
         if len(turn.observation_ids):
-            frame = ["<information>", "</information>"] if turn.kind == "search" else INVALID_TAGS
-            assert tags_of(decode(tokenizer, turn.observation_ids)) == [*frame, *opened]
+            text = decode(tokenizer, turn.observation_ids)
+            frame = ("<information>", "</information>")
+            if not turn.is_action:
+                frame = [name for name in step.grammar.tags if "think" not in name and "info" not in name]
+            assert tag.findall(text) == [*frame, *opened]
+            if turn.is_action:
+                body = text.partition("<information>")[2].rpartition("</information>")[0]
+                refused = refusal("tool", "") if turn.is_refused else ""
+                assert not step.forged.search(body.removeprefix(refused))
     if trajectory.answer is not None:
         answer_text = decode(tokenizer, completions[-1].token_ids)
         assert re.search(rf"<answer>\s*{re.escape(trajectory.answer)}\s*</answer>", answer_text)
     if trajectory.answer_score > 0:
         assert trajectory.answer is not None
-
-
-INVALID_TAGS = ["<search>", "</search>", "<answer>", "</answer>"]
-
-
-def tags_of(text):
-    return re.findall("|".join(map(re.escape, TAGS)), text)
-
-
-def check_balance(group, advantages, config):
-    """Lambda: |negative| / positive over the tokens of the last sampled turns, where both signs exist."""
-    scores = [trajectory.answer_score for trajectory in group.trajectories]
-    mean = np.mean(scores)
-    last, sides = [], set()
-    for trajectory, values, score in zip(group.trajectories, advantages, scores, strict=True):
-        start, span = 0, None
-        for turn in trajectory.turns:
-            if len(turn.token_ids):
-                span = slice(start, start + len(turn.token_ids))
-            start += len(turn.token_ids) + len(turn.observation_ids)
-        if span is not None:
-            last.append(values[span].astype(np.float64))
-            if max(scores) > min(scores):
-                sides.add(np.sign(score - mean))
-    tokens = np.concatenate([*last, np.zeros(1)])
-    positive, negative = tokens[tokens > 0].sum(), -tokens[tokens < 0].sum()
-    if {-1.0, 1.0} <= sides:
-        assert negative / positive == pytest.approx(config.target_ratio, rel=1e-4)
-        return True
-    assert positive == negative == 0
-    return False
 
 
 def check_batch(trajectories, advantages, row_length):
@@ -207,12 +215,12 @@ def check_batch(trajectories, advantages, row_length):
     assert np.count_nonzero(batch.weights) == total  # no column of a prompt, of padding or at an end
 
 
-def harmless(document, tokenizer):
+def harmless(document, tokenizer, grammar):
     """A document of as many tokens that says nothing."""
     extra = added_token_strings(tokenizer)
 
     def blank(text):
-        shown = neutralise(text, extra).encode()
+        shown = neutralise(text, extra, grammar).encode()
         return bytes(byte if byte in b">\n" else ord("x") for byte in shown).decode()
 
     return replace(document, title=blank(document.title), text=blank(document.text))
@@ -223,19 +231,17 @@ def run_step(seed, tokenizer):
     step = Step(seed)
     groups, sampler = written(step, tokenizer)
     result = compute_advantages(groups, step.advantage)
-    counts = Counter()
-    for number, (group, advantages) in enumerate(zip(groups, result.advantages, strict=True)):
-        for index, (trajectory, values) in enumerate(zip(group.trajectories, advantages, strict=True)):
-            completions = sampler.written[f"s/{number}/{index}"]
-            check_trajectory(trajectory, completions, tokenizer, step.prompt.prepend_think)
-            assert np.isfinite(values).all() and not values[~trajectory.mask].any()
-            counts.update(turn.kind for turn in trajectory.turns)
-            counts.update(["paid"] * (trajectory.answer_score > 0) + ["valid"] * trajectory.format_valid)
-        counts["two-sided"] += check_balance(group, advantages, step.advantage)
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    counts["trajectories"] = len(trajectories)
-    check_batch(trajectories, sum(result.advantages, []), step.rollout.max_length)
-    blank, _ = written(step, tokenizer, lambda document: harmless(document, tokenizer))
+    counts, trajectories = Counter(), [each for group in groups for each in group.trajectories]
+    assert len(trajectories) == GROUPS * GROUP_SIZE
+    advantages = sum(result.advantages, [])
+    for number, (trajectory, values) in enumerate(zip(trajectories, advantages, strict=True)):
+        completions = sampler.written[f"s/{number // GROUP_SIZE}/{number % GROUP_SIZE}"]
+        check_trajectory(trajectory, completions, tokenizer, step)
+        assert np.isfinite(values).all() and not values[~trajectory.mask].any()
+        counts.update(turn.kind for turn in trajectory.turns)
+        counts.update(["paid"] * (trajectory.answer_score > 0) + ["valid"] * trajectory.format_valid)
+    check_batch(trajectories, advantages, step.rollout.max_length)
+    blank, _ = written(step, tokenizer, lambda shown: harmless(shown, tokenizer, step.grammar))
     blank_trajectories = [trajectory for group in blank for trajectory in group.trajectories]
     for trajectory, other in zip(trajectories, blank_trajectories, strict=True):
         assert (trajectory.answer_score, trajectory.format_valid) == (other.answer_score, other.format_valid)
@@ -257,13 +263,11 @@ def run_steps(seeds, tokenizer):
 @pytest.mark.medium
 def test_thousand_hostile_trajectories(byte_tokenizer):
     counts = run_steps(range(10), byte_tokenizer)
-    assert counts["trajectories"] == 1000
-    assert min(counts[kind] for kind in ("search", "answer", "invalid", "unfinished", "paid", "valid")) > 100
-    assert counts["two-sided"] > 50
+    kinds = ("search", "answer", "invalid", "unfinished", "paid", "valid", "access", "tool")
+    assert min(counts[kind] for kind in kinds) > 50
 
 
 @pytest.mark.slow
 def test_more_hostile_trajectories(byte_tokenizer, all_cases):
     """2,000 more; 9,000 more with --all-cases."""
-    steps = 90 if all_cases else 20
-    assert run_steps(range(10, 10 + steps), byte_tokenizer)["trajectories"] == 100 * steps
+    run_steps(range(10, 100 if all_cases else 30), byte_tokenizer)

@@ -25,41 +25,24 @@ from calibadv_jax.run.actions import make_actions
 LONG = Document("d2", "Bob", "Bob is a baker. " * 40)
 
 
-class Add(Action):
-    """Replies with words, refuses letters."""
-
-    name, purpose, argument = "add", "add numbers", "numbers"
-
-    async def call(self, argument):
-        if not argument.replace(" ", "").isdigit():
-            raise ActionRefused(f"{argument!r} are no <numbers>")
-        return Reply(text=str(sum(map(int, argument.split()))))
-
-
 class Both(Action):
-    """Replies with words and documents."""
+    """Replies with words and documents, with words alone to "x", refuses an empty body."""
 
-    name, purpose = "both", "have both"
+    name, purpose, may_be_empty = "both", "have both", True
 
     async def call(self, argument):
-        return Reply((DOCUMENT, LONG), "two lines\nof words")
+        if not argument:
+            raise ActionRefused(f"{argument!r} are no <numbers>")
+        return Reply(() if argument == "x" else (DOCUMENT, LONG), "two lines\nof words")
 
 
-class Own(Add):
+class Own(Both):
     """Lists documents in its own way."""
 
     name = "own"
 
-    async def call(self, argument):
-        return Reply((DOCUMENT,), "ignored")
-
     def render(self, reply):
         return "- " + reply.documents[0].title
-
-
-class Pages(DictRetriever):
-    async def access(self, addresses):
-        return [replace(LONG, id=f"page {address}") if address == "bob" else None for address in addresses]
 
 
 TURNS = {
@@ -68,10 +51,10 @@ TURNS = {
     "nothing found": ["<search> nobody </search>"],
     "a page, with the action's own limit": ["<access> bob </access>"],
     "no page": ["<access> nobody </access>"],
-    "words": ["<add> 1 2 </add>", "<search> ann </search>"],
-    "a refusal": ["<add> one </add>"],
-    "words and documents": ["<both> x </both>"],
-    "documents in its own way": ["<own> x </own>"],
+    "words": ["<both> x </both>", "<search> ann </search>"],
+    "a refusal": ["<both></both>"],
+    "words and documents": ["<both> y </both>"],
+    "documents in its own way": ["<own> y </own>"],
 }
 
 
@@ -81,7 +64,7 @@ TURNS = {
 def test_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, prepend_think, template):
     byte_tokenizer = deepcopy(byte_tokenizer)
     byte_tokenizer.chat_template = template
-    own = [ToolConfig(f"{__name__}:{name}") for name in ("Add", "Both", "Own")]
+    own = [ToolConfig(f"{__name__}:{name}") for name in ("Both", "Own")]
     config = Config(
         prompt=PromptConfig(template="short", prepend_think=prepend_think),
         rollout=RolloutConfig(max_observation_length=300, max_searches=3),
@@ -93,7 +76,7 @@ def test_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, pr
         texts[0] = texts[0].removeprefix("<think>")
     context = RolloutContext(
         ScriptedSampler(byte_tokenizer, lambda _, turn: texts[turn]),
-        Pages({"ann": [DOCUMENT], "bob": [DOCUMENT, LONG]}),
+        DictRetriever({"ann": [DOCUMENT], "bob": [DOCUMENT, LONG]}, {"bob": replace(LONG, id="page bob")}),
         byte_tokenizer,
         config.rollout,
         config.prompt,

@@ -25,7 +25,7 @@ from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.contrib.commands.prepare_data import count_rows, question_key
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_jsonl
-from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, neutralise
+from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, neutralise, numbered
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.files import read_rows
@@ -33,7 +33,7 @@ from calibadv_jax.data.questions import load_questions, question_row
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout.actions import SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
-from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import build_model
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
@@ -78,7 +78,7 @@ def run(config: Config) -> None:
 
     def shown(documents: Sequence[Document]) -> str:  # to the policy
         clean = neutralise_documents(documents, tokenizer, grammar)
-        return observations.of(search_action).of_documents(clean)[1]
+        return observations.of(search_action).information(numbered(clean))[1]
 
     def outcome(question: Question, lookups: Sequence[Lookup]) -> Demonstration | str:
         if passages.keys().isdisjoint(question.supporting_ids):
@@ -117,7 +117,7 @@ def run(config: Config) -> None:
 def _lengths(demonstration: Demonstration, config: Config, tokenizer: Any) -> Iterator[tuple[str, int, int]]:
     """Yield keys of the config, each with a length of the demonstration and its limit."""
     rollout = config.rollout
-    prompt = build_prompt(demonstration.question, tokenizer, config.prompt, NO_LIMIT, make_actions(config))
+    prompt = open_prompt(demonstration.question, tokenizer, config.prompt, NO_LIMIT, make_actions(config))[0]
     yield "rollout.max_prompt_length", len(prompt), rollout.max_prompt_length
     longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
     yield "rollout.max_turn_length", longest_turn, rollout.max_turn_length
