@@ -5,34 +5,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from calibadv_jax.core.trajectory import Group, Question, StopReason, Trajectory, Turn, TurnKind
+from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.summary import ALIASES, report_metrics, trajectory_metrics
 
 QUESTION = Question("q", "Who?", ("Ada",), "toy")
 
 
-def turn(kind: TurnKind, sampled: int, observed: int = 0, stop: StopReason = "stop") -> Turn:
-    return Turn(
-        kind,
-        np.arange(sampled, dtype=np.int32),
-        np.zeros(sampled, np.float32),
-        answer="Ada" if kind == "answer" else "",
-        observation_ids=np.arange(observed, dtype=np.int32),
-        stop_reason=stop,
-    )
+def turn(kind, sampled, observed=0, stop_reason="stop"):
+    ids, more = np.arange(sampled, dtype=np.int32), np.arange(observed, dtype=np.int32)
+    answer = "Ada" if kind == "answer" else ""
+    return Turn(kind, ids, ids * 0.0, answer=answer, observation_ids=more, stop_reason=stop_reason)
 
 
-def trajectory(turns: list[Turn], score: float, valid: bool, prompt: int = 10) -> Trajectory:
+def trajectory(turns, score, valid, prompt=10):
     scores = {"f1": score, "em": float(score == 1)}
     ids = np.zeros(prompt, np.int32)
     return Trajectory(QUESTION, ids, turns, format_valid=valid, answer_score=score, metrics=scores)
 
 
 @pytest.fixture
-def metrics() -> dict[str, float]:
+def metrics():
     solved = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 1.0, True)
     invalid = trajectory([turn("invalid", 3, observed=9)], 0.0, False)
-    cut = trajectory([turn("search", 5, observed=5), turn("unfinished", 20, stop="length")], 0.0, False, 16)
+    cut = trajectory(
+        [turn("search", 5, observed=5), turn("unfinished", 20, stop_reason="length")], 0.0, False, 16
+    )
     return trajectory_metrics([Group(QUESTION, [solved, invalid]), Group(QUESTION, [cut])])
 
 
@@ -88,9 +85,8 @@ def test_failed_trajectories_are_only_counted(metrics):
     lost, gone, late = (trajectory([turn("search", 90)], 0.5, False, 90) for _ in range(3))
     lost.error, gone.error, late.error = "retriever: a: b", "retriever: c", "time: d"
     other = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 0.0, True)
-    with_failures = trajectory_metrics(
-        [Group.of(QUESTION, [solved, lost]), Group.of(QUESTION, [gone, late, other])]
-    )
+    groups = [Group.of(QUESTION, [solved, lost]), Group.of(QUESTION, [gone, late, other])]
+    with_failures = trajectory_metrics(groups)
     without = trajectory_metrics([Group(QUESTION, [solved]), Group(QUESTION, [other])])
     assert with_failures == without | {
         "rollout/failed": 3.0,
@@ -104,7 +100,7 @@ def test_failed_trajectories_are_only_counted(metrics):
     assert trajectory_metrics([Group(QUESTION, [], [late])]) == counts
 
 
-def sampled_by(*versions: int) -> Trajectory:
+def sampled_by(*versions):
     answer = turn("answer", 1)
     answer.policy_versions = versions
     return trajectory([answer], 0.0, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -23,13 +22,6 @@ def steps(directory: Path) -> list[int]:
     return [row["step"] for row in read_metrics(directory / "metrics.jsonl")]
 
 
-def test_written_row_is_readable_at_once(tmp_path):
-    with MetricsWriter(tmp_path / "run") as writer:
-        writer.write(3, {"reward/mean": np.float32(0.5), "turns": np.int64(4)})
-        text = (tmp_path / "run" / "metrics.jsonl").read_text()
-        assert text == '{"step": 3, "reward/mean": 0.5, "turns": 4}\n'
-
-
 def test_resumed_file_equals_an_uninterrupted_one(tmp_path):
     write(tmp_path / "whole", range(6))
     write(tmp_path / "resumed", range(5))
@@ -42,9 +34,7 @@ def test_resumed_file_equals_an_uninterrupted_one(tmp_path):
 
 @pytest.mark.parametrize("start_step", [None, 2])
 def test_torn_last_line_is_dropped(tmp_path, start_step):
-    write(tmp_path, range(2))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "lo')
     assert steps(tmp_path) == [0, 1]
     write(tmp_path, range(2, 4), start_step)
     assert steps(tmp_path) == [0, 1, 2, 3]
@@ -72,12 +62,13 @@ def test_failed_rewrite_leaves_the_file(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_nonfinite_values_are_null_and_named(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(0, {"loss": float("nan"), "kl": np.float32("inf"), "lr": 0.1})
-    text = (tmp_path / "metrics.jsonl").read_text()
-    row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert row == {"step": 0, "loss": None, "kl": None, "lr": 0.1, "nonfinite": ["loss", "kl"]}
+def test_row_is_json_and_readable_at_once(tmp_path):
+    with MetricsWriter(tmp_path / "run") as writer:
+        values = {"loss": float("nan"), "kl": np.float32("inf"), "lr": np.float32(0.5), "turns": np.int64(4)}
+        writer.write(3, values)
+        text = (tmp_path / "run/metrics.jsonl").read_text()
+    start = '{"step": 3, "loss": null, "kl": null, "lr": 0.5, "turns": 4, '
+    assert text == start + '"nonfinite": ["loss", "kl"]}\n'
 
 
 def test_reserved_names_and_other_values_are_refused(tmp_path):
