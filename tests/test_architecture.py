@@ -259,15 +259,6 @@ def test_commands_have_modules_that_run():
         assert callable(module.run) and (command in COMMANDS or callable(module.add_arguments))
 
 
-@pytest.mark.medium
-def test_python_m_runs_a_command():
-    call = [sys.executable, "-m", "calibadv_jax.train", "--config", "nowhere.yaml"]
-    answer = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert answer.returncode == 2
-    assert answer.stderr.startswith("error: nowhere.yaml: no such config file")
-    assert answer.stderr.count("\n") == 1
-
-
 def test_modules_run_by_name_have_a_main():
     """A module without its ``if __name__ == "__main__"`` would end at once, with status 0."""
     folders = [ROOT / name for name in ("docs", "scripts", "benchmarks", "experiments", "configs", "tests")]

@@ -142,8 +142,8 @@ def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRA
 
     An action inside the thought is executed too: sampling stops at its closing tag, and the reward judges
     the format. Text after the closing tag is ignored: the last sampled token may carry some. An action with
-    a protocol tag in its body is invalid, and so is an empty one unless it may be empty; an empty answer is an
-    answer. Without an action, a segment is unfinished after "length" and "abort", else invalid.
+    a protocol tag in its body is invalid, and so is an empty one unless it may be empty; an empty answer is
+    one. Without an action, a segment is unfinished after "length" and "abort", else invalid.
     """
     _, think = _first_closed(_OPEN_THINK, text) or ("", "")
     action = _first_closed(grammar.opens_action, text)
