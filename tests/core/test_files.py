@@ -176,11 +176,7 @@ def test_full_disk_names_the_file(tmp_path, error):
 
 def test_other_errors_are_raised_unchanged(tmp_path):
     elsewhere = PermissionError(errno.EACCES, "Permission denied", "/elsewhere/input")
-    for error in (
-        elsewhere,
-        UserError("No space left on device"),
-        OSError("library's words"),
-    ):
+    for error in (elsewhere, UserError("No space left on device"), OSError("library's words")):
         with pytest.raises(type(error)) as caught, replacing(tmp_path / "a.json"):
             raise error
         assert caught.value is error

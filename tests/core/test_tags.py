@@ -120,11 +120,7 @@ def test_hostile_text_costs_linear_time(part):
         ("<think>t</think><search>q</answer>", "invalid", "<search> is not closed before </answer>"),
         ("t</think><search>q</search>", "search", "</think> closes nothing"),
         ("<think>t</think><search>q</search><search>r</search>", "search", "2 actions: <search>, <search>"),
-        (
-            "<think>t</think><browse>q</browse>",
-            "invalid",
-            "unknown action <browse>: there are <search>, <a",
-        ),
+        ("<think>t</think><browse>q</browse>", "invalid", "unknown action <browse>: there are <search>, <a"),
         ("<think>t</think>< Search >q</ search>", "invalid", "unknown action < Search >: there are"),
         (f"<think>t</think><b{'x' * 100}>", "invalid", f"unknown action <b{'x' * 38}: there are"),
         ("<think>t</think><search>  </search>", "invalid", "<search> is empty"),
