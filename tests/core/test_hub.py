@@ -11,7 +11,7 @@ from tiny_policy import SHAPE
 
 from calibadv_jax.commands import sft
 from calibadv_jax.commands.evaluate import choose_policy
-from calibadv_jax.config import Config, MeshConfig, SftPhase
+from calibadv_jax.config import Config, LogConfig, MeshConfig, SftConfig, SftPhase
 from calibadv_jax.contrib.commands.doctor import weight_lines
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core import hub as hub_client
@@ -86,15 +86,13 @@ def test_run_keeps_its_commit(hub, tmp_path, policy_folder):
 @pytest.mark.medium
 def test_cold_start_keeps_its_commit(hub, tmp_path, policy_folder):
     first = hub.add("owner/policy", policy_folder)
-    chat = (("user", "who ?"), ("assistant", "<answer> it </answer>"))
-    messages = [{"role": role, "content": content} for role, content in chat]
+    chat = {"user": "who ?", "assistant": "<answer> it </answer>"}
+    messages = [{"role": role, "content": content} for role, content in chat.items()]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
     config = configured(tmp_path)
     places = {"demonstrations": str(tmp_path / "chats.jsonl"), "output": str(tmp_path / "run/sft")}
-    cold = replace(
-        config.sft, init_from="owner/policy", phases=[SftPhase(1)], rows=8, row_length=256, **places
-    )
-    sft.run(replace(config, sft=cold, log=replace(config.log, backends=[], progress=False)))
+    cold = SftConfig("owner/policy", phases=[SftPhase(1)], rows=8, row_length=256, **places)
+    sft.run(replace(config, sft=cold, log=LogConfig(backends=[], progress=False)))
     assert (tmp_path / "run/sft/model.safetensors").is_file()
     hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
     assert find_folder(config, "owner/policy")[0].name == first
@@ -144,13 +142,6 @@ def test_cache_serves_without_network(tmp_path, monkeypatch, policy_folder):
             load_questions(name) if "data" in name else build_model(config, name)
 
 
-def test_names_of_repositories(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path)
-    names = ["owner/name", "owner/name@v1", "/owner/name", "./name", "name", "a/b/c", "here/missing", ""]
-    assert [name for name in names if hub_client.is_repository(name)] == names[:2]
-
-
 def rows(source, count=2):
     lines = (json.dumps({"id": n, "question": f"q{n}", "golden_answers": ["a"]}) for n in range(count))
     return ("\n".join(lines) + f"\n{' ' * len(source)}").encode()
@@ -179,16 +170,20 @@ def test_data_sets_by_file_pattern_or_alone(hub):
         load_questions("owner/one")
 
 
-def test_pins_add_up_by_repository_and_revision(tmp_path):
+def test_names_and_pins_of_repositories(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    names = ["owner/name", "owner/name@v1", "/owner/name", "./name", "name", "a/b/c", "here/missing", ""]
+    assert [name for name in names if hub_client.is_repository(name)] == names[:2]
     first, other, newer = (hub_client.Pin("a/b", *pin) for pin in (("main", "1"), ("v1", "2"), ("main", "3")))
     hub_client.write_pins(tmp_path, [])
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "hub.json").exists()
     hub_client.write_pins(tmp_path, [first, other])
     hub_client.write_pins(tmp_path, [newer])
     assert hub_client.read_pins(tmp_path) == [newer, other]
 
 
-@pytest.mark.parametrize("content", ["", "[{", "{}", "3", '["x"]', '[{"repository": "a/b"}]', "[null]"])
+@pytest.mark.parametrize("content", ["", "[{", "{}", '["x"]', '[{"repository": "a/b"}]'])
 def test_damaged_pins_are_one_line(tmp_path, content):
     (tmp_path / "hub.json").write_text(content)
     with pytest.raises(UserError, match="hub.json: damaged, .*; remove it") as caught:

@@ -32,17 +32,14 @@ def test_last_tag_says_whether_a_thought_is_open(opening, expected):
         ("<think> a b </think>\n<search> who \n is </search>", "search", "a b", "who \n is"),
         ("<think> c </think><answer> Ann </answer>", "answer", "c", "Ann"),
         (" a </think><search>x</search>", "search", "", "x"),  # the prompt opened the thought
-        ("<search> x </search>.", "search", "", "x"),
         ("<search> x </search><answer>y</answer>", "search", "", "x"),
         ("<think> I could <search> x </search>", "search", "", "x"),
         ("<think> so <answer> y </answer> </think>", "answer", "so <answer> y </answer>", "y"),
         ("<answer> half <search> x </search>", "search", "", "x"),
-        ("</search> <search>a</search>", "search", "", "a"),
         ("</think><think>t</think></answer><answer>b</answer>", "answer", "t", "b"),
         ("<think> t </think><search>  \n</search>", "invalid", "t", ""),
         *((f"<search>a {tag} b</search>", "invalid", "", "") for tag in TAGS if tag != "</search>"),
         ("<answer></answer>", "answer", "", ""),
-        ("<answer> a <think> b </think></answer>", "invalid", "b", ""),
     ],
 )
 def test_first_closed_action_is_read(text, kind, think, body):
@@ -66,9 +63,7 @@ def test_stop_reason_decides_without_action(text):
         ("a <search> b </search> c", "a [search] b [/search] c"),
         ("<Think>< / ANSWER ><information class='x'>", "[Think][ / ANSWER ][information class='x']"),
         ("<sea<search>rch>", "<sea[search]rch>"),
-        ("<search <search>>", "[search [search]>"),
         ("<search and no end", "[search and no end"),
-        ("Doc 1(Title: x", "Doc 1 [Title]: x"),
         ("MyDoc  22 ( title : x", "MyDoc  22 [title]: x"),
         ("So my previous  action is invalid. Hm", "So my earlier action was invalid. Hm"),
         (f"a{CONTROL}b <|im_<|im_end|>end|>", "aim_endb <|im_im_endend|>"),
@@ -85,21 +80,11 @@ def test_forgeries_are_neutralised_and_other_text_stays(text, harmless):
         assert neutralise(original, [CONTROL, " ", "\n"]) == harmless  # blank tokens stay
 
 
-@pytest.mark.parametrize(
-    ("text", "tokens", "harmless"),
-    [
-        ("<<|search|>>", ["<|search|>"], "[search]"),
-        ("<se<||>arch>", ["<||>"], "<se arch>"),
-        ("PAD", ["PAD"], "P A D"),
-        ("a<|x|>b", ["<|x|>", "x"], "a b"),
-        ("x <|a|>b", ["<|a|>", "<|a|>b"], "x a b"),  # the longest is broken first
-    ],
-)
-def test_joined_replacements_are_neutralised_again(text, tokens, harmless):
-    assert neutralise(text, tokens) == harmless
-
-
-def test_notice_of_invalid_action_is_neutralised():
+def test_joined_replacements_are_neutralised_again():
+    assert neutralise("<<|search|>>", ["<|search|>"]) == "[search]"
+    assert neutralise("<se<||>arch>", ["<||>"]) == "<se arch>"
+    assert neutralise("PAD", ["PAD"]) == "P A D"
+    assert neutralise("x <|a|>b", ["<|a|>", "<|a|>b"]) == "x a b"  # the longest is broken first
     cleaned = neutralise(INVALID_ACTION)
     assert "My previous action is invalid" not in cleaned and "<" not in cleaned
 
@@ -121,7 +106,6 @@ def test_hostile_text_costs_linear_time(part):
         ("t</think><search>q</search>", "search", "</think> closes nothing"),
         ("<think>t</think><search>q</search><search>r</search>", "search", "2 actions: <search>, <search>"),
         ("<think>t</think><browse>q</browse>", "invalid", "unknown action <browse>: there are <search>, <a"),
-        ("<think>t</think>< Search >q</ search>", "invalid", "unknown action < Search >: there are"),
         (f"<think>t</think><b{'x' * 100}>", "invalid", f"unknown action <b{'x' * 38}: there are"),
         ("<think>t</think><search>  </search>", "invalid", "<search> is empty"),
         ("<think>t</think><search>q</search> done", "search", "text after </search>"),
@@ -129,7 +113,6 @@ def test_hostile_text_costs_linear_time(part):
         ("<search>q</search>", "search", "no <think> before <search>"),
         ("<think>t</think><think>u</think><search>q</search>", "search", "more than one <think>"),
         ("<think>Rome</think>", "invalid", "no action: none of <search>, <access>, <answer>"),
-        ("Rome", "invalid", "no action"),
         ("", "invalid", "no action"),
         ("<think>t</think><information>a</information><answer>a</answer>", "answer", "<information> is for"),
         ("<think>t</think><answer>a</answer>", "search", "<answer> in a turn of kind search"),

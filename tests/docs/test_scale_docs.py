@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks.compiled import plan_table
 from benchmarks.compiled.ahead_of_time import expected_bytes, parse
-from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point, file_of, table
+from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point
+from benchmarks.compiled.scale_table import row as table_row
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import plan
@@ -112,61 +113,42 @@ def test_parts_of_a_3b_policy_equal_the_doctors():
 
 
 POINT = next(point for point in POINTS if "v5e:4x4 --shape qwen2.5-3b" in point)
-FIGURES = {
-    "update": {"compile_s": 61.4, "arguments": 2.9, "results": 0.7, "needed": 9.0, "peak": 9.0},
-    "apply": {"compile_s": 2.0, "arguments": 2.9, "results": 2.2, "needed": 2.9, "peak": 2.9},
-    "log-probabilities": {"compile_s": 20.0, "arguments": 0.7, "results": 0.1, "needed": 3.0, "peak": 3.0},
-    "prefill": {"compile_s": 5.0, "arguments": 2.6, "results": 2.0, "needed": 3.5, "peak": 3.5},
-    "decode": {"compile_s": 4.0, "arguments": 2.6, "results": 2.0, "needed": 3.25, "peak": 3.25},
-}
+REFUSED = {"refused": "RESOURCE_EXHAUSTED"}
 
 
 @pytest.mark.parametrize(
-    ("program", "changed", "expected"),
+    ("program", "needed", "expected"),
     [
-        (
-            "update",
-            {},
-            {0: "qwen2.5-3b", 1: "16 v5e", 2: "14.9", 3: "9.0 in 61 s", 7: "3.2 in 4 s", 8: "11.6"},
-        ),
-        ("update", {"needed": 15.5, "peak": 12.0}, {3: "**15.5 (12.0) in 61 s**", 8: "**18.1**"}),
-        ("apply", {"needed": 9.5}, {8: "12.1"}),  # an optimizer's step and the cache
-        ("prefill", {"needed": 11.0}, {8: "13.2"}),  # a call and the state without gradients
-        ("decode", {"needed": 12.0}, {8: "14.2"}),
-        ("decode", {"refused": "RESOURCE_EXHAUSTED"}, {7: "refused", 8: "refused"}),
-        ("decode", None, {7: "", 8: ""}),
-        ("log-probabilities", None, {5: "", 8: "11.6"}),
+        ("update", 9.0, "11.6"),
+        ("update", 14.0, "**16.6**"),
+        ("apply", 9.5, "12.1"),  # an optimizer's step and the cache
+        ("prefill", 11.0, "13.2"),  # a call and the state without gradients
+        ("decode", 12.0, "14.2"),
+        ("decode", None, "refused"),
     ],
 )
-def test_row_shows_memory_of_a_device(tmp_path, program, changed, expected):
-    """16 GB are 14.9 GiB; the sampler's column is the largest of a gradient, a step and a call."""
-    figures = {name: values for name, values in FIGURES.items() if name != program}
-    if changed is not None:
-        figures[program] = changed if "refused" in changed else FIGURES[program] | changed
-    file_of(tmp_path, POINT).write_text(json.dumps(figures))
-    lines = table(tmp_path, list(POINTS)).splitlines()
-    row = [cell.strip() for cell in lines[-1].strip("|").split("|")]
-    assert len(lines) == 3 and row[-1] == f"`{POINT}`"  # head, rule, the point
-    assert {place: row[place] for place in expected} == expected
+def test_sampler_row_is_the_largest_of_three(program, needed, expected):
+    """16 GB are 14.9 GiB."""
+    sizes = {"update": 9.0, "apply": 2.9, "log-probabilities": 3.0, "prefill": 3.5, "decode": 3.25}
+    figures = {
+        name: {"compile_s": 1.0, "arguments": 2.6, "results": 2.2, "needed": size, "peak": size}
+        for name, size in (sizes | {program: needed or 0.0}).items()
+    }
+    row = table_row(POINT, figures if needed else figures | {program: REFUSED}).split(" | ")
+    assert row[:3] == ["| qwen2.5-3b", "16 v5e", "14.9"] and row[-1] == f"`{POINT}` |"
+    assert row[8] == expected and row[5] == "3.0 in 1 s"
 
 
 def test_failed_compilation_raises_its_reason(tmp_path, monkeypatch):
     """Status 1 is that of a program that does not fit, and of a failure: the figures tell which."""
     file, programs = tmp_path / "point.json", ["update", "apply"]
-    assert len({file_of(tmp_path, point) for point in POINTS}) == len(POINTS)
-    for status, names, has_failed in (
-        (1, [], True),
-        (1, ["update"], True),
-        (1, programs, False),
-        (-9, [], True),
-    ):
+    for status, names, has_failed in ((1, ["update"], True), (1, programs, False), (-9, [], True)):
         done = subprocess.CompletedProcess([], status, "", "ModuleNotFoundError: No module 'libtpu'")
         monkeypatch.setattr(subprocess, "run", Mock(return_value=done))
-        file.write_text(json.dumps({name: {"refused": "RESOURCE_EXHAUSTED"} for name in names}))
+        file.write_text(json.dumps(dict.fromkeys(names, REFUSED)))
         with pytest.raises(SystemExit, match="libtpu") if has_failed else nullcontext():
             compile_point(POINT, programs, file, {"tpu": tmp_path})
-        (command,) = subprocess.run.call_args.args
-        assert POINT in " ".join(command) and command[-4:-2] == programs
+        assert subprocess.run.call_args.args[0][-4:-2] == programs
 
 
 def test_only_memory_refusals_are_figures():
