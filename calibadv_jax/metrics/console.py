@@ -89,15 +89,19 @@ class Console:
     def note(self, text: str) -> None:
         """Write a line of progress, unless progress is off."""
         if self._progress:
-            self._print(text)
+            self.tell(text)
 
     def warn(self, text: str) -> None:
         """Write ``warning: …``, always."""
-        self._print(f"warning: {text}", style="bold yellow")
+        self.tell(f"warning: {text}", style="bold yellow")
 
-    def tell(self, text: str) -> None:
-        """Write a line that the user requested, always."""
-        self._print(text)
+    def tell(self, text: str, style: str | None = None) -> None:
+        """Write a line of any length above what is in progress, always."""
+        if not self._silent:
+            with self._lock:
+                self._rewrite("")
+                self._rich.print(redact(text), style=style, markup=False, highlight=False, soft_wrap=True)
+                self._written = time.monotonic()
 
     def say(self, text: str) -> None:
         """Write a result to standard output, always."""
@@ -184,14 +188,6 @@ class Console:
                 self._stream.write(f"\r{text:{self._width}}" + ("" if text else "\r"))
                 self._stream.flush()
                 self._written, self._width = time.monotonic(), len(text)
-
-    def _print(self, text: str, style: str | None = None) -> None:
-        """Write one line of any length, above what is in progress."""
-        if not self._silent:
-            with self._lock:
-                self._rewrite("")
-                self._rich.print(redact(text), style=style, markup=False, highlight=False, soft_wrap=True)
-                self._written = time.monotonic()
 
 
 def duration(seconds: float) -> str:
