@@ -56,20 +56,12 @@ def spawn(command, variables):
 
 def environment(devices):
     """The environment of a process with so many simulated devices."""
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "PYTHONPATH": str(ROOT / "tests"),
-    }
+    jax = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return os.environ | jax | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "tests")}
 
 
 def start(arguments, processes, devices, signals=None):
-    """Starts `calibadv train` in processes of so many simulated devices each.
-
-    Args:
-        signals: number of a process -> its HOSTS_RIG.
-    """
+    """Start `calibadv train` in processes of so many simulated devices; `signals`: HOSTS_RIG by process."""
     variables = environment(devices) | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
     command = ["-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml", *arguments]
     running = []

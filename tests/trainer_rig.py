@@ -166,11 +166,8 @@ def resumed(config, folder, fails_at, kind=ScriptedRollouts):
 
 
 def rows(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(UNTIMED)}
-        for line in lines
-    ]
+    written = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{n: value for n, value in row.items() if not n.startswith(UNTIMED)} for row in written]
 
 
 def make_state(config, folder, rollouts=None, console=None):

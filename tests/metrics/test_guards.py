@@ -52,6 +52,8 @@ def test_null_switches_guard_off_and_limit_is_good(name):
     limit = getattr(GuardsConfig(), GUARDS[name].threshold)
     at_the_limit = feed(guards(patience=1, action="stop"), {}, {METRICS[name]: limit})[-1]
     assert (at_the_limit.action, at_the_limit.metrics[f"guard/{name}"]) == ("go_on", 0)
+    logged = feed(guards(patience=1), {}, COLLAPSED)[-1]  # by default it never stops
+    assert logged.action == "go_on" and len(logged.findings) == 5 and set(logged.metrics.values()) == {1.0}
     off = feed(guards(patience=1, action="stop", **{GUARDS[name].threshold: None}), {}, BAD[name])[-1]
     assert off.action == "go_on" and f"guard/{name}" not in off.metrics and len(off.metrics) == 4
 
@@ -71,13 +73,6 @@ def test_streak_of_armed_guard_stops(patience, steps, last):
     assert newest.action == last and bool(newest.findings) == (last == "stop")
     flagged = [verdict.metrics.get("guard/format_valid") for verdict in before]
     assert not any(flagged) and ("guard/entropy" in before[-1].metrics) == (ABSENT not in steps)
-
-
-def test_log_never_stops():
-    assert GuardsConfig().action == "log"
-    (_, verdict) = feed(guards(patience=1), {}, COLLAPSED)
-    assert verdict.action == "go_on" and len(verdict.findings) == 5
-    assert set(verdict.metrics.values()) == {1.0}
 
 
 def test_rollback_stops_at_its_limit():
@@ -106,7 +101,7 @@ def test_resumed_guards_equal_uninterrupted_ones(cut):
 
 @pytest.mark.parametrize(
     ("action", "before", "expected"),
-    [("rollback", 0, "rollback"), ("rollback", 3, "stop"), ("stop", 0, "go_on"), ("log", 0, "go_on")],
+    [("rollback", 0, "rollback"), ("rollback", 3, "stop"), ("stop", 0, "go_on")],
 )
 def test_due_rollback_survives_a_restart(action, before, expected):
     """A signal came in the step that tripped the guard, or there was no checkpoint to go back to."""
@@ -173,9 +168,7 @@ def test_diverging_critic_is_named_with_its_key(actor):
     assert "the parameters of the critic are not finite" in lost.findings[0]
 
 
-@pytest.mark.parametrize(
-    ("action", "expected"), [("log", "stop"), ("stop", "stop"), ("rollback", "rollback")]
-)
+@pytest.mark.parametrize(("action", "expected"), [("log", "stop"), ("rollback", "rollback")])
 def test_steps_without_finite_updates_end_the_run(action, expected):
     watch = guards(action=action, patience=2)
     assert watch.check(1, numbers(0.0)).metrics == {"guard/numbers": 0}
@@ -188,12 +181,11 @@ def test_steps_without_finite_updates_end_the_run(action, expected):
     assert "no update was finite for 2 steps" in verdict.findings[0]
     watch.rolled_back(1)
     assert not watch.is_broken and not watch.in_doubt
-
-
-def test_finite_updates_and_lost_parameters():
-    watch = guards(action="stop", patience=2)
-    for step, skipped in enumerate((0.5, 1.0, 0.0, 1.0, 0.8), 1):
+    for step, skipped in enumerate((0.5, 1.0, 0.0, 1.0, 0.8), 2):
         assert watch.check(step, numbers(skipped)).action == "go_on"
+
+
+def test_lost_parameters_end_the_run_at_once():
     watch = guards(patience=9)
     verdict = watch.check(1, numbers(0.0, finite=0.0))
     assert verdict.action == "stop" and watch.is_broken

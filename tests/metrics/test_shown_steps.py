@@ -92,6 +92,8 @@ def test_transcripts_are_shown_without_progress():
     assert [line.split(maxsplit=1)[1] for line in lines[1:6]] == parts
     assert [line[-2] for line in lines if line.startswith("question")] == ["a", "c"]
     assert show_steps(groups, transcripts=9, progress=False).count("question ") == 4
+    groups[0].trajectories[0].turns.insert(0, turn("invalid", text="word " * 10_000))
+    assert max(map(len, show_steps(groups, transcripts=1).splitlines())) == 1000
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
@@ -107,9 +109,3 @@ def test_transcripts_do_not_command_the_terminal(stream):
     assert "\x07" not in text and "\u202e" not in text and "\r" not in text and "\x1b[2J" not in text
     assert text.count("[bold red]red[/] left [/") == 13  # shown as it stands, without a style
     assert "\x1b[1;31m" not in text and "\x1b[31m" not in text
-
-
-def test_long_turn_is_cut():
-    sample = group("a", 0, 1.0)
-    sample.trajectories[0].turns.insert(0, turn("invalid", text="word " * 10_000))
-    assert max(map(len, show_steps([sample], transcripts=1).splitlines())) <= 1000
