@@ -82,7 +82,5 @@ def ends(running, seconds=400):
 
 def rows(folder):
     """Metrics of every step, without times."""
-    return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(UNTIMED)}
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    written = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{n: value for n, value in row.items() if not n.startswith(UNTIMED)} for row in written]
