@@ -164,8 +164,7 @@ def leave(status: str | int | None) -> NoReturn:
         sys.exit(status)
     if isinstance(status, str):
         sys.stderr.write(f"{status}\n")
-        status = 1
-    leave_now(status or 0)
+    leave_now(1 if isinstance(status, str) else status or 0)
 
 
 def leave_now(status: int) -> NoReturn:
