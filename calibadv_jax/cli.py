@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, NoReturn
 
 from calibadv_jax.config import Config, counterpart, dump_config, load_config
@@ -60,30 +60,19 @@ PROGRAMS = {  # other programs, by the module that runs them: they parse their o
 }
 # A file inspect.py would hide Python's own from a file beside it that is run by its path.
 MODULES = {"inspect": "inspect_run"}
-
-
-@dataclass(frozen=True)
-class Value:
-    """An option with a value; its type is that of the default."""
-
-    metavar: str
-    help: str
-    default: str | int | float
-
-
-# Options of a command, handed to its run() by name: a text describes a flag.
-OPTIONS: dict[str, dict[str, str | Value]] = {
-    "export": {"adapter": "write only the adapters of policy.lora, as a PEFT folder (export.adapter_output)"},
-    "doctor": {"offline": "only checks without network, services, model files and data files"},
+# Options of a command, as arguments of argparse; run() gets their values by name.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "export": {"adapter": dict(action="store_true", help="only policy.lora's adapters, as a PEFT folder")},
+    "doctor": {"offline": dict(action="store_true", help="only checks without network, services and files")},
     "plan": {
-        "tpu": Value("KIND:SHAPE", "TPU slice, such as v5e:4x4 or v5e-16", ""),
-        "gpu": Value("KIND", "h100, h200 or h20", ""),
-        "topology": Value("SHAPE", "of the GPUs: slices x hosts x GPUs per host, such as 1x2x8", ""),
-        "efficiency": Value("SHARE", "of the devices' peak speed that a step reaches", 0.4),
-        "tokens": Value("NUMBER", "mean tokens of a trajectory; 0: the longest that the config allows", 0),
-        "sampled": Value("NUMBER", "of these, sampled tokens; 0: the most", 0),
-        "estimate": "estimate memory by the doctor's formula, without a compiler",
-        "json": Value("FILE", "write the figures to this file", ""),
+        "tpu": dict(metavar="KIND:SHAPE", default="", help="TPU slice, such as v5e:4x4 or v5e-16"),
+        "gpu": dict(metavar="KIND", default="", help="h100, h200 or h20"),
+        "topology": dict(metavar="SHAPE", default="", help="slices x hosts x GPUs per host, such as 1x2x8"),
+        "efficiency": dict(metavar="SHARE", type=float, default=0.4, help="of the devices' peak speed"),
+        "tokens": dict(metavar="NUMBER", type=int, default=0, help="mean of a trajectory; 0: the most"),
+        "sampled": dict(metavar="NUMBER", type=int, default=0, help="of these, sampled tokens; 0: the most"),
+        "estimate": dict(action="store_true", help="estimate memory by a formula, without a compiler"),
+        "json": dict(metavar="FILE", default="", help="write the figures to this file"),
     },
 }
 
@@ -147,12 +136,8 @@ def module_of(command: str) -> str:
 
 def _load(name: str) -> ModuleType:
     """Import the module of a command, and report if that takes long."""
-
-    def report() -> None:
-        sys.stderr.write(f"calibadv {name}: loading its libraries (JAX and others)\n")
-        sys.stderr.flush()
-
-    timer = threading.Timer(SILENCE, report)
+    report = f"calibadv {name}: loading its libraries (JAX and others)\n"
+    timer = threading.Timer(SILENCE, sys.stderr.write, [report])
     timer.daemon = True
     timer.start()
     try:
@@ -170,15 +155,10 @@ def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
 
 
 def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = None) -> NoReturn:
-    """Load the config, call `run` with it and the options of OPTIONS by name, and end the process.
-
-    Exit status: 0 when `run` returns; 2 after a `UserError` and 75 after an `EnvironmentFailure`, which are
-    printed as one line ``error: …``; 130 after an interruption from the keyboard. Other exceptions are
-    defects of this program and show their traceback.
-    """
+    """Load the config, call `run` with it and the command's OPTIONS by name, and `end` the process."""
     is_quickstart = command == "quickstart"
     default = [Path("quickstart")] if is_quickstart else None
-    arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command, {}), default)
+    arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command), default)
 
     def run_with_config() -> None:
         config = load_config(arguments.configs, arguments.overrides, with_inputs=is_quickstart)
@@ -195,25 +175,20 @@ def parse(
     program: str,
     description: str,
     argv: Sequence[str] | None = None,
-    options: Mapping[str, str | Value] = MappingProxyType({}),
+    options: Mapping[str, dict[str, Any]] | None = None,
     configs: list[Path] | None = None,
 ) -> Arguments:
     """Parse `argv` (default: the process's arguments), with the `options` of the command `program`.
 
-    `configs` are used if none is given; None: at least one must be given. Raises SystemExit with status 0
-    after ``--help``, and 2 after a mistake that was reported in one line.
+    `configs` are used if none is given; None: at least one must be given.
     """
     parser = _Parser(prog=program, description=description, allow_abbrev=False)
     text = "YAML file of the run, or a shipped config (calibadv configs); later ones win, key by key"
     text += f"; default: {', '.join(map(str, configs))}" if configs else ""
     is_needed = not configs
     parser.add_argument("--config", type=Path, required=is_needed, action="append", metavar="FILE", help=text)
-    for name, option in options.items():
-        if isinstance(option, Value):
-            kind: dict[str, Any] = {"metavar": option.metavar, "type": type(option.default)}
-            parser.add_argument(f"--{name}", default=option.default, help=option.help, **kind)
-        else:
-            parser.add_argument(f"--{name}", action="store_true", help=option)
+    for name, option in (options or {}).items():
+        parser.add_argument(f"--{name}", **option)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
     text = "config keys and their new values; every key is described in docs/configuration.md"
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
@@ -222,7 +197,7 @@ def parse(
         hint = counterpart(unknown[0].partition("=")[0].strip("-").replace("-", "_"))
         fault = f"unknown option {unknown[0]!r}; config keys are written key.path=value, without dashes"
         parser.error("; ".join(filter(None, (fault, hint))))
-    chosen = {name: getattr(parsed, name) for name in options}
+    chosen = {name: getattr(parsed, name) for name in options or {}}
     return Arguments(parsed.config or configs or [], parsed.overrides, parsed.dry_run, chosen)
 
 
@@ -238,7 +213,11 @@ def _divides_by(devices: int, config: Config) -> bool:
 
 
 def end(work: Callable[[], object]) -> NoReturn:
-    """Do the work and end the process with its status; see `leave`."""
+    """Do the work and end the process; see `leave`.
+
+    Status: 0; 2 after a `UserError` and 75 after an `EnvironmentFailure` or a full disk, which are printed as
+    one line ``error: …``; 130 after Ctrl-C. Other exceptions are defects and show their traceback.
+    """
     try:
         work()
     except SystemExit as stopped:

@@ -35,31 +35,27 @@ def collectives(text, kind):
         if inner <= loops:
             break
         loops |= inner
-    shapes = []
-    for name, lines in parts.items():
-        for line in lines:
-            match = re.search(rf"= (.*?) {kind}(?:-start)?\(", line)
-            if match:
-                shapes += [(name in loops, shape) for shape in re.findall(r"\w+\[[\d,]*\]", match[1])]
-    return shapes
+    sent = re.compile(rf"= (.*?) {kind}(?:-start)?\(")
+    return [
+        (name in loops, shape)
+        for name, lines in parts.items()
+        for match in filter(None, map(sent.search, lines))
+        for shape in re.findall(r"\w+\[[\d,]*\]", match[1])
+    ]
 
 
 MOVES = ("bitcast", "copy", "copy-done", "copy-start", "get-tuple-element", "reshape", "transpose")
-SAMPLED = (8, 1000)  # rows and tokens of the program of `check_filter`
 
 
 def check_filter(device):
     """Check that a device's program for top-p and top-k sorts and compares logits, nothing computed."""
     place = SingleDeviceSharding(device)
-    rows, vocab = SAMPLED
-    dtypes = {"logits": "float32", "seeds": "uint32", "positions": "int32"}
-    dtypes |= {"temperatures": "float32", "top_p": "float32", "top_k": "int32"}
-    arguments = {
-        name: jax.ShapeDtypeStruct((rows, vocab) if name == "logits" else (rows,), dtype, sharding=place)
-        for name, dtype in dtypes.items()
-    }
-    program = jax.jit(partial(sample_tokens, filtered=True)).lower(**arguments).compile()
-    origins = compared_and_sorted(program.as_text(), f"[{rows},{vocab}]")
+    dtypes = {"seeds": "uint32", "positions": "int32", "temperatures": "float32"}
+    dtypes |= {"top_p": "float32", "top_k": "int32"}
+    arguments = {n: jax.ShapeDtypeStruct((8,), dtype, sharding=place) for n, dtype in dtypes.items()}
+    logits = jax.ShapeDtypeStruct((8, 1000), "float32", sharding=place)
+    program = jax.jit(partial(sample_tokens, filtered=True)).lower(logits=logits, **arguments).compile()
+    origins = compared_and_sorted(program.as_text(), "[8,1000]")
     names = {kind: {re.sub(r"\W|\d", "", name) for name in names} for kind, names in origins.items()}
     assert names == {"compare": {"logits"}, "sort": {"logits"}}, origins
 

@@ -44,12 +44,10 @@ class Scripted:
         text = "".join(map(chr, token_ids))
         self.asked.append((session, sampling))
         self.prompts.append(text)
-        if self.searches and "information" not in text:
-            reply = SEARCH.format(text.strip().rpartition("Question: ")[2])
-        else:
-            reply = ANSWER.format(self.reply(text, sampling.seed))
-        ids = [ord(letter) for letter in reply]
-        return Completion(ids, [-1.0] * len(ids), "stop", (0,))
+        does_search = self.searches and "information" not in text
+        question = text.strip().rpartition("Question: ")[2]
+        reply = SEARCH.format(question) if does_search else ANSWER.format(self.reply(text, sampling.seed))
+        return Completion(list(map(ord, reply)), [-1.0] * len(reply), "stop", (0,))
 
     async def load(self, version, params):
         self.loaded.append(version)

@@ -56,20 +56,12 @@ def spawn(command, variables):
 
 def environment(devices):
     """The environment of a process with so many simulated devices."""
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "PYTHONPATH": str(ROOT / "tests"),
-    }
+    jax = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return os.environ | jax | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "tests")}
 
 
 def start(arguments, processes, devices, signals=None):
-    """Starts `calibadv train` in processes of so many simulated devices each.
-
-    Args:
-        signals: number of a process -> its HOSTS_RIG.
-    """
+    """Start `calibadv train` in processes of so many simulated devices; `signals`: HOSTS_RIG by process."""
     variables = environment(devices) | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
     command = ["-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml", *arguments]
     running = []
@@ -90,7 +82,5 @@ def ends(running, seconds=400):
 
 def rows(folder):
     """Metrics of every step, without times."""
-    return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(UNTIMED)}
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+    written = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{n: value for n, value in row.items() if not n.startswith(UNTIMED)} for row in written]

@@ -45,11 +45,7 @@ class Server(ThreadingHTTPServer):
 
 @contextmanager
 def serving(handler: Any, port: int = 0) -> Iterator[str]:
-    """Base URL of a server with this handler, which ends with the block.
-
-    Args:
-        port: 0: any that is free.
-    """
+    """Base URL of a server with this handler, which ends with the block; port 0: any that is free."""
     server = Server(("127.0.0.1", port), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

@@ -1,20 +1,12 @@
 """Tests must not depend on how a CPU rounds: how to compare numbers, and a mode that rounds otherwise.
 
-Programs of other shapes, meshes or CPUs add the same numbers in another order. So:
-
-- Values and gradients are compared in the scale of their norm, by `close_in_norm`. A tolerance for each
-  element is none for those that are nearly zero, where rounding is all that there is.
-- Parameters are compared after steps of SGD. AdamW divides a gradient by its own size, so that one that is
-  nearly zero makes a full step in a direction that rounding chose. AdamW and Muon are given gradients.
-- Bits are compared where both sides are one program with the same inputs; a line at the test says why.
-
-How to see on one CPU that a test keeps to this::
+Programs of other shapes, meshes or CPUs add the same numbers in another order. So values and gradients are
+compared by `close_in_norm`, and parameters after steps of SGD: AdamW makes a full step in a direction that
+rounding chose where a gradient is nearly zero. Bits are compared where both sides are one program with the
+same inputs. How to see on one CPU that a test keeps to this::
 
     pytest --perturb tests/learner  # see `perturb`
     XLA_FLAGS="--xla_cpu_experimental_ynn_fusion_type= --xla_cpu_max_isa=SSE4_2" pytest tests/learner
-
-The second takes XLA's own loops in narrow registers instead of the library YNNPACK's, which chooses its loops
-by the CPU. Without its first flag, --xla_cpu_max_isa changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +23,7 @@ from calibadv_jax.policy.kernels import custom_gradients
 
 
 def close_in_norm(actual: Any, expected: Any, relative: float = 1e-5) -> None:
-    """Two trees are equal but for rounding: no leaf is further off than `relative` of the whole tree's norm.
+    """Check that no leaf is further off than `relative` of the whole tree's norm.
 
     Of the whole tree and not of the leaf: some gradients are zero but for rounding, that of a key's bias
     for one. Float32 keeps 6e-8 of a number; the default leaves room for sums of a few hundred.
@@ -46,11 +38,10 @@ def close_in_norm(actual: Any, expected: Any, relative: float = 1e-5) -> None:
 
 
 def perturb() -> None:
-    """From now on programs of other shapes and meshes round differently, by a unit in the last place.
+    """Let programs of other shapes and meshes round differently, by a unit in the last place.
 
     This concerns the results of the layers' products, and the gradients that the optimizer takes, in the
-    scale of a parameter's largest. One program rounds the same every time, and one row of a product like
-    another, as on a real machine. Programs that a test starts as processes of their own are as ever.
+    scale of a parameter's largest. One program rounds the same every time.
     """
     plain_product, plain_step = custom_gradients._product, Learner._applied
 

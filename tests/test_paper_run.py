@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from packages import need
 
 pytest.importorskip("faiss")
@@ -23,6 +22,7 @@ pytest.importorskip("fastapi")
 from rerank_rig import tiny_cross_encoder
 from rows_rig import write_rows
 from safetensors.numpy import save_file
+from tiny_policy import GROUPED
 
 from calibadv_jax import cli
 from calibadv_jax.config import RetrieverConfig
@@ -37,17 +37,7 @@ need("sentence_transformers")
 
 PAPER = Path(__file__).resolve().parent.parent / "configs/paper/qwen2.5-3b.yaml"
 SOURCES = {"nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"}
-SHAPE = {
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-}
+SHAPE = GROUPED | {"hidden_size": 32, "num_hidden_layers": 1, "tie_word_embeddings": False}
 # Class of the last token -> what may follow, with its probability. "other" ends prompts and observations.
 CHAIN = {
     "other": {"<think>": 1.0},
@@ -59,25 +49,14 @@ CHAIN = {
     "<answer>": {"reply": 1.0},
     "reply": {"</answer>": 1.0},
 }
-OVERLAY = {  # the paper's run in small: same mesh, advantage, loss and retrieval; other sizes
-    "policy": {"compute_dtype": "float32"},
-    "rollout": {
-        "questions_per_step": 6,
-        "max_prompt_length": 256,
-        "max_turn_length": 16,
-        "max_observation_length": 160,
-        "max_length": 1024,
-    },
-    "sampler": {"name": "jax", "slots": 32, "decode_chunk": 16},
-    "learner": {
-        "steps": 3,
-        "minibatch_size": 15,
-        "row_length": 1024,
-        "optimizer": {"lr": 1.0e-3, "decay_updates": 0},
-    },
-    "checkpoint": {"every": 0, "snapshot_dtype": "float32"},
-    "log": {"backends": []},
-}
+SMALL = [  # the paper's run: same mesh, advantage, loss and retrieval; other sizes
+    *("policy.compute_dtype=float32", "rollout.questions_per_step=6", "rollout.max_prompt_length=256"),
+    *("rollout.max_turn_length=16", "rollout.max_observation_length=160", "rollout.max_length=1024"),
+    *("sampler.name=jax", "sampler.slots=32", "sampler.decode_chunk=16", "learner.steps=3"),
+    *("learner.minibatch_size=15", "learner.row_length=1024", "learner.optimizer.lr=1e-3"),
+    *("learner.optimizer.decay_updates=0", "checkpoint.every=0", "checkpoint.snapshot_dtype=float32"),
+    "log.backends=[]",
+]
 
 
 def write_policy(folder, texts):
@@ -122,13 +101,9 @@ def write_search_r1(path, rows):
     """The layout of Search-R1's and the CalibAdv authors' preprocessing."""
     columns = [
         {name: row[name] for name in ("data_source", "question", "golden_answers")}
-        | {
-            "prompt": [{"role": "user", "content": f"Answer the question: {row['question']}"}],
-            "ability": "fact-reasoning",
-            "reward_model": {"style": "rule", "ground_truth": {"target": row["golden_answers"]}},
-            "extra_info": {"split": "train", "index": number},
-        }
-        for number, row in enumerate(rows)
+        | {"prompt": [{"role": "user", "content": f"Answer the question: {row['question']}"}]}
+        | {"reward_model": {"style": "rule", "ground_truth": {"target": row["golden_answers"]}}}
+        for row in rows
     ]
     write_rows(path, *columns)
 
@@ -172,38 +147,29 @@ def test_papers_config_trains_and_evaluates_with_a_reranker(shared, tmp_path):
     texts = [row["contents"] for row in passages]
     write_policy(tmp_path / "policy", [*texts, " yes no" * 50])
     cross = tiny_cross_encoder(tmp_path / "cross", " ".join(texts[:200]).split())
-    overlay = OVERLAY | {
-        "run": {"dir": str(tmp_path / "run")},
-        "policy": OVERLAY["policy"] | {"path": str(tmp_path / "policy")},
-        "data": {
-            "train": str(tmp_path / "train.parquet"),
-            "eval": {source: str(tmp_path / f"{source}.jsonl") for source in sorted(SOURCES)},
-        },
-    }
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(overlay))
+    evaluated = ", ".join(f"{source}: {tmp_path}/{source}.jsonl" for source in sorted(SOURCES))
+    arguments = ["--config", str(PAPER), *SMALL, f"run.dir={tmp_path}/run", f"policy.path={tmp_path}/policy"]
+    arguments += [f"data.train={tmp_path}/train.parquet", f"data.eval={{{evaluated}}}"]
     places = {"corpus": str(tmp_path / "corpus.jsonl"), "index": str(tmp_path / "index")}
     service = RetrieverConfig(**places, reranker=str(cross), retrieval_topk=20, rerank_topk=3)
     with RetrieverProcess(service, tmp_path / "retriever.log") as process:
-        configs = ["--config", str(PAPER), "--config", str(tmp_path / "small.yaml")]
-        configs.append(f"retriever.url={process.url}")
-        run("train", *configs)
+        arguments.append(f"retriever.url={process.url}")
+        run("train", *arguments)
         in_training = reranked(process.url)
-        run("evaluate", *configs)
+        run("evaluate", *arguments)
         in_evaluation = reranked(process.url) - in_training
 
     rows = read(tmp_path / "run/metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [1, 2, 3] and any(row["reward/mean"] > 0 for row in rows)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
-    assert any(row["reward/mean"] > 0 for row in rows)
     kept = [tmp_path / f"run/rollouts/step_{step}.parquet" for step in (1, 2, 3)]
     trajectories = [row for path in kept for row in read_columns(path).to_pylist()]
     assert len(trajectories) == 3 * 6 * 5
     searches = [turn for trajectory in trajectories for turn in trajectory["turns"] if turn.get("documents")]
     counts = [len(turn["documents"]) for turn in searches]  # a rare word is in fewer than three passages
     assert len(searches) > 40 and max(counts) == 3 and counts.count(3) > len(counts) / 2
-    assert {document["id"] for turn in searches for document in turn["documents"]} <= {
-        row["id"] for row in passages
-    }
+    shown = {document["id"] for turn in searches for document in turn["documents"]}
+    assert shown <= {row["id"] for row in passages}
     assert in_training == len(searches), "every search of the trainer is reranked, once"
 
     report = json.loads((tmp_path / "run/evaluation.json").read_text())["scores"]["0"]

@@ -1,15 +1,11 @@
-"""Inputs made from public reports (``../shared/cases``) whose readers depend on versions; bounds of versions.
+"""Inputs made from public reports (``../shared/cases``) whose readers depend on versions.
 
 Skipped where the folder is absent. Every case of that folder has a test beside the module that it concerns.
 """
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
-
 import pytest
-from packaging.requirements import Requirement
 
 from calibadv_jax.contrib.commands.prepare_data import prepare
 from calibadv_jax.core.errors import UserError
@@ -49,14 +45,3 @@ def test_rows_of_peers_are_read_or_dropped(shared, tmp_path, name, expected):
     questions = load_questions(tmp_path / "out.jsonl")
     assert [question.golden_answers for question in questions] == expected
     assert not any("think" in question.text.lower() for question in questions)
-
-
-@pytest.mark.parametrize(("python", "is_allowed"), [("3.11", True), ("3.12", False), ("3.13", False)])
-def test_flax_that_jax_breaks_is_excluded(python, is_allowed):
-    """Flax 0.12.8 cannot be imported beside JAX 0.12, which needs Python 3.12."""
-    file = Path(__file__).resolve().parents[1] / "pyproject.toml"
-    bounds = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
-    flax = [bound for bound in map(Requirement, bounds) if bound.name == "flax"]
-    places = {"python_version": python, "python_full_version": f"{python}.1"}
-    specifiers = [bound.specifier for bound in flax if not bound.marker or bound.marker.evaluate(places)]
-    assert ["0.12.8" in specifier for specifier in specifiers] == [is_allowed]

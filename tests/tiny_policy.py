@@ -7,47 +7,20 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 398,
-    "tie_word_embeddings": True,
-}
-WIDER = SHAPE | {  # two layers, and several heads for a key-value head
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-GROUPED = {  # the same of another type; vocab_size is the test's
-    "model_type": "qwen2",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-NARROW = {  # of another type, and narrower
-    "model_type": "qwen2",
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-LLAMA3 = {  # rotary frequencies that are scaled, as in Llama 3.1 and later
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+SHAPE = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 398}
+SHAPE |= {"tie_word_embeddings": True}
+# Two layers, and several heads for a key-value head.
+WIDER = SHAPE | {"intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+WIDER |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+# The same of another type; vocab_size is the test's.
+GROUPED = {"model_type": "qwen2", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+GROUPED |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+NARROW = {"model_type": "qwen2", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 16}
+NARROW |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+# Rotary frequencies that are scaled, as in Llama 3.1 and later.
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
 def tiny(config, adapters=None, **numerics):

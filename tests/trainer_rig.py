@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from concurrent.futures import Future
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from hosts_rig import UNTIMED, rows  # noqa: F401
 from tiny_policy import NARROW
 
 from calibadv_jax.commands.train import train
@@ -149,7 +149,6 @@ class Collapsing(ScriptedRollouts):
 
 GUARDED = {"max_sampled_perplexity": 1000.0, "patience": 1}
 MODEL = make_model()
-UNTIMED = ("timing_s/", "perf/")
 
 
 def run(config, rollouts, tmp_path, console=None):
@@ -163,14 +162,6 @@ def resumed(config, folder, fails_at, kind=ScriptedRollouts):
     with pytest.raises(RuntimeError, match="the machine is gone"):
         run(config, kind(fails_at=fails_at), folder)
     return run(config, kind(), folder)
-
-
-def rows(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(UNTIMED)}
-        for line in lines
-    ]
 
 
 def make_state(config, folder, rollouts=None, console=None):

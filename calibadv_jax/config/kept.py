@@ -53,20 +53,16 @@ def newest_start(run: Path) -> Start | None:
         if config is not None and without_hashes is None:
             without_hashes = Start(path, config, {}, tuple(damaged))
     if damaged and without_hashes is None:
-        raise UserError(
-            f"{damaged[0]}: empty or cut off (was the disk full?), and no older start is whole; write the"
-            f" run's config there (calibadv train --config FILE --dry-run > {damaged[0]}), or choose another"
-            " run.dir"
-        )
+        way_out = f"write the run's config there (calibadv train --config FILE --dry-run > {damaged[0]})"
+        raise UserError(f"{damaged[0]}: empty or cut off, and no older start is whole; {way_out}")
     return without_hashes
 
 
 def run_hash(run: Path) -> str:
     """Return the hash of a run's first start: config, questions, model, vocabulary; empty before it."""
     files = [run / FOLDER / name for name in ("0.yaml", "0.json")]
-    if not files[0].is_file():
-        return ""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
+    content = b"".join(file.read_bytes() for file in files if file.is_file())
+    return hashlib.sha256(content).hexdigest() if files[0].is_file() else ""
 
 
 def add_start(run: Path, config: str, identity: Mapping[str, str]) -> None:

@@ -151,17 +151,16 @@ def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
     dotted = dotted.lstrip("+")  # Hydra's mark of a key that is added
     section, _, name = dotted.rpartition(".")
     top = section.partition(".")[0]
-    keys = [key for key, kind in known_keys().items() if bool(_fields(kind)) == is_section]
-    same_name = [key for key in keys if key.rpartition(".")[2] == name]
+    keys: dict[str, list[str]] = {}  # dotted names by their last part
+    for key, kind in known_keys().items():
+        if bool(_fields(kind)) == is_section:
+            keys.setdefault(key.rpartition(".")[2], []).append(key)
     peers, words = ([], 0) if is_section else find_peer_keys(dotted)
-    if any(peer.name == dotted for peer in peers):
+    inside = [key for key in keys.get(name, ()) if top and key.startswith(f"{top}.")]
+    if any(peer.name == dotted for peer in peers) or (not inside and words > (name in keys)):
         return _of_peers(peers)
-    if inside := [key for key in same_name if top and key.startswith(f"{top}.")]:
-        return _question(inside)
-    if words > bool(same_name):
-        return _of_peers(peers)
-    if same_name:
-        return _question(same_name)
+    if name in keys:
+        return _question(inside or keys[name])
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return _question([f"{section}.{near[0]}".lstrip(".")])
     names = [] if is_section else sorted({key.name.rpartition(".")[2] for key in peer_keys()})
@@ -169,10 +168,8 @@ def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
         return _of_peers(find_peer_keys(near[0])[0])
     if top not in _fields(Config) and any(key.name.startswith(f"{top}.") for key in peer_keys()):
         return ""  # a rare key of another trainer: a similar name means something else
-    if near := difflib.get_close_matches(
-        name, sorted({key.rpartition(".")[2] for key in keys}), n=1, cutoff=0.75
-    ):
-        similar = [key for key in keys if key.rpartition(".")[2] == near[0]]
+    if near := difflib.get_close_matches(name, sorted(keys), n=1, cutoff=0.75):
+        similar = keys[near[0]]
         return _question([key for key in similar if top and key.startswith(f"{top}.")] or similar)
     return ""
 

@@ -56,11 +56,10 @@ def load_config(
 ) -> Config:
     """Read YAML files, each over the file before it, and apply ``key.path=value`` overrides.
 
-    A name without a file is that of a shipped config: ``paper/qwen2.5-3b``. A file may build upon another:
-    its key ``base`` names that file, relative to its own folder, or a shipped config. Sections
-    merge key by key; a list replaces a list. An interpolation sees the final values. In a config that a run
-    kept, paths inside the run's folder are taken in its present place. Where run.dir is overridden, the
-    paths of a file that lie inside its run.dir follow; `with_inputs`: see `follow_run`.
+    A name without a file is that of a shipped config. The key ``base`` of a file names the file beneath it,
+    relative to its own folder, or a shipped config. Sections merge key by key; a list replaces a list. An
+    interpolation sees the final values. Paths inside the folder of the run that kept a config are taken in
+    its present place; if run.dir is overridden, they follow (`with_inputs`: see `follow_run`).
 
     The type of an override's key decides how its value is read: text is taken literally (but for quotes
     around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
@@ -86,21 +85,16 @@ def dump_config(config: Config) -> str:
 
 def kept_values(config: Config) -> dict[str, Any]:
     """Return the nested values of a config as they are kept; read again they are the same config."""
-
-    def keep(value: Any, referring: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: keep(value[name], referring[name]) for name in value}
-        if isinstance(value, list):
-            return [keep(*pair) for pair in zip(value, referring, strict=True)]
-        if not isinstance(value, str) or value != referring or value in defaults:
-            return referring
-        return redact(value.replace("${", "\\${"))
-
     # Of a config that was not loaded.
     defaults = re.findall(r"'(\$\{[^']*)'", str(dataclasses.asdict(Config())))
-    values = dataclasses.asdict(config)
-    texts: dict[str, Any] = keep(values, with_references(values))
-    return texts
+
+    def keep(key: str, text: str) -> str:
+        reference = _references.get((key, text), text)
+        is_plain = reference == text and text not in defaults
+        return redact(text.replace("${", "\\${")) if is_plain else reference
+
+    values: dict[str, Any] = map_texts(dataclasses.asdict(config), keep)
+    return values
 
 
 def with_references(values: Any) -> Any:
@@ -141,10 +135,8 @@ def _check_mirror(run: Any, moved: Mapping[str, DictConfig], sources: Sequence[S
     """Refuse the mirror of the run that kept a file, from which another run.dir would fetch that run."""
     name, mirror = _last_setter("run.mirror", sources), run["mirror"]
     if mirror and name in moved and run_of(Path(name)) and mirror == moved[name].run.mirror:
-        raise UserError(
-            f"{name}: run.mirror={mirror} belongs to the run that kept this file; for"
-            f" run.dir={run['dir']} set run.mirror to another place, or to nothing: run.mirror="
-        )
+        way_out = f"for run.dir={run['dir']} set run.mirror to another place, or to nothing: run.mirror="
+        raise UserError(f"{name}: run.mirror={mirror} belongs to the run that kept this file; {way_out}")
 
 
 def _resolved(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) -> tuple[Any, list[Source]]:
@@ -191,10 +183,8 @@ def _checked(loaded: Any, name: str) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{name}: expected a mapping of sections, got a list")
     if keys := [key for key in SERVICE_KEYS if key in loaded]:
-        raise UserError(
-            f"{name}: holds options of the retrieval service ({', '.join(keys)}), and is no config of a run;"
-            f" start the service with it: scripts/launch_retriever.sh --config {name}"
-        )
+        way_out = f"start the service with it: scripts/launch_retriever.sh --config {name}"
+        raise UserError(f"{name}: holds options of the retrieval service ({', '.join(keys)}); {way_out}")
     values: Any = OmegaConf.to_container(loaded)
     drop_removed(values)
     refuse_unknown(values, name)

@@ -95,30 +95,25 @@ class Config(Section):
     def _faults(self) -> Iterator[str]:
         names = [tool.name for tool in self.tools if tool.name]
         if not self.tools or len(set(names)) < len(names):
-            yield (
-                f"tools is {names}: name each action once, and at least one; to answer without any action set"
-                " rollout.max_searches=0 and reward.format=false"
-            )
+            way_out = "name each action once, and at least one (for none: rollout.max_searches=0)"
+            yield f"tools is {names}: {way_out}"
         warmup, steps = self.critic.warmup_steps, self.learner.steps
         if self.advantage.has_critic and warmup >= steps:
             yield f"critic.warmup_steps is {warmup}, but must be below learner.steps ({steps}): lower it"
-        if self.guards.action == "rollback":
-            yield from self._rollback_faults()
         if (width := self.learner.row_length) < (longest := self.rollout.max_length):
             fault = f"learner.row_length is {width}, but rollout.max_length = {longest}"
             yield f"{fault}: raise the first or lower the second"
-        yield from self._sampler_faults()
-
-    def _rollback_faults(self) -> Iterator[str]:
-        every, keep, patience = self.checkpoint.every, self.checkpoint.keep, self.guards.patience
-        if not every:
+        rolls_back = self.guards.action == "rollback"
+        every, keep = self.checkpoint.every, self.checkpoint.keep
+        if rolls_back and not every:
             yield "guards.action is rollback, but checkpoint.every is 0: set it to a number of steps"
-        bad = -(-(patience - 1) // every)  # checkpoints of bad steps before the last of them trips the guard
-        if keep <= bad:
-            yield (
-                f"guards.action is rollback, but checkpoint.keep={keep} checkpoints, one every {every} steps,"
-                f" may all be of guards.patience={patience} bad steps: set checkpoint.keep={bad + 1} or more"
-            )
+        # Checkpoints of bad steps before the last of them trips the guard.
+        bad = -(-(self.guards.patience - 1) // (every or 1))
+        if rolls_back and keep <= bad:
+            way_out = f"set checkpoint.keep={bad + 1} or more"
+            yield f"guards.action is rollback, but all {keep} checkpoints may be of bad steps: {way_out}"
+
+        yield from self._sampler_faults()
 
     def _sampler_faults(self) -> Iterator[str]:
         sampler, rollout, loss = self.sampler, self.rollout, self.loss
@@ -137,8 +132,5 @@ class Config(Section):
             way_out = "set loss.importance_cap=2, or leave sampler.dtype out"
             yield f"{dtype} the loss does not correct for another policy.compute_dtype: {way_out}"
         if (rollout.top_p < 1 or rollout.top_k > 0) and loss.compares_with_sampler and is_vllm:
-            yield (
-                "vLLM reports log-probabilities after top_p and top_k, which the learner cannot recompute:"
-                " set rollout.top_p=1 and rollout.top_k=0, or leave loss.importance_cap, importance_low and"
-                " importance_high at 0 and set loss.old_logprobs=recompute"
-            )
+            way_out = "set rollout.top_p=1 and rollout.top_k=0, or no correction by the loss"
+            yield f"vLLM reports log-probabilities after top_p and top_k, unlike the learner: {way_out}"

@@ -11,7 +11,6 @@ INPUT_STATUS = 2  # a mistake in config, data or arguments: a restart fails agai
 ENVIRONMENT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
 # Errors of the system that may pass without a change of the input.
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
-LONGEST_LINE = 300  # characters
 UNWRITABLE = (*PASSING, errno.EROFS, errno.EACCES, errno.EPERM)
 # JAX's errors about a program of several processes of which one is gone; the type may be ValueError.
 _LOST_PROCESS = re.compile(
@@ -68,7 +67,7 @@ def one_line(error: BaseException) -> str:
     The system's errors give the system's words without number and path; errors without a message their type.
     """
     text = (isinstance(error, OSError) and error.strerror) or str(error)
-    return " ".join(text.split())[:LONGEST_LINE] or type(error).__name__
+    return " ".join(text.split())[:300] or type(error).__name__
 
 
 def cause_text(error: BaseException) -> str:

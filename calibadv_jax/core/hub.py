@@ -33,13 +33,11 @@ from calibadv_jax.core.files import write_json
 DATASETS = "hf://datasets/"
 PINS = "hub.json"  # in a run's folder
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".jsonl.gz", ".json.gz", ".tsv.gz", ".csv.gz")
-# Patterns of the files beside a policy's weights and config.json.
+# Patterns of a policy's files; many repositories hold weights of other frameworks too.
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
     *("chat_template*", "generation_config.json"),
 )
-# A policy's files; many repositories hold weights of other frameworks too.
-SMALL_FILES = ("config.json", *TOKENIZER_FILES)
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -57,10 +55,8 @@ class Pin:
 def read_pins(folder: Path) -> list[Pin]:
     """Return the commits that a run started with; a damaged file is a UserError."""
     path = folder / PINS
-    if not path.is_file():
-        return []
     try:
-        return TypeAdapter(list[Pin]).validate_json(path.read_bytes())
+        return TypeAdapter(list[Pin]).validate_json(path.read_bytes()) if path.is_file() else []
     except ValueError as error:
         advice = "remove it, and the run takes the commits that policy.revision names now"
         raise UserError(f"{path}: damaged, so that the run's commits are lost; {advice}") from error
@@ -91,7 +87,7 @@ def resolve(repository: str, revision: str) -> Pin:
 
 def fetch_model(pin: Pin, with_weights: bool) -> Path:
     """Return the folder with the repository's config and tokenizer, and its weights."""
-    patterns = [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())]
+    patterns = ["config.json", *TOKENIZER_FILES, *(WEIGHT_FILES if with_weights else ())]
     with _errors(pin.repository, "model", pin.commit):
         return Path(snapshot_download(pin.repository, revision=pin.commit, allow_patterns=patterns))
 
@@ -101,12 +97,10 @@ def fetch_data(address: str) -> list[Path]:
 
     FILE may be a pattern. Without it the repository must hold exactly one data file.
     """
-    owner, _, path = address.removeprefix(DATASETS).partition("/")
-    if not path:
+    parts = re.fullmatch(rf"{DATASETS}([^/]+/[^/@]+)(?:@([^/]*))?(?:/(.*))?", address)
+    if not parts:
         raise UserError(f"{address}: expected {DATASETS}OWNER/NAME/FILE")
-    name, _, pattern = path.partition("/")
-    name, _, revision = name.partition("@")
-    repository = f"{owner}/{name}"
+    repository, revision, pattern = parts.groups(default="")
     # A branch such as refs/convert/parquet is written with %2F.
     revision = revision.replace("%2F", "/") or "main"
     with _errors(repository, "dataset", revision):
@@ -119,28 +113,21 @@ def fetch_data(address: str) -> list[Path]:
                 return matches
         info = HfApi().dataset_info(repository, revision=revision)
         data = sorted(f.rfilename for f in info.siblings or () if f.rfilename.endswith(DATA_SUFFIXES))
-        listing = f"its data files: {', '.join(data) or 'none'}"
-        if pattern:
-            raise UserError(f"{DATASETS}{repository}: no file {pattern!r}; {listing}")
-        if len(data) != 1:
-            example = data[0] if data else "train.jsonl"
+        if pattern or len(data) != 1:
+            fault = f"no file {pattern!r}" if pattern else f"{len(data)} data files"
+            place = f"{DATASETS}{repository}"
             raise UserError(
-                f"{DATASETS}{repository}: {len(data)} data files; name the files that you mean, such as"
-                f" {DATASETS}{repository}/{example} ({listing})"
+                f"{place}: {fault}; give {place}/FILE; it holds {', '.join(data) or 'no data file'}"
             )
         return [Path(hf_hub_download(repository, data[0], repo_type="dataset", revision=info.sha))]
 
 
 # The hub's errors, narrower types first, and the advice that follows the repository's name.
-_OFFLINE = (
-    "not a folder here, not in the cache, and the hub cannot be reached; correct the path, connect to the"
-    " network, or download it elsewhere and give the folder"
-)
+_OFFLINE = "no folder here, not in the cache, and the hub cannot be reached; correct the path, or go online"
 _NO_REVISION = "no revision {revision!r}; correct policy.revision or what follows @"
 _ADVICE: dict[type[Exception], str] = {
     GatedRepoError: "access is granted on request; ask for it on {page}, then set HF_TOKEN",
-    RepositoryNotFoundError: "neither a folder here nor a repository there; correct the name, or set HF_TOKEN"
-    " if it is private",
+    RepositoryNotFoundError: "no folder here and no repository there; correct the name, or set HF_TOKEN",
     RevisionNotFoundError: _NO_REVISION,
     RevisionResolutionError: _NO_REVISION,
     LocalEntryNotFoundError: _OFFLINE,

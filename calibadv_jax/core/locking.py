@@ -40,8 +40,8 @@ def locked(path: Path, setting: str, warn: Callable[[str], None]) -> Iterator[No
     """Hold the lock file `path` while the block runs; the file names its owner and goes with the block.
 
     A process that has the lock gets it again. Its children and copies do not have it. Messages name the place
-    by `setting`, ``key=value``. Without locks of the file system `warn` is called, and the block runs all the
-    same. Raises EnvironmentFailure, which names the other owner, or UserError if the file cannot be made.
+    by `setting`, ``key=value``. If the file system has no locks, `warn` is called and the block runs. Raises
+    EnvironmentFailure, which names the other owner, or UserError if the file cannot be made.
     """
     place = path.absolute()
     with _guard:
@@ -77,17 +77,14 @@ def _take(path: Path, setting: str, warn: Callable[[str], None]) -> int:
         except BlockingIOError as error:
             owner = os.pread(file, 1000, 0).decode(errors="replace").strip() or "another process"
             os.close(file)
-            raise EnvironmentFailure(
-                f"{setting} is in use by {owner}; wait until it has ended, stop it, or choose another folder"
-            ) from error
+            advice = "wait until it has ended, stop it, or choose another folder"
+            raise EnvironmentFailure(f"{setting} is in use by {owner}; {advice}") from error
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 os.close(file)
                 raise
-            warn(
-                f"{setting}: its file system has no locks ({one_line(error)}), so nothing stops a second"
-                " process from writing there; start no other run there"
-            )
+            fault = f"its file system has no locks ({one_line(error)}) against a second process"
+            warn(f"{setting}: {fault}; start no other run there")
             return file
         if path.is_file() and os.fstat(file).st_ino == path.stat().st_ino:
             _sign(file)

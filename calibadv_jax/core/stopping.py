@@ -40,8 +40,6 @@ class Stop:
         self._held = 0  # blocks of `held` work that are open
         self._before: dict[int, object] = {}
         self._sent = self._sent_before = -1  # where the interpreter writes the numbers of signals
-        self._count = 0  # signals so far
-        self._ending = threading.Lock()  # of the thread that ends the process
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
@@ -66,23 +64,19 @@ class Stop:
 
     def _watch(self, received: int) -> None:
         """Answer signals at once: the main thread runs no handler while a device computes for it."""
+        is_second = False
         with os.fdopen(received, "rb", buffering=0) as numbers:
-            while number := numbers.read(1):
-                if number[0] in self._before:
-                    self._answer(number[0])
-
-    def _answer(self, number: int) -> None:
-        self._count += 1
-        if self._count > 1:
-            self._end(number)
-        answer = (self._finishes if self._held else self._saves) or "stopping"
-        _say(f"{_name(number)}: {answer}; a second {_name(number)} ends at once{self._loss}")
-
-    def _end(self, number: int) -> None:
-        if self._ending.acquire(blocking=False):
-            _say(f"{_name(number)}: ended at once{self._loss}")
-            os._exit(128 + number)
-        time.sleep(GRACE)  # the other thread ends the process
+            while byte := numbers.read(1):
+                number = byte[0]
+                if number not in self._before:
+                    continue
+                name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+                if is_second:
+                    _say(f"{name}: ended at once{self._loss}")
+                    os._exit(128 + number)
+                answer = (self._finishes if self._held else self._saves) or "stopping"
+                _say(f"{name}: {answer}; a second {name} ends at once{self._loss}")
+                is_second = True
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -113,8 +107,6 @@ class Stop:
             self._stop(CALLED)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.status is not None and not self.was_called:
-            self._end(number)
         self.was_called = False
         self._stop(128 + number)
 
@@ -124,10 +116,6 @@ class Stop:
             # The exception may come between the making of a coroutine and its hand-over to the event loop.
             warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
             raise SystemExit(status)
-
-
-def _name(number: int) -> str:
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def _say(text: str) -> None:
@@ -176,8 +164,7 @@ def leave(status: str | int | None) -> NoReturn:
         sys.exit(status)
     if isinstance(status, str):
         sys.stderr.write(f"{status}\n")
-        status = 1
-    leave_now(status or 0)
+    leave_now(1 if isinstance(status, str) else status or 0)
 
 
 def leave_now(status: int) -> NoReturn:

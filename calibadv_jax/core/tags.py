@@ -142,9 +142,8 @@ def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRA
 
     An action inside the thought is executed too: sampling stops at its closing tag, and the reward judges
     the format. Text after the closing tag is ignored: the last sampled token may carry some. An action with
-    an empty body is invalid unless it may be empty, and so is an action with a protocol tag in its body; an
-    empty answer is an answer. Without an action, a segment is unfinished after "length" and "abort", else
-    invalid.
+    a protocol tag in its body is invalid, and so is an empty one unless it may be empty; an empty answer is
+    one. Without an action, a segment is unfinished after "length" and "abort", else invalid.
     """
     _, think = _first_closed(_OPEN_THINK, text) or ("", "")
     action = _first_closed(grammar.opens_action, text)
@@ -186,49 +185,46 @@ def turn_flaw(text: str, kind: TurnKind, grammar: Grammar = SEARCH_GRAMMAR) -> s
     opened = ""
     *pieces, ending = split_at_tags(text, grammar)
     for before, tag in zip(pieces[::2], pieces[1::2], strict=True):
-        name = tag.strip("</>")
         if opened and tag != f"</{opened}>":
-            is_second = {opened, name} <= {*grammar.actions, "answer"} and not tag.startswith("</")
-            return f"{'two actions: ' if is_second else ''}<{opened}> is not closed before {tag}"
+            return f"<{opened}> is not closed before {tag}"
         if not opened and tag.startswith("</"):
             return f"{tag} closes nothing"
         if not opened and before.strip():
             return _stray(before, f"before {tag}", text, grammar)
-        if opened:
-            names.append(name)
-        opened = "" if opened else name
+        if not opened:
+            names.append(tag.strip("<>"))
+        opened = "" if opened else names[-1]
     if opened:
         return f"<{opened}> is not closed"
     if ending.strip():
         return _stray(ending, f"after </{names[-1]}>" if names else "", text, grammar)
-    return "" if names == ["think", kind] else _wrong_elements(names, kind, grammar)
+    actions = [f"<{name}>" for name in names if name != "think"]
+    if names == ["think", kind]:
+        return ""
+    if "information" in names:
+        return "<information> is for the environment alone"
+    if len(actions) != 1:
+        return f"{len(actions)} actions: {', '.join(actions)}" if actions else _no_action(grammar)
+    if names[0] != "think":
+        return f"no <think> before {actions[0]}"
+    if len(names) > 2:
+        return "more than one <think>"
+    return f"{actions[0]} is empty" if kind == "invalid" else f"{actions[0]} in a turn of kind {kind}"
 
 
 def _stray(stray: str, where: str, text: str, grammar: Grammar) -> str:
     if unknown := _ANY_TAG.search(stray):
         tag = " ".join(unknown[0][:_LONGEST_TAG].split())
         return f"unknown action {tag}: there are {_listed(grammar)}, written exactly so"
-    return f"text {where}" if grammar.opens_action.search(text) else f"no action: none of {_listed(grammar)}"
+    return f"text {where}" if grammar.opens_action.search(text) else _no_action(grammar)
+
+
+def _no_action(grammar: Grammar) -> str:
+    return f"no action: none of {_listed(grammar)}"
 
 
 def _listed(grammar: Grammar) -> str:
     return ", ".join(f"<{name}>" for name in (*grammar.actions, "answer"))
-
-
-def _wrong_elements(names: Sequence[str], kind: TurnKind, grammar: Grammar) -> str:
-    actions = [name for name in names if name not in ("think", "information")]
-    if "information" in names:
-        return "<information> is for the environment alone"
-    if not actions:
-        return f"no action: none of {_listed(grammar)}"
-    if len(actions) > 1:
-        number = "two" if len(actions) == 2 else len(actions)
-        return f"{number} actions: {', '.join(f'<{name}>' for name in actions)}"
-    if names[0] != "think":
-        return f"no <think> before <{actions[0]}>"
-    if len(names) > 2:
-        return "more than one <think>"
-    return f"<{actions[0]}> is empty" if kind == "invalid" else f"<{actions[0]}> in a turn of kind {kind}"
 
 
 def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH_GRAMMAR) -> str:

@@ -35,11 +35,10 @@ class MetricsBackend(ABC):
 def open_backends(
     log: LogConfig, directory: Path, start_step: int | None, warn: Callable[[str], object] = lambda _: None
 ) -> list[MetricsBackend]:
-    """Open the backends that log.backends names, in its order.
+    """Open the backends that log.backends names; services call the run by the name of its `directory`.
 
-    Services call the run by the name of its `directory`. An earlier attempt may have written `start_step`,
-    the first step that will be written. `warn` is called when a service has gone. Raises UserError if a
-    package is not installed or a service cannot be used.
+    An earlier attempt may have written `start_step`, the first step that will be written. `warn` is called
+    when a service has gone. Raises UserError if a package is missing or a service cannot be used.
     """
     kinds: dict[str, Callable[[], MetricsBackend]] = {
         "tensorboard": lambda: TensorBoard(directory, start_step),
@@ -105,14 +104,12 @@ class WeightsAndBiases(MetricsBackend):
     def __init__(self, log: LogConfig, directory: Path) -> None:
         wandb = _package("wandb", "wandb")
         path = directory / "wandb_run_id"
+        place = {"name": directory.name, "dir": str(directory), "id": _kept_id(path)}
         try:
-            place = {"name": directory.name, "dir": str(directory), "id": _kept_id(path)}
             self._run = wandb.init(project=log.project, resume="allow", **place)
         except wandb.errors.Error as error:
-            raise UserError(
-                f"log.backends: Weights & Biases cannot be used ({one_line(error)}); log in, or"
-                " set WANDB_MODE=offline"
-            ) from error
+            fault = f"no Weights & Biases ({one_line(error)})"
+            raise UserError(f"log.backends: {fault}; log in, or set WANDB_MODE=offline") from error
         _keep_id(path, self._run.id)
         self._run.define_metric("*", step_metric="step")
 
@@ -141,9 +138,8 @@ class MLflow(MetricsBackend):
                 _keep_id(path, client.create_run(number, run_name=directory.name).info.run_id)
             self._run_id = client.get_run(_kept_id(path)).info.run_id
         except self._error as error:
-            raise UserError(
-                f"log.backends: no MLflow ({one_line(error)}); set MLFLOW_TRACKING_URI"
-            ) from error
+            fault = f"no MLflow ({one_line(error)})"
+            raise UserError(f"log.backends: {fault}; set MLFLOW_TRACKING_URI") from error
         self._warn, self._is_away = warn, False
         self._unsent: list[Any] = []
 
@@ -156,10 +152,8 @@ class MLflow(MetricsBackend):
             self._send()
         except self._error as error:
             if not self._is_away:
-                self._warn(
-                    f"log.backends: MLflow does not take the metrics ({one_line(error)}); they"
-                    " stand in metrics.jsonl, and are sent again after the next step"
-                )
+                advice = "metrics.jsonl has them, and they are sent again after the next step"
+                self._warn(f"log.backends: MLflow does not take metrics ({one_line(error)}); {advice}")
             self._is_away = True
 
     def _send(self) -> None:
@@ -173,10 +167,8 @@ class MLflow(MetricsBackend):
             self._send()
             self._client.set_terminated(self._run_id)
         except self._error as error:
-            self._warn(
-                f"log.backends: MLflow lacks {len(self._unsent)} values and the end of the run"
-                f" ({one_line(error)}); metrics.jsonl has all of them"
-            )
+            lacking = f"MLflow lacks {len(self._unsent)} values and the end of the run ({one_line(error)})"
+            self._warn(f"log.backends: {lacking}; metrics.jsonl has all of them")
 
 
 class Prometheus(MetricsBackend):
@@ -192,9 +184,8 @@ class Prometheus(MetricsBackend):
         try:
             self._server, self._thread = client.start_http_server(int(port), host, registry)
         except OSError as error:
-            raise UserError(
-                f"log.prometheus={log.prometheus}: no server there ({one_line(error)}); choose another port"
-            ) from error
+            fault = f"no server there ({one_line(error)})"
+            raise UserError(f"log.prometheus={log.prometheus}: {fault}; choose another port") from error
 
     def collect(self) -> Iterator[Any]:
         """Called by the server for every scrape."""

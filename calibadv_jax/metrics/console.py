@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import TextIO
@@ -89,15 +89,19 @@ class Console:
     def note(self, text: str) -> None:
         """Write a line of progress, unless progress is off."""
         if self._progress:
-            self._print(text)
+            self.tell(text)
 
     def warn(self, text: str) -> None:
         """Write ``warning: …``, always."""
-        self._print(f"warning: {text}", style="bold yellow")
+        self.tell(f"warning: {text}", style="bold yellow")
 
-    def tell(self, text: str) -> None:
-        """Write a line that the user requested, always."""
-        self._print(text)
+    def tell(self, text: str, style: str | None = None) -> None:
+        """Write a line of any length above what is in progress, always."""
+        if not self._silent:
+            with self._lock:
+                self._rewrite("")
+                self._rich.print(redact(text), style=style, markup=False, highlight=False, soft_wrap=True)
+                self._written = time.monotonic()
 
     def say(self, text: str) -> None:
         """Write a result to standard output, always."""
@@ -132,28 +136,22 @@ class Console:
         Only the innermost block is shown: it is a part of the others. Another thread calls `progress`. `part`
         is the name for `end_step`.
         """
-        is_outermost, begun = not self._open, time.monotonic()
+        is_outermost, begun, over = not self._open, time.monotonic(), threading.Event()
         block = label, unit, progress, begun
         self._open.append(block)
-        try:
-            with self._displayed() if is_outermost and self._progress else nullcontext():
-                yield
-        finally:
-            self._open.remove(block)
-            if part:
-                self._parts[part] = self._parts.get(part, 0.0) + time.monotonic() - begun
-
-    @contextmanager
-    def _displayed(self) -> Iterator[None]:
-        over = threading.Event()
         thread = threading.Thread(target=self._repeat, args=(over,), name="progress", daemon=True)
-        thread.start()
+        if is_shown := is_outermost and self._progress:
+            thread.start()
         try:
             yield
         finally:
-            over.set()
-            thread.join()
-            self._rewrite("")
+            if is_shown:
+                over.set()
+                thread.join()
+                self._rewrite("")
+            self._open.remove(block)
+            if part:
+                self._parts[part] = self._parts.get(part, 0.0) + time.monotonic() - begun
 
     def _repeat(self, over: threading.Event) -> None:
         show, every = (self._rewrite, REWRITTEN_SECONDS) if self._rewrites else (self.note, QUIET_SECONDS)
@@ -184,14 +182,6 @@ class Console:
                 self._stream.write(f"\r{text:{self._width}}" + ("" if text else "\r"))
                 self._stream.flush()
                 self._written, self._width = time.monotonic(), len(text)
-
-    def _print(self, text: str, style: str | None = None) -> None:
-        """Write one line of any length, above what is in progress."""
-        if not self._silent:
-            with self._lock:
-                self._rewrite("")
-                self._rich.print(redact(text), style=style, markup=False, highlight=False, soft_wrap=True)
-                self._written = time.monotonic()
 
 
 def duration(seconds: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,29 +18,18 @@ from calibadv_jax.core.trajectory import Group, Turn
 NGRAM = 4  # tokens
 _HASH_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that powers of it do not vanish modulo 2**64
 
-GuardAction = Literal["go_on", "stop", "rollback"]
 
-
-@dataclass(frozen=True)
-class CollapseGuard:
-    """A metric whose threshold is a field of GuardsConfig: min_NAME, or max_NAME."""
+class CollapseGuard(NamedTuple):
+    """A metric with a threshold, ``min_NAME`` or ``max_NAME`` of GuardsConfig."""
 
     metric: str
     threshold: str
     cause: str  # for people
 
-    @property
-    def is_floor(self) -> bool:
-        return self.threshold.startswith("min_")
-
 
 GUARDS = {
-    "entropy": CollapseGuard(
-        "actor/entropy", "min_entropy", "the policy is nearly deterministic: groups tie"
-    ),
-    "format_valid": CollapseGuard(
-        "reward/format_valid", "min_format_valid", "the policy has left the format"
-    ),
+    "entropy": CollapseGuard("actor/entropy", "min_entropy", "the policy is nearly deterministic"),
+    "format_valid": CollapseGuard("reward/format_valid", "min_format_valid", "the policy left the format"),
     "think_repetition": CollapseGuard(
         "rollout/think_repetition", "max_think_repetition", "the policy repeats itself within a turn"
     ),
@@ -61,7 +50,7 @@ NUMBERS = "numbers"  # the guard without a threshold: see `Guards`
 class Verdict:
     """Result of the guards for a step."""
 
-    action: GuardAction
+    action: Literal["go_on", "stop", "rollback"]
     findings: list[str]  # a line for each guard that trips at this step
     metrics: dict[str, float]  # guard/<name>: 1 where the step is beyond an armed guard's threshold, else 0
 
@@ -77,8 +66,8 @@ class Guards:
     the config key of the learning rate, `rate_key`.
     """
 
-    def __init__(self, config: GuardsConfig, rate_key: str = "learner.optimizer.lr"):
-        self.config, self.rate_key = config, rate_key
+    def __init__(self, config: GuardsConfig, rate_key: str = RATE_KEYS["actor"]):
+        self.config, self.rate_keys = config, RATE_KEYS | {"actor": rate_key}
         self.rollbacks = 0  # part of every seed of the steps that follow
         self.last_good_step = 0  # the newest step at which no armed guard was beyond its threshold
         self.is_broken = False  # the run must not go on from the newest step, nor save it
@@ -86,14 +75,16 @@ class Guards:
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Verdict:
         """Check the metrics of the step that made the policy `step`; call it once a step, in order."""
+        config = self.config
         flags, findings = self._check_numbers(step, metrics)
         self.is_broken = bool(findings)
         for name, guard in GUARDS.items():
-            limit = getattr(self.config, guard.threshold)
+            limit = getattr(config, guard.threshold)
             if limit is None or guard.metric not in metrics:
                 continue
-            value, patience = metrics[guard.metric], self.config.patience
-            is_bad = not (value >= limit if guard.is_floor else value <= limit)  # NaN is always bad
+            value = metrics[guard.metric]
+            is_floor = guard.threshold.startswith("min_")
+            is_bad = not (value >= limit if is_floor else value <= limit)  # NaN is always bad
             if not is_bad:
                 self._streaks[name] = 0
             elif name in self._streaks or math.isnan(value):
@@ -101,11 +92,17 @@ class Guards:
             flags[f"guard/{name}"] = float(is_bad and name in self._streaks)
             streak = self._streaks.get(name, 0)
             # It trips once; a rollback stays due if the last start ended before it went back.
-            if streak == patience or (streak > patience and self.config.action == "rollback"):
-                findings.append(_finding(step, guard, value, limit, patience))
+            if streak == config.patience or (streak > config.patience and config.action == "rollback"):
+                cause = "the numbers of the policy are broken (NaN)" if math.isnan(value) else guard.cause
+                limits = f"{'below' if is_floor else 'above'} guards.{guard.threshold}={limit:g}"
+                times = f"for {config.patience} step(s)"
+                findings.append(f"step {step}: {cause} ({guard.metric} {value:.4g}, {limits} {times})")
         if not any(self._streaks.values()):
             self.last_good_step = step
-        return Verdict(self._action() if findings else "go_on", findings, flags)
+        if not findings or (config.action == "log" and not self.is_broken):
+            return Verdict("go_on", findings, flags)
+        may_roll_back = config.action == "rollback" and self.rollbacks < config.max_rollbacks
+        return Verdict("rollback" if may_roll_back else "stop", findings, flags)
 
     def may_save(self, step: int, saved: Sequence[int], keep: int) -> bool:
         """Whether the run can go on from this step, and a checkpoint for a rollback stays.
@@ -133,11 +130,11 @@ class Guards:
         if not lost and streak < self.config.patience:
             return flags, []
         part = (lost or skipped)[0]
-        owner, key = ("", self.rate_key) if part == "actor" else (f" of the {part}", RATE_KEYS[part])
-        cause = f"no update{owner} was finite for {streak} steps"
-        if lost:
-            cause = f"the parameters{owner} are not finite"
-        return flags, [f"step {step}: {cause}: training has diverged; lower {key}"]
+        owner = "" if part == "actor" else f" of the {part}"
+        cause = f"the parameters{owner} are not finite"
+        if not lost:
+            cause = f"no update{owner} was finite for {streak} steps"
+        return flags, [f"step {step}: {cause}: training has diverged; lower {self.rate_keys[part]}"]
 
     def rolled_back(self, step: int) -> None:
         """Count again from 0, armed as before: the run continues from the checkpoint of `step`."""
@@ -155,21 +152,6 @@ class Guards:
         self.rollbacks, self.last_good_step = state["rollbacks"], state["last_good_step"]
         on = [name for name, guard in GUARDS.items() if getattr(self.config, guard.threshold) is not None]
         self._streaks = {name: count for name, count in state["streaks"].items() if name in (*on, NUMBERS)}
-
-    def _action(self) -> GuardAction:
-        if self.config.action == "log" and not self.is_broken:
-            return "go_on"
-        if self.config.action == "rollback" and self.rollbacks < self.config.max_rollbacks:
-            return "rollback"
-        return "stop"
-
-
-def _finding(step: int, guard: CollapseGuard, value: float, limit: float, patience: int) -> str:
-    side = "below" if guard.is_floor else "above"
-    times = f"for {patience} steps" if patience > 1 else "in this step"
-    cause = guard.cause if not math.isnan(value) else "the numbers of the policy are broken (NaN)"
-    limits = f"{side} guards.{guard.threshold}={limit:g} {times}"
-    return f"step {step}: {cause} ({guard.metric} {value:.4g}, {limits})"
 
 
 def guard_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -18,19 +18,20 @@ REPEAT_TIED = 10  # tied steps in a row after which the reason is printed again
 NARROWEST = 60  # columns; a terminal may report fewer, or none
 LONGEST = 1000  # characters of a turn in `transcript`
 
-# Kind of the last turn of trajectories without an answer -> what to try.
-CAUSES = {
-    "action": "search until no search or no room is left: raise rollout.max_searches or rollout.max_length",
-    "invalid": "end with a turn that neither searches nor answers: teach the format first (calibadv sft), or"
-    " choose another prompt.template",
-    "unfinished": "are cut before they answer: raise rollout.max_turn_length and rollout.max_length, or teach"
-    " the format first (calibadv sft)",
-}
-# Kind of the last turn of a trajectory without an answer -> why there is none; other kinds are actions.
+# Kind of the last turn of a trajectory without an answer ("action": any) -> why there is none, what to try.
 ENDINGS = {
-    "action": "its last {kind} came after the last one allowed (rollout.max_searches), or found no room",
-    "invalid": "its last turn neither searches nor answers",
-    "unfinished": "its last turn was cut (rollout.max_turn_length, rollout.max_length)",
+    "action": (
+        "its last {kind} came after the last one allowed (rollout.max_searches), or found no room",
+        "raise rollout.max_searches or rollout.max_length",
+    ),
+    "invalid": (
+        "its last turn neither searches nor answers",
+        "teach the format first (calibadv sft), or choose another prompt.template",
+    ),
+    "unfinished": (
+        "its last turn was cut (rollout.max_turn_length, rollout.max_length)",
+        "raise rollout.max_turn_length and rollout.max_length, or teach the format first (calibadv sft)",
+    ),
 }
 
 
@@ -44,21 +45,16 @@ class ShownSteps:
     def show(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Show a step with its scored groups; call it once a step."""
         self._console.step(step, self._total, metrics)
-        self._warn_if_tied(step, groups)
-        for trajectory in chosen(groups, self._transcripts):
-            for line in transcript(trajectory):
-                self._console.tell(line)
-
-    def _warn_if_tied(self, step: int, groups: Sequence[Group]) -> None:
         reason = why_tied(groups)
         self._tied = self._tied + 1 if reason else 0
         if reason and (reason != self._reason or self._tied % REPEAT_TIED == 0):
-            tied = f"all {len(groups)} groups" if self._tied == 1 else f"for {self._tied} steps all groups"
+            tied = f"step {step}: all groups tied" + (f" for {self._tied} steps" if self._tied > 1 else "")
             hint = "" if self._transcripts else "; log.transcripts=1 shows one a step"
-            self._console.warn(
-                f"step {step}: {tied} tied: nothing was learned from the rewards: {reason}{hint}"
-            )
+            self._console.warn(f"{tied}: nothing was learned from the rewards: {reason}{hint}")
         self._reason = reason
+        for trajectory in _spread(groups, self._transcripts):
+            for line in transcript(trajectory):
+                self._console.tell(line)
 
 
 def why_tied(groups: Sequence[Group]) -> str:
@@ -74,10 +70,8 @@ def why_tied(groups: Sequence[Group]) -> str:
         return "all answers are right; these questions are too easy: choose harder questions"
     if max(map(len, finished)) == 1:
         return "a group of one trajectory has nothing to compare; raise rollout.group_size"
-    return (
-        "the scores differ between questions, but not within a group; raise rollout.group_size or"
-        " rollout.temperature, or leave out questions that are too easy or too hard"
-    )
+    advice = "raise rollout.group_size or rollout.temperature, or leave out too easy and too hard questions"
+    return f"the scores differ between questions, but not within a group; {advice}"
 
 
 def _why_zero(trajectories: Sequence[Trajectory]) -> str:
@@ -86,16 +80,13 @@ def _why_zero(trajectories: Sequence[Trajectory]) -> str:
     last = [t.turns[-1] for t in trajectories if t.answer is None and t.turns]
     kinds = Counter("action" if turn.is_action else turn.kind for turn in last)
     if kinds.total() > len(answered):
-        return f"most do not answer, and of these most {CAUSES[kinds.most_common(1)[0][0]]}"
+        kind = kinds.most_common(1)[0][0]
+        return f"most do not answer, and most of these end with kind {kind}: {ENDINGS[kind][1]}"
     if any(not trajectory.format_valid and trajectory.metrics.get("f1") for trajectory in answered):
-        return (
-            "some answers are right, but all of those in the wrong format: teach the format first (calibadv"
-            " sft), or set reward.format=false"
-        )
-    return (
-        "all answers are wrong: choose easier questions, raise rollout.group_size, or set reward.answer=f1,"
-        " which pays partly right answers"
-    )
+        way_out = "teach the format first (calibadv sft), or set reward.format=false"
+        return f"some answers are right, but all of those in the wrong format: {way_out}"
+    way_out = "choose easier questions, raise rollout.group_size, or set reward.answer=f1 (partly right)"
+    return f"all answers are wrong: {way_out}"
 
 
 def transcript(trajectory: Trajectory) -> Iterator[str]:
@@ -134,14 +125,14 @@ def ending(trajectory: Trajectory) -> str:
     if trajectory.answer is not None:
         return f"answer  {printable(trajectory.answer)}"
     kind = trajectory.turns[-1].kind
-    return f"no answer: {ENDINGS.get(kind, ENDINGS['action'].format(kind=kind))}"
+    return f"no answer: {ENDINGS.get(kind, ENDINGS['action'])[0].format(kind=kind)}"
 
 
 def cut(line: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def chosen(groups: Sequence[Group], number: int) -> list[Trajectory]:
+def _spread(groups: Sequence[Group], number: int) -> list[Trajectory]:
     """Return the first trajectory of at most `number` groups, which lie evenly over the step."""
     groups = [group for group in groups if group.attempts]
     number = min(number, len(groups))

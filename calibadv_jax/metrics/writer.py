@@ -21,10 +21,9 @@ RESERVED = frozenset({"step", "nonfinite"})
 class MetricsWriter:
     """Appends one JSON object a step to ``<directory>/metrics.jsonl``, and hands finite values to backends.
 
-    A row is ``{"step": s, name: value, …}``. JSON has no NaN and no infinity: such values are null and their
-    names stand under "nonfinite". Every row is flushed, so that a crash loses nothing. Rows of an earlier
-    attempt from `start_step` on are dropped; None keeps all. The backends are closed with the writer. Raises
-    UserError if an existing metrics.jsonl holds a line that is not a row of metrics.
+    A row is ``{"step": s, name: value, …}``; a value that is not finite is null, and its name stands under
+    "nonfinite". Every row is flushed, so that a crash loses nothing. Rows of an earlier attempt from
+    `start_step` on are dropped; None keeps all. The backends are closed with the writer.
     """
 
     def __init__(

@@ -47,7 +47,6 @@ def test_kept_config_has_references_and_resolves_equally(file, tmp_path, monkeyp
     assert "hunter2" not in kept and str(tmp_path) not in kept
     values = yaml.safe_load(kept)
     assert values["tools"][1]["mcp"]["command"] == COMMAND
-    assert values["run"]["dir"] == "${oc.env:MY_SCRATCH}/run"
     assert values["export"]["output"] == "${oc.env:MY_SCRATCH}/run/hf"  # by way of run.dir
     assert values["data"]["train"] == ["${oc.env:MY_SCRATCH}/a.jsonl", "${oc.env:MY_OTHER,b.jsonl}"]
     assert parse_config(kept, "kept") == config
@@ -65,12 +64,10 @@ def test_changed_values_are_kept_as_they_are(file):
     elsewhere = replace(config, run=replace(config.run, dir="elsewhere"))
     assert kept_values(elsewhere)["run"]["dir"] == "elsewhere"
     assert kept_values(Config())["export"]["output"] == "${run.dir}/hf"  # it was not loaded
-
-
-def test_values_of_earlier_versions_equal_their_references(file):
-    config = load_config(file)
-    before = with_references({"tools": [{}, {"mcp": {"command": "srv --key hunter2"}}]})
-    assert before["tools"][1]["mcp"]["command"] == kept_values(config)["tools"][1]["mcp"]["command"]
+    # Values that earlier versions kept equal their references.
+    assert with_references({"tools": [{}, {"mcp": {"command": "srv --key hunter2"}}]})["tools"][1] == {
+        "mcp": {"command": COMMAND}
+    }
 
 
 def test_run_started_from_the_kept_config_follows_it(file, tmp_path):
@@ -93,29 +90,18 @@ def test_messages_name_the_variable(file, capsys):
     assert "hunter2" not in out + errors and (out + errors).count(COMMAND) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "is_secret"),
-    [
-        ("MY_KEY", "hunter", True),
-        ("API_TOKEN", "abcd", True),
-        ("SERVER", "sk-1a2b3c4d5e6f7g8h", True),
-        ("DTYPE", "bfloat16", False),
-        ("API_TOKEN", "on", False),
-        ("API_TOKEN", "8000", False),
-        ("PROJECT", "search", False),
-        ("SCRATCH", "/scratch/user1", False),
-    ],
-)
-def test_only_secrets_are_replaced_in_messages(tmp_path, monkeypatch, name, value, is_secret):
-    monkeypatch.setenv(name, value)
+def test_only_secrets_are_replaced_in_messages(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROJECT", "search")
     path = tmp_path / "run.yaml"
-    path.write_text(f"log: {{project: '${{oc.env:{name}}}'}}")
+    path.write_text("log: {project: '${oc.env:PROJECT}'}")
     kept = kept_values(load_config(path))
-    assert kept["log"]["project"] == f"${{oc.env:{name}}}" and kept["tools"][0]["name"] == "search"
-    assert redact(f"{value} there") == (f"${{oc.env:{name}}} there" if is_secret else f"{value} there")
-
-
-def test_secret_inside_another_leaves_nothing():
-    secrets.remember("SHORT_KEY", "abcd")
-    secrets.remember("LONG_KEY", "abcdef")
-    assert redact("abcdef abcd") == "${oc.env:LONG_KEY} ${oc.env:SHORT_KEY}"
+    assert kept["log"]["project"] == "${oc.env:PROJECT}" and kept["tools"][0]["name"] == "search"
+    plain = {"DTYPE": "bfloat16", "API_TOKEN": "on", "PORT_KEY": "8000", "FOLDER": "/scratch/user1/runs"}
+    for name, value in plain.items():
+        secrets.remember(name, value)
+        assert redact(value) == value
+    # One may be part of another.
+    for name, value in (("SHORT_KEY", "abcd"), ("LONG_KEY", "abcdef"), ("SERVER", "sk-1a2b3c4d5e6f7g8h")):
+        secrets.remember(name, value)
+    hidden = "${oc.env:LONG_KEY} ${oc.env:SHORT_KEY} ${oc.env:SERVER}"
+    assert redact("abcdef abcd sk-1a2b3c4d5e6f7g8h") == hidden

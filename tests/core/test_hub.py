@@ -1,20 +1,17 @@
 """Policies and data sets of a hub: one on loopback, with the real client."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from hub_rig import serve_hub, use_hub
+from hub_rig import running_hub, serve_hub, use_hub  # noqa: F401
 from tiny_policy import SHAPE
 
 from calibadv_jax.commands import sft
 from calibadv_jax.commands.evaluate import choose_policy
-from calibadv_jax.config import Config, MeshConfig, SftPhase
+from calibadv_jax.config import Config, LogConfig, MeshConfig, SftConfig, SftPhase
 from calibadv_jax.contrib.commands.doctor import weight_lines
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core import hub as hub_client
@@ -25,7 +22,6 @@ from calibadv_jax.run.folder import enter_run_folder
 from calibadv_jax.run.model import build_model, find_folder, initial_params
 from calibadv_jax.snapshots.huggingface import save_folder
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 QUESTIONS = [Question("1", "Who?", ("Ann",), "test")]
 
 
@@ -39,77 +35,67 @@ def policy_folder(tmp_path_factory):
     return save_folder(params, model.hf_config, folder / "saved", "float32", model.tokenizer_folder)
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    with serve_hub() as running:
-        use_hub(monkeypatch, running, tmp_path / "cache")
-        yield running
-
-
 def configured(folder, **policy):
     config = Config(mesh=MeshConfig(data=1, fsdp=8))
     run = replace(config.run, dir=str(folder / "run"))
     return replace(config, run=run, policy=replace(config.policy, **policy))
 
 
+def read_params(config):
+    return initial_params(config, build_model(config, config.policy.path), config.policy.path)
+
+
+def commits(config):
+    return [pin.commit for pin in build_model(config, config.policy.path).pins]
+
+
 def test_repository_is_downloaded_once(hub, tmp_path, policy_folder):
     hub.add("owner/policy", policy_folder, **{"pytorch_model.bin": b"x" * 99})
     config = configured(tmp_path, path="owner/policy")
-    model = build_model(config, config.policy.path)
-    not_checked = "not checked: the tensors of owner/policy, which are not downloaded yet"
-    assert weight_lines(config, model) == [not_checked]
+    model = build_model(config, "owner/policy")
+    assert weight_lines(config, model)[0].startswith(
+        "not checked: the tensors of owner/policy, which are not"
+    )
     assert "owner/policy/model.safetensors" not in hub.downloads, "a check needs no weights"
-    params = initial_params(config, model, config.policy.path)
+    params = read_params(config)
     (line,) = weight_lines(config, model)
     assert line.endswith(" have the policy's shapes")
-    local = configured(tmp_path, path=str(policy_folder))
-    expected = initial_params(local, build_model(local, local.policy.path), local.policy.path)
+    expected = read_params(configured(tmp_path, path=str(policy_folder)))
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     downloads = list(hub.downloads)
     assert len(downloads) == len(set(downloads)) and "owner/policy/pytorch_model.bin" not in downloads
-    initial_params(config, build_model(config, config.policy.path), config.policy.path)
+    read_params(config)
     assert hub.downloads == downloads
 
 
 def test_run_keeps_its_commit(hub, tmp_path, policy_folder):
     first = hub.add("owner/policy", policy_folder)
     config = configured(tmp_path, path="owner/policy")
-    model = build_model(config, config.policy.path)
+    model = build_model(config, "owner/policy")
     second = hub.add("owner/policy", policy_folder, **{"model.safetensors": b"damaged"})
     assert initial_params(config, model, "owner/policy") is not None
     assert [pin.commit for pin in model.pins] == [first] != [second]
     enter_run_folder(config, model, QUESTIONS, print)
-    again = build_model(config, config.policy.path)
-    assert [pin.commit for pin in again.pins] == [first]
-    assert find_folder(config, "owner/policy")[0].name == first
-    elsewhere = configured(tmp_path / "other", path="owner/policy")
-    assert [pin.commit for pin in build_model(elsewhere, "owner/policy").pins] == [second]
+    assert commits(config) == [first] and find_folder(config, "owner/policy")[0].name == first
+    elsewhere = tmp_path / "other"
+    assert commits(configured(elsewhere, path="owner/policy")) == [second]
+    for path, revision in (("owner/policy", first), (f"owner/policy@{first}", "")):
+        assert commits(configured(elsewhere, path=path, revision=revision)) == [first]
 
 
 @pytest.mark.medium
 def test_cold_start_keeps_its_commit(hub, tmp_path, policy_folder):
     first = hub.add("owner/policy", policy_folder)
-    chat = (("user", "who ?"), ("assistant", "<answer> it </answer>"))
-    messages = [{"role": role, "content": content} for role, content in chat]
+    chat = {"user": "who ?", "assistant": "<answer> it </answer>"}
+    messages = [{"role": role, "content": content} for role, content in chat.items()]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
     config = configured(tmp_path)
     places = {"demonstrations": str(tmp_path / "chats.jsonl"), "output": str(tmp_path / "run/sft")}
-    cold = replace(
-        config.sft, init_from="owner/policy", phases=[SftPhase(1)], rows=8, row_length=256, **places
-    )
-    sft.run(replace(config, sft=cold, log=replace(config.log, backends=[], progress=False)))
+    cold = SftConfig("owner/policy", phases=[SftPhase(1)], rows=8, row_length=256, **places)
+    sft.run(replace(config, sft=cold, log=LogConfig(backends=[], progress=False)))
     assert (tmp_path / "run/sft/model.safetensors").is_file()
     hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
     assert find_folder(config, "owner/policy")[0].name == first
-
-
-@pytest.mark.parametrize("by_key", [True, False])
-def test_revision_is_used(hub, tmp_path, policy_folder, by_key):
-    first = hub.add("owner/policy", policy_folder)
-    hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
-    path = "owner/policy" if by_key else f"owner/policy@{first}"
-    config = configured(tmp_path, path=path, revision=first if by_key else "")
-    assert [pin.commit for pin in build_model(config, path).pins] == [first]
 
 
 def test_evaluation_and_tokenizer_accept_a_repository(hub, tmp_path, policy_folder):
@@ -125,7 +111,7 @@ def test_evaluation_and_tokenizer_accept_a_repository(hub, tmp_path, policy_fold
 @pytest.mark.parametrize(
     ("name", "revision", "message"),
     [
-        ("owner/nothing", "", "owner/nothing .model on http.*neither a folder here nor a repository there"),
+        ("owner/nothing", "", "owner/nothing .model on http.*no folder here and no repository there"),
         ("owner/policy", "v9", "owner/policy .*no revision 'v9'; correct policy.revision"),
         ("owner/gated", "", "owner/gated .*access is granted on request; ask.*owner/gated, then set HF"),
         ("owner/policy@main", "main", "both name a revision: leave one out"),
@@ -156,13 +142,6 @@ def test_cache_serves_without_network(tmp_path, monkeypatch, policy_folder):
             load_questions(name) if "data" in name else build_model(config, name)
 
 
-def test_names_of_repositories(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path)
-    names = ["owner/name", "owner/name@v1", "/owner/name", "./name", "name", "a/b/c", "here/missing", ""]
-    assert [name for name in names if hub_client.is_repository(name)] == names[:2]
-
-
 def rows(source, count=2):
     lines = (json.dumps({"id": n, "question": f"q{n}", "golden_answers": ["a"]}) for n in range(count))
     return ("\n".join(lines) + f"\n{' ' * len(source)}").encode()
@@ -177,12 +156,11 @@ def test_data_sets_by_file_pattern_or_alone(hub):
     both = load_questions("hf://datasets/owner/flash/*/test.jsonl")
     assert {question.data_source for question in both} == {"nq", "popqa"}
     assert [item.data_source for item in load_questions("owner/one")] == ["mine", "mine"]
-    files = "its data files: nq/test.jsonl, popqa/test.jsonl"
     for name, message in (
-        ("owner/flash", f"2 data files; name the files.*nq/test.jsonl .{files}"),
-        ("hf://datasets/owner/flash/dev.jsonl", f"no file 'dev.jsonl'; {files}"),
+        ("owner/flash", "hf://datasets/owner/flash: 2 data files; .*nq/test.jsonl, popqa/test.jsonl"),
+        ("hf://datasets/owner/flash/dev.jsonl", "no file 'dev.jsonl'; .*nq/test.jsonl, popqa/test.jsonl"),
         ("hf://datasets/owner", "expected hf://datasets/OWNER/NAME/FILE"),
-        ("owner/none", "0 data files; .* such as hf://datasets/owner/none/train.jsonl .its data files: none"),
+        ("owner/none", "hf://datasets/owner/none: 0 data files"),
         ("hf://datasets/owner/a..b", "owner/a..b .dataset on http.*: no name of a repository"),
     ):
         with pytest.raises(UserError, match=message):
@@ -192,26 +170,20 @@ def test_data_sets_by_file_pattern_or_alone(hub):
         load_questions("owner/one")
 
 
-def test_pins_add_up_by_repository_and_revision(tmp_path):
+def test_names_and_pins_of_repositories(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    names = ["owner/name", "owner/name@v1", "/owner/name", "./name", "name", "a/b/c", "here/missing", ""]
+    assert [name for name in names if hub_client.is_repository(name)] == names[:2]
     first, other, newer = (hub_client.Pin("a/b", *pin) for pin in (("main", "1"), ("v1", "2"), ("main", "3")))
     hub_client.write_pins(tmp_path, [])
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "hub.json").exists()
     hub_client.write_pins(tmp_path, [first, other])
     hub_client.write_pins(tmp_path, [newer])
     assert hub_client.read_pins(tmp_path) == [newer, other]
 
 
-@pytest.mark.medium
-def test_environment_names_hub_and_cache(hub, tmp_path):
-    """As a user sets it: before the program starts."""
-    commit = hub.add("owner/policy", **{"config.json": b"{}"})
-    code = "from calibadv_jax.core import hub; print(hub.fetch_model(hub.resolve('owner/policy', ''), False))"
-    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ROOT}
-    folder = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True, timeout=60)
-    assert folder.strip() == str(tmp_path / "home/hub/models--owner--policy/snapshots" / commit)
-
-
-@pytest.mark.parametrize("content", ["", "[{", "{}", "3", '["x"]', '[{"repository": "a/b"}]', "[null]"])
+@pytest.mark.parametrize("content", ["", "[{", "{}", '["x"]', '[{"repository": "a/b"}]'])
 def test_damaged_pins_are_one_line(tmp_path, content):
     (tmp_path / "hub.json").write_text(content)
     with pytest.raises(UserError, match="hub.json: damaged, .*; remove it") as caught:

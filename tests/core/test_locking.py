@@ -7,12 +7,11 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 
 from calibadv_jax.commands import sft, train
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, RunConfig, SftConfig, SftPhase
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.locking import locked_output, locked_run
 
@@ -31,6 +30,13 @@ def silent(_):
     pytest.fail("nothing is wrong with this file system")
 
 
+def failing(number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
 @pytest.fixture
 def holder(tmp_path):
     """A process that holds tmp_path/run, and the id of a child service of it."""
@@ -45,12 +51,9 @@ def holder(tmp_path):
 
 
 def test_second_process_reads_the_owner(tmp_path, holder):
-    owner = f"process {holder[0].pid} on {os.uname().nodename} since 2.*\\(-c .*wait until it has ended"
-    with (
-        pytest.raises(EnvironmentFailure, match=f"^run.dir={tmp_path}/run is in use by {owner}") as caught,
-        locked_run(tmp_path / "run", silent),
-    ):
-        pass
+    owner = f"process {holder[0].pid} on {os.uname().nodename} since 2.*\\(-c "
+    with pytest.raises(EnvironmentFailure, match=f"^run.dir={tmp_path}/run is in use by {owner}") as caught:
+        locked_run(tmp_path / "run", silent).__enter__()
     assert "\n" not in str(caught.value)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
@@ -85,37 +88,24 @@ def test_forked_copy_neither_holds_nor_releases(tmp_path):
     assert process.exitcode == other.exitcode == 0
 
 
-def test_outermost_block_of_a_process_releases(tmp_path):
-    folder = tmp_path / "run"
-    with locked_run(folder, silent):
-        with suppress(ValueError), locked_run(folder, silent):
-            raise ValueError
-        assert (folder / ".lock").exists()
-    assert not folder.exists(), "nothing was written there"
-
-
-def test_folder_with_content_or_earlier_stays(tmp_path):
-    with locked_run(tmp_path / "empty", silent):
-        (tmp_path / "empty/metrics.jsonl").touch()
-    (tmp_path / "mine").mkdir()
-    with locked_run(tmp_path / "mine", silent):
-        pass
+def test_outermost_block_releases_and_removes_empty_folder(tmp_path):
+    (tmp_path / "earlier").mkdir()
+    for name in ("empty", "filled", "earlier"):
+        folder = tmp_path / name
+        with locked_run(folder, silent):
+            with suppress(ValueError), locked_run(folder, silent):
+                raise ValueError
+            assert (folder / ".lock").exists()
+            if name == "filled":
+                (folder / "metrics.jsonl").touch()
     names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
-    assert names == {"empty", "empty/metrics.jsonl", "mine"}
+    assert names == {"filled", "filled/metrics.jsonl", "earlier"}
 
 
-def test_output_is_locked_beside_its_name(tmp_path):
+def test_output_is_locked_beside_its_name_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
     with locked_output(tmp_path / "hf", "export.output", silent):
         assert [path.name for path in tmp_path.iterdir()] == [".hf.lock"]
-        with locked_output(tmp_path / "other", "export.output", silent):
-            pass
-
-
-def failing(number):
-    def fail(*_):
-        raise OSError(number, os.strerror(number))
-
-    return fail
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
@@ -128,6 +118,9 @@ def test_file_system_without_locks_warns(tmp_path, monkeypatch, number):
 
 
 def test_other_error_of_a_lock_is_raised(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="run.dir=.*file cannot be written"):
+        locked_run(tmp_path / "file", silent).__enter__()
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
         patch.setattr(fcntl, "flock", failing(errno.EIO))
         locked_run(tmp_path, silent).__enter__()
@@ -162,30 +155,13 @@ def test_replaced_lock_file_is_locked_again(tmp_path, monkeypatch):
         flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_full_disk_locks_without_owner(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
-    with locked_run(tmp_path, silent):
-        assert (tmp_path / ".lock").exists()
-
-
-def test_file_in_place_of_folder_is_refused(tmp_path):
-    (tmp_path / "run").write_text("mine")
-    with (
-        pytest.raises(UserError, match=r"run.dir=.*run cannot be written .*; choose another folder"),
-        locked_run(tmp_path / "run", silent),
-    ):
-        pass
-
-
 @pytest.mark.parametrize("command", [train, sft])
 def test_second_start_changes_nothing(tmp_path, holder, command):
-    config = Config()
     folder = tmp_path / "run"
     (folder / "checkpoints/3.orbax-checkpoint-tmp-0").mkdir(parents=True)  # of the first one, in flight
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st')
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    phases = [sft.SftPhase(1)]
-    config = replace(config, run=replace(config.run, dir=str(folder)), sft=replace(config.sft, phases=phases))
+    config = Config(run=RunConfig(dir=str(folder)), sft=SftConfig(phases=[SftPhase(1)]))
     with pytest.raises(UserError, match=f"is in use by process {holder[0].pid} "):
         command.run(config)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before

@@ -14,13 +14,8 @@ from calibadv_jax.config import known_keys, load_config
 from calibadv_jax.metrics.catalogue import find
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *(ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "benchmarks").glob("*.md")),
-    *sorted((ROOT / "experiments").glob("*.md")),
-]
+FOLDERS_OF_PAGES = ("", "docs", "benchmarks", "experiments")
+PAGES = [path for folder in FOLDERS_OF_PAGES for path in sorted((ROOT / folder).glob("*.md"))]
 CODE = re.compile(r"```.*?```", re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = "calibadv_jax|retriever|scripts|tests|configs|benchmarks|docs|examples|experiments"

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from small_run import SMALL
 from tiny_policy import Letters
 from trainer_rig import QUESTIONS, ScriptedRollouts, make_config, make_model, write_group
 
@@ -27,8 +28,6 @@ from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from scripts import document_metrics
 
 pytestmark = pytest.mark.medium
-LENGTHS = {"max_prompt_length": 12, "max_length": 16}
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -75,12 +74,12 @@ def logged(path):
 def training(tmp_path_factory):
     """Names in the rows of a run in which everything is switched on."""
     folder = tmp_path_factory.mktemp("run")
+    limits = {"max_prompt_length": 12, "max_length": 16, "max_failed_share": 0.5}
     config = make_config(
         folder,
         learner={"steps": 1, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8},
         loss={"kl_coef": 0.1, "importance_high": 8.0},
-        rollout={"questions_per_step": 2, "group_size": 3, "max_failed_share": 0.5, "replace_tied": 1}
-        | LENGTHS,
+        rollout={"questions_per_step": 2, "group_size": 3, "replace_tied": 1} | limits,
         prompt={"template": "{question}"},
         evaluate={"every": 1, "temperatures": [1.0]},
         data={"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl"), "rest_above": 0.9},
@@ -99,14 +98,8 @@ def training(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cold_start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sft")
-    small = {"people": 20, "cities": 8, "companies": 8, "works": 6, "train_questions": 20}
-    small["eval_questions"] = 4
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-    overrides = [f"world.{name}={value}" for name, value in small.items()]
-    overrides += [f"policy.init.{name}={value}" for name, value in shape.items()]
-    overrides += [f"run.dir={folder}", "log.backends=[]", "log.progress=false", "mesh.data=1", "mesh.fsdp=8"]
-    overrides += ["sft.phases=[{steps: 2}]", "sft.rows=8", "sft.held_out=0.5"]
     demonstrations = folder / "demonstrations.jsonl"
+    overrides = [*SMALL, f"run.dir={folder}", "sft.phases=[{steps: 2}]", "sft.rows=8", "sft.held_out=0.5"]
     turns = [{"text": "<think> a </think> <answer> no </answer>"}]
     shared = {"golden_answers": ["no"], "data_source": "mine", "turns": turns}
     rows = [{"id": text, "question": text} | shared for text in ("who ?", "where ?")]
@@ -129,13 +122,9 @@ def test_every_documented_name_is_logged(training, cold_start):
     assert not [name for name in names if not any(re.fullmatch(patterns[name], other) for other in logged)]
 
 
-def test_names_are_unique_and_units_named():
-    names = [name for metric in metrics() for name in metric.names()]
-    assert len(names) == len(set(names))
-    assert all(metric.unit and metric.meaning.strip() == metric.meaning for metric in metrics())
-
-
 def test_names_and_the_authors_names():
+    names = [name for metric in metrics() for name in metric.names()]
+    assert len(names) == len(set(names)) and all(metric.unit and metric.meaning for metric in metrics())
     assert Metric("a/{mean,max}", "", "").names() == ["a/mean", "a/max"]
     assert authors_names("reward/mean") == ["critic/score/mean"]
     assert authors_names("rollout/searches/mean") == ["env/number_of_valid_search"]
@@ -150,9 +139,5 @@ def test_names_and_the_authors_names():
 def test_metrics_page_is_current():
     page = document_metrics.PAGE.read_text(encoding="utf-8")
     assert page == document_metrics.page(), "run: python -m scripts.document_metrics"
-
-
-def test_line_of_the_page():
-    meaning = "questions with at least one trajectory of the largest reward"
-    cells = ["`group/solved`", "share", meaning, "`correct_rate/least_one_correct`"]
-    assert document_metrics.cells(find("group/solved")) == cells
+    line = re.search(r"\| `group/solved` \| share \| [^|]+ \| `correct_rate/least_one_correct` \|", page)
+    assert line

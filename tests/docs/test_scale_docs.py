@@ -1,10 +1,10 @@
 """The pages of scale: their rows are the script's points, fit, and agree with what the doctor says."""
 
-import functools
 import json
 import re
 import shlex
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks.compiled import plan_table
 from benchmarks.compiled.ahead_of_time import expected_bytes, parse
-from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point, file_of, table
+from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point
+from benchmarks.compiled.scale_table import row as table_row
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import plan
@@ -49,11 +50,6 @@ def peaks(row):
         name: FIGURE.fullmatch(cell) for name, cell in zip(TABLED, row[3 : 3 + len(TABLED)], strict=True)
     }
     return {name: float(match[3] or match[2]) for name, match in figure.items() if match}
-
-
-def test_tables_have_rows():
-    assert len(ROWS) >= 4
-    assert all(peaks(row) for row in ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[-1].strip("`"))
@@ -97,12 +93,9 @@ def test_planned_rows_equal_the_command(row, monkeypatch):
             assert 1 / 1.15 < ratio < 1.15, (together, ratio)
 
 
-def test_plan_has_8_64_and_256_devices():
+def test_tables_have_rows_and_mark_what_does_not_fit():
+    assert len(ROWS) >= 4 and all(peaks(row) for row in ROWS)
     assert {"8 H100", "64 H100", "256 H100"} <= {row[0] for row in PLANNED}
-    assert any(row[0].startswith("256 v5") for row in PLANNED)
-
-
-def test_programs_that_do_not_fit_are_marked():
     for row in ROWS:
         for match in filter(None, map(FIGURE.fullmatch, row[3 : 3 + len(TABLED)])):
             assert bool(match[1]) == (float(match[2]) > float(row[2])), row
@@ -120,81 +113,42 @@ def test_parts_of_a_3b_policy_equal_the_doctors():
 
 
 POINT = next(point for point in POINTS if "v5e:4x4 --shape qwen2.5-3b" in point)
-FIGURES = {
-    "update": {"compile_s": 61.4, "arguments": 2.9, "results": 0.7, "needed": 9.0, "peak": 9.0},
-    "apply": {"compile_s": 2.0, "arguments": 2.9, "results": 2.2, "needed": 2.9, "peak": 2.9},
-    "log-probabilities": {"compile_s": 20.0, "arguments": 0.7, "results": 0.1, "needed": 3.0, "peak": 3.0},
-    "prefill": {"compile_s": 5.0, "arguments": 2.6, "results": 2.0, "needed": 3.5, "peak": 3.5},
-    "decode": {"compile_s": 4.0, "arguments": 2.6, "results": 2.0, "needed": 3.25, "peak": 3.25},
-}
+REFUSED = {"refused": "RESOURCE_EXHAUSTED"}
 
 
-def cells(folder, **changed):
-    """The row of a point with these figures, or others of some programs."""
-    file_of(folder, POINT).write_text(json.dumps(FIGURES | changed))
-    return [cell.strip() for cell in table(folder, list(POINTS)).splitlines()[-1].strip("|").split("|")]
-
-
-def but(name, **figures):
-    return {name: FIGURES[name] | figures}
-
-
-def test_row_shows_memory_of_a_device(tmp_path):
+@pytest.mark.parametrize(
+    ("program", "needed", "expected"),
+    [
+        ("update", 9.0, "11.6"),
+        ("update", 14.0, "**16.6**"),
+        ("apply", 9.5, "12.1"),  # an optimizer's step and the cache
+        ("prefill", 11.0, "13.2"),  # a call and the state without gradients
+        ("decode", 12.0, "14.2"),
+        ("decode", None, "refused"),
+    ],
+)
+def test_sampler_row_is_the_largest_of_three(program, needed, expected):
     """16 GB are 14.9 GiB."""
-    row = cells(tmp_path)
-    assert row[:3] == ["qwen2.5-3b", "16 v5e", "14.9"]
-    assert row[3:8] == ["9.0 in 61 s", "2.9 in 2 s", "3.0 in 20 s", "3.5 in 5 s", "3.2 in 4 s"]
-    assert row[-1] == f"`{POINT}`"
-    assert len(table(tmp_path, list(POINTS)).splitlines()) == 3  # head, rule, the point
-
-
-def test_sampler_row_is_the_largest_of_three(tmp_path):
-    """A gradient or an optimizer's step and the cache, or a call and the state without gradients."""
-    assert cells(tmp_path)[8] == "11.6"
-    assert cells(tmp_path, **but("apply", needed=9.5))[8] == "12.1"
-    assert cells(tmp_path, **but("prefill", needed=11.0))[8] == "13.2"
-    assert cells(tmp_path, **but("decode", needed=12.0))[8] == "14.2"
-
-
-def test_row_marks_programs_that_do_not_fit(tmp_path):
-    row = cells(tmp_path, **but("update", needed=15.5, peak=12.0), decode={"refused": "RESOURCE_EXHAUSTED"})
-    assert row[3] == "**15.5 (12.0) in 61 s**" and row[7] == row[8] == "refused"
-    assert cells(tmp_path, **but("update", needed=14.0))[8] == "**16.6**"
-
-
-def test_missing_figures_are_empty(tmp_path):
-    figures = dict(FIGURES)
-    for name, text in (
-        ("log-probabilities", "| 9.0 in 61 s | 2.9 in 2 s |  | 3.5 in 5 s | 3.2 in 4 s | 11.6 |"),
-        ("decode", "| 3.5 in 5 s |  |  |"),
-    ):
-        del figures[name]
-        file_of(tmp_path, POINT).write_text(json.dumps(figures))
-        assert text in table(tmp_path, [POINT])
-    assert len({file_of(tmp_path, point) for point in POINTS}) == len(POINTS)
+    sizes = {"update": 9.0, "apply": 2.9, "log-probabilities": 3.0, "prefill": 3.5, "decode": 3.25}
+    figures = {
+        name: {"compile_s": 1.0, "arguments": 2.6, "results": 2.2, "needed": size, "peak": size}
+        for name, size in (sizes | {program: needed or 0.0}).items()
+    }
+    row = table_row(POINT, figures if needed else figures | {program: REFUSED}).split(" | ")
+    assert row[:3] == ["| qwen2.5-3b", "16 v5e", "14.9"] and row[-1] == f"`{POINT}` |"
+    assert row[8] == expected and row[5] == "3.0 in 1 s"
 
 
 def test_failed_compilation_raises_its_reason(tmp_path, monkeypatch):
     """Status 1 is that of a program that does not fit, and of a failure: the figures tell which."""
-    file, status = tmp_path / "point.json", [1]
-
-    def runs(command, **_):
-        assert command[-5:] == ["--only", "update", "apply", "--json", str(file)]
-        assert POINT in " ".join(command)
-        return subprocess.CompletedProcess(command, status[0], "", "ModuleNotFoundError: No module 'libtpu'")
-
-    monkeypatch.setattr(subprocess, "run", runs)
-    compiled = functools.partial(compile_point, POINT, ["update", "apply"], file, {"tpu": tmp_path})
-    for names in ([], ["update"]):
-        if names:
-            file.write_text(json.dumps({name: {"refused": "RESOURCE_EXHAUSTED"} for name in names}))
-        with pytest.raises(SystemExit, match="libtpu"):
-            compiled()
-    file.write_text(json.dumps({name: {"refused": "RESOURCE_EXHAUSTED"} for name in ("update", "apply")}))
-    compiled()
-    status[0] = -9
-    with pytest.raises(SystemExit):
-        compiled()
+    file, programs = tmp_path / "point.json", ["update", "apply"]
+    for status, names, has_failed in ((1, ["update"], True), (1, programs, False), (-9, [], True)):
+        done = subprocess.CompletedProcess([], status, "", "ModuleNotFoundError: No module 'libtpu'")
+        monkeypatch.setattr(subprocess, "run", Mock(return_value=done))
+        file.write_text(json.dumps(dict.fromkeys(names, REFUSED)))
+        with pytest.raises(SystemExit, match="libtpu") if has_failed else nullcontext():
+            compile_point(POINT, programs, file, {"tpu": tmp_path})
+        assert subprocess.run.call_args.args[0][-4:-2] == programs
 
 
 def test_only_memory_refusals_are_figures():

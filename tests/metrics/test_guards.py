@@ -12,9 +12,12 @@ from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.guards import GUARDS, Guards, guard_metrics
 
 QUESTION = Question("q", "?", ("x",), "test")
-METRICS = [guard.metric for guard in GUARDS.values()]
-HEALTHY = dict(zip(METRICS, (0.3, 0.9, 0.05, 1.4, 1.1), strict=True))
-COLLAPSED = dict(zip(METRICS, (0.001, 0.05, 0.8, 40.0, 9.0), strict=True))
+METRICS = {name: guard.metric for name, guard in GUARDS.items()}
+HEALTHY = dict(zip(METRICS.values(), (0.3, 0.9, 0.05, 1.4, 1.1), strict=True))
+COLLAPSED = dict(zip(METRICS.values(), (0.001, 0.05, 0.8, 40.0, 9.0), strict=True))
+BAD = {name: {metric: COLLAPSED[metric]} for name, metric in METRICS.items()}
+LOW, FREE = BAD["entropy"], BAD["format_valid"]
+NAN, ABSENT = ({METRICS["entropy"]: value} for value in (float("nan"), None))
 
 
 def guards(**values):
@@ -22,113 +25,91 @@ def guards(**values):
 
 
 def feed(watch, *steps, start=1):
-    return [watch.check(step, HEALTHY | metrics) for step, metrics in enumerate(steps, start)]
+    rows = [{n: v for n, v in (HEALTHY | metrics).items() if v is not None} for metrics in steps]
+    return [watch.check(step, row) for step, row in enumerate(rows, start)]
 
 
-def bad(name, value=None):
-    metric = GUARDS[name].metric
-    return {metric: COLLAPSED[metric] if value is None else value}
+def restarted(watch):
+    """Guards of the same config that continue from the state of others, as a checkpoint holds it."""
+    other = Guards(watch.config)
+    other.restore(json.loads(json.dumps(watch.state())))
+    return other
 
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_guard_trips_once_after_its_patience(name):
-    watch = guards(action="stop", patience=2)
-    verdicts = feed(watch, {}, bad(name), bad(name), bad(name))
+    verdicts = feed(guards(action="stop", patience=2), {}, BAD[name], BAD[name], BAD[name])
     assert [verdict.action for verdict in verdicts] == ["go_on", "go_on", "stop", "go_on"]
     assert [verdict.metrics[f"guard/{name}"] for verdict in verdicts] == [0, 1, 1, 1]
-    others = {f"guard/{other}": 0 for other in GUARDS if other != name}
-    assert all(others.items() <= verdict.metrics.items() for verdict in verdicts)
+    healthy = {f"guard/{other}": 0 for other in GUARDS if other != name}
+    assert all(healthy.items() <= verdict.metrics.items() for verdict in verdicts)
     ((finding,),) = (verdict.findings for verdict in verdicts if verdict.findings)
-    guard = GUARDS[name]
-    assert finding.startswith(f"step 3: {guard.cause} ({guard.metric} {COLLAPSED[guard.metric]:.4g}, ")
-    assert f"guards.{guard.threshold}=" in finding and "for 2 steps" in finding
+    assert finding.startswith(f"step 3: {GUARDS[name].cause}") and f"{GUARDS[name].threshold}=" in finding
 
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_null_switches_guard_off_and_limit_is_good(name):
     limit = getattr(GuardsConfig(), GUARDS[name].threshold)
-    at_the_limit = feed(guards(patience=1, action="stop"), {}, bad(name, limit))[-1]
+    at_the_limit = feed(guards(patience=1, action="stop"), {}, {METRICS[name]: limit})[-1]
     assert (at_the_limit.action, at_the_limit.metrics[f"guard/{name}"]) == ("go_on", 0)
-    off = feed(guards(patience=1, action="stop", **{GUARDS[name].threshold: None}), {}, bad(name))[-1]
+    logged = feed(guards(patience=1), {}, COLLAPSED)[-1]  # by default it never stops
+    assert logged.action == "go_on" and len(logged.findings) == 5 and set(logged.metrics.values()) == {1.0}
+    off = feed(guards(patience=1, action="stop", **{GUARDS[name].threshold: None}), {}, BAD[name])[-1]
     assert off.action == "go_on" and f"guard/{name}" not in off.metrics and len(off.metrics) == 4
 
 
-def test_good_steps_unarmed_guards_and_nan():
-    nan = [bad("entropy", float("nan"))] * 2
-    for patience, last, steps in (
-        (2, "go_on", [{}, bad("entropy"), {}, bad("entropy"), bad("format_valid")]),
-        (1, "stop", [bad("format_valid"), bad("format_valid"), {}, bad("format_valid")]),
-        (2, "stop", nan),
-    ):
-        *before, newest = feed(guards(action="stop", patience=patience), *steps)
-        assert not any(verdict.findings or verdict.action != "go_on" for verdict in before)
-        assert newest.action == last and bool(newest.findings) == (last == "stop")
-    verdicts = feed(guards(action="stop", patience=1), bad("format_valid"), {}, bad("format_valid"))
-    assert [verdict.metrics["guard/format_valid"] for verdict in verdicts] == [0, 0, 1]
-
-
-def test_step_without_the_metric_is_ignored():
-    watch = guards(action="stop", patience=2)
-    watch.check(1, HEALTHY)
-    watch.check(2, HEALTHY | bad("entropy"))
-    nothing_trained = {name: value for name, value in HEALTHY.items() if name != "actor/entropy"}
-    assert "guard/entropy" not in watch.check(3, nothing_trained).metrics
-    assert watch.check(4, HEALTHY | bad("entropy")).action == "stop"
-
-
-def test_log_never_stops():
-    watch = guards(patience=1)
-    assert GuardsConfig().action == "log"
-    (_, verdict) = feed(watch, {}, COLLAPSED)
-    assert verdict.action == "go_on" and len(verdict.findings) == 5
-    assert set(verdict.metrics.values()) == {1.0}
+@pytest.mark.parametrize(
+    ("patience", "steps", "last"),
+    [
+        (2, [{}, LOW, {}, LOW, FREE], "go_on"),  # a good step begins anew
+        (1, [FREE, FREE, {}, FREE], "stop"),  # not armed at first
+        (2, [NAN, NAN], "stop"),
+        (2, [{}, LOW, ABSENT, LOW], "stop"),
+    ],
+)
+def test_streak_of_armed_guard_stops(patience, steps, last):
+    *before, newest = feed(guards(action="stop", patience=patience), *steps)
+    assert not any(verdict.findings or verdict.action != "go_on" for verdict in before)
+    assert newest.action == last and bool(newest.findings) == (last == "stop")
+    flagged = [verdict.metrics.get("guard/format_valid") for verdict in before]
+    assert not any(flagged) and ("guard/entropy" in before[-1].metrics) == (ABSENT not in steps)
 
 
 def test_rollback_stops_at_its_limit():
     watch = guards(action="rollback", patience=2, max_rollbacks=2)
     feed(watch, {}, {}, {})
-    for attempt in (1, 2):
-        verdicts = feed(watch, bad("entropy"), bad("entropy"), start=4)
+    for attempt, target in ((1, 3), (2, 2)):  # the second time to an older checkpoint: it is the last good
+        verdicts = feed(watch, LOW, LOW, start=4)
         assert [verdict.action for verdict in verdicts] == ["go_on", "rollback"]
         assert watch.last_good_step == 3
-        watch.rolled_back(3)
-        assert watch.rollbacks == attempt
-    assert feed(watch, bad("entropy"), bad("entropy"), start=4)[-1].action == "stop"
-
-
-def test_rollback_to_older_checkpoint_is_last_good():
-    watch = guards(action="rollback", patience=1)
-    feed(watch, {}, {}, {}, bad("entropy"))
-    watch.rolled_back(2)
-    assert watch.last_good_step == 2
-    assert feed(watch, bad("entropy"), start=3)[-1].action == "rollback"  # still armed
+        watch.rolled_back(target)
+        assert (watch.rollbacks, watch.last_good_step) == (attempt, target)
+    assert feed(watch, LOW, LOW, start=3)[-1].action == "stop"
     assert watch.last_good_step == 2
 
 
 @pytest.mark.parametrize("cut", range(6))
 def test_resumed_guards_equal_uninterrupted_ones(cut):
-    steps = [{}, bad("entropy"), bad("entropy"), {}, bad("entropy"), bad("entropy"), bad("entropy")]
-    whole = guards(action="rollback", patience=3)
+    steps = [{}, LOW, LOW, {}, LOW, LOW, LOW]
+    whole, first = (guards(action="rollback", patience=3) for _ in range(2))
     expected = feed(whole, *steps)
-    first, second = guards(action="rollback", patience=3), guards(action="rollback", patience=3)
     verdicts = feed(first, *steps[:cut])
-    second.restore(json.loads(json.dumps(first.state())))
+    second = restarted(first)
     assert verdicts + feed(second, *steps[cut:], start=cut + 1) == expected
-    assert expected[-1].action == "rollback"
-    assert second.state() == whole.state()
+    assert expected[-1].action == "rollback" and second.state() == whole.state()
 
 
 @pytest.mark.parametrize(
     ("action", "before", "expected"),
-    [("rollback", 0, "rollback"), ("rollback", 3, "stop"), ("stop", 0, "go_on"), ("log", 0, "go_on")],
+    [("rollback", 0, "rollback"), ("rollback", 3, "stop"), ("stop", 0, "go_on")],
 )
 def test_due_rollback_survives_a_restart(action, before, expected):
     """A signal came in the step that tripped the guard, or there was no checkpoint to go back to."""
-    first, second = guards(action=action, patience=2), guards(action=action, patience=2)
+    first = guards(action=action, patience=2)
     first.rollbacks = before
-    feed(first, {}, bad("entropy"), bad("entropy"))
-    second.restore(json.loads(json.dumps(first.state())))
-    (again,) = feed(second, bad("entropy"), start=4)
+    feed(first, {}, LOW, LOW)
+    second = restarted(first)
+    (again,) = feed(second, LOW, start=4)
     assert again.action == expected and bool(again.findings) == (action == "rollback")
     assert second.last_good_step == 1
 
@@ -136,10 +117,10 @@ def test_due_rollback_survives_a_restart(action, before, expected):
 def test_switched_off_guard_is_dropped():
     """Its count would stand for ever, and a later rollback would find no checkpoint that is old enough."""
     first = guards(action="stop", patience=2)
-    assert feed(first, {}, bad("entropy"), bad("entropy"))[-1].action == "stop"
-    second = guards(action="rollback", patience=2, min_entropy=None)
-    second.restore(json.loads(json.dumps(first.state())))
-    feed(second, *[bad("entropy")] * 3, start=4)
+    feed(first, {}, LOW, LOW)
+    first.config = GuardsConfig(action="rollback", patience=2, min_entropy=None)
+    second = restarted(first)
+    feed(second, LOW, LOW, LOW, start=4)
     assert second.last_good_step == 6
 
 
@@ -154,8 +135,7 @@ def repetition(*groups):
 
 
 def test_repetition_counts_sampled_tokens_of_a_turn():
-    loop, other = [7, 8] * 6, list(range(12))
-    flat = [-1.0] * 12
+    loop, other, flat = [7, 8] * 6, list(range(12)), [-1.0] * 12
     assert repetition(group((other, flat), (other, flat))) == 0
     # Nine 4-grams, two of them distinct; the other turn has nine that are all distinct.
     assert repetition(group((loop, flat))) == pytest.approx(7 / 9)
@@ -169,65 +149,46 @@ def test_repetition_counts_sampled_tokens_of_a_turn():
 
 def test_perplexity_is_a_mean_over_tokens():
     metrics = guard_metrics([group(([1], [-1.0]), ([1, 2, 3], [-2.0, -3.0, -4.0]))])
-    assert metrics["rollout/sampled_perplexity"] == pytest.approx(np.exp(2.5))
+    assert metrics == {"rollout/sampled_perplexity": pytest.approx(np.exp(2.5))}
+    assert guard_metrics([group(([], []))]) == guard_metrics([Group(QUESTION, [])]) == {}
 
 
-def test_no_sampled_tokens_give_no_metrics():
-    assert guard_metrics([group(([], []))]) == {}
-    assert guard_metrics([Group(QUESTION, [Trajectory(QUESTION, np.zeros(1, np.int32))])]) == {}
-    assert set(guard_metrics([group(([1, 2], [-1.0, -1.0]))])) == {"rollout/sampled_perplexity"}
+def numbers(skipped, finite=1.0, part="actor"):
+    return {f"{part}/skipped": skipped, f"{part}/finite": finite}
 
 
-def test_diverging_critic_is_named_with_its_key():
-    """Also in steps that train nothing but the critic."""
-    for more in ({}, {"actor/skipped": 0.0, "actor/finite": 1.0}):
-        row = {"critic/skipped": 1.0, "critic/finite": 1.0} | more
-        guards = Guards(GuardsConfig(patience=2))
-        assert guards.check(1, row).action == "go_on" and guards.in_doubt
-        verdict = guards.check(2, row)
-        assert verdict.action == "stop" and guards.is_broken
-        (finding,) = verdict.findings
-        assert finding.startswith("step 2: no update of the critic was finite for 2 steps")
-        assert finding.endswith("lower critic.optimizer.lr")
-        lost = Guards(GuardsConfig()).check(1, row | {"critic/finite": 0.0})
-        assert "the parameters of the critic are not finite" in lost.findings[0]
+@pytest.mark.parametrize("actor", [{}, numbers(0.0)])
+def test_diverging_critic_is_named_with_its_key(actor):
+    row, watch = numbers(1.0, part="critic") | actor, guards(patience=2)
+    assert watch.check(1, row).action == "go_on" and watch.in_doubt
+    verdict = watch.check(2, row)
+    assert verdict.action == "stop" and watch.is_broken
+    assert "update of the critic" in verdict.findings[0] and "critic.optimizer.lr" in verdict.findings[0]
+    lost = guards().check(1, row | {"critic/finite": 0.0})
+    assert "the parameters of the critic are not finite" in lost.findings[0]
 
 
-def numbers(skipped, finite=1.0):
-    return {"actor/skipped": skipped, "actor/finite": finite}
-
-
-@pytest.mark.parametrize(
-    ("action", "expected"), [("log", "stop"), ("stop", "stop"), ("rollback", "rollback")]
-)
+@pytest.mark.parametrize(("action", "expected"), [("log", "stop"), ("rollback", "rollback")])
 def test_steps_without_finite_updates_end_the_run(action, expected):
-    guards = Guards(GuardsConfig(action=action, patience=2))
-    assert guards.check(1, numbers(0.0)).metrics == {"guard/numbers": 0}
-    verdict = guards.check(2, numbers(1.0))
-    assert (verdict.action, verdict.metrics, guards.in_doubt) == ("go_on", {"guard/numbers": 1}, True)
-    assert guards.check(3, {}).action == "go_on"  # nothing was trained
-    verdict = guards.check(4, numbers(1.0))
-    assert (verdict.action, guards.is_broken, guards.last_good_step) == (expected, True, 1)
+    watch = guards(action=action, patience=2)
+    assert watch.check(1, numbers(0.0)).metrics == {"guard/numbers": 0}
+    verdict = watch.check(2, numbers(1.0))
+    assert (verdict.action, verdict.metrics, watch.in_doubt) == ("go_on", {"guard/numbers": 1}, True)
+    watch = restarted(watch)  # a resumed run counts on
+    assert watch.check(3, {}).action == "go_on"  # nothing was trained
+    verdict = watch.check(4, numbers(1.0))
+    assert (verdict.action, watch.is_broken, watch.last_good_step) == (expected, True, 1)
     assert "no update was finite for 2 steps" in verdict.findings[0]
-    guards.rolled_back(1)
-    assert not guards.is_broken and not guards.in_doubt
+    watch.rolled_back(1)
+    assert not watch.is_broken and not watch.in_doubt
+    for step, skipped in enumerate((0.5, 1.0, 0.0, 1.0, 0.8), 2):
+        assert watch.check(step, numbers(skipped)).action == "go_on"
 
 
-def test_some_finite_updates_are_no_divergence():
-    guards = Guards(GuardsConfig(action="stop", patience=2))
-    for step, skipped in enumerate((0.5, 1.0, 0.0, 1.0, 0.8), 1):
-        assert guards.check(step, numbers(skipped)).action == "go_on"
-    other = Guards(GuardsConfig(action="stop", patience=2))
-    other.check(1, numbers(1.0))
-    again = Guards(GuardsConfig(action="stop", patience=2))
-    again.restore(other.state())
-    assert again.check(2, numbers(1.0)).action == "stop"  # a resumed run counts on
-
-
-def test_nonfinite_parameters_end_the_run():
-    guards = Guards(GuardsConfig(patience=9))
-    verdict = guards.check(1, numbers(0.0, finite=0.0))
-    assert verdict.action == "stop" and guards.is_broken
+def test_lost_parameters_end_the_run_at_once():
+    watch = guards(patience=9)
+    verdict = watch.check(1, numbers(0.0, finite=0.0))
+    assert verdict.action == "stop" and watch.is_broken
     assert verdict.findings[0].startswith("step 1: the parameters are not finite")
 
 

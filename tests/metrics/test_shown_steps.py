@@ -1,6 +1,7 @@
 """What the console says of a step in which nothing was learned, and the transcripts that it shows."""
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -57,32 +58,26 @@ def show_steps(*steps, stream=None, transcripts=0, progress=True):
 )
 def test_tied_step_warns_with_its_reason(groups, reason):
     text = show_steps(groups)
-    assert f"warning: step 1: all {len(groups)} groups tied: nothing was learned" in text
+    assert "warning: step 1: all groups tied: nothing was learned" in text
     assert reason in text and "log.transcripts=1 shows one" in text
 
 
 def test_ties_follow_largest_reward_and_signal():
-    for score, words in ((2.0, "these questions are too easy"), (1.0, "the scores differ between questions")):
-        tied = group("a", score, score)
+    for max_score, words in ((1.0, "these questions are too easy"), (2.0, "the scores differ between")):
+        tied = group("a", 1.0, 1.0)
         for trajectory in tied.trajectories:
-            trajectory.max_score = 2.0
+            trajectory.max_score = max_score
         assert words in why_tied([tied])
-
     assert why_tied([group("a", 0, 0), group("b", 0, 1.0)]) == ""
     assert why_tied([group("a", 0, 0, error="retriever: gone")]) == ""  # failures have words of their own
-    assert "warning" not in show_steps([group("a", 0, 1.0)])
 
 
 def test_tied_warning_is_repeated_after_many_steps():
-    tied, free = [group("a", 0, 0)], [group("a", 0, 1.0)]
-    lines = show_steps(*[tied] * REPEAT_TIED, free, tied, [group("a", 1.0, 1.0)]).splitlines()
-    warnings = [line.split(":")[1] + line.split(":")[2] for line in lines if line.startswith("warning")]
-    assert warnings == [
-        " step 1 all 1 groups tied",
-        f" step {REPEAT_TIED} for {REPEAT_TIED} steps all groups tied",
-        f" step {REPEAT_TIED + 2} all 1 groups tied",
-        f" step {REPEAT_TIED + 3} for 2 steps all groups tied",
-    ]
+    tied, free, right = [group("a", 0, 0)], [group("a", 0, 1.0)], [group("a", 1.0, 1.0)]
+    text = show_steps(*[tied] * REPEAT_TIED, free, tied, right)
+    warned = re.findall(r"warning: step (\d+): all groups tied(?: for (\d+) steps)?:", text)
+    many = str(REPEAT_TIED)
+    assert warned == [("1", ""), (many, many), (str(REPEAT_TIED + 2), ""), (str(REPEAT_TIED + 3), "2")]
 
 
 def test_transcripts_are_shown_without_progress():
@@ -92,36 +87,25 @@ def test_transcripts_are_shown_without_progress():
         sample.trajectories[0].turns.insert(0, turn("search", think="look", query="ann", documents=documents))
     assert "transcript" not in show_steps(groups)
     lines = show_steps(groups, transcripts=2, progress=False).splitlines()
-    questions = [line for line in lines if line.startswith("question")]
-    assert questions == ["question  who is a?", "question  who is c?"]
-    assert lines[:6] == [
-        "transcript: score 0.000, format valid",
-        "question  who is a?",
-        "think   look",
-        "search  ann",
-        "  [1]   Ann: wrote it",
-        "answer  bob",
-    ]
+    parts = ["who is a?", "look", "ann", "Ann: wrote it", "bob"]
+    assert lines[0] == "transcript: score 0.000, format valid"
+    assert [line.split(maxsplit=1)[1] for line in lines[1:6]] == parts
+    assert [line[-2] for line in lines if line.startswith("question")] == ["a", "c"]
     assert show_steps(groups, transcripts=9, progress=False).count("question ") == 4
+    groups[0].trajectories[0].turns.insert(0, turn("invalid", text="word " * 10_000))
+    assert max(map(len, show_steps(groups, transcripts=1).splitlines())) == 1000
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_transcripts_do_not_command_the_terminal(stream):
-    sample = group("a", 0, 0)
     question = Question("a", HOSTILE, ("ann",), "toy")
     documents = (Document("1", HOSTILE, HOSTILE),)
     search = turn("search", think=HOSTILE, query=HOSTILE, documents=documents)
     turns = [search, turn("invalid", text=HOSTILE), turn("answer", answer=HOSTILE)]
     failed = Trajectory(question, np.zeros(1, np.int32), turns[:1], error=f"retriever: {HOSTILE}")
     finished = Trajectory(question, np.zeros(1, np.int32), turns)
-    groups = [Group(question, [finished]), Group(question, [], [failed]), sample]
-    text = show_steps(groups, stream=stream(), transcripts=3, progress=False)
+    groups = [Group(question, [finished]), Group(question, [], [failed])]
+    text = show_steps(groups, stream=stream(), transcripts=2, progress=False)
     assert "\x07" not in text and "\u202e" not in text and "\r" not in text and "\x1b[2J" not in text
     assert text.count("[bold red]red[/] left [/") == 13  # shown as it stands, without a style
     assert "\x1b[1;31m" not in text and "\x1b[31m" not in text
-
-
-def test_long_turn_is_cut():
-    sample = group("a", 0, 1.0)
-    sample.trajectories[0].turns.insert(0, turn("invalid", text="word " * 10_000))
-    assert max(map(len, show_steps([sample], transcripts=1).splitlines())) <= 1000

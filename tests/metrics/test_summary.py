@@ -5,34 +5,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from calibadv_jax.core.trajectory import Group, Question, StopReason, Trajectory, Turn, TurnKind
+from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.summary import ALIASES, report_metrics, trajectory_metrics
 
 QUESTION = Question("q", "Who?", ("Ada",), "toy")
 
 
-def turn(kind: TurnKind, sampled: int, observed: int = 0, stop: StopReason = "stop") -> Turn:
-    return Turn(
-        kind,
-        np.arange(sampled, dtype=np.int32),
-        np.zeros(sampled, np.float32),
-        answer="Ada" if kind == "answer" else "",
-        observation_ids=np.arange(observed, dtype=np.int32),
-        stop_reason=stop,
-    )
+def turn(kind, sampled, observed=0, stop_reason="stop"):
+    ids, more = np.arange(sampled, dtype=np.int32), np.arange(observed, dtype=np.int32)
+    answer = "Ada" if kind == "answer" else ""
+    return Turn(kind, ids, ids * 0.0, answer=answer, observation_ids=more, stop_reason=stop_reason)
 
 
-def trajectory(turns: list[Turn], score: float, valid: bool, prompt: int = 10) -> Trajectory:
+def trajectory(turns, score, valid, prompt=10):
     scores = {"f1": score, "em": float(score == 1)}
     ids = np.zeros(prompt, np.int32)
     return Trajectory(QUESTION, ids, turns, format_valid=valid, answer_score=score, metrics=scores)
 
 
 @pytest.fixture
-def metrics() -> dict[str, float]:
+def metrics():
     solved = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 1.0, True)
     invalid = trajectory([turn("invalid", 3, observed=9)], 0.0, False)
-    cut = trajectory([turn("search", 5, observed=5), turn("unfinished", 20, stop="length")], 0.0, False, 16)
+    cut = trajectory(
+        [turn("search", 5, observed=5), turn("unfinished", 20, stop_reason="length")], 0.0, False, 16
+    )
     return trajectory_metrics([Group(QUESTION, [solved, invalid]), Group(QUESTION, [cut])])
 
 
@@ -62,6 +59,8 @@ def test_values(metrics):
     assert {name: metrics[name] for name in values} == pytest.approx(values) and len(values) == 30
     assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
     assert all(alias in metrics or f"{alias}/mean" in metrics for alias in ALIASES)
+    means = {"0": {"nq": {"em": 0.5}}, "0.7": {"all": {"f1": 1.0}}}
+    assert report_metrics(means) == {"eval/nq/em/greedy": 0.5, "eval/all/f1/temperature_0.7": 1.0}
 
 
 def test_trajectory_without_turns_has_length_zero():
@@ -77,34 +76,24 @@ def test_trajectory_without_turns_has_length_zero():
         trajectory_metrics([Group(QUESTION, [])])
 
 
-def test_names_of_an_evaluation_hold_source_and_temperature():
-    means = {"0": {"nq": {"em": 0.5}}, "0.7": {"all": {"f1": 1.0}}}
-    assert report_metrics(means) == {"eval/nq/em/greedy": 0.5, "eval/all/f1/temperature_0.7": 1.0}
-
-
 def test_failed_trajectories_are_only_counted(metrics):
     solved = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 1.0, True)
     solved.turns[0].is_refused = True
     lost, gone, late = (trajectory([turn("search", 90)], 0.5, False, 90) for _ in range(3))
     lost.error, gone.error, late.error = "retriever: a: b", "retriever: c", "time: d"
     other = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 0.0, True)
-    with_failures = trajectory_metrics(
-        [Group.of(QUESTION, [solved, lost]), Group.of(QUESTION, [gone, late, other])]
-    )
+    groups = [Group.of(QUESTION, [solved, lost]), Group.of(QUESTION, [gone, late, other])]
+    with_failures = trajectory_metrics(groups)
     without = trajectory_metrics([Group(QUESTION, [solved]), Group(QUESTION, [other])])
-    assert with_failures == without | {
-        "rollout/failed": 3.0,
-        "rollout/failed_share": 0.6,
-        "rollout/failed/retriever": 2.0,
-        "rollout/failed/time": 1.0,
-    }
+    failed = {"rollout/failed": 3.0, "rollout/failed/retriever": 2.0, "rollout/failed/time": 1.0}
+    assert with_failures == without | failed | {"rollout/failed_share": 0.6}
     assert without["rollout/failed"] == without["rollout/failed_share"] == 0
     assert with_failures["rollout/refused_queries"] == 1
     counts = {"rollout/failed": 1.0, "rollout/failed_share": 1.0, "rollout/failed/time": 1.0}
     assert trajectory_metrics([Group(QUESTION, [], [late])]) == counts
 
 
-def sampled_by(*versions: int) -> Trajectory:
+def sampled_by(*versions):
     answer = turn("answer", 1)
     answer.policy_versions = versions
     return trajectory([answer], 0.0, True)

@@ -129,22 +129,15 @@ class LossConfig(Section):
         if self.cov_low >= self.cov_high:
             yield f"loss.cov_low is {self.cov_low}, but must be below loss.cov_high = {self.cov_high}"
         if (self.aggregation == "sequence_sum_norm") != bool(self.length_norm):
-            yield (
-                f"loss.aggregation is {self.aggregation}, and loss.length_norm is {self.length_norm}: set"
-                " loss.length_norm, the longest response in tokens, with aggregation=sequence_sum_norm only"
-            )
+            keys = f"loss.aggregation is {self.aggregation}, and loss.length_norm is {self.length_norm}"
+            yield f"{keys}: set the longest response in tokens with aggregation=sequence_sum_norm only"
         if self.masks_by_mismatch and self.old_logprobs == "sampler":
-            yield (
-                "loss.importance_low, importance_high and reject_by compare the sampler with"
-                " loss.old_logprobs: set loss.old_logprobs=recompute, or leave them out"
-            )
-        if self.importance_level != "token" and not (
-            self.importance_cap or self.importance_low or self.importance_high
-        ):
-            yield (
-                f"importance_level={self.importance_level} is for importance_cap, importance_low and"
-                " importance_high, but none is set: set one, or leave it out"
-            )
+            keys = "importance_low, importance_high and reject_by"
+            yield f"{keys} compare with the sampler: set loss.old_logprobs=recompute, or leave them out"
+        has_weights = self.importance_cap or self.importance_low or self.importance_high
+        if self.importance_level != "token" and not has_weights:
+            keys = "importance_cap, importance_low or importance_high"
+            yield f"importance_level={self.importance_level} needs {keys}, but none is set: set one"
         if (self.reject_by == "none") != (self.reject_above == 0):
             yield "loss.reject_by and loss.reject_above: set both, or leave both out"
         if self.reject_by == "none" and self.reject_over != "token":

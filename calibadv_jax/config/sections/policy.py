@@ -38,10 +38,8 @@ class LoraConfig(Section):
         if not self.targets or len(set(self.targets)) < len(self.targets):
             yield f"targets must name at least one of {', '.join(LORA_TARGETS)}, and none twice"
         if self.init_from and not self.rank:
-            yield (
-                f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: set it to the rank"
-                " (r) of that folder's adapter_config.json, or leave init_from out"
-            )
+            way_out = "set it to r of that folder's adapter_config.json"
+            yield f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: {way_out}"
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -71,10 +69,7 @@ class PolicyConfig(Section):
 
     def _faults(self) -> Iterator[str]:
         if self.lora.snapshots == "adapters" and not (self.path and self.lora.rank):
-            yield (
-                "policy.lora.snapshots=adapters needs adapters (policy.lora.rank above 0) and a base that a"
-                " worker can read (policy.path): set both, or policy.lora.snapshots=merged"
-            )
+            yield "policy.lora.snapshots=adapters needs policy.lora.rank above 0 and policy.path: set both"
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -100,8 +95,7 @@ class MeshConfig(Section):
             if size < 1 and size != REST:
                 yield f"{name} is {size}: must be at least 1, or -1 for all remaining devices"
         if list(self.sizes.values()).count(REST) > 1:
-            sizes = f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}"
-            yield f"{sizes}: only one of them can be -1, which stands for all remaining devices"
+            yield f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}: only one of them can be -1"
 
 
 @dataclass(frozen=True, config=SECTION)

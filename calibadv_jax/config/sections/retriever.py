@@ -66,27 +66,20 @@ class RetrieverConfig(Section):
                 yield f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}"
         for key, option in (("model", "retriever_model"), ("reranker", "reranker_model")):
             if self.url and getattr(self, key):
-                yield (
-                    f"{key} is for a service that is started here, but url names {self.url}: start that"
-                    f" service with --{option}, or leave out one of the two keys"
-                )
+                way_out = f"start that service with --{option}, or leave out one of the two keys"
+                yield f"{key} is for a service that is started here, but url is {self.url}: {way_out}"
         if self.model and self.encoder in NO_MODEL:
             yield f"model: the encoder {self.encoder} has none; set encoder=dense, or leave model out"
         if self.page_address.count("{}") != 1:
             yield f"page_address is {self.page_address!r}, but must contain {{}} once"
         keep = self.rerank_topk or 0
         if bool(self.retrieval_topk) != bool(keep):
-            yield (
-                f"retrieval_topk is {self.retrieval_topk} and rerank_topk is {self.rerank_topk}: to rerank,"
-                " set both (the paper: retrieval_topk=20, rerank_topk=3); else leave both out"
-            )
+            keys = f"retrieval_topk is {self.retrieval_topk} and rerank_topk is {self.rerank_topk}"
+            yield f"{keys}: to rerank, set both (the paper: 20 and 3); else leave both out"
         if keep > self.retrieval_topk:
             above = f"rerank_topk is {keep}, above retrieval_topk = {self.retrieval_topk}"
             yield f"{above}: raise the second or lower the first"
         if self.reranker and not keep:
             yield f"reranker {self.reranker!r} would be without effect: set rerank_topk, or leave it out"
         if keep and not self.url and self.corpus and not self.reranker:
-            yield (
-                "rerank_topk is set, but the service that is started here has no reranker: set reranker to a"
-                " cross-encoder, such as cross-encoder/ms-marco-MiniLM-L12-v2"
-            )
+            yield "the service that is started here has no reranker: set reranker to a cross-encoder"
