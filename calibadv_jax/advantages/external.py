@@ -91,9 +91,7 @@ def turn_advantages(
     for index, record in enumerate(group):
         if not np.isfinite(record.score):
             raise UserError(f"trajectory {index}: score is {record.score}; it must be finite")
-        trajectory = Trajectory(
-            question, np.zeros(0, np.int32), [_turn(turn) for turn in record.turns], index
-        )
+        trajectory = Trajectory(question, np.zeros(0, np.int32), list(map(_turn, record.turns)), index)
         trajectory.format_valid, trajectory.answer_score = record.format_valid, float(record.score)
         trajectories.append(trajectory)
     config = cast("AdvantageConfig", settings)
@@ -103,8 +101,7 @@ def turn_advantages(
 def token_advantages(advantages: np.ndarray, num_tokens: Sequence[int], sampled: np.ndarray) -> np.ndarray:
     """Spread the advantages of a trajectory's turns over its response tokens.
 
-    Returns float32 [T], 0 where `sampled` is false. Raises UserError if `sampled` has another number of true
-    values than the turns have tokens.
+    Returns float32 [T], 0 where `sampled` is false. UserError if the turns have another number of tokens.
 
     Args:
         advantages: [turns], of `turn_advantages`.

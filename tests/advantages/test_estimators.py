@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,11 @@ from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.config.sections.credit import ESTIMATORS as NAMES
 
 
-def test_groups_may_not_mix_questions(build):
+def test_mixed_questions_and_infinite_scores_are_refused(build):
     group = build.group(build.member(1.0), question_id="one")
     group.trajectories += build.group(build.member(0.0), question_id="two").trajectories
     with pytest.raises(ValueError, match="'two' is in the group of 'one'"):
         compute_advantages([group], AdvantageConfig())
-
-
-def test_scores_must_be_finite(build):
     group = build.group(build.member(float("inf")), build.member(0.0))
     with pytest.raises(ValueError, match="'q'.*not finite"):
         compute_advantages([group], AdvantageConfig(name="grpo"))
@@ -65,20 +61,15 @@ def test_failed_trajectory_changes_no_other(build, config, place):
     broken_off = (1.0, True, [build.turn(documents=["x", "y"], num_tokens=3)])
     rows.insert(place, broken_off if place < 3 else (float("nan"), False, []))
     expected = compute_advantages([whole], config)
-    result = compute_advantages([build.group(*rows, failed=[place])], config)
+    failing, gone = build.group(*rows, failed=[place]), build.group(*members(build), failed=range(3))
+    result = compute_advantages([failing], config)
     for values, other in zip(result.advantages[0], expected.advantages[0], strict=True):
         np.testing.assert_array_equal(values, other)
     assert any(values.any() for values in result.advantages[0])
     assert result.metrics == expected.metrics
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_group_of_failed_trajectories_is_empty(build, config):
-    gone, whole = build.group(*members(build), failed=range(3)), build.group(*members(build))
-    result = compute_advantages([gone, whole], config)
-    assert result.advantages[0] == []
-    assert any(values.any() for values in result.advantages[1])
-    assert all(np.isfinite(value) for value in result.metrics.values())
+    both = compute_advantages([gone, failing], config)
+    assert both.advantages[0] == [] and any(values.any() for values in both.advantages[1])
+    assert np.isfinite(list(both.metrics.values())).all()
 
 
 def test_metrics(build):
@@ -131,8 +122,7 @@ def test_nothing_to_measure(build):
     assert compute_advantages([build.group()], AdvantageConfig()).credits[0].raw.tolist() == []
     metrics = compute_advantages([], AdvantageConfig()).metrics
     assert metrics["advantage/answer/positive_before"] == 0
-    assert "advantage/answer/ratio_before" not in metrics
-    assert "advantage/correctness/mean" not in metrics
+    assert not {"advantage/answer/ratio_before", "advantage/correctness/mean"} & metrics.keys()
     assert all(isinstance(value, float) for value in metrics.values())
 
 
@@ -164,21 +154,17 @@ def test_registry_holds_every_name_the_config_accepts():
     assert sources.keys() == NAMES.keys() and all(sources.values())
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - OVER_THE_STEP - {"gae"}))
-@pytest.mark.parametrize("std_over", ["group", "step"])
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae"}))
 @pytest.mark.parametrize("score", [0.1, 2 / 3, 6 / 7])
-def test_ties_are_exactly_zero(of_scores, name, std_over, score):
-    other = of_scores(1.0, 0.0, 0.3, lengths=[1, 2, 3], question_id="other")
-    for size in (2, 3, 5, 7):
-        tied = of_scores(*[score] * size, lengths=range(1, size + 1))
-        assert raw(name, tied, other, std_over=std_over)[0] == [0.0] * size
-
-
-@pytest.mark.parametrize("name", sorted(OVER_THE_STEP))
-@pytest.mark.parametrize("score", [0.1, 2 / 3, 6 / 7])
-def test_step_of_equal_scores_is_exactly_zero(of_scores, name, score):
-    groups = [of_scores(*[score] * size, question_id=str(size)) for size in (3, 5)]
-    assert raw(name, *groups) == [[0.0] * 3, [0.0] * 5]
+def test_ties_are_exactly_zero(of_scores, name, score):
+    """Those of the group, or of the step, where the mean is the step's."""
+    groups = [
+        of_scores(*[score] * size, lengths=range(1, size + 1), question_id=str(size)) for size in (2, 3, 5, 7)
+    ]
+    if name not in OVER_THE_STEP:
+        groups.append(of_scores(1.0, 0.0, 0.3, lengths=[1, 2, 3], question_id="other"))
+    for std_over in ("group", "step"):
+        assert raw(name, *groups, std_over=std_over)[:4] == [[0.0] * size for size in (2, 3, 5, 7)]
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
@@ -226,14 +212,16 @@ def test_estimator_describes_itself(name):
     assert lines[0].startswith(f"advantage {name}: ")
     assert lines[1].startswith("advantage = ") and "no CalibAdv calibration" in lines[2]
     calibrated = describe(AdvantageConfig(base=name))
-    assert calibrated[0].endswith("calibrated by turn") and calibrated[1] == lines[1]
-
-
-def test_formula_follows_the_switches():
-    plain = AdvantageConfig(name="grpo_neutral", score_threshold=0.4)
-    assert "at least 0.4" in describe(plain)[1] and "std + 1e-6" in describe(plain)[1]
-    assert "std of the step's scores" in describe(dataclasses.replace(plain, std_over="step"))[1]
-    assert "std" not in describe(dataclasses.replace(plain, normalize_std=False))[1]
+    assert calibrated[0] == f"advantage calibadv: {name} calibrated by turn" and calibrated[1] == lines[1]
+    for std_over, words in {"group": "/ (std + 1e-6)", "step": "/ (std of the step's scores + 1e-6)"}.items():
+        plain, scaled = (
+            describe(AdvantageConfig(name=name, std_over=std_over, normalize_std=flag))[1]
+            for flag in (False, True)
+        )
+        assert words not in plain and (words in scaled or scaled == plain)
+    assert ("at least 0.4" in describe(AdvantageConfig(name=name, score_threshold=0.4))[1]) == (
+        name in ("grpo_neutral", "grpo_acceptable")
+    )
 
 
 def test_loser_exactly_at_the_threshold_is_nearly_right(of_scores):

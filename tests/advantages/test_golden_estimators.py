@@ -43,15 +43,11 @@ def settings_of(case):
 
 def turns_of(mask, build):
     """A turn for each run of sampled tokens, with the gap after it as its observation."""
-    runs = [(sampled, len(list(run))) for sampled, run in groupby(mask)]
-    if not runs[0][0]:
-        runs.insert(0, (1, 0))
-    if runs[-1][0]:
-        runs.append((0, 0))
-    return [
-        build.turn(num_tokens=sampled, num_observed=observed)
-        for (_, sampled), (_, observed) in zip(runs[::2], runs[1::2], strict=True)
-    ]
+    runs = [(sampled, len(list(run))) for sampled, run in groupby([1, *mask, 0])]
+    sizes = [length for _, length in runs]
+    sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] - 1  # the two that stand around the mask
+    pairs = zip(sizes[::2], sizes[1::2], strict=True)
+    return [build.turn(num_tokens=sampled, num_observed=observed) for sampled, observed in pairs]
 
 
 def is_comparable(case):
@@ -75,11 +71,10 @@ def test_published_values(cases, build, name):
         for row in range(len(inputs["mask"])):
             rows.setdefault(inputs["group"][row] if "group" in inputs else "all", []).append(row)
         scores = [sum(rewards) for rewards in inputs["rewards"]]
-        turns = [turns_of(mask, build) for mask in inputs["mask"]]
-        groups = [
-            build.group(*((scores[row], True, turns[row]) for row in members), question_id=label)
-            for label, members in rows.items()
+        made = [
+            (score, True, turns_of(mask, build)) for score, mask in zip(scores, inputs["mask"], strict=True)
         ]
+        groups = [build.group(*(made[row] for row in rows[label]), question_id=label) for label in rows]
         result = compute_advantages(groups, settings_of(case))
         for members, advantages in zip(rows.values(), result.advantages, strict=True):
             for row, values in zip(members, advantages, strict=True):
