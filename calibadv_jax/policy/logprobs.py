@@ -102,8 +102,7 @@ class _OutputHead:
     def logits_gradient(self, logits: Array, targets: Array, saved: Iterable[Array]) -> Array:
         """Return the gradient of the logits before the temperature, [B, C, V] of the compute dtype.
 
-        Args:
-            saved: float32 [B, C]: log-sum-exps, entropies, and the gradients of both outputs.
+        `saved`: log-sum-exps, entropies, and the gradients of both outputs, float32 [B, C].
         """
         normaliser, entropies, to_logprobs, to_entropies = (x[..., None] for x in saved)
         probabilities = jnp.exp(logits - normaliser)
@@ -115,10 +114,7 @@ class _OutputHead:
         return (change / self.temperature).astype(self.dtype)
 
     def input_gradients(self, change: Array, states: Array, weights: Array) -> Pair:
-        """Return the gradients of the states [B, C, D], and of the weights' whole width, in float32.
-
-        All tokens are one axis: see `custom_gradients.rows_product`.
-        """
+        """Return the gradients of states [B, C, D] and of the weights' whole width, in float32."""
         changes = change.reshape(-1, change.shape[-1])
         rows = states.astype(self.dtype).reshape(-1, states.shape[-1])
         products = ("tv,vd->td", "tv,td->vd") if self.vocab_first else ("tv,dv->td", "td,tv->dv")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -107,24 +106,23 @@ def hf_shapes(abstract: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def check_hf(shapes: Mapping[str, tuple[int, ...]], abstract: dict[str, Any], source: str) -> None:
     """Raise UserError if a checkpoint's HuggingFace names and shapes are not the policy's."""
-    problems = shape_problems(shapes, hf_shapes(abstract))
-    if problems:
+    if problems := shape_problems(shapes, hf_shapes(abstract)):
         raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {summary(problems)}")
 
 
 def shape_problems(
     shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """Describe every missing, extra and misshapen tensor, the three kinds in turn, short names first."""
-    names = sorted(shapes.keys() | expected.keys(), key=lambda name: (len(name), name))
-    missing = [f"missing {name} {list(expected[name])}" for name in names if name not in shapes]
-    unexpected = [f"unexpected {name} {list(shapes[name])}" for name in names if name not in expected]
-    misshapen = [
-        f"{name} has shape {list(shapes[name])} instead of {list(expected[name])}"
-        for name in names
-        if name in shapes and name in expected and tuple(shapes[name]) != tuple(expected[name])
-    ]
-    return [problem for problem in chain(*zip_longest(missing, unexpected, misshapen)) if problem]
+    """Describe every missing, extra and misshapen tensor, short names first."""
+    problems = []
+    for name in sorted(shapes.keys() | expected.keys(), key=lambda name: (len(name), name)):
+        if name not in shapes:
+            problems.append(f"missing {name} {list(expected[name])}")
+        elif name not in expected:
+            problems.append(f"unexpected {name} {list(shapes[name])}")
+        elif tuple(shapes[name]) != tuple(expected[name]):
+            problems.append(f"{name} has shape {list(shapes[name])} instead of {list(expected[name])}")
+    return problems
 
 
 def summary(problems: Sequence[str]) -> str:
@@ -136,16 +134,11 @@ def summary(problems: Sequence[str]) -> str:
 def from_hf(
     path: str, read: Callable[[str, Region], np.ndarray], num_layers: int, region: Region, dtype: Any
 ) -> np.ndarray:
-    """Assemble a region of our parameter at dotted `path`, in `dtype`; nothing else is read.
-
-    Args:
-        read: (HuggingFace name, region of that tensor) -> host array.
-    """
+    """Assemble a region of our parameter at `path` in `dtype`; `read` returns regions by HuggingFace name."""
     weight = WEIGHTS[path]
     layers, inner = (range(num_layers)[region[0]], region[1:]) if weight.stacked else (range(1), region)
     names = [weight.hf.format(layer=layer) for layer in layers]
     parts = [read(name, inner[::-1]).T if weight.transposed else read(name, inner) for name in names]
     if not weight.stacked:
         return np.ascontiguousarray(parts[0], dtype)
-    stacked: np.ndarray = np.stack(parts, dtype=dtype, casting="unsafe")
-    return stacked
+    return np.stack(parts, dtype=dtype, casting="unsafe")
