@@ -53,12 +53,11 @@ def critic_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.S
 
 def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:
     """Return a policy's parameters with the head of a critic, in their shardings; no array is copied."""
-    abstract, shardings = (
-        tree["value_head"] for tree in (critic.abstract_params, param_shardings(critic.abstract_params, mesh))
-    )
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
     shared = {name: params[name] for name in critic.abstract_params if name != "value_head"}
-    return shared | {"value_head": jax.device_put(zeros, shardings)}
+    head = optax.tree.zeros_like(critic.abstract_params["value_head"])
+    return shared | {
+        "value_head": jax.device_put(head, param_shardings(critic.abstract_params, mesh)["value_head"])
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +98,7 @@ def learn_values(
     loss: ValueLoss,
     rng: np.random.Generator,
 ) -> tuple[State, dict[str, float]]:
-    """Train on the step's samples in mini-batches; every sampled token weighs the same.
-
-    Returns the new state and means over the updates; no metrics where no sample has a sampled token.
-    """
+    """Train on mini-batches of samples; return the new state and means over the updates, if there are any."""
     history: list[dict[str, float]] = []
     for chosen in mini_batches(samples, config, rng):
         members = [samples[index] for index in chosen]

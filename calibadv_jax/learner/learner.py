@@ -63,8 +63,7 @@ class LearnerOptions:
 
     def check(self, policy: Policy, mesh: Mesh) -> None:
         """Raise UserError if the devices cannot divide the rows, or the kernel cannot share tokens."""
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        if self.rows % shards:
+        if self.rows % (shards := mesh.shape["data"] * mesh.shape["fsdp"]):
             raise UserError(
                 f"{self.rows_key} is {self.rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards}"
                 f" devices: set it to {-(-self.rows // shards) * shards}"
@@ -80,13 +79,8 @@ class LearnerOptions:
 class Learner:
     """Owns the compiled functions; the state is passed to its methods and donated by `update`.
 
-    The state holds the trained parameters. The frozen ones of a policy with adapters are `base`, which is
-    never donated: samplers may share it. Methods complete the base by the parameters that they get.
-
-    Attributes:
-        base: the frozen parameters, from `init`; empty where all are trained.
-
-    Raises UserError as `LearnerOptions.check`.
+    The state holds the trained parameters. The frozen ones of a policy with adapters are `base` (from `init`;
+    else empty), which is never donated: samplers may share it. Raises UserError as `LearnerOptions.check`.
     """
 
     metrics_of = "actor"  # prefix of its metrics
@@ -99,6 +93,7 @@ class Learner:
         self.base: Params = {}
         abstract = jax.eval_shape(self._state_of, policy.abstract_trained)
         self._state_shardings = self._shardings(abstract, options.offload)
+        self._abstract_state = with_shardings(abstract, self._state_shardings)
         self._placed = param_shardings(policy.abstract_trained, mesh)
         self._accumulate: dict[LossFunction, jax.stages.Wrapped] = {}
         self._apply: SplitStep | jax.stages.Wrapped
@@ -122,9 +117,7 @@ class Learner:
 
     def abstract_state(self) -> State:
         """Return ShapeDtypeStructs with shardings, for restoring a checkpoint."""
-        return with_shardings(
-            jax.eval_shape(self._state_of, self.policy.abstract_trained), self._state_shardings
-        )
+        return self._abstract_state
 
     def init(self, params: Params) -> State:
         """Return the first state. `params` must be in their shardings; the trained ones are donated."""
@@ -190,10 +183,9 @@ class Learner:
         return self.policy.architecture.flops_per_token(seen)
 
     def lower_update(self, length: int, loss: LossFunction) -> jax.stages.Lowered:
-        """Lower the program that adds a microbatch's gradient, of rows of `length` tokens, to a sum.
+        """Lower the program that adds the gradient of a microbatch of rows of `length` tokens to a sum.
 
-        Its arguments are all that lies on the devices meanwhile, the optimizer's state too. The devices need
-        not be attached: they may be a topology's (``jax.experimental.topologies``).
+        Its arguments are all that lies on the devices meanwhile. The devices may be a topology's.
         """
         with jax.set_mesh(self.mesh):
             arguments = self._abstract_base(), self.abstract_state(), self._abstract_gradients()
@@ -244,12 +236,11 @@ class Learner:
         def objective(
             params: Params, base: Params, microbatch: Batch, reference: Params | None
         ) -> tuple[Array, Metrics]:
-            trained = microbatch.weights != 0
+            trained = microbatch.weights != 0  # most columns hold documents, and the head is costly
             logprobs, entropies = self._values(base, params, microbatch, trained)
             reference_logprobs = None
             if reference is not None:
-                values, _ = self._values(base, reference, microbatch, trained)
-                reference_logprobs = jax.lax.stop_gradient(values)
+                reference_logprobs = self._values(base, reference, microbatch, trained)[0]
             total, metrics = loss(logprobs, entropies, microbatch, reference_logprobs)
             return total, metrics | {f"{self.metrics_of}/loss": total}
 
@@ -274,12 +265,7 @@ class Learner:
     def _values(
         self, base: Params, params: Params, microbatch: Batch, used: Array | None = None
     ) -> tuple[Array, Array]:
-        """Return log-probabilities of the targets and entropies, both float32 [R, L].
-
-        Args:
-            used: bool [R, L], the columns whose values are used; None: all. Most columns of a search
-                agent's rows hold documents, and the head is a large part of a small model.
-        """
+        """Return the targets' log-probabilities and entropies, float32 [R, L]; any numbers if not `used`."""
         decoder, options = self.policy.merge(joined(base, params)), self.options
         # More rows: as many logits at once.
         chunk = max(1, options.logprob_chunk * options.rows // len(microbatch.tokens))
@@ -327,7 +313,7 @@ def _is_masked(leaf: Any) -> bool:
 
 
 def init_params(policy: Policy, mesh: Mesh, seed: int, only_trained: bool = False) -> Params:
-    """Draw parameters in their shardings; all, or the trained ones."""
+    """Draw parameters in their shardings."""
     with jax.set_mesh(mesh):
         return _initializer(policy, mesh, only_trained)(jax.random.key(seed))
 

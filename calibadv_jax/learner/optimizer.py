@@ -39,10 +39,10 @@ def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule
     """Return the learning rate by optimizer update: linear warm-up, then constant, cosine or linear to 0."""
     decay = max(1, (config.decay_updates or total_updates) - config.warmup_steps)
     main = {
-        "constant": lambda: optax.constant_schedule(config.lr),
-        "cosine": lambda: optax.cosine_decay_schedule(config.lr, decay),
-        "linear": lambda: optax.linear_schedule(config.lr, 0.0, decay),
-    }[config.schedule]()
+        "constant": optax.constant_schedule(config.lr),
+        "cosine": optax.cosine_decay_schedule(config.lr, decay),
+        "linear": optax.linear_schedule(config.lr, 0.0, decay),
+    }[config.schedule]
     if config.warmup_steps == 0:
         return main
     warmup = optax.linear_schedule(0.0, config.lr, config.warmup_steps)
@@ -58,9 +58,8 @@ def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Return the clip of the global gradient norm, then AdamW or Muon.
 
-    Muon takes stacked layer matrices [L, in, out] for L matrices, and orthogonalises them, each device those
-    of some layers: the devices would all compute the same otherwise. Embeddings, head, norms and biases get
-    AdamW.
+    Muon orthogonalises stacked layer matrices [L, in, out] as L matrices, each device those of some layers:
+    the devices would all compute the same otherwise. Embeddings, head, norms and biases get AdamW.
     """
     if config.name == "muon":
         ratio = config.adam_lr / config.lr if config.adam_lr else 1.0
@@ -112,9 +111,7 @@ class SplitStep:
         owners: the parameter of each leaf; "" for leaves that all parameters share.
     """
 
-    def __init__(
-        self, step: Step, abstract: State, placed: Sequence[NamedSharding], owners: Sequence[str]
-    ) -> None:
+    def __init__(self, step: Step, abstract: State, placed: Sequence[NamedSharding], owners: Sequence[str]):
         self._step, self._placed, self._owners = step, placed, owners
         self._abstract, self._tree = jax.tree.flatten(abstract)
         shapes = {name: leaf.shape for name, leaf in zip(owners, self._abstract, strict=True) if name}
@@ -123,7 +120,7 @@ class SplitStep:
         self._parts = [(names, self._compiled(names)) for names in groups]
 
     def __call__(self, state: State, gradients: Params) -> tuple[State, Metrics]:
-        """Return the new state, and the metrics. The state is donated."""
+        """Return the new state and the metrics; the state is donated."""
         leaves, metrics = jax.tree.leaves(state), {}
         for names, part in self._parts:
             new, metrics = part(*self._divided(leaves, names), gradients)

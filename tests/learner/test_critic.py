@@ -46,11 +46,6 @@ def test_published_values_and_gradients(shared):
             np.testing.assert_allclose(gradient, target, rtol=1e-4, atol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def policy():
-    return tiny(CONFIG)
-
-
 def critic_sample(seed, score):
     """A sample of two turns with an observation between them; every return is the score."""
     ids = np.random.default_rng(seed).integers(0, 16, (3, 3)).astype(np.int32)
@@ -61,8 +56,8 @@ def critic_sample(seed, score):
     return critics.value_sample(trajectory, np.zeros(6, np.float32), np.full(6, score))
 
 
-def test_critic_shares_parameters_except_the_head(policy):
-    mesh = mesh_of(fsdp=4, tensor=2)
+def test_critic_shares_parameters_except_the_head():
+    policy, mesh = tiny(CONFIG), mesh_of(fsdp=4, tensor=2)
     critic = critic_of(policy)
     params = init_params(policy, mesh, 0)
     value_params = critic_params(critic, params, mesh)
@@ -75,31 +70,17 @@ def test_critic_shares_parameters_except_the_head(policy):
 
 
 @pytest.mark.medium
-def test_critic_with_adapters_shares_the_base():
-    policy = tiny(CONFIG, Adapters(2, 4.0, ("q", "up"), "bfloat16"))
-    mesh = single_device()
+@pytest.mark.parametrize("adapters", [None, Adapters(2, 4.0, ("q", "up"), "float32")])
+def test_critic_learns_returns(adapters):
+    """Values stand before the token that they are of, and training brings them to the returns."""
+    policy, mesh = tiny(CONFIG, adapters), single_device()
     critic, params = critic_of(policy), init_params(policy, mesh, 0)
-    trained = flatten(critic.abstract_trained)
-    assert set(trained) == set(flatten(policy.abstract_trained)) | {"value_head.kernel"}
     learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, row_length=16))
     state = learner.init(critic_params(critic, params, mesh))
-    assert learner.base["embed"]["embedding"] is params["embed"]["embedding"]
-    config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
-    rng, loss, losses = np.random.default_rng(0), ValueLoss(0.0), []
-    for _ in range(4):
-        state, metrics = learn_values(learner, state, [critic_sample(0, 1.0)], config, loss, rng)
-        losses.append(metrics["critic/loss"])
-    assert losses[0] == 0.5 and losses[-1] < losses[0]
-    assert set(flatten(state["params"])) == set(trained)
-
-
-@pytest.mark.medium
-def test_critic_learns_returns(policy):
-    """Values stand before the token that they are of, and training brings them to the returns."""
-    mesh = single_device()
-    critic = critic_of(policy)
-    learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, row_length=16))
-    state = learner.init(critic_params(critic, init_params(policy, mesh, 0), mesh))
+    if adapters:  # are trained with the head; the base is the policy's own
+        assert learner.base["embed"]["embedding"] is params["embed"]["embedding"]
+        expected = {*flatten(policy.abstract_trained), "value_head.kernel"}
+        assert set(flatten(critic.abstract_trained)) == set(flatten(state["params"])) == expected
     config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
     samples = [critic_sample(seed, score) for seed, score in enumerate((1.0, 0.0, 0.5))]
     rng, loss, losses = np.random.default_rng(0), ValueLoss(0.0), []
@@ -110,9 +91,9 @@ def test_critic_learns_returns(policy):
     assert losses[-1] < 0.3 * losses[0]
     names = ("loss", "clipfrac", "grad_norm", "skipped", "updates")
     assert set(metrics) == {f"critic/{name}" for name in names}
+    decoder = critic.merge(learner.whole(state["params"]))
     predicted = sample_logprobs(learner, state["params"], samples, config)
     for trained, values in zip(samples, predicted, strict=True):
-        decoder = critic.merge(state["params"])
         row = trained.tokens[None]
         hidden = decoder(row, np.arange(row.shape[1])[None], np.ones_like(row))
         expected = np.asarray(decoder.values(hidden))[0]

@@ -90,13 +90,6 @@ def test_loss_equals_its_formula(name):
     assert loss == pytest.approx(np.mean([np.mean(formula(*row)) for row in rows]), rel=1e-5)
 
 
-@pytest.mark.parametrize(("aggregation", "norm"), [("sequence_sum", 0), ("sequence_sum_norm", 5)])
-def test_sums_are_means_over_trajectories(aggregation, norm):
-    config = LossConfig(name="gpg", aggregation=aggregation, length_norm=norm)
-    expected = np.mean([np.sum(-a * new) for new, _, a in ROWS]) / (norm or 1)
-    assert packed(cases(), config)[0] == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("keys", "weights", "masked"),
     [
@@ -214,8 +207,9 @@ def test_clip_cov_draws_unclipped_tokens_between_its_limits(keys, third):
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_token_metrics_count_each_token_once(aggregation):
     """A long sequence of which nothing is clipped beside a short one of which all is."""
-    rows = [([-1.0] * count, [old] * count) for count, old in ((3, -1.0), (1, -2.0))]
-    made = [sample(new, old, [1] * len(new), [1] * len(new), [-1.5] * len(new))[0] for new, old in rows]
+    made = [
+        sample([-1.0] * n, [old] * n, [1] * n, [1] * n, [-1.5] * n)[0] for n, old in ((3, -1.0), (1, -2.0))
+    ]
     batch = pack(made, 6, aggregation)
     new = jnp.full(batch.weights.shape, -1.0)
     _, metrics = policy_gradient(LossConfig(), False)(new, 0 * new + 2.0, batch, None)
@@ -272,15 +266,12 @@ def summed(tokens, config):
 
 def failing(tokens, config):
     return tokens.advantage, tokens.trained
-
-number = 3
 """
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     (tmp_path / "my_losses_of_tests.py").write_text(SOURCE, encoding="utf-8")
-    (tmp_path / "my_broken_of_tests.py").write_text("raise RuntimeError('half\\nwritten')", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     return "my_losses_of_tests:"
 
@@ -300,9 +291,6 @@ def test_own_loss_is_minimised(own):
     ("name", "message"),
     [
         ("nowhere_of_tests:loss", "ModuleNotFoundError"),
-        ("my_broken_of_tests:loss", "RuntimeError: half written"),
-        ("my_losses_of_tests:absent", "has no function absent"),
-        ("my_losses_of_tests:number", "has no function number"),
         ("my_losses_of_tests:short", "expected: def my_loss"),
         ("my_losses_of_tests:one_array", "must return"),
         ("my_losses_of_tests:summed", "must return"),
@@ -358,8 +346,7 @@ def test_loss_reads_its_own_keys_only(name):
     [
         ({"name": "ppo"}, "must be one of vanilla, cispo"),
         ({"name": "my.module:"}, "must be one of vanilla, cispo"),
-        ({"name": "gspo"}, "set loss.aggregation=sequence_mean"),
-        ({"name": "gmpo", "aggregation": "sequence_sum"}, "set loss.aggregation=sequence_mean"),
+        *(({"name": name}, "set loss.aggregation=sequence_mean") for name in ("gspo", "gmpo", "sapo")),
         ({"dual_clip": 1.0}, "must be above 1"),
         ({"name": "gpg", "clip_high": 0.28}, "loss.name=gpg does not read it"),
         ({"lld_coef": 0.2}, "loss.name=vanilla does not read it"),
@@ -367,17 +354,14 @@ def test_loss_reads_its_own_keys_only(name):
         ({"name": "clip_cov", "cov_low": 5.0}, "must be below loss.cov_high"),
         ({"name": "clip_cov", "cov_share": 0.0}, "greater than 0"),
         ({"aggregation": "sequence_sum_norm"}, "sequence_sum_norm, and loss.length_norm is 0"),
+        ({"length_norm": 4096}, "loss.length_norm is 4096: set"),
         ({"importance_high": 1.0}, "must be above 1"),
         ({"importance_low": 0.5, "old_logprobs": "sampler"}, "set loss.old_logprobs=recompute"),
         ({"importance_level": "sequence"}, "but none is set"),
         ({"importance_level": "sequence_geometric", "reject_by": "k2", "reject_above": 1.0}, "none is set"),
-        ({"reject_by": "k3"}, "set both, or leave both out"),
-        ({"reject_above": 0.5}, "set both, or leave both out"),
+        *((keys, "set both, or leave both out") for keys in ({"reject_by": "k3"}, {"reject_above": 0.5})),
         ({"reject_over": "sequence_sum"}, "which is none: set it"),
         ({"reject_by": "k2", "reject_above": 1.0, "old_logprobs": "sampler"}, "loss.old_logprobs=recompute"),
-        ({"name": "sapo"}, "set loss.aggregation=sequence_mean"),
-        ({"name": "dro", "clip_high": 0.28}, "loss.name=dro does not read it"),
-        ({"length_norm": 4096}, "loss.length_norm is 4096: set"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(keys, message):
