@@ -202,11 +202,3 @@ def test_judgement_names_repetition_and_silver(build):
     judged = judge_turns(trajectory, {"d": 0.5}, "max")
     assert judged[3].found_silver == ("d",) and judged[3].correctness == 0.5
     assert {judgement.repeated for judgement in judge_turns(trajectory, {}, "max")} == {None}
-
-
-def test_worthless_turn_stays_in_the_history(build):
-    shown = [("x", "y"), ("one two three", "a"), ("one two four", "b"), ("five six", "bc")]
-    turns = [build.turn(think=think, documents=documents) for think, documents in shown]
-    (trajectory,) = build.group((0.0, True, turns)).trajectories
-    # The first shows nothing silver, the third repeats the second, and b is seen when the fourth shows it.
-    assert turn_correctness(trajectory, dict.fromkeys("abc", 1.0), "fraction") == [0, 1, 0, 0.5]

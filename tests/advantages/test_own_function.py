@@ -46,8 +46,7 @@ def group(build):
 def test_example_through_the_config(group):
     config = advantage_config(EXAMPLE)
     (credit,) = compute_advantages([group], config).credits
-    expected = [[1 / 3, 2 / 3], [0, 0], [-1 / 3, -2 / 3]]
-    np.testing.assert_allclose(credit.turns, expected)
+    np.testing.assert_allclose(credit.turns, [[1 / 3, 2 / 3], [0, 0], [-1 / 3, -2 / 3]])
     np.testing.assert_allclose(credit.raw, [2 / 3, 0, -2 / 3])
     assert "a function of your own" in describe(config)[0]
     assert "The share of the group that a trajectory beats" in describe(config)[1]

@@ -13,7 +13,6 @@ from calibadv_jax.advantages.estimators import (
     compute_advantages,
     describe,
     gae_and_returns,
-    standardised,
     to_go,
     token_advantages,
     whiten,
@@ -148,14 +147,6 @@ def test_probes_follow_the_estimator():
     assert AdvantageConfig(name="grpo", base="igpo").probed == ()
     assert "under the initial policy" in describe(AdvantageConfig(name="tips"))[-1]
     assert not any("golden answers:" in line for line in describe(AdvantageConfig(name="mt_grpo")))
-
-
-def test_discounted_sums_and_standardised_groups():
-    assert to_go(np.array([1.0, 2.0, 4.0]), 0.5).tolist() == [3.0, 4.0, 4.0]
-    assert to_go(np.zeros(0), 0.5).tolist() == []
-    values = [np.array([1.0, 5.0]), np.array([3.0])]
-    config = AdvantageConfig(normalize_std=False)
-    assert [turns.tolist() for turns in standardised(values, ["ab", "a"], config)] == [[-1, 0], [1]]
 
 
 PLAIN = AdvantageConfig(name="gae")
