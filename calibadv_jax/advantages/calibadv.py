@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 # Weights of a turn's good documents (at least one), number of all its documents -> correctness.
 _CORRECTNESS: dict[str, Callable[[Sequence[float], int], float]] = {
-    "fraction": lambda weights, num_documents: len(weights) / num_documents,
-    "max": lambda weights, num_documents: max(weights),
-    "mean": lambda weights, num_documents: sum(weights) / num_documents,
+    "fraction": lambda weights, count: len(weights) / count,
+    "max": lambda weights, count: max(weights),
+    "mean": lambda weights, count: sum(weights) / count,
 }
 _MAX_SHARED_DOCUMENTS = 1
 _ENOUGH = 1 / 3  # correctness from which `aggressive` takes the whole penalty away
@@ -111,8 +111,7 @@ def silver_documents(group: Group, threshold: float) -> dict[str, float]:
     """Return document id -> weight in (0, 1] of the documents that the group's best trajectories saw.
 
     Best: format valid, relative score >= `threshold` and score equal to the group's maximum. A document's
-    weight is the number of best trajectories that saw it over the largest such number. Empty where no
-    trajectory is good enough, or where none of the best saw a document.
+    weight is the number of best trajectories that saw it over the largest such number.
     """
     best = max(group.trajectories, key=lambda trajectory: trajectory.answer_score, default=None)
     if best is None or best.relative_score < threshold:
@@ -129,11 +128,10 @@ def silver_documents(group: Group, threshold: float) -> dict[str, float]:
 def judge_turns(trajectory: Trajectory, silver: dict[str, float], how: str) -> list[Judgement]:
     """Judge each turn, length K; the judgement of a turn that is no action is empty.
 
-    Every action is judged as a search; without documents it is worth 0. A search turn's good documents are
-    silver and not seen before in the trajectory. It is worth 0 without any, or if it repeats an earlier turn:
-    its think is more than half the same words in edit distance, or it shares two or more distinct documents.
-    Nothing is judged in a format-invalid trajectory, nor without silver documents. `how` is fraction, max or
-    mean; see AdvantageConfig.correctness.
+    A search's good documents are silver and not seen before in the trajectory. It is worth 0 without any, or
+    if it repeats an earlier turn: its think is more than half the same words in edit distance, or it shares
+    two or more distinct documents. Nothing is judged in a format-invalid trajectory, nor without silver
+    documents. `how` is AdvantageConfig.correctness.
     """
     judgements = [Judgement() for _ in trajectory.turns]
     if not silver or not trajectory.format_valid:

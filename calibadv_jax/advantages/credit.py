@@ -166,8 +166,8 @@ def _groups(credits: Sequence[GroupCredit]) -> dict[str, float]:
     sizes = [len(credit.silver) for credit in credits]
     one_sided = [(positive == 0) != (negative == 0) for positive, negative in before]
     metrics = (
-        _mean("groups/all_wrong_share", [np.all(group == 0) for group in scores])
-        | _mean("groups/all_right_share", [np.all(group >= 1) for group in scores])
+        _mean("groups/all_wrong_share", [bool(np.all(group == 0)) for group in scores])
+        | _mean("groups/all_right_share", [bool(np.all(group >= 1)) for group in scores])
         | _mean("groups/one_sided_share", one_sided)
         | _mean("silver/group_share", [size > 0 for size in sizes])
         | _mean("silver/size_mean", [size for size in sizes if size])

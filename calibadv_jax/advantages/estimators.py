@@ -344,9 +344,8 @@ def critic_values(trajectory: Trajectory) -> np.ndarray:
     values = [turn.values for turn in trajectory.turns if turn.values is not None]
     if len(values) < len(trajectory.turns):
         raise UserError(
-            f"question {trajectory.question.id!r}: no values of a critic were kept, and gae cannot"
-            " do without: only a run with advantage.name=gae, or advantage.base=gae, has a critic; choose"
-            " another advantage.name"
+            f"question {trajectory.question.id!r}: no values of a critic were kept, which gae needs:"
+            " only a run with advantage.name=gae or advantage.base=gae has a critic; choose another one"
         )
     return np.concatenate([np.zeros(0, np.float32), *values])
 
@@ -411,13 +410,9 @@ ESTIMATORS = {  # sources: docs/credit.md
     ),
     "rloo": Estimator(compose(less_others), "score - mean of the others"),
     "opo": Estimator(compose(less_mean_by_length), "score - mean weighted by sampled tokens"),
-    "gpg": Estimator(
-        compose(less_mean, over_share_of_scores), "(score - mean) / share of the step's scores that are not 0"
-    ),
+    "gpg": Estimator(compose(less_mean, over_share_of_scores), "(score - mean) / share of nonzero scores"),
     "reinforce_plus_plus": Estimator(compose(lambda group, _: group.scores, whitened), f"score, {_WHITENED}"),
-    "reinforce_plus_plus_baseline": Estimator(
-        compose(less_mean, whitened), f"score - mean of the group, {_WHITENED}"
-    ),
+    "reinforce_plus_plus_baseline": Estimator(compose(less_mean, whitened), f"score - mean, {_WHITENED}"),
     "querygroup": Estimator(
         querygroup,
         "{scaled}; a judged search: 0.7 × its correctness, standardised in the group, + 0.3 × that",
@@ -431,34 +426,34 @@ ESTIMATORS = {  # sources: docs/credit.md
     ),
     "mt_grpo": Estimator(
         beside_grpo(mt_grpo),
-        _BESIDE + "whether the turn shows a golden answer, compared among turns of one number",
+        _BESIDE + "whether it shows a golden answer, compared among turns of one number",
         "turns that show a golden answer get more",
     ),
     "stepsearch": Estimator(
         beside_grpo(stepsearch),
-        _BESIDE + "the target documents that it and later turns newly show, less those seen before, compared"
-        " among turns of one number",
-        "searches that show new target documents get more: the passages that the question names, or else the"
-        " silver documents",
+        _BESIDE
+        + "new less repeated target documents, of it and later turns, compared among turns of one number",
+        "searches that show new target documents (the question's passages, or else silver ones) get more",
     ),
     "igpo": Estimator(
         _optional("igpo"),
-        "{scaled}, summed over the turns from it on; the last turn's gain is the score, another's by how much"
-        " it raises the golden answer's probability; mean and std are over all turns of the group",
+        "{scaled}, summed over the turns from it on; the last turn's gain is the score, another's by how"
+        " much it raises the golden answer's probability; mean and std are over all turns of the group",
         "turns are paid by how much they raise the golden answer's probability",
         needs="current",
         centred="gain - mean",
     ),
     "a2tgpo": Estimator(
         _optional("a2tgpo"),
-        _BESIDE + "by how much it raises the golden answer's probability, compared among turns of one number,"
-        " summed over the turns from it on / root of their number",
+        _BESIDE
+        + "how much it raises the golden answer's probability, compared among turns of one number, summed"
+        " over the turns from it on / root of their number",
         "turns that raise the golden answer's probability get more",
         needs="current",
     ),
     "tips": Estimator(
         _optional("tips"),
-        _BESIDE + "by how much it and later turns raise the golden answer's log-probability under the initial"
+        _BESIDE + "how much it and later turns raise the golden answer's log-probability under the initial"
         " policy, compared among turns of one number",
         "turns that raise the initial policy's log-probability of the golden answer get more",
         needs="initial",
@@ -466,7 +461,7 @@ ESTIMATORS = {  # sources: docs/credit.md
     "gae": Estimator(
         gae,
         "GAE: the score less the critic's value before the token, with gamma {config.discount:g} and lambda"
-        " {config.gae_lambda:g}, whitened over the step's sampled tokens",
+        f" {{config.gae_lambda:g}}, {_WHITENED}",
         "PPO with a critic; every sampled token has an advantage of its own; a turn shows the mean",
         needs="critic",
     ),
@@ -502,23 +497,20 @@ class AdvantageResult:
 def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> AdvantageResult:
     """Compute the advantages of scored groups; statistics in float64 on the host.
 
-    A trajectory without a sampled token gets 0 everywhere, but its score counts in its group. Failed
-    trajectories do not count in their group. If they leave a single one, it has nothing to be compared with:
-    it gets 0, and its score does not count in statistics of the step.
-
-    Raises ValueError if a group mixes questions or an answer score is not finite, and UserError if a function
-    of the user's cannot be loaded or does not give advantages of the right shape.
+    A trajectory without a sampled token gets 0 everywhere, but its score counts in its group. Failed ones do
+    not count. If they leave a single one, it has nothing to be compared with: it gets 0, and its score does
+    not count in statistics of the step. ValueError if a group mixes questions or an answer score is not
+    finite, UserError if a user's function cannot be used.
     """
     for group in groups:
         for name in {trajectory.question.id for trajectory in group.trajectories} - {group.question.id}:
             raise ValueError(f"a trajectory of question {name!r} is in the group of {group.question.id!r}")
-    is_compared = [len(group.trajectories) > (1 if group.failed else 0) for group in groups]
-    compared = [group for group, is_in in zip(groups, is_compared, strict=True) if is_in]
-    estimated = iter(_credits(compared, config) if compared else [])
-    credits = [
-        next(estimated) if is_in else credit_of(group, np.zeros(len(group.trajectories)))
-        for group, is_in in zip(groups, is_compared, strict=True)
-    ]
+    credits = [credit_of(group, np.zeros(len(group.trajectories))) for group in groups]
+    compared = [n for n, group in enumerate(groups) if len(group.trajectories) > (1 if group.failed else 0)]
+    if compared:
+        estimated = _credits([groups[number] for number in compared], config)
+        for number, credit in zip(compared, estimated, strict=True):
+            credits[number] = credit
     return AdvantageResult([spread(credit) for credit in credits], credits, summarise(credits))
 
 

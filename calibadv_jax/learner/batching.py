@@ -95,7 +95,7 @@ def content_of(samples: Sequence[Sample]) -> str:
     content = hashlib.sha256()
     for sample in samples:
         for array in (sample.tokens, sample.mask, sample.advantages, sample.logprobs):
-            content.update(np.ascontiguousarray(array))
+            content.update(array.tobytes())
     return content.hexdigest()
 
 

@@ -102,9 +102,8 @@ class Learner:
             owners = jax.tree.leaves(self._owners(abstract))
             self._apply = SplitStep(self._applied, self.abstract_state(), placed, owners)
         else:
-            self._apply = jax.jit(
-                self._applied, donate_argnums=0, out_shardings=(self._state_shardings, None)
-            )
+            shardings = self._state_shardings, None
+            self._apply = jax.jit(self._applied, donate_argnums=0, out_shardings=shardings)
         zeros = functools.partial(optax.tree.zeros_like, policy.abstract_trained, jnp.float32)
         self._zeros = jax.jit(zeros, out_shardings=self._placed)
         self._is_shared = jax.process_count() > 1  # not the mesh's: it may be a topology's
@@ -133,8 +132,7 @@ class Learner:
     ) -> tuple[State, dict[str, float]]:
         """Update once, over all rows of packed batches [R, L], each with an L of its own.
 
-        One program adds the gradient of a microbatch, another applies the sum, whatever the number of
-        microbatches. A non-finite gradient leaves the state unchanged and is reported as ``skipped`` = 1.
+        A non-finite gradient leaves the state unchanged and is reported as ``skipped`` = 1.
 
         Args:
             loss: from `losses`; the same object must be passed every time (one compilation each).
@@ -145,10 +143,9 @@ class Learner:
         parts: list[Metrics] = []
         with jax.set_mesh(self.mesh):
             gradients = self._zeros()
+            accumulate = self._accumulate[loss]
             for microbatch in self._microbatches(batches, parts):
-                gradients, metrics = self._accumulate[loss](
-                    self.base, state, gradients, microbatch, reference
-                )
+                gradients, metrics = accumulate(self.base, state, gradients, microbatch, reference)
                 parts.append(metrics)
             state, applied = self._apply(state, gradients)
         sums, applied = jax.device_get((parts, applied))
@@ -194,8 +191,6 @@ class Learner:
     def lower_apply(self) -> jax.stages.Lowered:
         """Lower the optimizer's step with a sum of gradients, as `lower_update`."""
         with jax.set_mesh(self.mesh):
-            if isinstance(self._apply, SplitStep):
-                return self._apply.lower(self._abstract_gradients())
             return self._apply.lower(self.abstract_state(), self._abstract_gradients())
 
     def lower_logprobs(self, length: int) -> jax.stages.Lowered:

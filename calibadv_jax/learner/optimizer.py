@@ -127,10 +127,10 @@ class SplitStep:
             leaves = [new.get(index, leaf) for index, leaf in enumerate(leaves)]
         return jax.tree.unflatten(self._tree, leaves), metrics
 
-    def lower(self, gradients: Params) -> jax.stages.Lowered:
+    def lower(self, abstract: State, gradients: Params) -> jax.stages.Lowered:
         """Lower the largest part with all that lies on the devices meanwhile."""
         names, part = self._parts[0]
-        return part.lower(*self._divided(self._abstract, names), gradients)
+        return part.lower(*self._divided(jax.tree.leaves(abstract), names), gradients)
 
     def _divided(self, leaves: Sequence[Any], names: Sequence[str]) -> tuple[Leaves, Leaves]:
         """Return the leaves of these parameters, and of others that lie on the devices, by index."""

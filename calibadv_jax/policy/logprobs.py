@@ -1,8 +1,7 @@
 """Log-probabilities of tokens without logits of [B, T, V].
 
-`_logprobs` has a gradient of its own: `_forward` computes the log-probabilities and entropies a chunk of
-tokens at a time, `_backward` computes the logits of a chunk again. Both run on every device with its own
-parts of rows and vocabulary (`VocabLayout`).
+`_forward` computes the log-probabilities and entropies a chunk of tokens at a time, `_backward` computes the
+logits of a chunk again. Both run on every device with its own parts of rows and vocabulary (`VocabLayout`).
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ def token_logprobs(
     weights, vocab_first = decoder.head()
     width, vocab = weights.shape[::-1] if vocab_first else weights.shape
     layout = vocab_layout(hidden.shape[0], width, vocab)
-    head = _OutputHead(
-        layout, vocab_first, decoder.numerics.compute_dtype, temperature, chunk, entropy_gradient
-    )
+    dtype = decoder.numerics.compute_dtype
+    head = _OutputHead(layout, vocab_first, dtype, temperature, chunk, entropy_gradient)
     used = jnp.ones(targets.shape, bool) if used is None else used
     return _logprobs(head, hidden, weights, targets, used)
 

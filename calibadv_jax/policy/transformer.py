@@ -267,12 +267,12 @@ def cached_attention(q: Array, k: Array, v: Array, positions: Array) -> Array:
     A column of the cache is a position, and the new tokens are written. Has SCORE_BYTES of scores at a time.
     """
     at_once = max(1, SCORE_BYTES // (4 * math.prod(q.shape[1:3]) * k.shape[2]))
+    if len(q) <= at_once:
+        return _cached_rows(q, k, v, positions)
 
     def one_row(row: tuple[Array, ...]) -> Array:
         return _cached_rows(*(x[None] for x in row))[0]
 
-    if len(q) <= at_once:
-        return _cached_rows(q, k, v, positions)
     return jax.lax.map(one_row, (q, k, v, positions), batch_size=at_once)
 
 

@@ -216,7 +216,7 @@ def test_calibration_moves_tokens_of_a_turn_alike(build):
 
 def test_missing_critic_values_are_refused(build):
     group = build.group((1.0, True, [replace(build.turn(), values=None)]))
-    with pytest.raises(UserError, match="no values of a critic were kept, and gae cannot do without"):
+    with pytest.raises(UserError, match="no values of a critic were kept, which gae needs"):
         compute_advantages([group], PLAIN)
 
 
