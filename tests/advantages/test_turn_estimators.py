@@ -158,21 +158,17 @@ def test_published_values(shared):
     chosen = [case for case in cases if case.get("estimator") == "gae_masked"]
     assert len(chosen) == 6
     for case in chosen:
-        masks = [np.array(row, bool) for row in case["inputs"]["mask"]]
-
-        def sampled(rows, masks=masks):
-            return [np.array(row)[mask] for row, mask in zip(rows, masks, strict=True)]
-
-        rewards, values = sampled(case["inputs"]["rewards"]), sampled(case["inputs"]["values"])
-        settings = case["settings"]
-        advantages = [
-            token_advantages(*row, settings["gamma"], settings["lam"])
-            for row in zip(rewards, values, strict=True)
+        columns = [*(case["inputs"][name] for name in ("mask", "rewards", "values"))]
+        columns += [case["expected"][name] for name in ("returns", "advantages")]
+        rows = [
+            [np.array(column)[np.array(mask, bool)] for column in row]
+            for mask, *row in zip(*columns, strict=True)
         ]
-        returns = [own + value for own, value in zip(advantages, values, strict=True)]
-        for ours, key in ((returns, "returns"), (whitened(*advantages), "advantages")):
-            for row, expected in zip(ours, sampled(case["expected"][key]), strict=True):
-                np.testing.assert_allclose(row, expected, rtol=1e-6, atol=1e-7, err_msg=case["name"])
+        factors = case["settings"]["gamma"], case["settings"]["lam"]
+        ours = [token_advantages(rewards, values, *factors) for rewards, values, *_ in rows]
+        for own, white, (_, values, returns, expected) in zip(ours, whitened(*ours), rows, strict=True):
+            np.testing.assert_allclose(own + values, returns, rtol=1e-6, atol=1e-7, err_msg=case["name"])
+            np.testing.assert_allclose(white, expected, rtol=1e-6, atol=1e-7, err_msg=case["name"])
 
 
 def whitened(*tokens):

@@ -76,10 +76,8 @@ def test_shared_rows_return_values_by_sample(widths):
     assert rows.positions < 0.7 * plain.positions
     held = sum(int(np.count_nonzero(batch.tokens)) for batch in batches)  # no token of the samples is 0
     assert rows.computed == held < rows.tokens == plain.tokens == plain.computed
-    logprobs, targets = (
-        rows.by_sample([getattr(batch, name) for batch in batches])
-        for name in ("sampler_logprobs", "targets")
-    )
+    logprobs = rows.by_sample([batch.sampler_logprobs for batch in batches])
+    targets = rows.by_sample([batch.targets for batch in batches])
     for sample, values, tokens in zip(samples, logprobs, targets, strict=True):
         np.testing.assert_array_equal(values, sample.logprobs)
         np.testing.assert_array_equal(tokens, np.where(sample.mask, sample.tokens, 0))
@@ -123,16 +121,13 @@ def test_critic_learns_the_same_from_shared_rows():
     close_in_norm(*states)
 
 
-def test_too_long_a_sample_is_named():
-    samples = [sample(np.random.default_rng(0), list(range(length)), 2) for length in (9, ROW + 1)]
-    with pytest.raises(ValueError, match=f"sample 1 has {ROW + 1} tokens, but a row holds {ROW}"):
-        SharedRows(samples, [RowShape(ROW, 1)])
-
-
-def test_nothing_takes_no_rows():
+def test_no_sample_and_a_too_long_sample():
     rows = SharedRows([], [RowShape(ROW, 1)])
     assert rows.computed == rows.tokens == rows.positions == 0
     assert [batch.sources.shape for batch in rows.batches()] == [(0, ROW)]
+    samples = [sample(np.random.default_rng(0), list(range(length)), 2) for length in (9, ROW + 1)]
+    with pytest.raises(ValueError, match=f"sample 1 has {ROW + 1} tokens, but a row holds {ROW}"):
+        SharedRows(samples, [RowShape(ROW, 1)])
 
 
 def test_row_filled_by_the_common_prefix():
