@@ -21,11 +21,6 @@ class ByToken:
 
     turns: list[np.ndarray]
 
-    @property
-    def means(self) -> np.ndarray:
-        """float64 [K]; 0 for a turn without sampled tokens."""
-        return np.array([math.fsum(tokens) / max(1, len(tokens)) for tokens in self.turns])
-
 
 @dataclass(frozen=True)
 class GroupCredit:
@@ -63,7 +58,7 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
     for position, (trajectory, advantage) in enumerate(zip(group.trajectories, estimate, strict=True)):
         length = len(trajectory.turns)
         if isinstance(advantage, ByToken):
-            values = advantage.means
+            values = np.array([math.fsum(tokens) / max(1, len(tokens)) for tokens in advantage.turns])
             beside.append([tokens - mean for tokens, mean in zip(advantage.turns, values, strict=True)])
         else:
             values = np.asarray(advantage, np.float64)
@@ -133,21 +128,7 @@ def two_sides(masses: Sequence[float]) -> tuple[float, float]:
 
 
 def summarise(credits: Sequence[GroupCredit]) -> dict[str, float]:
-    """Return the metrics of a step. Shares are in [0, 1]; a mean, extreme or ratio over nothing is left out.
-
-    Under "advantage/":
-        mean, max, min: over all sampled tokens, as trained on
-        groups/: shares of groups that are tied (all scores equal), all wrong (0), all right (1) and
-            one-sided (answer-turn advantage of one sign only)
-        answer/: sum of the positive and magnitude of the negative advantage over answer-turn tokens,
-            and negative / positive, before and after calibration
-        search/negative_: magnitude of the negative advantage over search-turn tokens, before and after
-        search/softened_share: softened share of the search turns with negative advantage
-        correctness/: mean and histogram over the search turns that were judged
-        silver/: share of groups with silver documents, mean number of documents in those
-        tokens/: number of sampled tokens with positive and negative advantage, by search and answer turns
-        skipped_trajectories: number without a sampled token
-    """
+    """Return the metrics of a step (`metrics/catalogue.yaml`); a mean or ratio over nothing is left out."""
     return {f"advantage/{name}": value for name, value in (_turns(credits) | _groups(credits)).items()}
 
 

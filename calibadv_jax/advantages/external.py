@@ -1,7 +1,4 @@
-"""Advantages by turn for other trainers: plain values in, NumPy arrays out.
-
-Needs NumPy and RapidFuzz alone. docs/credit.md has an example, examples/ those for other trainers.
-"""
+"""Advantages by turn for other trainers: plain values in, NumPy arrays out, NumPy and RapidFuzz alone."""
 
 from __future__ import annotations
 
@@ -75,10 +72,9 @@ class AdvantageSettings:
 def turn_advantages(
     group: Sequence[TrajectoryRecord], settings: AdvantageSettings = AdvantageSettings()
 ) -> list[np.ndarray]:
-    """Return the advantage of each turn: one float64 array [turns] for each trajectory of the group.
+    """Return the advantage of each turn: float64 [turns] for each trajectory of one question in one step.
 
-    The group is all trajectories of one question in one step. Raises UserError if the estimator is unknown or
-    needs a critic or golden answers, or a value is invalid.
+    UserError if the estimator is unknown or needs a critic or golden answers, or a value is invalid.
     """
     entry = ESTIMATORS.get(settings.estimator)
     if entry is None or entry.needs:

@@ -110,16 +110,15 @@ class TrainedTokens:
     @property
     def covariance(self) -> np.ndarray:
         """Each token's share of the covariance of advantage and log-probability, which moves the entropy."""
-        advantage, logprob = self.advantages.mean(), self.logprobs.mean()
-        return (self.advantages - advantage) * (self.logprobs - logprob)
+        return (self.advantages - self.advantages.mean()) * (self.logprobs - self.logprobs.mean())
 
     @property
     def has_both_signs(self) -> bool:
         return bool((self.advantages > 0).any() and (self.advantages < 0).any())
 
 
-# A factor of each token, float64 [N], from statistics of the whole mini-batch. It is computed on the host in
-# float64, so that neither the size of a microbatch nor the packing changes it.
+# A factor of each token, float64 [N], from statistics of the whole mini-batch: computed on the host, so that
+# neither the size of a microbatch nor the packing changes it.
 BatchFactor = Callable[[TrainedTokens, LossConfig, Generator], np.ndarray]
 
 
@@ -137,9 +136,9 @@ def balance_factor(trained: TrainedTokens, config: LossConfig, rng: Generator) -
 
 def balance_detached_factor(trained: TrainedTokens, config: LossConfig, rng: Generator) -> np.ndarray:
     """balance_detached: scale the negative side's terms to `balance_ratio` times the positive side's."""
-    if not trained.has_both_signs:
-        return np.zeros(len(trained.advantages))
     ratio, advantages = trained.ratio, trained.advantages
+    if not trained.has_both_signs:
+        return np.zeros(len(advantages))
     bounded = np.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
     terms = -trained.weights * np.minimum(ratio * advantages, bounded * advantages)
     negative, positive = terms[advantages < 0].sum(), -terms[advantages > 0].sum()

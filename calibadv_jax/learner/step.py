@@ -49,10 +49,8 @@ class Updater(Protocol):
 class Learned:
     """The result of a step of the learner.
 
-    TOKEN_METRICS are means over the computed trained tokens, whose share of the weights is
-    ``actor/computed_share``; other metrics are means over the updates. If nothing was computed, the loss and
-    the token means are omitted. ``actor/row_fill`` is the share of the packed rows that holds tokens,
-    ``perf/packing`` the computed positions per token of the samples: below 1 if they share many.
+    TOKEN_METRICS are means over the computed trained tokens, other metrics means over the updates. If nothing
+    was computed, the loss and the token means are omitted.
     """
 
     state: State

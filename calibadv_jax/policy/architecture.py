@@ -66,10 +66,9 @@ class Architecture:
 
 
 def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
-    """Translate a HuggingFace ``config.json`` (transformers 4 and 5 spellings).
+    """Translate a HuggingFace ``config.json`` (transformers 4 and 5); UserError for what is not supported.
 
-    Absent fields have the defaults of the model type's class in transformers; sizes have none. UserError for
-    an unsupported model type, attention variant or rope type, or a missing field.
+    Absent fields have the defaults of the model type's class in transformers; sizes have none.
     """
     model_type = config.get("model_type")
     if model_type not in SUPPORTED:

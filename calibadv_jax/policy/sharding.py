@@ -1,7 +1,4 @@
-"""Placement of arrays: one table from logical axis to mesh axis.
-
-Mesh axes: `data` (replicas), `fsdp` (parameters and batch split), `tensor` (heads, MLP, vocabulary).
-"""
+"""Placement of arrays on the mesh axes data (replicas), fsdp (parameters, rows) and tensor (heads, MLP)."""
 
 from __future__ import annotations
 
@@ -139,7 +136,7 @@ def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Return the NamedSharding of every parameter; axes that the mesh does not divide are not split."""
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
-        axes = WEIGHTS[".".join(str(key.key) for key in path)].axes
+        axes = WEIGHTS[jax.tree_util.keystr(path, simple=True, separator=".")].axes
         sizes = zip(leaf.shape, spec(*axes), strict=True)
         fitted = [name if size % axis_size(mesh, name) == 0 else None for size, name in sizes]
         return NamedSharding(mesh, P(*fitted))

@@ -40,10 +40,11 @@ def _layer(name: str, axis: str) -> Weight:
 
 
 def _product(module: str, name: str, inner: str, outer: str) -> dict[str, Weight]:
-    """Return the weight of a layer's product, and the adapter that it may have."""
+    """Return the weight of a layer's product, and the bias and the adapter that it may have."""
     adapter = f"{PEFT}{LAYER}{name}.lora_"
     return {
         f"{module}.kernel": Weight(f"{LAYER}{name}.weight", ("layers", inner, outer), transposed=True),
+        f"{module}.bias": _layer(f"{name}.bias", "norm" if outer == "embed" else outer),
         f"{module}.lora_a": Weight(adapter + "A.weight", ("layers", inner, "rank"), transposed=True),
         f"{module}.lora_b": Weight(adapter + "B.weight", ("layers", "rank", outer), transposed=True),
     }
@@ -56,19 +57,12 @@ WEIGHTS: dict[str, Weight] = {
     **_product("layers.attn.k", "self_attn.k_proj", "embed", "kv_heads"),
     **_product("layers.attn.v", "self_attn.v_proj", "embed", "kv_heads"),
     **_product("layers.attn.o", "self_attn.o_proj", "heads", "embed"),
-    "layers.attn.q.bias": _layer("self_attn.q_proj.bias", "heads"),
-    "layers.attn.k.bias": _layer("self_attn.k_proj.bias", "kv_heads"),
-    "layers.attn.v.bias": _layer("self_attn.v_proj.bias", "kv_heads"),
-    "layers.attn.o.bias": _layer("self_attn.o_proj.bias", "norm"),
     "layers.attn.q_norm.scale": _layer("self_attn.q_norm.weight", "norm"),
     "layers.attn.k_norm.scale": _layer("self_attn.k_norm.weight", "norm"),
     "layers.mlp_norm.scale": _layer("post_attention_layernorm.weight", "norm"),
     **_product("layers.mlp.gate", "mlp.gate_proj", "embed", "mlp"),
     **_product("layers.mlp.up", "mlp.up_proj", "embed", "mlp"),
     **_product("layers.mlp.down", "mlp.down_proj", "mlp", "embed"),
-    "layers.mlp.gate.bias": _layer("mlp.gate_proj.bias", "mlp"),
-    "layers.mlp.up.bias": _layer("mlp.up_proj.bias", "mlp"),
-    "layers.mlp.down.bias": _layer("mlp.down_proj.bias", "norm"),
     "final_norm.scale": Weight("model.norm.weight", ("norm",)),
     "lm_head.kernel": Weight("lm_head.weight", ("embed", "vocab"), transposed=True),
     "value_head.kernel": Weight("score.weight", ("norm", "norm"), transposed=True),  # of a critic

@@ -1,4 +1,4 @@
-"""Parts of a layer with gradients of their own. The values are those of the plain formulas, but for rounding.
+"""Parts of a layer with gradients of their own; a CPU gains by them.
 
 Differentiated by JAX itself, RMS norm and gate keep each intermediate array of all tokens: on a CPU, where
 nothing is fused across the two passes, writing and reading these costs more than computing them again.
