@@ -137,11 +137,8 @@ def _mean(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def _groups(credits: Sequence[GroupCredit]) -> dict[str, float]:
-    scores = [
-        np.array([trajectory.relative_score for trajectory in credit.group.trajectories])
-        for credit in credits
-        if credit.group.trajectories
-    ]
+    groups = [credit.group.trajectories for credit in credits if credit.group.trajectories]
+    scores = [np.array([trajectory.relative_score for trajectory in group]) for group in groups]
     before = [answer_mass(credit.group, credit.raw.tolist()) for credit in credits]
     after = [answer_mass(credit.group, credit.answer_advantages()) for credit in credits]
     sizes = [len(credit.silver) for credit in credits]
@@ -181,11 +178,8 @@ def _turns(credits: Sequence[GroupCredit]) -> dict[str, float]:
         metrics[f"tokens/{place}_negative"] = float(tokens[is_there & (after < 0)].sum())
     if tokens.any():
         sampled = after[tokens > 0].tolist()
-        metrics |= {
-            "mean": float(np.average(after, weights=tokens)),
-            "max": max(sampled),
-            "min": min(sampled),
-        }
+        metrics |= {"mean": float(np.average(after, weights=tokens))}
+        metrics |= {"max": max(sampled), "min": min(sampled)}
     for when, advantages in (("before", before), ("after", after)):
         negative = two_sides((advantages * tokens)[is_search].tolist())[1]
         metrics[f"search/negative_{when}"] = negative + 0.0  # no -0

@@ -77,18 +77,16 @@ def token_weights(
 
     Samples without a trained token count nowhere. ``sequence_sum_norm`` divides by `length_norm`.
     """
-    counts = [int(sample.mask.sum()) for sample in samples]
-    trained = sum(count > 0 for count in counts)
+    counts = np.array([sample.mask.sum() for sample in samples], int)
+    trained = int(np.count_nonzero(counts))
     divisors = {
-        "token_mean": lambda count: sum(counts),
-        "sequence_mean": lambda count: trained * count,
-        "sequence_sum": lambda count: trained,
-        "sequence_sum_norm": lambda count: trained * length_norm,
-    }
-    return [
-        sample.mask.astype(np.float32) * np.float32(1.0 / divisors[aggregation](count) if count else 0.0)
-        for sample, count in zip(samples, counts, strict=True)
-    ]
+        "token_mean": counts.sum(),
+        "sequence_mean": trained * counts,
+        "sequence_sum": trained,
+        "sequence_sum_norm": trained * length_norm,
+    }[aggregation]
+    shares = (1.0 / np.maximum(1, divisors) * (counts > 0)).astype(np.float32)
+    return [sample.mask * share for sample, share in zip(samples, shares, strict=True)]
 
 
 def content_of(samples: Sequence[Sample]) -> str:

@@ -54,10 +54,9 @@ def critic_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.S
 def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:
     """Return a policy's parameters with the head of a critic, in their shardings; no array is copied."""
     shared = {name: params[name] for name in critic.abstract_params if name != "value_head"}
-    head = optax.tree.zeros_like(critic.abstract_params["value_head"])
-    return shared | {
-        "value_head": jax.device_put(head, param_shardings(critic.abstract_params, mesh)["value_head"])
-    }
+    zeros = optax.tree.zeros_like(critic.abstract_params["value_head"])
+    shardings = param_shardings(critic.abstract_params, mesh)["value_head"]
+    return shared | {"value_head": jax.device_put(zeros, shardings)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,6 +94,8 @@ class Learner:
         abstract = jax.eval_shape(self._state_of, policy.abstract_trained)
         self._state_shardings = self._shardings(abstract, options.offload)
         self._abstract_state = with_shardings(abstract, self._state_shardings)
+        self._abstract_base = placed_params(policy.split(policy.abstract_params)[0], mesh)
+        self._abstract_gradients = placed_params(policy.abstract_trained, mesh, jnp.float32)
         self._placed = param_shardings(policy.abstract_trained, mesh)
         self._accumulate: dict[LossFunction, jax.stages.Wrapped] = {}
         self._apply: SplitStep | jax.stages.Wrapped
@@ -185,25 +187,19 @@ class Learner:
         Its arguments are all that lies on the devices meanwhile. The devices may be a topology's.
         """
         with jax.set_mesh(self.mesh):
-            arguments = self._abstract_base(), self.abstract_state(), self._abstract_gradients()
+            arguments = self._abstract_base, self._abstract_state, self._abstract_gradients
             return self._compile(loss).lower(*arguments, self._abstract_microbatch(length), None)
 
     def lower_apply(self) -> jax.stages.Lowered:
         """Lower the optimizer's step with a sum of gradients, as `lower_update`."""
         with jax.set_mesh(self.mesh):
-            return self._apply.lower(self.abstract_state(), self._abstract_gradients())
+            return self._apply.lower(self._abstract_state, self._abstract_gradients)
 
     def lower_logprobs(self, length: int) -> jax.stages.Lowered:
         """Lower the log-probabilities of one microbatch, as `lower_update`."""
         with jax.set_mesh(self.mesh):
-            params, microbatch = self.abstract_state()["params"], self._abstract_microbatch(length)
-            return self._logprobs.lower(self._abstract_base(), params, microbatch)
-
-    def _abstract_base(self) -> Params:
-        return placed_params(self.policy.split(self.policy.abstract_params)[0], self.mesh)
-
-    def _abstract_gradients(self) -> Params:
-        return placed_params(self.policy.abstract_trained, self.mesh, jnp.float32)
+            params, microbatch = self._abstract_state["params"], self._abstract_microbatch(length)
+            return self._logprobs.lower(self._abstract_base, params, microbatch)
 
     def _abstract_microbatch(self, length: int) -> Batch:
         shape = self._rows_at(length), length

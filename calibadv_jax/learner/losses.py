@@ -27,9 +27,8 @@ GSPO_LOG_RATIO_LIMIT = 10.0  # upper bound only, as in verl
 OTHER_TOKENS_EPSILON = 1e-8  # added to the probability of all other tokens, as in verl
 LOG_RATIO_ROUNDING = 1e-5  # two programs of one policy differ by up to this
 # Sums over the trained tokens, independent of the weights of the loss; see `PolicyLoss`.
-TOKEN_METRICS = frozenset(
-    f"actor/{name}" for name in ("entropy", "ppo_kl", "pg_clipfrac", "sampler_mismatch", "sampler_masked")
-)
+TOKEN_METRICS = {"actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac"}
+TOKEN_METRICS |= {"actor/sampler_mismatch", "actor/sampler_masked"}
 EXPECTED = "def my_loss(tokens: Tokens, config: LossConfig) -> tuple[jax.Array, jax.Array]"
 RETURNED = "the terms to minimise (float32 [R, L]) and which tokens are clipped (bool [R, L])"
 
@@ -333,9 +332,7 @@ LOSSES: dict[str, Loss] = {
     "sapo": Loss(sapo, "a smooth gate in place of PPO's clip"),
     "dppo_tv": Loss(dppo_tv, "REINFORCE weighted by the ratio; no gradient for probabilities moved too far"),
     "dppo_kl": Loss(dppo_kl, "as dppo_tv, with a KL divergence in place of the difference"),
-    "dro": Loss(
-        dro, "REINFORCE with a quadratic penalty on the distance from the old policy", every_sample=True
-    ),
+    "dro": Loss(dro, "REINFORCE with a quadratic penalty on moving from the old policy", every_sample=True),
     "balance_detached": Loss(
         scaled_vanilla,
         "PPO with the terms of negative advantages rescaled to balance_ratio times those of positive ones",
@@ -356,9 +353,8 @@ def find_loss(name: str) -> Loss:
         try:
             return function(tokens, config)
         except Exception as error:  # a function of the user's own may raise anything
-            raise UserError(
-                f"loss.name is {name}, but calling it raised {failure(error)}; expected: {EXPECTED}"
-            ) from error
+            fault = f"calling it raised {failure(error)}"
+            raise UserError(f"loss.name is {name}, but {fault}; expected: {EXPECTED}") from error
 
     return Loss(terms, f"your own: {name}", every_sample=True)
 
@@ -373,9 +369,8 @@ def check_loss(config: LossConfig) -> list[str]:
         arrays = returned if isinstance(returned, tuple) else ()
         types = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in arrays]
         if types != [((2, 4), jnp.float32), ((2, 4), jnp.bool_)]:
-            raise UserError(
-                f"loss.name is {config.name}, but it must return {RETURNED}; expected: {EXPECTED}"
-            )
+            fault = f"it must return {RETURNED}"
+            raise UserError(f"loss.name is {config.name}, but {fault}; expected: {EXPECTED}")
     cost = "; one more forward pass an update" if loss.needs_logprobs else ""
     return [] if config.name == "vanilla" else [f"loss {config.name}: {loss.summary}{cost}"]
 

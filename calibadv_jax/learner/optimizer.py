@@ -135,9 +135,8 @@ class SplitStep:
     def _divided(self, leaves: Sequence[Any], names: Sequence[str]) -> tuple[Leaves, Leaves]:
         """Return the leaves of these parameters, and of others that lie on the devices, by index."""
         own = {index: leaf for index, leaf in enumerate(leaves) if self._owners[index] in names}
-        on_devices = (
-            index for index, leaf in enumerate(self._abstract) if leaf.sharding == self._placed[index]
-        )
+        pairs = enumerate(zip(self._abstract, self._placed, strict=True))
+        on_devices = [index for index, (leaf, place) in pairs if leaf.sharding == place]
         return own, {index: leaves[index] for index in on_devices if index not in own}
 
     def _compiled(self, names: Sequence[str]) -> jax.stages.Wrapped:

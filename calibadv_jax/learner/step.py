@@ -19,7 +19,7 @@ from calibadv_jax.learner.losses import TOKEN_METRICS, LossFunction, PolicyLoss
 from calibadv_jax.policy.transformer import Params
 
 FIXED_TOKENS = 256
-LOSS_TERMS = frozenset({"actor/loss", "actor/pg_loss", "actor/kl_loss"})
+LOSS_TERMS = {"actor/loss", "actor/pg_loss", "actor/kl_loss"}
 
 
 def make_sample(trajectory: Trajectory, advantages: np.ndarray) -> Sample:
