@@ -17,7 +17,7 @@ from calibadv_jax.learner.batching import Rows, RowShape, Sample, SharedRows, to
 from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of, learn_values
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.step import learn, sample_logprobs
+from calibadv_jax.learner.step import learn
 
 VOCAB, ROW = 40, 48
 CONFIG = LearnerConfig(row_length=ROW, row_widths=1, microbatch_rows=1)
@@ -132,14 +132,8 @@ def test_no_sample_and_a_too_long_sample():
 
 def test_row_filled_by_the_common_prefix():
     """One column is left in it: a tree for each sample."""
-    learner = learner_of()
     samples = [sample(np.random.default_rng(1), list(range(ROW)), ROW - 1)] * 3
-    rows = SharedRows(samples, [RowShape(ROW, 1)], token_weights(samples, "token_mean"))
-    assert rows.plan.num_rows == [3]
-    params = learner.init(init_params(learner.policy, learner.mesh, 0))["params"]
-    expected = sample_logprobs(learner, params, samples[:1], CONFIG)[0]
-    for values in sample_logprobs(learner, params, samples, SHARED):
-        assert values[-1] == pytest.approx(expected[-1], abs=1e-5)
+    assert assert_each_sees_its_beginning(samples, ROW).plan.num_rows == [3]
 
 
 def test_kernel_without_sharing_is_refused():
