@@ -201,10 +201,7 @@ def to_go(rewards: np.ndarray, discount: float) -> np.ndarray:
 
 
 def standardised(values: ByTurn, labels: Sequence[Sequence[Hashable]], config: AdvantageConfig) -> ByTurn:
-    """Return (value - mean) / (std + 1e-6) among the turns of a group with the same label.
-
-    Without advantage.normalize_std only less the mean. 0 for a turn that is alone, and among equal values.
-    """
+    """Return (value - mean) / (std + 1e-6) among a group's turns of one label; 0 for a turn that is alone."""
     places: dict[Hashable, list[tuple[int, int]]] = {}
     for position, of_trajectory in enumerate(labels):
         for index, label in enumerate(of_trajectory):
@@ -351,10 +348,7 @@ def critic_values(trajectory: Trajectory) -> np.ndarray:
 
 
 def token_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, decay: float) -> np.ndarray:
-    """Return each token's temporal difference plus the discounted ones of the tokens after it: float64 [n].
-
-    `rewards` stand after each sampled token, `values` before it; after the last one nothing is expected.
-    """
+    """Return GAE, float64 [n]: `rewards` stand after each sampled token, `values` before it."""
     advantages = np.zeros(len(values))
     later = next_value = 0.0
     for index in reversed(range(len(values))):
@@ -369,8 +363,6 @@ def token_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, d
 
 @dataclass(frozen=True)
 class Estimator:
-    """An estimator of advantages with its description."""
-
     function: EstimateFunction
     template: str  # right of "advantage = ", see `formula`
     by_turn: str = ""  # how turns get advantages of their own; empty: they share their trajectory's
@@ -380,7 +372,6 @@ class Estimator:
 
     @property
     def carried(self) -> str:
-        """Describe the advantage of a sampled token."""
         return self.by_turn or "every sampled token of a trajectory carries the trajectory's advantage"
 
     def formula(self, config: AdvantageConfig) -> str:
@@ -432,13 +423,13 @@ ESTIMATORS = {  # sources: docs/credit.md
     "stepsearch": Estimator(
         beside_grpo(stepsearch),
         _BESIDE
-        + "new less repeated target documents, of it and later turns, compared among turns of one number",
+        + "new less repeated target documents, of later turns too, compared among turns of one number",
         "searches that show new target documents (the question's passages, or else silver ones) get more",
     ),
     "igpo": Estimator(
         _optional("igpo"),
-        "{scaled}, summed over the turns from it on; the last turn's gain is the score, another's by how"
-        " much it raises the golden answer's probability; mean and std are over all turns of the group",
+        "{scaled}, summed over the turns from it on; the last gain is the score, another's the rise of the"
+        " golden answer's probability; mean and std are over all turns of the group",
         "turns are paid by how much they raise the golden answer's probability",
         needs="current",
         centred="gain - mean",
@@ -541,7 +532,6 @@ def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageCo
 
 
 def judges(config: AdvantageConfig) -> bool:
-    """Return whether searches get a correctness."""
     return config.is_calibrated or find_estimator(config).judges
 
 

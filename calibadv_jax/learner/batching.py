@@ -73,10 +73,7 @@ class Batch:
 def token_weights(
     samples: Sequence[Sample], aggregation: Aggregation, length_norm: int = 1
 ) -> list[np.ndarray]:
-    """Return the weight of each token's term, float32 [T] for each sample; those of a mean sum to 1.
-
-    Samples without a trained token count nowhere. ``sequence_sum_norm`` divides by `length_norm`.
-    """
+    """Return the weight of each token's term, float32 [T] a sample; those of a mean sum to 1."""
     counts = np.array([sample.mask.sum() for sample in samples], int)
     trained = int(np.count_nonzero(counts))
     divisors = {
@@ -102,8 +99,6 @@ def content_of(samples: Sequence[Sample]) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """Place of a sample in the rows."""
-
     row: int
     start: int
     length: int
@@ -113,9 +108,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class RowShape:
-    """Rows of one width."""
-
-    length: int  # tokens
+    length: int  # tokens of a row
     rows: int  # of a microbatch
     cost: float = 1.0  # of computing one position
 
@@ -288,7 +281,6 @@ class Rows:
         return plan([len(sample.tokens) for sample in self.samples], shapes)
 
     def _lay(self, batches: Sequence[Batch]) -> None:
-        """Write the computed columns."""
         for sample, placement in zip(self.samples, self.plan.placements, strict=True):
             batch, start = batches[placement.batch], placement.start
             place = placement.row, slice(start, start + placement.length)

@@ -61,10 +61,7 @@ def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:
 
 @dataclass(frozen=True, eq=False)
 class ValueLoss:
-    """Half the squared error of the values, or of the clipped values where that is larger.
-
-    The batch's `advantages` are the returns, its `old_logprobs` the values before the step.
-    """
+    """Half the squared error of values to `advantages` (returns), or values clipped near `old_logprobs`."""
 
     clip: float  # 0: none
 

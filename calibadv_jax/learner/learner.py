@@ -37,8 +37,6 @@ HOST = "pinned_host"  # JAX's name of host memory from which devices copy
 
 @dataclass(frozen=True)
 class LearnerOptions:
-    """Memory and numerics of a learner's programs."""
-
     rows: int  # packed rows of one microbatch; a multiple of data x fsdp devices
     temperature: float = 1.0  # of the sampler; the learner's logits are divided by it, too
     logprob_chunk: int = 1024  # tokens of each of `rows` rows whose logits exist at once
@@ -71,8 +69,7 @@ class LearnerOptions:
         if self.shares_prefixes and policy.numerics.kernel not in SHARING:
             raise UserError(
                 f"learner.share_prefixes is true, but policy.attention is {policy.numerics.kernel}, which"
-                f" cannot share tokens here: set it to {' or '.join(SHARING)}, or"
-                " learner.share_prefixes=false"
+                f" cannot share tokens: set it to {' or '.join(SHARING)}, or learner.share_prefixes=false"
             )
 
 
@@ -156,7 +153,6 @@ class Learner:
         return state, totals | {name: float(value) for name, value in applied.items()}
 
     def is_finite(self, params: Params) -> bool:
-        """Return whether the norm of the parameters is finite."""
         with jax.set_mesh(self.mesh):
             return bool(np.isfinite(jax.device_get(self._norm(params))))
 
@@ -182,10 +178,7 @@ class Learner:
         return self.policy.architecture.flops_per_token(seen)
 
     def lower_update(self, length: int, loss: LossFunction) -> jax.stages.Lowered:
-        """Lower the program that adds the gradient of a microbatch of rows of `length` tokens to a sum.
-
-        Its arguments are all that lies on the devices meanwhile. The devices may be a topology's.
-        """
+        """Lower a microbatch's gradient, with all that lies on the devices, which may be a topology's."""
         with jax.set_mesh(self.mesh):
             arguments = self._abstract_base, self._abstract_state, self._abstract_gradients
             return self._compile(loss).lower(*arguments, self._abstract_microbatch(length), None)
@@ -304,7 +297,6 @@ def _is_masked(leaf: Any) -> bool:
 
 
 def init_params(policy: Policy, mesh: Mesh, seed: int, only_trained: bool = False) -> Params:
-    """Draw parameters in their shardings."""
     with jax.set_mesh(mesh):
         return _initializer(policy, mesh, only_trained)(jax.random.key(seed))
 

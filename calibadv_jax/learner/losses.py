@@ -461,10 +461,7 @@ class PolicyLoss:
     def factors(
         self, samples: Sequence[Sample], weights: Arrays, logprobs: Arrays | None, rng: Generator
     ) -> list[np.ndarray] | None:
-        """Return the batch factor of every token, float32 [T] a sample; None if the loss has none.
-
-        `logprobs` are the current policy's, float32 [T] a sample; None: the ratio's denominator.
-        """
+        """Return each token's batch factor, float32 [T] a sample, or None; `logprobs` None: the old ones."""
         if self.definition.batch_factor is None:
             return None
         mask = np.concatenate([np.zeros(0, bool), *(sample.mask for sample in samples)])
@@ -523,7 +520,6 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> PolicyLoss:
 
 
 def policy_loss(config: Config) -> PolicyLoss:
-    """Return the loss of a run's training steps."""
     settings = config.learner
     return policy_gradient(config.loss, on_policy_only(config.loss, settings.minibatch_size, settings.epochs))
 

@@ -30,11 +30,6 @@ def step_updates(learner: LearnerConfig, trajectories: int) -> int:
     return learner.epochs * -(-trajectories // (learner.minibatch_size or max(1, trajectories)))
 
 
-def total_updates(learner: LearnerConfig, trajectories: int) -> int:
-    """Return the number of optimizer updates of a run, given the trajectories of a step."""
-    return learner.steps * step_updates(learner, trajectories)
-
-
 def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
     """Return the learning rate by optimizer update: linear warm-up, then constant, cosine or linear to 0."""
     decay = max(1, (config.decay_updates or total_updates) - config.warmup_steps)
@@ -52,7 +47,7 @@ def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule
 def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
     """Return the learning rate by update of a run, of the policy's or the critic's optimizer."""
     trajectories = config.rollout.questions_per_step * config.rollout.group_size
-    return make_schedule(optimizer, total_updates(config.learner, trajectories))
+    return make_schedule(optimizer, config.learner.steps * step_updates(config.learner, trajectories))
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:

@@ -47,11 +47,7 @@ class Updater(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """The result of a step of the learner.
-
-    TOKEN_METRICS are means over the computed trained tokens, other metrics means over the updates. If nothing
-    was computed, the loss and the token means are omitted.
-    """
+    """The result of a step; the loss and TOKEN_METRICS are omitted if nothing was computed."""
 
     state: State
     metrics: dict[str, float]  # empty if no sample has a token to train
@@ -123,8 +119,7 @@ def agreement(
 ) -> dict[str, float]:
     """Compare the log-probabilities of tokens int32 [T] under each worker's weights with the learner's.
 
-    Args:
-        worker_logprobs: float32 [T - 1] of each worker, of tokens 1 … T - 1. No metrics without a worker.
+    `worker_logprobs`: float32 [T - 1] of each worker, of tokens 1 … T - 1. No metrics without a worker.
     """
     if not worker_logprobs:
         return {}

@@ -87,5 +87,4 @@ def _summed(kernel: Array, first: Array, second: Array, scale: float, dtype: Any
 
 
 def count(abstract: Params) -> int:
-    """Count the elements of all leaves."""
     return sum(math.prod(leaf.shape) for leaf in flatten(abstract).values())

@@ -25,8 +25,6 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Shape of a decoder."""
-
     model_type: str
     vocab_size: int
     hidden_size: int

@@ -98,10 +98,8 @@ class _OutputHead:
         return chosen - normaliser, normaliser - expected, normaliser
 
     def logits_gradient(self, logits: Array, targets: Array, saved: Iterable[Array]) -> Array:
-        """Return the gradient of the logits before the temperature, [B, C, V] of the compute dtype.
-
-        `saved`: log-sum-exps, entropies, and the gradients of both outputs, float32 [B, C].
-        """
+        """Return the gradient [B, C, V] of logits before the temperature, given saved values [B, C]."""
+        # Log-sum-exps, entropies, and the gradients of both outputs.
         normaliser, entropies, to_logprobs, to_entropies = (x[..., None] for x in saved)
         probabilities = jnp.exp(logits - normaliser)
         index = targets - self.layout.first(logits.shape[-1])
@@ -195,8 +193,7 @@ class _Chunks:
 
     @classmethod
     def of(cls, used: Array, head: _OutputHead) -> _Chunks:
-        """Divide the tokens `used`, bool [B, T]."""
-        rows, length = used.shape
+        rows, length = used.shape  # bool [B, T]
         size, total = rows * min(head.chunk, math.ceil(length / PARTS)), used.size
         whole = math.ceil(total / size) * size
         columns = jnp.nonzero(used.reshape(-1), size=whole, fill_value=total)[0]

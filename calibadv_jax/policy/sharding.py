@@ -125,8 +125,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
 def pin_rows(x: Array) -> Array:
     """Pin [B, n, D] with n > 1 inside a `vmap` over the devices' groups of rows: weights are gathered.
 
-    Else the compiler may split D and sum over the devices after every product. No effect outside
-    `jax.set_mesh`.
+    Else the compiler may split D and sum over the devices after every product.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty or x.shape[1] == 1 else jax.lax.with_sharding_constraint(x, P(None, None, None))

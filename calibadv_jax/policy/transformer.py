@@ -63,8 +63,6 @@ class Numerics:
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The arguments of a decoder's modules."""
-
     architecture: Architecture
     numerics: Numerics
     adapters: Adapters | None
@@ -262,10 +260,7 @@ class CacheView:
 
 
 def cached_attention(q: Array, k: Array, v: Array, positions: Array) -> Array:
-    """Attend from new tokens q [B, n, N, H] at `positions` int32 [B, n] to a KV cache [B, K, T, H].
-
-    A column of the cache is a position, and the new tokens are written. Has SCORE_BYTES of scores at a time.
-    """
+    """Attend from new tokens q [B, n, N, H] at `positions` int32 [B, n] to a KV cache [B, K, T, H]."""
     at_once = max(1, SCORE_BYTES // (4 * math.prod(q.shape[1:3]) * k.shape[2]))
     if len(q) <= at_once:
         return _cached_rows(q, k, v, positions)

@@ -1,7 +1,4 @@
-"""The weight-name table: our parameter path <-> HuggingFace name, layout and logical axes.
-
-`layers` parameters are stacked on a leading axis here, and one tensor a layer in HuggingFace's files.
-"""
+"""The table of weights: our path, of stacked layers, <-> HuggingFace name, layout and logical axes."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ LISTED = 3  # differences that an error message names; the rest are counted
 
 @dataclass(frozen=True)
 class Weight:
-    """Name and layout of a parameter."""
-
     hf: str  # HuggingFace name; {layer} for stacked parameters
     axes: tuple[str, ...]  # logical axes of our array
     transposed: bool = False  # HuggingFace stores [out, in], we store [in, out]
