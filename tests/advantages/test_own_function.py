@@ -130,8 +130,10 @@ def test_own_result_of_wrong_shape_is_refused(own, group, result, phrase):
 
 @pytest.mark.parametrize("name", ["rlo", "calibadv ", "a.b", "a:b:c", "a b:c", ":mine", "", "a/b.py:mine"])
 def test_other_names_are_refused(name):
-    words = "must be one of calibadv, grpo, .*my_package.my_module:function"
-    with pytest.raises(UserError, match=f"advantage.name: {words}"):
-        parse_config(json.dumps({"advantage": {"name": name}}), "file.yaml")
+    for key in ("name", "base"):
+        with pytest.raises(
+            UserError, match=f"advantage.{key}: must be one of .*my_package.my_module:function"
+        ):
+            parse_config(json.dumps({"advantage": {key: name}}), "file.yaml")
     with pytest.raises(UserError, match="advantage.base: must be one of grpo, "):
         advantage_config("calibadv", "base")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
@@ -122,13 +121,3 @@ def test_steps_are_pooled(first, second):
     parts = [gather(compute_advantages([group], CENTRED).credits) for group in (first, second)]
     assert measure(join(parts)) == measured(first, second)
     assert measure(parts[0])["search/good_share"] == 4 / 6 and measure(parts[1])["search/good_share"] == 1
-
-
-def test_final_search_is_no_search(build):
-    """The rebalance takes all of it, which would look as if the soft penalty had."""
-    lost = [build.turn(think="a", documents=["x"]), build.turn(think="b", documents=["p1"])]
-    won = [build.turn(think="c", documents=["p1"]), build.turn("answer")]
-    group = about(build.group((0.0, True, lost), (1.0, True, won)), "p1")
-    evidence = gather(compute_advantages([group], CENTRED).credits)
-    np.testing.assert_array_equal(evidence.searches["good"], [False, True])
-    assert measure(evidence)["blame/good_blamed"] == 0

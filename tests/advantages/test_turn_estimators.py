@@ -21,7 +21,6 @@ from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document
 
-BY_TURN = ("gigpo", "mt_grpo", "stepsearch", "igpo", "a2tgpo", "tips")
 HALF = 1 / math.sqrt(2)  # of two values x > y: (x - mean) / std
 
 
@@ -121,11 +120,10 @@ def test_tips_sums_the_initial_policys_gains(searching):
     close(turns_of("tips", group, discount=0.5), compared(*rewards))
 
 
-@pytest.mark.parametrize("name", BY_TURN)
+@pytest.mark.parametrize("name", ["gigpo", "mt_grpo", "stepsearch", "igpo", "a2tgpo", "tips"])
 def test_equal_trajectories_get_exactly_nothing(searching, name):
-    golden = [[0.3, 0.7, 0.7]] * 3 if name != "igpo" else [[0.3, 0.3, 0.3]] * 3
-    score = 0.0 if name == "igpo" else 2 / 3
-    group = searching(*[(score, [["a", "b"], ["a"]])] * 3, golden=golden)
+    golden, score = ([0.3, 0.3, 0.3], 0.0) if name == "igpo" else ([0.3, 0.7, 0.7], 2 / 3)
+    group = searching(*[(score, [["a", "b"], ["a"]])] * 3, golden=[golden] * 3)
     assert turns_of(name, group, normalize_std=True) == [[0.0] * 3] * 3
 
 
