@@ -161,9 +161,11 @@ def test_rows_of_two_widths_return_samples():
     batches = rows.batches()
     assert [batch.tokens.shape[1] for batch in batches] == [32, 16]
     assert [len(batch.tokens) for batch in batches] == rows.plan.num_rows
-    for place in rows.plan.placements:
-        positions = batches[place.batch].positions[place.row, place.start : place.start + place.length]
-        np.testing.assert_array_equal(positions, np.arange(place.length))
+    for placement in rows.plan.placements:
+        positions = batches[placement.batch].positions[placement.row]
+        np.testing.assert_array_equal(
+            positions[placement.start :][: placement.length], np.arange(placement.length)
+        )
 
     def of_samples(field):
         return rows.by_sample([getattr(batch, field) for batch in batches])
