@@ -2,9 +2,8 @@
 
 Silver documents are the documents that a group's best trajectories saw. A search is correct as far as it
 newly shows some. Soft penalty: a losing trajectory's correct search gets a smaller negative advantage.
-Rebalance: within a group the positive and negative advantage of the answer turns is brought to a given ratio.
-An answer turn is a trajectory's last sampled turn, whatever its kind; the two never touch the same turn.
-Variants of the authors' code stand below the paper's rule.
+Rebalance: within a group the positive and negative advantage of the answer turns (the last sampled turns,
+whatever their kind) is brought to a given ratio. Variants of the authors' code stand below the paper's rule.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from calibadv_jax.advantages.credit import (
     side_factors,
     two_sides,
 )
-from calibadv_jax.core.trajectory import Group, Trajectory
+from calibadv_jax.core.trajectory import Group, Trajectory, Turn
 
 if TYPE_CHECKING:
     from calibadv_jax.config import AdvantageConfig
 
 # Weights of a turn's good documents (at least one), number of all its documents -> correctness.
 _CORRECTNESS: dict[str, Callable[[Sequence[float], int], float]] = {
-    "fraction": lambda weights, num_documents: len(weights) / num_documents,
-    "max": lambda weights, num_documents: max(weights),
-    "mean": lambda weights, num_documents: sum(weights) / num_documents,
+    "fraction": lambda weights, count: len(weights) / count,
+    "max": lambda weights, count: max(weights),
+    "mean": lambda weights, count: sum(weights) / count,
 }
 _MAX_SHARED_DOCUMENTS = 1
 _ENOUGH = 1 / 3  # correctness from which `aggressive` takes the whole penalty away
@@ -64,9 +63,8 @@ def calibrate(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[G
 def _soften(credit: GroupCredit) -> GroupCredit:
     """Scale the negative advantages of search turns by 1 - correctness; answer turns keep theirs."""
     turns, softened = [], []
-    for trajectory, advantages, correctness in zip(
-        credit.group.trajectories, credit.turns, credit.correctness, strict=True
-    ):
+    columns = zip(credit.group.trajectories, credit.turns, credit.correctness, strict=True)
+    for trajectory, advantages, correctness in columns:
         before_answer = np.arange(len(advantages)) < (last_sampled_turn(trajectory) or 0)
         is_softened = before_answer & (advantages < 0) & (correctness > 0)  # 0 where the turn is no search
         turns.append(np.where(is_softened, advantages * (1 - correctness), advantages))
@@ -76,12 +74,10 @@ def _soften(credit: GroupCredit) -> GroupCredit:
 
 def _rebalance(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
     """Rescale one side of the answer turns until |negative| / positive sum over their tokens is λ."""
-    positive, negative = answer_mass(credit.group, credit.answer_advantages())
-    factors = side_factors(positive, negative, config)
+    factors = side_factors(*answer_mass(credit.group, credit.answer_advantages()), config)
     turns = [advantages.copy() for advantages in credit.turns]
     for trajectory, advantages in zip(credit.group.trajectories, turns, strict=True):
-        answer = last_sampled_turn(trajectory)
-        if answer is not None:
+        if (answer := last_sampled_turn(trajectory)) is not None:
             advantages[answer] *= factors[0 if advantages[answer] > 0 else 1]
     return replace(credit, turns=turns)
 
@@ -115,8 +111,7 @@ def silver_documents(group: Group, threshold: float) -> dict[str, float]:
     """Return document id -> weight in (0, 1] of the documents that the group's best trajectories saw.
 
     Best: format valid, relative score >= `threshold` and score equal to the group's maximum. A document's
-    weight is the number of best trajectories that saw it over the largest such number. Empty where no
-    trajectory is good enough, or where none of the best saw a document.
+    weight is the number of best trajectories that saw it over the largest such number.
     """
     best = max(group.trajectories, key=lambda trajectory: trajectory.answer_score, default=None)
     if best is None or best.relative_score < threshold:
@@ -133,42 +128,39 @@ def silver_documents(group: Group, threshold: float) -> dict[str, float]:
 def judge_turns(trajectory: Trajectory, silver: dict[str, float], how: str) -> list[Judgement]:
     """Judge each turn, length K; the judgement of a turn that is no action is empty.
 
-    Every action is judged as a search; without documents it is worth 0. A search turn's good documents are
-    silver and not seen before in the trajectory. It is worth 0 without any, or if it repeats an earlier turn:
-    its think is more than half the same words in edit distance, or it shares two or more distinct documents.
-    Nothing is judged in a format-invalid trajectory, nor without silver documents. `how` is fraction, max or
-    mean; see AdvantageConfig.correctness.
+    A search's good documents are silver and not seen before in the trajectory. It is worth 0 without any, or
+    if it repeats an earlier turn: its think is more than half the same words in edit distance, or it shares
+    two or more distinct documents. Nothing is judged in a format-invalid trajectory, nor without silver
+    documents. `how` is AdvantageConfig.correctness.
     """
     judgements = [Judgement() for _ in trajectory.turns]
     if not silver or not trajectory.format_valid:
         return judgements
-    thinks: list[list[str]] = []  # of the earlier turns
-    documents: list[set[str]] = []
     for index, turn in enumerate(trajectory.turns):
-        words, shown = turn.think.split(), list(dict.fromkeys(document.id for document in turn.documents))
         if turn.is_action:
-            seen = set().union(*documents)
-            good = tuple(document for document in shown if document in silver and document not in seen)
-            repeated = _repeated(words, set(shown), thinks, documents)
+            earlier = trajectory.turns[:index]
+            seen = set().union(*map(_shown, earlier))
+            good = tuple(document for document in _shown(turn) if document in silver and document not in seen)
+            repeated = _repeated(turn, earlier)
             correctness = 0.0
             if good and repeated is None:
                 weights = [silver[document] for document in good]
                 correctness = _CORRECTNESS[how](weights, len(turn.documents))
             judgements[index] = Judgement(correctness, repeated, good)
-        thinks.append(words)
-        documents.append(set(shown))
     return judgements
 
 
-def _repeated(
-    words: list[str], shown: set[str], thinks: list[list[str]], documents: list[set[str]]
-) -> str | None:
+def _shown(turn: Turn) -> dict[str, None]:
+    return dict.fromkeys(document.id for document in turn.documents)  # an ordered set
+
+
+def _repeated(turn: Turn, earlier: Sequence[Turn]) -> str | None:
     """Name the first earlier turn that a turn repeats, documents before thinks; None if there is none."""
-    for number, earlier_documents in enumerate(documents, 1):
-        if len(shown & earlier_documents) > _MAX_SHARED_DOCUMENTS:
+    for number, other in enumerate(earlier, 1):
+        if len(_shown(turn).keys() & _shown(other).keys()) > _MAX_SHARED_DOCUMENTS:
             return f"documents of turn {number}"
-    for number, think in enumerate(thinks, 1):
-        if is_repetition(words, think):
+    for number, other in enumerate(earlier, 1):
+        if is_repetition(turn.think.split(), other.think.split()):
             return f"think of turn {number}"
     return None
 
@@ -186,9 +178,8 @@ def _soften_variant(credit: GroupCredit, softening: str) -> GroupCredit:
     """Change the plainly softened advantages of search turns: aggressive, upper_limit or reset."""
     turns = [advantages.copy() for advantages in credit.turns]
     best = max((float(advantages.max()) for advantages in credit.before if len(advantages)), default=0.0)
-    for advantages, before, softened, correctness in zip(
-        turns, credit.before, credit.softened, credit.correctness, strict=True
-    ):
+    columns = zip(turns, credit.before, credit.softened, credit.correctness, strict=True)
+    for advantages, before, softened, correctness in columns:
         if softening == "aggressive":
             advantages[softened & (advantages < 0) & (correctness >= _ENOUGH)] = 0
         elif softening == "upper_limit":
@@ -260,24 +251,6 @@ def _balanced(values: Sequence[float], tokens: Sequence[int], config: AdvantageC
 
 # --- Description ---
 
-_CORRECTNESS_WORDS = {
-    "fraction": "number of its newly found silver documents / number of its documents",
-    "max": "largest weight among its newly found silver documents",
-    "mean": "sum of the weights of its newly found silver documents / number of its documents",
-}
-_SOFTENING_WORDS = {
-    "plain": "a negative advantage of a search turn is scaled by 1 - correctness",
-    "aggressive": "a negative advantage of a search turn is scaled by 1 - correctness, and 0 from 1/3",
-    "upper_limit": "a negative advantage of a search turn moves towards the group's largest by correctness",
-    "reset": "a negative advantage of a search turn is scaled by 1 - correctness, and a positive one is 0"
-    " where all search turns of its number are correct",
-}
-_BALANCED_WORDS = {
-    "answer": ("the answer turns", "answer turns of one-sided groups"),
-    "turn": ("the answer turns, of the first search turns, of the second ones …", "one-sided ones"),
-    "all": ("all turns", "those that are one-sided"),
-}
-
 
 def variant_keys(settings: Mapping[str, Any]) -> list[str]:
     """Return the keys of a section `advantage` whose value is not the paper's; missing keys are."""
@@ -286,34 +259,17 @@ def variant_keys(settings: Mapping[str, Any]) -> list[str]:
 
 
 def describe_calibration(config: AdvantageConfig) -> list[str]:
-    """Describe the calibration of this configuration, a line a switch."""
-    lines = []
+    """Describe the two switches of the calibration and the keys that they read."""
+
+    def settings(*keys: str) -> str:
+        return ", ".join(f"{key}={getattr(config, key)}" for key in keys)
+
+    penalty = "soft penalty OFF: search turns keep their trajectory's whole advantage"
     if config.soft_penalty:
-        lines += [
-            f"soft penalty ON: {_SOFTENING_WORDS[config.softening]};"
-            " a turn's correctness is 0 if it repeats an earlier one",
-            f"  correctness {config.correctness}: {_CORRECTNESS_WORDS[config.correctness]}",
-            "  silver documents: those seen by the group's best format-valid trajectories, if their score"
-            f" is at least {config.silver_threshold:g} of the largest reward",
-        ]
-    else:
-        lines.append("soft penalty OFF: search turns keep their trajectory's whole advantage")
-    if config.rebalance and config.adjust == "clip":
-        lines.append(
-            f"rebalance ON: within each {config.rebalance_within}, negative advantages are cut at"
-            f" {config.target_ratio:g} (lambda) × the mean positive one over the tokens of"
-            f" {_BALANCED_WORDS[config.rebalance_over][0]}"
-        )
-    elif config.rebalance:
-        within = f"each {config.rebalance_within}" if config.rebalance_within == "group" else "the whole step"
-        turns, alone = _BALANCED_WORDS[config.rebalance_over]
-        measure = "sum" if config.rebalance_by == "advantage" else "number"
-        only = ", where it is above that" if config.rebalance_excess else ""
-        lines.append(
-            f"rebalance ON: within {within} the {config.adjust} side is rescaled until |negative {measure}| /"
-            f" positive {measure} = {config.target_ratio:g} (lambda) over the tokens of {turns}{only};"
-            f" {alone} become 0"
-        )
-    else:
-        lines.append("rebalance OFF: answer turns keep their trajectory's whole advantage")
-    return lines
+        keys = settings("softening", "correctness", "silver_threshold")
+        penalty = f"soft penalty ON: correctness reduces the negative advantage of a search turn ({keys})"
+    balance = "rebalance OFF: answer turns keep their trajectory's whole advantage"
+    if config.rebalance:
+        keys = settings("rebalance_over", "rebalance_within", "rebalance_by", "rebalance_excess", "adjust")
+        balance = f"rebalance ON: |negative| / positive becomes {config.target_ratio:g} (lambda; {keys})"
+    return [penalty, balance]

@@ -21,11 +21,6 @@ class ByToken:
 
     turns: list[np.ndarray]
 
-    @property
-    def means(self) -> np.ndarray:
-        """float64 [K]; 0 for a turn without sampled tokens."""
-        return np.array([math.fsum(tokens) / max(1, len(tokens)) for tokens in self.turns])
-
 
 @dataclass(frozen=True)
 class GroupCredit:
@@ -46,11 +41,9 @@ class GroupCredit:
 
     def answer_advantages(self) -> list[float]:
         """Return the advantage of each trajectory's last sampled turn, length G; 0 where there is none."""
-        last = [last_sampled_turn(trajectory) for trajectory in self.group.trajectories]
-        return [
-            0.0 if index is None else float(turns[index])
-            for index, turns in zip(last, self.turns, strict=True)
-        ]
+        last = map(last_sampled_turn, self.group.trajectories)
+        pairs = zip(last, self.turns, strict=True)
+        return [0.0 if index is None else float(turns[index]) for index, turns in pairs]
 
 
 def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | np.ndarray) -> GroupCredit:
@@ -65,7 +58,7 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
     for position, (trajectory, advantage) in enumerate(zip(group.trajectories, estimate, strict=True)):
         length = len(trajectory.turns)
         if isinstance(advantage, ByToken):
-            values = advantage.means
+            values = np.array([math.fsum(tokens) / max(1, len(tokens)) for tokens in advantage.turns])
             beside.append([tokens - mean for tokens, mean in zip(advantage.turns, values, strict=True)])
         else:
             values = np.asarray(advantage, np.float64)
@@ -82,10 +75,7 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
 
 
 def last_sampled_turn(trajectory: Trajectory) -> int | None:
-    """Return the index of the last turn with a sampled token, whatever its kind; None if there is none.
-
-    CalibAdv's "answer turn". An empty last turn gives way to the one before it.
-    """
+    """Return the index of the last turn with sampled tokens, CalibAdv's answer turn; None: there is none."""
     return last_filled([turn.token_ids for turn in trajectory.turns])
 
 
@@ -95,7 +85,7 @@ def last_filled(token_ids: Sequence[Sequence[int] | np.ndarray]) -> int | None:
 
 
 def sampled_turns(trajectory: Trajectory) -> list[Turn]:
-    """Return the turns up to the last sampled one, CalibAdv's answer turn; none where nothing was sampled."""
+    """Return the turns up to the last sampled one; none where nothing was sampled."""
     last = last_sampled_turn(trajectory)
     return [] if last is None else trajectory.turns[: last + 1]
 
@@ -107,10 +97,7 @@ def search_turns(trajectory: Trajectory) -> list[int]:
 
 
 def spread(credit: GroupCredit) -> list[np.ndarray]:
-    """Lay the credit over tokens: for each trajectory float32 [T] like `Trajectory.response_ids`.
-
-    Observation tokens get 0.
-    """
+    """Lay credit over tokens, float32 [T] for each trajectory's `response_ids`; observations get 0."""
     advantages = []
     for position, (trajectory, turns) in enumerate(zip(credit.group.trajectories, credit.turns, strict=True)):
         parts = [np.zeros(0)]
@@ -123,11 +110,7 @@ def spread(credit: GroupCredit) -> list[np.ndarray]:
 
 
 def answer_mass(group: Group, advantages: Sequence[float]) -> tuple[float, float]:
-    """Sum over the tokens of the last sampled turns, given each trajectory's advantage there.
-
-    Returns the positive sum and the magnitude of the negative sum; both are exact to one rounding, so
-    that the order of the trajectories does not matter.
-    """
+    """Return `two_sides` over the tokens of the last sampled turns, given each trajectory's advantage."""
     masses = []
     for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
         index = last_sampled_turn(trajectory)
@@ -143,32 +126,10 @@ def two_sides(masses: Sequence[float]) -> tuple[float, float]:
 
 # --- Metrics of a step ---
 
-# A turn up to its trajectory's last sampled one. Judged: its group has silver documents, its format is valid.
-_TURN = np.dtype(
-    [(name, np.bool_) for name in ("is_answer", "is_search", "is_judged")]
-    + [("tokens", np.int64)]
-    + [(name, np.float64) for name in ("before", "after", "correctness")]
-)
-
 
 def summarise(credits: Sequence[GroupCredit]) -> dict[str, float]:
-    """Return the metrics of a step. Shares are in [0, 1]; a mean, extreme or ratio over nothing is left out.
-
-    Under "advantage/":
-        mean, max, min: over all sampled tokens, as trained on
-        groups/: shares of groups that are tied (all scores equal), all wrong (0), all right (1) and
-            one-sided (answer-turn advantage of one sign only)
-        answer/: sum of the positive and magnitude of the negative advantage over answer-turn tokens,
-            and negative / positive, before and after calibration
-        search/negative_: magnitude of the negative advantage over search-turn tokens, before and after
-        search/softened_share: softened share of the search turns with negative advantage
-        correctness/: mean and histogram over the search turns that were judged
-        silver/: share of groups with silver documents, mean number of documents in those
-        tokens/: number of sampled tokens with positive and negative advantage, by search and answer turns
-        skipped_trajectories: number without a sampled token
-    """
-    metrics = _turns(credits) | _groups(credits)
-    return {f"advantage/{name}": value for name, value in metrics.items()}
+    """Return the metrics of a step (`metrics/catalogue.yaml`); a mean or ratio over nothing is left out."""
+    return {f"advantage/{name}": value for name, value in (_turns(credits) | _groups(credits)).items()}
 
 
 def _mean(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -176,20 +137,16 @@ def _mean(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def _groups(credits: Sequence[GroupCredit]) -> dict[str, float]:
-    scores = [
-        np.array([trajectory.relative_score for trajectory in credit.group.trajectories])
-        for credit in credits
-        if credit.group.trajectories
-    ]
+    groups = [credit.group.trajectories for credit in credits if credit.group.trajectories]
+    scores = [np.array([trajectory.relative_score for trajectory in group]) for group in groups]
     before = [answer_mass(credit.group, credit.raw.tolist()) for credit in credits]
     after = [answer_mass(credit.group, credit.answer_advantages()) for credit in credits]
     sizes = [len(credit.silver) for credit in credits]
+    one_sided = [(positive == 0) != (negative == 0) for positive, negative in before]
     metrics = (
-        _mean("groups/all_wrong_share", [float(np.all(group == 0)) for group in scores])
-        | _mean("groups/all_right_share", [float(np.all(group >= 1)) for group in scores])
-        | _mean(
-            "groups/one_sided_share", [(positive == 0) != (negative == 0) for positive, negative in before]
-        )
+        _mean("groups/all_wrong_share", [bool(np.all(group == 0)) for group in scores])
+        | _mean("groups/all_right_share", [bool(np.all(group >= 1)) for group in scores])
+        | _mean("groups/one_sided_share", one_sided)
         | _mean("silver/group_share", [size > 0 for size in sizes])
         | _mean("silver/size_mean", [size for size in sizes if size])
     )
@@ -202,6 +159,7 @@ def _groups(credits: Sequence[GroupCredit]) -> dict[str, float]:
 
 
 def _turns(credits: Sequence[GroupCredit]) -> dict[str, float]:
+    """Return the metrics of the turns up to each trajectory's last sampled one."""
     rows, skipped = [], 0
     for credit in credits:
         for position, trajectory in enumerate(credit.group.trajectories):
@@ -212,26 +170,21 @@ def _turns(credits: Sequence[GroupCredit]) -> dict[str, float]:
             for index, turn in enumerate(sampled_turns(trajectory)):
                 kind = (index == last, index != last and turn.is_action, is_judged)
                 rows.append((*kind, len(turn.token_ids), *(values[index] for values in columns)))
-    turns = np.array(rows, _TURN)
-    after, tokens = turns["after"], turns["tokens"]
+    flags, (tokens, before, after, correctness) = np.split(np.array(rows, np.float64).reshape(-1, 7).T, [3])
+    is_answer, is_search, is_judged = flags.astype(bool)
     metrics = {"skipped_trajectories": float(skipped)}
-    for place, is_there in (("search", ~turns["is_answer"]), ("answer", turns["is_answer"])):
+    for place, is_there in (("search", ~is_answer), ("answer", is_answer)):
         metrics[f"tokens/{place}_positive"] = float(tokens[is_there & (after > 0)].sum())
         metrics[f"tokens/{place}_negative"] = float(tokens[is_there & (after < 0)].sum())
     if tokens.any():
         sampled = after[tokens > 0].tolist()
-        metrics |= {
-            "mean": float(np.average(after, weights=tokens)),
-            "max": max(sampled),
-            "min": min(sampled),
-        }
-    searches = turns[turns["is_search"]]
-    blamed = searches[searches["before"] < 0]
-    for when in ("before", "after"):
-        negative = two_sides((searches[when] * searches["tokens"]).tolist())[1]
+        metrics |= {"mean": float(np.average(after, weights=tokens))}
+        metrics |= {"max": max(sampled), "min": min(sampled)}
+    for when, advantages in (("before", before), ("after", after)):
+        negative = two_sides((advantages * tokens)[is_search].tolist())[1]
         metrics[f"search/negative_{when}"] = negative + 0.0  # no -0
-    metrics |= _mean("search/softened_share", blamed["after"] > blamed["before"])
-    values = searches["correctness"][searches["is_judged"]]
+    metrics |= _mean("search/softened_share", (after > before)[is_search & (before < 0)])
+    values = correctness[is_search & is_judged]
     bins = {
         "zero": values == 0,
         "to_one_third": (values > 0) & (values <= 1 / 3),
@@ -245,10 +198,7 @@ def _turns(credits: Sequence[GroupCredit]) -> dict[str, float]:
 
 
 def side_factors(positive: float, negative: float, config: AdvantageConfig) -> tuple[float, float]:
-    """Return the factors of positive and negative advantages that bring two masses to the target ratio.
-
-    Nothing can balance an empty side: both are 0. The factor is unbounded, as upstream.
-    """
+    """Return factors for both sides that bring their masses to the target ratio; 0 if a side is empty."""
     if positive == 0 or negative == 0:
         return 0.0, 0.0
     if config.adjust == "positive":

@@ -1,16 +1,15 @@
 """Estimators of advantages, their registry (`ESTIMATORS`), and the advantage stage (`compute_advantages`).
 
 An estimator is composed of a baseline, which looks at one group, and a spread, which looks at all groups of
-the step; or it rewards turns, besides GRPO's advantage; or it is a function of its own. Estimators that need
-a probe of the golden answer: `contrib.turn_estimators`. All is float64 on the host, and every sum is exact to
-one rounding, so that the order of trajectories and groups does not matter. Formulas and sources:
-docs/credit.md.
+the step; or it rewards turns, besides GRPO's advantage; or it is a function of its own. All is float64 on the
+host, and every sum is exact to one rounding, so that the order of trajectories and groups does not matter.
+Formulas and sources: docs/credit.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,18 +85,12 @@ def scored_group(group: Group) -> ScoredGroup:
 
 
 def is_tied(values: np.ndarray) -> bool:
-    """Return whether two or more values are all equal.
-
-    The rounded mean of equal values may differ from them by one ulp, which a division would enlarge.
-    """
+    """Return whether two or more values are equal. Their rounded mean may differ from them by one ulp."""
     return len(values) > 1 and bool(values.min() == values.max())
 
 
 def mean_and_std(scores: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation, with Bessel's correction.
-
-    Of one score: 0 and 1, as upstream; of equal scores: their value and 0.
-    """
+    """Return mean and standard deviation (n - 1); 0 and 1 of one score, exactly it and 0 of equal ones."""
     if len(scores) == 1:
         return 0.0, 1.0
     if is_tied(scores):
@@ -107,10 +100,6 @@ def mean_and_std(scores: np.ndarray) -> tuple[float, float]:
 
 
 # --- Baselines ---
-
-
-def no_baseline(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
-    return group.scores
 
 
 def less_mean(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
@@ -125,10 +114,7 @@ def less_others(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
 
 
 def less_mean_by_length(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
-    """Subtract the group's mean weighted by sampled tokens; a group of one keeps its score.
-
-    Where nothing was sampled there is no such mean: 0.
-    """
+    """Subtract the mean weighted by sampled tokens; a group of one keeps its score; 0 without tokens."""
     total = int(group.tokens.sum())
     if len(group.scores) == 1:
         return group.scores
@@ -148,19 +134,18 @@ def best_less_second(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
 
 def neutral(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Apply `less_mean`, where a loser of at least advantage.score_threshold counts as if it scored 0."""
-    centred = less_mean(group, config)
-    mean = mean_and_std(group.scores)[0]
-    return np.where(_nearly_right(group, centred, config), 0.0 - mean, centred)
+    return _nearly_right_as(0.0 - mean_and_std(group.scores)[0], group, config)
 
 
 def acceptable(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Apply `less_mean`, where a loser of at least advantage.score_threshold gets 0."""
+    return _nearly_right_as(0.0, group, config)
+
+
+def _nearly_right_as(value: float, group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     centred = less_mean(group, config)
-    return np.where(_nearly_right(group, centred, config), 0.0, centred)
-
-
-def _nearly_right(group: ScoredGroup, centred: np.ndarray, config: AdvantageConfig) -> np.ndarray:
-    return (centred < 0) & (group.scores / group.max_score >= config.score_threshold)
+    nearly_right = (centred < 0) & (group.scores / group.max_score >= config.score_threshold)
+    return np.where(nearly_right, value, centred)
 
 
 # --- Spreads ---
@@ -187,15 +172,14 @@ def over_share_of_scores(groups: Scored, centred: GroupValues, config: Advantage
 
 
 def whitened(groups: Scored, centred: GroupValues, config: AdvantageConfig) -> GroupValues:
-    """Whiten over all sampled tokens of the step."""
     return whiten(centred, [group.tokens for group in groups])
 
 
 def whiten(values: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return (value - mean) / sqrt(variance + 1e-8), where a value counts so often; 0 where all are equal."""
     joined, weights = np.concatenate([np.zeros(0), *values]), np.concatenate([np.zeros(0, int), *counts])
-    total, present = int(weights.sum()), joined[weights > 0]
-    if len(present) == 0 or present.min() == present.max():
+    total = int(weights.sum())
+    if len(set(joined[weights > 0])) < 2:
         return [np.zeros(len(part)) for part in values]
     mean = math.fsum(weights * joined) / total
     variance = math.fsum(weights * (joined - mean) ** 2) / (total - 1)
@@ -217,10 +201,7 @@ def to_go(rewards: np.ndarray, discount: float) -> np.ndarray:
 
 
 def standardised(values: ByTurn, labels: Sequence[Sequence[Hashable]], config: AdvantageConfig) -> ByTurn:
-    """Return (value - mean) / (std + 1e-6) among the turns of a group with the same label.
-
-    Without advantage.normalize_std only less the mean. 0 for a turn that is alone, and among equal values.
-    """
+    """Return (value - mean) / (std + 1e-6) among a group's turns of one label; 0 for a turn that is alone."""
     places: dict[Hashable, list[tuple[int, int]]] = {}
     for position, of_trajectory in enumerate(labels):
         for index, label in enumerate(of_trajectory):
@@ -267,9 +248,9 @@ def gigpo(group: Group, config: AdvantageConfig) -> ByTurn:
     returns, states = [], []
     for trajectory in group.trajectories:
         turns = sampled_turns(trajectory)
-        score = np.zeros(len(turns))
-        score[-1:] = trajectory.answer_score
-        returns.append(to_go(score, config.discount))
+        rewards = np.zeros(len(turns))
+        rewards[-1:] = trajectory.answer_score
+        returns.append(to_go(rewards, config.discount))
         states.append([None, *(turn.observation_ids.tobytes() for turn in turns[:-1])][: len(turns)])
     return standardised(returns, states, config)
 
@@ -287,23 +268,21 @@ def mt_grpo(group: Group, config: AdvantageConfig) -> ByTurn:
 def stepsearch(group: Group, config: AdvantageConfig) -> ByTurn:
     """Compare gain less redundancy of a turn and of those after it, among turns of one number.
 
-    Targets are the passages that the question names, or else the silver documents.
+    Gain: the share of the targets (the question's passages, or else the silver documents) that the turn newly
+    shows. Redundancy: the share of its documents that an earlier turn showed.
     """
     targets = set(group.question.supporting_ids or silver_documents(group, config.silver_threshold))
-    rewards = [_gain_less_redundancy(trajectory, targets) for trajectory in group.trajectories]
-    return by_number([to_go(turns, config.discount) for turns in rewards], config)
-
-
-def _gain_less_redundancy(trajectory: Trajectory, targets: Collection[str]) -> np.ndarray:
-    """Return by turn the share of the targets that is new, less the share of its documents that is not."""
-    seen: set[str] = set()
-    rewards = []
-    for turn in sampled_turns(trajectory)[:-1]:
-        shown = {document.id for document in turn.documents}
-        gain = len((shown - seen) & set(targets)) / max(1, len(targets))
-        rewards.append(gain - len(shown & seen) / max(1, len(shown)))
-        seen |= shown
-    return np.array(rewards)
+    sums = []
+    for trajectory in group.trajectories:
+        seen: set[str] = set()
+        rewards = []
+        for turn in sampled_turns(trajectory)[:-1]:
+            shown = {document.id for document in turn.documents}
+            gain = len((shown - seen) & targets) / max(1, len(targets))
+            rewards.append(gain - len(shown & seen) / max(1, len(shown)))
+            seen |= shown
+        sums.append(to_go(np.array(rewards), config.discount))
+    return by_number(sums, config)
 
 
 def querygroup(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
@@ -322,9 +301,8 @@ def querygroup(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
                 judgements = judge_turns(trajectory, silver, config.correctness)
                 for index in search_turns(trajectory):
                     judged.append((turns, index, judgements[index].correctness or _MIN_CORRECTNESS))
-        mean, std = (
-            mean_and_std(np.array([correctness for *_, correctness in judged])) if judged else (0.0, 1.0)
-        )
+        values = np.array([correctness for *_, correctness in judged])
+        mean, std = mean_and_std(values) if judged else (0.0, 1.0)
         for turns, index, correctness in judged:
             gain = (correctness - mean) / (std + EPSILON)
             turns[index] = _CORRECTNESS_SHARE * gain + (1 - _CORRECTNESS_SHARE) * turns[index]
@@ -341,9 +319,12 @@ def gae(groups: Sequence[Group], config: AdvantageConfig) -> list[list[ByToken]]
     """Return the advantages of the sampled tokens, whitened over those of the step."""
     raw = [gae_and_returns(trajectory, config)[0] for group in groups for trajectory in group.trajectories]
     white = iter(whiten(raw, [np.ones(len(tokens), int) for tokens in raw]))
-    return [
-        [_cut_into_turns(trajectory, next(white)) for trajectory in group.trajectories] for group in groups
-    ]
+    return [[_by_turn(trajectory, next(white)) for trajectory in group.trajectories] for group in groups]
+
+
+def _by_turn(trajectory: Trajectory, advantages: np.ndarray) -> ByToken:
+    ends = np.cumsum([len(turn.token_ids) for turn in trajectory.turns])
+    return ByToken(np.split(advantages, ends)[:-1])
 
 
 def gae_and_returns(trajectory: Trajectory, config: AdvantageConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -360,18 +341,14 @@ def critic_values(trajectory: Trajectory) -> np.ndarray:
     values = [turn.values for turn in trajectory.turns if turn.values is not None]
     if len(values) < len(trajectory.turns):
         raise UserError(
-            f"question {trajectory.question.id!r}: no values of a critic were kept, and gae cannot"
-            " do without: only a run with advantage.name=gae, or advantage.base=gae, has a critic; choose"
-            " another advantage.name"
+            f"question {trajectory.question.id!r}: no values of a critic were kept, which gae needs:"
+            " only a run with advantage.name=gae or advantage.base=gae has a critic; choose another one"
         )
     return np.concatenate([np.zeros(0, np.float32), *values])
 
 
 def token_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, decay: float) -> np.ndarray:
-    """Return each token's temporal difference plus the discounted ones of the tokens after it: float64 [n].
-
-    `rewards` stand after each sampled token, `values` before it; after the last one nothing is expected.
-    """
+    """Return GAE, float64 [n]: `rewards` stand after each sampled token, `values` before it."""
     advantages = np.zeros(len(values))
     later = next_value = 0.0
     for index in reversed(range(len(values))):
@@ -381,18 +358,11 @@ def token_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, d
     return advantages
 
 
-def _cut_into_turns(trajectory: Trajectory, advantages: np.ndarray) -> ByToken:
-    ends = np.cumsum([len(turn.token_ids) for turn in trajectory.turns])[:-1]
-    return ByToken(np.split(advantages, ends) if trajectory.turns else [])
-
-
 # --- Registry ---
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """An estimator of advantages with its description."""
-
     function: EstimateFunction
     template: str  # right of "advantage = ", see `formula`
     by_turn: str = ""  # how turns get advantages of their own; empty: they share their trajectory's
@@ -402,15 +372,12 @@ class Estimator:
 
     @property
     def carried(self) -> str:
-        """Describe the advantage of a sampled token."""
         return self.by_turn or "every sampled token of a trajectory carries the trajectory's advantage"
 
     def formula(self, config: AdvantageConfig) -> str:
         """Return the right side of "advantage = " with these settings."""
         std = "std" if config.std_over == "group" else "std of the step's scores"
-        scaled = f"({self.centred}) / ({std} + 1e-6)"
-        if not config.normalize_std:
-            scaled = f"{self.centred}{' (Dr. GRPO)' if self.centred == 'score - mean' else ''}"
+        scaled = f"({self.centred}) / ({std} + 1e-6)" if config.normalize_std else self.centred
         return self.template.format(scaled=scaled, config=config)
 
 
@@ -424,7 +391,7 @@ _BESIDE = "{scaled}, + {config.turn_weight:g} × of each turn: "
 _WHITENED = "whitened over the sampled tokens of the step"
 ESTIMATORS = {  # sources: docs/credit.md
     "grpo": Estimator(grpo, "{scaled}"),
-    "dr_grpo": Estimator(compose(less_mean), "score - mean (Dr. GRPO)"),
+    "dr_grpo": Estimator(compose(less_mean), "score - mean"),
     "grpo_neutral": Estimator(compose(neutral, over_std), _LOSERS + "as if the score were 0"),
     "grpo_acceptable": Estimator(compose(acceptable, over_std), _LOSERS + "0"),
     "grpo_passk": Estimator(
@@ -434,13 +401,9 @@ ESTIMATORS = {  # sources: docs/credit.md
     ),
     "rloo": Estimator(compose(less_others), "score - mean of the others"),
     "opo": Estimator(compose(less_mean_by_length), "score - mean weighted by sampled tokens"),
-    "gpg": Estimator(
-        compose(less_mean, over_share_of_scores), "(score - mean) / share of the step's scores that are not 0"
-    ),
-    "reinforce_plus_plus": Estimator(compose(no_baseline, whitened), f"score, {_WHITENED}"),
-    "reinforce_plus_plus_baseline": Estimator(
-        compose(less_mean, whitened), f"score - mean of the group, {_WHITENED}"
-    ),
+    "gpg": Estimator(compose(less_mean, over_share_of_scores), "(score - mean) / share of nonzero scores"),
+    "reinforce_plus_plus": Estimator(compose(lambda group, _: group.scores, whitened), f"score, {_WHITENED}"),
+    "reinforce_plus_plus_baseline": Estimator(compose(less_mean, whitened), f"score - mean, {_WHITENED}"),
     "querygroup": Estimator(
         querygroup,
         "{scaled}; a judged search: 0.7 × its correctness, standardised in the group, + 0.3 × that",
@@ -454,34 +417,34 @@ ESTIMATORS = {  # sources: docs/credit.md
     ),
     "mt_grpo": Estimator(
         beside_grpo(mt_grpo),
-        _BESIDE + "whether the turn shows a golden answer, compared among turns of one number",
+        _BESIDE + "whether it shows a golden answer, compared among turns of one number",
         "turns that show a golden answer get more",
     ),
     "stepsearch": Estimator(
         beside_grpo(stepsearch),
-        _BESIDE + "the target documents that it and later turns newly show, less those seen before, compared"
-        " among turns of one number",
-        "searches that show new target documents get more: the passages that the question names, or else the"
-        " silver documents",
+        _BESIDE
+        + "new less repeated target documents, of later turns too, compared among turns of one number",
+        "searches that show new target documents (the question's passages, or else silver ones) get more",
     ),
     "igpo": Estimator(
         _optional("igpo"),
-        "{scaled}, summed over the turns from it on; the last turn's gain is the score, another's by how much"
-        " it raises the golden answer's probability; mean and std are over all turns of the group",
+        "{scaled}, summed over the turns from it on; the last gain is the score, another's the rise of the"
+        " golden answer's probability; mean and std are over all turns of the group",
         "turns are paid by how much they raise the golden answer's probability",
         needs="current",
         centred="gain - mean",
     ),
     "a2tgpo": Estimator(
         _optional("a2tgpo"),
-        _BESIDE + "by how much it raises the golden answer's probability, compared among turns of one number,"
-        " summed over the turns from it on / root of their number",
+        _BESIDE
+        + "how much it raises the golden answer's probability, compared among turns of one number, summed"
+        " over the turns from it on / root of their number",
         "turns that raise the golden answer's probability get more",
         needs="current",
     ),
     "tips": Estimator(
         _optional("tips"),
-        _BESIDE + "by how much it and later turns raise the golden answer's log-probability under the initial"
+        _BESIDE + "how much it and later turns raise the golden answer's log-probability under the initial"
         " policy, compared among turns of one number",
         "turns that raise the initial policy's log-probability of the golden answer get more",
         needs="initial",
@@ -489,7 +452,7 @@ ESTIMATORS = {  # sources: docs/credit.md
     "gae": Estimator(
         gae,
         "GAE: the score less the critic's value before the token, with gamma {config.discount:g} and lambda"
-        " {config.gae_lambda:g}, whitened over the step's sampled tokens",
+        f" {{config.gae_lambda:g}}, {_WHITENED}",
         "PPO with a critic; every sampled token has an advantage of its own; a turn shows the mean",
         needs="critic",
     ),
@@ -497,10 +460,7 @@ ESTIMATORS = {  # sources: docs/credit.md
 
 
 def find_estimator(config: AdvantageConfig) -> Estimator:
-    """Return the estimator of a config, a registered one or a user's own.
-
-    Raises UserError if a function of the user's cannot be loaded, or takes other parameters.
-    """
+    """Return a registered estimator or a user's own; UserError if that cannot be loaded or called."""
     if config.estimator in ESTIMATORS:
         return ESTIMATORS[config.estimator]
     key = "advantage.base" if config.is_calibrated else "advantage.name"
@@ -509,9 +469,8 @@ def find_estimator(config: AdvantageConfig) -> Estimator:
         " as in examples/own_advantage.py"
     )
     function = own_function(config.estimator, key, ("groups", "config"), expected)
-    summary = (function.__doc__ or "").strip().partition("\n")[0].rstrip(".") or "the result of that function"
-    template = summary.replace("{", "{{").replace("}", "}}")
-    return Estimator(function, template, "a function of your own")
+    summary = (function.__doc__ or "the result of that function").strip().partition("\n")[0]
+    return Estimator(function, summary.replace("{", "{{").replace("}", "}}"), "a function of your own")
 
 
 # --- The advantage stage ---
@@ -529,23 +488,20 @@ class AdvantageResult:
 def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> AdvantageResult:
     """Compute the advantages of scored groups; statistics in float64 on the host.
 
-    A trajectory without a sampled token gets 0 everywhere, but its score counts in its group. Failed
-    trajectories do not count in their group. If they leave a single one, it has nothing to be compared with:
-    it gets 0, and its score does not count in statistics of the step.
-
-    Raises ValueError if a group mixes questions or an answer score is not finite, and UserError if a function
-    of the user's cannot be loaded or does not give advantages of the right shape.
+    A trajectory without a sampled token gets 0 everywhere, but its score counts in its group. Failed ones do
+    not count. If they leave a single one, it has nothing to be compared with: it gets 0, and its score does
+    not count in statistics of the step. ValueError if a group mixes questions or an answer score is not
+    finite, UserError if a user's function cannot be used.
     """
     for group in groups:
         for name in {trajectory.question.id for trajectory in group.trajectories} - {group.question.id}:
             raise ValueError(f"a trajectory of question {name!r} is in the group of {group.question.id!r}")
-    is_compared = [len(group.trajectories) > (1 if group.failed else 0) for group in groups]
-    compared = [group for group, is_in in zip(groups, is_compared, strict=True) if is_in]
-    estimated = iter(_credits(compared, config) if compared else [])
-    credits = [
-        next(estimated) if is_in else credit_of(group, np.zeros(len(group.trajectories)))
-        for group, is_in in zip(groups, is_compared, strict=True)
-    ]
+    credits = [credit_of(group, np.zeros(len(group.trajectories))) for group in groups]
+    compared = [n for n, group in enumerate(groups) if len(group.trajectories) > (1 if group.failed else 0)]
+    if compared:
+        estimated = _credits([groups[number] for number in compared], config)
+        for number, credit in zip(compared, estimated, strict=True):
+            credits[number] = credit
     return AdvantageResult([spread(credit) for credit in credits], credits, summarise(credits))
 
 
@@ -559,18 +515,16 @@ def _credits(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCred
 
 
 def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
-    is_own = config.estimator not in ESTIMATORS
+    if config.estimator in ESTIMATORS:
+        estimate = estimator.function(groups, config)
+        return [credit_of(group, values) for group, values in zip(groups, estimate, strict=True)]
     try:
         estimate = estimator.function(groups, config)
     except Exception as error:  # a function of the user's own may raise anything
-        if not is_own:
-            raise
         raise UserError(f"advantages: {config.estimator} failed: {failure(error)}; correct it") from error
     try:
         return [credit_of(group, values) for group, values in zip(groups, estimate, strict=True)]
     except (TypeError, ValueError) as error:
-        if not is_own:
-            raise
         raise UserError(
             f"{config.estimator}: {error}; it must return one list for each group, with one number (or one"
             " array of a number a turn) for each trajectory, as in examples/own_advantage.py"
@@ -578,15 +532,11 @@ def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageCo
 
 
 def judges(config: AdvantageConfig) -> bool:
-    """Return whether searches get a correctness."""
     return config.is_calibrated or find_estimator(config).judges
 
 
 def describe(config: AdvantageConfig) -> list[str]:
-    """Describe the estimator, the calibration switches that are active, and their effect.
-
-    Raises UserError as `find_estimator`.
-    """
+    """Describe the estimator and the calibration; UserError as `find_estimator`."""
     estimator = find_estimator(config)
     formula = f"advantage = {estimator.formula(config)}"
     probed = [
@@ -595,13 +545,7 @@ def describe(config: AdvantageConfig) -> list[str]:
         for policy in config.probed
     ]
     if config.is_calibrated:
-        base = "GRPO" if config.base == "grpo" else config.base
-        lines = describe_calibration(config)
-        return [f"advantage calibadv: {base} calibrated by turn", formula, *lines, *probed]
-    return [
-        f"advantage {config.name}: {estimator.carried}",
-        formula,
-        "soft penalty OFF, rebalance OFF: no CalibAdv calibration; its keys have no effect under"
-        f" {config.name} (advantage.name=calibadv advantage.base={config.name} calibrates it)",
-        *probed,
-    ]
+        head, lines = f"{config.base} calibrated by turn", describe_calibration(config)
+    else:
+        head, lines = estimator.carried, ["no CalibAdv calibration: advantage.name is not calibadv"]
+    return [f"advantage {config.name}: {head}", formula, *lines, *probed]

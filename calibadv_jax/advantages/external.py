@@ -1,7 +1,4 @@
-"""Advantages by turn for other trainers: plain values in, NumPy arrays out.
-
-Needs NumPy and RapidFuzz alone. docs/credit.md has an example, examples/ those for other trainers.
-"""
+"""Advantages by turn for other trainers: plain values in, NumPy arrays out, NumPy and RapidFuzz alone."""
 
 from __future__ import annotations
 
@@ -75,10 +72,9 @@ class AdvantageSettings:
 def turn_advantages(
     group: Sequence[TrajectoryRecord], settings: AdvantageSettings = AdvantageSettings()
 ) -> list[np.ndarray]:
-    """Return the advantage of each turn: one float64 array [turns] for each trajectory of the group.
+    """Return the advantage of each turn: float64 [turns] for each trajectory of one question in one step.
 
-    The group is all trajectories of one question in one step. Raises UserError if the estimator is unknown or
-    needs a critic or golden answers, or a value is invalid.
+    UserError if the estimator is unknown or needs a critic or golden answers, or a value is invalid.
     """
     entry = ESTIMATORS.get(settings.estimator)
     if entry is None or entry.needs:
@@ -91,9 +87,7 @@ def turn_advantages(
     for index, record in enumerate(group):
         if not np.isfinite(record.score):
             raise UserError(f"trajectory {index}: score is {record.score}; it must be finite")
-        trajectory = Trajectory(
-            question, np.zeros(0, np.int32), [_turn(turn) for turn in record.turns], index
-        )
+        trajectory = Trajectory(question, np.zeros(0, np.int32), list(map(_turn, record.turns)), index)
         trajectory.format_valid, trajectory.answer_score = record.format_valid, float(record.score)
         trajectories.append(trajectory)
     config = cast("AdvantageConfig", settings)
@@ -103,8 +97,7 @@ def turn_advantages(
 def token_advantages(advantages: np.ndarray, num_tokens: Sequence[int], sampled: np.ndarray) -> np.ndarray:
     """Spread the advantages of a trajectory's turns over its response tokens.
 
-    Returns float32 [T], 0 where `sampled` is false. Raises UserError if `sampled` has another number of true
-    values than the turns have tokens.
+    Returns float32 [T], 0 where `sampled` is false. UserError if the turns have another number of tokens.
 
     Args:
         advantages: [turns], of `turn_advantages`.

@@ -36,6 +36,11 @@ class Sample:
     prompt: int | None = None  # tokens that a question's samples share; None: those before the first trained
 
     @property
+    def denominator(self) -> np.ndarray:
+        """The log-probabilities below the ratio, float32 [T]."""
+        return self.logprobs if self.old_logprobs is None else self.old_logprobs
+
+    @property
     def prompt_ids(self) -> np.ndarray:
         """The tokens that all samples of its question begin with, int32 [P]."""
         if self.prompt is not None:
@@ -68,29 +73,24 @@ class Batch:
 def token_weights(
     samples: Sequence[Sample], aggregation: Aggregation, length_norm: int = 1
 ) -> list[np.ndarray]:
-    """Return the weight of each token's term, float32 [T] for each sample; those of a mean sum to 1.
-
-    Samples without a trained token count nowhere. ``sequence_sum_norm`` divides by `length_norm`.
-    """
-    counts = [int(sample.mask.sum()) for sample in samples]
-    trained = sum(count > 0 for count in counts)
+    """Return the weight of each token's term, float32 [T] a sample; those of a mean sum to 1."""
+    counts = np.array([sample.mask.sum() for sample in samples], int)
+    trained = int(np.count_nonzero(counts))
     divisors = {
-        "token_mean": lambda count: sum(counts),
-        "sequence_mean": lambda count: trained * count,
-        "sequence_sum": lambda count: trained,
-        "sequence_sum_norm": lambda count: trained * length_norm,
-    }
-    return [
-        sample.mask.astype(np.float32) * np.float32(1.0 / divisors[aggregation](count) if count else 0.0)
-        for sample, count in zip(samples, counts, strict=True)
-    ]
+        "token_mean": counts.sum(),
+        "sequence_mean": trained * counts,
+        "sequence_sum": trained,
+        "sequence_sum_norm": trained * length_norm,
+    }[aggregation]
+    shares = (1.0 / np.maximum(1, divisors) * (counts > 0)).astype(np.float32)
+    return [sample.mask * share for sample, share in zip(samples, shares, strict=True)]
 
 
 def content_of(samples: Sequence[Sample]) -> str:
     content = hashlib.sha256()
     for sample in samples:
         for array in (sample.tokens, sample.mask, sample.advantages, sample.logprobs):
-            content.update(np.ascontiguousarray(array).tobytes())
+            content.update(array.tobytes())
     return content.hexdigest()
 
 
@@ -99,8 +99,6 @@ def content_of(samples: Sequence[Sample]) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """Place of a sample in the rows."""
-
     row: int
     start: int
     length: int
@@ -110,9 +108,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class RowShape:
-    """Rows of one width."""
-
-    length: int  # tokens
+    length: int  # tokens of a row
     rows: int  # of a microbatch
     cost: float = 1.0  # of computing one position
 
@@ -127,7 +123,7 @@ class Plan:
 
     @property
     def positions(self) -> list[int]:
-        """Return the computed positions of each shape, empty rows of a microbatch included."""
+        """The computed positions of each shape, empty rows of a microbatch included."""
         pairs = zip(self.num_rows, self.shapes, strict=True)
         return [-(-rows // shape.rows) * shape.rows * shape.length for rows, shape in pairs]
 
@@ -142,12 +138,7 @@ def rows_at(length: int, rows: int, row_length: int) -> int:
 
 
 def row_shapes(row_length: int, rows: int, count: int, cost: Callable[[int], float]) -> list[RowShape]:
-    """Return rows of `row_length` and of the `count` - 1 most useful narrower widths, widest first.
-
-    Args:
-        rows: of a microbatch of the widest rows.
-        cost: of a position, by the length of its row.
-    """
+    """Return the `count` most useful widths, widest first; `rows` are a microbatch's of the widest."""
     widths = sorted({int(row_length * share) for share in WIDTHS[:count]} - {0}, reverse=True)
     return [RowShape(width, rows_at(width, rows, row_length), cost(width)) for width in widths]
 
@@ -155,7 +146,7 @@ def row_shapes(row_length: int, rows: int, count: int, cost: Callable[[int], flo
 def place(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]:
     """Return a placement for each sample in rows of one width, and the number of rows; errors as `plan`."""
     packing = plan(lengths, [RowShape(row_length, 1)])
-    return packing.placements, sum(packing.num_rows)
+    return packing.placements, packing.num_rows[0]
 
 
 def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
@@ -163,13 +154,12 @@ def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
 
     Attention computes more for a token in a wide row than in a narrow one, but a long sample needs a wide
     row. Long samples open rows of the narrowest chosen width that holds them; the space left there, and in
-    the empty rows of the last microbatch, is offered to shorter samples. Several numbers of microbatches of
-    the widest rows are tried, and other orders of few samples. ValueError if a sample is longer than a row.
+    the empty rows of the last microbatch, is offered to shorter samples. ValueError if a sample is longer
+    than a row.
     """
     longest = max(lengths, default=0)
-    if longest > shapes[0].length:
-        index = int(np.argmax(lengths))
-        raise ValueError(f"sample {index} has {longest} tokens, but a row holds {shapes[0].length}")
+    if longest > (most := shapes[0].length):
+        raise ValueError(f"sample {lengths.index(longest)} has {longest} tokens, but a row holds {most}")
     plans = (
         _laid(lengths, order, chosen, more)
         for order in _orders(lengths, len(shapes))
@@ -182,7 +172,7 @@ def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
 
 
 def _offers(lengths: Sequence[int], shapes: Sequence[RowShape]) -> list[int]:
-    """Return the numbers of microbatches of the widest rows to try, from none to enough for all samples."""
+    """Return the numbers of microbatches of the widest rows to try, up to enough for all samples."""
     most = sum(lengths) // (shapes[0].rows * shapes[0].length) if len(shapes) > 1 else 0
     tried = min(most + 1, max(1, PLACED // max(1, len(lengths))))
     return sorted({round(offer) for offer in np.linspace(0, most, tried)})
@@ -190,8 +180,7 @@ def _offers(lengths: Sequence[int], shapes: Sequence[RowShape]) -> list[int]:
 
 def _orders(lengths: Sequence[int], num_shapes: int) -> Iterator[list[int]]:
     """Yield the samples by falling length, then by lengths raised at random, up to their double."""
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    yield order
+    yield np.argsort(-np.asarray(lengths, int), kind="stable").tolist()
     rng = np.random.default_rng(0)
     for _ in range(ORDERS if 1 < len(lengths) <= FEW and num_shapes > 1 else 0):
         raised = np.asarray(lengths) * rng.uniform(1.0, 2.0, len(lengths))
@@ -257,18 +246,14 @@ class Rows:
     """
 
     def __init__(self, samples: Sequence[Sample], shapes: Sequence[RowShape], weights: Arrays | None = None):
-        nothing = (np.zeros(len(sample.tokens), np.float32) for sample in samples)
-        self.samples, self.weights = samples, list(nothing if weights is None else weights)
+        zeros = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+        self.samples, self.weights = samples, zeros if weights is None else weights
         self.tokens = self.computed = sum(len(sample.tokens) for sample in samples)
         self.plan = self._planned(shapes)
         self.positions = sum(self.plan.positions)
 
     def batches(self, factors: Arrays | None = None) -> list[Batch]:
-        """Return the rows [R, L], a batch for each used width L.
-
-        Args:
-            factors: float32 [T] of each sample, for a loss with a `BatchFactor`.
-        """
+        """Return rows [R, L], a batch for each used width L; `factors`: float32 [T] of each sample."""
         widths = [shape.length for shape in self.plan.shapes]
         batches = [_empty(shape) for shape in zip(self.plan.num_rows, widths, strict=True)]
         self._lay(batches)
@@ -276,11 +261,10 @@ class Rows:
             batch.factors = np.zeros_like(batch.weights)
         for index, placement, columns, tokens in self._columns():
             batch, place, sample = batches[placement.batch], (placement.row, columns), self.samples[index]
-            old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
             batch.targets[place] = sample.tokens[tokens]
             batch.advantages[place] = sample.advantages[tokens]
             batch.sampler_logprobs[place] = sample.logprobs[tokens]
-            batch.old_logprobs[place] = old[tokens]
+            batch.old_logprobs[place] = sample.denominator[tokens]
             batch.weights[place] = self.weights[index][tokens]
             if factors is not None:
                 batch.factors[place] = factors[index][tokens]
@@ -297,7 +281,6 @@ class Rows:
         return plan([len(sample.tokens) for sample in self.samples], shapes)
 
     def _lay(self, batches: Sequence[Batch]) -> None:
-        """Write the computed columns."""
         for sample, placement in zip(self.samples, self.plan.placements, strict=True):
             batch, start = batches[placement.batch], placement.start
             place = placement.row, slice(start, start + placement.length)
@@ -319,7 +302,7 @@ def pack(
     weights: Arrays | None = None,
 ) -> Batch:
     """Pack samples into rows of `row_length`; `weights` replace those of `aggregation`."""
-    weights = token_weights(samples, aggregation) if weights is None else weights
+    weights = weights or token_weights(samples, aggregation)
     return Rows(samples, [RowShape(row_length, 1)], weights).batches()[0]
 
 
@@ -393,11 +376,8 @@ class SharedRows(Rows):
             batch.ends[row, common], batch.ends[place] = batch.ends.shape[1], tree.ends[own] + start
         paths = {index: path for tree in self.trees for index, path in tree.paths.items()}
         for index, placement, columns, trained in self._columns():
-            batch, place, before = (
-                batches[placement.batch],
-                (placement.row, columns),
-                paths[index][trained - 1],
-            )
+            batch, before = batches[placement.batch], paths[index][trained - 1]
+            place = placement.row, columns
             batch.sources[place] = np.where(before < self.common, before, before + placement.start)
             batch.segment_ids[place] = index + 1
 
@@ -410,11 +390,7 @@ class SharedRows(Rows):
 
 
 def trees(samples: Sequence[Sample], most: int, common: int) -> Iterator[Tree]:
-    """Group samples by prefix: those of one prompt are one tree, or several of up to `most` nodes.
-
-    Args:
-        common: length of the prefix of all samples. It and a tree's trained tokens are `most` at most, too.
-    """
+    """Group samples by prompt, in trees of up to `most` nodes, and up to `most` - `common` trained tokens."""
     order = sorted(range(len(samples)), key=lambda index: samples[index].tokens.astype(">u4").tobytes())
     shared: dict[int, int] = {}  # of a tree: number of a sample -> tokens that it shares with the one before
     nodes = trained = 0
@@ -464,6 +440,5 @@ def _shared_by_all(samples: Sequence[Sample]) -> int:
     """Return how many tokens of their prompts all samples begin with; 0 where sharing them is no gain."""
     if len(samples) < 2:
         return 0
-    first = samples[0].tokens
-    shared = min(_common_prefix(first, sample.tokens) for sample in samples)
+    shared = min(_common_prefix(samples[0].tokens, sample.tokens) for sample in samples)
     return min(shared, *(min(len(sample.prompt_ids), len(sample.tokens) - 1) for sample in samples))

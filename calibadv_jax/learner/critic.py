@@ -53,20 +53,15 @@ def critic_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.S
 
 def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:
     """Return a policy's parameters with the head of a critic, in their shardings; no array is copied."""
-    abstract, shardings = (
-        tree["value_head"] for tree in (critic.abstract_params, param_shardings(critic.abstract_params, mesh))
-    )
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
     shared = {name: params[name] for name in critic.abstract_params if name != "value_head"}
+    zeros = optax.tree.zeros_like(critic.abstract_params["value_head"])
+    shardings = param_shardings(critic.abstract_params, mesh)["value_head"]
     return shared | {"value_head": jax.device_put(zeros, shardings)}
 
 
 @dataclass(frozen=True, eq=False)
 class ValueLoss:
-    """Half the squared error of the values, or of the clipped values where that is larger.
-
-    The batch's `advantages` are the returns, its `old_logprobs` the values before the step.
-    """
+    """Half the squared error of values to `advantages` (returns), or values clipped near `old_logprobs`."""
 
     clip: float  # 0: none
 
@@ -99,10 +94,7 @@ def learn_values(
     loss: ValueLoss,
     rng: np.random.Generator,
 ) -> tuple[State, dict[str, float]]:
-    """Train on the step's samples in mini-batches; every sampled token weighs the same.
-
-    Returns the new state and means over the updates; no metrics where no sample has a sampled token.
-    """
+    """Train on mini-batches of samples; return the new state and means over the updates, if there are any."""
     history: list[dict[str, float]] = []
     for chosen in mini_batches(samples, config, rng):
         members = [samples[index] for index in chosen]

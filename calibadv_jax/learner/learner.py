@@ -37,8 +37,6 @@ HOST = "pinned_host"  # JAX's name of host memory from which devices copy
 
 @dataclass(frozen=True)
 class LearnerOptions:
-    """Memory and numerics of a learner's programs."""
-
     rows: int  # packed rows of one microbatch; a multiple of data x fsdp devices
     temperature: float = 1.0  # of the sampler; the learner's logits are divided by it, too
     logprob_chunk: int = 1024  # tokens of each of `rows` rows whose logits exist at once
@@ -63,8 +61,7 @@ class LearnerOptions:
 
     def check(self, policy: Policy, mesh: Mesh) -> None:
         """Raise UserError if the devices cannot divide the rows, or the kernel cannot share tokens."""
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        if self.rows % shards:
+        if self.rows % (shards := mesh.shape["data"] * mesh.shape["fsdp"]):
             raise UserError(
                 f"{self.rows_key} is {self.rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards}"
                 f" devices: set it to {-(-self.rows // shards) * shards}"
@@ -72,21 +69,15 @@ class LearnerOptions:
         if self.shares_prefixes and policy.numerics.kernel not in SHARING:
             raise UserError(
                 f"learner.share_prefixes is true, but policy.attention is {policy.numerics.kernel}, which"
-                f" cannot share tokens here: set it to {' or '.join(SHARING)}, or"
-                " learner.share_prefixes=false"
+                f" cannot share tokens: set it to {' or '.join(SHARING)}, or learner.share_prefixes=false"
             )
 
 
 class Learner:
     """Owns the compiled functions; the state is passed to its methods and donated by `update`.
 
-    The state holds the trained parameters. The frozen ones of a policy with adapters are `base`, which is
-    never donated: samplers may share it. Methods complete the base by the parameters that they get.
-
-    Attributes:
-        base: the frozen parameters, from `init`; empty where all are trained.
-
-    Raises UserError as `LearnerOptions.check`.
+    The state holds the trained parameters. The frozen ones of a policy with adapters are `base` (from `init`;
+    else empty), which is never donated: samplers may share it. Raises UserError as `LearnerOptions.check`.
     """
 
     metrics_of = "actor"  # prefix of its metrics
@@ -99,6 +90,9 @@ class Learner:
         self.base: Params = {}
         abstract = jax.eval_shape(self._state_of, policy.abstract_trained)
         self._state_shardings = self._shardings(abstract, options.offload)
+        self._abstract_state = with_shardings(abstract, self._state_shardings)
+        self._abstract_base = placed_params(policy.split(policy.abstract_params)[0], mesh)
+        self._abstract_gradients = placed_params(policy.abstract_trained, mesh, jnp.float32)
         self._placed = param_shardings(policy.abstract_trained, mesh)
         self._accumulate: dict[LossFunction, jax.stages.Wrapped] = {}
         self._apply: SplitStep | jax.stages.Wrapped
@@ -107,9 +101,8 @@ class Learner:
             owners = jax.tree.leaves(self._owners(abstract))
             self._apply = SplitStep(self._applied, self.abstract_state(), placed, owners)
         else:
-            self._apply = jax.jit(
-                self._applied, donate_argnums=0, out_shardings=(self._state_shardings, None)
-            )
+            shardings = self._state_shardings, None
+            self._apply = jax.jit(self._applied, donate_argnums=0, out_shardings=shardings)
         zeros = functools.partial(optax.tree.zeros_like, policy.abstract_trained, jnp.float32)
         self._zeros = jax.jit(zeros, out_shardings=self._placed)
         self._is_shared = jax.process_count() > 1  # not the mesh's: it may be a topology's
@@ -122,9 +115,7 @@ class Learner:
 
     def abstract_state(self) -> State:
         """Return ShapeDtypeStructs with shardings, for restoring a checkpoint."""
-        return with_shardings(
-            jax.eval_shape(self._state_of, self.policy.abstract_trained), self._state_shardings
-        )
+        return self._abstract_state
 
     def init(self, params: Params) -> State:
         """Return the first state. `params` must be in their shardings; the trained ones are donated."""
@@ -140,8 +131,7 @@ class Learner:
     ) -> tuple[State, dict[str, float]]:
         """Update once, over all rows of packed batches [R, L], each with an L of its own.
 
-        One program adds the gradient of a microbatch, another applies the sum, whatever the number of
-        microbatches. A non-finite gradient leaves the state unchanged and is reported as ``skipped`` = 1.
+        A non-finite gradient leaves the state unchanged and is reported as ``skipped`` = 1.
 
         Args:
             loss: from `losses`; the same object must be passed every time (one compilation each).
@@ -152,10 +142,9 @@ class Learner:
         parts: list[Metrics] = []
         with jax.set_mesh(self.mesh):
             gradients = self._zeros()
+            accumulate = self._accumulate[loss]
             for microbatch in self._microbatches(batches, parts):
-                gradients, metrics = self._accumulate[loss](
-                    self.base, state, gradients, microbatch, reference
-                )
+                gradients, metrics = accumulate(self.base, state, gradients, microbatch, reference)
                 parts.append(metrics)
             state, applied = self._apply(state, gradients)
         sums, applied = jax.device_get((parts, applied))
@@ -164,7 +153,6 @@ class Learner:
         return state, totals | {name: float(value) for name, value in applied.items()}
 
     def is_finite(self, params: Params) -> bool:
-        """Return whether the norm of the parameters is finite."""
         with jax.set_mesh(self.mesh):
             return bool(np.isfinite(jax.device_get(self._norm(params))))
 
@@ -190,33 +178,21 @@ class Learner:
         return self.policy.architecture.flops_per_token(seen)
 
     def lower_update(self, length: int, loss: LossFunction) -> jax.stages.Lowered:
-        """Lower the program that adds a microbatch's gradient, of rows of `length` tokens, to a sum.
-
-        Its arguments are all that lies on the devices meanwhile, the optimizer's state too. The devices need
-        not be attached: they may be a topology's (``jax.experimental.topologies``).
-        """
+        """Lower a microbatch's gradient, with all that lies on the devices, which may be a topology's."""
         with jax.set_mesh(self.mesh):
-            arguments = self._abstract_base(), self.abstract_state(), self._abstract_gradients()
+            arguments = self._abstract_base, self._abstract_state, self._abstract_gradients
             return self._compile(loss).lower(*arguments, self._abstract_microbatch(length), None)
 
     def lower_apply(self) -> jax.stages.Lowered:
         """Lower the optimizer's step with a sum of gradients, as `lower_update`."""
         with jax.set_mesh(self.mesh):
-            if isinstance(self._apply, SplitStep):
-                return self._apply.lower(self._abstract_gradients())
-            return self._apply.lower(self.abstract_state(), self._abstract_gradients())
+            return self._apply.lower(self._abstract_state, self._abstract_gradients)
 
     def lower_logprobs(self, length: int) -> jax.stages.Lowered:
         """Lower the log-probabilities of one microbatch, as `lower_update`."""
         with jax.set_mesh(self.mesh):
-            params, microbatch = self.abstract_state()["params"], self._abstract_microbatch(length)
-            return self._logprobs.lower(self._abstract_base(), params, microbatch)
-
-    def _abstract_base(self) -> Params:
-        return placed_params(self.policy.split(self.policy.abstract_params)[0], self.mesh)
-
-    def _abstract_gradients(self) -> Params:
-        return placed_params(self.policy.abstract_trained, self.mesh, jnp.float32)
+            params, microbatch = self._abstract_state["params"], self._abstract_microbatch(length)
+            return self._logprobs.lower(self._abstract_base, params, microbatch)
 
     def _abstract_microbatch(self, length: int) -> Batch:
         shape = self._rows_at(length), length
@@ -244,12 +220,11 @@ class Learner:
         def objective(
             params: Params, base: Params, microbatch: Batch, reference: Params | None
         ) -> tuple[Array, Metrics]:
-            trained = microbatch.weights != 0
+            trained = microbatch.weights != 0  # most columns hold documents, and the head is costly
             logprobs, entropies = self._values(base, params, microbatch, trained)
             reference_logprobs = None
             if reference is not None:
-                values, _ = self._values(base, reference, microbatch, trained)
-                reference_logprobs = jax.lax.stop_gradient(values)
+                reference_logprobs = self._values(base, reference, microbatch, trained)[0]
             total, metrics = loss(logprobs, entropies, microbatch, reference_logprobs)
             return total, metrics | {f"{self.metrics_of}/loss": total}
 
@@ -274,12 +249,7 @@ class Learner:
     def _values(
         self, base: Params, params: Params, microbatch: Batch, used: Array | None = None
     ) -> tuple[Array, Array]:
-        """Return log-probabilities of the targets and entropies, both float32 [R, L].
-
-        Args:
-            used: bool [R, L], the columns whose values are used; None: all. Most columns of a search
-                agent's rows hold documents, and the head is a large part of a small model.
-        """
+        """Return the targets' log-probabilities and entropies, float32 [R, L]; any numbers if not `used`."""
         decoder, options = self.policy.merge(joined(base, params)), self.options
         # More rows: as many logits at once.
         chunk = max(1, options.logprob_chunk * options.rows // len(microbatch.tokens))
@@ -327,7 +297,6 @@ def _is_masked(leaf: Any) -> bool:
 
 
 def init_params(policy: Policy, mesh: Mesh, seed: int, only_trained: bool = False) -> Params:
-    """Draw parameters in their shardings; all, or the trained ones."""
     with jax.set_mesh(mesh):
         return _initializer(policy, mesh, only_trained)(jax.random.key(seed))
 

@@ -1,6 +1,6 @@
 """Losses of the policy: the sum of `Batch.weights` times a term of each token.
 
-The names and the config keys that each loss reads stand in `config.sections.learner.LOSS_KEYS`.
+`config.sections.learner.LOSS_KEYS` lists the config keys that each loss reads.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ GSPO_LOG_RATIO_LIMIT = 10.0  # upper bound only, as in verl
 OTHER_TOKENS_EPSILON = 1e-8  # added to the probability of all other tokens, as in verl
 LOG_RATIO_ROUNDING = 1e-5  # two programs of one policy differ by up to this
 # Sums over the trained tokens, independent of the weights of the loss; see `PolicyLoss`.
-TOKEN_METRICS = frozenset(
-    f"actor/{name}" for name in ("entropy", "ppo_kl", "pg_clipfrac", "sampler_mismatch", "sampler_masked")
-)
+TOKEN_METRICS = {"actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac"}
+TOKEN_METRICS |= {"actor/sampler_mismatch", "actor/sampler_masked"}
 EXPECTED = "def my_loss(tokens: Tokens, config: LossConfig) -> tuple[jax.Array, jax.Array]"
 RETURNED = "the terms to minimise (float32 [R, L]) and which tokens are clipped (bool [R, L])"
 
@@ -110,16 +109,15 @@ class TrainedTokens:
     @property
     def covariance(self) -> np.ndarray:
         """Each token's share of the covariance of advantage and log-probability, which moves the entropy."""
-        advantage, logprob = self.advantages.mean(), self.logprobs.mean()
-        return (self.advantages - advantage) * (self.logprobs - logprob)
+        return (self.advantages - self.advantages.mean()) * (self.logprobs - self.logprobs.mean())
 
     @property
     def has_both_signs(self) -> bool:
         return bool((self.advantages > 0).any() and (self.advantages < 0).any())
 
 
-# A factor of each token, float64 [N], from statistics of the whole mini-batch. It is computed on the host in
-# float64, so that neither the size of a microbatch nor the packing changes it.
+# A factor of each token, float64 [N], from statistics of the whole mini-batch: computed on the host, so that
+# neither the size of a microbatch nor the packing changes it.
 BatchFactor = Callable[[TrainedTokens, LossConfig, Generator], np.ndarray]
 
 
@@ -130,21 +128,16 @@ def positive_mean_factor(trained: TrainedTokens, config: LossConfig, rng: Genera
 
 
 def balance_factor(trained: TrainedTokens, config: LossConfig, rng: Generator) -> np.ndarray:
-    """balance: the published rule, whose factor on negative advantages cancels their gradient by its own.
-
-    With S the sum of the terms with a positive advantage the loss is (balance_ratio - 1) |S|; 0 if all
-    advantages have the same sign.
-    """
-    if not trained.has_both_signs:
-        return np.zeros(len(trained.advantages))
-    return np.where(trained.advantages > 0, 1.0 - config.balance_ratio, 0.0)
+    """balance: the published rule, whose factor on negative advantages cancels their gradient by its own."""
+    positive = trained.advantages > 0
+    return np.where(positive & trained.has_both_signs, 1.0 - config.balance_ratio, 0.0)
 
 
 def balance_detached_factor(trained: TrainedTokens, config: LossConfig, rng: Generator) -> np.ndarray:
     """balance_detached: scale the negative side's terms to `balance_ratio` times the positive side's."""
-    if not trained.has_both_signs:
-        return np.zeros(len(trained.advantages))
     ratio, advantages = trained.ratio, trained.advantages
+    if not trained.has_both_signs:
+        return np.zeros(len(advantages))
     bounded = np.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
     terms = -trained.weights * np.minimum(ratio * advantages, bounded * advantages)
     negative, positive = terms[advantages < 0].sum(), -terms[advantages > 0].sum()
@@ -165,11 +158,7 @@ def clip_cov_factor(trained: TrainedTokens, config: LossConfig, rng: Generator) 
 
 
 def kl_cov_factor(trained: TrainedTokens, config: LossConfig, rng: Generator) -> np.ndarray:
-    """kl_cov: 1 for the tokens of largest covariance, 0 for others.
-
-    Ties are broken by the order of the samples. A covariance of exactly 0 is never chosen: without any
-    advantage no token stands out.
-    """
+    """kl_cov: 1 for the tokens of largest covariance, unless it is exactly 0; 0 for others."""
     covariance = trained.covariance
     largest = np.argsort(-covariance, kind="stable")[: _cov_count(len(covariance), config)]
     factors = np.zeros(len(covariance))
@@ -219,10 +208,7 @@ def gpg(tokens: Tokens, config: LossConfig) -> Terms:
 
 
 def gspo(tokens: Tokens, config: LossConfig) -> Terms:
-    """PPO with one ratio a sequence: the geometric mean of its tokens' ratios.
-
-    The gradient goes to each token by its own log-probability only.
-    """
+    """PPO with one ratio a sequence, the geometric mean, whose gradient goes through each token by itself."""
     mean = jax.lax.stop_gradient(segment_means(tokens.logprobs - tokens.old_logprobs, tokens))
     own = tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
     ratio = jnp.exp(jnp.minimum(mean + own, GSPO_LOG_RATIO_LIMIT))
@@ -244,10 +230,8 @@ def scaled_vanilla(tokens: Tokens, config: LossConfig) -> Terms:
 
 
 def kl_cov(tokens: Tokens, config: LossConfig) -> Terms:
-    """No clip; a penalty holds the chosen tokens near the policy that sampled them.
-
-    It is 0 within LOG_RATIO_ROUNDING, where rounding would choose the side.
-    """
+    """No clip; a penalty holds the chosen tokens near the policy that sampled them."""
+    # 0 where rounding would choose the side.
     distance = jnp.where(jnp.abs(tokens.log_ratio) > LOG_RATIO_ROUNDING, jnp.abs(tokens.log_ratio), 0.0)
     terms = -tokens.ratio * tokens.advantages + config.cov_kl_coef * tokens.factors * distance
     return terms, tokens.none_clipped
@@ -291,9 +275,8 @@ def dro(tokens: Tokens, config: LossConfig) -> Terms:
 def lld(tokens: Tokens, config: LossConfig) -> Terms:
     """vanilla, and a penalty on positive advantages whose log-probability has fallen.
 
-    At log-ratio 0 the penalty is 0 but its gradient is the full one, as in the authors' code: the first
-    update of a step pushes every such token up. The same holds within LOG_RATIO_ROUNDING of 0, where rounding
-    would choose. `lld_gating` removes it from sequences in which nothing has fallen.
+    At log-ratio 0, and within rounding of it, the penalty has its full gradient, as in the authors' code: the
+    first update of a step pushes every such token up. `lld_gating` removes it where nothing has fallen.
     """
     terms, clipped = vanilla(tokens, config)
     fallen = jnp.where(tokens.log_ratio <= LOG_RATIO_ROUNDING, -tokens.log_ratio, 0.0)
@@ -323,9 +306,7 @@ LOSSES: dict[str, Loss] = {
     "vanilla": Loss(vanilla, "PPO's clipped ratio, token by token"),
     "cispo": Loss(cispo, "REINFORCE weighted by the clipped ratio: clipped tokens keep their gradient"),
     "gspo": Loss(gspo, "PPO with one ratio a trajectory; its widths are of the order of 0.0003"),
-    "gmpo": Loss(
-        gmpo, "geometric mean of a trajectory's clipped ratios; clip_low and clip_high bound logarithms"
-    ),
+    "gmpo": Loss(gmpo, "geometric mean of a trajectory's ratios; clip_low and clip_high bound logarithms"),
     "gpg": Loss(gpg, "REINFORCE: no ratio and no clip"),
     "clip_cov": Loss(
         scaled_vanilla,
@@ -336,36 +317,22 @@ LOSSES: dict[str, Loss] = {
     ),
     "kl_cov": Loss(
         kl_cov,
-        "no clip; the tokens of largest covariance of advantage and log-probability are held near the policy"
-        " that sampled them",
+        "no clip; tokens of largest covariance of advantage and log-probability are held near the old policy",
         kl_cov_factor,
         needs_logprobs=True,
         every_sample=True,
     ),
-    "lld": Loss(
-        lld,
-        "PPO with a penalty on tokens of positive advantage that have become less likely",
-        positive_mean_factor,
-    ),
+    "lld": Loss(lld, "PPO, and a penalty on falling tokens of positive advantage", positive_mean_factor),
     "balance": Loss(
         scaled_vanilla,
-        "as the authors published it: tokens with a negative advantage get no gradient, and those with a"
-        " positive one are pushed down where loss.balance_ratio is above 1; loss.name=balance_detached does"
-        " what was meant",
+        "as published: no gradient for negative advantages, and tokens of positive advantage are pushed down"
+        " where loss.balance_ratio is above 1; loss.name=balance_detached does what was meant",
         balance_factor,
     ),
     "sapo": Loss(sapo, "a smooth gate in place of PPO's clip"),
-    "dppo_tv": Loss(
-        dppo_tv,
-        "REINFORCE weighted by the ratio; a token whose probability has moved by more than clip_low or"
-        " clip_high where its advantage pushes it gets no gradient",
-    ),
+    "dppo_tv": Loss(dppo_tv, "REINFORCE weighted by the ratio; no gradient for probabilities moved too far"),
     "dppo_kl": Loss(dppo_kl, "as dppo_tv, with a KL divergence in place of the difference"),
-    "dro": Loss(
-        dro,
-        "REINFORCE without a clip, with a quadratic penalty on the distance from the policy that sampled",
-        every_sample=True,
-    ),
+    "dro": Loss(dro, "REINFORCE with a quadratic penalty on moving from the old policy", every_sample=True),
     "balance_detached": Loss(
         scaled_vanilla,
         "PPO with the terms of negative advantages rescaled to balance_ratio times those of positive ones",
@@ -386,9 +353,8 @@ def find_loss(name: str) -> Loss:
         try:
             return function(tokens, config)
         except Exception as error:  # a function of the user's own may raise anything
-            raise UserError(
-                f"loss.name is {name}, but calling it raised {failure(error)}; expected: {EXPECTED}"
-            ) from error
+            fault = f"calling it raised {failure(error)}"
+            raise UserError(f"loss.name is {name}, but {fault}; expected: {EXPECTED}") from error
 
     return Loss(terms, f"your own: {name}", every_sample=True)
 
@@ -397,17 +363,14 @@ def check_loss(config: LossConfig) -> list[str]:
     """Return the summary of the loss, empty for the default. UserError if an own loss cannot be used."""
     loss = find_loss(config.name)
     if is_address(config.name):
-        numbers, flags, ids = (
-            jax.ShapeDtypeStruct((2, 4), dtype) for dtype in (jnp.float32, bool, jnp.int32)
-        )
-        tokens = Tokens(numbers, numbers, numbers, numbers, flags, ids, None)  # type: ignore[arg-type]
+        row = jnp.zeros((2, 4), jnp.float32)
+        tokens = Tokens(row, row, row, row, row > 0, row.astype(jnp.int32), None)
         returned = jax.eval_shape(lambda tokens: loss.terms(tokens, config), tokens)
         arrays = returned if isinstance(returned, tuple) else ()
         types = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in arrays]
         if types != [((2, 4), jnp.float32), ((2, 4), jnp.bool_)]:
-            raise UserError(
-                f"loss.name is {config.name}, but it must return {RETURNED}; expected: {EXPECTED}"
-            )
+            fault = f"it must return {RETURNED}"
+            raise UserError(f"loss.name is {config.name}, but {fault}; expected: {EXPECTED}")
     cost = "; one more forward pass an update" if loss.needs_logprobs else ""
     return [] if config.name == "vanilla" else [f"loss {config.name}: {loss.summary}{cost}"]
 
@@ -420,11 +383,7 @@ def corrected_for_sampler(
 ) -> tuple[Array, Array | None]:
     """Apply truncated and masked importance weights; all terms stay in the mean, masked ones as 0.
 
-    Args:
-        gap: learner's less sampler's log-probabilities, float32 [R, L].
-
-    Returns:
-        The terms, and the masked tokens; None if the config masks none.
+    `gap`: learner's less sampler's log-probabilities, float32 [R, L]. Also returns masked tokens, or None.
     """
     if config.importance_cap == 0 and not config.masks_by_mismatch:
         return terms, None
@@ -452,12 +411,10 @@ def _mismatch(gap: Array, tokens: Tokens, config: LossConfig) -> Array:
     gap = jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     measure = 0.5 * gap**2 if config.reject_by == "k2" else jnp.exp(gap) - 1.0 - gap
     measure = jnp.where(tokens.trained, measure, 0.0)
-    return {
-        "token": lambda: measure,
-        "sequence_sum": lambda: segment_sums(measure, tokens.segment_ids),
-        "sequence_mean": lambda: segment_means(measure, tokens),
-        "sequence_max": lambda: segment_maxima(measure, tokens.segment_ids),
-    }[config.reject_over]()
+    if config.reject_over == "sequence_mean":
+        return segment_means(measure, tokens)
+    reduce = {"sequence_sum": segment_sums, "sequence_max": segment_maxima}.get(config.reject_over)
+    return measure if reduce is None else reduce(measure, tokens.segment_ids)
 
 
 # --- The functions that the learner minimises ---
@@ -481,9 +438,9 @@ KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {
 class PolicyLoss:
     """The loss of `loss.name` with advantages given per token, and the KL and entropy terms.
 
-    Called by the learner's programs with log-probabilities [R, L], entropies [R, L], the batch, and the
-    reference policy's log-probabilities (or None), it returns the loss, and metrics: sums of weighted token
-    values, or sums over the trained tokens for TOKEN_METRICS.
+    Called with log-probabilities [R, L], entropies [R, L], the batch, and the reference policy's
+    log-probabilities (or None), it returns the loss, and metrics: sums of weighted token values, or sums over
+    the trained tokens for TOKEN_METRICS.
     """
 
     config: LossConfig
@@ -492,7 +449,7 @@ class PolicyLoss:
 
     @property
     def recomputes(self) -> bool:
-        """Return whether the ratio divides by the learner's probabilities before the step's first update."""
+        """Whether the ratio divides by the learner's probabilities before the step's first update."""
         return self.config.old_logprobs == "recompute" and not self.on_policy
 
     def is_moved_by(self, sample: Sample) -> bool:
@@ -504,17 +461,13 @@ class PolicyLoss:
     def factors(
         self, samples: Sequence[Sample], weights: Arrays, logprobs: Arrays | None, rng: Generator
     ) -> list[np.ndarray] | None:
-        """Return the batch factor of every token, float32 [T] a sample; None if the loss has none.
-
-        Args:
-            logprobs: of the current policy, float32 [T] a sample; None: the ratio's denominator.
-        """
+        """Return each token's batch factor, float32 [T] a sample, or None; `logprobs` None: the old ones."""
         if self.definition.batch_factor is None:
             return None
         mask = np.concatenate([np.zeros(0, bool), *(sample.mask for sample in samples)])
         factors = np.zeros(len(mask), np.float32)
         if mask.any():
-            old = [s.logprobs if s.old_logprobs is None else s.old_logprobs for s in samples]
+            old = [sample.denominator for sample in samples]
             new = old if logprobs is None else logprobs
             columns = [s.advantages for s in samples], weights, new, new if self.on_policy else old
             trained = (np.concatenate(arrays)[mask].astype(np.float64) for arrays in columns)
@@ -562,15 +515,11 @@ def on_policy_only(loss: LossConfig, minibatch_size: int, epochs: int) -> bool:
 
 
 def policy_gradient(config: LossConfig, on_policy: bool) -> PolicyLoss:
-    """Return the loss of a config; UserError as `find_loss`.
-
-    `on_policy` (see `on_policy_only`) saves the pass that would recompute the denominator.
-    """
+    """Return the loss of a config; UserError as `find_loss`. For `on_policy` see `on_policy_only`."""
     return PolicyLoss(config, on_policy, find_loss(config.name))
 
 
 def policy_loss(config: Config) -> PolicyLoss:
-    """Return the loss of a run's training steps."""
     settings = config.learner
     return policy_gradient(config.loss, on_policy_only(config.loss, settings.minibatch_size, settings.epochs))
 

@@ -30,19 +30,14 @@ def step_updates(learner: LearnerConfig, trajectories: int) -> int:
     return learner.epochs * -(-trajectories // (learner.minibatch_size or max(1, trajectories)))
 
 
-def total_updates(learner: LearnerConfig, trajectories: int) -> int:
-    """Return the number of optimizer updates of a run, given the trajectories of a step."""
-    return learner.steps * step_updates(learner, trajectories)
-
-
 def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
     """Return the learning rate by optimizer update: linear warm-up, then constant, cosine or linear to 0."""
     decay = max(1, (config.decay_updates or total_updates) - config.warmup_steps)
     main = {
-        "constant": lambda: optax.constant_schedule(config.lr),
-        "cosine": lambda: optax.cosine_decay_schedule(config.lr, decay),
-        "linear": lambda: optax.linear_schedule(config.lr, 0.0, decay),
-    }[config.schedule]()
+        "constant": optax.constant_schedule(config.lr),
+        "cosine": optax.cosine_decay_schedule(config.lr, decay),
+        "linear": optax.linear_schedule(config.lr, 0.0, decay),
+    }[config.schedule]
     if config.warmup_steps == 0:
         return main
     warmup = optax.linear_schedule(0.0, config.lr, config.warmup_steps)
@@ -52,15 +47,14 @@ def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule
 def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
     """Return the learning rate by update of a run, of the policy's or the critic's optimizer."""
     trajectories = config.rollout.questions_per_step * config.rollout.group_size
-    return make_schedule(optimizer, total_updates(config.learner, trajectories))
+    return make_schedule(optimizer, config.learner.steps * step_updates(config.learner, trajectories))
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Return the clip of the global gradient norm, then AdamW or Muon.
 
-    Muon takes stacked layer matrices [L, in, out] for L matrices, and orthogonalises them, each device those
-    of some layers: the devices would all compute the same otherwise. Embeddings, head, norms and biases get
-    AdamW.
+    Muon orthogonalises stacked layer matrices [L, in, out] as L matrices, each device those of some layers:
+    the devices would all compute the same otherwise. Embeddings, head, norms and biases get AdamW.
     """
     if config.name == "muon":
         ratio = config.adam_lr / config.lr if config.adam_lr else 1.0
@@ -112,9 +106,7 @@ class SplitStep:
         owners: the parameter of each leaf; "" for leaves that all parameters share.
     """
 
-    def __init__(
-        self, step: Step, abstract: State, placed: Sequence[NamedSharding], owners: Sequence[str]
-    ) -> None:
+    def __init__(self, step: Step, abstract: State, placed: Sequence[NamedSharding], owners: Sequence[str]):
         self._step, self._placed, self._owners = step, placed, owners
         self._abstract, self._tree = jax.tree.flatten(abstract)
         shapes = {name: leaf.shape for name, leaf in zip(owners, self._abstract, strict=True) if name}
@@ -123,24 +115,23 @@ class SplitStep:
         self._parts = [(names, self._compiled(names)) for names in groups]
 
     def __call__(self, state: State, gradients: Params) -> tuple[State, Metrics]:
-        """Return the new state, and the metrics. The state is donated."""
+        """Return the new state and the metrics; the state is donated."""
         leaves, metrics = jax.tree.leaves(state), {}
         for names, part in self._parts:
             new, metrics = part(*self._divided(leaves, names), gradients)
             leaves = [new.get(index, leaf) for index, leaf in enumerate(leaves)]
         return jax.tree.unflatten(self._tree, leaves), metrics
 
-    def lower(self, gradients: Params) -> jax.stages.Lowered:
+    def lower(self, abstract: State, gradients: Params) -> jax.stages.Lowered:
         """Lower the largest part with all that lies on the devices meanwhile."""
         names, part = self._parts[0]
-        return part.lower(*self._divided(self._abstract, names), gradients)
+        return part.lower(*self._divided(jax.tree.leaves(abstract), names), gradients)
 
     def _divided(self, leaves: Sequence[Any], names: Sequence[str]) -> tuple[Leaves, Leaves]:
         """Return the leaves of these parameters, and of others that lie on the devices, by index."""
         own = {index: leaf for index, leaf in enumerate(leaves) if self._owners[index] in names}
-        on_devices = (
-            index for index, leaf in enumerate(self._abstract) if leaf.sharding == self._placed[index]
-        )
+        pairs = enumerate(zip(self._abstract, self._placed, strict=True))
+        on_devices = [index for index, (leaf, place) in pairs if leaf.sharding == place]
         return own, {index: leaves[index] for index in on_devices if index not in own}
 
     def _compiled(self, names: Sequence[str]) -> jax.stages.Wrapped:

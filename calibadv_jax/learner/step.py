@@ -19,7 +19,7 @@ from calibadv_jax.learner.losses import TOKEN_METRICS, LossFunction, PolicyLoss
 from calibadv_jax.policy.transformer import Params
 
 FIXED_TOKENS = 256
-LOSS_TERMS = frozenset({"actor/loss", "actor/pg_loss", "actor/kl_loss"})
+LOSS_TERMS = {"actor/loss", "actor/pg_loss", "actor/kl_loss"}
 
 
 def make_sample(trajectory: Trajectory, advantages: np.ndarray) -> Sample:
@@ -41,21 +41,13 @@ class Updater(Protocol):
     def update(
         self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
     ) -> tuple[State, dict[str, float]]: ...
-
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray: ...
-
     def position_cost(self, length: int) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """The result of a step of the learner.
-
-    TOKEN_METRICS are means over the computed trained tokens, whose share of the weights is
-    ``actor/computed_share``; other metrics are means over the updates. If nothing was computed, the loss and
-    the token means are omitted. ``actor/row_fill`` is the share of the packed rows that holds tokens,
-    ``perf/packing`` the computed positions per token of the samples: below 1 if they share many.
-    """
+    """The result of a step; the loss and TOKEN_METRICS are omitted if nothing was computed."""
 
     state: State
     metrics: dict[str, float]  # empty if no sample has a token to train
@@ -111,8 +103,7 @@ def sample_logprobs(
 ) -> list[np.ndarray]:
     """Return a policy's log-probability of every token, float32 [T] of each sample, 0 at its first.
 
-    With `config.share_prefixes` tokens outside the mask have 0. Raises ValueError if a sample is longer
-    than `config.row_length`.
+    With `config.share_prefixes` tokens outside the mask have 0. ValueError if a sample exceeds a row.
     """
     return _logprobs(learner, params, packed(learner, samples, config))
 
@@ -126,11 +117,9 @@ def fixed_text(vocab_size: int, max_length: int) -> np.ndarray:
 def agreement(
     learner: Updater, params: Params, config: LearnerConfig, tokens: np.ndarray, worker_logprobs: Arrays
 ) -> dict[str, float]:
-    """Compare the log-probabilities of a text under each worker's weights with the learner's, after a swap.
+    """Compare the log-probabilities of tokens int32 [T] under each worker's weights with the learner's.
 
-    Args:
-        tokens: int32 [T].
-        worker_logprobs: float32 [T - 1] of each worker, of tokens 1 … T - 1. No metrics without a worker.
+    `worker_logprobs`: float32 [T - 1] of each worker, of tokens 1 … T - 1. No metrics without a worker.
     """
     if not worker_logprobs:
         return {}
@@ -152,7 +141,7 @@ def _logprobs(learner: Updater, params: Params, rows: Rows) -> list[np.ndarray]:
 def packed(
     learner: Updater, samples: Sequence[Sample], config: LearnerConfig, weights: Arrays | None = None
 ) -> Rows:
-    """Pack samples into rows of the widths of the config; `weights` as in `Rows`."""
+    """Pack samples into rows of the config's widths; `weights` as in `Rows`."""
     shapes = row_shapes(config.row_length, config.microbatch_rows, config.row_widths, learner.position_cost)
     return (SharedRows if config.share_prefixes else Rows)(samples, shapes, weights)
 
@@ -162,7 +151,7 @@ def mini_batches(samples: Sequence[Sample], config: LearnerConfig, rng: Generato
     trained = np.flatnonzero([sample.mask.any() for sample in samples])
     if not len(trained):
         return
-    groups: dict[Any, list[int]] = {}  # whose members stay together, in the order in which they are first met
+    groups: dict[Any, list[int]] = {}  # whose members stay together
     for number in trained.tolist():
         key = samples[number].prompt_ids.tobytes() if config.shuffle == "groups" else number
         groups.setdefault(key, []).append(number)

@@ -61,23 +61,17 @@ def split(params: Params) -> tuple[Params, Params]:
 
 
 def joined(base: Params, more: Params) -> Params:
-    """Join the two results of `split` in one nested dict. No array is copied."""
+    """Join the results of `split`; no array is copied."""
     return unflatten(flatten(base) | flatten(more))
 
 
 def merged(params: Params, scale: float, dtype: Any) -> Params:
-    """Return parameters without adapters that compute the same: kernel + lora_a @ lora_b * scale.
-
-    The sum is computed in float32, one layer at a time, and rounded to `dtype` once.
-    """
-    base, adapters = (flatten(part) for part in split(params))
-    for path, leaf in base.items():
-        module = path.removesuffix("kernel")
-        if module + LORA_A in adapters:
-            base[path] = _summed(leaf, adapters[module + LORA_A], adapters[module + LORA_B], scale, dtype)
-        else:
-            base[path] = leaf.astype(dtype)
-    return unflatten(base)
+    """Put kernel + lora_a @ lora_b * scale in place of adapters, summed in float32 and rounded once."""
+    flat, results = flatten(params), {}
+    for path, leaf in flatten(split(params)[0]).items():
+        first, second = (flat.get(path.removesuffix("kernel") + name) for name in (LORA_A, LORA_B))
+        results[path] = leaf.astype(dtype) if first is None else _summed(leaf, first, second, scale, dtype)
+    return unflatten(results)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
@@ -93,5 +87,4 @@ def _summed(kernel: Array, first: Array, second: Array, scale: float, dtype: Any
 
 
 def count(abstract: Params) -> int:
-    """Count the elements of all leaves."""
     return sum(math.prod(leaf.shape) for leaf in flatten(abstract).values())

@@ -25,8 +25,6 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Shape of a decoder."""
-
     model_type: str
     vocab_size: int
     hidden_size: int
@@ -59,20 +57,16 @@ class Architecture:
         return self.num_layers * (self.layer_matrices + biases + norms) + embeddings + self.hidden_size
 
     def flops_per_token(self, context: float) -> float:
-        """Return a forward pass' floating-point operations for a token that attends to `context` others.
-
-        2 per multiply-accumulate; without the embedding look-up, with the output head.
-        """
+        """Return a forward pass' floating-point operations for a token that attends to `context` others."""
         matrices = self.num_layers * self.layer_matrices + self.vocab_size * self.hidden_size
         attention = 2 * self.num_layers * self.num_heads * self.head_dim * context
         return 2.0 * (matrices + attention)
 
 
 def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
-    """Translate a HuggingFace ``config.json`` (transformers 4 and 5 spellings).
+    """Translate a HuggingFace ``config.json`` (transformers 4 and 5); UserError for what is not supported.
 
-    Absent fields have the defaults of the model type's class in transformers; sizes have none. Raises
-    UserError for an unsupported model type, attention variant or rope type, or a missing field.
+    Absent fields have the defaults of the model type's class in transformers; sizes have none.
     """
     model_type = config.get("model_type")
     if model_type not in SUPPORTED:
@@ -83,10 +77,9 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
         raise UserError(f"{source}: hidden_act is {config['hidden_act']!r}; only 'silu' is supported")
 
     def need(name: str) -> int:
-        value = config.get(name)
-        if value is None:
+        if config.get(name) is None:
             raise UserError(f"{source}: field {name!r} is missing")
-        return int(value)
+        return int(config[name])
 
     num_heads, is_llama = need("num_attention_heads"), model_type == "llama"
     num_kv_heads = config.get("num_key_value_heads")

@@ -1,8 +1,7 @@
 """Log-probabilities of tokens without logits of [B, T, V].
 
-`_logprobs` has a gradient of its own: `_forward` computes the log-probabilities and entropies a chunk of
-tokens at a time, `_backward` computes the logits of a chunk again. Both run on every device with its own
-parts of rows and vocabulary (`VocabLayout`).
+`_forward` computes the log-probabilities and entropies a chunk of tokens at a time, `_backward` computes the
+logits of a chunk again. Both run on every device with its own parts of rows and vocabulary (`VocabLayout`).
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ def token_logprobs(
     weights, vocab_first = decoder.head()
     width, vocab = weights.shape[::-1] if vocab_first else weights.shape
     layout = vocab_layout(hidden.shape[0], width, vocab)
-    head = _OutputHead(
-        layout, vocab_first, decoder.numerics.compute_dtype, temperature, chunk, entropy_gradient
-    )
+    dtype = decoder.numerics.compute_dtype
+    head = _OutputHead(layout, vocab_first, dtype, temperature, chunk, entropy_gradient)
     used = jnp.ones(targets.shape, bool) if used is None else used
     return _logprobs(head, hidden, weights, targets, used)
 
@@ -100,11 +98,8 @@ class _OutputHead:
         return chosen - normaliser, normaliser - expected, normaliser
 
     def logits_gradient(self, logits: Array, targets: Array, saved: Iterable[Array]) -> Array:
-        """Return the gradient of the logits before the temperature, [B, C, V] of the compute dtype.
-
-        Args:
-            saved: float32 [B, C]: log-sum-exps, entropies, and the gradients of both outputs.
-        """
+        """Return the gradient [B, C, V] of logits before the temperature, given saved values [B, C]."""
+        # Log-sum-exps, entropies, and the gradients of both outputs.
         normaliser, entropies, to_logprobs, to_entropies = (x[..., None] for x in saved)
         probabilities = jnp.exp(logits - normaliser)
         index = targets - self.layout.first(logits.shape[-1])
@@ -115,10 +110,7 @@ class _OutputHead:
         return (change / self.temperature).astype(self.dtype)
 
     def input_gradients(self, change: Array, states: Array, weights: Array) -> Pair:
-        """Return the gradients of the states [B, C, D], and of the weights' whole width, in float32.
-
-        All tokens are one axis: see `custom_gradients.rows_product`.
-        """
+        """Return the gradients of states [B, C, D] and of the weights' whole width, in float32."""
         changes = change.reshape(-1, change.shape[-1])
         rows = states.astype(self.dtype).reshape(-1, states.shape[-1])
         products = ("tv,vd->td", "tv,td->vd") if self.vocab_first else ("tv,dv->td", "td,tv->dv")
@@ -201,8 +193,7 @@ class _Chunks:
 
     @classmethod
     def of(cls, used: Array, head: _OutputHead) -> _Chunks:
-        """Divide the tokens `used`, bool [B, T]."""
-        rows, length = used.shape
+        rows, length = used.shape  # bool [B, T]
         size, total = rows * min(head.chunk, math.ceil(length / PARTS)), used.size
         whole = math.ceil(total / size) * size
         columns = jnp.nonzero(used.reshape(-1), size=whole, fill_value=total)[0]

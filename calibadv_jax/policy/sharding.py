@@ -1,7 +1,4 @@
-"""Placement of arrays: one table from logical axis to mesh axis.
-
-Mesh axes: `data` (replicas), `fsdp` (parameters and batch split), `tensor` (heads, MLP, vocabulary).
-"""
+"""Placement of arrays on the mesh axes data (replicas), fsdp (parameters, rows) and tensor (heads, MLP)."""
 
 from __future__ import annotations
 
@@ -67,13 +64,8 @@ def _processes(mesh: Mesh) -> list[int]:
 
 
 def local_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
-    """Return the mesh sizes of a process' embedded sampler on its devices, given those of the whole mesh.
-
-    `tensor` is that of the whole mesh, `fsdp` as long as the devices allow, up to that of the whole.
-    Raises UserError if a process has no whole `tensor` axis.
-    """
-    tensor = sizes["tensor"]
-    if devices % tensor:
+    """Return the mesh sizes of a process' embedded sampler: `tensor` of the whole mesh, `fsdp` up to its."""
+    if devices % (tensor := sizes["tensor"]):
         raise UserError(
             f"mesh.tensor is {tensor}, but a process has {devices} devices, which it must divide for the"
             " embedded sampler; lower it"
@@ -85,12 +77,8 @@ def local_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
 class LocalCopy:
     """Copies parameters of several processes' devices onto the devices of each process, in `dtype`.
 
-    Args:
-        mesh: of all processes' devices, of which each process has as many.
-        split: `Policy.split`. The frozen parameters are copied once: they must be the same in every call.
-
-    Attributes:
-        mesh: of this process' devices, see `local_sizes`, whose errors it raises.
+    `mesh` is that of all processes' devices, the attribute that of this process' devices by `local_sizes`.
+    What `split` (`Policy.split`) calls frozen is copied once: it must be the same in every call.
     """
 
     def __init__(self, mesh: Mesh, dtype: Any, split: Callable[[Any], tuple[Any, Any]]):
@@ -137,21 +125,17 @@ def constrain(x: Array, *axes: str | None) -> Array:
 def pin_rows(x: Array) -> Array:
     """Pin [B, n, D] with n > 1 inside a `vmap` over the devices' groups of rows: weights are gathered.
 
-    Else the compiler may split D and sum over the devices after every product, which costs far more for many
-    tokens. No effect outside `jax.set_mesh`.
+    Else the compiler may split D and sum over the devices after every product.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty or x.shape[1] == 1 else jax.lax.with_sharding_constraint(x, P(None, None, None))
 
 
 def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Return the NamedSharding of every parameter of a nested dict, by its path.
-
-    An axis whose size a mesh axis does not divide is not split: that is slower, never wrong.
-    """
+    """Return the NamedSharding of every parameter; axes that the mesh does not divide are not split."""
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
-        axes = WEIGHTS[".".join(str(key.key) for key in path)].axes
+        axes = WEIGHTS[jax.tree_util.keystr(path, simple=True, separator=".")].axes
         sizes = zip(leaf.shape, spec(*axes), strict=True)
         fitted = [name if size % axis_size(mesh, name) == 0 else None for size, name in sizes]
         return NamedSharding(mesh, P(*fitted))
@@ -160,10 +144,7 @@ def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any = None) -> Any:
-    """Return parameters as ShapeDtypeStructs with shardings; no mesh: the first device.
-
-    `abstract` is a nested dict of leaves with a shape; without `dtype` they keep their own.
-    """
+    """Return ShapeDtypeStructs on the mesh, or on the first device, in `dtype` or each in its own."""
     if mesh is not None:
         return with_shardings(abstract, param_shardings(abstract, mesh), dtype)
     device = SingleDeviceSharding(jax.local_devices()[0])
@@ -178,10 +159,7 @@ def with_shardings(abstract: Any, shardings: Any, dtype: Any = None) -> Any:
 
 
 def cache_axes(num_kv_heads: int, tensor: int) -> tuple[str, str | None]:
-    """Return the logical axes of a KV cache's slots and heads.
-
-    Devices of a `tensor` axis that does not divide the heads have all heads of slots of their own.
-    """
+    """Return the logical axes of a KV cache's slots and heads; heads that cannot be split lie whole."""
     return ("batch", "kv_heads") if num_kv_heads % tensor == 0 else ("slots", None)
 
 
@@ -206,10 +184,7 @@ def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) ->
 
 @dataclass(frozen=True)
 class VocabLayout:
-    """Mesh axes over which the rows of a batch, the width D and the vocabulary V are split; empty: none.
-
-    Methods are called by each device with its own parts.
-    """
+    """Mesh axes that split a batch's rows, the width D and the vocabulary V; devices call its methods."""
 
     rows: tuple[str, ...] = ()
     width: str | None = None
@@ -233,11 +208,9 @@ class VocabLayout:
     def over_vocab(self, x: Array) -> Array:
         return x if self.vocab is None else jax.lax.psum(x, self.vocab)
 
-    def gathered(self, weights: Array, axis: int) -> Array:
-        """Gather the whole width of the weights, which is their `axis`."""
-        if self.width is None:
-            return weights
-        return jax.lax.all_gather(weights, self.width, axis=axis, tiled=True)
+    def gathered(self, x: Array, axis: int) -> Array:
+        """Gather the whole width of an array, which is its `axis`."""
+        return x if self.width is None else jax.lax.all_gather(x, self.width, axis=axis, tiled=True)
 
     def scattered(self, gradient: Array, axis: int) -> Array:
         """Sum all devices' gradients of the whole width, and return this device's part."""
@@ -254,13 +227,11 @@ class VocabLayout:
 def vocab_layout(num_rows: int, width: int, vocab: int) -> VocabLayout:
     """Return the layout by the table of `sharding` on the current mesh; undivided if rows do not divide."""
     mesh = jax.sharding.get_abstract_mesh()
-    batch, embed, heads = RULES["batch"], RULES["embed"], RULES["vocab"]
-    assert isinstance(batch, tuple) and isinstance(embed, str) and isinstance(heads, str)
-    if mesh.empty or num_rows % axis_size(mesh, batch):
+    if mesh.empty or num_rows % axis_size(mesh, RULES["batch"]):
         return VocabLayout()
 
     def fitted(size: int, name: str) -> str | None:
-        return name if axis_size(mesh, name) > 1 and size % axis_size(mesh, name) == 0 else None
+        return name if mesh.shape[name] > 1 and size % mesh.shape[name] == 0 else None
 
-    rows = tuple(name for name in batch if axis_size(mesh, name) > 1)
-    return VocabLayout(rows, fitted(width, embed), fitted(vocab, heads))
+    rows = tuple(name for name in ("data", "fsdp") if mesh.shape[name] > 1)
+    return VocabLayout(rows, fitted(width, "fsdp"), fitted(vocab, "tensor"))

@@ -1,8 +1,4 @@
-"""One decoder for Qwen2/2.5, Qwen3 and Llama 3.x (Flax NNX).
-
-Layers are stacked on a leading axis. Parameters are a plain nested dict of arrays, which `Policy.merge` joins
-with the modules.
-"""
+"""One decoder for Qwen2/2.5, Qwen3 and Llama 3.x (Flax NNX), with its layers stacked on a leading axis."""
 
 from __future__ import annotations
 
@@ -67,8 +63,6 @@ class Numerics:
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The arguments of a decoder's modules."""
-
     architecture: Architecture
     numerics: Numerics
     adapters: Adapters | None
@@ -122,9 +116,8 @@ def inverse_frequencies(architecture: Architecture) -> Array:
     wavelengths = 2 * math.pi / frequencies
     low = scaling.original_length / scaling.low_freq_factor
     high = scaling.original_length / scaling.high_freq_factor
-    smooth = (scaling.original_length / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    band = scaling.high_freq_factor - scaling.low_freq_factor
+    smooth = (scaling.original_length / wavelengths - scaling.low_freq_factor) / band
     blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
     stretched = jnp.where(wavelengths > low, frequencies / scaling.factor, frequencies)
     return jnp.where((wavelengths <= low) & (wavelengths >= high), blended, stretched)
@@ -141,13 +134,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def packed_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    segment_ids: Array,
-    kernel: Kernel,
-    chunk: int,
-    ends: Array | None = None,
+    q: Array, k: Array, v: Array, segment_ids: Array, kernel: Kernel, chunk: int, ends: Array | None = None
 ) -> Array:
     """Attend causally within segments of packed rows, or within branches of their trees: [B, T, N, H].
 
@@ -158,8 +145,7 @@ def packed_attention(
         segment_ids: int32 [B, T]; tokens see only their own segment, whose columns are contiguous.
         kernel: "xla" anywhere, "splash" on TPU, "triton" on GPU, "cudnn" (bfloat16/float16 on CUDA).
         chunk: side of the blocks of the XLA kernel; shorter rows are one block.
-        ends: int32 [B, T] in place of the segments: the first column that does not see this one. Only for a
-            kernel of SHARING.
+        ends: int32 [B, T]; if the kernel is of SHARING: the first column that does not see this one.
     """
     if kernel not in SHARING:
         assert ends is None, kernel
@@ -188,10 +174,7 @@ def keys_computed(kernel: Kernel, length: int, chunk: int) -> float:
 
 
 def _on_every_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array, of_rows: Array) -> Array:
-    """Call `kernel` on each device of the mesh with its rows and heads: the compiler cannot split it.
-
-    Key-value heads that the tensor axis does not divide lie on all devices; each takes those of its queries.
-    """
+    """Call `kernel` on each device with its rows and heads, since the compiler cannot split it."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return kernel(q, k, v, of_rows)
@@ -202,7 +185,7 @@ def _on_every_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array,
     kv_heads = heads if num_kv % tensor == 0 else None
 
     def local(q: Array, k: Array, v: Array, of_rows: Array) -> Array:
-        if heads is not None and kv_heads is None:
+        if heads is not None and kv_heads is None:  # all lie on each device, which takes those of its queries
             query_heads = jax.lax.axis_index(heads) * q.shape[2] + jnp.arange(q.shape[2])
             k, v = (x[:, :, query_heads // (num_heads // num_kv)] for x in (k, v))
         return kernel(q, k, v, of_rows)
@@ -213,10 +196,7 @@ def _on_every_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array,
 
 
 def _masked_attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
-    """q [B, Tq, N, H]; k, v [B, K, Tk, H]; mask bool [B, 1, Tq, Tk] -> [B, Tq, N, H].
-
-    Heads come first, and the queries of a key-value head are one matrix: plain batched products.
-    """
+    """q [B, Tq, N, H]; k, v [B, K, Tk, H]; mask bool [B, 1, Tq, Tk] -> [B, Tq, N, H], by batched products."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv, num_keys = k.shape[1:3]
     grouped = q.transpose(0, 2, 1, 3).reshape(batch, num_kv, -1, head_dim)  # [B, K, G*Tq, H]
@@ -280,18 +260,14 @@ class CacheView:
 
 
 def cached_attention(q: Array, k: Array, v: Array, positions: Array) -> Array:
-    """Attend from new tokens q [B, n, N, H] at `positions` int32 [B, n] to a KV cache [B, K, T, H].
-
-    A column of the cache is a position, and the new tokens are written. Takes as many rows at a time as have
-    SCORE_BYTES of scores together, at least one.
-    """
+    """Attend from new tokens q [B, n, N, H] at `positions` int32 [B, n] to a KV cache [B, K, T, H]."""
     at_once = max(1, SCORE_BYTES // (4 * math.prod(q.shape[1:3]) * k.shape[2]))
+    if len(q) <= at_once:
+        return _cached_rows(q, k, v, positions)
 
     def one_row(row: tuple[Array, ...]) -> Array:
         return _cached_rows(*(x[None] for x in row))[0]
 
-    if len(q) <= at_once:
-        return _cached_rows(q, k, v, positions)
     return jax.lax.map(one_row, (q, k, v, positions), batch_size=at_once)
 
 
@@ -442,8 +418,7 @@ class Decoder(nnx.Module):
     ) -> Array:
         """Compute the hidden states [B, T, D] of packed rows: tokens, positions, segment_ids int32 [B, T].
 
-        Positions restart in every segment; padding is a segment of its own. `ends` in place of the segments:
-        see `packed_attention`.
+        Positions restart in every segment; padding is a segment of its own. `ends`: see `packed_attention`.
         """
         x = look_up(self.embed.embedding[...], tokens, self.numerics.compute_dtype)
         x = constrain(x, "batch", "length", "activation")
@@ -501,10 +476,8 @@ class Decoder(nnx.Module):
         return self.final_norm(x), updated
 
     def embed_groups(self, tokens: Array) -> Array:
-        """Embed tokens [groups, B, n], a group a device: [groups, B, n, D].
-
-        Outside the `vmap` over the groups: within it the compiler gathers all rows on every device.
-        """
+        """Embed tokens [groups, B, n], a group a device: [groups, B, n, D]."""
+        # Outside the `vmap` over the groups: within it the compiler gathers all rows on every device.
         rows = tokens.reshape(-1, tokens.shape[-1])
         embedded = look_up(self.embed.embedding[...], rows, self.numerics.compute_dtype)
         return embedded.reshape(*tokens.shape, -1)
@@ -514,9 +487,8 @@ class Decoder(nnx.Module):
         weights, vocab_first = self.head()
         product = "...d,vd->...v" if vocab_first else "...d,dv->...v"
         dtype = self.numerics.compute_dtype
-        return jnp.einsum(
-            product, hidden.astype(dtype), weights.astype(dtype), preferred_element_type=jnp.float32
-        )
+        operands = hidden.astype(dtype), weights.astype(dtype)
+        return jnp.einsum(product, *operands, preferred_element_type=jnp.float32)
 
     def head(self) -> tuple[Array, bool]:
         """Return the output head's weights: [V, D] and True if they are the embeddings, else [D, V]."""
@@ -547,9 +519,8 @@ class CriticDecoder(Decoder):
 class Policy:
     """A decoder without its parameters, for jitted functions to close over.
 
-    Args:
-        adapters: trained in the numerics' `param_dtype`, while all other parameters are frozen in the
-            adapters' `base_dtype`. None: every parameter is trained.
+    With `adapters` these are trained in the numerics' `param_dtype`, and all other parameters are frozen in
+    the adapters' `base_dtype`; without, every parameter is trained.
 
     Attributes:
         abstract_params: all parameters; leaves are ShapeDtypeStructs.

@@ -1,13 +1,9 @@
-"""The weight-name table: our parameter path <-> HuggingFace name, layout and logical axes.
-
-`layers` parameters are stacked on a leading axis here, and one tensor a layer in HuggingFace's files.
-"""
+"""The table of weights: our path, of stacked layers, <-> HuggingFace name, layout and logical axes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -22,8 +18,6 @@ LISTED = 3  # differences that an error message names; the rest are counted
 
 @dataclass(frozen=True)
 class Weight:
-    """Name and layout of a parameter."""
-
     hf: str  # HuggingFace name; {layer} for stacked parameters
     axes: tuple[str, ...]  # logical axes of our array
     transposed: bool = False  # HuggingFace stores [out, in], we store [in, out]
@@ -41,10 +35,11 @@ def _layer(name: str, axis: str) -> Weight:
 
 
 def _product(module: str, name: str, inner: str, outer: str) -> dict[str, Weight]:
-    """Return the weight of a layer's product, and the adapter that it may have."""
+    """Return the weight of a layer's product, and the bias and the adapter that it may have."""
     adapter = f"{PEFT}{LAYER}{name}.lora_"
     return {
         f"{module}.kernel": Weight(f"{LAYER}{name}.weight", ("layers", inner, outer), transposed=True),
+        f"{module}.bias": _layer(f"{name}.bias", "norm" if outer == "embed" else outer),
         f"{module}.lora_a": Weight(adapter + "A.weight", ("layers", inner, "rank"), transposed=True),
         f"{module}.lora_b": Weight(adapter + "B.weight", ("layers", "rank", outer), transposed=True),
     }
@@ -57,19 +52,12 @@ WEIGHTS: dict[str, Weight] = {
     **_product("layers.attn.k", "self_attn.k_proj", "embed", "kv_heads"),
     **_product("layers.attn.v", "self_attn.v_proj", "embed", "kv_heads"),
     **_product("layers.attn.o", "self_attn.o_proj", "heads", "embed"),
-    "layers.attn.q.bias": _layer("self_attn.q_proj.bias", "heads"),
-    "layers.attn.k.bias": _layer("self_attn.k_proj.bias", "kv_heads"),
-    "layers.attn.v.bias": _layer("self_attn.v_proj.bias", "kv_heads"),
-    "layers.attn.o.bias": _layer("self_attn.o_proj.bias", "norm"),
     "layers.attn.q_norm.scale": _layer("self_attn.q_norm.weight", "norm"),
     "layers.attn.k_norm.scale": _layer("self_attn.k_norm.weight", "norm"),
     "layers.mlp_norm.scale": _layer("post_attention_layernorm.weight", "norm"),
     **_product("layers.mlp.gate", "mlp.gate_proj", "embed", "mlp"),
     **_product("layers.mlp.up", "mlp.up_proj", "embed", "mlp"),
     **_product("layers.mlp.down", "mlp.down_proj", "mlp", "embed"),
-    "layers.mlp.gate.bias": _layer("mlp.gate_proj.bias", "mlp"),
-    "layers.mlp.up.bias": _layer("mlp.up_proj.bias", "mlp"),
-    "layers.mlp.down.bias": _layer("mlp.down_proj.bias", "norm"),
     "final_norm.scale": Weight("model.norm.weight", ("norm",)),
     "lm_head.kernel": Weight("lm_head.weight", ("embed", "vocab"), transposed=True),
     "value_head.kernel": Weight("score.weight", ("norm", "norm"), transposed=True),  # of a critic
@@ -107,24 +95,23 @@ def hf_shapes(abstract: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def check_hf(shapes: Mapping[str, tuple[int, ...]], abstract: dict[str, Any], source: str) -> None:
     """Raise UserError if a checkpoint's HuggingFace names and shapes are not the policy's."""
-    problems = shape_problems(shapes, hf_shapes(abstract))
-    if problems:
+    if problems := shape_problems(shapes, hf_shapes(abstract)):
         raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {summary(problems)}")
 
 
 def shape_problems(
     shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """Describe every missing, extra and misshapen tensor, the three kinds in turn, short names first."""
-    names = sorted(shapes.keys() | expected.keys(), key=lambda name: (len(name), name))
-    missing = [f"missing {name} {list(expected[name])}" for name in names if name not in shapes]
-    unexpected = [f"unexpected {name} {list(shapes[name])}" for name in names if name not in expected]
-    misshapen = [
-        f"{name} has shape {list(shapes[name])} instead of {list(expected[name])}"
-        for name in names
-        if name in shapes and name in expected and tuple(shapes[name]) != tuple(expected[name])
-    ]
-    return [problem for problem in chain(*zip_longest(missing, unexpected, misshapen)) if problem]
+    """Describe every missing, extra and misshapen tensor, short names first."""
+    problems = []
+    for name in sorted(shapes.keys() | expected.keys(), key=lambda name: (len(name), name)):
+        if name not in shapes:
+            problems.append(f"missing {name} {list(expected[name])}")
+        elif name not in expected:
+            problems.append(f"unexpected {name} {list(shapes[name])}")
+        elif tuple(shapes[name]) != tuple(expected[name]):
+            problems.append(f"{name} has shape {list(shapes[name])} instead of {list(expected[name])}")
+    return problems
 
 
 def summary(problems: Sequence[str]) -> str:
@@ -136,16 +123,11 @@ def summary(problems: Sequence[str]) -> str:
 def from_hf(
     path: str, read: Callable[[str, Region], np.ndarray], num_layers: int, region: Region, dtype: Any
 ) -> np.ndarray:
-    """Assemble a region of our parameter at dotted `path`, in `dtype`; nothing else is read.
-
-    Args:
-        read: (HuggingFace name, region of that tensor) -> host array.
-    """
+    """Assemble a region of our parameter at `path` in `dtype`; `read` returns regions by HuggingFace name."""
     weight = WEIGHTS[path]
     layers, inner = (range(num_layers)[region[0]], region[1:]) if weight.stacked else (range(1), region)
     names = [weight.hf.format(layer=layer) for layer in layers]
     parts = [read(name, inner[::-1]).T if weight.transposed else read(name, inner) for name in names]
     if not weight.stacked:
         return np.ascontiguousarray(parts[0], dtype)
-    stacked: np.ndarray = np.stack(parts, dtype=dtype, casting="unsafe")
-    return stacked
+    return np.stack(parts, dtype=dtype, casting="unsafe")

@@ -18,7 +18,7 @@ from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.learner.optimizer import total_updates
+from calibadv_jax.learner.optimizer import step_updates
 from calibadv_jax.metrics.console import table
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
@@ -203,7 +203,7 @@ def _decay(values: Mapping[str, Any], config: Config) -> int:
     learner, rollout = values["learner"], values["rollout"]
     lengths = {name: learner[name] for name in ("steps", "epochs", "minibatch_size")}
     trajectories = rollout["questions_per_step"] * rollout["group_size"]
-    updates = total_updates(dataclasses.replace(config.learner, **lengths), trajectories)
+    updates = learner["steps"] * step_updates(dataclasses.replace(config.learner, **lengths), trajectories)
     return learner["optimizer"]["decay_updates"] or updates
 
 

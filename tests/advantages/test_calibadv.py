@@ -73,13 +73,11 @@ def test_switches(build, members, switches, expected):
     np.testing.assert_allclose(swapped, expected[::-1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("soft_penalty", [True, False])
 @pytest.mark.parametrize("adjust", ["positive", "negative"])
-def test_one_sided_group_zeroes_answers_and_keeps_searches(build, soft_penalty, adjust):
+def test_one_sided_group_zeroes_answers_and_keeps_searches(build, adjust):
     winner = build.member(1.0, "a", answer=3)
     loser = (0.0, False, [build.turn(num_tokens=0, num_observed=2)])  # nothing to train on
-    turns = by_turn(build.group(winner, loser), soft_penalty=soft_penalty, adjust=adjust)
-    np.testing.assert_allclose(turns[0], [A, 0.0])
+    np.testing.assert_allclose(by_turn(build.group(winner, loser), adjust=adjust)[0], [A, 0.0])
 
 
 def test_score_of_trajectory_without_tokens_counts(build):
@@ -95,34 +93,22 @@ def test_score_of_trajectory_without_tokens_counts(build):
     assert result.metrics["advantage/skipped_trajectories"] == 2
 
 
-@pytest.mark.parametrize(
-    ("switches", "phrases"),
-    [
-        (
-            {"target_ratio": 0.5, "adjust": "negative", "correctness": "mean"},
-            [
-                *("soft penalty ON", "correctness mean", "at least 0.7", "rebalance ON"),
-                *("the negative side is rescaled", "positive sum = 0.5 (lambda)"),
-            ],
-        ),
-        (
-            {"soft_penalty": False, "normalize_std": False} | B,
-            ["soft penalty OFF", "rebalance OFF", "Dr. GRPO"],
-        ),
-        ({"name": "grpo"}, ["no CalibAdv calibration"]),
-        ({"softening": "aggressive"}, ["0 from 1/3"]),
-        ({"softening": "upper_limit"}, ["towards the group's largest"]),
-        ({"softening": "reset"}, ["where all search turns of its number are correct"]),
-        ({"rebalance_over": "turn"}, ["of the first search turns"]),
-        ({"rebalance_over": "all", "rebalance_within": "step"}, ["within the whole step the positive side"]),
-        ({"rebalance_by": "tokens"}, ["positive number"]),
-        ({"rebalance_excess": True}, ["where it is above that"]),
-        ({"adjust": "clip"}, ["cut at 1 (lambda) × the mean positive one"]),
-    ],
-)
-def test_description_names_every_switch(switches, phrases):
-    text, plain = ("\n".join(describe(AdvantageConfig(**keys))) for keys in (switches, {}))
-    assert all(phrase in text for phrase in phrases) and phrases[-1] not in plain
+def test_description_names_every_switch():
+    plain = describe(AdvantageConfig())
+    off = describe(AdvantageConfig(soft_penalty=False, rebalance=False))
+    assert "soft penalty ON" in plain[2] and "rebalance ON" in plain[3]
+    assert "soft penalty OFF" in off[2] and "rebalance OFF" in off[3]
+    for key, value in {"softening": "reset", "correctness": "mean", "silver_threshold": 0.5}.items():
+        assert f"{key}={value}" in describe(AdvantageConfig(**{key: value}))[2]
+    choices = {
+        "rebalance_over": "all",
+        "rebalance_within": "step",
+        "rebalance_by": "tokens",
+        "adjust": "clip",
+    }
+    for key, value in (choices | {"rebalance_excess": True}).items():
+        assert f"{key}={value}" in describe(AdvantageConfig(**{key: value}))[3]
+    assert "becomes 2 (lambda" in describe(AdvantageConfig(target_ratio=2.0))[3]
 
 
 def test_step_balanced_as_a_whole(build):
@@ -175,36 +161,27 @@ def test_silver_documents_are_of_best_valid_trajectories(build, members, thresho
     assert silver_documents(group, threshold) == weights
 
 
-@pytest.mark.parametrize(("largest", "score"), [(2.0, 1.4), (0.5, 0.35), (1.0, 0.7)])
-def test_silver_threshold_is_relative_to_largest_reward(build, largest, score):
-    for answer_score, expected in ((score, {"a": 1.0}), (score - 0.01, {})):
-        group = build.group(build.member(answer_score, "a"))
-        group.trajectories[0].max_score = largest
-        assert silver_documents(group, 0.7) == expected
+@pytest.mark.parametrize(("score", "expected"), [(1.4, {"a": 1.0}), (1.39, {})])
+def test_silver_threshold_is_relative_to_largest_reward(build, score, expected):
+    group = build.group(build.member(score, "a"))
+    group.trajectories[0].max_score = 2.0
+    assert silver_documents(group, 0.7) == expected
 
 
 def turn_correctness(*arguments):
     return [judgement.correctness for judgement in judge_turns(*arguments)]
 
 
-def test_only_search_turns_of_valid_trajectories_have_correctness(build):
-    turns = [build.turn(documents=["a"]), build.turn("invalid", documents=["b"]), build.turn("answer")]
-    valid, invalid = build.group((0.0, True, turns), (0.0, False, turns)).trajectories
+def test_only_searches_with_documents_have_correctness(build):
+    documents = [build.turn(documents=["a"]), build.turn("invalid", documents=["b"]), build.turn("answer")]
+    empty = [build.turn(think="a"), build.turn(think="b", documents=["a"]), build.turn("answer")]
+    members = (0.0, True, documents), (0.0, False, documents), (1.0, True, empty)
+    valid, invalid, last = build.group(*members).trajectories
     silver = {"a": 1.0, "b": 1.0}
-    assert turn_correctness(valid, silver, "fraction") == [1.0, 0.0, 0.0]
-    assert turn_correctness(invalid, silver, "fraction") == [0.0, 0.0, 0.0]
-    assert turn_correctness(valid, {}, "fraction") == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("how", ["fraction", "max", "mean"])
-def test_search_without_documents_has_correctness_zero(build, how):
-    """Also where the only search of a right trajectory found nothing: that makes no silver documents."""
-    turns = [build.turn(think="a"), build.turn(think="b", documents=["a"]), build.turn("answer")]
-    group = build.group((1.0, True, turns), (1.0, True, [build.turn(think="c"), build.turn("answer")]))
-    silver = silver_documents(group, 0.7)
-    assert silver == {"a": 1.0}
-    assert turn_correctness(group.trajectories[0], silver, how) == [0.0, 1.0, 0.0]
-    assert turn_correctness(group.trajectories[1], silver, how) == [0.0, 0.0]
+    for how in ("fraction", "max", "mean"):
+        assert turn_correctness(valid, silver, how) == [1.0, 0.0, 0.0]
+        assert turn_correctness(invalid, silver, how) == turn_correctness(valid, {}, how) == [0.0, 0.0, 0.0]
+        assert turn_correctness(last, silver, how) == [0.0, 1.0, 0.0]
 
 
 def test_judgement_names_repetition_and_silver(build):
@@ -225,11 +202,3 @@ def test_judgement_names_repetition_and_silver(build):
     judged = judge_turns(trajectory, {"d": 0.5}, "max")
     assert judged[3].found_silver == ("d",) and judged[3].correctness == 0.5
     assert {judgement.repeated for judgement in judge_turns(trajectory, {}, "max")} == {None}
-
-
-def test_worthless_turn_stays_in_the_history(build):
-    shown = [("x", "y"), ("one two three", "a"), ("one two four", "b"), ("five six", "bc")]
-    turns = [build.turn(think=think, documents=documents) for think, documents in shown]
-    (trajectory,) = build.group((0.0, True, turns)).trajectories
-    # The first shows nothing silver, the third repeats the second, and b is seen when the fourth shows it.
-    assert turn_correctness(trajectory, dict.fromkeys("abc", 1.0), "fraction") == [0, 1, 0, 0.5]

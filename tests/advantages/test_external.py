@@ -28,10 +28,7 @@ GROUP = [  # docs/calibadv.md: score, format, and for each turn kind, tokens, do
     (0.0, False, [("search", 6, "BEF", ""), ("answer", 20, "", "w")]),
 ]
 RECORDS = [
-    TrajectoryRecord(
-        score, valid, [TurnRecord(kind, count, list(ids), think) for kind, count, ids, think in turns]
-    )
-    for score, valid, turns in GROUP
+    TrajectoryRecord(score, valid, [TurnRecord(*turn) for turn in turns]) for score, valid, turns in GROUP
 ]
 
 
@@ -52,16 +49,12 @@ def test_advantages_equal_the_trainers(build, settings):
         for score, valid, turns in GROUP
     ]
     result = compute_advantages([build.group(*members)], AdvantageConfig(**settings))
-    for ours, by_token, record, turns in zip(
-        turn_advantages(RECORDS, AdvantageSettings(**settings)),
-        result.advantages[0],
-        RECORDS,
-        result.credits[0].turns,
-        strict=True,
-    ):
-        np.testing.assert_array_equal(ours, turns)
-        counts = [turn.num_tokens for turn in record.turns]
-        spread = token_advantages(ours, counts, np.ones(sum(counts), bool))
+    ours = turn_advantages(RECORDS, AdvantageSettings(**settings))
+    for advantages, turns in zip(ours, result.credits[0].turns, strict=True):
+        np.testing.assert_array_equal(advantages, turns)
+    for advantages, by_token, (*_, turns) in zip(ours, result.advantages[0], GROUP, strict=True):
+        counts = [count for _, count, *_ in turns]
+        spread = token_advantages(advantages, counts, np.ones(sum(counts), bool))
         np.testing.assert_array_equal(spread, by_token)
 
 

@@ -43,15 +43,11 @@ def settings_of(case):
 
 def turns_of(mask, build):
     """A turn for each run of sampled tokens, with the gap after it as its observation."""
-    runs = [(sampled, len(list(run))) for sampled, run in groupby(mask)]
-    if not runs[0][0]:
-        runs.insert(0, (1, 0))
-    if runs[-1][0]:
-        runs.append((0, 0))
-    return [
-        build.turn(num_tokens=sampled, num_observed=observed)
-        for (_, sampled), (_, observed) in zip(runs[::2], runs[1::2], strict=True)
-    ]
+    runs = [(sampled, len(list(run))) for sampled, run in groupby([1, *mask, 0])]
+    sizes = [length for _, length in runs]
+    sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] - 1  # the two that stand around the mask
+    pairs = zip(sizes[::2], sizes[1::2], strict=True)
+    return [build.turn(num_tokens=sampled, num_observed=observed) for sampled, observed in pairs]
 
 
 def is_comparable(case):
@@ -75,11 +71,10 @@ def test_published_values(cases, build, name):
         for row in range(len(inputs["mask"])):
             rows.setdefault(inputs["group"][row] if "group" in inputs else "all", []).append(row)
         scores = [sum(rewards) for rewards in inputs["rewards"]]
-        turns = [turns_of(mask, build) for mask in inputs["mask"]]
-        groups = [
-            build.group(*((scores[row], True, turns[row]) for row in members), question_id=label)
-            for label, members in rows.items()
+        made = [
+            (score, True, turns_of(mask, build)) for score, mask in zip(scores, inputs["mask"], strict=True)
         ]
+        groups = [build.group(*(made[row] for row in rows[label]), question_id=label) for label in rows]
         result = compute_advantages(groups, settings_of(case))
         for members, advantages in zip(rows.values(), result.advantages, strict=True):
             for row, values in zip(members, advantages, strict=True):
@@ -94,21 +89,24 @@ def assert_close(actual, expected, where):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5, err_msg=where)
 
 
+def assert_advantages(case, made, config, expected, without_answer=False):
+    """Compare the advantages of every trajectory's tokens; return the result."""
+    result = compute_advantages(made.groups, config)
+    for positions, advantages in zip(made.positions, result.advantages, strict=True):
+        for position, values in zip(positions, advantages, strict=True):
+            answer = case["trajectories"][position]["turns"][-1]["num_tokens"] if without_answer else 0
+            end = len(values) - answer
+            assert values.dtype == np.float32
+            assert_close(values[:end], expected[position][:end], f"{case['name']}, trajectory {position}")
+    return result
+
+
 def test_published_values_of_querygroup(cases, build):
     chosen = [case for case in cases if case["name"].startswith("querygroup")]
     assert len(chosen) == 6
     for case in chosen:
         config = AdvantageConfig(name="querygroup", correctness=case["settings"]["correctness"])
-        for position, values in computed(build.case(case), config):
-            expected = case["expected"]["advantages"][position]
-            assert_close(values, expected, f"{case['name']}, trajectory {position}")
-
-
-def computed(made, config):
-    """Position in the case and advantages of every trajectory."""
-    result = compute_advantages(made.groups, config)
-    for positions, advantages in zip(made.positions, result.advantages, strict=True):
-        yield from zip(positions, advantages, strict=True)
+        assert_advantages(case, build.case(case), config, case["expected"]["advantages"])
 
 
 SOFTENINGS = {"positive_upper_limit": "upper_limit", "reset2zero": "reset"}  # other names here
@@ -157,32 +155,23 @@ def test_published_values_of_the_variants(cases, build):
     chosen = [case for case in cases if has_published_values(case)]
     assert len(chosen) == 108
     for case in chosen:
-        settings = case["settings"]
-        values_of = case["expected"].get("advantages_if_float", case["expected"]["advantages"])
+        settings, expected = case["settings"], case["expected"]
+        expected = expected.get("advantages_if_float", expected["advantages"])
         # There the answer turns are left out, here they are balanced like those of any other number.
         searches_only = settings["rebalance"] == "turn_in_group" and settings["soft_penalty"]
-        for position, values in computed(build.case(case), calibration_of(settings)):
-            turns = case["trajectories"][position]["turns"]
-            end = len(values) - (turns[-1]["num_tokens"] if searches_only else 0)
-            expected = values_of[position][:end]
-            assert_close(values[:end], expected, f"{case['name']}, trajectory {position}")
+        assert_advantages(case, build.case(case), calibration_of(settings), expected, searches_only)
+
+
+def assert_agrees(case, build):
+    made = build.case(case)
+    result = assert_advantages(case, made, made.config, case["expected"]["advantages"])
+    for positions, credit in zip(made.positions, result.credits, strict=True):
+        for position, correctness in zip(positions, credit.correctness, strict=True):
+            is_search = [turn["kind"] == "search" for turn in case["trajectories"][position]["turns"]]
+            assert_close(correctness[is_search], case["expected"]["correctness"][position], case["name"])
 
 
 LOCAL = Path(__file__).resolve().parents[1] / "golden_local" / "credit_cases.json"
-
-
-def assert_agrees(case: dict, build) -> None:
-    made = build.case(case)
-    result = compute_advantages(made.groups, made.config)
-    for positions, advantages, credit in zip(made.positions, result.advantages, result.credits, strict=True):
-        for member, position in enumerate(positions):
-            where = f"{case['name']}, trajectory {position}"
-            expected = np.array(case["expected"]["advantages"][position], np.float64)
-            assert advantages[member].dtype == np.float32
-            assert_close(advantages[member], expected, where)
-            is_search = [turn["kind"] == "search" for turn in case["trajectories"][position]["turns"]]
-            correctness = credit.correctness[member][is_search]
-            assert_close(correctness, case["expected"]["correctness"][position], where)
 
 
 @pytest.mark.parametrize("case", read(LOCAL), ids=lambda case: case["name"])

@@ -21,7 +21,6 @@ from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document
 
-BY_TURN = ("gigpo", "mt_grpo", "stepsearch", "igpo", "a2tgpo", "tips")
 PLAIN = AdvantageConfig(name="gae")
 HALF = 1 / math.sqrt(2)  # of two values x > y: (x - mean) / std
 
@@ -122,11 +121,10 @@ def test_tips_sums_the_initial_policys_gains(searching):
     close(turns_of("tips", group, discount=0.5), compared(*rewards))
 
 
-@pytest.mark.parametrize("name", BY_TURN)
+@pytest.mark.parametrize("name", ["gigpo", "mt_grpo", "stepsearch", "igpo", "a2tgpo", "tips"])
 def test_equal_trajectories_get_exactly_nothing(searching, name):
-    golden = [[0.3, 0.7, 0.7]] * 3 if name != "igpo" else [[0.3, 0.3, 0.3]] * 3
-    score = 0.0 if name == "igpo" else 2 / 3
-    group = searching(*[(score, [["a", "b"], ["a"]])] * 3, golden=golden)
+    golden, score = ([0.3, 0.3, 0.3], 0.0) if name == "igpo" else ([0.3, 0.7, 0.7], 2 / 3)
+    group = searching(*[(score, [["a", "b"], ["a"]])] * 3, golden=[golden] * 3)
     assert turns_of(name, group, normalize_std=True) == [[0.0] * 3] * 3
 
 
@@ -140,7 +138,7 @@ def test_missing_golden_logprobs_are_refused(searching, name, policy):
         turns_of(name, group)
     assert turns_of("mt_grpo", group)
     group.trajectories[0].turns[0].values = None
-    with pytest.raises(UserError, match="no values of a critic were kept, and gae cannot do without"):
+    with pytest.raises(UserError, match="no values of a critic were kept, which gae needs"):
         compute_advantages([group], PLAIN)
 
 
@@ -159,21 +157,17 @@ def test_published_values(shared):
     chosen = [case for case in cases if case.get("estimator") == "gae_masked"]
     assert len(chosen) == 6
     for case in chosen:
-        masks = [np.array(row, bool) for row in case["inputs"]["mask"]]
-
-        def sampled(rows, masks=masks):
-            return [np.array(row)[mask] for row, mask in zip(rows, masks, strict=True)]
-
-        rewards, values = sampled(case["inputs"]["rewards"]), sampled(case["inputs"]["values"])
-        settings = case["settings"]
-        advantages = [
-            token_advantages(*row, settings["gamma"], settings["lam"])
-            for row in zip(rewards, values, strict=True)
+        columns = [*(case["inputs"][name] for name in ("mask", "rewards", "values"))]
+        columns += [case["expected"][name] for name in ("returns", "advantages")]
+        rows = [
+            [np.array(column)[np.array(mask, bool)] for column in row]
+            for mask, *row in zip(*columns, strict=True)
         ]
-        returns = [own + value for own, value in zip(advantages, values, strict=True)]
-        for ours, key in ((returns, "returns"), (whitened(*advantages), "advantages")):
-            for row, expected in zip(ours, sampled(case["expected"][key]), strict=True):
-                np.testing.assert_allclose(row, expected, rtol=1e-6, atol=1e-7, err_msg=case["name"])
+        factors = case["settings"]["gamma"], case["settings"]["lam"]
+        ours = [token_advantages(rewards, values, *factors) for rewards, values, *_ in rows]
+        for own, white, (_, values, returns, expected) in zip(ours, whitened(*ours), rows, strict=True):
+            np.testing.assert_allclose(own + values, returns, rtol=1e-6, atol=1e-7, err_msg=case["name"])
+            np.testing.assert_allclose(white, expected, rtol=1e-6, atol=1e-7, err_msg=case["name"])
 
 
 def whitened(*tokens):

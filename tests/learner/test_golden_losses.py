@@ -34,8 +34,6 @@ KEYS = {
     "limit_high": "clip_high",
     "beta": "dro_beta",
 } | {field.name: field.name for field in fields(LossConfig) if field.name not in ("kl_coef", "aggregation")}
-
-
 CORRECTIONS = {  # those whose masked tokens leave the mean are scaled to ours, which stay in it
     0: {"importance_cap": 2.0},
     1: {"importance_cap": 2.0, "importance_level": "sequence"},

@@ -24,15 +24,8 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.slow
 
-COMMON = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+COMMON = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+COMMON |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 LAYOUTS = {
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "num_hidden_layers": 1}),
@@ -46,12 +39,11 @@ LOSS = policy_gradient(LossConfig(), on_policy=True)
 
 
 def samples():
-    rng = np.random.default_rng(3)
-    made = []
+    rng, made = np.random.default_rng(3), []
     for length in (18, 24, 15, 21):
         mask, nothing = np.arange(length) >= 5, np.zeros(length, np.float32)
-        tokens = rng.integers(0, COMMON["vocab_size"], length).astype(np.int32)
-        made.append(Sample(tokens, mask, nothing + np.float32(rng.normal()) * mask, nothing))
+        tokens = rng.integers(0, 40, length).astype(np.int32)
+        made.append(Sample(tokens, mask, np.float32(rng.normal()) * mask, nothing))
     return made
 
 
@@ -64,19 +56,15 @@ def torch_updates(model):
     """GRPO on what is trained, as its formula says: every token's ratio is 1 and has a gradient."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, weight_decay=0.0)
-    batch = samples()
-    count = sum(int(sample.mask.sum()) for sample in batch)
+    count = sum(int(sample.mask.sum()) for sample in samples())
     for _ in range(UPDATES):
         optimizer.zero_grad()
-        total = torch.zeros(())
-        for sample in batch:
+        for sample in samples():
             tokens = torch.from_numpy(sample.tokens[None]).long()
             logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
             chosen = logprobs.gather(-1, tokens[0, 1:, None])[:, 0]
-            ratio = torch.exp(chosen - chosen.detach())
-            weight = torch.from_numpy(sample.advantages[1:] * sample.mask[1:])
-            total = total - (ratio * weight).sum() / count
-        total.backward()
+            weight = torch.from_numpy(sample.advantages[1:] * sample.mask[1:]) / count
+            (-torch.exp(chosen - chosen.detach()) * weight).sum().backward()
         norm = torch.sqrt(sum((parameter.grad**2).sum() for parameter in trained))
         for parameter in trained:
             parameter.grad *= torch.clamp(OPTIMIZER.max_grad_norm / norm, max=1.0)
@@ -104,9 +92,8 @@ def trained(request, tmp_path_factory):
     model.save_pretrained(folder / "base")
     targets = TARGETS[request.param].split()
     modules = [f"{target}_proj" for target in targets]
-    shape = {"r": RANK, "lora_alpha": ALPHA, "target_modules": modules}
-    lora_config = peft.LoraConfig(**shape, init_lora_weights=False, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model, lora_config)
+    shape = {"r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(model, peft.LoraConfig(**shape, init_lora_weights=False))
     model.save_pretrained(folder / "adapter")
     adapters = Adapters(RANK, ALPHA, tuple(sorted(targets)), "float32")
     hf_config = read_hf_config(folder / "base")

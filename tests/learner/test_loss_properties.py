@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from loss_cases import packed, sample
@@ -102,14 +100,12 @@ def test_on_policy_equals_equal_old_logprobs(name, cases):
     assert_same(stale, apart)
 
 
-@pytest.mark.parametrize("gating", [False, True])
-def test_lld_pushes_positive_advantages_at_ratio_one(gating):
-    row = [-1.0, -2.0, -0.5, -1.0], [-1.0, -2.0, -0.5, -1.0], [1.0, 1.0, -1.0, 3.0], [1, 1, 1, 1]
-    config = LossConfig(name="lld", lld_gating=gating)
-    loss, (gradient,), _ = packed([sample(*row)], config)
-    plain, (without,), _ = packed([sample(*row)], LossConfig())
+@pytest.mark.parametrize(("gating", "push"), [(False, -0.1 / 3), (True, 0.0)])
+def test_lld_pushes_positive_advantages_at_ratio_one(gating, push):
+    row = sample([-1.0, -2.0, -0.5, -1.0], [-1.0, -2.0, -0.5, -1.0], [1.0, 1.0, -1.0, 3.0], [1] * 4)
+    loss, (gradient,), _ = packed([row], LossConfig(name="lld", lld_gating=gating))
+    plain, (without,), _ = packed([row], LossConfig())
     assert loss == plain
-    push = 0.0 if gating else -0.1 / 3
     np.testing.assert_allclose(gradient - without, [push, push, 0, push], atol=1e-6)
 
 
@@ -126,14 +122,14 @@ def test_rounding_of_the_old_logprobs_chooses_no_gradient(name):
 
 def test_balance_detached_moves_both_sides():
     """At ratio 1: terms of positive advantages come to -4/3, others to 1/3; the factor is 1.75 x 4."""
-    row = [-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], [1.0, 3.0, -1.0], [1, 1, 1]
-    config = LossConfig(name="balance_detached", balance_ratio=1.75)
-    loss, (gradient,), _ = packed([sample(*row)], config)
-    assert loss == pytest.approx(0.75 * 4 / 3, abs=1e-6)
-    np.testing.assert_allclose(gradient, [-1 / 3, -1, 7 / 3], atol=1e-6)
-    published = packed([sample(*row)], dataclasses.replace(config, name="balance"))
-    assert published[0] == pytest.approx(loss)
-    np.testing.assert_allclose(published[1][0], [0.75 / 3, 0.75, 0], atol=1e-6)  # upside down
+    row = sample([-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], [1.0, 3.0, -1.0], [1, 1, 1])
+    for name, expected in (
+        ("balance_detached", [-1 / 3, -1, 7 / 3]),
+        ("balance", [1 / 4, 3 / 4, 0]),
+    ):  # upside down
+        loss, (gradient,), _ = packed([row], LossConfig(name=name, balance_ratio=1.75))
+        assert loss == pytest.approx(0.75 * 4 / 3, abs=1e-6)
+        np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
 def test_ratios_without_bound_stay_finite():

@@ -13,11 +13,11 @@ from tiny_policy import GROUPED, mesh_of, single_device, tiny
 
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.batching import Rows, RowShape, Sample, SharedRows, token_weights, trees
+from calibadv_jax.learner.batching import Rows, RowShape, Sample, SharedRows, token_weights
 from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of, learn_values
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.step import learn, sample_logprobs
+from calibadv_jax.learner.step import learn
 
 VOCAB, ROW = 40, 48
 CONFIG = LearnerConfig(row_length=ROW, row_widths=1, microbatch_rows=1)
@@ -68,27 +68,6 @@ def stepped(learner, samples, config, loss):
     return jax.tree.map(np.subtract, before, jax.device_get(result.state["params"])), result
 
 
-@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(20, 60))
-@settings(max_examples=60, deadline=None)
-def test_tree_holds_every_sample_and_nothing_else(seed, questions, most):
-    samples = [sample for sample in groups(seed, questions) if len(sample.tokens) <= most]
-    forest = list(trees(samples, most, common=0))
-    assert sorted(index for tree in forest for index in tree.paths) == list(range(len(samples)))
-    for tree in forest:
-        assert len(tree.tokens) <= most
-        columns = np.arange(len(tree.tokens))
-        sees = (columns[:, None] >= columns) & (columns[:, None] < tree.ends)
-        prefixes = set()
-        for index, path in tree.paths.items():
-            tokens = samples[index].tokens
-            np.testing.assert_array_equal(tree.tokens[path], tokens)
-            np.testing.assert_array_equal(tree.positions[path], np.arange(len(tokens)))
-            for position, node in enumerate(path):
-                np.testing.assert_array_equal(np.flatnonzero(sees[node]), path[: position + 1])
-            prefixes |= {tokens[: n + 1].tobytes() for n in range(len(tokens))}
-        assert len(tree.tokens) == len(prefixes)
-
-
 @pytest.mark.parametrize("widths", [[ROW], [ROW, ROW // 2]])
 def test_shared_rows_return_values_by_sample(widths):
     samples, shapes = groups(), [RowShape(width, 1, cost=width) for width in widths]
@@ -97,32 +76,30 @@ def test_shared_rows_return_values_by_sample(widths):
     assert rows.positions < 0.7 * plain.positions
     held = sum(int(np.count_nonzero(batch.tokens)) for batch in batches)  # no token of the samples is 0
     assert rows.computed == held < rows.tokens == plain.tokens == plain.computed
-    logprobs, targets = (
-        rows.by_sample([getattr(batch, name) for batch in batches])
-        for name in ("sampler_logprobs", "targets")
-    )
+    logprobs = rows.by_sample([batch.sampler_logprobs for batch in batches])
+    targets = rows.by_sample([batch.targets for batch in batches])
     for sample, values, tokens in zip(samples, logprobs, targets, strict=True):
         np.testing.assert_array_equal(values, sample.logprobs)
         np.testing.assert_array_equal(tokens, np.where(sample.mask, sample.tokens, 0))
 
 
 @pytest.mark.parametrize(
-    ("name", "attention_chunk"),
+    ("name", "attention_chunk", "sizes"),
     [
-        ("vanilla", 16),
-        pytest.param("vanilla", ROW, marks=pytest.mark.medium),
-        pytest.param("gspo", 16, marks=pytest.mark.medium),
-        pytest.param("lld", 16, marks=pytest.mark.medium),
-        pytest.param("clip_cov", 16, marks=pytest.mark.medium),
+        ("vanilla", 16, {}),
+        pytest.param("vanilla", ROW, {}, marks=pytest.mark.medium),
+        pytest.param("gspo", 16, {}, marks=pytest.mark.medium),
+        pytest.param("lld", 16, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.medium),
+        pytest.param("clip_cov", 16, {}, marks=pytest.mark.medium),
     ],
 )
-def test_shared_rows_make_the_step_of_plain_rows(name, attention_chunk):
-    """Losses over sequences, with batch factors, and log-probabilities before the step."""
+def test_shared_rows_make_the_step_of_plain_rows(name, attention_chunk, sizes):
+    """Losses over sequences, with batch factors, and log-probabilities before the step; on a mesh, too."""
     learner, samples = learner_of(attention_chunk), groups()
     chosen = LossConfig(name=name, aggregation="sequence_mean", entropy_coef=0.01, importance_cap=2.0)
     loss = policy_gradient(chosen, on_policy=False)
     plain, expected = stepped(learner, samples, CONFIG, loss)
-    shared, shared_result = stepped(learner, samples, SHARED, loss)
+    shared, shared_result = stepped(learner_of(attention_chunk, **sizes), samples, SHARED, loss)
     close_in_norm(shared, plain)
     for metric, value in expected.metrics.items():
         if metric not in ("perf/packing", "actor/row_fill"):
@@ -130,16 +107,6 @@ def test_shared_rows_make_the_step_of_plain_rows(name, attention_chunk):
     assert shared_result.metrics["perf/packing"] < 0.7 * expected.metrics["perf/packing"]
     for sample, other in zip(shared_result.samples, expected.samples, strict=True):
         np.testing.assert_allclose(sample.old_logprobs, other.old_logprobs, atol=1e-5)
-
-
-@pytest.mark.medium
-def test_eight_devices_equal_one():
-    loss = policy_gradient(LossConfig(), on_policy=False)
-    alone, spread = (
-        stepped(learner, groups(), SHARED, loss)[0]
-        for learner in (learner_of(), learner_of(fsdp=4, tensor=2))
-    )
-    close_in_norm(spread, alone)
 
 
 @pytest.mark.medium
@@ -154,28 +121,19 @@ def test_critic_learns_the_same_from_shared_rows():
     close_in_norm(*states)
 
 
-def test_too_long_a_sample_is_named():
+def test_no_sample_and_a_too_long_sample():
+    rows = SharedRows([], [RowShape(ROW, 1)])
+    assert rows.computed == rows.tokens == rows.positions == 0
+    assert [batch.sources.shape for batch in rows.batches()] == [(0, ROW)]
     samples = [sample(np.random.default_rng(0), list(range(length)), 2) for length in (9, ROW + 1)]
     with pytest.raises(ValueError, match=f"sample 1 has {ROW + 1} tokens, but a row holds {ROW}"):
         SharedRows(samples, [RowShape(ROW, 1)])
 
 
-def test_nothing_takes_no_rows():
-    rows = SharedRows([], [RowShape(ROW, 1)])
-    assert rows.computed == rows.tokens == rows.positions == 0
-    assert [batch.sources.shape for batch in rows.batches()] == [(0, ROW)]
-
-
 def test_row_filled_by_the_common_prefix():
     """One column is left in it: a tree for each sample."""
-    learner = learner_of()
     samples = [sample(np.random.default_rng(1), list(range(ROW)), ROW - 1)] * 3
-    rows = SharedRows(samples, [RowShape(ROW, 1)], token_weights(samples, "token_mean"))
-    assert rows.plan.num_rows == [3]
-    params = learner.init(init_params(learner.policy, learner.mesh, 0))["params"]
-    expected = sample_logprobs(learner, params, samples[:1], CONFIG)[0]
-    for values in sample_logprobs(learner, params, samples, SHARED):
-        assert values[-1] == pytest.approx(expected[-1], abs=1e-5)
+    assert assert_each_sees_its_beginning(samples, ROW).plan.num_rows == [3]
 
 
 def test_kernel_without_sharing_is_refused():
@@ -203,6 +161,9 @@ def assert_each_sees_its_beginning(samples, length):
             np.testing.assert_array_equal(batch.positions[row, seen], np.arange(token))
     trained = sum(np.count_nonzero(sample.mask[1:]) for sample in samples)
     assert sum(np.count_nonzero(batch.weights) for batch in batches) == trained
+    for tree in rows.trees:  # computes no prefix twice
+        texts = [samples[index].tokens for index in tree.paths]
+        assert len(tree.tokens) == len({text[: n + 1].tobytes() for text in texts for n in range(len(text))})
     return rows
 
 

@@ -30,8 +30,7 @@ need("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
-LENGTHS = (50, 80, 130, 240, 1000)  # tokens of the prompts; with --all-cases fifty
-MANY = tuple(np.geomspace(50, 1500, 50).astype(int).tolist())
+LENGTHS = (50, 80, 130, 240, 1000)  # tokens of the prompts
 WIDTH = 1536  # of a row: more than one block of attention
 ASKED = ("Who wrote Romeo and Juliet?", "What is the capital of France?", "How many days has a week?")
 
@@ -47,11 +46,9 @@ def tokenizer(name):
 
 
 @pytest.fixture(scope="module")
-def weights(name, request):
-    """Folder of a model whose weights are compared: one of them, or all with --all-cases."""
-    if name != "qwen2.5-0.5b" and not request.config.getoption("--all-cases"):
-        pytest.skip("the weights of this model are compared with --all-cases")
-    return real_model(name)
+def weights():
+    """Folder of a model whose weights are compared."""
+    return real_model("qwen2.5-0.5b")
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +70,15 @@ def params(weights, policy):
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer, request):
+def prompts(weights):
     """Texts of the documentation after the protocol's prompt, of many lengths: int32 [N] each."""
-    lengths = MANY if request.config.getoption("--all-cases") else LENGTHS
+    tokenizer = load_tokenizer(weights)
     texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
     start = open_prompt(Question("1", ASKED[0], ("x",), "test"), tokenizer, Config().prompt, 2048)[0]
-    written = encode(tokenizer, texts[: 30 * sum(lengths)])
-    pieces = [written[end - length : end] for length, end in zip(lengths, np.cumsum(lengths), strict=True)]
+    written = encode(tokenizer, texts[: 30 * sum(LENGTHS)])
+    pieces = np.split(written, np.cumsum(LENGTHS))[: len(LENGTHS)]
     prompts = [np.concatenate([start, piece]).astype(np.int32)[-len(piece) :] for piece in pieces]
-    assert [len(ids) for ids in prompts] == list(lengths)
+    assert [len(ids) for ids in prompts] == list(LENGTHS)
     return prompts
 
 
@@ -124,27 +121,25 @@ def test_bfloat16_stays_near(policy, params, prompts, expected):
     assert np.mean(np.concatenate(gaps)) > 1e-4  # else it was no bfloat16
 
 
-def test_greedy_text_equals_transformers(policy, params, tokenizer, original, prompts, all_cases):
+def test_greedy_text_equals_transformers(policy, params, weights, original):
     import torch
 
-    stops = StopRule(tokenizer, tokenizer.eos_token_id)
+    tokenizer = load_tokenizer(weights)
     config = SamplerConfig(slots=4, decode_chunk=16, prefill_chunk=64)
-    sampler = JaxSampler(policy, stops, config, single_device(), 512)
-    template = Config().prompt
-    prompted = [open_prompt(Question("1", text, ("x",), "t"), tokenizer, template, 512)[0] for text in ASKED]
-    length = 64 if all_cases else 32
-    prompted += prompts[:20] if all_cases else []
+    sampler = JaxSampler(policy, StopRule(tokenizer, tokenizer.eos_token_id), config, single_device(), 512)
+    questions = [Question("1", text, ("x",), "t") for text in ASKED]
+    prompted = [open_prompt(question, tokenizer, Config().prompt, 512)[0] for question in questions]
 
     async def completions():
         await sampler.load(0, params)
-        sampling = SamplingParams(length, 0.0, 1.0, 0, 0, ())
+        sampling = SamplingParams(32, 0.0, 1.0, 0, 0, ())
         calls = (sampler.generate(ids.tolist(), sampling, str(n)) for n, ids in enumerate(prompted))
         return await asyncio.gather(*calls)
 
     for ids, completion in zip(prompted, asyncio.run(completions()), strict=True):
         tokens = torch.tensor(ids, dtype=torch.long)[None]
         with torch.no_grad():
-            greedy = original.generate(tokens, max_new_tokens=length, do_sample=False)[0, len(ids) :]
+            greedy = original.generate(tokens, max_new_tokens=32, do_sample=False)[0, len(ids) :]
         assert completion.token_ids == greedy.tolist()
 
 

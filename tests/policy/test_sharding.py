@@ -36,10 +36,6 @@ def test_local_fsdp_divides_the_devices():
         local_sizes(sizes, 3)
 
 
-def test_heads_are_split_only_where_tensor_divides_them():
-    assert cache_axes(4, 2) == ("batch", "kv_heads") and cache_axes(6, 4) == ("slots", None)
-
-
 def test_parameters_split_where_they_can():
     """Key and value heads of width 18 do not divide by tensor=4: that axis stays whole, the other splits."""
     heads = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3}
@@ -51,6 +47,7 @@ def test_parameters_split_where_they_can():
     assert shardings["layers.attn.k.kernel"].spec == P(None, "fsdp", None)
     assert shardings["layers.attn.q.kernel"].spec == P(None, "fsdp", "tensor")
     assert shardings.keys() == flatten(abstract).keys()
+    assert cache_axes(4, 2) == ("batch", "kv_heads") and cache_axes(6, 4) == ("slots", None)
 
 
 def test_local_copy_gathers_the_base_once():

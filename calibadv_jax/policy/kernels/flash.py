@@ -17,13 +17,7 @@ TRITON_BLOCK = 64
 
 
 def splash_attention(q: Array, k: Array, v: Array, segment_ids: Array, interpret: bool = False) -> Array:
-    """Attend causally within segments by `jax.experimental.pallas.ops.tpu.splash_attention`: [B, T, N, H].
-
-    Args:
-        q: [B, T, N, H]. k, v: [B, T, K, H].
-        segment_ids: int32 [B, T].
-        interpret: compute it without a TPU, slowly.
-    """
+    """Attend causally within segments int32 [B, T]: q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H]."""
     length, num_heads, head_dim = q.shape[1:]
     padded = -(-length // LANES) * LANES
     block = next(size for size in (512, 256, LANES) if padded % size == 0)
@@ -41,7 +35,7 @@ def splash_attention(q: Array, k: Array, v: Array, segment_ids: Array, interpret
 
 
 def triton_attention(q: Array, k: Array, v: Array, segment_ids: Array, interpret: bool = False) -> Array:
-    """Do the same by `jax.experimental.pallas.ops.gpu.attention` (Triton; Ampere and later)."""
+    """Do the same by Triton (Ampere and later)."""
     length, num_heads, head_dim = q.shape[1:]
     padded = -(-length // TRITON_BLOCK) * TRITON_BLOCK
     repeats = num_heads // k.shape[2]  # the kernel knows no groups of queries
