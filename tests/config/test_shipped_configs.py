@@ -189,7 +189,11 @@ def test_memory_fractions_leave_room_for_the_retriever(path):
 @pytest.mark.parametrize(
     ("overrides", "is_right", "words"),
     [
-        (["prompt.template=papr"], False, ["FAIL prompt: prompt.template is", "1 of 5 offline checks failed"]),
+        (
+            ["prompt.template=papr"],
+            False,
+            ["FAIL prompt: prompt.template is", "1 of 5 offline checks failed"],
+        ),
         (["learner.microbatch_rows=12"], False, ["set it to 16"]),
         (["policy.init.model_type=gpt2"], False, ["FAIL policy: policy.init: model_type is 'gpt2'"]),
         (["data.train=bad.jsonl"], False, ["FAIL questions: bad.jsonl:1"]),
