@@ -243,3 +243,13 @@ def test_forged_texts_lose_tags_and_escapes(agent):
             assert f"<{tag}" not in text
         assert not any(escape in text for escape in ("\\u001b", "\\u0007", "\u202e", "\x1b"))
     assert whole.choices[0].message.content.endswith("Ann") and "<script>" in FORGED
+
+
+def test_slow_clients_lose_their_connection(agent, monkeypatch):
+    monkeypatch.setattr("calibadv_jax.contrib.serving.app.CLIENT_SECONDS", 0.3)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    whole = head + b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    for sent, status in ((head, b""), (whole, b"HTTP/1.1 408 ")):
+        with socket.create_connection(("127.0.0.1", int(agent.url.rpartition(":")[2])), timeout=30) as client:
+            client.sendall(sent)
+            assert client.recv(len(status) or 1) == status

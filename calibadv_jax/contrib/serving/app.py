@@ -28,6 +28,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from calibadv_jax.contrib import asking
 from calibadv_jax.contrib.pages.site import HEADERS, TYPES, is_this_machine
@@ -45,6 +46,7 @@ Chunk = dict[str, Any]
 MAX_BODY = 2**18  # bytes of a request
 MAX_HEAD = 2**16
 MAX_CONNECTIONS = 256
+CLIENT_SECONDS = 30.0  # for a client to send a request's head, and again its body
 ENDING_SECONDS = 3  # for replies to be sent when the service ends
 LATER = {"Retry-After": "2"}
 NEVER = {"X-Should-Retry": "false"}  # else OpenAI's clients repeat a request that fails again
@@ -409,14 +411,18 @@ async def _reply_to_error(request: Request, error: Exception) -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    """Return a JSON body; raise ApiError if it is too large, or what a page elsewhere can send."""
+    """Return a JSON body; raise ApiError if it is too large, too slow, or what a page elsewhere can send."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json")
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY:
-            raise ApiError(413, f"the body is larger than {MAX_BODY} bytes", headers={"Connection": "close"})
+    body, close = bytearray(), {"Connection": "close"}
+    try:
+        async with asyncio.timeout(CLIENT_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY:
+                    raise ApiError(413, f"the body is larger than {MAX_BODY} bytes", headers=close)
+    except TimeoutError as error:
+        raise ApiError(408, f"the body took longer than {CLIENT_SECONDS:g} s", headers=close) from error
     return bytes(body)
 
 
@@ -478,12 +484,31 @@ def make_app(service: Service, token: str) -> Starlette:
     )
 
 
+class Bounded(H11Protocol):
+    """uvicorn's HTTP protocol, with a limit on the time of a request's head."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._deadline.cancel()
+        elif self._deadline.cancelled():  # the first part of the next request
+            self._deadline = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+
 @contextmanager
 def serving(service: Service, listener: socket.socket, token: str) -> Iterator[Future[None]]:
     """Serve within the block; the future ends when the server does."""
     config = uvicorn.Config(
         make_app(service, token),
-        http="h11",
+        http=Bounded,
         ws="none",
         lifespan="off",
         log_config=None,  # warnings go to standard error
