@@ -78,6 +78,7 @@ def test_long_reply_is_refused_within_its_limit(is_zipped):
         ("soon", 0),
         (None, 0),
     ],
+    ids=["seconds", "date", "no zone", "zone", "past", "negative", "words", "none"],  # dates differ by worker
 )
 def test_seconds_or_a_date(header, hours):
     """Half an hour is for the time between the test's collection and its run."""
