@@ -37,7 +37,9 @@ class ChildService:
     environment: Mapping[str, str] = field(default_factory=dict)  # variables that differ from this process's
     url: str = field(default="", init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _folder: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory, init=False)
+    _folder: TemporaryDirectory[str] = field(
+        default_factory=TemporaryDirectory, init=False
+    )  # of the port file
     _log_start: int = field(default=0, init=False)  # bytes of the log before this child's
 
     def __enter__(self) -> ChildService:
@@ -53,13 +55,10 @@ class ChildService:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    @property
-    def _port_file(self) -> Path:
-        return Path(self._folder.name) / "port"
-
     def start(self) -> None:
         """Start without waiting, so that several may start side by side."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._port_file = Path(self._folder.name, "port")
         arguments = ["--port", "0", "--port_file", str(self._port_file), "--parent_pid", str(os.getpid())]
         set_aside(self.log_path)
         with self.log_path.open("ab") as log:
@@ -86,7 +85,6 @@ class ChildService:
         self.url = f"http://127.0.0.1:{self._port_file.read_text()}"
 
     def stop(self) -> None:
-        """End it and wait for its end; harmless when it has ended."""
         if self.process is not None:
             self.process.terminate()
             try:
@@ -105,8 +103,7 @@ def set_aside(log: Path) -> None:
 
 def _cause(log: str) -> str:
     """Return the first line that names an error, as later ones follow from it, or else the last line."""
-    lines = log.strip().splitlines()
+    lines = log.strip().splitlines() or ["no output"]
     errors = (_ERROR.search(line) for line in lines if not _HARMLESS.search(line))
-    named = next((error.group() for error in errors if error), None)
-    cause = named or (lines[-1].removeprefix("error: ") if lines else "no output")
+    cause = next((error.group() for error in errors if error), lines[-1].removeprefix("error: "))
     return cause.strip()[:LONGEST_CAUSE]

@@ -76,7 +76,6 @@ class HttpReply:
 
     @property
     def excerpt(self) -> str:
-        """Status and beginning of the body, on one line."""
         return f"status {self.status}: {excerpt(self.body)}"
 
     def parse(self, kind: type[M]) -> M:
@@ -91,7 +90,6 @@ class HttpReply:
 
 
 def excerpt(body: bytes) -> str:
-    """Return the beginning of a body, on one line."""
     return repr(" ".join(body.decode(errors="replace").split())[:120])
 
 
@@ -159,9 +157,9 @@ async def retry(
 ) -> T:
     """Return what `attempt` returns; repeat it while the service is away, or answers against its contract.
 
-    The pauses double, are as long as the service asks for, and end with the patience. Raises Unreachable
-    after `patience` seconds without any reply, and the last of BAD_REPLIES errors BadReply. Other errors pass
-    at once. `on_away` is called when the service is first away, and so again after an invalid reply.
+    The pauses double, or are as long as the service asks for. Raises Unreachable after `patience` seconds
+    without a reply, and the last of BAD_REPLIES errors BadReply. Other errors pass. `on_away` is called when
+    the service is first away, and so again after an invalid reply.
     """
     pause, deadline, bad_replies = FIRST_PAUSE, 0.0, 0
     while True:
@@ -184,7 +182,6 @@ async def retry(
 
 
 def no_answer(patience: float) -> str:
-    """Say that a service has not answered, and for how long it was waited for, if it was."""
     return f"no answer for {patience:g} s" if patience > ONCE else "no answer"
 
 

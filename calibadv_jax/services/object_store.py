@@ -26,14 +26,10 @@ T = TypeVar("T")
 
 
 class ObjectStore:
-    """A store whose objects are created only where none of their name exists (a conditional put).
+    """A store (``s3://…``, ``gs://…`` or a folder) that creates objects only where none of their name exists.
 
-    Args:
-        url: ``s3://…``, ``gs://…`` or a folder.
-        key: names the store in messages, as ``key=value``.
-        note: takes a line about each wait.
-
-    Raises UserError if the kind of store lacks conditional puts, or its package is missing.
+    `key` names it in messages, as ``key=value``; `note` takes a line about each wait. Raises UserError if the
+    kind of store lacks conditional puts, or its package is missing.
     """
 
     def __init__(self, url: str, key: str, note: Callable[[str], None]):

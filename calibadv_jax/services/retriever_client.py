@@ -1,45 +1,43 @@
-"""Client of the retrieval service: one running service, several that answer alike, or a child process."""
+"""Client of the retrieval service: one running service, several that answer alike, or a child process.
+
+The contract is Search-R1's, or that of the CalibAdv authors where documents are reranked.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import aiohttp
+from pydantic import BaseModel, Field, ValidationError
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER, PAGE_ROUTE, ROUTE
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
+from calibadv_jax.core.tags import well_formed_json
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.http_client import (
+    AWAY,
     BAD_REPLIES,
     LAST_PAUSE,
     BadReply,
     HttpReply,
     PerLoop,
     Unreachable,
+    excerpt,
     no_answer,
     open_session,
     request,
     retry,
     wait_for_any,
-)
-from calibadv_jax.services.retriever_replies import (
-    IDENTITY,
-    IDENTITY_HEADER,
-    TOKEN_VARIABLE,
-    Away,
-    Broken,
-    ask_health,
-    difference,
-    read_documents,
-    read_page,
 )
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
@@ -47,15 +45,138 @@ MAX_BATCH = 256  # queries in one request
 PROBE = "test"  # a query that no service can object to
 START_IT = "start it with scripts/launch_retriever.sh"
 CHECK_PAUSE = 0.5  # seconds before a service that failed is asked for its health; doubles up to LAST_PAUSE
+TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
+SAME = ("corpus_sha256", "encoder", "model", "reranker", "pages_sha256")  # of services that answer alike
+IDENTITY = "identity"  # of this project's services: index, reranker and pages in one string
+IDENTITY_HEADER = "X-Index-Identity"  # the same string, on every reply of POST /retrieve and POST /access
 
 QueryResult = list[Document] | RequestFailed
 T = TypeVar("T")
 
 
+class Away(Unreachable):
+    """The service says itself that it cannot answer now."""
+
+
+class Broken(Away):
+    """The service failed over a request: because of its queries, or it fails over all."""
+
+
+class _Passage(BaseModel):
+    id: str | int | None = None
+    contents: str
+
+    def to_document(self, score: float | None = None) -> Document:
+        title, _, text = self.contents.partition("\n")
+        title = title.strip().removeprefix('"').removesuffix('"')
+        return Document(title if self.id is None else str(self.id), title, text, score)
+
+
+_Score = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class _ScoredPassage(BaseModel):
+    document: _Passage
+    score: _Score | None = None
+
+    def to_document(self) -> Document:
+        return self.document.to_document(self.score)
+
+
+class _RankedText(BaseModel):
+    """A document in the authors' contract. Without an id its text is its identity: passages share titles."""
+
+    document: str
+    id: str | int | None = None
+    score: _Score | None = None
+
+    def to_document(self) -> Document:
+        name = self.document if self.id is None else self.id
+        return _Passage(id=name, contents=self.document).to_document(self.score)
+
+
+class _Body(BaseModel, Generic[T]):
+    result: T
+
+
+def read_documents(url: str, reply: HttpReply, num_queries: int, is_reranked: bool) -> list[list[Document]]:
+    """Return the documents of each query, best first.
+
+    Raises Away (or Broken) if the service cannot answer now, BadReply for no answer to `num_queries` queries,
+    QueryRefused if it refuses one of them, UserError if it asks for a token or has no such route.
+    """
+    _check_status(url, reply, "set retriever.url to a retrieval service")
+    results = _parse(reply, list[list[_RankedText]] if is_reranked else list[list[_ScoredPassage]])
+    if len(results) != num_queries:
+        raise BadReply(f"{len(results)} lists for {num_queries} queries")
+    return [[item.to_document() for item in items] for items in results]
+
+
+def read_page(url: str, reply: HttpReply, address: str) -> Document | None:
+    """Return the page at an address, None where there is none; raises as `read_documents`."""
+    _check_status(url, reply, "start the service with --pages_path, or leave access out of tools")
+    (page,) = _parse(reply, tuple[_Passage | None])
+    # Not the passage of the same name, which may have been shown before.
+    return None if page is None else replace(page.to_document(), id=f"page {address}")
+
+
+def _parse(reply: HttpReply, kind: Any) -> Any:
+    try:
+        return reply.parse(_Body[kind]).result
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise BadReply(f"{place}: {first['msg']} in {excerpt(reply.body)}") from error
+
+
+def _check_status(url: str, reply: HttpReply, no_such_route: str) -> None:
+    if reply.status == 401:
+        raise UserError(
+            f"retriever {url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
+        )
+    if reply.status in (403, 404, 405):
+        raise UserError(f"retriever {url}: {reply.excerpt}; {no_such_route}")
+    if reply.status in (400, 413, 422):  # of the query; asking again changes nothing
+        raise QueryRefused(f"retriever {url}: {reply.excerpt}")
+    if reply.is_away:
+        raise (Away if reply.status in AWAY else Broken)(reply.excerpt, reply.retry_after)
+    if reply.status != 200:
+        raise BadReply(reply.excerpt)
+
+
+async def ask_health(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """Return the reply of ``GET /health``, empty without such a route; raise Unreachable if it is away."""
+    try:
+        reply = await request(http, "GET", f"{url}/health")
+    except BadReply as error:
+        raise Unreachable(str(error)) from error
+    if reply.is_away:
+        raise Unreachable(reply.excerpt)
+    try:
+        state = json.loads(well_formed_json(reply.body)) if reply.status == 200 else {}
+    except (ValueError, RecursionError):  # too many brackets
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def difference(agreed: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """Return how a service's documents differ from the agreed ones; empty if nothing shows a difference."""
+    names = [*SAME, IDENTITY] if IDENTITY in agreed and IDENTITY in state else SAME
+    for name in names:
+        if state.get(name) != agreed.get(name):
+            return f"{name} {state.get(name)!r} instead of {agreed.get(name)!r}"
+    return ""
+
+
+def identity(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a service's state that decides its documents; may be empty."""
+    return {name: state[name] for name in (*SAME, IDENTITY) if name in state}
+
+
 @dataclass(eq=False)
 class Replica:
     url: str
-    pause: float  # before its health is asked for
+    pause: float = CHECK_PAUSE  # before its health is asked for
     is_busy: bool = False  # with a request of ours
     is_well: bool = True
     is_verified: bool = False  # it has shown its index since it was last away
@@ -79,7 +200,7 @@ class Replicas:
         warn: Callable[[str], object],
     ):
         self._http, self._agreed, self._warn = http, agreed, warn
-        self._all = [Replica(url, CHECK_PAUSE) for url in urls]  # by last request, the newest at the end
+        self._all = [Replica(url) for url in urls]  # by last request, the newest at the end
         self._changed = asyncio.Event()
 
     async def close(self) -> None:
@@ -287,11 +408,7 @@ class RetrieverClient:
         return agreed
 
     def check_reranker(self, state: Mapping[str, Any]) -> str:
-        """Say whether documents are reranked, by the `state` that `health` returned.
-
-        Raises UserError if the service lacks the reranker of the config, or has one that would have no
-        effect.
-        """
+        """Say whether documents are reranked, by the `state` of `health`; UserError if not as configured."""
         config, model = self.config, state.get("reranker")
         if not config.rerank_topk:
             if model and config.rerank_topk is None:
@@ -370,9 +487,7 @@ class RetrieverClient:
 
         async def attempt() -> Document | None:
             try:
-                return await replicas.post(
-                    PAGE_ROUTE, lambda: body, lambda url, reply: read_page(url, reply, address)
-                )
+                return await replicas.post(PAGE_ROUTE, lambda: body, partial(read_page, address=address))
             except Broken as error:
                 raise BadReply(str(error)) from error
 
@@ -434,11 +549,7 @@ class RetrieverProcess(ChildService):
 
 
 def check_running(config: RetrieverConfig, warn: Callable[[str], object]) -> None:
-    """Wait for a service of `config.url`, and check that documents are reranked as the config says.
-
-    Raises UserError if none answers within `config.patience` seconds, or they are not what the config asks
-    for.
-    """
+    """Wait for a service of `config.url`; UserError if none answers in time, or reranking differs."""
     client = RetrieverClient(config, config.url, warn)
     client.check_reranker(client.health())
 
