@@ -255,7 +255,7 @@ def _passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[list[Do
 
     def search(texts: list[str]) -> list[list[Document]]:
         try:
-            return rollouts.search(texts)
+            return rollouts.run(rollouts.context.retriever.search(texts))
         except QueryRefused:
             return [[]] if len(texts) == 1 else [documents for text in texts for documents in search([text])]
 

@@ -106,12 +106,7 @@ ALONE = Hosts()
 
 
 class Joined(Hosts):
-    """One of several processes, which JAX has brought together.
-
-    Args:
-        client: of JAX' coordination service.
-        timeout: seconds, as of `Watch`.
-    """
+    """One of several processes that JAX has brought together; `client` is of its coordination service."""
 
     def __init__(self, client: Any, index: int, count: int, timeout: float):
         self.index, self.count, self.in_step = index, count, False
@@ -209,7 +204,6 @@ class Joined(Hosts):
                 file.unlink(missing_ok=True)
 
     def final_barrier(self) -> None:
-        """Wait for the others a last time; from now on each process may end."""
         self._send(_Head("the end"))
         self.watch.close()
 
@@ -246,7 +240,6 @@ class Joined(Hosts):
         self._agreed, self.in_step = error, True
 
     def _stop_with(self, heads: list[_Head]) -> NoReturn:
-        """Raise the error with which this process stops because another does."""
         failed = {index: head.error for index, head in enumerate(heads) if head.error}
         statuses = (*(head.status for head in heads), self._own_status())
         error: BaseException = SystemExit(next(filter(None, statuses), CALLED))
@@ -265,7 +258,6 @@ class Joined(Hosts):
             self._stop.call()
 
     def _own_status(self) -> int | None:
-        """Return the status with which this process itself was told to stop."""
         return None if self._stop.was_called else self._stop.status
 
     def _send(self, head: _Head, until: float = math.inf) -> list[_Head]:
@@ -347,16 +339,15 @@ class SaveBarrier:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the save has failed in a process, and so in all."""
         return self._failure is not None
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Wait for the other processes; raise OSError if one could not write, or the error of this one."""
         if self._failure is not None:
             raise self._failure
-        failure = None
-        if threading.current_thread() is not threading.main_thread():
-            failure = sys.exc_info()[1]  # Orbax comes to its last barrier with the error that its thread met
+        # Orbax comes to its last barrier with the error that its thread met.
+        is_main = threading.current_thread() is threading.main_thread()
+        failure = None if is_main else sys.exc_info()[1]
         text = "" if failure is None else cause_text(failure)
         states = self._all_gather((key, text), _check_main_thread)
         failed = [f"{self._named(index)}: {text}" for index, (_, text) in enumerate(states) if text]
@@ -380,12 +371,8 @@ LOOK = 1.0  # seconds between two exchanges of what is complete, where groups ru
 class SharedGroups:
     """Begin the groups whose number falls to this process, and exchange complete groups.
 
-    All processes begin the same groups in the same order, so that the numbers need no exchange.
-
-    Args:
-        begin: starts the rollout of (number, question) in this process.
-        run_ahead: whether there are groups that later steps train. Else a step waits for all of its own, and
-            so they are exchanged once.
+    All processes begin the same groups in the same order. `begin` starts the rollout of (number, question)
+    here. Unless groups of later steps `run_ahead`, a step waits for all of its own, and exchanges them once.
     """
 
     def __init__(self, begin: Callable[[int, Question], Future[Group]], hosts: Hosts, run_ahead: bool):
@@ -394,10 +381,7 @@ class SharedGroups:
         self._all: dict[int, Future[Group]] = {}
 
     def begin(self, number: int, question: Question) -> Future[Group]:
-        """Return a future that all processes fulfil in the same call of `wait`, whoever writes the group.
-
-        If it is cancelled, the group is not written to its end.
-        """
+        """Return a future that all processes fulfil in the same call of `wait`; it can be cancelled."""
         shared = self._all[number] = Future()
         if number % self._hosts.count == self._hosts.index:
             own = self._own[number] = self._begin(number, question)

@@ -95,8 +95,13 @@ def _process_arguments(config: DistributedConfig) -> dict[str, Any]:
     """Return the arguments of `jax.distributed.initialize`; empty for one process."""
     values: dict[str, Any] = {name: getattr(config, name) for name in KEYS}
     for name, variable in KEYS.items():
-        if values[name] in ("", None) and os.environ.get(variable):
-            values[name] = _number(variable) if name != "coordinator_address" else os.environ[variable]
+        text = os.environ.get(variable)
+        if text and values[name] in ("", None):
+            is_number = name != "coordinator_address"
+            if is_number and not text.isdigit():
+                fault = f"environment variable {variable}={text!r} is no number"
+                raise UserError(f"{fault}; set it to one, or unset it")
+            values[name] = int(text) if is_number else text
     address, count, index = values.values()
     if count == 1 or not (address or count):
         return {}
@@ -119,15 +124,7 @@ def _process_arguments(config: DistributedConfig) -> dict[str, Any]:
     return values
 
 
-def _number(variable: str) -> int:
-    text = os.environ[variable]
-    if not text.isdigit():
-        raise UserError(f"environment variable {variable}={text!r} is no number; set it to one, or unset it")
-    return int(text)
-
-
 def _join(place: dict[str, Any], timeout: float, warn: Callable[[str], object]) -> Joined | None:
-    """Join the other processes; return None if there is only one."""
     address, count, index = place.values()
     is_auto = address == AUTO
     if is_auto:  # as JAX does below
@@ -159,7 +156,6 @@ def _join(place: dict[str, Any], timeout: float, warn: Callable[[str], object]) 
 
 
 def _check(config: Config, hosts: Joined) -> None:
-    """Check that all processes have the same config and number of devices."""
     if len(set(hosts.machines)) > 1 and config.asks_retriever and not config.retriever.url:
         raise UserError(
             f"retriever.url is empty, and the processes are on {len(set(hosts.machines))} machines: start the"
@@ -195,9 +191,8 @@ def _end_alone(hosts: Joined, error: BaseException, timeout: float) -> None:
 def meet(address: str, count: int, index: int, timeout: float, warn: Callable[[str], object]) -> None:
     """Wait until all processes have started; `address` (host:port) is that of process 0.
 
-    After `timeout` seconds `warn` gets a line that names the missing processes; they are given up after
-    `PATIENCE` times as long. Raises UserError if `address` has no port, or the processes disagree about their
-    numbers; EnvironmentFailure if processes are missing, or one has ended while it waited.
+    After `timeout` seconds `warn` gets a line with the missing processes; after `PATIENCE` times as long they
+    are given up (EnvironmentFailure). Raises UserError if the processes disagree about their numbers.
     """
     host, _, port = address.rpartition(":")
     if not port.isdigit():
@@ -309,8 +304,7 @@ def _names(indices: Iterable[int]) -> str:
 def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerConfig, int]:
     """Return the section `sampler` with the workers of process `index` alone, and how many are before.
 
-    The lists are shared out in their order, as evenly as can be. Raises UserError if there are fewer
-    workers than processes, or workers that are started here cannot be shared out evenly.
+    Raises UserError if there are fewer URLs than processes, or workers to start cannot be divided evenly.
     """
     total = len(config.urls) or config.workers
     if config.urls and total < count:

@@ -28,11 +28,8 @@ _ROOT = "calibadv_watch"
 class Watch:
     """Notes of all processes about themselves, and the thread that reads them.
 
-    Args:
-        client: of JAX' coordination service, which keeps the notes in process 0.
-        named: returns the name of a process for messages.
-        timeout: seconds without news of a process after which it is lost.
-        stopping: called in the main thread, as a signal's handler, when another process stops.
+    Process 0 keeps the notes (`client`). `named` returns a process's name for messages. Without news for
+    `timeout` seconds a process is lost. `stopping` is called in the main thread when another process stops.
     """
 
     def __init__(
@@ -63,7 +60,6 @@ class Watch:
         self._thread.join()
 
     def note(self, kind: str, text: str) -> None:
-        """Leave a note for the other processes' threads."""
         self._client.key_value_set(f"{_ROOT}/{kind}/{self._index}", text, allow_overwrite=True)
 
     def last_words(self, text: str) -> None:

@@ -79,28 +79,12 @@ SCHEMA = pa.schema(
 )
 # Attributes of a trajectory and of a turn that are columns and are read back; arrays with their dtypes.
 TRAJECTORY_FIELDS = (
-    "index",
-    "error",
-    "answer_score",
-    "format_valid",
-    "metrics",
-    "seconds",
-    "prompt_ids",
-    "first_opening",
-)
+    "index", "error", "answer_score", "format_valid", "metrics", "seconds", "prompt_ids", "first_opening",
+)  # fmt: skip
 TURN_FIELDS = (
-    "kind",
-    "text",
-    "think",
-    "query",
-    "answer",
-    "stop_reason",
-    "is_refused",
-    "policy_versions",
-    "observation_text",
-    "documents",
-    "golden_logprobs",
-)
+    "kind", "text", "think", "query", "answer", "stop_reason", "is_refused", "policy_versions",
+    "observation_text", "documents", "golden_logprobs",
+)  # fmt: skip
 TURN_ARRAYS = {
     "token_ids": np.int32,
     "logprobs": np.float32,

@@ -38,12 +38,9 @@ class RolloutWriter:
         groups: Sequence[Group],
         credits: Sequence[GroupCredit],
         learner_logprobs: Logprobs,
-        seed: int,
+        seed: int,  # of the step's draws
     ) -> dict[str, float]:
-        """Write one step, and remove older ones; `seed` is that of the step's draws.
-
-        Returns the size of the file as a metric; nothing where log.rollouts is none.
-        """
+        """Write one step, and remove older ones; return the file's size as a metric, if there is a file."""
         if self.log.rollouts == "none":
             return {}
         path = self.folder / schema.FOLDER / f"step_{step}.parquet"
@@ -83,10 +80,7 @@ class RolloutWriter:
 def to_rows(
     step: int, groups: Sequence[Group], credits: Sequence[GroupCredit], learner_logprobs: Logprobs
 ) -> list[RecordRow]:
-    """Return the rows of a step; arrays stay arrays.
-
-    `learner_logprobs` are float32 [T] of the response of every finished trajectory, None if not computed.
-    """
+    """Return the rows of a step; arrays stay arrays. `learner_logprobs` are those of finished trajectories."""
     rows = []
     for number, (group, credit, logprobs) in enumerate(zip(groups, credits, learner_logprobs, strict=True)):
         shared = {"step": step, "group": number, "silver": credit.silver}

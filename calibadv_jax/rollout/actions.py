@@ -81,9 +81,8 @@ class OwnAction(Action):
         with self._guarded():
             text = self._inner.render(reply)
         if not isinstance(text, str):
-            raise UserError(
-                f"action {self.name}: render returned {type(text).__name__}; it must return a text"
-            )
+            fault = f"render returned {type(text).__name__}"
+            raise UserError(f"action {self.name}: {fault}; it must return a text")
         return text
 
     async def close(self) -> None:

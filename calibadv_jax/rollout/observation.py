@@ -26,7 +26,6 @@ LETTERS = 16  # of a text that are looked at first, for each of the tokens that 
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of `text`, nothing added."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -119,11 +118,7 @@ class Observations:
 
 
 def cut_early(text: str, tokenizer: Any, max_length: int) -> str:
-    """Drop the end of a long text that cannot change its first `max_length` tokens.
-
-    The rest holds twice as many tokens; how many letters that takes is tried out, as a token may have any
-    length.
-    """
+    """Drop the end of a long text that cannot change its first `max_length` tokens: twice as many stay."""
     length = LETTERS * max_length
     while length < len(text):
         if len(encode(tokenizer, text[:length])) >= 2 * max_length:

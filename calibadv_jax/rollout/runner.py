@@ -11,11 +11,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
+from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 
 T = TypeVar("T")
@@ -46,8 +44,8 @@ async def collect_group(
 ) -> Group:
     """Write `rollout.group_size` trajectories of one question; an error of one cancels the others.
 
-    `slots` limits how many trajectories of all groups that share it run at once; first come, first served.
-    The sessions are called ``name/index``, unique among groups in flight.
+    `slots` limits how many trajectories of all groups run at once. The sessions are called ``name/index``,
+    unique among groups in flight.
     """
 
     async def write(index: int) -> Trajectory:
@@ -177,20 +175,10 @@ class Rollouts:
 
         return progress
 
-    def search(self, queries: Sequence[str]) -> list[list[Document]]:
-        """Return the documents of each query; see `Retriever.search`."""
-        return self.run(self.context.retriever.search(queries))
-
     def metrics(self) -> dict[str, float]:
-        """Return the sampler's counts; see `Sampler.metrics`."""
         return self.context.sampler.metrics()
 
-    def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return log-probabilities under each copy of the weights; see `Sampler.prompt_logprobs`."""
-        return self.run(self.context.sampler.prompt_logprobs(token_ids))
-
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine on the event loop."""
         future = self.submit(coroutine)
         try:
             return future.result()

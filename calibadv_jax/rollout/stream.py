@@ -27,7 +27,6 @@ class _Started:
 
 
 def any_done(running: list[Future[Group]]) -> None:
-    """Wait until one of these is complete."""
     wait(running, None, FIRST_COMPLETED)
 
 
@@ -131,12 +130,10 @@ class RolloutStream:
         return bool(tied)
 
     def commit(self) -> None:
-        """Count the groups of the last `take` as trained."""
         self._trained += len(self._training) + len(self._replaced)
         self._training, self._replaced = [], []
 
     def close(self) -> None:
-        """Cancel all running groups."""
         for group in self._running.values():
             group.future.cancel()
 

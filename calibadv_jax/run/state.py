@@ -137,7 +137,7 @@ class RunState:
         tokens = fixed_text(len(self.model.tokenizer), self.config.rollout.max_length)
         with self.hosts.local_work("weights of the samplers"):
             self.rollouts.load(self.step, published)
-            local = self.rollouts.prompt_logprobs(tokens.tolist())
+            local = self.rollouts.run(self.rollouts.context.sampler.prompt_logprobs(tokens.tolist()))
         processes = self.hosts.exchange("log-probabilities of the samplers", local)
         logprobs = [values for samplers in processes for values in samplers.values()]
         return agreement(learner, self.state["params"], self.config.learner, tokens, logprobs)

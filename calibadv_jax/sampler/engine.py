@@ -70,8 +70,8 @@ class CacheEngine:
         slots: rounded up to a multiple of the groups.
 
     Attributes:
-        held: token ids that the cache holds of each slot. `fill` writes here; the caller of `decode` adds the
-            decoded tokens, and clears a slot, between calls, that another session takes.
+        held: token ids that the cache holds of each slot, by `fill`; the caller of `decode` adds its tokens,
+            and clears a slot that another session takes.
         in_turn: all slots; successive ones are of different devices, so that few rows keep all busy.
     """
 
@@ -118,7 +118,6 @@ class CacheEngine:
         return jax.lax.with_sharding_constraint(copies, param_shardings(params, self.mesh))
 
     def forget(self) -> None:
-        """Discard everything that the cache holds."""
         for row in self.held:
             row.clear()
 

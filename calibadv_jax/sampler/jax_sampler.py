@@ -72,11 +72,9 @@ class JaxSampler:
         self._engine.load(published)
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return nothing: the weights are the learner's own."""
         return {}
 
     def metrics(self) -> dict[str, float]:
-        """Return nothing: there is no worker to lose."""
         return {}
 
     async def close(self) -> None:
@@ -97,7 +95,6 @@ class JaxSampler:
         return await future
 
     def release(self, session: str) -> None:
-        """Free the session's slot and drop its requests."""
         self._waiting = deque(request for request in self._waiting if request.session != session)
         slot = self._slot_of.pop(session, None)
         if slot is not None:
@@ -159,7 +156,6 @@ class JaxSampler:
                 request.future.set_result(done)
 
     def _fail(self, error: Exception) -> None:
-        """Pass an engine error to every waiting request."""
         for request in [*self._active.values(), *self._waiting]:
             if not request.future.done():
                 request.future.set_exception(error)
@@ -188,11 +184,11 @@ class JaxSampler:
         self._engine.fill({slot: request.context for slot, request in requests.items() if not request.tokens})
         self._chunk(requests)
         pauses, _ = self._pauses(requests)
-        may_have_ended = {}
-        for slot, request in requests.items():
-            if pauses[request.tokens[-1]] or self._is_full(request):
-                may_have_ended[slot] = request
-        return may_have_ended
+        return {
+            slot: request
+            for slot, request in requests.items()
+            if pauses[request.tokens[-1]] or self._is_full(request)
+        }
 
     def _chunk(self, requests: dict[int, _Request]) -> None:
         rows = self._engine.empty_rows()

@@ -35,6 +35,10 @@ class Wave:
     copies: list[list[Copy]]
     segments: list[list[Segment]]
 
+    @classmethod
+    def empty(cls, groups: int) -> Wave:
+        return cls([[] for _ in range(groups)], [[] for _ in range(groups)])
+
 
 class Prefixes:
     """The beginnings that slots of a cache can give to others."""
@@ -48,8 +52,7 @@ class Prefixes:
 
         Waves are done one after the other. Where copies save no tile of prefill, there are none.
         """
-        shared = [self._empty_wave()]
-        plain = self._empty_wave()
+        plain, shared = Wave.empty(self.tile.groups), [Wave.empty(self.tile.groups)]
         donors = self._donors(contexts, held)
         for slot, context in contexts.items():
             group, row = divmod(slot, self.tile.slots)
@@ -64,7 +67,7 @@ class Prefixes:
                 self._keys[slot] = list(self._keys_of(tokens))
                 number, source, start = self._longest(slot, tokens, held, donors[group])
                 while len(shared) <= number:
-                    shared.append(self._empty_wave())
+                    shared.append(Wave.empty(self.tile.groups))
                 if start:
                     shared[number].copies[group].append(Copy(source % self.tile.slots, row, start))
                 for _, key in self._keys[slot]:
@@ -72,9 +75,6 @@ class Prefixes:
             shared[number].segments[group] += self.tile.segments(row, start, tokens[start:])
         tiles = sum(self.tile.count(wave.segments) for wave in shared)
         return shared if tiles < self.tile.count(plain.segments) else [plain]
-
-    def _empty_wave(self) -> Wave:
-        return Wave([[] for _ in range(self.tile.groups)], [[] for _ in range(self.tile.groups)])
 
     def _donors(
         self, contexts: dict[int, list[int]], held: list[list[int]]

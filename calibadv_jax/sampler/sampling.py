@@ -23,13 +23,11 @@ def sample_tokens(
 
     Args:
         logits: float32 [S, V]. seeds: uint32 [S]. positions: int32 [S].
-        temperatures: float32 [S]; 0 takes the most likely token.
-        top_p: float32 [S]; 1 = off. top_k: int32 [S]; 0 = off.
+        temperatures: float32 [S]; 0: greedy. top_p: float32 [S]; 1 = off. top_k: int32 [S]; 0 = off.
         filtered: False promises that top_p and top_k are off in every row, and saves the sort.
 
-    Returns:
-        int32 [S] tokens and float32 [S] log-probabilities at the row's temperature, before top-p and
-        top-k (greedy rows: at temperature 1), as the learner recomputes them.
+    Returns tokens int32 [S] and log-probabilities float32 [S] at the row's temperature (greedy rows: 1),
+    before top-p and top-k, as the learner recomputes them.
     """
     greedy = temperatures <= 0.0
     temperatures = jnp.where(greedy, 1.0, temperatures)[:, None]

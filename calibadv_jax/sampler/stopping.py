@@ -32,12 +32,8 @@ class StopRule:
     def remainders(self, tokens: Sequence[int], stop: Sequence[str]) -> list[str]:
         """Return the missing part of each stop string whose beginning ends the tokens."""
         text = self.text(tokens)
-        return [
-            string[length:]
-            for string in stop
-            for length in range(1, len(string))
-            if text.endswith(string[:length])
-        ]
+        parts = [(string[:length], string[length:]) for string in stop for length in range(1, len(string))]
+        return [missing for part, missing in parts if text.endswith(part)]
 
     def may_end(self, token: int, stop: Sequence[str]) -> bool:
         """Return whether a completion can end at this token, whatever stands before it.

@@ -58,6 +58,10 @@ class Worker:
     reviving: asyncio.Task[None] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are swapped
 
+    def drop_requests(self) -> None:
+        for posted in self.requests:
+            posted.cancel()
+
 
 class VllmSampler:
     """Implements `interfaces.Sampler`. Belongs to the event loop that first uses it.
@@ -124,13 +128,11 @@ class VllmSampler:
             if ended := self.stops.find(tokens, sampling.stop):
                 count, reason = ended
                 return Completion(tokens[:count], logprobs[:count], reason, tuple(versions))
-            if part.stop_reason == "eos" or part.stop_reason == "length":
-                return Completion(tokens, logprobs, part.stop_reason, tuple(versions))
-            if len(tokens) >= sampling.max_tokens:
-                return Completion(tokens, logprobs, "length", tuple(versions))
+            if part.stop_reason in ("eos", "length") or len(tokens) >= sampling.max_tokens:
+                end: StopReason = "eos" if part.stop_reason == "eos" else "length"
+                return Completion(tokens, logprobs, end, tuple(versions))
 
     def release(self, session: str) -> None:
-        """Forget a session that has ended."""
         self._home.pop(session, None)
 
     async def load(self, version: int, published: Path) -> None:
@@ -167,7 +169,6 @@ class VllmSampler:
         return values
 
     def metrics(self) -> dict[str, float]:
-        """Return how often a worker was lost."""
         return {"rollout/workers_lost": float(self.lost_count)}
 
     async def close(self) -> None:
@@ -247,11 +248,7 @@ class VllmSampler:
         except (Unreachable, UserError, WorkerLost) as error:
             if worker.version is not None:  # else it is being swapped
                 self._lose(worker, str(error))
-                self._drop_requests(worker)
-
-    def _drop_requests(self, worker: Worker) -> None:
-        for posted in worker.requests:
-            posted.cancel()
+                worker.drop_requests()
 
     def _version(self, label: str) -> int:
         run, _, number = label.partition("/")
@@ -286,7 +283,6 @@ class VllmSampler:
             self._lose(worker, str(error))
 
     async def _swap(self, worker: Worker) -> None:
-        """Load the current snapshot; raise WorkerLost, or UserError if the snapshot is refused."""
         async with worker.lock:
             assert self._snapshot is not None
             worker.refusal = None
@@ -302,7 +298,7 @@ class VllmSampler:
                 finally:
                     await self._control(worker, "/resume")
                 if before is None:
-                    self._drop_requests(worker)  # its older requests have no answer
+                    worker.drop_requests()  # its older requests have no answer
                 worker.version, worker.lost = version, ""
                 self._changed.set()
 

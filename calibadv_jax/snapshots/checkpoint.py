@@ -29,12 +29,8 @@ LATE = ("Event loop is closed", "Encountered error while reading array index")
 class CheckpointStore:
     """Checkpoints by step under one folder (Orbax; a checkpoint appears only when it is complete).
 
-    Args:
-        keep: newest checkpoints that are kept; an older one goes when a newer one is complete.
-        asynchronous: a checkpoint is written while the caller goes on; `wait` ends when it is complete.
-        barrier: a `hosts.exchange.SaveBarrier` of several processes; None for one process.
-
-    Raises ValueError if the path has a character that Orbax reads as a pattern.
+    The newest `keep` stay. An `asynchronous` one is written while the caller goes on, until `wait`. Several
+    processes share a `barrier` (`hosts.exchange.SaveBarrier`). Raises ValueError as `check_literal`.
     """
 
     def __init__(self, folder: Path, keep: int, asynchronous: bool = False, barrier: Any = None):
@@ -135,7 +131,6 @@ class CheckpointStore:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints under `folder`."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return [int(path.name) for path in paths if path.name.isdecimal()]
 
@@ -161,10 +156,10 @@ def finish_rollback(run: Path) -> None:
 
 
 def restore_params(folder: Path, abstract_params: Any, step: int | None = None) -> tuple[Any, int]:
-    """Return the parameters alone of a checkpoint, and its step; `step` None takes the newest.
+    """Return the parameters alone of a checkpoint (None: the newest), and its step.
 
-    They come as `abstract_params`, ShapeDtypeStructs with shardings; other dtypes are cast to theirs.
-    Raises UserError if there is no such checkpoint, it is damaged, or it is of another policy.
+    They get the dtypes and shardings of `abstract_params`, ShapeDtypeStructs. Raises UserError if there is no
+    such checkpoint, it is damaged, or it is of another policy.
     """
     chosen = newest_step(folder) if step is None else step
     if chosen not in saved_steps(folder):

@@ -58,18 +58,15 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
     """Return the parameters of a HuggingFace folder, in the policy's precision and shardings; no adapters.
 
-    Every device's part is read by itself; the host never holds more than one parameter. Raises UserError
-    without safetensors, for a damaged file, or tensors that do not fit the policy (all are listed).
+    The host never holds more than one parameter. Raises UserError without safetensors, for a damaged file, or
+    tensors that do not fit the policy.
     """
     with _policy_weights(folder, policy) as weights:
         return weights.placed(policy.abstract_base, policy.architecture.num_layers, mesh)
 
 
 def check_weights(folder: Path, policy: Policy) -> str:
-    """Compare the headers of a folder's safetensors with the policy; return what was compared, in words.
-
-    Raises as `load_params`, apart from the values of tensors, which are not read.
-    """
+    """Compare the headers of a folder's safetensors with the policy, and say so; raises as `load_params`."""
     with _policy_weights(folder, policy, with_values=False) as weights:
         files = len(set(weights.path_of.values()))
         return f"{len(weights.files)} tensors in {files} file(s) of {folder} have the policy's shapes"
@@ -127,13 +124,11 @@ def save_folder(
     max_shard_bytes: int = 4 * 2**30,
     texts: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a folder that transformers and vLLM load; it appears under its name only when complete.
+    """Write a folder that transformers and vLLM load, complete or not at all; return its absolute path.
 
     Host memory: one shard and one parameter. Parameters must be addressable from this process. Tokenizer
-    files and generation_config.json are copied from `tokenizer_source`; `texts` are further files by their
-    names, which win over copied ones. A file has `max_shard_bytes`, a larger single tensor apart.
-
-    Returns the absolute path of `output`. Raises UserError if that exists and is not an export.
+    files are copied from `tokenizer_source`; `texts` are further files by name, which win over copied ones.
+    Raises UserError if `output` exists and is not an export.
     """
     output = output.absolute()
     refuse_foreign(output)
@@ -149,9 +144,7 @@ def save_folder(
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer's files, and generation_config.json if there is one."""
-    if source.resolve() == target.resolve():
-        return
-    for file in sorted(source.iterdir()):
+    for file in sorted(source.iterdir()) if source.resolve() != target.resolve() else ():
         if file.is_file() and _is_tokenizer_file(file.name):
             with replacing(target / file.name) as partial:
                 shutil.copyfile(file, partial)

@@ -223,7 +223,6 @@ class Mirror:
                 self._console.warn(f"{error}; the next copy deletes the checkpoints after step {step}")
 
     def check(self) -> None:
-        """Raise UserError if another start of this run writes to the store."""
         if self._taken is not None:
             raise self._taken
 
@@ -300,9 +299,9 @@ class Mirror:
     def _owned(self) -> _Version:
         """Return the newest version, rolled back; raise `_taken` if it is of another start."""
         version = self._newest()
-        if version.owner.get("token") != self._owner["token"]:
-            other = f"another start of this run (process {version.owner.get('process')} on"
-            other += f" {version.owner.get('host')})"
+        owner = version.owner
+        if owner.get("token") != self._owner["token"]:
+            other = f"another start of this run (process {owner.get('process')} on {owner.get('host')})"
             self._taken = TakenOver(f"{self._key} was taken over by {other}; this one ends")
             raise self._taken
         return self._rolled_back(version)

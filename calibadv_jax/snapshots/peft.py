@@ -50,8 +50,7 @@ HARMLESS = (
 def load_adapters(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
     """Return the adapters of a PEFT folder, in the precision and shardings of the policy's.
 
-    Rank, alpha and targets of the policy's adapters must be the folder's. Raises UserError if a file is
-    missing or damaged, or the adapters are of another kind than ours or do not fit.
+    Raises UserError if a file is missing or damaged, or the adapters are not plain LoRA or do not fit.
     """
     adapters, config, path = policy.adapters, _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER)
     assert adapters is not None
@@ -82,10 +81,9 @@ def save_adapters(
     tokenizer_source: Path | None,
     card: str | None = None,
 ) -> Path:
-    """Write a folder that PEFT loads; it appears under its name only when complete.
+    """Write the adapters of the model named `base` as a folder that PEFT loads, with README.md `card`.
 
-    `params` are the adapters, addressable from this process, of the model named `base`; `card` is the text
-    of README.md. Returns and raises as `save_folder`.
+    They must be addressable from this process. Returns and raises as `save_folder`.
     """
     output = output.absolute()
     refuse_foreign(output)

@@ -97,10 +97,7 @@ class SnapshotStore:
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any]:
-    """Return the manifest: format, version, tokenizer (hash), config, tensors by dotted path.
-
-    Raises UserError if the snapshot is incomplete, or of another format.
-    """
+    """Return the manifest; UserError if the snapshot is incomplete, or of another format."""
     path, way_out = snapshot / MANIFEST, "publish the snapshot again"
     if not path.is_file():
         raise UserError(f"{snapshot}: not a complete snapshot (no {MANIFEST}); {way_out}")
@@ -111,10 +108,9 @@ def read_manifest(snapshot: Path) -> dict[str, Any]:
 
 
 def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None) -> Params:
-    """Return a snapshot's parameters in the policy's shardings and `compute_dtype`: samplers do not train.
+    """Return a snapshot's parameters in the policy's shardings and `compute_dtype`; raises as `read_tensors`.
 
-    Without a mesh everything is on the first device. Raises UserError if it is incomplete, damaged, or of
-    another policy (all differences are listed).
+    Without a mesh everything is on the first device.
     """
     tensors = read_tensors(snapshot, policy=policy)
     targets, dtype = flatten(placed_params(policy.abstract_base, mesh)), policy.numerics.compute_dtype
@@ -131,11 +127,11 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None) -> Params:
 def read_tensors(
     snapshot: Path, share: slice = slice(None), policy: Policy | None = None
 ) -> dict[str, np.ndarray]:
-    """Return a snapshot's host arrays by dotted path, in the stored precision, compared with their hashes.
+    """Return a snapshot's host arrays by dotted path, in the stored precision, as views of its files.
 
-    Of one that holds adapters alone, those of the whole policy. Others are views of the snapshot's files. A
-    `share` of the tensors, largest first, is compared; other workers of this machine compare the rest. Raises
-    UserError if it is incomplete, damaged, or not of the `policy`; or the base of the adapters is not there.
+    With adapters alone, those of the whole policy. A `share` of the tensors, largest first, is compared with
+    their hashes; other workers of this machine compare the rest. Raises UserError if it is incomplete,
+    damaged, or not of the `policy`; or the base of the adapters is not there.
     """
     manifest = read_manifest(snapshot)
     entries: dict[str, Any] = manifest["tensors"]
@@ -197,10 +193,9 @@ def _check_shapes(snapshot: Path, tensors: Mapping[str, Any], policy: Policy) ->
 
 
 def _with_base(adapters: Mapping[str, np.ndarray], manifest: Mapping[str, Any], snapshot: Path) -> Any:
-    """Return all parameters on the host by dotted path: base + adapters, as precise as a merged snapshot.
+    """Return all parameters on the host by dotted path: base + float32 adapters, as in a merged snapshot.
 
-    The `adapters` are in float32. The "base" of the `manifest` holds its folder, hash and precision, the
-    scale of the adapters, and the precision of the sum. Raises UserError if the base is not there.
+    The "base" of the `manifest` holds its folder, hash and precision, and scale and precision of the sum.
     """
     base, folder = manifest["base"], Path(manifest["base"]["folder"])
     way_out = "mount it there for the worker too, or set policy.lora.snapshots=merged"

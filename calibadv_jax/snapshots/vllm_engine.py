@@ -67,11 +67,7 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
     finish_weight_update = shutdown = start_weight_update
 
     def receive_weights(self, update_info: OrbaxUpdateInfo) -> None:
-        """Load a snapshot into the model.
-
-        Raises UserError for an old, damaged or incomplete snapshot, or another model's; the old
-        weights stay in use.
-        """
+        """Load a snapshot; UserError, and the old weights stay, if it is old, damaged or another model's."""
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
