@@ -64,10 +64,7 @@ def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[D
 def split_off(
     demonstrations: Sequence[Demonstration], share: float, seed: int
 ) -> tuple[list[Demonstration], list[Demonstration]]:
-    """Return training and held-out demonstrations; all of a question are on the same side.
-
-    `share` of the questions are held out, at least one if above 0. Raises UserError if none is left to train.
-    """
+    """Split by question, `share` of them held out (at least one if above 0); UserError if none is left."""
     texts = list(dict.fromkeys(each.question.text for each in demonstrations))
     count = max(1, round(share * len(texts))) if share else 0
     if count and count >= len(texts):
@@ -126,10 +123,8 @@ def _parse_chat(row: Mapping[str, Any], key: str, where: str, grammar: Grammar) 
             raise UserError(f"{place}: a system message inside the chat")
         if role == "assistant":
             if number > begin and roles[number - 1] == "assistant":
-                raise UserError(
-                    f"{place}: two messages of the assistant follow each other; put what the search returned"
-                    " between them, or join them"
-                )
+                fault = f"{place}: two messages of the assistant follow each other"
+                raise UserError(f"{fault}; put what the search returned between them, or join them")
             _check_action(text := text.strip(), place, grammar)
             if not text.endswith(grammar.stop_strings):
                 advice = f"remove what follows the tag in {text[-60:]!r}"

@@ -84,10 +84,7 @@ def without_nan(value: Any) -> Any:
 
 
 def values_of(value: Any, where: str, key: str) -> list[Any]:
-    """Return a value, a list, or a list written as text, as a list without missing values.
-
-    Raises UserError for a value that is no text, number or boolean.
-    """
+    """Return the items of a value or list (also as text) that are not missing; UserError for other types."""
     values: list[Any] = []
     for item in value if isinstance(value, list | tuple) else [value]:
         elements = parse_list(item) if isinstance(item, str) else None

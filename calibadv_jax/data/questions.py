@@ -37,10 +37,8 @@ def load_questions(sources: Sources, columns: ColumnsConfig = NO_COLUMNS) -> lis
             if isinstance(question, NoAnswer):
                 raise question
             if question.id in seen:
-                raise UserError(
-                    f"{where}: id {question.id!r} was used before, at {seen[question.id]}; correct or remove"
-                    " the row (calibadv prepare-data does)"
-                )
+                fault = f"{where}: id {question.id!r} was used before, at {seen[question.id]}"
+                raise UserError(f"{fault}; correct or remove the row (calibadv prepare-data does)")
             seen[question.id] = where
             questions.append(question)
         if len(questions) == before:
@@ -89,10 +87,7 @@ def _read(layout: Layout, row: dict[str, Any], where: str, source: str, place: s
 
 
 def parse_question(row: dict[str, Any], where: str) -> Question:
-    """Return the question of a row in our layout with id and data_source; `where` names it in errors.
-
-    Raises NoAnswer if `golden_answers` holds no answer, and UserError if another key is wrong.
-    """
+    """Return the question of a row in our layout; NoAnswer without a golden answer, else UserError."""
     row = {key: without_nan(value) for key, value in row.items()}
     return _question(OURS.read(row, where), where, {})
 
@@ -154,10 +149,8 @@ def _parse_prompt(
         message = Message(role, tuple(well_formed(content).split(question)))
         messages.append(prompts.setdefault(message, message))
     if messages[-1].role != "user":
-        raise UserError(
-            f"{where}: the last message of 'prompt' is of role {messages[-1].role!r}; remove what follows the"
-            " user's last message, which the policy answers"
-        )
+        fault = f"{where}: the last message of 'prompt' is of role {messages[-1].role!r}"
+        raise UserError(f"{fault}; remove what follows the user's last message, which the policy answers")
     return tuple(messages)
 
 

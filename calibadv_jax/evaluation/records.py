@@ -38,9 +38,8 @@ def identity(
 ) -> str:
     """Hash all that decides an answer or its scores: policy, method, prompt, sampling, retrieval, reward.
 
-    The `config` is as given, before `method_config`; `service` describes the retriever; `questions` are all
-    of the evaluation. `prompt_hashes` may hold "tools", of the actions' descriptions unless search is the
-    only one, and "judge", of the file of the judge's prompt.
+    The `config` is as given, before `method_config`; `service` describes the retriever. `prompt_hashes` may
+    hold "tools" (descriptions, unless search is the only action) and "judge" (the file of its prompt).
     """
     evaluate = config.evaluate
     value = {

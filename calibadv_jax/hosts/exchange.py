@@ -63,10 +63,7 @@ class Hosts:
         return self.index == 0
 
     def exchange(self, name: str, value: T) -> list[T]:
-        """Return the values of all processes, by their numbers; all call this in the same order.
-
-        Raises UserError or SystemExit if another process stops here.
-        """
+        """Return the values of all processes; UserError or SystemExit if another process stops here."""
         return [value]
 
     def first(self, name: str, work: Callable[[], T]) -> T:
@@ -179,10 +176,8 @@ class Joined(Hosts):
             own = value()
             for index, other in enumerate(self.exchange(name, own)):
                 if other != own:
-                    raise UserError(
-                        f"{self.named(index)} has another {name} than {self.named(self.index)}: start all"
-                        " processes with the same config and the same files"
-                    )
+                    fault = f"{self.named(index)} has another {name} than {self.named(self.index)}"
+                    raise UserError(f"{fault}: start all processes with the same config and the same files")
 
     def share(self, key: str, folder: Path) -> None:
         file = folder / self.first(key, lambda: f".seen_by_all_{secrets.token_hex(8)}")
@@ -389,10 +384,7 @@ class SharedGroups:
         return shared
 
     def wait(self, _: list[Future[Group]]) -> None:
-        """Wait until all groups are there or, where some run ahead, until one is.
-
-        Raises the error of a rollout, or that of another process; see `Hosts.exchange`.
-        """
+        """Wait until all groups are there (one, where some run ahead); raises the error of any rollout."""
         seconds, until = (LOOK, FIRST_COMPLETED) if self._run_ahead else (None, ALL_COMPLETED)
         while True:
             wait(self._own.values(), seconds, until)

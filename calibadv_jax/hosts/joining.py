@@ -73,10 +73,8 @@ def alone(config: DistributedConfig, command: str) -> None:
     """Refuse (UserError) several processes, for a command that runs in one."""
     place = _process_arguments(config)
     if place and (place["num_processes"] or 1) > 1:
-        raise UserError(
-            f"calibadv {command} runs in one process: start it once, without distributed.num_processes and"
-            f" {KEYS['num_processes']}"
-        )
+        fault = f"calibadv {command} runs in one process: start it once"
+        raise UserError(f"{fault}, without distributed.num_processes and {KEYS['num_processes']}")
 
 
 def describe_processes(config: Config) -> list[str]:
@@ -106,10 +104,8 @@ def _process_arguments(config: DistributedConfig) -> dict[str, Any]:
     if count == 1 or not (address or count):
         return {}
     if not address:
-        raise UserError(
-            f"distributed.num_processes is {count}, but nothing says where they meet: set"
-            " distributed.coordinator_address to host:port of process 0, or to auto"
-        )
+        fault = f"distributed.num_processes is {count}, but nothing says where they meet"
+        raise UserError(f"{fault}: set distributed.coordinator_address to host:port of process 0, or to auto")
     missing = [name for name, value in values.items() if value is None]
     if address != AUTO and missing:
         raise UserError(
@@ -117,10 +113,8 @@ def _process_arguments(config: DistributedConfig) -> dict[str, Any]:
             f" it (or {KEYS[missing[0]]}), or set distributed.coordinator_address=auto"
         )
     if count is not None and index is not None and index >= count:
-        raise UserError(
-            f"distributed.process_id is {index}, but there are distributed.num_processes={count}: they are"
-            f" numbered 0 to {count - 1}"
-        )
+        fault = f"distributed.process_id is {index}, but there are distributed.num_processes={count}"
+        raise UserError(f"{fault}: they are numbered 0 to {count - 1}")
     return values
 
 
@@ -225,10 +219,8 @@ def _receive(port: int, count: int, check: Callable[[str], None]) -> None:
     try:
         listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_ipv6)
     except OSError as error:
-        raise EnvironmentFailure(
-            f"distributed.coordinator_address: port {port} cannot be opened ({error.strerror}); end the"
-            " process that has it, or choose another port"
-        ) from error
+        fault = f"distributed.coordinator_address: port {port} cannot be opened ({error.strerror})"
+        raise EnvironmentFailure(f"{fault}; end the process that has it, or choose another port") from error
     present: dict[socket.socket, int] = {}  # number of the process, by its connection
     with ExitStack() as stack:
         stack.enter_context(listener)
@@ -308,15 +300,11 @@ def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerC
     """
     total = len(config.urls) or config.workers
     if config.urls and total < count:
-        raise UserError(
-            f"sampler.urls names {total} vLLM worker{'s' if total > 1 else ''} for {count} processes: each"
-            f" process needs one of its own; start {count - total} more"
-        )
+        fault = f"sampler.urls names {total} vLLM worker{'s' if total > 1 else ''} for {count} processes"
+        raise UserError(f"{fault}: each process needs one of its own; start {count - total} more")
     if not config.urls and total % count:
-        raise UserError(
-            f"sampler.workers is {config.workers}, for {count} processes that start as many each: set it to a"
-            f" multiple of {count}"
-        )
+        fault = f"sampler.workers is {config.workers}, for {count} processes that start as many each"
+        raise UserError(f"{fault}: set it to a multiple of {count}")
     begin, end = (total * number // count for number in (index, index + 1))
     if config.urls:
         return replace(config, urls=config.urls[begin:end]), begin

@@ -75,9 +75,8 @@ def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 def read_metadata(path: Path) -> dict[str, str]:
     """Read the metadata of a file, without its rows. Raises UserError as `read_step`.
 
-    Returns schema_version; advantage and config: that section, and the whole config, as JSON; tokenizer: its
-    folder, relative to the run's; seed: of the step's draws; actions: their names as JSON, if search was not
-    the only one.
+    Keys: schema_version; advantage and config as JSON; tokenizer: its folder, relative to the run's; seed: of
+    the step's draws; actions as JSON, if search was not the only one.
     """
     with _readable(path):
         return _text(pq.read_schema(path).metadata)

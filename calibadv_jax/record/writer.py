@@ -80,7 +80,7 @@ class RolloutWriter:
 def to_rows(
     step: int, groups: Sequence[Group], credits: Sequence[GroupCredit], learner_logprobs: Logprobs
 ) -> list[RecordRow]:
-    """Return the rows of a step; arrays stay arrays. `learner_logprobs` are those of finished trajectories."""
+    """Return the rows of a step; arrays stay arrays. The log-probabilities are of finished trajectories."""
     rows = []
     for number, (group, credit, logprobs) in enumerate(zip(groups, credits, learner_logprobs, strict=True)):
         shared = {"step": step, "group": number, "silver": credit.silver}

@@ -105,10 +105,8 @@ class Observations:
         opening = encode(self.tokenizer, start)[: max(0, self.max_length - len(closing))]
         tags = len(encode(self.tokenizer, OPEN_INFORMATION))
         if tags > len(opening):
-            raise UserError(
-                f"rollout.max_observation_length is {self.max_length}, but the tags alone need"
-                f" {tags + len(closing)} tokens: raise it"
-            )
+            fault = f"rollout.max_observation_length is {self.max_length}"
+            raise UserError(f"{fault}, but the tags alone need {tags + len(closing)} tokens: raise it")
         return np.asarray([*opening, *closing], np.int32), decode(self.tokenizer, opening) + ending
 
     def invalid(self) -> tuple[np.ndarray, str]:

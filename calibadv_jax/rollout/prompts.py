@@ -140,16 +140,12 @@ def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: Prompt
         )
     except Exception as error:  # a template is a program, which raises what it likes
         roles = " and ".join(dict.fromkeys(role for role, _ in messages))
-        raise UserError(
-            f"{template} fails on messages of the role {roles}: {failure(error)}; correct it, or choose"
-            " prompt.chat=off or another prompt.template"
-        ) from error
+        fault = f"{template} fails on messages of the role {roles}: {failure(error)}; correct it"
+        raise UserError(f"{fault}, or choose prompt.chat=off or another prompt.template") from error
     for role, content in messages:
         if role in ("system", "user") and content.strip() not in str(text):
-            raise UserError(
-                f"{template} drops the message of the role {role}; correct it, or choose prompt.chat=off or"
-                " another prompt.template"
-            )
+            fault = f"{template} drops the message of the role {role}"
+            raise UserError(f"{fault}; correct it, or choose prompt.chat=off or another prompt.template")
     return str(text)
 
 
@@ -171,10 +167,8 @@ def _opening(text: str, message: str = "", controls: Sequence[str] = ()) -> str:
 def _carried(question: Question, extra: Collection[str], grammar: Grammar) -> list[tuple[str, str]]:
     """Return (role, content) of the messages that the question's row carries, neutralised."""
     if not question.prompt:
-        raise UserError(
-            f"question {question.id!r}: prompt.template is {FROM_DATA!r}, but its row has no 'prompt'; choose"
-            " another template"
-        )
+        fault = f"question {question.id!r}: prompt.template is {FROM_DATA!r}, but its row has no 'prompt'"
+        raise UserError(f"{fault}; choose another template")
     text = neutralise(question.text, extra, grammar)
     return [
         (message.role, text.join(_neutralise_but_tags(part, extra, grammar) for part in message.parts))
@@ -199,10 +193,7 @@ def prompt_lengths(
     max_length: int,
     actions: Sequence[Action] = (),
 ) -> dict[int, int]:
-    """Return the tokens of the prompts that are longer than `max_length`, by the question's place.
-
-    Only prompts with many letters are tokenised: 100,000 questions take seconds. Raises as `open_prompt`.
-    """
+    """Return the tokens of prompts longer than `max_length`, by the question's place; as `open_prompt`."""
     extra = added_token_strings(tokenizer)
     prompts = (write_prompt(question, tokenizer, config, extra, actions)[0] for question in questions)
     candidates = ((place, text) for place, text in enumerate(prompts) if most_tokens(text) > max_length)
@@ -230,9 +221,8 @@ def drop_overlong(
 ) -> tuple[list[Question], str]:
     """Return the questions whose prompts fit, and in words how many do not; "" where all fit.
 
-    `lengths` come from `prompt_lengths`; `rule` is data.overlong_prompts; `name` is the questions' config
-    key, `limit` that of `max_length`. Raises UserError if the rule is "refuse" and some do not fit, or if
-    none fits.
+    `lengths` come from `prompt_lengths`; `name` and `limit` are config keys, of the questions and of the
+    maximum. Raises UserError if some do not fit and the `rule` is "refuse", or if none fits.
     """
     if not lengths:
         return list(questions), ""

@@ -68,7 +68,6 @@ async def collect_groups(
 ) -> list[Group]:
     """Write one group for each question, in their order; call `complete` with each complete group.
 
-    At most `rollout.max_concurrency` trajectories are in flight, started in the order of the questions.
     Raises UserError if more than `rollout.max_failed_share` of the trajectories failed.
     """
     rollout = context.rollout
@@ -138,10 +137,7 @@ class Rollouts:
         self.run(self.context.sampler.load(version, published))
 
     def begin(self, number: int, question: Question) -> Future[Group]:
-        """Start the rollout of group `number` of the run in the background.
-
-        The number seeds it, so that a question which comes twice gets other trajectories.
-        """
+        """Start the rollout of group `number`, which seeds it: a question that comes twice differs."""
         seed = int(random_state(self.seed, number, "group").integers(2**31))
         return self.submit(collect_group(self.context, question, self._slots, seed, f"group{number}"))
 

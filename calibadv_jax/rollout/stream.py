@@ -33,10 +33,9 @@ def any_done(running: list[Future[Group]]) -> None:
 class RolloutStream:
     """Hands groups to the learner, `per_step` at a time.
 
-    `begin` starts the rollout of (number, question) in the background; `questions` are endless, and drawn
-    when their group may begin. Above `max_failed_share` of a step's trajectories `take` raises an error. At
-    most `max_replaced` of a step's groups that `are_tied` give way to others. `wait_for` waits until one of
-    the running groups is complete.
+    `begin` starts the rollout of (number, question) in the background; `questions` are endless. Above
+    `max_failed_share` of a step's trajectories `take` raises an error. At most `max_replaced` groups that
+    `are_tied` give way to others, a step. `wait_for` waits until one of the running groups is complete.
     """
 
     def __init__(
@@ -72,26 +71,20 @@ class RolloutStream:
         return {"asked": self._begun + len(self._pending), "pending": sorted(pending.items())}
 
     def restore(self, state: Mapping[str, Any], questions: Mapping[str, Question]) -> None:
-        """Continue where `state` was called, before anything has begun, with `questions` by id.
-
-        Raises UserError if a question that is not trained yet is gone.
-        """
+        """Continue where `state` was called, before any group begins; UserError if a question is gone."""
         missing = [name for _, name in state["pending"] if name not in questions]
         if missing:
-            raise UserError(
-                f"data.train: question {missing[0]!r} of the checkpoint is missing; restore the file,"
-                " or choose another run.dir"
-            )
+            fault = f"data.train: question {missing[0]!r} of the checkpoint is missing"
+            raise UserError(f"{fault}; restore the file, or choose another run.dir")
         self._pending = deque((number, questions[name]) for number, name in state["pending"])
         self._begun = self._trained = state["asked"] - len(self._pending)
 
     def take(self, step: int) -> list[Group]:
         """Wait for the groups that `step` trains, and begin as many others as may run meanwhile.
 
-        The oldest complete groups are returned, as soon as no other one must be waited for. Groups that begin
-        now replace tied ones among them: which ones does not depend on who is first. The groups count as
-        trained when `commit` is called. Raises the error of a rollout, or UserError where too many
-        trajectories failed; all others are cancelled.
+        Returns the oldest complete groups, once no other one must be waited for; until `commit` they are
+        untrained. Groups that begin now replace tied ones among them, whoever is first. Raises the error of a
+        rollout, or UserError where too many trajectories failed; all others are cancelled.
         """
         self._begin_allowed(step)
         while True:

@@ -101,10 +101,7 @@ class CacheEngine:
         self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
 
     def load(self, params: Params) -> None:
-        """Take a copy of the parameters in the policy's `compute_dtype`, and forget the cache.
-
-        A frozen base that has this precision is not copied: nobody donates it.
-        """
+        """Take a copy of the parameters in `compute_dtype`, and forget the cache; nobody donates a base."""
         base, dtype = self.policy.split(params)[0], self.policy.numerics.compute_dtype
         shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
         own = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
@@ -126,10 +123,7 @@ class CacheEngine:
         self._cache = None
 
     def fill(self, contexts: dict[int, list[int]]) -> None:
-        """Bring all but the last token of the context of every slot into the cache.
-
-        A beginning that another slot holds is copied, not computed (`prefixes`).
-        """
+        """Bring all but the last token of every slot's context into the cache, by copies where possible."""
         if self._cache is None:
             self._cache = jax.jit(self._empty_cache, out_shardings=self._cache_sharding())()
             self.forget()
@@ -151,14 +145,9 @@ class CacheEngine:
     ) -> tuple[np.ndarray, ...]:
         """Decode in every slot until it has paused, run out, or made `decode_chunk` tokens.
 
-        Args:
-            rows: of each slot the last token, its position, tokens it may make (0: none), seed, temperature,
-                top_p, top_k.
-            pause: bool [V], tokens after which a slot pauses.
-            filtered: whether any slot has top_p or top_k.
-
-        Returns:
-            tokens int32 [S, decode_chunk], log-probabilities float32 [S, decode_chunk], counts int32 [S].
+        The `rows` hold each slot's last token, its position, tokens it may make (0: none), seed, temperature,
+        top_p, top_k; `pause`, bool [V], the tokens after which it pauses; `filtered`: any has top_p or top_k.
+        Returns tokens int32 [S, decode_chunk], log-probabilities float32 [S, decode_chunk], counts int32 [S].
         """
         _, positions, remaining, *_ = rows
         widths = self._widths(positions + np.minimum(remaining, self.decode_chunk))
@@ -255,10 +244,7 @@ class CacheEngine:
         return jax.shard_map(copy_in_group, mesh=self.mesh, check_vma=False, **specs)(cache, slots, counts)
 
     def _append(self, decoder: Decoder, columns: jax.Array, widths: Widths) -> Callable[..., Any]:
-        """Return `Decoder.decode` for every group by the devices that hold it; all arrays [groups, ...].
-
-        It reads the narrowest window that holds rows of at most `columns`.
-        """
+        """Return `Decoder.decode` for every group [groups, ...], in the narrowest window of `columns`."""
         number = jnp.sum(columns > jnp.asarray(widths[:-1], jnp.int32)) if widths[1:] else 0
         decode = partial(decoder.decode, window=(widths, number))
         return jax.vmap(decode, spmd_axis_name=RULES[self._slot_axis])

@@ -81,10 +81,7 @@ class JaxSampler:
         """Do nothing: there are no connections."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
-        """Sample up to a stop string, end-of-text, or `sampling.max_tokens`.
-
-        Raises RuntimeError without weights, ValueError if the context is empty or leaves no room for a token.
-        """
+        """Sample a completion; RuntimeError without weights, ValueError if the context leaves no room."""
         if self._version < 0:
             raise RuntimeError("no weights: call load before generating")
         if not 0 < len(token_ids) < self.max_length:

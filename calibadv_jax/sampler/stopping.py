@@ -62,10 +62,9 @@ def _ends(stop: str) -> tuple[str, ...]:
 
 
 def end_of_text_ids(folder: str | Path, hf_config: dict[str, Any], tokenizer: Any) -> int | list[int]:
-    """Return every end-of-text token of a policy: of its config, its generation config and its tokenizer.
+    """Return every end-of-text token of config, generation config and tokenizer, as one or ascending.
 
-    As in a HuggingFace config: one token, or several, ascending. The policy's HuggingFace `folder` ("" for
-    none) may lack generation_config.json. Raises UserError if that file is no JSON object.
+    The HuggingFace `folder` ("" for none) may lack generation_config.json; UserError if that is no object.
     """
     path = Path(folder) / "generation_config.json"
     generation = read_json(path, "fix or remove it") if folder and path.is_file() else {}

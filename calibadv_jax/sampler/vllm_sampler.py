@@ -64,12 +64,9 @@ class Worker:
 
 
 class VllmSampler:
-    """Implements `interfaces.Sampler`. Belongs to the event loop that first uses it.
+    """Implements `interfaces.Sampler` over the URLs of `vllm_worker` servers, on the loop that first uses it.
 
-    Args:
-        urls: base URLs of servers started by `sampler.vllm_worker`.
-        vocabulary: hash of the vocabulary; a worker with another one refuses the run.
-        size: of the vocabulary; a reply with a token beyond it is unusable.
+    A worker with another `vocabulary` (its hash) refuses the run; a token beyond its `size` is unusable.
     """
 
     def __init__(
@@ -138,8 +135,7 @@ class VllmSampler:
     async def load(self, version: int, published: Path) -> None:
         """Load a snapshot into every worker that answers; the others follow before they serve again.
 
-        Completions in progress are cut and continue with the new weights. Raises UserError if a worker
-        refuses the snapshot (it keeps the old one), RequestFailed without a worker for `patience` seconds.
+        Raises UserError if a worker refuses it and keeps the old one, RequestFailed without a worker in time.
         """
         if self._snapshot and version <= self._snapshot[1]:  # a rollback; workers take no old versions
             self.run = uuid.uuid4().hex[:12]
@@ -377,8 +373,7 @@ def read_completion(
 ) -> Completion:
     """Return the completion in a reply to a request for `max_tokens` tokens, all below `vocab_size`.
 
-    `version_of` returns the policy version of a label of weights; its errors pass. Raises ValueError for an
-    invalid reply, token or log-probability.
+    `version_of` parses labels of weights. Raises ValueError for an invalid reply, token or log-probability.
     """
     try:
         (choice,) = reply["choices"]

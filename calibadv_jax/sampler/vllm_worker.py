@@ -83,10 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Run the server until a signal comes, the parent process has ended, or it has died too often.
-
-    Raises UserError if it ended, or did not answer, before it was ready for the first time.
-    """
+    """Run the server until a signal, the parent's end or too many deaths; UserError if never ready."""
     port = arguments.port or _free_port(arguments.host)
     command, environment = server_command(arguments, port)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -128,10 +125,9 @@ def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port:
 
 
 class VllmWorkerProcess(ChildService):
-    """A worker as a child process: ready when the block begins, stopped when it ends.
+    """A worker as a child process, with `options` (without dashes) and `arguments` of this command line.
 
-    It gets the `options` (without dashes) and `arguments` of this module's command line; `devices` are its
-    CUDA_VISIBLE_DEVICES, None: this process's.
+    Its CUDA_VISIBLE_DEVICES are `devices`; None: this process's.
     """
 
     def __init__(
@@ -156,10 +152,7 @@ class VllmWorkerProcess(ChildService):
 def find_workers(
     config: SamplerConfig, warn: Callable[[str], object]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the labels of the weights of the workers that answer, and why others do not; wait for the first.
-
-    Raises UserError if none can be reached within `config.patience` seconds, or one is no worker of ours.
-    """
+    """Return the labels of the weights of workers that answer, and why others do not; see `wait_for_any`."""
     urls = [url.rstrip("/") for url in config.urls]
     advice = "start it with scripts/launch_vllm_worker.sh or correct sampler.urls"
     times: dict[str, Any] = {"timeout": ASK_SECONDS, "patience": config.patience}
@@ -203,12 +196,9 @@ def open_workers(
 ) -> Iterator[list[str]]:
     """Yield the URLs of the vLLM workers: `config.urls`, or child processes that end with the block.
 
-    Of running workers at least one answers; the sampler takes in the others when they come. Children need
-    `model`, a HuggingFace folder with config.json and tokenizer, for trajectories of `max_length` tokens;
-    their output is in `logs`, their numbers begin with `first`. `warn` gets lines about waits.
-
-    Raises UserError if vLLM is not installed, a child does not become ready, or no running worker answers for
-    `config.patience` seconds.
+    Of running workers at least one answers. Children get `model`, a HuggingFace folder with config.json and
+    tokenizer, for trajectories of `max_length` tokens; their output is in `logs`, their numbers begin with
+    `first`. `warn` gets lines about waits. Raises UserError without vLLM, or a worker that is ready in time.
     """
     if config.urls:
         _, missing = find_workers(config, warn)

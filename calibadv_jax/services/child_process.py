@@ -77,10 +77,8 @@ class ChildService:
                 kind = UserError if status == INPUT_STATUS else EnvironmentFailure
                 raise kind(f"{self.name} ended with status {status}: {_cause(output)}; see {self.log_path}")
             if time.monotonic() > deadline:
-                raise EnvironmentFailure(
-                    f"{self.name} was not ready within {self.start_timeout:g} s; see {self.log_path}"
-                    f" or raise {self.timeout_key}"
-                )
+                fault = f"{self.name} was not ready within {self.start_timeout:g} s"
+                raise EnvironmentFailure(f"{fault}; see {self.log_path} or raise {self.timeout_key}")
             time.sleep(0.05)
         self.url = f"http://127.0.0.1:{self._port_file.read_text()}"
 

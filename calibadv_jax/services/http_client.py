@@ -94,10 +94,7 @@ def excerpt(body: bytes) -> str:
 
 
 def open_session(timeout: float, token_variable: str = "") -> aiohttp.ClientSession:
-    """Open a session of the running event loop, with any number of connections and no proxy.
-
-    The value of the environment variable `token_variable` is sent as the bearer token of every request.
-    """
+    """Open a session without limits or proxies; the variable `token_variable` holds its bearer token."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
     token = os.environ.get(token_variable, "").strip()
     headers = {"Authorization": f"Bearer {token}"} if token else None

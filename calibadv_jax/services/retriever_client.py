@@ -231,10 +231,7 @@ class Replicas:
                 self.release(replica)
 
     async def acquire(self) -> Replica:
-        """Return the service that has been free longest; if none is well, any that may be again.
-
-        Raises UserError if all serve another index than at the start.
-        """
+        """Return the free service asked longest ago, a well one if any; UserError if all indexes differ."""
         while True:
             usable = [replica for replica in self._all if not replica.other]
             if not usable:
@@ -378,17 +375,13 @@ class RetrieverClient:
         return documents
 
     async def access(self, addresses: Sequence[str]) -> list[Document | None]:
-        """Return the page at each address, put into `config.page_address`; None where there is none.
-
-        Raises as `search`, also if the pages are not those of `health`, or the service has none.
-        """
+        """Return the page at each address, None where there is none; raises as `search`."""
         return list(await asyncio.gather(*map(self._page, addresses)))
 
     def health(self) -> dict[str, Any]:
-        """Return the services' reply to ``GET /health``; empty where they have no such route.
+        """Wait for the services' reply to ``GET /health`` (empty without that route), before any search.
 
-        To be called before the first search. Waits until one of them answers, for `config.patience` seconds;
-        `missing` names the others. Raises UserError if none does, or if they serve different indexes.
+        `missing` names those that do not answer. Raises UserError if none does, or if their indexes differ.
         """
         answers, self.missing = wait_for_any(
             "retriever",
@@ -452,10 +445,7 @@ class RetrieverClient:
         return await replicas.post(ROUTE, body, read)
 
     async def _answer(self, queries: list[str], window: float = 0.0) -> list[QueryResult]:
-        """Return the result of each query, after `window` seconds in which others may join.
-
-        A request that fails is divided, until it shows which queries fail.
-        """
+        """Return the result of each query; a request that fails is divided until it shows which fail."""
         _, replicas = self._connections.get()
         await asyncio.sleep(window)
 
@@ -558,10 +548,7 @@ def check_running(config: RetrieverConfig, warn: Callable[[str], object]) -> Non
 def open_retriever(
     config: RetrieverConfig, log_path: Path, warn: Callable[[str], object]
 ) -> Iterator[str | list[str]]:
-    """Yield the URLs of retrieval services: `config.url`, or of a child process that ends with the block.
-
-    Raises UserError as `check_running`; if neither is configured; or if the child does not become ready.
-    """
+    """Yield the URLs of `config.url`, or of a child that ends with the block; raises as `check_running`."""
     if config.url:
         if config.url != NO_RETRIEVER:
             check_running(config, warn)

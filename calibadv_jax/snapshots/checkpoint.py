@@ -74,10 +74,8 @@ class CheckpointStore:
         self.wait()
         newest = self.latest_step()
         if newest is not None and newest >= step:
-            raise UserError(
-                f"{self.folder}: holds step {newest} of an earlier run, step {step} cannot follow it;"
-                " resume that run, or choose another run.dir"
-            )
+            fault = f"{self.folder}: holds step {newest} of an earlier run, step {step} cannot follow it"
+            raise UserError(f"{fault}; resume that run, or choose another run.dir")
         json.dumps(extra)  # a value that is not JSON must fail before anything is written
         arguments = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(state), EXTRA: ocp.args.JsonSave(extra)})
         if self._barrier:
@@ -92,11 +90,7 @@ class CheckpointStore:
         return self._writing is not None and not has_failed and self._manager.is_saving_in_progress()
 
     def wait(self) -> int | None:
-        """Wait for the checkpoint that was begun last and verify it; return its step, once.
-
-        Raises UserError if it could not be written, or the header of a tensor cannot be read back;
-        the older checkpoints are whole.
-        """
+        """Wait for the last save and verify it; return its step, once. UserError if it is not whole."""
         step, self._writing = self._writing, None
         if step is None:
             return None
@@ -115,10 +109,7 @@ class CheckpointStore:
         return f"{self.folder}: step {step} cannot be saved; the older checkpoints are whole"
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the state in the shardings of `abstract_state`, which may be of another mesh, and the extra.
-
-        Raises UserError if it is damaged, or of another policy or optimizer (differences are listed).
-        """
+        """Return the state in these shardings, of any mesh, and the extra; UserError if it does not fit."""
         return _restore(self._manager, step, abstract_state)
 
     def close(self) -> None:
@@ -193,10 +184,8 @@ def _restore(
     if partial:
         saved_shapes = {name: saved_shapes[name] for name in saved_shapes if name.split(".")[0] in abstract}
     if problems := shape_problems(saved_shapes, tensor_shapes(abstract)):
-        raise UserError(
-            f"{source}: does not fit this policy and optimizer; use its own config, or another run.dir:"
-            f" {summary(problems)}"
-        )
+        fault = f"{source}: does not fit this policy and optimizer"
+        raise UserError(f"{fault}; use its own config, or another run.dir: {summary(problems)}")
     shardings = ocp.checkpoint_utils.construct_restore_args(abstract)
     arguments = ocp.args.PyTreeRestore(abstract, shardings, partial_restore=partial)
     items = ocp.args.Composite(**{STATE: arguments, EXTRA: ocp.args.JsonRestore()})

@@ -56,10 +56,9 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
-    """Return the parameters of a HuggingFace folder, in the policy's precision and shardings; no adapters.
+    """Return a folder's parameters in the policy's precision and shardings, without adapters.
 
-    The host never holds more than one parameter. Raises UserError without safetensors, for a damaged file, or
-    tensors that do not fit the policy.
+    The host holds one parameter at a time. Raises UserError for damaged files, or tensors that do not fit.
     """
     with _policy_weights(folder, policy) as weights:
         return weights.placed(policy.abstract_base, policy.architecture.num_layers, mesh)
@@ -236,17 +235,13 @@ def _check(weights: Weights, policy: Policy, source: str, with_values: bool) -> 
             for row in range(0, shape[0], 4096):
                 rows = slice(row, min(row + 4096, shape[0])), slice(None)
                 if not np.array_equal(weights.read(head, rows), weights.read(embedding, rows)):
-                    raise UserError(
-                        f"{source}: config.json ties the embeddings, but {head} differs from {embedding};"
-                        " set tie_word_embeddings to false there"
-                    )
+                    fault = f"{source}: config.json ties the embeddings, but {head} differs from {embedding}"
+                    raise UserError(f"{fault}; set tie_word_embeddings to false there")
     check_hf(shapes, policy.abstract_base, source)
     coded = [f"{name} ({weights.dtype(name)})" for name in shapes if weights.dtype(name) not in STORED_DTYPES]
     if coded:
-        raise UserError(
-            f"{source}: quantised or integer weights are not supported: {', '.join(coded)};"
-            " give the folder of the unquantised model"
-        )
+        fault = f"{source}: quantised or integer weights are not supported: {', '.join(coded)}"
+        raise UserError(f"{fault}; give the folder of the unquantised model")
 
 
 def _write_weights(params: Params, folder: Path, dtype: np.dtype, max_shard_bytes: int) -> None:

@@ -105,10 +105,7 @@ class Mirror:
         self._committing = Lock()
 
     def has_newer(self) -> bool:
-        """Return whether the store's newest checkpoint is newer; a rollback makes all that follows newer.
-
-        Raises UserError if the store cannot be read, or holds another run.
-        """
+        """Return whether the store is ahead, also by a rollback; UserError if it holds another run."""
         version = self._version = self._store.call("reading its marker", self._newest)
         run, here = run_hash(self.folder), newest_step(self.folder / CHECKPOINTS)
         if version.steps and (run or here is not None) and run != version.run:

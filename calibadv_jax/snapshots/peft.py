@@ -48,10 +48,7 @@ HARMLESS = (
 
 
 def load_adapters(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
-    """Return the adapters of a PEFT folder, in the precision and shardings of the policy's.
-
-    Raises UserError if a file is missing or damaged, or the adapters are not plain LoRA or do not fit.
-    """
+    """Return a PEFT folder's adapters in the policy's precision and shardings; UserError if none fit."""
     adapters, config, path = policy.adapters, _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER)
     assert adapters is not None
     _check_config(read_json(config), adapters, config)
@@ -66,10 +63,8 @@ def load_adapters(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
                     f" {adapters.base_dtype}: set policy.lora.base_dtype={dtype}"
                 )
         if problems := shape_problems(shapes, hf_shapes(policy.abstract_trained)):
-            raise UserError(
-                f"{path}: {len(problems)} tensor(s) do not fit this policy; give adapters that were made for"
-                f" it: {summary(problems)}"
-            )
+            fault = f"{path}: {len(problems)} tensor(s) do not fit this policy"
+            raise UserError(f"{fault}; give adapters that were made for it: {summary(problems)}")
         return weights.placed(policy.abstract_trained, policy.architecture.num_layers, mesh)
 
 
@@ -122,10 +117,8 @@ def adapters_hash(folder: Path) -> str:
 
 def _file(folder: Path, name: str) -> Path:
     if not (folder / name).is_file():
-        raise UserError(
-            f"policy.lora.init_from: {folder / name}: no such file; give a PEFT folder with"
-            f" {ADAPTER_CONFIG} and {ADAPTER}"
-        )
+        fault = f"policy.lora.init_from: {folder / name}: no such file"
+        raise UserError(f"{fault}; give a PEFT folder with {ADAPTER_CONFIG} and {ADAPTER}")
     return folder / name
 
 
@@ -162,7 +155,5 @@ def _check_targets(shapes: Mapping[str, Any], adapters: Adapters, path: Path) ->
     targets = ", ".join(sorted({match[1] for match in matches.values() if match}))
     ours = ", ".join(adapters.targets)
     if targets != ours:
-        raise UserError(
-            f"{path}: has adapters on {targets}, but policy.lora.targets is {ours}:"
-            f" set policy.lora.targets=[{targets}]"
-        )
+        fault = f"{path}: has adapters on {targets}, but policy.lora.targets is {ours}"
+        raise UserError(f"{fault}: set policy.lora.targets=[{targets}]")

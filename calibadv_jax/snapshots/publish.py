@@ -108,10 +108,7 @@ def read_manifest(snapshot: Path) -> dict[str, Any]:
 
 
 def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None) -> Params:
-    """Return a snapshot's parameters in the policy's shardings and `compute_dtype`; raises as `read_tensors`.
-
-    Without a mesh everything is on the first device.
-    """
+    """Return the parameters in the policy's shardings and `compute_dtype`; raises as `read_tensors`."""
     tensors = read_tensors(snapshot, policy=policy)
     targets, dtype = flatten(placed_params(policy.abstract_base, mesh)), policy.numerics.compute_dtype
 
