@@ -29,7 +29,7 @@ import numpy as np
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.record.reader import read_columns
 from calibadv_jax.record.schema import kept_steps
-from calibadv_jax.rollout.stream import RolloutStream
+from calibadv_jax.rollout.runner import RolloutStream
 
 
 def recorded(run: Path) -> tuple[np.ndarray, float]:

@@ -229,9 +229,8 @@ def _receive(port: int, count: int, check: Callable[[str], None]) -> None:
                 readable, _, _ = select.select([listener, *present], [], [], PERIOD)
                 check(_names(set(range(1, count)) - set(present.values())))
                 if ended := [present[each] for each in readable if each is not listener]:  # they only wait
-                    raise EnvironmentFailure(
-                        f"{_names(ended)} ended before all had started; start all processes again"
-                    )
+                    fault = f"{_names(ended)} ended before all had started"
+                    raise EnvironmentFailure(f"{fault}; start all processes again")
                 if readable:
                     _admit(stack.enter_context(listener.accept()[0]), count, present)
         except UserError as error:

@@ -21,8 +21,7 @@ from calibadv_jax.learner.step import agreement, fixed_text
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.rewards.score import trajectory_scores
-from calibadv_jax.rollout.runner import Rollouts
-from calibadv_jax.rollout.stream import RolloutStream, any_done
+from calibadv_jax.rollout.runner import Rollouts, RolloutStream, any_done
 from calibadv_jax.run.model import Model, base_of
 from calibadv_jax.run.trainer import Trainer, UpdateResult
 from calibadv_jax.snapshots.checkpoint import EXTRA, ROLLBACK, CheckpointStore, read_rollback
@@ -137,7 +136,7 @@ class RunState:
         tokens = fixed_text(len(self.model.tokenizer), self.config.rollout.max_length)
         with self.hosts.local_work("weights of the samplers"):
             self.rollouts.load(self.step, published)
-            local = self.rollouts.run(self.rollouts.context.sampler.prompt_logprobs(tokens.tolist()))
+            local = self.rollouts.prompt_logprobs(tokens.tolist())
         processes = self.hosts.exchange("log-probabilities of the samplers", local)
         logprobs = [values for samplers in processes for values in samplers.values()]
         return agreement(learner, self.state["params"], self.config.learner, tokens, logprobs)

@@ -80,9 +80,8 @@ class ObjectStore:
             last, before = before, progress()
             idle = idle + NOTED if before == last else 0
             if idle >= STALLED:
-                raise EnvironmentFailure(
-                    f"{self.key} has not answered for {idle} s ({operation}); try again later"
-                )
+                fault = f"{self.key} has not answered for {idle} s ({operation})"
+                raise EnvironmentFailure(f"{fault}; try again later")
             self._note(f"waiting for {self.key} ({operation})")
         try:
             return future.result()

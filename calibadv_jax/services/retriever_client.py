@@ -131,9 +131,8 @@ def _parse(reply: HttpReply, kind: Any) -> Any:
 
 def _check_status(url: str, reply: HttpReply, no_such_route: str) -> None:
     if reply.status == 401:
-        raise UserError(
-            f"retriever {url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
-        )
+        fault = f"retriever {url}: asks for a token"
+        raise UserError(f"{fault}; set the environment variable {TOKEN_VARIABLE} to it")
     if reply.status in (403, 404, 405):
         raise UserError(f"retriever {url}: {reply.excerpt}; {no_such_route}")
     if reply.status in (400, 413, 422):  # of the query; asking again changes nothing

@@ -186,9 +186,8 @@ class Mirror:
                 "fetching", get, lambda: [os.path.exists(name) and os.path.getsize(name) for name in names]
             )
             if cut := [path for path, part in parts.items() if part.stat().st_size != files[path][1]]:
-                raise UserError(
-                    f"{self._key}: {summary(cut)} not as long as its marker says; remove the copy"
-                )
+                fault = f"{self._key}: {summary(cut)} not as long as its marker says"
+                raise UserError(f"{fault}; remove the copy")
             for path, part in parts.items():
                 os.utime(part, ns=(files[path][2],) * 2)
 

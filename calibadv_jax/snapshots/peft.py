@@ -138,9 +138,8 @@ def _check_config(config: Mapping[str, Any], adapters: Adapters, path: Path) -> 
                 " writes lora_alpha 0; the value is verl's actor_rollout_ref.model.lora_alpha)"
             )
         if size != ours:
-            raise UserError(
-                f"{path}: {name} is {size!r}, but policy.lora.{key} is {ours:g}: set policy.lora.{key}={size}"
-            )
+            fault = f"{path}: {name} is {size!r}, but policy.lora.{key} is {ours:g}"
+            raise UserError(f"{fault}: set policy.lora.{key}={size}")
 
 
 def _check_targets(shapes: Mapping[str, Any], adapters: Adapters, path: Path) -> None:

@@ -95,9 +95,8 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         if manifest["version"] != version:
             raise UserError(f"{snapshot}: holds version {manifest['version']}, but {version} was asked for")
         if version <= self._version:
-            raise UserError(
-                f"{snapshot}: version {version} is stale; this worker has version {self._version}"
-            )
+            fault = f"{snapshot}: version {version} is stale"
+            raise UserError(f"{fault}; this worker has version {self._version}")
         if manifest["tokenizer"] != self._session.tokenizer:
             raise UserError(f"{snapshot}: written for another tokenizer than this session's")
         own = architecture_from_hf(self.model_config.hf_config.to_dict(), "the worker's config")

@@ -15,7 +15,7 @@ import pytest
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.stopping import CALLED, Stop
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
-from calibadv_jax.hosts import exchange, watch
+from calibadv_jax.hosts import exchange
 from calibadv_jax.hosts.exchange import ALONE, Joined, SaveBarrier, SharedGroups, from_bytes, to_bytes
 
 
@@ -152,7 +152,7 @@ def test_signal_while_waiting_is_noted_for_the_others(run_all, monkeypatch):
         with hosts.steps(stop), hosts.barrier("record"):
             if hosts.is_first:
                 stop.status = 130
-            while hosts.index and (watch.STOPPING, 0) not in hosts.watch._notes():
+            while hosts.index and (exchange.STOPPING, 0) not in hosts.watch._notes():
                 time.sleep(0.01)
 
     check_stopped(run_all(work))

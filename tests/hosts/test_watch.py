@@ -9,7 +9,7 @@ import jax
 import pytest
 from test_exchange import Notes
 
-from calibadv_jax.hosts import watch
+from calibadv_jax.hosts import exchange as watch
 
 
 class Ended(Exception):

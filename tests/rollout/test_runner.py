@@ -285,7 +285,7 @@ def test_sampler_gets_weights_and_services_close_once(open_rollouts):
     rollouts = open_rollouts()
     with rollouts:
         rollouts.load(7, {"w": 1})
-        assert rollouts.run(rollouts.context.sampler.prompt_logprobs([1, 2]))["worker"].tolist() == [1, 2]
+        assert rollouts.prompt_logprobs([1, 2])["worker"].tolist() == [1, 2]
         assert rollouts.metrics() == {"sampler/tokens": 3.0}
     sampler = rollouts.context.sampler
     assert sampler.loaded == (7, {"w": 1})

@@ -10,7 +10,7 @@ import pytest
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.rollout.stream import RolloutStream
+from calibadv_jax.rollout.runner import RolloutStream
 
 PER_STEP = 3
 
