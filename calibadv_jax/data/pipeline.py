@@ -61,7 +61,6 @@ class QuestionIterator:
 
     @property
     def resting(self) -> int:
-        """The number of questions that will be skipped once."""
         return len(self._resting)
 
     def note(self, question_id: str, scores: Sequence[float]) -> None:

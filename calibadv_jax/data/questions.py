@@ -155,7 +155,6 @@ def _parse_prompt(
 
 
 def question_row(question: Question) -> dict[str, Any]:
-    """Return a question as a row of our layout."""
     row = {
         "id": question.id,
         "question": question.text,

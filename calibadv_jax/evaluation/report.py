@@ -37,7 +37,6 @@ class ScoreReport:
 
 
 def stratified_mean(strata: Strata) -> float:
-    """Return the mean of the strata's means."""
     return float(sum(np.mean(values) for values in strata) / len(strata))
 
 

@@ -64,7 +64,6 @@ class Hosts:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes the shared files."""
         return self.index == 0
 
     def exchange(self, name: str, value: T) -> list[T]:
@@ -124,7 +123,6 @@ class Joined(Hosts):
         self.machines = self.exchange("names", socket.gethostname())
 
     def named(self, index: int) -> str:
-        """Return the name of a process for messages."""
         return f"process {index}" + (f" ({self.machines[index]})" if self.machines[index] else "")
 
     def exchange(self, name: str, value: T) -> list[T]:
@@ -261,7 +259,6 @@ class Joined(Hosts):
         return None if self._stop.was_called else self._stop.status
 
     def _send(self, head: _Head, until: float = math.inf) -> list[_Head]:
-        """Return the heads of all processes at this barrier; raise TimeoutError if one is late."""
 
         def check() -> None:
             if self._stop.status is not None:  # a signal came meanwhile: the others must not take their time
@@ -274,8 +271,6 @@ class Joined(Hosts):
 
 @dataclass(frozen=True)
 class _Head:
-    """The message of a process at a barrier."""
-
     name: str  # of the barrier
     length: int = 0  # bytes of its value
     short: bytes = b""  # the value, if it is short
@@ -454,7 +449,6 @@ class Watch:
         return notes
 
     def _end(self, why: str) -> None:
-        """End this process, whatever it waits for."""
         line = f"error: {why}; start all processes again: the run goes on from its newest checkpoint\n"
         with suppress(OSError):
             os.write(sys.stderr.fileno(), line.encode(errors="replace"))

@@ -213,7 +213,6 @@ def meet(address: str, count: int, index: int, timeout: float, warn: Callable[[s
 
 
 def _receive(port: int, count: int, check: Callable[[str], None]) -> None:
-    """Wait in process 0 until all others are connected, and let them go."""
     has_ipv6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
     try:
@@ -258,7 +257,6 @@ def _admit(connection: socket.socket, count: int, present: dict[socket.socket, i
 
 
 def _come(host: str, port: int, count: int, index: int, check: Callable[[str], None]) -> None:
-    """Connect to process 0, and wait until it lets all processes go."""
     while True:
         check(f"process 0 ({host}:{port})")
         try:

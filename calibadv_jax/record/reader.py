@@ -24,8 +24,6 @@ from calibadv_jax.record.schema import Logprobs, RecordRow, kept_steps
 
 @dataclass(frozen=True)
 class KeptStep:
-    """A training step: its trajectories, scores and credit."""
-
     step: int  # version of the policy that the step made
     groups: list[Group]
     credits: list[GroupCredit]  # of the finished trajectories of each group, as AdvantageResult.credits

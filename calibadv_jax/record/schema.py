@@ -111,6 +111,5 @@ def short_name(run: Path) -> str:
 
 
 def kept_steps(run: Path) -> dict[int, Path]:
-    """Return step -> file of a run's folder, in ascending order."""
     named = ((path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob("step_*"))
     return dict(sorted((int(match[1]), path) for path, match in named if match))

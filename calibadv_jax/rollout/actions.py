@@ -26,8 +26,6 @@ from calibadv_jax.core.trajectory import Document
 
 @dataclass(frozen=True)
 class RetrieverAction(Action):
-    """An action of the retriever, which `RolloutContext.by_name` sets."""
-
     max_length: int = 0
     retriever: Any = None
 

@@ -47,8 +47,6 @@ class WorkerLost(Exception):
 
 @dataclass
 class Worker:
-    """A vLLM server and its state."""
-
     url: str
     version: int | None = None  # of its weights; None: not known to be usable
     busy: int = 0  # completions in progress

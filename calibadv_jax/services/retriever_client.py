@@ -313,8 +313,6 @@ class Replicas:
 
 @dataclass
 class _Batch:
-    """Queries that share a request."""
-
     queries: list[str]
     results: asyncio.Task[list[QueryResult]]
 
@@ -418,14 +416,12 @@ class RetrieverClient:
         return f"{config.retrieval_topk} documents reranked to {config.rerank_topk} by {reranker}"
 
     async def close(self) -> None:
-        """Close the connections of the running event loop."""
         if (connections := self._connections.take()) is not None:
             http, replicas = connections
             await replicas.close()
             await http.close()
 
     async def _request(self, replicas: Replicas, queries: list[str]) -> list[QueryResult]:
-        """Return the documents of each query; queries join until a service is free."""
         top, best = self.config.retrieval_topk, self.config.rerank_topk
         depths: dict[str, Any] = {"topk": self.config.topk}  # how many documents, and by that whose contract
         if best:
@@ -495,7 +491,6 @@ class RetrieverClient:
             raise RequestFailed("retriever", f"retriever {self.url}: {problem}") from error
 
     async def _serves(self, replicas: Replicas) -> bool:
-        """Return whether the service answers an ordinary query, if only to refuse it."""
         try:
             with suppress(QueryRefused):
                 await self._request(replicas, [PROBE])

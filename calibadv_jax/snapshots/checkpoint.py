@@ -51,7 +51,6 @@ class CheckpointStore:
         self._has_failed = False  # the last save that was waited for
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest checkpoint, which may still be being written."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:

@@ -9,7 +9,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -169,7 +169,6 @@ class Weights:
             raise UserError(f"{self.path_of[name]}: {name} cannot be read: {error}") from error
 
     def placed(self, abstract: Mapping[str, Any], num_layers: int, mesh: Mesh | None) -> Params:
-        """Load the parameters of `abstract`, each in its dtype and sharding."""
 
         def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
             parts: dict[Any, np.ndarray] = {}  # replicas share a part
@@ -281,13 +280,8 @@ def _complete(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     # rope_parameters, which a rope_scaling beside it overrules, and dtype.
     scaling: dict[str, Any] = {"rope_type": "default"}
     if a.rope_scaling is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": a.rope_scaling.factor,
-            "low_freq_factor": a.rope_scaling.low_freq_factor,
-            "high_freq_factor": a.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": a.rope_scaling.original_length,
-        }
+        scaling = {"rope_type": "llama3"} | asdict(a.rope_scaling)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_length")
     rope = {"rope_theta": a.rope_theta, "rope_parameters": scaling | {"rope_theta": a.rope_theta}}
     rope |= {"rope_scaling": scaling} if a.rope_scaling is not None else {}
     # Without it transformers 5 warns of a folder with a large vocabulary that its tokenizer were wrong.

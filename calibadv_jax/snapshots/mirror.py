@@ -50,7 +50,6 @@ Entry = tuple[str, int, int]  # object, size in bytes, time of change in ns
 
 
 def open_mirror(config: Config, console: Console) -> Mirror | None:
-    """Return the mirror of run.mirror, if it is set."""
     run = config.run
     return Mirror(run.mirror, Path(run.dir), config.checkpoint.keep, console) if run.mirror else None
 
@@ -68,8 +67,6 @@ class TakenOver(UserError):
 
 
 class _Version(BaseModel, frozen=True):
-    """A version of the marker."""
-
     number: int = 0
     owner: dict[str, Any] = {}
     run: str = ""  # hash of the run's first start: its config, questions, model and vocabulary
@@ -371,6 +368,5 @@ def _link(source: Path, link: Path) -> None:
 
 
 def _step_of(path: str) -> int | None:
-    """Return the step of a checkpoint's file; None for other files."""
     file = FILE.fullmatch(path)
     return int(file[1]) if file and file[1] else None

@@ -174,7 +174,6 @@ def _difference(snapshot: Path, entries: Mapping[str, Any], path: str) -> str | 
 
 
 def _file(snapshot: Path, path: str, entries: Mapping[str, Any]) -> Path:
-    """Return the file of a tensor's only chunk, as Orbax names it."""
     return snapshot / TREE / path / ".".join("0" * len(entries[path]["shape"]))
 
 
@@ -222,7 +221,6 @@ def _raw_checkpointer() -> ocp.Checkpointer:
 
 
 def _turned(path: str, array: Any) -> Any:
-    """Convert between the policy's layout and that of a snapshot."""
     return array.swapaxes(-1, -2) if WEIGHTS[path].transposed else array
 
 
@@ -256,7 +254,6 @@ def _digest(array: np.ndarray) -> str:
 
 
 def snapshot_version(folder: Path) -> int:
-    """Return the version in the name of a snapshot's folder; -1 if it has none."""
     digits = folder.name[1:]
     return int(digits) if digits.isdigit() else -1
 

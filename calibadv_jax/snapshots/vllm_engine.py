@@ -40,8 +40,6 @@ class OrbaxInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class OrbaxUpdateInfo(WeightTransferUpdateInfo):
-    """A published snapshot."""
-
     path: str
     version: int
 
@@ -123,7 +121,6 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
 
 
 def _of_all(value: Any) -> list[Any]:
-    """Return the values of all workers of this tensor-parallel group, by rank."""
     group = get_tp_group()
     values = [value] * group.world_size
     if group.world_size > 1:
