@@ -117,11 +117,10 @@ def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
             " leaves these answers out"
         )
     if joined := list(filter(is_joined, questions)):
-        lines.append(
-            f"{key}: {len(joined)} {count} with a separator in it, such as {joined[0].golden_answers[0]!r} of"
-            f" {joined[0].id!r}; if these are several answers, set data.columns.separator (calibadv"
-            " prepare-data --separator)"
-        )
+        example = f"{joined[0].golden_answers[0]!r} of {joined[0].id!r}"
+        fault = f"{key}: {len(joined)} {count} with a separator in it, such as {example}"
+        way_out = "set data.columns.separator (calibadv prepare-data --separator)"
+        lines.append(f"{fault}; if these are several answers, {way_out}")
     return lines
 
 

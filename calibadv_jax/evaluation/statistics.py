@@ -43,11 +43,6 @@ def compare_paired(first: Strata, second: Strata, confidence: float, resamples: 
             axis=-1,
             rng=random_state(0, 0, "permutation"),
         ).pvalue
-    return Comparison(
-        sum(map(len, differences)),
-        stratified_mean(first),
-        stratified_mean(second),
-        stratified_mean(differences),
-        interval(differences, confidence, resamples),
-        float(p_value),
-    )
+    means = map(stratified_mean, (first, second, differences))
+    bounds = interval(differences, confidence, resamples)
+    return Comparison(sum(map(len, differences)), *means, bounds, float(p_value))

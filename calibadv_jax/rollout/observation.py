@@ -49,15 +49,12 @@ def neutralise_documents(
 ) -> tuple[Document, ...]:
     """Return retrieved documents as they may be shown and kept."""
     extra = added_token_strings(tokenizer)
-    return tuple(
-        replace(
-            document,
-            id=well_formed(document.id),
-            title=neutralise(document.title, extra, grammar),
-            text=neutralise(document.text, extra, grammar),
-        )
-        for document in documents
-    )
+
+    def shown(document: Document) -> Document:
+        title, text = (neutralise(part, extra, grammar) for part in (document.title, document.text))
+        return replace(document, id=well_formed(document.id), title=title, text=text)
+
+    return tuple(map(shown, documents))
 
 
 def neutralise_reply(

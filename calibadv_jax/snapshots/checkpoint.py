@@ -36,17 +36,11 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int, asynchronous: bool = False, barrier: Any = None):
         check_literal(folder)
         self.folder, self._barrier = folder.absolute(), barrier
-        self._manager = _open(
-            self.folder,
-            max_to_keep=keep,
-            create=True,
-            cleanup_tmp_directories=True,
-            enable_async_checkpointing=asynchronous,
-            # A folder that process 0 creates in a thread is waited for without a look at its errors.
-            async_options=ocp.AsyncOptions(
-                barrier_sync_fn=barrier, create_directories_asynchronously=not barrier
-            ),
-        )
+        # A folder that process 0 creates in a thread is waited for without a look at its errors.
+        threads = ocp.AsyncOptions(barrier_sync_fn=barrier, create_directories_asynchronously=not barrier)
+        options = {"max_to_keep": keep, "create": True, "cleanup_tmp_directories": True}
+        options |= {"enable_async_checkpointing": asynchronous, "async_options": threads}
+        self._manager = _open(self.folder, **options)
         self._writing: int | None = None
         self._has_failed = False  # the last save that was waited for
 

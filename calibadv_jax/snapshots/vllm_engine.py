@@ -99,12 +99,9 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
             raise UserError(f"{snapshot}: written for another tokenizer than this session's")
         own = architecture_from_hf(self.model_config.hf_config.to_dict(), "the worker's config")
         published = asdict(architecture_from_hf(manifest["config"], f"{snapshot}: config"))
-        differences = [
-            f"{name} {published[name]} instead of {value}"
-            for name, value in asdict(own).items()
-            if value != published[name]
-        ]
-        if differences:
+        other = {name: value for name, value in asdict(own).items() if value != published[name]}
+        if other:
+            differences = [f"{name} {published[name]} instead of {value}" for name, value in other.items()]
             raise UserError(f"{snapshot}: snapshot of another model: {'; '.join(differences)}")
         return read_tensors(snapshot, self._share, Policy(own, Numerics()))
 

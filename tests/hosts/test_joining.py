@@ -249,9 +249,9 @@ from jax.experimental import multihost_utils
 from calibadv_jax.cli import end
 from calibadv_jax.config import Config, DistributedConfig, RunConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
-from calibadv_jax.hosts import joining, watch
+from calibadv_jax.hosts import exchange, joining
 
-watch.PERIOD, watch.LAST_WORDS, joining.MARGIN = 0.1, 0.5, 2.0
+exchange.PERIOD, exchange.LAST_WORDS, joining.MARGIN = 0.1, 0.5, 2.0
 SLURM = {"STEP_NODELIST": "127.0.0.1", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "JOB_ID": "1"}
 
 def refuse():
