@@ -270,8 +270,7 @@ LAYOUTS = (
         Layout("question and answer", f"{question} {answer}", partial(_columns, question, answer))
         for answer, question in itertools.product(ANSWERS, QUESTIONS)
     ),
-    *(
-        Layout("TRL", f"prompt {key}", partial(_prompted, key))
-        for key in ("ground_truth", "solution", "answer")
-    ),
+    Layout("TRL", "prompt ground_truth", partial(_prompted, "ground_truth")),
+    Layout("TRL", "prompt solution", partial(_prompted, "solution")),
+    Layout("TRL", "prompt answer", partial(_prompted, "answer")),
 )

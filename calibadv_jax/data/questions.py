@@ -25,10 +25,7 @@ _JOINED = re.compile(r"\S(?:\s*[|;\n]+\s*| / )\S")
 
 
 def load_questions(sources: Sources, columns: ColumnsConfig = NO_COLUMNS) -> list[Question]:
-    """Return the questions of files (see `find_files`) in any layout of `data.layouts`, in the order given.
-
-    Raises UserError with the place for a missing file, a malformed row, no golden answer, a repeated id.
-    """
+    """Return the questions of files in any layout, in order; UserError for a bad row or a repeated id."""
     questions: list[Question] = []
     seen: dict[str, str] = {}
     for path, source in find_files(sources):
@@ -111,11 +108,10 @@ def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
     count = f"of {len(questions)} questions have a golden answer"
     if empty := [each for each in questions if not all(map(normalise_answer, each.golden_answers))]:
         hopeless = sum(not any(map(normalise_answer, question.golden_answers)) for question in empty)
-        lines.append(
-            f"{key}: {len(empty)} {count} that normalises to nothing, such as {empty[0].golden_answers} of"
-            f" {empty[0].id!r}; {hopeless} have no other: no answer to them is right; calibadv prepare-data"
-            " leaves these answers out"
-        )
+        example = f"{empty[0].golden_answers} of {empty[0].id!r}"
+        fault = f"{key}: {len(empty)} {count} that normalises to nothing, such as {example}"
+        way_out = "calibadv prepare-data leaves these answers out"
+        lines.append(f"{fault}; {hopeless} have no other: no answer to them is right; {way_out}")
     if joined := list(filter(is_joined, questions)):
         example = f"{joined[0].golden_answers[0]!r} of {joined[0].id!r}"
         fault = f"{key}: {len(joined)} {count} with a separator in it, such as {example}"

@@ -217,10 +217,7 @@ class Joined(Hosts):
         return heads
 
     def _leave(self, name: str, error: BaseException) -> None:
-        """Say, at the next barrier, that this process stops, and wait until all others are there.
-
-        Raises UserError or SystemExit if it stops because another process does.
-        """
+        """Say at the next barrier that this process stops, and wait for the others; raises if called."""
         with suppress(jax.errors.JaxRuntimeError):
             self.watch.note(STOPPING, "")
         status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None

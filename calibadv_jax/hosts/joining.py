@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import math
 import os
 import re
@@ -12,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -47,11 +46,7 @@ MARGIN = 10.0  # seconds for which an error waits for the news that another proc
 
 @contextmanager
 def joined(config: Config) -> Iterator[Hosts]:
-    """Yield this process among those of the run, by the section `distributed`; alone by default.
-
-    Raises UserError if the section is incomplete, the others do not come, or the config does not work with
-    several processes.
-    """
+    """Yield this process among the run's, by the section `distributed`; UserError if one is missing."""
     place, timeout = _process_arguments(config.distributed), config.distributed.timeout
     hosts = _join(place, timeout, Console(config.log.progress).warn) if place else None
     if hosts is None:
@@ -160,7 +155,7 @@ def _check(config: Config, hosts: Joined) -> None:
         devices = hosts.exchange("devices", jax.local_device_count())
         if len(set(devices)) > 1:
             raise UserError(f"the processes have {devices} devices: each must have the same number")
-    for section, values in (dataclasses.asdict(config) | {"distributed": None}).items():
+    for section, values in (asdict(config) | {"distributed": None}).items():
         hosts.same(f"section {section!r} in its config", partial(repr, values))
 
 

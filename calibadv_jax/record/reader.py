@@ -98,10 +98,9 @@ def _text(metadata: dict[bytes, bytes] | None) -> dict[str, str]:
 def from_rows(
     rows: Sequence[RecordRow], opening: str, actions: tuple[str, ...] = SEARCH_ALONE
 ) -> tuple[list[Group], list[GroupCredit], Logprobs]:
-    """Return the groups of a step, their credit and the learner's log-probabilities.
+    """Return a step's groups, their credit and the learner's log-probabilities.
 
-    `rows` come from `pyarrow.Table.to_pylist` with maps as dictionaries. `opening` and `actions` are those of
-    every `Trajectory`.
+    The `rows` have maps as dictionaries; `opening` and `actions` are those of every `Trajectory`.
     """
     groups, credits, logprobs = [], [], []
     for _, chosen in groupby(rows, lambda row: row["group"]):

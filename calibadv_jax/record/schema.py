@@ -86,11 +86,8 @@ TURN_FIELDS = (
     "observation_text", "documents", "golden_logprobs",
 )  # fmt: skip
 TURN_ARRAYS = {
-    "token_ids": np.int32,
-    "logprobs": np.float32,
-    "observation_ids": np.int32,
-    "values": np.float32,
-}
+    "token_ids": np.int32, "logprobs": np.float32, "observation_ids": np.int32, "values": np.float32,
+}  # fmt: skip
 # Column of a turn -> attribute of `GroupCredit`, its dtype if it is an array, value of a failed trajectory.
 CREDIT = {
     "advantage_raw": ("before", np.float64, None),

@@ -21,10 +21,9 @@ from calibadv_jax.record.schema import Logprobs, RecordRow, kept_steps
 
 
 class RolloutWriter:
-    """Keep the steps of a run as ``rollouts/step_N.parquet``.
+    """Keep the newest `log.rollouts_keep` steps of a run, and every `log.rollouts_every`-th older one.
 
-    The newest `log.rollouts_keep` steps stay, and of the older ones every `log.rollouts_every`-th. Files of
-    `start_step` and of later steps are removed.
+    Files of `start_step` and of later steps are removed.
     """
 
     def __init__(self, folder: Path, config: Config, start_step: int) -> None:

@@ -70,9 +70,9 @@ def open_prompt(
 ) -> tuple[np.ndarray, str]:
     """Return the token ids of a question's prompt, int32 [P], and the text that begins the first turn.
 
-    Tags and special tokens of the untrusted question are neutralised. A prompt of the data, which explains
-    the protocol, keeps the tags that it writes exactly. No `actions` stand for search alone. Raises UserError
-    if it is longer than `max_length`, the row has no prompt, or the chat template fails or is missing.
+    Tags and special tokens of the untrusted question are neutralised; a prompt of the data keeps the tags
+    that it writes exactly. Raises UserError if it is longer than `max_length`, the row has no prompt, or the
+    chat template fails or is missing.
     """
     text, opening = write_prompt(question, tokenizer, config, added_token_strings(tokenizer), actions)
     ids = encode(tokenizer, text)

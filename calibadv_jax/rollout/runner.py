@@ -46,8 +46,8 @@ async def collect_group(
 ) -> Group:
     """Write `rollout.group_size` trajectories of one question; an error of one cancels the others.
 
-    `slots` limits how many trajectories of all groups run at once. The sessions are called ``name/index``,
-    unique among groups in flight.
+    `slots` limits all groups' trajectories together. Sessions are ``name/index``, unique among those in
+    flight.
     """
 
     async def write(index: int) -> Trajectory:
@@ -68,10 +68,7 @@ async def collect_groups(
     name: str,
     complete: Callable[[Group], object] = lambda _: None,
 ) -> list[Group]:
-    """Write one group for each question, in their order; call `complete` with each complete group.
-
-    Raises UserError if more than `rollout.max_failed_share` of the trajectories failed.
-    """
+    """Write a group for each question, `complete` each; UserError above `rollout.max_failed_share`."""
     rollout = context.rollout
     slots = asyncio.Semaphore(rollout.max_concurrency)
     failures = FailureCount(len(questions) * rollout.group_size, rollout.max_failed_share)
@@ -102,9 +99,8 @@ async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 class Rollouts:
     """Writes trajectories on an event loop of its own, in a thread that lives as long as the block.
 
-    The services of `context` are used on that loop only, and closed at the end of the block. `publish` turns
-    a version's parameters into the sampler's input; all processes of a run call it together, on the thread
-    that uses this object.
+    The services of `context` are used on that loop only, and closed at the end of the block. All processes of
+    a run call `publish` together: it turns a version's parameters into the sampler's input.
     """
 
     def __init__(

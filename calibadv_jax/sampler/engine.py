@@ -60,14 +60,11 @@ class CacheEngine:
     """Slots of a KV cache on a mesh. Every call has one of a few static shapes.
 
     Slot s is row s % rows of group s // rows. There is a group for every device of the axes that split slots.
+    `slots` is rounded up to a multiple of the groups.
 
     On a CPU, a row gets the same bits in every slot and beside any other rows, where the slots of a device
     times the vocabulary are a multiple of 16 (else the last elements of a vector loop round differently).
-    Programs of different shapes round differently, too: so prefill has one shape, and decoding takes all
-    slots.
-
-    Args:
-        slots: rounded up to a multiple of the groups.
+    Programs of different shapes round differently: so prefill has one shape, and decoding takes all slots.
 
     Attributes:
         held: token ids that the cache holds of each slot, by `fill`; the caller of `decode` adds its tokens,

@@ -36,10 +36,7 @@ class StopRule:
         return [missing for part, missing in parts if text.endswith(part)]
 
     def may_end(self, token: int, stop: Sequence[str]) -> bool:
-        """Return whether a completion can end at this token, whatever stands before it.
-
-        A stop string ends inside a token that contains it, or that begins with an end of it.
-        """
+        """Return whether a completion can end at this token, which holds or ends a stop string."""
         text = self.text([token])
         is_part = "\ufffd" in text  # of a character: it may complete any that is not ASCII
         return token in self.end_ids or any(

@@ -83,12 +83,10 @@ class VllmSampler:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
         """Sample up to a stop string, end-of-text, or `sampling.max_tokens`.
 
-        A completion cut by a weight swap continues with the new weights; one whose worker was lost continues
-        at another. vLLM looks for stop strings in the tokens of one request, and so cannot see one that a cut
-        has divided: its stop reason is a hint, and `stops` decides over the whole completion.
-
-        Raises RequestFailed without a worker for `patience` seconds, if a worker refuses the request, or if
-        MAX_LOSSES workers were lost over it.
+        A completion cut by a weight swap, or whose worker was lost, continues. vLLM looks for stop strings in
+        the tokens of one request, and misses one that a cut has divided: `stops` decides over the whole
+        completion. Raises RequestFailed without a worker in time, if one refuses the request, or after
+        MAX_LOSSES workers.
         """
         if self._snapshot is None:
             raise RuntimeError("no weights: call load before generating")

@@ -213,8 +213,7 @@ class Replicas:
     ) -> T:
         """Return `read` of a free service's URL and reply; `body` is called when a service is free.
 
-        A service that is away or of another index is left out, and another one asked. Raises Unreachable if
-        none is left. Other errors of `read` pass.
+        Instead of one that is away or of another index, another is asked. Raises Unreachable if none is left.
         """
         while True:
             replica = await self.acquire()
@@ -322,11 +321,10 @@ class _Divisible(Exception):
 
 
 class RetrieverClient:
-    """Implements `interfaces.Retriever` over ``POST /retrieve``, of the services at one or several base URLs.
+    """Implements `interfaces.Retriever` over ``POST /retrieve``, of the services at one or several URLs.
 
-    One request is under way at each service at a time; queries that come meanwhile share the next one. While
-    all services are away a search waits, for `config.patience` seconds. `warn` gets lines about waits and
-    services that are left out.
+    Each has one request under way; queries that come meanwhile share the next one. While all are away a
+    search waits, for `config.patience` seconds. `warn` gets lines about waits and services that are left out.
     """
 
     def __init__(
@@ -352,9 +350,9 @@ class RetrieverClient:
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         """Return the documents of each query, best first.
 
-        Raises QueryRefused if the service does not take one of the queries; RequestFailed if it was away for
-        longer than `config.patience`, or its replies break the contract; UserError if it asks for a token,
-        has no such route, refuses every query, or serves another index than when `health` was called.
+        Raises QueryRefused if one is not taken; RequestFailed if the service was away for `config.patience`,
+        or breaks the contract; UserError if it asks for a token, has no such route, refuses every query, or
+        serves another index than at `health`.
         """
         self._connections.get()
         batch = self._batch

@@ -58,11 +58,10 @@ class CheckpointStore:
                 self._manager.delete(later)
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
-        """Write a checkpoint, or begin to: on return `state` may be donated. See `wait`.
+        """Write a checkpoint, or begin to, until `wait`: on return the `state`, a pytree, may be donated.
 
-        The `state` is a pytree of arrays, whose "params" can be restored alone; `extra` holds plain JSON
-        values. Raises UserError if the folder holds this step or a later one of another run; or it cannot be
-        written, or the one before could not be.
+        The `extra` holds JSON values. Raises UserError if the folder holds this step or a later one, or if
+        this save or the last cannot be written.
         """
         self.wait()
         newest = self.latest_step()

@@ -83,8 +83,8 @@ def read_base_tensors(folder: Path, policy: Policy, dtype: Any) -> dict[str, Any
 def weights_hash(folder: Path) -> str:
     """Return a hash of a folder's weights, at a price that does not grow with their size.
 
-    SHA-256 over every tensor's name, dtype and shape, and over 64 KiB at its beginning, middle and end; the
-    files do not matter. Raises UserError without safetensors, or for a damaged file.
+    SHA-256 over every tensor's name, dtype and shape, and 64 KiB at its beginning, middle and end, whichever
+    file it is in. Raises UserError without safetensors, or for a damaged file.
     """
     digests: dict[str, str] = {}
     for path in _weight_files(folder):

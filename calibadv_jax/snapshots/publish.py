@@ -61,11 +61,10 @@ class SnapshotStore:
         base: Mapping[str, Any] | None = None,
         writes: bool = True,
     ) -> Path:
-        """Write a complete version and return its folder.
+        """Write a complete version and return its folder; this version and later ones give way.
 
-        All processes whose devices hold the parameters call this together; one of them `writes`. Parameters
-        that are adapters alone stay in their precision and have a `base`; see `_with_base`. This version and
-        later ones that exist already are of a run that was resumed at an earlier step: they are removed.
+        All processes whose devices hold the parameters call this together; one of them `writes`. Adapters
+        alone stay in their precision and have a `base`; see `_with_base`.
         """
         folder = self.folder / f"v{version:06d}"
         arrays = _on_host(params, None if base else self.dtype, writes)
