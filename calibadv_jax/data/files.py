@@ -54,11 +54,9 @@ _SUFFIXES = re.compile(r"(\.(jsonl?|parquet|tsv|csv|gz))+$", re.IGNORECASE)
 
 
 def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Path, str]]:
-    """Yield every file and the data_source of its rows that name none.
+    """Yield every file and the data_source of its rows: of `sources`, the default, or the file's name.
 
-    It is named by `sources`, else `default_source`, else taken from the file's name.
-
-    `sources`: a file, a list of files, or data_source -> file. A file is a path, a pattern such as
+    The `sources` are a file, a list of files, or data_source -> file. A file is a path, a pattern such as
     ``train-*.parquet``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE`` or ``OWNER/NAME``, the only data file of
     a dataset repository. Raises UserError if nothing is named, or there is no such file.
     """

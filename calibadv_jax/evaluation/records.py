@@ -91,10 +91,7 @@ def make_row(evaluation: str, temperature: float, question: Question, group: Gro
 
 
 def question_scores(attempts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return means over a question's finished trajectories; empty where none has finished.
-
-    With n > 1 of them also mean@n and pass@k of exact match, for k = 2, 4, 8, … and n.
-    """
+    """Return means over finished trajectories; of several also mean@n and pass@k, k = 2, 4, 8, … and n."""
     if not attempts:
         return {}
     count = len(attempts)

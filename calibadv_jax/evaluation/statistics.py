@@ -43,6 +43,6 @@ def compare_paired(first: Strata, second: Strata, confidence: float, resamples: 
             axis=-1,
             rng=random_state(0, 0, "permutation"),
         ).pvalue
-    means = map(stratified_mean, (first, second, differences))
-    bounds = interval(differences, confidence, resamples)
-    return Comparison(sum(map(len, differences)), *means, bounds, float(p_value))
+    count, bounds = sum(map(len, differences)), interval(differences, confidence, resamples)
+    means = stratified_mean(first), stratified_mean(second), stratified_mean(differences)
+    return Comparison(count, *means, bounds, float(p_value))

@@ -286,10 +286,7 @@ def _names(indices: Iterable[int]) -> str:
 
 
 def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerConfig, int]:
-    """Return the section `sampler` with the workers of process `index` alone, and how many are before.
-
-    Raises UserError if there are fewer URLs than processes, or workers to start cannot be divided evenly.
-    """
+    """Return `sampler` with the workers of process `index`, and the number before; UserError if too few."""
     total = len(config.urls) or config.workers
     if config.urls and total < count:
         fault = f"sampler.urls names {total} vLLM worker{'s' if total > 1 else ''} for {count} processes"

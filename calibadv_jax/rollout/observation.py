@@ -60,10 +60,7 @@ def neutralise_documents(
 def neutralise_reply(
     reply: Reply, action: Action, tokenizer: Any, grammar: Grammar, max_length: int
 ) -> Reply:
-    """Return an action's reply as it may be shown and kept.
-
-    The end behind `max_length` shown tokens is not kept either, unless the action keeps documents whole.
-    """
+    """Return an action's reply as it may be shown and kept: cut at `max_length` tokens, and neutralised."""
 
     def cut(text: str) -> str:
         return cut_early(well_formed(text), tokenizer, max_length)

@@ -172,10 +172,7 @@ async def ask_label(http: ClientSession, url: str) -> Any:
 
 
 async def ask_alive(http: ClientSession, url: str) -> None:
-    """Raise Unreachable if a server does not answer, or says that its engine is dead.
-
-    Unlike the label of the weights, this is answered at any time, also while weights are loaded.
-    """
+    """Raise Unreachable if a server is silent or its engine dead; it answers also during a weight swap."""
     try:
         reply = await request(http, "GET", f"{url}/health", **OWN_CONNECTION)
     except BadReply as error:

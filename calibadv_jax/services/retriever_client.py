@@ -251,10 +251,7 @@ class Replicas:
         self._changed.set()
 
     def leave_out(self, replica: Replica, reason: Unreachable) -> bool:
-        """Send the service no requests until its health is good; a single service is not left out.
-
-        Returns whether to ask again at once: another one is well, or all serve another index.
-        """
+        """Send the service no requests until its health is good; return whether to ask again at once."""
         replica.is_verified = False
         if len(self._all) > 1:
             if replica.is_well and not replica.other and not isinstance(reason, Away):

@@ -76,10 +76,7 @@ def save_adapters(
     tokenizer_source: Path | None,
     card: str | None = None,
 ) -> Path:
-    """Write the adapters of the model named `base` as a folder that PEFT loads, with README.md `card`.
-
-    They must be addressable from this process. Returns and raises as `save_folder`.
-    """
+    """Write the adapters of the model `base` as a PEFT folder, with README.md `card`; see `save_folder`."""
     output = output.absolute()
     refuse_foreign(output)
     config = {
