@@ -193,7 +193,7 @@ def prompt_lengths(
     max_length: int,
     actions: Sequence[Action] = (),
 ) -> dict[int, int]:
-    """Return the tokens of prompts longer than `max_length`, by the question's place; as `open_prompt`."""
+    """Return the lengths of prompts over `max_length`, by the question's place; raises as `open_prompt`."""
     extra = added_token_strings(tokenizer)
     prompts = (write_prompt(question, tokenizer, config, extra, actions)[0] for question in questions)
     candidates = ((place, text) for place, text in enumerate(prompts) if most_tokens(text) > max_length)

@@ -68,7 +68,7 @@ async def collect_groups(
     name: str,
     complete: Callable[[Group], object] = lambda _: None,
 ) -> list[Group]:
-    """Write a group for each question, `complete` each; UserError above `rollout.max_failed_share`."""
+    """Write a group for each question, and call `complete` with it; UserError above `max_failed_share`."""
     rollout = context.rollout
     slots = asyncio.Semaphore(rollout.max_concurrency)
     failures = FailureCount(len(questions) * rollout.group_size, rollout.max_failed_share)

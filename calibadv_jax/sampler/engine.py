@@ -98,7 +98,7 @@ class CacheEngine:
         self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
 
     def load(self, params: Params) -> None:
-        """Take a copy of the parameters in `compute_dtype`, and forget the cache; nobody donates a base."""
+        """Take a copy of the parameters in `compute_dtype`, a base only if it differs; forget the cache."""
         base, dtype = self.policy.split(params)[0], self.policy.numerics.compute_dtype
         shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
         own = {path: leaf for path, leaf in flatten(params).items() if path not in shared}

@@ -48,7 +48,7 @@ HARMLESS = (
 
 
 def load_adapters(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
-    """Return a PEFT folder's adapters in the policy's precision and shardings; UserError if none fit."""
+    """Return a PEFT folder's adapters in the policy's dtypes and shardings; UserError if they do not fit."""
     adapters, config, path = policy.adapters, _file(folder, ADAPTER_CONFIG), _file(folder, ADAPTER)
     assert adapters is not None
     _check_config(read_json(config), adapters, config)
