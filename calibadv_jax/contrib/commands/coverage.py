@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 
 from calibadv_jax.config import Config
@@ -58,9 +58,8 @@ def run(config: Config) -> None:
             passages = read_passages(corpus, named) if corpus and named else {}
             with console.bar(f"data.{key}", len(questions), "questions") as show:
                 coverages = measure(config, url, questions, passages, show)
-            pairs = zip(questions, coverages, strict=True)
-            answerable = (question for question, coverage in pairs if coverage["answerable"])
-            write_questions(folder / f"{key}.jsonl", answerable)
+            answerable = [coverage["answerable"] for coverage in coverages]
+            write_questions(folder / f"{key}.jsonl", compress(questions, answerable))
             report[key] = summary(questions, coverages)
             console.say(f"data.{key}: share of questions, {depth(config)} documents a search")
             console.say(coverage_table(report[key]))

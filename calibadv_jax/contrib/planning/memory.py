@@ -168,10 +168,7 @@ def trained_parameters(config: Config, architecture: Architecture) -> int:
 def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
     """Return one line for each kind of heads that ``mesh.tensor`` does not divide, with the remedy."""
     tensor, warnings = mesh["tensor"], []
-    for number, heads in (
-        (architecture.num_heads, "heads"),
-        (architecture.num_kv_heads, "key-value heads"),
-    ):
+    for number, heads in ((architecture.num_heads, "heads"), (architecture.num_kv_heads, "key-value heads")):
         if number % tensor:
             sizes = " or ".join(str(size) for size in range(1, min(number, tensor) + 1) if number % size == 0)
             warnings.append(
