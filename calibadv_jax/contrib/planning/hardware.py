@@ -142,7 +142,7 @@ def sampler_of(config: Config, target: Target) -> Config:
 
 
 def _product(shape: str) -> int:
-    return math.prod(int(size) for size in shape.split("x"))
+    return math.prod(map(int, shape.split("x")))
 
 
 def placed_on(config: Config, target: Target) -> Config:

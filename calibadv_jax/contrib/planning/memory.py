@@ -159,10 +159,7 @@ def adapter_lines(config: Config, architecture: Architecture) -> list[str]:
 
 
 def trained_parameters(config: Config, architecture: Architecture) -> int:
-    adapters = Adapters.from_config(config.policy.lora)
-    if adapters is None:
-        return architecture.num_parameters
-    return count(_shapes(architecture, adapters).abstract_trained)
+    return count(_shapes(architecture, Adapters.from_config(config.policy.lora)).abstract_trained)
 
 
 def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:

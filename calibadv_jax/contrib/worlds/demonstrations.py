@@ -127,7 +127,7 @@ class _ColdStartWorld:
     def demonstrate(self, kind: str, flaws: Flaws) -> Demonstration:
         drawn = ASKERS[kind](self.facts, self.rng)
         turns = getattr(self, f"_{kind}")(drawn, flaws)
-        return Demonstration(Question("demonstration", drawn.text, (drawn.answer,), drawn.kind), turns)
+        return Demonstration(Question("demonstration", drawn.text, (drawn.answer,), kind), turns)
 
     def _one_hop(self, drawn: WorldQuestion, flaws: Flaws) -> Turns:
         (title,), (statement,) = drawn.searches, drawn.statements
