@@ -62,7 +62,11 @@ def run(config: Config) -> None:
             write_questions(folder / f"{key}.jsonl", compress(questions, answerable))
             report[key] = summary(questions, coverages)
             console.say(f"data.{key}: share of questions, {depth(config)} documents a search")
-            console.say(coverage_table(report[key]))
+            rows = [
+                [source, *("-" if share is None else share for share in shares.values())]
+                for source, shares in report[key].items()
+            ]
+            console.say(table(rows, ["data source", "questions", *MEASURES.values()]))
         write_json(folder / "coverage.json", report)
     console.note(f"answerable questions and figures written to {folder}")
 
@@ -115,14 +119,6 @@ def summary(questions: Sequence[Question], coverages: Sequence[QuestionCoverage]
             values = [value for each in members if (value := each[name]) is not None]
             shares[source][name] = sum(values) / len(values) if values else None
     return shares
-
-
-def coverage_table(shares: Shares) -> str:
-    rows = [
-        [source, row["questions"], *("-" if row[name] is None else row[name] for name in MEASURES)]
-        for source, row in shares.items()
-    ]
-    return table(rows, ["data source", "questions", *MEASURES.values()])
 
 
 def coverage_lines(config: Config, url: str | Sequence[str]) -> list[str]:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 from importlib.metadata import requires, version
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.planning.hardware import Target, target_config
+from calibadv_jax.contrib.planning.hardware import Target
 from calibadv_jax.contrib.planning.memory import GIB
 from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.learner.critic import ValueLoss, critic_learner
@@ -59,7 +61,9 @@ def topology_mesh(config: Config, target: Target) -> Mesh:
     jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
     options = {"topology_name": target.topology}
     if target.platform == "cuda":
-        options = {"topology": target.topology, "target_config": target_config(target.kind)}
+        proto = Path(__file__).with_name("gpu_target.textproto").read_text(encoding="utf-8")
+        figures = Template(proto).substitute(vars(target.chip))  # a GpuTargetConfigProto as text
+        options = {"topology": target.topology, "target_config": figures}
     try:
         topology = topologies.get_topology_desc(platform=target.platform, **options)
     except jax.errors.JaxRuntimeError as error:
