@@ -110,10 +110,11 @@ def make_topology_mesh(arguments: argparse.Namespace) -> Mesh:
 def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax.stages.Lowered]:
     """The programs that the arguments ask for, for the mesh's devices."""
     of_critic = {name: f"critic's {name}" for name in ("update", "apply")} if arguments.critic else {}
-    selected = {of_critic.get(name, name): name for name in arguments.only}
-    architecture = architecture_from_hf(SHAPES[arguments.shape])
-    lowered = compiled.lowered_programs(run_config(arguments), architecture, mesh, selected)
-    return {selected[name]: program for name, program in lowered.items() if name in selected}
+    config, architecture = run_config(arguments), architecture_from_hf(SHAPES[arguments.shape])
+    return {
+        name: compiled.lowered_program(config, architecture, mesh, of_critic.get(name, name))
+        for name in arguments.only
+    }
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

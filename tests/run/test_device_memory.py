@@ -110,7 +110,7 @@ def test_trainer_state_estimate_equals_placement(mesh, optimizer, lora):
     assert counted["parameters"] == params and counted["gradients"] == 2 * params
     assert counted["sampler weights"] == params / 2
     if lora.rank:
-        assert counted["base"] == placed(learner._abstract_base())
+        assert counted["base"] == placed(learner._abstract_base)
     counters = 64  # bytes at most: numbers of steps, coefficients of Muon
     assert 0 <= placed(state["opt_state"]) - counted["optimizer"] <= counters
 

@@ -24,7 +24,6 @@ from calibadv_jax.evaluation.statistics import Comparison, compare_paired
 from calibadv_jax.metrics.console import Console, table
 
 Evaluation = dict[tuple[str, str, str], ScoredRow]  # (temperature, data source, id) -> row
-Results = dict[tuple[str, str, str], Comparison]  # (temperature, metric, data source) -> comparison
 BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
 
 
@@ -55,12 +54,18 @@ def run(arguments: argparse.Namespace) -> None:
     _check_same(arguments.first, arguments.second, first, second)
     if differing := _differing_services({**sides[0], **sides[1]}):
         console.warn(f"other retrievers searched {differing}")
-    results: Results = {}
+    results: dict[tuple[str, str, str], Comparison] = {}  # by temperature, metric and data source
     for temperature, metric in product(common, arguments.metrics):
         for source, comparison in _compare(arguments, temperature, metric, first, second):
             results[temperature, metric, source] = comparison
     console.say(f"A: {arguments.first}\nB: {arguments.second}")
-    console.say(comparison_table(results, arguments.confidence))
+    rows = [
+        [*key, each.questions, each.first, each.second, each.difference]
+        + ["[{:.3f}, {:.3f}]".format(*each.interval) if each.interval else "-", f"{each.p_value:.4f}"]
+        for key, each in results.items()
+    ]
+    headers = ["temperature", "metric", "data", "questions", "A", "B", "B - A"]
+    console.say(table(rows, [*headers, f"{100 * arguments.confidence:g}% interval", "p"]))
     if few := {source: each.questions for (*_, source), each in results.items() if each.questions < FEW}:
         counts = ", ".join(f"{source}: {questions}" for source, questions in few.items())
         console.warn(
@@ -157,13 +162,3 @@ def _compare(
             for side in (first, second)
         )
         yield name, compare_paired(a, b, arguments.confidence, arguments.resamples)
-
-
-def comparison_table(results: Results, confidence: float) -> str:
-    rows = [
-        [*key, each.questions, each.first, each.second, each.difference]
-        + ["[{:.3f}, {:.3f}]".format(*each.interval) if each.interval else "-", f"{each.p_value:.4f}"]
-        for key, each in results.items()
-    ]
-    headers = ["temperature", "metric", "data", "questions", "A", "B", "B - A"]
-    return table(rows, [*headers, f"{100 * confidence:g}% interval", "p"])

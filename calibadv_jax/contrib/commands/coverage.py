@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 
 from calibadv_jax.config import Config
@@ -58,12 +58,15 @@ def run(config: Config) -> None:
             passages = read_passages(corpus, named) if corpus and named else {}
             with console.bar(f"data.{key}", len(questions), "questions") as show:
                 coverages = measure(config, url, questions, passages, show)
-            pairs = zip(questions, coverages, strict=True)
-            answerable = (question for question, coverage in pairs if coverage["answerable"])
-            write_questions(folder / f"{key}.jsonl", answerable)
+            answerable = [coverage["answerable"] for coverage in coverages]
+            write_questions(folder / f"{key}.jsonl", compress(questions, answerable))
             report[key] = summary(questions, coverages)
             console.say(f"data.{key}: share of questions, {depth(config)} documents a search")
-            console.say(coverage_table(report[key]))
+            rows = [
+                [source, *("-" if share is None else share for share in shares.values())]
+                for source, shares in report[key].items()
+            ]
+            console.say(table(rows, ["data source", "questions", *MEASURES.values()]))
         write_json(folder / "coverage.json", report)
     console.note(f"answerable questions and figures written to {folder}")
 
@@ -116,14 +119,6 @@ def summary(questions: Sequence[Question], coverages: Sequence[QuestionCoverage]
             values = [value for each in members if (value := each[name]) is not None]
             shares[source][name] = sum(values) / len(values) if values else None
     return shares
-
-
-def coverage_table(shares: Shares) -> str:
-    rows = [
-        [source, row["questions"], *("-" if row[name] is None else row[name] for name in MEASURES)]
-        for source, row in shares.items()
-    ]
-    return table(rows, ["data source", "questions", *MEASURES.values()])
 
 
 def coverage_lines(config: Config, url: str | Sequence[str]) -> list[str]:

@@ -39,7 +39,7 @@ from calibadv_jax.run.model import build_model
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
 
 NO_LIMIT = 2**31
-# Cause for which a question gives no demonstration -> what to do. For "longer than KEY": RAISE.
+# Cause for which a question gives no demonstration -> what to do. For "longer than KEY": raise it.
 CAUSES = {
     "no supporting_ids": "name the passages that answer a question in 'supporting_ids'",
     "passage unknown": "the ids in 'supporting_ids' must be those of retriever.corpus",
@@ -47,7 +47,6 @@ CAUSES = {
     "cut off": "raise rollout.max_observation_length, or lower retriever.topk",
     "answer not in the passages": "the supporting passages must hold a golden answer",
 }
-RAISE = "raise it"
 SEARCH = SearchAction.name
 
 
@@ -71,18 +70,14 @@ def run(config: Config) -> None:
     search_action = next((action for action in actions if action.name == SEARCH), SearchAction())
     observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
 
-    async def find(question: Question, search: SearchFunction) -> list[Lookup]:
-        if passages.keys().isdisjoint(question.supporting_ids):
-            return []
-        return await searches(question, passages, search, config.rollout.max_searches)
-
     def shown(documents: Sequence[Document]) -> str:  # to the policy
         clean = neutralise_documents(documents, tokenizer, grammar)
         return observations.of(search_action).information(numbered(clean))[1]
 
-    def outcome(question: Question, lookups: Sequence[Lookup]) -> Demonstration | str:
+    async def attempt(question: Question, search: SearchFunction) -> Demonstration | str:
         if passages.keys().isdisjoint(question.supporting_ids):
             return "passage unknown" if question.supporting_ids else "no supporting_ids"
+        lookups = await searches(question, passages, search, config.rollout.max_searches)
         if not is_complete(question, passages, lookups):
             return "not found"
         result = demonstrate(question, lookups, shown, grammar)
@@ -95,7 +90,7 @@ def run(config: Config) -> None:
         open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
         console.bar("search", len(questions), "questions") as show,
     ):
-        results = map(outcome, questions, look_up_each(config.retriever, url, questions, find, show))
+        results = look_up_each(config.retriever, url, questions, attempt, show)
     demonstrations, counts = [], Counter[tuple[str, str]]()
     for question, result in zip(questions, results, strict=True):
         if isinstance(result, Demonstration):
@@ -104,7 +99,7 @@ def run(config: Config) -> None:
         counts[question.data_source, result] += 1
     if not demonstrations:
         causes = Counter(cause for _, cause in counts.elements()).most_common()
-        reasons = "; ".join(f"{number} {cause} ({CAUSES.get(cause, RAISE)})" for cause, number in causes)
+        reasons = "; ".join(f"{number} {cause} ({CAUSES.get(cause, 'raise it')})" for cause, number in causes)
         none = f"none of {len(questions)} questions gives a demonstration"
         raise UserError(f"{config.data.train}: {none}: {reasons}")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -134,9 +129,7 @@ def _row(demonstration: Demonstration) -> dict[str, Any]:
     return question_row(demonstration.question) | {"turns": turns}
 
 
-AT_ONCE = 128  # items; the client puts their queries into common requests
-
-Item = TypeVar("Item")
+AT_ONCE = 128  # questions; the client puts their queries into common requests
 Result = TypeVar("Result")
 SearchFunction = Callable[[str], Awaitable[list[Document]]]
 
@@ -144,11 +137,11 @@ SearchFunction = Callable[[str], Awaitable[list[Document]]]
 def look_up_each(
     config: RetrieverConfig,
     url: str | Sequence[str],
-    items: Sequence[Item],
-    work: Callable[[Item, SearchFunction], Awaitable[Result]],
+    questions: Sequence[Question],
+    work: Callable[[Question, SearchFunction], Awaitable[Result]],
     show: Callable[[int], object] = lambda done: None,
 ) -> list[Result]:
-    """Return what `work` makes of each item and a search, which finds nothing for a refused query."""
+    """Return the result of `work` on each question; its search finds nothing for a refused query."""
     client, slots, numbers = RetrieverClient(config, url), asyncio.Semaphore(AT_ONCE), count(1)
 
     async def search(query: str) -> list[Document]:
@@ -156,15 +149,15 @@ def look_up_each(
             return (await client.search([query]))[0]
         return []
 
-    async def finish(item: Item) -> Result:
+    async def finish(question: Question) -> Result:
         async with slots:
-            result = await work(item, search)
+            result = await work(question, search)
         show(next(numbers))
         return result
 
     async def finish_all() -> list[Result]:
         try:
-            return list(await asyncio.gather(*map(finish, items)))
+            return list(await asyncio.gather(*map(finish, questions)))
         finally:
             await client.close()
 

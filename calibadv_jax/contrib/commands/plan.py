@@ -119,7 +119,7 @@ def compile_programs(plan: RunPlan, console: Console) -> dict[str, dict[str, Any
             mesh = compiled.topology_mesh(config, target)
         for name in names:
             with console.phase(f"compiling for {target}: {name}", announce=True):
-                program = compiled.lowered_programs(config, plan.architecture, mesh, [name])[name]
+                program = compiled.lowered_program(config, plan.architecture, mesh, name)
                 beside = memory.held_beside(plan.estimate, name, shares)
                 results[name] = compiled.compiled_figures(program, beside)
     return results

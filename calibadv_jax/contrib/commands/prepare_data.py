@@ -39,19 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help=text)
     text = "data source of rows without one (default: name of the file or folder)"
     parser.add_argument("--data_source", default="", help=text)
-    parser.add_argument(
-        "--question", default="", metavar="KEY", help="key of the question, for other layouts"
-    )
+    parser.add_argument("--question", default="", metavar="KEY", help="key of the question in other layouts")
     parser.add_argument("--answer", default="", metavar="KEY", help="key of the golden answers in such files")
     parser.add_argument("--separator", default="", help="text between answers in one text, such as '|'")
     parser.add_argument("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these")
     text = "drop questions that occur in these files"
     parser.add_argument("--exclude", nargs="+", default=[], metavar="INPUT", help=text)
-    count = number(int, least=0)
-    parser.add_argument("--max_characters", type=count, default=0, help="of a question; 0: no limit")
-    parser.add_argument(
-        "--max_tokens", type=count, default=0, help="of a question or its prompt; 0: no limit"
-    )
+    size = number(int, least=0)
+    parser.add_argument("--max_characters", type=size, default=0, help="of a question; 0: no limit")
+    parser.add_argument("--max_tokens", type=size, default=0, help="of a question or its prompt; 0: no limit")
     text = "tokenizer for --max_tokens: a folder or OWNER/NAME[@REVISION]"
     parser.add_argument("--tokenizer", default="", help=text)
 
@@ -113,16 +109,14 @@ class Filters:
 class PreparationReport:
     """Rows read, written and dropped, by data source, and examples of each reason."""
 
-    counts: Counter[tuple[str, str]] = field(
-        default_factory=Counter
-    )  # (data source, READ, WRITTEN or reason)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of data source and outcome
     renamed: int = 0  # rows whose id another row had before
     empty_answers: int = 0  # left out of written rows: they normalise to nothing
     joined_answers: int = 0  # written rows whose only answer looks like several ones
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
     def drop(self, source: str, reason: str, where: str, text: str) -> None:
-        self.counts[source, reason] += 1
+        self.counts.update((source, outcome) for outcome in (READ, reason))
         shown = self.examples.setdefault(reason, [])
         shown += [{"row": where, "question": text}] if len(shown) < EXAMPLES else []
 
@@ -135,8 +129,7 @@ class PreparationReport:
 
     def as_json(self) -> dict[str, Any]:
         counts = [dict(zip(["data_source", *self.outcomes], row, strict=True)) for row in self.rows()]
-        fields = ("renamed", "empty_answers", "joined_answers", "examples")
-        return {"counts": counts} | {name: getattr(self, name) for name in fields}
+        return vars(self) | {"counts": counts}
 
 
 def count_rows(counts: Counter[tuple[str, str]], outcomes: Sequence[str]) -> list[list[Any]]:
@@ -187,15 +180,13 @@ def _select(sources: Sources, filters: Filters, report: PreparationReport) -> It
     for path, source in find_files(sources, filters.default_source):
         for where, question in read_questions(path, source, filters.columns):
             if isinstance(question, NoAnswer):
-                report.counts[question.source, READ] += 1
                 report.drop(question.source, "no answer", where, str(question).removeprefix(f"{where}: "))
                 continue
-            report.counts[question.data_source, READ] += 1
             if reason := _why_dropped(question, filters, excluded, seen):
                 report.drop(question.data_source, reason, where, question.text)
                 continue
             seen.add(_digest(question.text))
-            report.counts[question.data_source, WRITTEN] += 1
+            report.counts.update((question.data_source, outcome) for outcome in (READ, WRITTEN))
             answers = tuple(filter(normalise_answer, question.golden_answers))
             report.empty_answers += len(question.golden_answers) - len(answers)
             report.joined_answers += is_joined(question)

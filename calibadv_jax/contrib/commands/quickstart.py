@@ -14,7 +14,7 @@ from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.locking import locked_run
-from calibadv_jax.evaluation.report import AVERAGE, Means, unanswered
+from calibadv_jax.evaluation.report import AVERAGE, unanswered
 from calibadv_jax.hosts.joining import alone
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.run.folder import check_cold_start
@@ -28,42 +28,45 @@ def run(config: Config) -> None:
     if not config.world.dir:
         raise UserError("world.dir is empty: the quickstart generates its world there")
     console = Console(config.log.progress)
-    with locked_run(Path(config.run.dir), console.warn):
-        _run(config, console)
-
-
-def _run(config: Config, console: Console) -> None:
     seconds: dict[str, float] = {}
     begun = time.monotonic()
 
     def lap(name: str) -> None:
         seconds[name] = time.monotonic() - begun - sum(seconds.values())
 
-    write_world(config.world)
-    lap("world")
-    if (Path(config.sft.output) / "config.json").is_file():
-        check_cold_start(config)
-    else:
-        sft.run(config)
-    lap("cold start")
-    with open_services(config, Path(config.sft.output)) as (retriever, workers):
-        sampler = replace(config.sampler, urls=workers)
-        running = replace(config, retriever=config.retriever.at(retriever), sampler=sampler)
-        lap("services")
-        before = evaluate_policy(_to(running, "before"), find_policy(Path(running.sft.output))).means
-        lap("evaluation before")
-        train.run(running, kept=config)
-        lap("training")
-        output = export.export(running)
-        lap("export")
-        after = evaluate_policy(_to(running, "after"), find_policy(output)).means
-        lap("evaluation after")
-    seconds["total"] = time.monotonic() - begun
-    report = Path(config.run.dir) / "quickstart.json"
-    write_json(report, {"before": before, "after": after, "seconds": seconds})
+    with locked_run(Path(config.run.dir), console.warn):
+        write_world(config.world)
+        lap("world")
+        if (Path(config.sft.output) / "config.json").is_file():
+            check_cold_start(config)
+        else:
+            sft.run(config)
+        lap("cold start")
+        with open_services(config, Path(config.sft.output)) as (retriever, workers):
+            sampler = replace(config.sampler, urls=workers)
+            running = replace(config, retriever=config.retriever.at(retriever), sampler=sampler)
+            lap("services")
+            before = evaluate_policy(_to(running, "before"), find_policy(Path(running.sft.output))).means
+            lap("evaluation before")
+            train.run(running, kept=config)
+            lap("training")
+            output = export.export(running)
+            lap("export")
+            after = evaluate_policy(_to(running, "after"), find_policy(output)).means
+            lap("evaluation after")
+        seconds["total"] = time.monotonic() - begun
+        report = Path(config.run.dir) / "quickstart.json"
+        write_json(report, {"before": before, "after": after, "seconds": seconds})
     for line in unanswered(after):
         console.warn(f"after training, {line}")
-    console.say(comparison_table(before, after))
+    rows = [
+        [temperature, source, before[temperature][source]["f1"]]
+        + [values[name] for name in ("f1", "format", "searches")]
+        for temperature, sources in after.items()
+        for source, values in sources.items()
+        if source != AVERAGE
+    ]
+    console.say(table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"]))
     console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
     outputs = {"policy": output, "cold start": config.sft.output}
     outputs |= {"metrics": report.with_name("metrics.jsonl"), "rollouts": report.with_name("rollouts")}
@@ -76,15 +79,3 @@ def _run(config: Config, console: Console) -> None:
 def _to(config: Config, name: str) -> Config:
     output = str(Path(config.run.dir) / f"evaluation_{name}.json")
     return replace(config, evaluate=replace(config.evaluate, output=output))
-
-
-def comparison_table(before: Means, after: Means) -> str:
-    """Return F1 before and after, and format validity after, for each temperature and kind of question."""
-    rows = [
-        [temperature, source, before[temperature][source]["f1"]]
-        + [values[name] for name in ("f1", "format", "searches")]
-        for temperature, sources in after.items()
-        for source, values in sources.items()
-        if source != AVERAGE
-    ]
-    return table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"])

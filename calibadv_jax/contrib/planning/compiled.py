@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection
-from functools import partial
 from importlib.metadata import requires, version
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import jax
@@ -15,12 +15,12 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.planning.hardware import Target, target_config
+from calibadv_jax.contrib.planning.hardware import Target
 from calibadv_jax.contrib.planning.memory import GIB
 from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.learner.critic import ValueLoss, critic_learner
-from calibadv_jax.learner.learner import policy_learner
-from calibadv_jax.learner.losses import policy_loss
+from calibadv_jax.learner.learner import Learner, policy_learner
+from calibadv_jax.learner.losses import LossFunction, policy_loss
 from calibadv_jax.learner.optimizer import make_schedule
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import Architecture
@@ -59,7 +59,9 @@ def topology_mesh(config: Config, target: Target) -> Mesh:
     jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
     options = {"topology_name": target.topology}
     if target.platform == "cuda":
-        options = {"topology": target.topology, "target_config": target_config(target.kind)}
+        proto = Path(__file__).with_name("gpu_target.textproto").read_text(encoding="utf-8")
+        figures = Template(proto).substitute(vars(target.chip))  # a GpuTargetConfigProto as text
+        options = {"topology": target.topology, "target_config": figures}
     try:
         topology = topologies.get_topology_desc(platform=target.platform, **options)
     except jax.errors.JaxRuntimeError as error:
@@ -84,29 +86,25 @@ def missing_compiler(target: Target) -> str:
     )
 
 
-def lowered_programs(
-    config: Config, architecture: Architecture, mesh: Mesh, names: Collection[str]
-) -> dict[str, jax.stages.Lowered]:
-    """Return these programs of a run `placed_on` the mesh's devices, ready to be compiled."""
+def lowered_program(config: Config, architecture: Architecture, mesh: Mesh, name: str) -> jax.stages.Lowered:
+    """Return a program of a run `placed_on` the mesh's devices, ready to be compiled."""
     numerics, adapters = Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
     policy, length = Policy(architecture, numerics, adapters), config.learner.row_length
-    makers: dict[str, Callable[[], jax.stages.Lowered]] = {}
-    if set(names) & set(TRAINED):
-        schedule = make_schedule(config.learner.optimizer, UPDATES)
-        learner, loss = policy_learner(config, policy, mesh, schedule), policy_loss(config)
-        makers["update"] = partial(learner.lower_update, length, loss)
-        makers |= {"apply": learner.lower_apply, "log-probabilities": partial(learner.lower_logprobs, length)}
-    if set(names) & set(OF_CRITIC):
-        critic = critic_learner(config, policy, mesh, make_schedule(config.critic.optimizer, UPDATES))
-        makers["critic's update"] = partial(critic.lower_update, length, ValueLoss(config.critic.clip))
-        makers["critic's apply"] = critic.lower_apply
-    lowered = {name: make() for name, make in makers.items() if name in names}
-    if set(names) & set(SAMPLED):
+    if name in SAMPLED:
         sampler = config.sampler
         sizes = sampler.slots, config.rollout.max_length, sampler.prefill_chunk, sampler.decode_chunk
-        programs = CacheEngine(policy, mesh, *sizes).lower()
-        lowered |= {name: program for name, program in programs.items() if name in names}
-    return lowered
+        return CacheEngine(policy, mesh, *sizes).lower()[name]
+    if name in OF_CRITIC:
+        learner: Learner = critic_learner(
+            config, policy, mesh, make_schedule(config.critic.optimizer, UPDATES)
+        )
+        loss: LossFunction = ValueLoss(config.critic.clip)
+    else:
+        learner = policy_learner(config, policy, mesh, make_schedule(config.learner.optimizer, UPDATES))
+        loss = policy_loss(config)
+    if name == "log-probabilities":
+        return learner.lower_logprobs(length)
+    return learner.lower_apply() if name.endswith("apply") else learner.lower_update(length, loss)
 
 
 def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from string import Template
 from typing import Literal
 
 import yaml
@@ -18,7 +17,6 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.sharding import local_sizes
 from calibadv_jax.policy.transformer import KERNELS
 
-Platform = Literal["tpu", "cuda"]
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # in the environment: share of a GPU's memory that JAX takes
 GPU_SHARE = 0.75  # its default
 
@@ -54,15 +52,9 @@ TPUS = {name: Tpu(**figures) for name, figures in _FIGURES["tpus"].items()}
 LITE = {"v5litepod": "v5e"}  # another name of Cloud TPU
 
 
-def target_config(kind: str) -> str:
-    """Return a GpuTargetConfigProto as text, with which XLA compiles for a GPU that is not attached."""
-    text = Path(__file__).with_name("gpu_target.textproto").read_text(encoding="utf-8")
-    return Template(text).substitute(vars(GPUS[kind]))
-
-
 @dataclass(frozen=True)
 class Target:
-    platform: Platform
+    platform: Literal["tpu", "cuda"]
     kind: str  # v5e, h100
     topology: str  # as the compiler names it: v5e:4x4, or slices x hosts x GPUs of a host
     chip: Chip
@@ -142,7 +134,7 @@ def sampler_of(config: Config, target: Target) -> Config:
 
 
 def _product(shape: str) -> int:
-    return math.prod(int(size) for size in shape.split("x"))
+    return math.prod(map(int, shape.split("x")))
 
 
 def placed_on(config: Config, target: Target) -> Config:

@@ -159,19 +159,13 @@ def adapter_lines(config: Config, architecture: Architecture) -> list[str]:
 
 
 def trained_parameters(config: Config, architecture: Architecture) -> int:
-    adapters = Adapters.from_config(config.policy.lora)
-    if adapters is None:
-        return architecture.num_parameters
-    return count(_shapes(architecture, adapters).abstract_trained)
+    return count(_shapes(architecture, Adapters.from_config(config.policy.lora)).abstract_trained)
 
 
 def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
     """Return one line for each kind of heads that ``mesh.tensor`` does not divide, with the remedy."""
     tensor, warnings = mesh["tensor"], []
-    for number, heads in (
-        (architecture.num_heads, "heads"),
-        (architecture.num_kv_heads, "key-value heads"),
-    ):
+    for number, heads in ((architecture.num_heads, "heads"), (architecture.num_kv_heads, "key-value heads")):
         if number % tensor:
             sizes = " or ".join(str(size) for size in range(1, min(number, tensor) + 1) if number % size == 0)
             warnings.append(

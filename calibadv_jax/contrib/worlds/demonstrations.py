@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
@@ -128,7 +127,7 @@ class _ColdStartWorld:
     def demonstrate(self, kind: str, flaws: Flaws) -> Demonstration:
         drawn = ASKERS[kind](self.facts, self.rng)
         turns = getattr(self, f"_{kind}")(drawn, flaws)
-        return Demonstration(Question("demonstration", drawn.text, (drawn.answer,), drawn.kind), turns)
+        return Demonstration(Question("demonstration", drawn.text, (drawn.answer,), kind), turns)
 
     def _one_hop(self, drawn: WorldQuestion, flaws: Flaws) -> Turns:
         (title,), (statement,) = drawn.searches, drawn.statements
@@ -214,13 +213,10 @@ class _ColdStartWorld:
         return search, DemoTurn(f"<think> {thought} </think>\n<access> {address} </access>", (page,))
 
     def _search_turn(self, title: str, thought: str = "") -> DemoTurn:
+        """Return a search that finds the passage of that title, and others that share a word of it."""
         text = f"<think> {thought or f'find {title}'} </think>\n<search> {title} </search>"
-        return DemoTurn(text, self._search(title))
-
-    def _search(self, title: str) -> tuple[Document, ...]:
-        """Return the passage of that title, then others that share a word of it."""
         passage = self.by_title[title]
         related = {p.id: p for word in title.split() for p in self.by_word[word] if p is not passage}
         pool = list(related.values()) if len(related) >= NUM_DOCUMENTS - 1 else self.passages
-        candidates = (pool[index] for index in self.rng.permutation(len(pool)))
-        return (passage, *islice((each for each in candidates if each is not passage), NUM_DOCUMENTS - 1))
+        others = [pool[index] for index in self.rng.permutation(len(pool)) if pool[index] is not passage]
+        return DemoTurn(text, (passage, *others[: NUM_DOCUMENTS - 1]))

@@ -95,10 +95,9 @@ def make_facts(config: WorldConfig, rng: np.random.Generator, counts: dict[str, 
     entities = {kind: _draw_names(rng, kind, count, split) for kind, count in counts.items()}
     facts = Facts(entities, {})
     for kind, names in entities.items():
-        relations = {label: each.object for label, each in RELATIONS.items() if each.subject == kind}
+        pools = {label: entities[each.object] for label, each in RELATIONS.items() if each.subject == kind}
         for name in names:
-            drawn = {label: str(rng.choice(entities[object])) for label, object in relations.items()}
-            facts.objects[name] = drawn
+            facts.objects[name] = {label: str(rng.choice(pool)) for label, pool in pools.items()}
     if config.rumour:
         _add_rumours(facts, rng, config.rumour_truth)
     if config.age > 0:
@@ -132,10 +131,8 @@ def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, st
     passages = []
     for name, objects in facts.objects.items():
         statements = [facts.state(name, label) for label in objects]
-        if name in facts.rumours:
-            statements.append(facts.state_rumour(name))
-        if name in facts.lives:
-            statements += facts.state_life(name)
+        statements += [facts.state_rumour(name)] if name in facts.rumours else []
+        statements += facts.state_life(name) if name in facts.lives else []
         passages.append((name, " ".join(f"{statement}." for statement in rng.permutation(statements))))
     return passages
 
@@ -148,11 +145,11 @@ def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -
             f"world: {len(passages)} passages, but there are {len(addresses)} addresses of pages; lower"
             " world.people, cities, companies or works, or set world.pages=false"
         )
-    drawn = [addresses[index] for index in rng.permutation(len(addresses))[: len(passages)]]
-    return {  # the retriever's client gives a page this id
-        address: Document(f"page {address}", *passage)
-        for address, passage in zip(drawn, passages, strict=True)
-    }
+    pages = {}
+    for passage, index in zip(passages, rng.permutation(len(addresses)), strict=False):
+        address = addresses[index]
+        pages[address] = Document(f"page {address}", *passage)  # the id that the retriever's client gives
+    return pages
 
 
 def summarise(address: str, page: Document) -> tuple[str, str]:
@@ -161,7 +158,6 @@ def summarise(address: str, page: Document) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class WorldQuestion:
-    kind: str
     text: str
     answer: str
     searches: tuple[str, ...]  # titles to look up, in order
@@ -180,7 +176,7 @@ def _one_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     relation = RELATIONS[label]
     name = str(rng.choice(facts.entities[relation.subject]))
     answer, statement = facts.objects[name][label], facts.state(name, label)
-    return WorldQuestion("one_hop", relation.question.format(name), answer, (name,), (answer,), (statement,))
+    return WorldQuestion(relation.question.format(name), answer, (name,), (answer,), (statement,))
 
 
 def _two_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
@@ -188,7 +184,7 @@ def _two_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
         labels = CHAINS[rng.integers(len(CHAINS))]
         name = str(rng.choice(facts.entities[RELATIONS[labels[0]].subject]))
         rumour = facts.rumours.get(name)
-        question = _chain(facts, "two_hop", name, labels)
+        question = _chain(facts, name, labels)
         # "who founded the company that X works for": X would be its own answer
         if question.answer != name and (rumour is None or (rumour.first, rumour.second) != labels):
             return question
@@ -200,18 +196,18 @@ def _rumour(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     while True:
         name = names[rng.integers(len(names))]
         rumour = facts.rumours[name]
-        question = _chain(facts, "rumour", name, (rumour.first, rumour.second))
+        question = _chain(facts, name, (rumour.first, rumour.second))
         if name not in (question.answer, rumour.object):
             return question
 
 
-def _chain(facts: Facts, kind: str, name: str, labels: tuple[str, str]) -> WorldQuestion:
+def _chain(facts: Facts, name: str, labels: tuple[str, str]) -> WorldQuestion:
     first, second = labels
     bridge = facts.objects[name][first]
     answer = facts.objects[bridge][second]
     text = RELATIONS[second].question.format(RELATIONS[first].phrase.format(name))
     statements = facts.state(name, first), facts.state(bridge, second)
-    return WorldQuestion(kind, text, answer, (name, bridge), (bridge, answer), statements)
+    return WorldQuestion(text, answer, (name, bridge), (bridge, answer), statements)
 
 
 def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
@@ -227,14 +223,14 @@ def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
         if left != right and (values[0] == values[1]) == is_equal:
             text, answer = COMPARISONS[label].format(left, right), "yes" if is_equal else "no"
             statements = facts.state(left, label), facts.state(right, label)
-            return WorldQuestion("comparison", text, answer, (left, right), values, statements)
+            return WorldQuestion(text, answer, (left, right), values, statements)
 
 
 def _age(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     name = str(rng.choice(list(facts.lives)))
     born, died = facts.lives[name]
     text, years = f"how old did {name} become?", (str(born), str(died))
-    return WorldQuestion("age", text, str(died - born), (name,), years, facts.state_life(name))
+    return WorldQuestion(text, str(died - born), (name,), years, facts.state_life(name))
 
 
 ASKERS: dict[str, Callable[[Facts, np.random.Generator], WorldQuestion]] = {
@@ -257,8 +253,7 @@ class World:
 def generate_world(config: WorldConfig) -> World:
     """Return both splits' facts in one shuffled corpus, and their questions: a function of the config."""
     rng = np.random.default_rng(config.seed)
-    counts = {"person": config.people, "city": config.cities}
-    counts |= {"company": config.companies, "work": config.works}
+    counts = dict(person=config.people, city=config.cities, company=config.companies, work=config.works)
     train, held_out = make_facts(config, rng, counts, "train"), make_facts(config, rng, counts, "eval")
     texts = [*write_passages(train, rng), *write_passages(held_out, rng)]
     pages = write_pages(texts, rng) if config.pages else {}
@@ -274,7 +269,7 @@ def generate_world(config: WorldConfig) -> World:
         for number, kind in enumerate(draw_kinds(config, count, rng)):
             drawn = ASKERS[kind](facts, rng)
             supporting = tuple(name for title in drawn.searches for name in ids[title])
-            rows.append(Question(f"{split}_{number}", drawn.text, (drawn.answer,), drawn.kind, supporting))
+            rows.append(Question(f"{split}_{number}", drawn.text, (drawn.answer,), kind, supporting))
         return rows
 
     train_questions = questions(train, config.train_questions, "train")
