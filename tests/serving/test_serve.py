@@ -121,7 +121,7 @@ REFUSED = [  # fields of the request, the field that the error names, words of i
     ({"temperature": "hot"}, "temperature", "number"),
     ({"max_tokens": 0}, "max_tokens", "greater"),
     ({"stream": "yes"}, "stream", "boolean"),
-    ({"surprise": 1}, "surprise", "not known"),
+    ({"surprise": 1}, "surprise", "leave it out"),
 ]
 
 
