@@ -123,8 +123,9 @@ class JudgeClient:
     async def _request(self, http: aiohttp.ClientSession, data: str) -> float:
         key = secrets.token_hex(8)
         instructions = {"role": "system", "content": f"{self.prompt}\n\n{VERDICT.format(key=key)}"}
-        body = {"model": self.config.model, "messages": [instructions, {"role": "user", "content": data}]}
-        body |= {"temperature": 0, "max_tokens": self.config.max_tokens}
+        messages = [instructions, {"role": "user", "content": data}]
+        limits = {"temperature": 0, "max_tokens": self.config.max_tokens}
+        body = {"model": self.config.model, "messages": messages, **limits}
         address = f"{self.url}/chat/completions"
         reply = await http_client.request(http, "POST", address, LONGEST_REPLY, json=body)
         if reply.is_away:

@@ -176,7 +176,7 @@ def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer
 
 def test_folders_and_steps_without_rollouts_are_named(tmp_path, small_run):
     later = Site(small_run, 2, 9)
-    assert [step["step"] for step in later.steps()] == [2] and later.group(1, 0) == []
+    assert [step["step"] for step in later.steps()] == [2] and later.get("data/group_1_0.json") is None
     for folder, first, words in (
         (small_run, 3, "keeps steps 1 to 2"),
         (tmp_path / "nowhere", 0, "no such folder"),

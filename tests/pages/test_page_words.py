@@ -23,10 +23,9 @@ def explain(tmp_path, tokenizer, small_group):
         config = Config(advantage=AdvantageConfig(**settings))
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
         write_run(folder, [[group]], config, tokenizer)
-        site = Site(folder)
-        shown = json.loads(site.get("data/group_1_0.json"))
+        shown = json.loads(Site(folder).get("data/group_1_0.json"))
         return SimpleNamespace(
-            rows=site.group(1, 0),
+            rows=shown["trajectories"],
             is_judged=shown["is_judged"],
             turns=[[turn["why"] for turn in each["turns"]] for each in shown["trajectories"]],
             trajectories=[each["why"] for each in shown["trajectories"]],

@@ -117,11 +117,6 @@ class Site:
         """Return `tabulate` of every step; a step's file is read once, and again where it has changed."""
         return [self._step(step, *version) for step, version in self._versions().items()]
 
-    def group(self, step: int, group: int) -> list[RecordRow]:
-        """Return the trajectories of a group with all columns; empty where there is no such group."""
-        version = self._versions().get(step)
-        return self._table(*version).filter(pc.field("group") == group).to_pylist() if version else []
-
     def index_tag(self) -> str:
         """Return the HTTP entity tag of the index, which changes with the steps; no file is read."""
         return f'"{hashlib.sha256(repr(self._versions()).encode()).hexdigest()[:32]}"'
@@ -129,21 +124,20 @@ class Site:
     def get(self, address: str) -> bytes | None:
         """Return the content of an address such as "data/index.json"; None where there is nothing."""
         if address == INDEX:
-            return self._index()
+            steps, config = self.steps(), self._config()
+            planned = min(int(config["learner"]["steps"]), self.last)
+            about = {"name": short_name(self.folder), "advantage": config["advantage"], "planned": planned}
+            return _json(about | {"steps": steps})
         if match := _GROUP.fullmatch(address):
-            rows = self.group(int(match[1]), int(match[2]))
+            version = self._versions().get(int(match[1]))
+            own = pc.field("group") == int(match[2])
+            rows = self._table(*version).filter(own).to_pylist() if version else []
             if not rows:
                 return None
             metadata = self._metadata()
             settings = json.loads(metadata["advantage"])  # that section of the run's config
             return _json(transcript(rows, self._pieces, settings, *opening_and_actions(metadata)))
         return (STATIC / address).read_bytes() if address in static_files() else None
-
-    def _index(self) -> bytes:
-        steps, config = self.steps(), self._config()
-        planned = min(int(config["learner"]["steps"]), self.last)
-        about = {"name": short_name(self.folder), "advantage": config["advantage"], "planned": planned}
-        return _json(about | {"steps": steps})
 
 
 def static_files() -> list[str]:

@@ -43,6 +43,7 @@ from calibadv_jax.rollout.runner import Rollouts
 
 T = TypeVar("T")
 Chunk = dict[str, Any]
+Progress = Chunk | Trajectory  # turns, then the whole
 
 MAX_BODY = 2**18  # bytes of a request
 MAX_HEAD = 2**16
@@ -200,21 +201,29 @@ class ChatReply:
         texts = {name: self._shown(getattr(document, name)) for name in ("id", "title", "text")}
         return self._documents.setdefault((document.id, document.text), texts)
 
-    def whole(self, trajectory: Trajectory) -> dict[str, Any]:
+    async def whole(self, progress: AsyncIterator[Progress]) -> dict[str, Any]:
+        trajectory = [item async for item in progress if isinstance(item, Trajectory)][0]
         message = {"role": "assistant"} | self._content(trajectory) | _reasoning(_paragraphs(self._turns))
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(trajectory)}
         reply = self._head | {"object": "chat.completion", "choices": [choice], "usage": _usage(trajectory)}
         return reply | {"calibadv": self._own(trajectory) | {"turns": self._turns}}
 
-    def first_chunk(self) -> Chunk:
-        return self._chunk({"role": "assistant", "content": ""})
-
-    def last_chunks(self, trajectory: Trajectory) -> Iterator[Chunk]:
-        """Yield the answer, the end, and the usage if it was asked for."""
-        yield self._chunk(self._content(trajectory))
-        yield self._chunk({}, _reason(trajectory), calibadv=self._own(trajectory))
+    async def events(self, first: Progress, following: AsyncIterator[Progress]) -> AsyncIterator[str]:
+        """Yield turns, then the answer, the end, and the usage if it was asked for."""
+        yield _event(self._chunk({"role": "assistant", "content": ""}))
+        item = first
+        try:
+            while not isinstance(item, Trajectory):
+                yield _event(item)
+                item = await anext(following)
+        except ApiError as error:
+            yield _event(error.body)
+            return
+        yield _event(self._chunk(self._content(item)))
+        yield _event(self._chunk({}, _reason(item), calibadv=self._own(item)))
         if (self._request.stream_options or {}).get("include_usage"):
-            yield self._chunk({}) | {"choices": [], "usage": _usage(trajectory)}
+            yield _event(self._chunk({}) | {"choices": [], "usage": _usage(item)})
+        yield "data: [DONE]\n\n"
 
     def _chunk(self, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> Chunk:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
@@ -280,7 +289,7 @@ class Service:
     def __post_init__(self) -> None:
         self._free, self._begun, self._is_ending = asyncio.Semaphore(self.slots), 0, False
 
-    async def answer(self, request: ChatRequest, reply: ChatReply) -> AsyncGenerator[Chunk | Trajectory]:
+    async def answer(self, request: ChatRequest, reply: ChatReply) -> AsyncGenerator[Progress]:
         """Yield the chunk of each turn and observation, then the finished trajectory.
 
         Raises ApiError if the question cannot be asked, too many wait, or it failed. Closed early, it leaves
@@ -338,22 +347,6 @@ class Service:
         self._is_ending = True
         for task in self.attempts:
             task.cancel()
-
-
-async def _events(
-    reply: ChatReply, first: Chunk | Trajectory, following: AsyncIterator[Chunk | Trajectory]
-) -> AsyncIterator[str]:
-    yield _event(reply.first_chunk())
-    item = first
-    try:
-        while not isinstance(item, Trajectory):
-            yield _event(item)
-            item = await anext(following)
-        for chunk in reply.last_chunks(item):
-            yield _event(chunk)
-        yield "data: [DONE]\n\n"
-    except ApiError as error:
-        yield _event(error.body)
 
 
 def _event(value: Mapping[str, Any]) -> str:
@@ -434,10 +427,6 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
         leaving.cancel()
 
 
-async def _last(items: AsyncIterator[Chunk | Trajectory]) -> Trajectory:
-    return [item async for item in items if isinstance(item, Trajectory)][0]
-
-
 def make_app(service: Service, token: str) -> Starlette:
     """Return the routes; with a `token`, those below /v1/ need it as bearer token."""
     contents = {path.name: path.read_bytes() for path in FILES}
@@ -447,10 +436,10 @@ def make_app(service: Service, token: str) -> Starlette:
         reply = ChatReply(request, service.rollouts.context.grammar)
         turns = service.answer(request, reply)
         if not request.stream:
-            return JSONResponse(reply.whole(await _while_connected(http, _last(turns))))
+            return JSONResponse(await _while_connected(http, reply.whole(turns)))
         first = await _while_connected(http, anext(turns))  # fails before a turn: the status can still say so
         end = BackgroundTask(turns.aclose)  # a client may have left in the middle
-        return StreamingResponse(_events(reply, first, turns), media_type="text/event-stream", background=end)
+        return StreamingResponse(reply.events(first, turns), media_type="text/event-stream", background=end)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ready", "model": service.model, "questions": len(service.attempts)})
