@@ -144,7 +144,7 @@ def test_explanation_of_a_group_stands_once(explain):
 def test_answer_turn_shows_the_rebalancing(explain):
     words = explain()
     last = [row["turns"][-1] for row in words.rows]
-    before = [turn["advantage_raw"] * len(turn["token_ids"]) for turn in last[:4]]
+    before = [turn["advantage_raw"] * len(turn["ids"]) for turn in last[:4]]
     positive, negative = before[0], -sum(before[1:])
     assert f"sum up to {plain(positive)}, the negative ones to −{plain(negative)}." in words.group
     assert words.group.endswith("The positive side is rescaled until negative / positive = λ = 1.")

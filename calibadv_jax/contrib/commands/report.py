@@ -44,13 +44,9 @@ def run(arguments: argparse.Namespace) -> None:
             write_text(output, render(gathered, PORT))  # whole, so that a browser never loads half of it
         console.say(str(output))
         if arguments.png is not None:
-            write_pngs(arguments.png, gathered)
+            arguments.png.mkdir(parents=True, exist_ok=True)
+            for chart in gathered.charts:
+                figure = draw(chart, [each.name for each in gathered.series])
+                with replacing(arguments.png / f"{chart.figure.key}.png") as partial:
+                    figure.savefig(partial, dpi=PNG_DPI, format="png")
             console.say(f"{arguments.png}: {len(gathered.charts)} figures")
-
-
-def write_pngs(folder: Path, gathered: Gathered) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for chart in gathered.charts:
-        figure = draw(chart, [each.name for each in gathered.series])
-        with replacing(folder / f"{chart.figure.key}.png") as partial:
-            figure.savefig(partial, dpi=PNG_DPI, format="png")

@@ -60,7 +60,6 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 _NAMES = {"127.0.0.1", "localhost", "::1"}  # a page elsewhere could make its own name point to this machine
-Version = tuple[Path, int, int]  # a step's file, with what tells one version of it from the next
 
 
 class Site:
@@ -105,7 +104,8 @@ class Site:
         start = newest_start(self.folder)
         return start.config if start else {}
 
-    def _versions(self) -> dict[int, Version]:
+    def _versions(self) -> dict[int, tuple[Path, int, int]]:
+        """Return each step's file with its time and size, which tell one version of it from the next."""
         versions = {}
         for step, path in self._paths().items():
             with suppress(FileNotFoundError):  # removed meanwhile (log.rollouts_keep)
