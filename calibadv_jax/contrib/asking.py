@@ -50,12 +50,10 @@ def read_policy(arguments: argparse.Namespace, overrides: Sequence[str]) -> tupl
     source = find_policy(arguments.policy)
     own_tokenizer = ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
     config = load_config(arguments.config or run_config(source), [*own_tokenizer, *overrides])
-    for tool in config.tools if not (arguments.config or arguments.start_programs) else ():
-        if tool.mcp and tool.mcp.command:  # a run's folder may come from somebody else
-            raise UserError(
-                f"{source}: the run's config starts a program, {tool.mcp.command!r}; --start-programs allows"
-                " it, and --config FILE takes a config of your own"
-            )
+    programs = [tool.mcp.command for tool in config.tools if tool.mcp and tool.mcp.command]
+    if programs and not (arguments.config or arguments.start_programs):  # the run may be somebody else's
+        advice = "--start-programs allows it, and --config FILE takes a config of your own"
+        raise UserError(f"{source}: the run's config starts a program, {programs[0]!r}; {advice}")
     return config, source
 
 
@@ -69,14 +67,9 @@ def run_config(source: PolicySource) -> Path:
 
 def for_people(config: Config, folder: str, slots: int) -> Config:
     """Write logs into `folder`, use few slots, wait briefly, and ask no judge: there is no golden answer."""
-    patience = min(config.retriever.patience, _PATIENCE)
-    return replace(
-        config,
-        run=replace(config.run, dir=folder),
-        sampler=replace(config.sampler, slots=slots),
-        retriever=replace(config.retriever, patience=patience),
-        reward=RewardConfig(),
-    )
+    run, sampler = replace(config.run, dir=folder), replace(config.sampler, slots=slots)
+    retriever = replace(config.retriever, patience=min(config.retriever.patience, _PATIENCE))
+    return replace(config, run=run, sampler=sampler, retriever=retriever, reward=RewardConfig())
 
 
 @contextmanager

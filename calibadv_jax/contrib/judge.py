@@ -110,27 +110,22 @@ class JudgeClient:
             async with connections.slots:
                 return await self._request(connections.http, data)
 
-        patience, where = self.config.patience, f"judge {self.url}"
+        patience = self.config.patience
         try:
             return await http_client.retry(attempt, patience)
-        except Unreachable as error:
-            problem = f"{http_client.no_answer(patience)} ({error}); start the endpoint, or correct"
-            raise RequestFailed(JUDGE, f"{where}: {problem} reward.judge.url") from error
-        except BadReply as error:
+        except (Unreachable, BadReply) as error:
             problem = f"no verdict in {http_client.BAD_REPLIES} attempts: {error}"
-            raise RequestFailed(JUDGE, f"{where}: {problem}") from error
+            if isinstance(error, Unreachable):
+                advice = "start the endpoint, or correct reward.judge.url"
+                problem = f"{http_client.no_answer(patience)} ({error}); {advice}"
+            raise RequestFailed(JUDGE, f"judge {self.url}: {problem}") from error
 
     async def _request(self, http: aiohttp.ClientSession, data: str) -> float:
         key = secrets.token_hex(8)
-        body = {
-            "model": self.config.model,
-            "messages": [
-                {"role": "system", "content": f"{self.prompt}\n\n{VERDICT.format(key=key)}"},
-                {"role": "user", "content": data},
-            ],
-            "temperature": 0,
-            "max_tokens": self.config.max_tokens,
-        }
+        instructions = {"role": "system", "content": f"{self.prompt}\n\n{VERDICT.format(key=key)}"}
+        messages = [instructions, {"role": "user", "content": data}]
+        limits = {"temperature": 0, "max_tokens": self.config.max_tokens}
+        body = {"model": self.config.model, "messages": messages, **limits}
         address = f"{self.url}/chat/completions"
         reply = await http_client.request(http, "POST", address, LONGEST_REPLY, json=body)
         if reply.is_away:
@@ -141,15 +136,15 @@ class JudgeClient:
             raise BadReply(reply.excerpt)
         try:
             choice = reply.parse(_Completion).choices[0]
+            return read_verdict(choice.message.content or "", key)
         except ValidationError as error:
             problem = f"the reply is no chat completion ({http_client.excerpt(reply.body)})"
             raise BadReply(f"{problem}; correct reward.judge.url") from error
-        try:
-            return read_verdict(choice.message.content or "", key)
         except BadReply as error:
+            if choice.finish_reason != "length":
+                raise
             limit = f"reward.judge.max_tokens={self.config.max_tokens}"
-            cut = f"the reply was cut after {limit}; raise it"
-            raise BadReply(cut if choice.finish_reason == "length" else str(error)) from error
+            raise BadReply(f"the reply was cut after {limit}; raise it") from error
 
 
 def data_of(question: str, golden_answers: tuple[str, ...], answer: str) -> str:
@@ -165,15 +160,12 @@ def _quoted(text: str) -> str:
 
 def read_verdict(reply: str, key: str) -> float:
     """Return the verdict in the last line of a reply; raise BadReply if it holds anything else."""
-    last = reply.strip().splitlines()[-1:] or [""]
-    match = re.fullmatch(rf"{key} (?:(yes)|(no)|(0(?:\.\d+)?|1(?:\.0+)?))\.?", last[0].strip(), re.IGNORECASE)
+    last = next(reversed(reply.strip().splitlines()), "").strip()
+    match = re.fullmatch(rf"{key} (yes|no|0(?:\.\d+)?|1(?:\.0+)?)\.?", last, re.IGNORECASE)
     if match is None:
-        raise BadReply(
-            f"the last line is {last[0][:100]!r}, but must be {EXPECTED}; choose a model that keeps to it, or"
-            " say it once more in reward.judge.prompt"
-        )
-    yes, no, number = match.groups()
-    return 1.0 if yes else 0.0 if no else float(number)
+        advice = "choose a model that keeps to it, or say it once more in reward.judge.prompt"
+        raise BadReply(f"the last line is {last[:100]!r}, but must be {EXPECTED}; {advice}")
+    return float({"yes": 1, "no": 0}.get(match[1].casefold(), match[1]))
 
 
 def read_prompt(path: str) -> str:

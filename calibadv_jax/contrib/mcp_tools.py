@@ -39,7 +39,6 @@ LONGEST_EXCERPT = 200  # letters of a server's text in a message
 MOST_BRACKETS = 100  # of a body
 INVALID_PARAMS, CONNECTION_CLOSED = -32602, -32000  # codes of JSON-RPC and MCP
 SESSION_ENDED, UNREADABLE_EVENT = "Session terminated", "SSE stream failed"  # messages of the package
-LOGGERS = ("mcp", "client")  # of the package
 _TAIL = 4096  # bytes of a log that are kept for messages
 
 T = TypeVar("T")
@@ -214,7 +213,7 @@ class _Connection:
                 raise
         finally:
             self.is_ready = False
-            self._log.close()
+            self._log.stream.close()  # this process's end; the log ends with the programs that hold others
 
     def _failure(self, error: BaseException) -> Exception:
         if isinstance(error, UserError):
@@ -238,7 +237,7 @@ def _package() -> Any:
     except ImportError as error:
         advice = "pip install 'calibadv-jax[mcp]'"
         raise UserError(f"tools: mcp needs the package mcp, which is not installed: {advice}") from error
-    for logger in LOGGERS:  # they write tracebacks with what a server sends
+    for logger in ("mcp", "client"):  # of the package: they write tracebacks with what a server sends
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     return mcp
 
@@ -249,9 +248,8 @@ def _client(config: McpConfig, log: ServerLog) -> Any:
         from mcp.client.stdio import stdio_client
 
         program, *arguments = shlex.split(config.command)
-        started = mcp.StdioServerParameters(
-            command=program, args=arguments, env=dict(os.environ), encoding_error_handler="replace"
-        )
+        options = {"env": dict(os.environ), "encoding_error_handler": "replace"}
+        started = mcp.StdioServerParameters(command=program, args=arguments, **options)
         return mcp.Client(messages_only(stdio_client(started, errlog=log.stream), log), cache=None)
     from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
@@ -296,10 +294,10 @@ class McpAction(Action):
         result = await self._server.call(self.name, self._tool, argument)
         texts, documents = [], []
         for block in result.content:
-            resource = getattr(block, "resource", None)
+            resource: Any = getattr(block, "resource", None)
             if block.type == "text":
                 texts.append(block.text)
-            elif resource is not None and isinstance(getattr(resource, "text", None), str):
+            elif isinstance(getattr(resource, "text", None), str):
                 documents.append(Document(str(resource.uri), str(resource.uri), resource.text))
             elif block.type == "resource_link":
                 texts.append(f"{block.name}: {block.uri}")
@@ -335,13 +333,9 @@ class ServerLog:
         self._thread = threading.Thread(target=self._copy, args=(reading,), name="MCP log", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Close this process's end of the pipe: the log ends with the programs that hold the others."""
-        self.stream.close()
-
     def last_line(self) -> str:
         """Return the last line of the program's output, once it has ended."""
-        self.close()
+        self.stream.close()
         self._thread.join(1.0)  # a program that it started may go on
         return excerpt(self._tail.decode(errors="replace").strip().rpartition("\n")[2])
 

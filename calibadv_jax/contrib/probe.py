@@ -6,6 +6,7 @@ from one into another. Equal samples are computed once.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,25 +37,25 @@ def with_golden_logprobs(
 ) -> tuple[list[Group], dict[str, float]]:
     """Return copies of the groups whose turns have `golden_logprobs` under each policy, and metrics."""
     samples: dict[bytes, Sample] = {}  # by their tokens and the length of the answer
-    keys: list[list[bytes]] = []  # of samples, by trajectory and turn
+    logprobs: dict[bytes, dict[str, float]] = defaultdict(dict)  # by policy
+    by_turn: list[list[dict[str, float]]] = []  # of them, by trajectory
     for group in groups:
         if group.trajectories:  # the same for all of them; later turns continue as the second does
             continuations = [_continuation(group.trajectories[0], number, tokenizer) for number in (0, 1)]
         for trajectory in group.trajectories:
-            keys.append([])
+            by_turn.append([])
             for number, prefix in enumerate(prefixes(trajectory)):
                 beginning, answer = continuations[min(number, 1)]
                 tokens = np.concatenate([prefix, beginning, answer])
-                keys[-1].append(tokens.tobytes() + bytes([len(answer)]))
-                samples.setdefault(keys[-1][-1], _sample(tokens, len(answer), len(trajectory.prompt_ids)))
+                key = tokens.tobytes() + bytes([len(answer)])
+                samples.setdefault(key, _sample(tokens, len(answer), len(trajectory.prompt_ids)))
+                by_turn[-1].append(logprobs[key])
     if any(len(sample.tokens) > config.row_length for sample in samples.values()):
         config = replace(config, row_length=config.row_length + PROBE_TOKENS)
-    logprobs: dict[bytes, dict[str, float]] = {key: {} for key in samples}
     for policy, params in policies.items():
         values = sample_logprobs(learner, params, list(samples.values()), config)
         for (key, sample), own in zip(samples.items(), values, strict=True):
             logprobs[key][policy] = float(own[sample.mask].mean(dtype=np.float64))
-    by_turn = [[logprobs[key] for key in own] for own in keys]
     following = iter(by_turn)
     probed_groups = [
         replace(group, trajectories=[_probed(member, next(following)) for member in group.trajectories])

@@ -7,6 +7,8 @@ import json
 import re
 import shutil
 import sys
+from contextlib import closing
+from functools import partial
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -140,14 +142,14 @@ def test_cut_observation_shows_documents_that_are_in_it():
     assert observation_parts("", []) == []
 
 
-def test_index_is_sent_once_for_each_new_step(tmp_path, small_run, served, asker):
+def test_index_is_sent_once_for_each_new_step(tmp_path, small_run, served):
     """From before the first step on; the answer without a body has the headers that guard the page."""
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
     add_start(folder, dump_config(Config()), {})
     later = [path.rename(tmp_path / path.name) for path in kept_steps(folder).values()]
     with served(folder) as address:
-        ask, steps, tags = asker(address), [], [""]
+        ask, steps, tags = partial(ask_server, address), [], [""]
         for path in (None, *later):
             if path:
                 path.rename(folder / "rollouts" / path.name)
@@ -176,7 +178,7 @@ def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer
 
 def test_folders_and_steps_without_rollouts_are_named(tmp_path, small_run):
     later = Site(small_run, 2, 9)
-    assert [step["step"] for step in later.steps()] == [2] and later.group(1, 0) == []
+    assert [step["step"] for step in later.steps()] == [2] and later.get("data/group_1_0.json") is None
     for folder, first, words in (
         (small_run, 3, "keeps steps 1 to 2"),
         (tmp_path / "nowhere", 0, "no such folder"),
@@ -224,28 +226,18 @@ def test_tokenizer_is_read_or_named_as_damaged(tmp_path):
     assert Pieces(tmp_path).pieces(ids) == ["<think>", " find", " maple", " optics", " </think>"]
 
 
-@pytest.fixture(scope="module")
-def asker():
-    """Of an address: a function that returns status, headers and body of its server's answer."""
-
-    def at(address):
-        def ask(path, method="GET", **headers):
-            connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
-            connection.request(method, path, headers=headers)
-            answer = connection.getresponse()
-            body = answer.read()
-            connection.close()
-            return answer.status, answer.headers, body
-
-        return ask
-
-    return at
+def ask_server(address, path, method="GET", **headers):
+    """Status, headers and body of a server's answer."""
+    with closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)) as connection:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
 
 
 @pytest.fixture
-def ask(served, small_run, asker):
+def ask(served, small_run):
     with served(small_run) as address:
-        yield asker(address)
+        yield partial(ask_server, address)
 
 
 def test_answers_have_types_and_forbid_foreign_scripts(ask):
@@ -264,12 +256,12 @@ def test_answers_have_types_and_forbid_foreign_scripts(ask):
     assert ask("/", method="POST")[0] == 501
 
 
-def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch, asker):
+def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch):
     pytest.importorskip("IPython")
     shown = []
 
     def policy(host):
-        status, headers, _ = asker(f"127.0.0.1:{shown[-1]}")("/", Host=host)
+        status, headers, _ = ask_server(f"127.0.0.1:{shown[-1]}", "/", Host=host)
         return status, headers["Content-Security-Policy"].partition("frame-ancestors ")[2]
 
     monkeypatch.setattr("IPython.display.display", lambda frame: shown.append(urlsplit(frame.src).port))
@@ -293,13 +285,13 @@ def test_foreign_name_that_points_here_is_refused(ask, small_run):
             make_server(site, port)
 
 
-def test_damaged_step_is_named(served, small_run, tmp_path, asker):
+def test_damaged_step_is_named(served, small_run, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(small_run, folder)
     with served(folder) as address:
         (folder / "rollouts/step_1.parquet").write_bytes(b"PAR1 and no more")
         for path in ("/data/group_1_0.json", "/data/index.json"):
-            status, _, body = asker(address)(path)
+            status, _, body = ask_server(address, path)
             assert status == 500 and b"step_1.parquet: cannot be read" in body
 
 

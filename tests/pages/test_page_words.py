@@ -23,10 +23,9 @@ def explain(tmp_path, tokenizer, small_group):
         config = Config(advantage=AdvantageConfig(**settings))
         folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
         write_run(folder, [[group]], config, tokenizer)
-        site = Site(folder)
-        shown = json.loads(site.get("data/group_1_0.json"))
+        shown = json.loads(Site(folder).get("data/group_1_0.json"))
         return SimpleNamespace(
-            rows=site.group(1, 0),
+            rows=shown["trajectories"],
             is_judged=shown["is_judged"],
             turns=[[turn["why"] for turn in each["turns"]] for each in shown["trajectories"]],
             trajectories=[each["why"] for each in shown["trajectories"]],
@@ -145,7 +144,7 @@ def test_explanation_of_a_group_stands_once(explain):
 def test_answer_turn_shows_the_rebalancing(explain):
     words = explain()
     last = [row["turns"][-1] for row in words.rows]
-    before = [turn["advantage_raw"] * len(turn["token_ids"]) for turn in last[:4]]
+    before = [turn["advantage_raw"] * len(turn["ids"]) for turn in last[:4]]
     positive, negative = before[0], -sum(before[1:])
     assert f"sum up to {plain(positive)}, the negative ones to −{plain(negative)}." in words.group
     assert words.group.endswith("The positive side is rescaled until negative / positive = λ = 1.")

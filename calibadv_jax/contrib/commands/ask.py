@@ -61,18 +61,16 @@ def answer(rollouts: Rollouts, name: str, text: str, temperature: float, say: Sa
     """Return the trajectory of a question; print each turn and each observation meanwhile."""
 
     def show(turn: Turn, is_observed: bool) -> None:
-        turns = turn_lines(turn.kind, turn.think, turn.query, turn.text)
-        for line in _observation_lines(turn) if is_observed else turns:
-            say(line)
+        if not is_observed:
+            for line in turn_lines(turn.kind, turn.think, turn.query, turn.text):
+                say(line)
+            return
+        if words := printable(asking.observed_words(turn)):
+            say(cut(f"        {words}", LONGEST))
+        for number, document in enumerate(turn.documents, 1):
+            say(folded(number, document))
 
     return rollouts.run(asking.answer(rollouts, name, text, show, temperature=temperature))
-
-
-def _observation_lines(turn: Turn) -> Iterator[str]:
-    if words := printable(asking.observed_words(turn)):
-        yield cut(f"        {words}", LONGEST)
-    for number, document in enumerate(turn.documents, 1):
-        yield folded(number, document)
 
 
 def typed_questions() -> Iterator[str]:

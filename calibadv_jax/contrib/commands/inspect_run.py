@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from pathlib import Path
 
@@ -44,11 +45,11 @@ def run(arguments: argparse.Namespace) -> None:
         server.serve_forever()
 
 
-def _parse_steps(text: str) -> tuple[int, int | None]:
+def _parse_steps(text: str) -> tuple[int, float]:
     """Return the first and last step of "10-20", "10-", "-20", "7"; all steps for ""."""
     match = re.fullmatch(r"(\d*)(-?)(\d*)", text)
     if not match or text == "-":
         raise UserError(f"--steps {text}: give FIRST-LAST, such as 10-20, 10- or 7")
     first, dash, last = match.groups()
     last = last if dash else first
-    return int(first or 0), int(last) if last else None
+    return int(first or 0), int(last) if last else math.inf

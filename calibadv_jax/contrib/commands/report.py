@@ -41,18 +41,12 @@ def run(arguments: argparse.Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with locked_output(output, "--output", console.warn):
         with console.phase("drawing the figures", announce=True):
-            page = render(gathered, PORT)
-            write_text(output, page)  # whole, so that a browser never loads half of it
+            write_text(output, render(gathered, PORT))  # whole, so that a browser never loads half of it
         console.say(str(output))
         if arguments.png is not None:
-            console.say(f"{arguments.png}: {write_pngs(arguments.png, gathered)} figures")
-
-
-def write_pngs(folder: Path, gathered: Gathered) -> int:
-    """Write every chart as a PNG file in the light colours; return their number."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for chart in gathered.charts:
-        figure = draw(chart, [each.name for each in gathered.series])
-        with replacing(folder / f"{chart.figure.key}.png") as partial:
-            figure.savefig(partial, dpi=PNG_DPI, format="png")
-    return len(gathered.charts)
+            arguments.png.mkdir(parents=True, exist_ok=True)
+            for chart in gathered.charts:
+                figure = draw(chart, [each.name for each in gathered.series])
+                with replacing(arguments.png / f"{chart.figure.key}.png") as partial:
+                    figure.savefig(partial, dpi=PNG_DPI, format="png")
+            console.say(f"{arguments.png}: {len(gathered.charts)} figures")

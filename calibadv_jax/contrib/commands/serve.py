@@ -35,8 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "questions that wait; further ones are refused (default: %(default)s)"
     parser.add_argument("--queue", type=number(int, least=0), default=16, metavar="N", help=text)
     text = "for one question, without its waiting (default: %(default)g)"
-    seconds = number(float, least=1)
-    parser.add_argument("--time-limit", type=seconds, default=120.0, metavar="SECONDS", help=text)
+    parser.add_argument(
+        "--time-limit", type=number(float, least=1), default=120.0, metavar="SECONDS", help=text
+    )
     text = "values that replace those of the config"
     parser.add_argument("words", nargs="*", metavar="key.path=value", help=text)
 

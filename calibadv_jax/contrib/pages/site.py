@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from http import HTTPStatus
@@ -33,9 +33,9 @@ TYPES = {
     "js": "text/javascript; charset=utf-8",
     "json": "application/json",
     "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
 }
 STATIC = Path(__file__).with_name("static")
-PLAIN_TEXT = {"Content-Type": "text/plain; charset=utf-8"}
 INDEX = "data/index.json"
 ADDRESS = "127.0.0.1"
 # The page's own scripts and styles only: text of a document or of the policy never runs.
@@ -60,7 +60,6 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 _NAMES = {"127.0.0.1", "localhost", "::1"}  # a page elsewhere could make its own name point to this machine
-Version = tuple[Path, int, int]  # a step's file, with what tells one version of it from the next
 
 
 class Site:
@@ -70,21 +69,19 @@ class Site:
     read the newest files, if one is damaged.
     """
 
-    def __init__(self, folder: Path, first: int = 0, last: int | None = None):
+    def __init__(self, folder: Path, first: int = 0, last: float = math.inf):
         self.folder, self.first, self.last = folder, first, last
         self._table = lru_cache(maxsize=_TABLES_HELD)(lambda path, *version: read_columns(path))
-        self._steps: dict[Version, dict[str, Any]] = {}
+        self._step = lru_cache(maxsize=None)(_read_step)
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give the folder of a run (run.dir)")
         steps = list(kept_steps(folder))
         if not steps and self._config().get("log", {}).get("rollouts", "none") == "none":
-            raise UserError(
-                f"{folder}: no rollouts/step_N.parquet there; give the folder of a run with log.rollouts"
-            )
+            advice = "give the folder of a run with log.rollouts"
+            raise UserError(f"{folder}: no rollouts/step_N.parquet there; {advice}")
         if steps and not self._paths():
-            raise UserError(
-                f"--steps: {folder} keeps steps {steps[0]} to {steps[-1]}, and none of the steps asked for"
-            )
+            kept = f"{folder} keeps steps {steps[0]} to {steps[-1]}"
+            raise UserError(f"--steps: {kept}, and none of the steps asked for")
         if steps:
             self._pieces.text([])  # so that a missing tokenizer is named now
 
@@ -93,8 +90,8 @@ class Site:
         return Pieces(self.folder / self._metadata()["tokenizer"])
 
     def _paths(self) -> dict[int, Path]:
-        last = math.inf if self.last is None else self.last
-        return {step: path for step, path in kept_steps(self.folder).items() if self.first <= step <= last}
+        steps = kept_steps(self.folder)
+        return {step: path for step, path in steps.items() if self.first <= step <= self.last}
 
     def _metadata(self) -> dict[str, str]:
         return read_metadata(list(self._paths().values())[-1])
@@ -107,7 +104,8 @@ class Site:
         start = newest_start(self.folder)
         return start.config if start else {}
 
-    def _versions(self) -> dict[int, Version]:
+    def _versions(self) -> dict[int, tuple[Path, int, int]]:
+        """Return each step's file with its time and size, which tell one version of it from the next."""
         versions = {}
         for step, path in self._paths().items():
             with suppress(FileNotFoundError):  # removed meanwhile (log.rollouts_keep)
@@ -117,17 +115,7 @@ class Site:
 
     def steps(self) -> list[dict[str, Any]]:
         """Return `tabulate` of every step; a step's file is read once, and again where it has changed."""
-        self._steps = {
-            version: self._steps.get(version)
-            or {"step": step} | tabulate(read_columns(version[0], _COLUMNS).to_pylist(), _lengths(version[0]))
-            for step, version in self._versions().items()
-        }
-        return list(self._steps.values())
-
-    def group(self, step: int, group: int) -> list[RecordRow]:
-        """Return the trajectories of a group with all columns; empty where there is no such group."""
-        version = self._versions().get(step)
-        return self._table(*version).filter(pc.field("group") == group).to_pylist() if version else []
+        return [self._step(step, *version) for step, version in self._versions().items()]
 
     def index_tag(self) -> str:
         """Return the HTTP entity tag of the index, which changes with the steps; no file is read."""
@@ -136,22 +124,20 @@ class Site:
     def get(self, address: str) -> bytes | None:
         """Return the content of an address such as "data/index.json"; None where there is nothing."""
         if address == INDEX:
-            return self._index()
+            steps, config = self.steps(), self._config()
+            planned = min(int(config["learner"]["steps"]), self.last)
+            about = {"name": short_name(self.folder), "advantage": config["advantage"], "planned": planned}
+            return _json(about | {"steps": steps})
         if match := _GROUP.fullmatch(address):
-            rows = self.group(int(match[1]), int(match[2]))
+            version = self._versions().get(int(match[1]))
+            own = pc.field("group") == int(match[2])
+            rows = self._table(*version).filter(own).to_pylist() if version else []
             if not rows:
                 return None
             metadata = self._metadata()
             settings = json.loads(metadata["advantage"])  # that section of the run's config
             return _json(transcript(rows, self._pieces, settings, *opening_and_actions(metadata)))
         return (STATIC / address).read_bytes() if address in static_files() else None
-
-    def _index(self) -> bytes:
-        steps, config = self.steps(), self._config()
-        planned = int(config["learner"]["steps"])
-        planned = planned if self.last is None else min(planned, self.last)
-        about = {"name": short_name(self.folder), "advantage": config["advantage"], "planned": planned}
-        return _json(about | {"steps": steps})
 
 
 def static_files() -> list[str]:
@@ -180,6 +166,13 @@ def flags_of(row: RecordRow) -> int:
         "repeated": any(turn["repeated"] for turn in turns),
     }
     return sum(1 << FLAGS.index(name) for name, holds in flags.items() if holds)
+
+
+def _read_step(step: int, path: Path, *_: int) -> dict[str, Any]:
+    turns = read_columns(path, [_TURN + "token_ids.list.element"])["turns"].combine_chunks()
+    counts = pc.list_value_length(pc.struct_field(turns.flatten(), "token_ids"))
+    lengths = np.bincount(pc.list_parent_indices(turns), counts, len(turns)).astype(np.int64)
+    return {"step": step} | tabulate(read_columns(path, _COLUMNS).to_pylist(), lengths.tolist())
 
 
 def tabulate(rows: Sequence[RecordRow], lengths: Sequence[int]) -> dict[str, Any]:
@@ -214,15 +207,6 @@ def tabulate(rows: Sequence[RecordRow], lengths: Sequence[int]) -> dict[str, Any
     }
 
 
-def _lengths(path: Path) -> list[int]:
-    """Return the sampled tokens of each trajectory of a step."""
-    turns = read_columns(path, ["turns.list.element.token_ids.list.element"])["turns"].combine_chunks()
-    counts = pc.list_value_length(pc.struct_field(turns.flatten(), "token_ids"))
-    sums = np.bincount(pc.list_parent_indices(turns), counts, len(turns))
-    lengths: list[int] = sums.astype(np.int64).tolist()
-    return lengths
-
-
 def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
@@ -234,38 +218,34 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            address = urlsplit(self.path).path.removeprefix("/") or "index.html"
-            if not is_this_machine(self.headers.get("Host", "")):
-                self._answer(HTTPStatus.FORBIDDEN, b"open this page as localhost\n")
-                return
-            try:
-                tag = {"ETag": site.index_tag()} if address == INDEX else {}
-                if tag and self.headers.get("If-None-Match") == tag["ETag"]:
-                    self._answer(HTTPStatus.NOT_MODIFIED, None, tag)
-                    return
-                content = site.get(address)
-            except UserError as error:
-                self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n".encode())
-                return
-            if content is None:
-                self._answer(HTTPStatus.NOT_FOUND, b"no such page; the trajectories are at /\n")
-            else:
-                kind = TYPES.get(address.rpartition(".")[2], "text/plain")
-                self._answer(HTTPStatus.OK, content, tag | {"Content-Type": kind})
-
-        do_HEAD = do_GET
-
-        def _answer(
-            self, status: HTTPStatus, content: bytes | None, headers: Mapping[str, str] = PLAIN_TEXT
-        ) -> None:
+            status, content, headers = self._reply()
             self.send_response(status)
-            about = {} if content is None else {"Content-Length": str(len(content))}
-            for name, value in {**HEADERS, **headers, **about}.items():
+            if content is not None:
+                headers |= {"Content-Length": str(len(content))}
+            for name, value in (HEADERS | headers).items():
                 self.send_header(name, value)
             with suppress(ConnectionError):  # a browser that has turned to another group
                 self.end_headers()
                 if content and self.command != "HEAD":
                     self.wfile.write(content)
+
+        do_HEAD = do_GET
+
+        def _reply(self) -> tuple[HTTPStatus, bytes | None, dict[str, str]]:
+            address = urlsplit(self.path).path.removeprefix("/") or "index.html"
+            text = {"Content-Type": TYPES["txt"]}
+            if not is_this_machine(self.headers.get("Host", "")):
+                return HTTPStatus.FORBIDDEN, b"open this page as localhost\n", text
+            try:
+                tag = {"ETag": site.index_tag()} if address == INDEX else {}
+                if tag and self.headers.get("If-None-Match") == tag["ETag"]:
+                    return HTTPStatus.NOT_MODIFIED, None, tag
+                content = site.get(address)
+            except UserError as error:
+                return HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n".encode(), text
+            if content is None:
+                return HTTPStatus.NOT_FOUND, b"no such page; the trajectories are at /\n", text
+            return HTTPStatus.OK, content, tag | {"Content-Type": TYPES[address.rpartition(".")[2]]}
 
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing: the terminal shows the address alone."""

@@ -24,15 +24,12 @@ from calibadv_jax.rewards.score import format_flaw, turn_flaws
 
 RecordRow = dict[str, Any]  # a trajectory, or a turn of it, by the columns of record.schema
 AdvantageSettings = Mapping[str, Any]  # the section `advantage` of the run's config
-_TRAJECTORY_COLUMNS = (
-    *("index", "error", "answer", "answer_score", "format_valid", "policy_versions", "advantage_raw"),
-)
-_TURN_COLUMNS = (
+# Columns that are shown as they are.
+_GROUP = ("step", "group", "question_id", "question", "data_source", "golden_answers", "supporting_ids")
+_TRAJECTORY = ("index", "error", "answer", "answer_score", "format_valid", "policy_versions", "advantage_raw")
+_TURN = (
     *("kind", "stop_reason", "is_refused", "policy_versions", "advantage_raw", "advantage"),
     *("correctness", "softened", "repeated", "found_silver"),
-)
-_GROUP_COLUMNS = (
-    *("step", "group", "question_id", "question", "data_source", "golden_answers", "supporting_ids"),
 )
 
 
@@ -77,10 +74,9 @@ def transcript(
     """Return a group in JSON's types: `rows` are all its trajectories, with all columns."""
     first, facts = rows[0], _facts(rows, settings)
     (group,), *_ = from_rows(rows, opening, actions)
-    words = WORDS.group(facts, settings, first["silver"])
-    name = settings.get("name")
+    words, name = WORDS.group(facts, settings, first["silver"]), settings.get("name")
     return {
-        **{name: first[name] for name in _GROUP_COLUMNS},
+        **{name: first[name] for name in _GROUP},
         "silver": dict(first["silver"]),
         "prompt": pieces.text(first["prompt_ids"]),
         "why": [line for line in words.splitlines() if line],
@@ -88,11 +84,11 @@ def transcript(
         "is_judged": name == "calibadv" or (name in ESTIMATORS and ESTIMATORS[name].judges),
         "trajectories": [
             {
-                **{name: row[name] for name in _TRAJECTORY_COLUMNS},
+                **{name: row[name] for name in _TRAJECTORY},
                 "seconds": round(row["seconds"], 3),
                 "metrics": dict(row["metrics"]),
                 "why": WORDS.trajectory(row, facts, format_flaw(trajectory)).strip(),
-                "turns": _turns(row, pieces, turn_words(row, settings), turn_flaws(trajectory)),
+                "turns": _turns(row, pieces, settings, turn_flaws(trajectory)),
             }
             for row, trajectory in zip(rows, group.attempts, strict=True)
         ],
@@ -100,12 +96,13 @@ def transcript(
 
 
 def _turns(
-    row: RecordRow, pieces: Pieces, reasons: Sequence[str], flaws: Sequence[str]
+    row: RecordRow, pieces: Pieces, settings: AdvantageSettings, flaws: Sequence[str]
 ) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     seen: set[str] = set()  # documents of earlier turns
-    silver = dict(row["silver"])
-    for turn, reason, flaw in zip(row["turns"], reasons, flaws, strict=True):
+    silver, facts = dict(row["silver"]), {"variants": variant_keys(settings)}
+    last = last_filled([turn["token_ids"] for turn in row["turns"]])
+    for place, (turn, flaw) in enumerate(zip(row["turns"], flaws, strict=True)):
         documents = [
             {
                 **document,
@@ -119,14 +116,15 @@ def _turns(
         seen |= {document["id"] for document in documents}
         turns.append(
             {
-                **{name: turn[name] for name in _TURN_COLUMNS},
+                **{name: turn[name] for name in _TURN},
                 "ids": turn["token_ids"],
                 "pieces": pieces.pieces(turn["token_ids"]),
                 **{name: _rounded(turn[name]) for name in ("logprobs", "learner_logprobs")},
                 "observation": observation_parts(turn["observation_text"], documents),
                 "num_observation_tokens": len(turn["observation_ids"]),
                 "documents": documents,
-                "why": reason,
+                # Empty where the group's words cover it.
+                "why": WORDS.turn(row, turn, place == last, facts, settings).strip(),
                 "flaw": flaw,
             }
         )
@@ -184,32 +182,20 @@ _source = Path(__file__).with_name("words.jinja").read_text(encoding="utf-8")
 WORDS: Any = _environment.from_string(_source).module
 
 
-def turn_words(row: RecordRow, settings: AdvantageSettings) -> list[str]:
-    """Explain the change of each turn's advantage; empty where the group's words cover it."""
-    last, facts = _last_sampled(row), {"variants": variant_keys(settings)}
-    return [
-        WORDS.turn(row, turn, place == last, facts, settings).strip()
-        for place, turn in enumerate(row["turns"])
-    ]
-
-
-def _last_sampled(row: RecordRow) -> int | None:
-    return last_filled([turn["token_ids"] for turn in row["turns"]])
-
-
 def _facts(group: Sequence[RecordRow], settings: AdvantageSettings) -> dict[str, Any]:
     """Return the numbers of a group that words.jinja tells."""
     finished = [row for row in group if row["error"] is None]
     scores = np.array([row["answer_score"] for row in finished], np.float64)
-    name = str(settings.get("name", "grpo"))
-    name = str(settings.get("base", "grpo")) if name == "calibadv" else name  # before any calibration
+    key = "base" if settings.get("name") == "calibadv" else "name"  # before any calibration
+    name = str(settings.get(key, "grpo"))
     entry, formula = ESTIMATORS.get(name), "a function of the run's own"
     if entry:
         keys = [key for key in ("normalize_std", "std_over", "score_threshold") if key in settings]
         formula = entry.formula(AdvantageConfig(name=name, **{key: settings[key] for key in keys}))
     differ = any(turn["advantage_raw"] != row["advantage_raw"] for row in group for turn in row["turns"])
-    answers = [row["turns"][last] for row in finished if (last := _last_sampled(row)) is not None]
-    masses = two_sides([turn["advantage_raw"] * len(turn["token_ids"]) for turn in answers])
+    sampled = [[turn for turn in row["turns"] if turn["token_ids"]] for row in finished]
+    answers = [turns[-1] for turns in sampled if turns]
+    positive, negative = two_sides([turn["advantage_raw"] * len(turn["token_ids"]) for turn in answers])
     mean, std = mean_and_std(scores) if finished else (0.0, 0.0)
     return {
         "name": name,
@@ -224,6 +210,6 @@ def _facts(group: Sequence[RecordRow], settings: AdvantageSettings) -> dict[str,
         "differ": differ or bool(entry and entry.by_turn),
         "carried": entry.carried if entry else "turns have advantages of their own",
         "variants": [f"{key}={settings[key]}" for key in variant_keys(settings)],
-        "positive": masses[0],
-        "negative": masses[1],
+        "positive": positive,
+        "negative": negative,
     }

@@ -125,10 +125,9 @@ def _stacked(panel: Panel) -> tuple[np.ndarray, np.ndarray]:
 def _set_limits(column: Sequence[Axes], chart: Chart) -> None:
     """Start at 0 where nothing is negative; draw the guard's threshold where it is in view."""
     low, high = column[0].get_ylim()
+    tops = np.concatenate([curve.high for curve in chart.curves])
     if chart.figure.kind == "stack":
         tops = np.concatenate([_stacked(panel)[1].sum(axis=0) for panel in chart.panels])
-    else:
-        tops = np.concatenate([curve.high for curve in chart.curves])
     if chart.figure.from_zero and min(np.nanmin(curve.low) for curve in chart.curves) >= 0:
         low = 0.0
     top, usual = np.nanmax(tops), np.percentile(tops[np.isfinite(tops)], USUAL)
@@ -157,6 +156,7 @@ _UNUSED = re.compile(
     r'| (?:xmlns:xlink="[^"]*"|(?:width|height)="[^"]*pt"|id="[\w.]+_\d+")',
     re.DOTALL,
 )
+_FRACTION = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 _COORDINATES, _STYLES = re.compile(r' (?:d|x|y|transform)="[^"]*"'), re.compile(r' style="[^"]*"')
 
 
@@ -174,9 +174,7 @@ def themed_svg(figure: Figure, key: str, label: str) -> str:
 
 def _rounded(attribute: re.Match[str]) -> str:
     """Write the numbers with one decimal place at most."""
-    text = re.sub(
-        r"-?\d+\.\d+(?:e-?\d+)?", lambda match: f"{float(match[0]):.1f}".removesuffix(".0"), attribute[0]
-    )
+    text = _FRACTION.sub(lambda match: f"{float(match[0]):.1f}".removesuffix(".0"), attribute[0])
     return f" {' '.join(text.split())}"
 
 

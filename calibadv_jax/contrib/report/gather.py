@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,9 +136,8 @@ class Gathered:
             smooth = min(MAX_SMOOTH, max(1, longest // SMOOTH_SHARE))
         self.series, self.smooth = series, smooth
         self._values = [[_values(run) for run in each.runs] for each in series]  # by series and run
-        self._logged = list(
-            dict.fromkeys(name for runs in self._values for values in runs for name in values)
-        )
+        self._logged = list(dict.fromkeys(chain.from_iterable(chain.from_iterable(self._values))))
+        self._found: set[str] = set()  # keys of figures that have values
         others = {"other": ("Other metrics", "Logged, and in no figure above.", self._other_figures())}
         sections = [self._section(key, *parts) for key, parts in (SECTIONS | others).items()]
         self.sections = [section for section in sections if section.charts or section.constant]
@@ -150,15 +150,13 @@ class Gathered:
         """Return figures that need kept trajectories, which no run has."""
         if self.series[0].runs[0].kind == "cold start":
             return []
-        shown = {chart.figure.key for chart in self.charts}
-        constant = {title for section in self.sections for title in section.constant}
-        needing = [figure for figure in FIGURES if figure.needs_rollouts]
-        return [figure for figure in needing if figure.key not in shown and figure.title not in constant]
+        return [figure for figure in FIGURES if figure.needs_rollouts and figure.key not in self._found]
 
     def _section(self, key: str, title: str, text: str, figures: Sequence[Figure]) -> Section:
         """Return a section's charts; those whose curves are all flat become a line of text."""
         section = Section(key, title, text, [], {})
         for chart in filter(None, map(self._chart, figures)):
+            self._found.add(chart.figure.key)
             ends = np.concatenate([end for curve in chart.curves for end in (curve.low, curve.high)])
             if (ends == ends[0]).all():  # never if one is NaN
                 section.constant[chart.figure.title] = float(ends[0])
@@ -168,7 +166,7 @@ class Gathered:
 
     def _other_figures(self) -> list[Figure]:
         """Return a figure for each metric that no figure of FIGURES shows."""
-        names = sorted(set(self._logged) - set(_shown(self._logged)))
+        names = sorted(name for name in self._logged if not _has_figure(name, self._logged))
         return [Figure(_key(name), name, "", "", {name: ""}, from_zero=False) for name in names]
 
     def _chart(self, figure: Figure) -> Chart | None:
@@ -176,8 +174,8 @@ class Gathered:
         by_series = [
             [self._curve(metric, label, runs) for metric, label in lines.items()] for runs in self._values
         ]
-        names = [each.name if len(self.series) > 1 else "" for each in self.series]
-        titles, rows = names, by_series
+        titles = names = [each.name if len(self.series) > 1 else "" for each in self.series]
+        rows = by_series
         # A panel compares series where they are the more, else the lines of one series.
         is_by_series = len(lines) == 1 or (len(self.series) > len(lines) and figure.kind == "lines")
         if is_by_series:
@@ -238,16 +236,14 @@ def _phases(run: Run, timed: Sequence[str]) -> Values:
     return dict(values)
 
 
-def _shown(logged: Sequence[str]) -> Iterator[str]:
-    """Yield metrics of a figure, second names of metrics, ends of ranges, and derived ones."""
-    patterns = [name for figure in FIGURES for name in figure.metrics]
-    starts = tuple(name.removesuffix("*") for name in patterns if name.endswith("*"))
-    for name in logged:
-        base, _, part = name.rpartition("/")
-        is_end = part in ("max", "min") and f"{base}/mean" in logged
-        is_second = name in ALIASES or base in ALIASES or name == "group/all_zero"  # all_wrong_share
-        if name in patterns or name.startswith((*starts, "eval/")) or _is_phase(name) or is_end or is_second:
-            yield name
+def _has_figure(name: str, logged: Sequence[str]) -> bool:
+    """Whether a figure shows the metric, or another metric that it belongs to."""
+    shown = [metric for figure in FIGURES for metric in figure.metrics]
+    starts = [metric.removesuffix("*") for metric in shown if metric.endswith("*")]
+    base, _, part = name.rpartition("/")
+    is_end = part in ("max", "min") and f"{base}/mean" in logged
+    is_second = name in ALIASES or base in ALIASES or name == "group/all_zero"  # all_wrong_share
+    return name in shown or name.startswith((*starts, "eval/")) or _is_phase(name) or is_end or is_second
 
 
 def _is_phase(name: str) -> bool:
@@ -325,9 +321,8 @@ def _f1(finished: pa.Table) -> dict[str, float]:
     """Return ``f1/SOURCE``: mean F1 of the data source."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for row in finished.select(["data_source", "metrics"]).to_pylist():
-        if (score := dict(row["metrics"]).get("f1")) is not None:
-            by_source[row["data_source"]].append(score)
-    return {f"f1/{source}": float(np.mean(scores)) for source, scores in sorted(by_source.items())}
+        by_source[row["data_source"]] += [score for name, score in row["metrics"] if name == "f1"]
+    return {f"f1/{source}": float(np.mean(scores)) for source, scores in sorted(by_source.items()) if scores}
 
 
 def _advantages(turns: pa.StructArray) -> dict[str, float]:
@@ -346,7 +341,5 @@ def _importance(turns: pa.StructArray) -> dict[str, float]:
     """Return ``importance/pN``: percentiles of exp(learner's - sampler's log-probability), where computed."""
     scored = turns.filter(pc.is_valid(turns.field("learner_logprobs")))
     learner, sampler = (scored.field(name).flatten().to_numpy() for name in ("learner_logprobs", "logprobs"))
-    if not len(learner):
-        return {}
     weights = np.exp(learner.astype(np.float64) - sampler)
-    return {f"importance/p{n}": float(np.percentile(weights, n)) for n in PERCENTILES}
+    return {f"importance/p{n}": float(np.percentile(weights, n)) for n in PERCENTILES if len(weights)}

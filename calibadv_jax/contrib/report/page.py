@@ -25,7 +25,7 @@ def render(gathered: Gathered, port: int) -> str:
     runs = [run for each in series for run in each.runs]
     settings = compare(series) if any(run.config for run in runs) else []
     evaluations = [(run.name, table) for run in runs for table in run.evaluations]
-    names = [each.name for each in series]
+    order = [each.name for each in series]
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters |= {"number": number, "duration": duration}
     environment.globals |= {"state": state, "css_dashes": css_dashes, "mean_of_last": mean_of_last}
@@ -37,7 +37,7 @@ def render(gathered: Gathered, port: int) -> str:
         gathered=gathered,
         kept=any(run.rollouts for run in runs),
         ended=[(each.name, run) for each in series for run in each.runs if run.steps[-1] < each.last_step],
-        drawings={chart.figure.key: _drawn(chart, names) for chart in gathered.charts},
+        drawings={chart.figure.key: _drawn(chart, order) for chart in gathered.charts},
         evaluations=evaluations,
         f1=one_metric(evaluations, "f1"),
         confidences=sorted({table.confidence for _, table in evaluations if table.confidence}),
@@ -87,8 +87,8 @@ def _drawn(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
 
 def _kept(run: Run) -> dict[str, Any]:
     command = f"calibadv inspect {shlex.quote(str(run.folder))}"
-    names = {"label": run.name, "name": short_name(run.folder)}
-    return names | {"command": command, "steps": sorted(run.rollouts)}
+    name = short_name(run.folder)
+    return {"label": run.name, "name": name, "command": command, "steps": sorted(run.rollouts)}
 
 
 def _json(value: Any) -> Markup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +81,7 @@ def _shortest_name(folder: Path, folders: Sequence[Path]) -> str:
     length = 1
     while [other.parts[-length:] for other in folders].count(folder.parts[-length:]) > 1:
         length += 1
-    return os.path.join(*folder.parts[-length:])
+    return str(Path(*folder.parts[-length:]))
 
 
 def _read(folder: Path, name: str) -> Run:
@@ -96,18 +95,12 @@ def _read(folder: Path, name: str) -> Run:
     rows = {row["step"]: row for row in read_metrics(path)} if path.is_file() else {}
     if not rows:
         raise UserError(f"{folder}: no metrics yet; try again when the first step has ended")
-    config = start.config if start else {}
-    return Run(
-        folder,
-        name,
-        "cold start" if any("sft/loss" in row for row in rows.values()) else "training run",
-        dict(sorted(rows.items())),
-        config,
-        start.identity if start else {},
-        len(start_files(folder)),
-        read_evaluations(folder, (config.get("evaluate") or {}).get("output")),
-        {step: path for step, path in kept_steps(folder).items() if step in rows},  # not those rolled back
-    )
+    config, identity = (start.config, start.identity) if start else ({}, {})
+    kind: Kind = "cold start" if any("sft/loss" in row for row in rows.values()) else "training run"
+    evaluations = read_evaluations(folder, (config.get("evaluate") or {}).get("output"))
+    rollouts = {step: path for step, path in kept_steps(folder).items() if step in rows}  # none rolled back
+    rows, starts = dict(sorted(rows.items())), len(start_files(folder))
+    return Run(folder, name, kind, rows, config, identity, starts, evaluations, rollouts)
 
 
 def read_evaluations(folder: Path, output: str | None) -> list[EvaluationTable]:
@@ -240,12 +233,13 @@ def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
     keys = dict.fromkeys(key for experiment in experiments for key in experiment)
     differing = [key for key in keys if len({experiment.get(key) for experiment in experiments}) > 1]
     if all(experiments) and 1 <= len(differing) <= 2:
+        labels = {
+            key: "" if differing == ["advantage.name"] else f"{key.split('.')[-1]} " for key in differing
+        }
         names = [
-            ", ".join(f"{key.split('.')[-1]} {experiment.get(key, '-')}" for key in differing)
+            ", ".join(label + experiment.get(key, "-") for key, label in labels.items())
             for experiment in experiments
         ]
-        if differing == ["advantage.name"]:
-            names = [experiment.get("advantage.name", "-") for experiment in experiments]
         if len(set(names)) == len(names) and max(map(len, names)) <= LONGEST_NAME:
             return names
     return [runs[0].name if len(runs) == 1 else f"{runs[0].name} +{len(runs) - 1}" for runs in groups]

@@ -15,7 +15,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from importlib import resources
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import uvicorn
@@ -42,6 +43,7 @@ from calibadv_jax.rollout.runner import Rollouts
 
 T = TypeVar("T")
 Chunk = dict[str, Any]
+Progress = Chunk | Trajectory  # turns, then the whole
 
 MAX_BODY = 2**18  # bytes of a request
 MAX_HEAD = 2**16
@@ -51,19 +53,16 @@ ENDING_SECONDS = 3  # for replies to be sent when the service ends
 LATER = {"Retry-After": "2"}
 NEVER = {"X-Should-Retry": "false"}  # else OpenAI's clients repeat a request that fails again
 ROUTES = "there are GET /, GET /health, GET /v1/models and POST /v1/chat/completions"
-STATIC = {"serving": ("page.html", "page.css", "page.js"), "pages": ("style.css", "icon.svg")}
+FOLDER = Path(__file__).parent
+FILES = [FOLDER / "static" / name for name in ("page.html", "page.css", "page.js")]
+FILES += [FOLDER.parent / "pages/static" / name for name in ("style.css", "icon.svg")]
 
 SHOWN = 200  # characters of a document within the reasoning
 SINGLE = "one question gives one trajectory"
 LIMITS = f"{SINGLE} with the agent's own actions, and an answer as plain text"
-# Fields that ask for something else, unless they are empty or have the value of NEUTRAL.
-UNSUPPORTED = (
-    *("n", "tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio"),
-    *("logprobs", "top_logprobs", "store", "stop", "logit_bias", "presence_penalty", "frequency_penalty"),
-)
-NEUTRAL = {"n": 1, "response_format": {"type": "text"}, "modalities": ["text"]} | dict.fromkeys(
-    ("tool_choice", "function_call"), "none"
-)
+# Values of further fields that ask for nothing else; empty ones do not either.
+NEUTRAL = {"n": 1, "response_format": {"type": "text"}, "modalities": ["text"]}
+NEUTRAL |= {"tool_choice": "none", "function_call": "none"}
 BOOKKEEPING = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")
 
 
@@ -73,9 +72,15 @@ class ApiError(HTTPException):
     def __init__(self, status: int, message: str, param: str = "", code: str = "", headers: Any = None):
         super().__init__(status, message, headers)
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        self.body = {
-            "error": {"message": message, "type": kind, "param": param or None, "code": code or None}
-        }
+        error = {"message": message, "type": kind, "param": param or None, "code": code or None}
+        self.body = {"error": error}
+
+    def response(self) -> Response:
+        return JSONResponse(self.body, self.status_code, self.headers)
+
+
+def _internal(error: BaseException) -> ApiError:
+    return ApiError(500, f"{type(error).__name__} in the service; its log has the details")
 
 
 class _Strict(BaseModel):
@@ -114,13 +119,14 @@ class ChatRequest(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _with_effect(cls, fields: Any) -> Any:
-        """Leave out fields that ask for nothing; raise ApiError for those that are not offered."""
+        """Leave out fields that ask for nothing; the others that are no fields of this class are refused."""
         if not isinstance(fields, dict):
             return fields
-        for name in UNSUPPORTED:
-            if fields.get(name) and fields[name] != NEUTRAL.get(name):
-                raise ApiError(400, f"{name}: {LIMITS}; leave it out", name, "unsupported_value")
-        return {name: value for name, value in fields.items() if name not in (*UNSUPPORTED, *BOOKKEEPING)}
+        return {
+            name: value
+            for name, value in fields.items()
+            if name in cls.model_fields or (name not in BOOKKEEPING and value and value != NEUTRAL.get(name))
+        }
 
     @property
     def question(self) -> str:
@@ -146,9 +152,10 @@ def parse(body: bytes, model: str) -> ChatRequest:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        message = "is not known; leave it out" if first["type"] == "extra_forbidden" else message
-        raise ApiError(400, printable(f"{place}: {message}"), place) from error
+        is_other = first["type"] == "extra_forbidden"
+        message = f"{LIMITS}; leave it out" if is_other else first["msg"].removeprefix("Value error, ")
+        code = "unsupported_value" if is_other else ""
+        raise ApiError(400, printable(f"{place}: {message}"), place, code) from error
     if request.model != model:
         raise ApiError(404, f"model: there is {model!r} only", "model", "model_not_found")
     roles = [message.role for message in request.messages]
@@ -194,27 +201,29 @@ class ChatReply:
         texts = {name: self._shown(getattr(document, name)) for name in ("id", "title", "text")}
         return self._documents.setdefault((document.id, document.text), texts)
 
-    def whole(self, trajectory: Trajectory) -> dict[str, Any]:
+    async def whole(self, progress: AsyncIterator[Progress]) -> dict[str, Any]:
+        trajectory = [item async for item in progress if isinstance(item, Trajectory)][0]
         message = {"role": "assistant"} | self._content(trajectory) | _reasoning(_paragraphs(self._turns))
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(trajectory)}
-        own = self._own(trajectory) | {"turns": self._turns}
-        reply = {
-            "object": "chat.completion",
-            "choices": [choice],
-            "usage": _usage(trajectory),
-            "calibadv": own,
-        }
-        return self._head | reply
+        reply = self._head | {"object": "chat.completion", "choices": [choice], "usage": _usage(trajectory)}
+        return reply | {"calibadv": self._own(trajectory) | {"turns": self._turns}}
 
-    def first_chunk(self) -> Chunk:
-        return self._chunk({"role": "assistant", "content": ""})
-
-    def last_chunks(self, trajectory: Trajectory) -> Iterator[Chunk]:
-        """Yield the answer, the end, and the usage if it was asked for."""
-        yield self._chunk(self._content(trajectory))
-        yield self._chunk({}, _reason(trajectory), calibadv=self._own(trajectory))
+    async def events(self, first: Progress, following: AsyncIterator[Progress]) -> AsyncIterator[str]:
+        """Yield turns, then the answer, the end, and the usage if it was asked for."""
+        yield _event(self._chunk({"role": "assistant", "content": ""}))
+        item = first
+        try:
+            while not isinstance(item, Trajectory):
+                yield _event(item)
+                item = await anext(following)
+        except ApiError as error:
+            yield _event(error.body)
+            return
+        yield _event(self._chunk(self._content(item)))
+        yield _event(self._chunk({}, _reason(item), calibadv=self._own(item)))
         if (self._request.stream_options or {}).get("include_usage"):
-            yield self._chunk({}) | {"choices": [], "usage": _usage(trajectory)}
+            yield _event(self._chunk({}) | {"choices": [], "usage": _usage(item)})
+        yield "data: [DONE]\n\n"
 
     def _chunk(self, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> Chunk:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
@@ -262,24 +271,25 @@ def _usage(trajectory: Trajectory) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
+@dataclass
 class Service:
     """Answers questions with `rollouts`, `slots` at a time; at most `queue` further ones wait.
 
     A question may take `seconds`, without its waiting; `temperature`: of a request without it.
     """
 
-    def __init__(
-        self, rollouts: Rollouts, model: str, slots: int, queue: int, seconds: float, temperature: float
-    ):
-        self.rollouts, self.model, self.queue = rollouts, model, queue
-        self.seconds, self.temperature = seconds, temperature
-        self.attempts: set[asyncio.Task[Trajectory]] = set()  # that wait or run
-        self._free, self._most = asyncio.Semaphore(slots), slots + queue
-        self._begun, self._is_ending = 0, False
+    rollouts: Rollouts
+    model: str
+    slots: int
+    queue: int
+    seconds: float
+    temperature: float
+    attempts: set[asyncio.Task[Trajectory]] = field(default_factory=set, init=False)  # that wait or run
 
-    async def answer(
-        self, request: ChatRequest, reply: ChatReply
-    ) -> AsyncGenerator[Chunk | Trajectory, None]:
+    def __post_init__(self) -> None:
+        self._free, self._begun, self._is_ending = asyncio.Semaphore(self.slots), 0, False
+
+    async def answer(self, request: ChatRequest, reply: ChatReply) -> AsyncGenerator[Progress]:
         """Yield the chunk of each turn and observation, then the finished trajectory.
 
         Raises ApiError if the question cannot be asked, too many wait, or it failed. Closed early, it leaves
@@ -287,7 +297,7 @@ class Service:
         """
         if self._is_ending:
             raise ApiError(503, "the service is ending", headers=LATER)
-        if len(self.attempts) >= self._most:
+        if len(self.attempts) >= self.slots + self.queue:
             message = f"all slots are in use, and {self.queue} questions wait; try again later"
             raise ApiError(429, message, code="rate_limit_exceeded", headers=LATER)
         try:
@@ -325,34 +335,18 @@ class Service:
             raise ApiError(503, redact(str(error)), headers=LATER)
         if error is not None:
             logging.getLogger("uvicorn.error").error("a question failed", exc_info=error)
-            raise ApiError(500, f"{type(error).__name__} in the service; its log has the details")
+            raise _internal(error)
         trajectory = task.result()
-        if trajectory.error is not None and trajectory.error.startswith("time: "):
+        if trajectory.error is None:
+            return trajectory
+        if trajectory.error.startswith("time: "):
             raise ApiError(504, f"not finished within {self.seconds:g} s (--time-limit)", headers=NEVER)
-        if trajectory.error is not None:
-            raise ApiError(503, trajectory.error, headers=LATER)
-        return trajectory
+        raise ApiError(503, trajectory.error, headers=LATER)
 
     async def end(self) -> None:
         self._is_ending = True
         for task in self.attempts:
             task.cancel()
-
-
-async def _events(
-    reply: ChatReply, first: Chunk | Trajectory, following: AsyncIterator[Chunk | Trajectory]
-) -> AsyncIterator[str]:
-    yield _event(reply.first_chunk())
-    item = first
-    try:
-        while not isinstance(item, Trajectory):
-            yield _event(item)
-            item = await anext(following)
-        for chunk in reply.last_chunks(item):
-            yield _event(chunk)
-        yield "data: [DONE]\n\n"
-    except ApiError as error:
-        yield _event(error.body)
 
 
 def _event(value: Mapping[str, Any]) -> str:
@@ -375,12 +369,12 @@ class Guard:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
+        reply = self.app
         try:
             self._check(scope["path"], Headers(scope=scope))
         except ApiError as error:
-            await _refusal(error)(scope, receive, send_with_headers)
-        else:
-            await self.app(scope, receive, send_with_headers)
+            reply = error.response()
+        await reply(scope, receive, send_with_headers)
 
     def _check(self, path: str, headers: Headers) -> None:
         host, origin = headers.get("host", ""), headers.get("origin")
@@ -388,17 +382,11 @@ class Guard:
             raise ApiError(403, "without a token only this machine is served: open http://localhost")
         if origin and origin.partition("://")[2] != host:
             raise ApiError(403, "pages of other origins are not served")
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        is_allowed = scheme.lower() == "bearer" and hmac.compare_digest(
-            token.strip().encode("latin-1"), self.token
-        )
-        if self.token and path.startswith("/v1/") and not is_allowed:
+        scheme, _, sent = headers.get("authorization", "").partition(" ")
+        is_token = hmac.compare_digest(sent.strip().encode("latin-1"), self.token)
+        if self.token and path.startswith("/v1/") and not (is_token and scheme.lower() == "bearer"):
             message = "send the header Authorization: Bearer <the service's token>"
             raise ApiError(401, message, "", "invalid_api_key", {"WWW-Authenticate": "Bearer"})
-
-
-def _refusal(error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status_code, error.headers)
 
 
 async def _reply_to_error(request: Request, error: Exception) -> Response:
@@ -406,8 +394,8 @@ async def _reply_to_error(request: Request, error: Exception) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}; {ROUTES}"
         error = ApiError(error.status_code, message, headers=error.headers)
     elif not isinstance(error, ApiError):
-        error = ApiError(500, f"{type(error).__name__} in the service; its log has the details")
-    return _refusal(error)
+        error = _internal(error)
+    return error.response()
 
 
 async def _body(request: Request) -> bytes:
@@ -439,27 +427,19 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
         leaving.cancel()
 
 
-async def _last(items: AsyncIterator[Chunk | Trajectory]) -> Trajectory:
-    return [item async for item in items if isinstance(item, Trajectory)][0]
-
-
 def make_app(service: Service, token: str) -> Starlette:
     """Return the routes; with a `token`, those below /v1/ need it as bearer token."""
-    files = {
-        name: (resources.files(f"calibadv_jax.contrib.{package}") / "static" / name).read_bytes()
-        for package, names in STATIC.items()
-        for name in names
-    }
+    contents = {path.name: path.read_bytes() for path in FILES}
 
     async def chat(http: Request) -> Response:
         request = parse(await _body(http), service.model)
         reply = ChatReply(request, service.rollouts.context.grammar)
         turns = service.answer(request, reply)
         if not request.stream:
-            return JSONResponse(reply.whole(await _while_connected(http, _last(turns))))
+            return JSONResponse(await _while_connected(http, reply.whole(turns)))
         first = await _while_connected(http, anext(turns))  # fails before a turn: the status can still say so
         end = BackgroundTask(turns.aclose)  # a client may have left in the middle
-        return StreamingResponse(_events(reply, first, turns), media_type="text/event-stream", background=end)
+        return StreamingResponse(reply.events(first, turns), media_type="text/event-stream", background=end)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ready", "model": service.model, "questions": len(service.attempts)})
@@ -470,14 +450,14 @@ def make_app(service: Service, token: str) -> Starlette:
 
     async def show(http: Request) -> Response:
         name = http.url.path.removeprefix("/") or "page.html"
-        return Response(files[name], media_type=TYPES[name.rpartition(".")[2]])
+        return Response(contents[name], media_type=TYPES[name.rpartition(".")[2]])
 
     return Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", models),
             Route("/health", health),
-            *(Route("/" + name.removeprefix("page.html"), show) for name in files),
+            *(Route("/" + name.removeprefix("page.html"), show) for name in contents),
         ],
         middleware=[Middleware(Guard, token=token)],
         exception_handlers=dict.fromkeys((HTTPException, Exception), _reply_to_error),
