@@ -238,18 +238,18 @@ def _own_demonstrations(
     name, rule, actions = "sft.demonstrations", config.data.overlong_prompts, make_actions(config)
     longest, row_length = config.rollout.max_prompt_length, config.sft_row_length
     own = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
+
+    def fitting(lengths: dict[int, int], longest: int, *limit: str) -> list[Demonstration]:
+        questions = [demonstration.question for demonstration in own]
+        if warning := drop_overlong(questions, lengths, longest, rule, name, *limit)[1]:
+            warn(warning)
+        return [demonstration for place, demonstration in enumerate(own) if place not in lengths]
+
     questions = [demonstration.question for demonstration in own]
-    long_prompts = prompt_lengths(questions, tokenizer, config.prompt, longest, actions)
-    warnings = [drop_overlong(questions, long_prompts, longest, rule, name)[1]]
-    own = [demonstration for place, demonstration in enumerate(own) if place not in long_prompts]
-    questions = [demonstration.question for demonstration in own]
+    own = fitting(prompt_lengths(questions, tokenizer, config.prompt, longest, actions), longest)
     sizes = enumerate(demonstration_length(each, config, tokenizer) for each in own)
     long_rows = {place: size for place, size in sizes if size > row_length}
-    limit = "demonstrations", "sft.row_length"
-    warnings.append(drop_overlong(questions, long_rows, row_length, rule, name, *limit)[1])
-    own = [demonstration for place, demonstration in enumerate(own) if place not in long_rows]
-    for warning in filter(None, warnings):
-        warn(warning)
+    own = fitting(long_rows, row_length, "demonstrations", "sft.row_length")
     training, held_out = split_off(own, sft.held_out, config.run.seed)
     samples = [encode_demonstration(each, config, tokenizer, "sampled") for each in held_out]
     return training, pack(samples, row_length) if samples else None
