@@ -180,7 +180,7 @@ class RunState:
         critic, path = self.trainer.critic, self.checkpoints.folder / str(step)
         target = self.trainer.learner.abstract_state()
         if critic is not None:
-            target |= {CRITIC: critic.learner.abstract_state()}
+            target = target | {CRITIC: critic.learner.abstract_state()}
         self._drop_state()  # there is room for one state
         state, extra = self.checkpoints.restore(step, target)
         try:
