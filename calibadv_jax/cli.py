@@ -106,7 +106,11 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     if command in PROGRAMS:
         os.execv(sys.executable, [sys.executable, "-m", PROGRAMS[command][0], *words])
     if command in TOOLS:
-        _run_tool(command, words)
+        tool = _load(command)
+        parser = _Parser(f"calibadv {command}", description=TOOLS[command], allow_abbrev=False)
+        tool.add_arguments(parser)
+        arguments = parser.parse_intermixed_args(words)  # options may stand between the other arguments
+        end(lambda: tool.run(arguments))
     if command not in COMMANDS:
         names = [*COMMANDS, *TOOLS, *PROGRAMS]
         near = difflib.get_close_matches(command, names, n=1)
@@ -144,14 +148,6 @@ def _load(name: str) -> ModuleType:
         return importlib.import_module(module_of(name))
     finally:
         timer.cancel()
-
-
-def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
-    tool = _load(name)
-    parser = _Parser(prog=f"calibadv {name}", description=TOOLS[name], allow_abbrev=False)
-    tool.add_arguments(parser)
-    arguments = parser.parse_intermixed_args(argv)  # options may stand between the other arguments
-    end(lambda: tool.run(arguments))
 
 
 def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = None) -> NoReturn:

@@ -115,10 +115,8 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
 def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreReport:
     output, evaluate = Path(config.evaluate.output), config.evaluate
     if evaluate.method == "rag" and not config.has_retriever:
-        raise UserError(
-            "evaluate.method is rag, which looks passages up, but no retriever is named; set retriever.url,"
-            " or retriever.corpus to start a service here"
-        )
+        fault = "evaluate.method is rag, which looks passages up, but no retriever is named"
+        raise UserError(f"{fault}; set retriever.url, or retriever.corpus to start a service here")
     source = source.at_step()
     model = build_model(method_config(config), str(source.model_folder), source.adapters)
     questions, overlong = evaluation_questions(config, model.tokenizer)

@@ -114,10 +114,8 @@ def export(config: Config, adapter: bool = False) -> Path:
         raise UserError(f"{source.path}: no complete checkpoint there; train first, or set export.source")
     base, folder = source.base, source.model_folder
     if adapter and base is None:
-        raise UserError(
-            f"{source.path}: no checkpoint with adapters (policy.lora.rank is 0 in its run, or it is a"
-            " snapshot); leave --adapter out, which writes the whole policy"
-        )
+        fault = "no checkpoint with adapters (policy.lora.rank is 0 in its run, or it is a snapshot)"
+        raise UserError(f"{source.path}: {fault}; leave --adapter out, which writes the whole policy")
     hf_config, dtype = read_hf_config(folder), jnp.dtype(config.export.dtype)
     # Adapters in float32, so that their sum with the base is rounded once.
     numerics = Numerics(compute_dtype=dtype, param_dtype=jnp.float32 if base else dtype)

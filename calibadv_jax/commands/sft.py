@@ -192,10 +192,8 @@ def count_updates(
     if not phase.epochs:
         return phase.steps or DEFAULT_STEPS
     if config.sft.demonstrations == "world":
-        raise UserError(
-            f"sft.phases: epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all"
-            " the time: give steps"
-        )
+        fault = f"epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all the time"
+        raise UserError(f"sft.phases: {fault}: give steps")
     samples = [encode_demonstration(each, config, tokenizer, phase.loss_on) for each in own]
     drawn = (samples[index] for index in _order(len(own), phase.epochs, seed))
     return sum(1 for _ in _row_fulls(drawn, config.sft.rows, config.sft_row_length))
@@ -216,11 +214,11 @@ def _made_ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     """Yield the next `count` batches; another thread makes each while the batch before is trained."""
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(next, batches)
-        for remaining in reversed(range(count)):
+        for _ in range(count - 1):
             batch = future.result()
-            if remaining:
-                future = thread.submit(next, batches)
+            future = thread.submit(next, batches)
             yield batch
+        yield future.result()
 
 
 def _own_demonstrations(
@@ -233,26 +231,25 @@ def _own_demonstrations(
     sft = config.sft
     if sft.demonstrations == "world":
         if sft.held_out:
-            raise UserError(
-                f"sft.held_out is {sft.held_out:g}, but sft.demonstrations=world writes new demonstrations"
-                " all the time: sft/loss is a held-out loss already; set it to 0"
-            )
+            fault = "sft.demonstrations=world writes new demonstrations all the time"
+            advice = "sft/loss is a held-out loss already; set it to 0"
+            raise UserError(f"sft.held_out is {sft.held_out:g}, but {fault}: {advice}")
         return [], None
     name, rule, actions = "sft.demonstrations", config.data.overlong_prompts, make_actions(config)
     longest, row_length = config.rollout.max_prompt_length, config.sft_row_length
     own = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
+
+    def fitting(lengths: dict[int, int], longest: int, *limit: str) -> list[Demonstration]:
+        questions = [demonstration.question for demonstration in own]
+        if warning := drop_overlong(questions, lengths, longest, rule, name, *limit)[1]:
+            warn(warning)
+        return [demonstration for place, demonstration in enumerate(own) if place not in lengths]
+
     questions = [demonstration.question for demonstration in own]
-    long_prompts = prompt_lengths(questions, tokenizer, config.prompt, longest, actions)
-    warnings = [drop_overlong(questions, long_prompts, longest, rule, name)[1]]
-    own = [demonstration for place, demonstration in enumerate(own) if place not in long_prompts]
-    questions = [demonstration.question for demonstration in own]
+    own = fitting(prompt_lengths(questions, tokenizer, config.prompt, longest, actions), longest)
     sizes = enumerate(demonstration_length(each, config, tokenizer) for each in own)
     long_rows = {place: size for place, size in sizes if size > row_length}
-    limit = "demonstrations", "sft.row_length"
-    warnings.append(drop_overlong(questions, long_rows, row_length, rule, name, *limit)[1])
-    own = [demonstration for place, demonstration in enumerate(own) if place not in long_rows]
-    for warning in filter(None, warnings):
-        warn(warning)
+    own = fitting(long_rows, row_length, "demonstrations", "sft.row_length")
     training, held_out = split_off(own, sft.held_out, config.run.seed)
     samples = [encode_demonstration(each, config, tokenizer, "sampled") for each in held_out]
     return training, pack(samples, row_length) if samples else None
@@ -274,11 +271,9 @@ def _batches(
 
     def fitting_sample(demonstration: Demonstration) -> Sample:
         sample = encode_demonstration(demonstration, config, tokenizer, phase.loss_on)
-        if len(sample.tokens) > longest:
-            raise UserError(
-                f"demonstration of question {demonstration.question.id!r} has {len(sample.tokens)} tokens,"
-                f" but sft.row_length is {longest}: raise it"
-            )
+        if (size := len(sample.tokens)) > longest:
+            fault = f"demonstration of question {demonstration.question.id!r} has {size} tokens"
+            raise UserError(f"{fault}, but sft.row_length is {longest}: raise it")
         return sample
 
     for full in islice(_row_fulls(map(fitting_sample, demonstrations), sft.rows, longest), skipped, None):
@@ -430,13 +425,10 @@ def _check_unfinished(folder: Path, config: Mapping[str, Any], identity: Mapping
     advice = f"choose another run.dir, or remove {folder / CHECKPOINTS} to begin again"
     start = _read_start(folder)
     if start is None:
-        raise UserError(
-            f"{folder / START}: lost or damaged, so that the settings of {CHECKPOINTS} are unknown; {advice}"
-        )
+        fault = f"lost or damaged, so that the settings of {CHECKPOINTS} are unknown"
+        raise UserError(f"{folder / START}: {fault}; {advice}")
     changed = changed_keys(start["config"], config, COMPARED, FREE)
     changed += [name for name, _, _ in differences(start["identity"], identity)]
     if changed:
-        raise UserError(
-            f"run.dir={folder} holds an unfinished cold start with other settings ({', '.join(changed)});"
-            f" {advice}"
-        )
+        fault = f"an unfinished cold start with other settings ({', '.join(changed)})"
+        raise UserError(f"run.dir={folder} holds {fault}; {advice}")

@@ -98,10 +98,7 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
 def _prepare(
     config: Config, kept: Config, console: Console, hosts: Hosts, mirror: Mirror | None
 ) -> tuple[Model, list[Question], int]:
-    """Check all inputs, then enter the run's folder.
-
-    Returns the model, the questions whose prompts fit, and the number of the others.
-    """
+    """Check all inputs and enter the run's folder; return model, fitting questions, number of others."""
     for line in describe_choices(config):
         console.say(line)
     data, longest = config.data, config.rollout.max_prompt_length
@@ -137,9 +134,7 @@ def train(state: RunState, stop: Stop, overlong: int = 0) -> None:
             console.note("the first step compiles; the steps after it are faster")
         while state.step < total:
             with Step(state, writer, stop, first) as step:
-                groups = step.roll_out()
-                groups = step.probe(groups)
-                groups = step.estimate_values(groups)
+                groups = step.probe(step.roll_out())
                 groups, advantages = step.assign_credit(groups, overlong)
                 with stop.held():  # a trained step is also recorded and judged
                     updated = step.update(groups, advantages)
@@ -192,18 +187,15 @@ class Step:
         return groups
 
     def probe(self, groups: list[Group]) -> list[Group]:
-        """Add the golden answers' log-probabilities, if the estimator needs them."""
+        """Add the golden answers' log-probabilities and the critic's values, if the estimator needs them."""
+        trainer = self.state.trainer
         if self.config.advantage.probed:
             with self._learn("golden answers", "probe"):
-                groups, self.row = self.state.trainer.probe(self.state.state, groups)
+                groups, self.row = trainer.probe(self.state.state, groups)
+        if trainer.critic is not None:
+            with self._learn("the critic's values", "values"):
+                groups = trainer.critic.with_values(groups)
         return groups
-
-    def estimate_values(self, groups: list[Group]) -> list[Group]:
-        """Add the critic's values, with PPO."""
-        if self.state.trainer.critic is None:
-            return groups
-        with self._learn("the critic's values", "values"):
-            return self.state.trainer.critic.with_values(groups)
 
     def assign_credit(self, groups: list[Group], overlong: int) -> tuple[list[Group], AdvantageResult]:
         """Return the scored groups and their advantages."""

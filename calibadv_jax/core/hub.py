@@ -115,10 +115,8 @@ def fetch_data(address: str) -> list[Path]:
         data = sorted(f.rfilename for f in info.siblings or () if f.rfilename.endswith(DATA_SUFFIXES))
         if pattern or len(data) != 1:
             fault = f"no file {pattern!r}" if pattern else f"{len(data)} data files"
-            place = f"{DATASETS}{repository}"
-            raise UserError(
-                f"{place}: {fault}; give {place}/FILE; it holds {', '.join(data) or 'no data file'}"
-            )
+            place, content = f"{DATASETS}{repository}", ", ".join(data) or "no data file"
+            raise UserError(f"{place}: {fault}; give {place}/FILE; it holds {content}")
         return [Path(hf_hub_download(repository, data[0], repo_type="dataset", revision=info.sha))]
 
 

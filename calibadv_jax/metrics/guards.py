@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,26 +19,15 @@ NGRAM = 4  # tokens
 _HASH_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that powers of it do not vanish modulo 2**64
 
 
-class CollapseGuard(NamedTuple):
-    """A metric with a threshold, ``min_NAME`` or ``max_NAME`` of GuardsConfig."""
-
-    metric: str
-    threshold: str
-    cause: str  # for people
-
-
+# Threshold of GuardsConfig -> its metric, and what a value beyond it means. A guard has the threshold's name
+# without min_ or max_.
 GUARDS = {
-    "entropy": CollapseGuard("actor/entropy", "min_entropy", "the policy is nearly deterministic"),
-    "format_valid": CollapseGuard("reward/format_valid", "min_format_valid", "the policy left the format"),
-    "think_repetition": CollapseGuard(
-        "rollout/think_repetition", "max_think_repetition", "the policy repeats itself within a turn"
-    ),
-    "sampled_perplexity": CollapseGuard(
-        "rollout/sampled_perplexity", "max_sampled_perplexity", "the policy samples improbable tokens"
-    ),
-    "answer_ratio": CollapseGuard(
+    "min_entropy": ("actor/entropy", "the policy is nearly deterministic"),
+    "min_format_valid": ("reward/format_valid", "the policy left the format"),
+    "max_think_repetition": ("rollout/think_repetition", "the policy repeats itself within a turn"),
+    "max_sampled_perplexity": ("rollout/sampled_perplexity", "the policy samples improbable tokens"),
+    "max_answer_ratio": (
         "advantage/answer/ratio_before",
-        "max_answer_ratio",
         "wrong answers are far longer than right answers: hardly anything is reinforced",
     ),
 }
@@ -78,13 +67,13 @@ class Guards:
         config = self.config
         flags, findings = self._check_numbers(step, metrics)
         self.is_broken = bool(findings)
-        for name, guard in GUARDS.items():
-            limit = getattr(config, guard.threshold)
-            if limit is None or guard.metric not in metrics:
+        for threshold, (metric, cause) in GUARDS.items():
+            side, _, name = threshold.partition("_")
+            limit = getattr(config, threshold)
+            if limit is None or metric not in metrics:
                 continue
-            value = metrics[guard.metric]
-            is_floor = guard.threshold.startswith("min_")
-            is_bad = not (value >= limit if is_floor else value <= limit)  # NaN is always bad
+            value = metrics[metric]
+            is_bad = not (value >= limit if side == "min" else value <= limit)  # NaN is always bad
             if not is_bad:
                 self._streaks[name] = 0
             elif name in self._streaks or math.isnan(value):
@@ -93,10 +82,11 @@ class Guards:
             streak = self._streaks.get(name, 0)
             # It trips once; a rollback stays due if the last start ended before it went back.
             if streak == config.patience or (streak > config.patience and config.action == "rollback"):
-                cause = "the numbers of the policy are broken (NaN)" if math.isnan(value) else guard.cause
-                limits = f"{'below' if is_floor else 'above'} guards.{guard.threshold}={limit:g}"
+                if math.isnan(value):
+                    cause = "the numbers of the policy are broken (NaN)"
+                limits = f"{'below' if side == 'min' else 'above'} guards.{threshold}={limit:g}"
                 times = f"for {config.patience} step(s)"
-                findings.append(f"step {step}: {cause} ({guard.metric} {value:.4g}, {limits} {times})")
+                findings.append(f"step {step}: {cause} ({metric} {value:.4g}, {limits} {times})")
         if not any(self._streaks.values()):
             self.last_good_step = step
         if not findings or (config.action == "log" and not self.is_broken):
@@ -131,9 +121,8 @@ class Guards:
             return flags, []
         part = (lost or skipped)[0]
         owner = "" if part == "actor" else f" of the {part}"
-        cause = f"the parameters{owner} are not finite"
-        if not lost:
-            cause = f"no update{owner} was finite for {streak} steps"
+        skips = f"no update{owner} was finite for {streak} steps"
+        cause = f"the parameters{owner} are not finite" if lost else skips
         return flags, [f"step {step}: {cause}: training has diverged; lower {self.rate_keys[part]}"]
 
     def rolled_back(self, step: int) -> None:
@@ -150,7 +139,7 @@ class Guards:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`; guards that the config has switched off since are dropped."""
         self.rollbacks, self.last_good_step = state["rollbacks"], state["last_good_step"]
-        on = [name for name, guard in GUARDS.items() if getattr(self.config, guard.threshold) is not None]
+        on = [threshold[4:] for threshold in GUARDS if getattr(self.config, threshold) is not None]
         self._streaks = {name: count for name, count in state["streaks"].items() if name in (*on, NUMBERS)}
 
 

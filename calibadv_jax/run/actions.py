@@ -45,11 +45,9 @@ def _made(tools: str, log: Path) -> tuple[Action, ...] | UserError:
         for values in json.loads(tools):
             mcp = values.pop("mcp")
             tool = ToolConfig(**values, mcp=mcp and McpConfig(**mcp))
+            tool_actions = [] if tool.mcp else [_named_action(tool)]
             if tool.mcp:
-                mcp_actions = load_optional("mcp_tools").mcp_actions
-                tool_actions = mcp_actions(tool.mcp, tool.max_length, log)
-            else:
-                tool_actions = [_named_action(tool)]
+                tool_actions = load_optional("mcp_tools").mcp_actions(tool.mcp, tool.max_length, log)
             for action in tool_actions:
                 _check(action, tool, actions)
                 actions.append(action)
@@ -69,10 +67,8 @@ def _named_action(tool: ToolConfig) -> Action:
     except Exception as error:  # a class of the user's own may raise anything
         raise UserError(f"tools: making {tool.name} failed: {failure(error)}; correct it") from error
     if not isinstance(own, Action) or not inspect.iscoroutinefunction(own.call):
-        raise UserError(
-            f"tools: {tool.name} must give an object of a subclass of calibadv_jax.Action with"
-            " `async def call`, as in examples/own_tool.py"
-        )
+        kind = "a subclass of calibadv_jax.Action with `async def call`, as in examples/own_tool.py"
+        raise UserError(f"tools: {tool.name} must give an object of {kind}")
     for text in ("name", "purpose"):
         if not isinstance(getattr(own, text, None), str):
             raise UserError(f"tools: {tool.name} has no text {text!r}; see examples/own_tool.py")
@@ -81,16 +77,13 @@ def _named_action(tool: ToolConfig) -> Action:
 
 def _check(action: Action, tool: ToolConfig, earlier: list[Action]) -> None:
     where = tool.name or (tool.mcp and (tool.mcp.url or tool.mcp.command))
+    named = f"tools: {where} has an action named {action.name!r}"
     if not NAME.fullmatch(action.name) or action.name.lower() in RESERVED:
-        raise UserError(
-            f"tools: {where} has an action named {action.name!r}: it must be letters, digits and underscores,"
-            f" and none of {', '.join(RESERVED)}"
-        )
+        rule = f"letters, digits and underscores, and none of {', '.join(RESERVED)}"
+        raise UserError(f"{named}: it must be {rule}")
     if any(action.name.lower() == other.name.lower() for other in earlier):
-        raise UserError(
-            f"tools: {where} has an action named {action.name!r}, as another entry has; leave one of them out"
-            " (of a server's tools: tools[].mcp.tools names those that are on)"
-        )
+        hint = "of a server's tools: tools[].mcp.tools names those that are on"
+        raise UserError(f"{named}, as another entry has; leave one of them out ({hint})")
 
 
 def describe_actions(config: Config) -> list[str]:
@@ -102,9 +95,9 @@ def describe_actions(config: Config) -> list[str]:
     template = config.prompt.template
     if template != "paper" and ACTIONS not in template:
         source = "the rows' own prompts" if template == FROM_DATA else f"prompt.template={template!r}"
+        advice = f"or the template paper, or {ACTIONS} in a template of your own, lists them"
         lines.append(
-            f"  the prompt lists none of them ({source}): the policy must know them already, or the template"
-            f" paper, or {ACTIONS} in a template of your own, lists them"
+            f"  the prompt lists none of them ({source}): the policy must know them already, {advice}"
         )
     return lines
 
@@ -115,7 +108,6 @@ def check_tags(actions: tuple[Action, ...], tokenizer: Any) -> None:
         for tag in (f"<{action.name}>", f"</{action.name}>"):
             ids = tokenizer.encode(f"{tag} a", add_special_tokens=False)
             if tag not in tokenizer.decode(ids, skip_special_tokens=False):
-                raise UserError(
-                    f"tools: the tokenizer cannot write {tag}: encoding and decoding loses it; add it to the"
-                    " tokenizer as a token, or choose a tokenizer that can write any text"
-                )
+                fault = f"the tokenizer cannot write {tag}: encoding and decoding loses it"
+                advice = "add it to the tokenizer as a token, or choose a tokenizer that can write any text"
+                raise UserError(f"tools: {fault}; {advice}")

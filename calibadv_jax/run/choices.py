@@ -32,18 +32,17 @@ def _check_something_is_learned(config: Config) -> None:
     """Refuse choices that are sound alone, but together teach nothing."""
     rollout, credit = config.rollout, config.advantage
     if config.reward.format and not rollout.max_searches:
-        raise UserError(
-            "rollout.max_searches is 0 and reward.format is true: the format asks for a search, so that every"
-            " trajectory would score 0 and nothing be learned; set reward.format=false, or allow searches"
-        )
+        fault = "the format asks for a search, so that every trajectory would score 0 and nothing be learned"
+        keys, advice = "rollout.max_searches is 0 and reward.format is true", "set reward.format=false"
+        raise UserError(f"{keys}: {fault}; {advice}, or allow searches")
     if rollout.group_size > 1:
         return
-    if rollout.replace_tied:
-        raise UserError(
-            "rollout.group_size is 1, so that every group is tied, and"
-            f" rollout.replace_tied={rollout.replace_tied} of them would be thrown away in every step; set"
-            " rollout.replace_tied=0, or raise rollout.group_size"
+    if tied := rollout.replace_tied:
+        fault = (
+            f"every group is tied, and rollout.replace_tied={tied} of them would be thrown away in every step"
         )
+        advice = "set rollout.replace_tied=0, or raise rollout.group_size"
+        raise UserError(f"rollout.group_size is 1, so that {fault}; {advice}")
     balances = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
     if credit.is_calibrated and balances and credit.adjust != "clip":
         raise UserError(
@@ -54,21 +53,16 @@ def _check_something_is_learned(config: Config) -> None:
 
 
 def _critic(config: Config) -> list[str]:
-    if not config.advantage.has_critic:
-        return []
-    critic = config.critic
-    lines = [
+    critic, credit = config.critic, config.advantage
+    lines = {
         "critic ON: a second model of the policy's size, with an optimizer of its own (learning rate"
-        f" {critic.optimizer.lr:g}), is trained in every step, and asked for its values before every update"
-    ]
-    if critic.warmup_steps:
-        lines.append(f"  in the first {critic.warmup_steps} steps the critic alone is trained")
-    if config.advantage.is_calibrated:
-        lines.append(
-            "  an advantage of a turn is the mean of its tokens'; the calibration moves all of them by"
-            " its change of the mean"
-        )
-    return lines
+        f" {critic.optimizer.lr:g}), is trained in every step, and asked for its values before every"
+        " update": True,
+        f"  in the first {critic.warmup_steps} steps the critic alone is trained": critic.warmup_steps,
+        "  an advantage of a turn is the mean of its tokens'; the calibration moves all of them by its change"
+        " of the mean": credit.is_calibrated,
+    }
+    return [line for line, is_on in lines.items() if is_on and credit.has_critic]
 
 
 def describe_adapters(lora: LoraConfig) -> list[str]:

@@ -50,16 +50,6 @@ def _contents(
 ) -> dict[str, Callable[[], str]]:
     """Return functions that hash what the config only names, by the names in `IDENTITY`."""
     policy, keeps_initial = config.policy, config.keeps_initial_policy
-
-    def base_hash() -> str:
-        folder, _ = find_folder(config, policy.path, with_weights=True, resolved=model.pins)
-        return weights_hash(folder)
-
-    def initial_adapters_hash() -> str:
-        from calibadv_jax.snapshots.peft import adapters_hash
-
-        return adapters_hash(Path(policy.lora.init_from))
-
     hashes: dict[str, Callable[[], str]] = {
         "data.content": lambda: content_hash([dataclasses.astuple(question) for question in questions]),
         "policy.config": lambda: content_hash(model.hf_config),
@@ -69,9 +59,11 @@ def _contents(
     }
     # A checkpoint holds neither the policy that the run began with nor the base of its adapters.
     if policy.path and (is_fresh or keeps_initial or policy.lora.rank):
-        hashes[REFERENCE] = base_hash
+        hashes[REFERENCE] = lambda: weights_hash(find_folder(config, policy.path, True, model.pins)[0])
     if policy.lora.init_from and (is_fresh or keeps_initial):
-        hashes[ADAPTERS] = initial_adapters_hash
+        from calibadv_jax.snapshots.peft import adapters_hash
+
+        hashes[ADAPTERS] = lambda: adapters_hash(Path(policy.lora.init_from))
     return hashes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -72,9 +72,8 @@ def enter_run_folder(
         copy_tokenizer(model.tokenizer_folder, policy)
         hub.write_pins(folder, model.pins)
     except OSError as error:
-        raise UserError(
-            f"run.dir={folder} cannot be written ({error.strerror}: {error.filename}); choose another folder"
-        ) from error
+        reason = f"{error.strerror}: {error.filename}"
+        raise UserError(f"run.dir={folder} cannot be written ({reason}); choose another folder") from error
     return folder
 
 
@@ -106,19 +105,15 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
         return
     values = read_config(path)
     if values is None:
-        raise UserError(
-            f"{path}: empty or cut off (was the disk full?); remove {config.sft.output}, and the cold start"
-            " is made again"
-        )
+        advice = f"remove {config.sft.output}, and the cold start is made again"
+        raise UserError(f"{path}: empty or cut off (was the disk full?); {advice}")
     before = with_defaults(rebase_paths(values, path.parent))
     now = rebase_paths(kept_values(config), path.parent)
     if config.sft.row_length is None:  # the cold start has chosen it
         now["sft"]["row_length"] = before["sft"]["row_length"]
     if changed := changed_keys(before, now, COLD_START_KEYS, may_differ):
-        raise UserError(
-            f"{config.sft.output}: holds a cold start with other settings ({', '.join(changed)}); choose"
-            " another run.dir, or remove the folder"
-        )
+        fault = f"holds a cold start with other settings ({', '.join(changed)})"
+        raise UserError(f"{config.sft.output}: {fault}; choose another run.dir, or remove the folder")
 
 
 def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> None:
@@ -134,16 +129,13 @@ def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> Non
         except FileNotFoundError:  # an earlier version wrote none
             before = index_identity(state)
         except ValueError as error:
-            raise UserError(
-                f"{path}: damaged, so that the index of the last start is not known; remove it to accept"
-                " the service that is there now"
-            ) from error
+            fault = "damaged, so that the index of the last start is not known"
+            advice = "remove it to accept the service that is there now"
+            raise UserError(f"{path}: {fault}; {advice}") from error
         if other := difference(before, state):
-            raise UserError(
-                f"run.dir={folder}: the retrieval service has another index than at the last start ({other});"
-                " serve that index, choose another run.dir, or accept it:"
-                f" checkpoint.allow_change=[{SERVICE}]"
-            )
+            fault = f"the retrieval service has another index than at the last start ({other})"
+            advice = f"choose another run.dir, or accept it: checkpoint.allow_change=[{SERVICE}]"
+            raise UserError(f"run.dir={folder}: {fault}; serve that index, {advice}")
     try:
         write_json(path, index_identity(state))
     except OSError as error:
@@ -156,19 +148,16 @@ def _check_resume(
     folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
     keys = known_keys().keys() | {*IDENTITY, SERVICE}
     if unknown := [name for name in allowed if name not in keys]:
-        raise UserError(
-            f"checkpoint.allow_change names {unknown[0]!r}, which is no key; see docs/configuration.md"
-        )
+        fault = f"checkpoint.allow_change names {unknown[0]!r}, which is no key"
+        raise UserError(f"{fault}; see docs/configuration.md")
     if (is_newer or saved_steps(folder / "checkpoints")) and not config.checkpoint.resume:
         place = f"run.mirror={config.run.mirror}" if is_newer else f"run.dir={folder}"
-        raise UserError(
-            f"{place} holds checkpoints, and checkpoint.resume is false; choose another place, or remove it"
-        )
+        fault = f"{place} holds checkpoints, and checkpoint.resume is false"
+        raise UserError(f"{fault}; choose another place, or remove it")
     start = newest_start(folder)
     if start is None:
-        raise UserError(
-            f"run.dir={folder} holds trained steps, but their configs/ is lost; choose another run.dir"
-        )
+        fault = f"run.dir={folder} holds trained steps, but their configs/ is lost"
+        raise UserError(f"{fault}; choose another run.dir")
     for path in start.damaged:
         say(f"{path}: empty or cut off (was the disk full?); {start.path} is compared instead")
     changes = list(_changes(start, config, identity))
@@ -180,7 +169,9 @@ def _check_resume(
     if rows:
         say(table(rows, ["changed since the last start", "then", "now", ""]))
     if refused:
-        _refuse(config, start, list(dict.fromkeys(_key_of(name, keys) for name in refused)))
+        # Of data.weights.nq, for example, the key is data.weights.
+        owners = [max((key for key in keys if among([key], name)), key=len, default=name) for name in refused]
+        _refuse(config, start, list(dict.fromkeys(owners)))
 
 
 def _changes(
@@ -215,11 +206,9 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
     hint = f"choose another folder, such as run.dir={folder}-{number}"
     if "learner.steps" in refused:
         length = _decay(with_defaults(start.config), config)
-        why += (
-            ": the learning rate falls over learner.steps; with"
-            f" learner.optimizer.decay_updates={length} it falls as before, and a run with schedule=constant"
-            " can always be made longer"
-        )
+        way_out = f"with learner.optimizer.decay_updates={length} it falls as before"
+        why += f": the learning rate falls over learner.steps; {way_out}"
+        why += ", and a run with schedule=constant can always be made longer"
     if lost:
         why += f": {start.path.with_suffix('.json')} is lost, so that they cannot be compared"
     if mirror:
@@ -286,11 +275,6 @@ def is_binding(name: str, config: Config) -> bool:
     if among(["policy.init"], name):
         return not config.policy.path
     return among(LEARNED, name) or not among(UNLEARNED, name)
-
-
-def _key_of(name: str, keys: Collection[str]) -> str:
-    """Return the key of an entry, such as data.weights of data.weights.nq; `name` if there is none."""
-    return max((key for key in keys if among([key], name)), key=len, default=name)
 
 
 def _short(value: Any) -> str:

@@ -64,30 +64,23 @@ def build_model(config: Config, path: str, adapters: Adapters | None = None) -> 
     neither is given or usable, or rollout.max_length exceeds the policy's positions.
     """
     source, pins = find_folder(config, path)
-    if path:
-        hf_config = read_hf_config(source)
-    elif config.policy.init:
-        hf_config = dict(config.policy.init)
-    else:
+    if not path and not config.policy.init:
         raise UserError("policy.path is empty: set it to a HuggingFace folder, or give policy.init")
+    hf_config = read_hf_config(source) if path else dict(config.policy.init)
     folder, more_pins = find_folder(config, config.policy.tokenizer or path, resolved=pins)
     tokenizer = load_tokenizer(folder)
-    hf_config.setdefault("vocab_size", len(tokenizer))
-    if hf_config["vocab_size"] < len(tokenizer):
-        raise UserError(
-            f"{folder}: the tokenizer has {len(tokenizer)} tokens, but the policy's vocab_size is"
-            f" {hf_config['vocab_size']}; use the tokenizer that belongs to the policy"
-        )
+    vocab_size = hf_config.setdefault("vocab_size", len(tokenizer))
+    if vocab_size < len(tokenizer):
+        fault = f"the tokenizer has {len(tokenizer)} tokens, but the policy's vocab_size is {vocab_size}"
+        raise UserError(f"{folder}: {fault}; use the tokenizer that belongs to the policy")
     # Kept by snapshots and exports.
     hf_config["eos_token_id"] = end_of_text_ids(source if path else "", hf_config, tokenizer)
     origin = f"{source}/config.json" if path else "policy.init"
     architecture, numerics = architecture_from_hf(hf_config, origin), Numerics.from_config(config.policy)
-    positions = hf_config.get("max_position_embeddings")
-    if positions is not None and config.rollout.max_length > int(positions):
-        raise UserError(
-            f"{origin}: the policy knows positions up to {positions} (max_position_embeddings), but"
-            f" rollout.max_length is {config.rollout.max_length}; lower it"
-        )
+    positions, length = hf_config.get("max_position_embeddings"), config.rollout.max_length
+    if positions is not None and length > int(positions):
+        fault = f"the policy knows positions up to {positions} (max_position_embeddings)"
+        raise UserError(f"{origin}: {fault}, but rollout.max_length is {length}; lower it")
     policy = Policy(architecture, numerics, adapters)
     return Model(policy, hf_config, tokenizer, folder, make_mesh(config.mesh), tuple({*pins, *more_pins}))
 
@@ -100,18 +93,16 @@ def find_folder(
     The commit is the one that the run's folder, or this process (`resolved`), has pinned. Raises UserError if
     the repository cannot be fetched, or policy.revision is set for a folder.
     """
-    is_policy = bool(name) and name == config.policy.path
+    configured = config.policy.revision if name == config.policy.path else ""
     if not hub.is_repository(name):
-        if is_policy and config.policy.revision:
-            raise UserError(
-                f"policy.revision is {config.policy.revision!r}, but policy.path={name} is a folder: leave"
-                " policy.revision empty, or name a repository OWNER/NAME"
-            )
+        if name and configured:
+            fault = f"policy.revision is {configured!r}, but policy.path={name} is a folder"
+            raise UserError(f"{fault}: leave policy.revision empty, or name a repository OWNER/NAME")
         return Path(name), ()
     repository, _, revision = name.partition("@")
-    if is_policy and revision and config.policy.revision:
+    if revision and configured:
         raise UserError(f"policy.path={name} and policy.revision both name a revision: leave one out")
-    revision = revision or (config.policy.revision if is_policy else "") or "main"
+    revision = revision or configured or "main"
     pins = {(pin.repository, pin.revision): pin for pin in (*hub.read_pins(Path(config.run.dir)), *resolved)}
     pin = pins.get((repository, revision)) or hub.resolve(repository, revision)
     return hub.fetch_model(pin, with_weights), (pin,)
@@ -125,9 +116,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     folder = Path(folder)
     if not has_tokenizer(folder):
         # transformers would make an empty tokenizer of a model's folder.
-        raise UserError(
-            f"{folder}: no tokenizer files there; set policy.tokenizer or policy.path to a folder with them"
-        )
+        advice = "set policy.tokenizer or policy.path to a folder with them"
+        raise UserError(f"{folder}: no tokenizer files there; {advice}")
     # A tokenizer saved as TokenizersBackend is complete in tokenizer.json. Beside a config.json of model_type
     # qwen2 AutoTokenizer would take Qwen's own class, which splits text otherwise; and it may import torch.
     path = folder / "tokenizer_config.json"
@@ -138,10 +128,9 @@ def load_tokenizer(folder: str | Path) -> Any:
     except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
         reason = f"no tokenizer can be loaded: {' '.join(str(error).split())}"
         if "trust_remote_code" in str(error):
-            reason = (
-                "its tokenizer is a program of its own (auto_map in tokenizer_config.json), which is never"
-                " run; set policy.tokenizer to a folder with a tokenizer.json and no auto_map"
-            )
+            fault = "its tokenizer is a program of its own (auto_map in tokenizer_config.json)"
+            advice = "set policy.tokenizer to a folder with a tokenizer.json and no auto_map"
+            reason = f"{fault}, which is never run; {advice}"
         raise UserError(f"{folder}: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no eos_token; add one to tokenizer_config.json")
@@ -151,25 +140,19 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 def _check_round_trip(tokenizer: Any, folder: Path) -> None:
     if lost := lost_probes(tokenizer):
-        text = PROBES[lost[0]]
+        text, kind = PROBES[lost[0]], type(tokenizer)
         advice = "set policy.tokenizer to a folder whose tokenizer keeps them"
-        has_file = type(tokenizer) is not BACKEND and (folder / "tokenizer.json").is_file()
+        has_file = kind is not BACKEND and (folder / "tokenizer.json").is_file()
         if has_file and not lost_probes(BACKEND.from_pretrained(folder, local_files_only=True)):
-            advice = (
-                f"its tokenizer.json keeps them: set tokenizer_class to {BACKEND.__name__} in"
-                " tokenizer_config.json there"
-            )
-        raise UserError(
-            f"{folder}: the tokenizer, read as {type(tokenizer).__name__} by transformers"
-            f" {transformers.__version__}, loses {', '.join(lost)}: {text!r} becomes"
-            f" {decode(tokenizer, encode(tokenizer, text))!r}; {advice}"
-        )
+            place = f"tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
+            advice = f"its tokenizer.json keeps them: set {place}"
+        reader = f"read as {kind.__name__} by transformers {transformers.__version__}"
+        change = f"{text!r} becomes {decode(tokenizer, encode(tokenizer, text))!r}"
+        raise UserError(f"{folder}: the tokenizer, {reader}, loses {', '.join(lost)}: {change}; {advice}")
     for tag in TAGS:
         if tag not in decode(tokenizer, encode(tokenizer, f"{tag} a")):
-            raise UserError(
-                f"{folder}: the tokenizer cannot write {tag}: encoding and decoding loses it;"
-                " add the eight protocol tags as tokens"
-            )
+            fault = f"the tokenizer cannot write {tag}: encoding and decoding loses it"
+            raise UserError(f"{folder}: {fault}; add the eight protocol tags as tokens")
 
 
 def lost_probes(tokenizer: Any) -> list[str]:
@@ -235,15 +218,12 @@ class AdapterBase:
         if not self.folder:
             return split(init_params(policy, mesh, self.seed))[0]
         folder = Path(self.folder)
+        base = "the base of these adapters"
         if not folder.is_dir():
-            raise UserError(
-                f"{folder}: the base of these adapters ({self.name}) is not there; put it there, or {MOVED}"
-            )
+            raise UserError(f"{folder}: {base} ({self.name}) is not there; put it there, or {MOVED}")
         if weights_hash(folder) != self.sha256:
-            raise UserError(
-                f"{folder}: another model than the base of these adapters ({self.name}, sha256"
-                f" {self.sha256[:12]}); put that one there, or {MOVED}"
-            )
+            fault = f"another model than {base} ({self.name}, sha256 {self.sha256[:12]})"
+            raise UserError(f"{folder}: {fault}; put that one there, or {MOVED}")
         return load_params(folder, policy, mesh)
 
     def shared(self) -> dict[str, Any] | None:
@@ -272,9 +252,8 @@ def read_base(folder: Path) -> AdapterBase | None:
         adapters = Adapters.from_dict(values["adapters"])
         return AdapterBase(**values | {"folder": place, "adapters": adapters})
     except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: damaged ({error}); train on for a step, which writes it again, or copy it from a backup"
-        ) from error
+        advice = "train on for a step, which writes it again, or copy it from a backup"
+        raise UserError(f"{path}: damaged ({error}); {advice}") from error
 
 
 @dataclass(frozen=True)

@@ -152,10 +152,9 @@ class RunState:
         self._wait_for_checkpoint()
         good = [step for step in self.checkpoints.steps() if step <= last_good]
         if not good:
-            raise UserError(
-                f"the policy collapsed at step {collapsed}, and no checkpoint is as old as the last good step"
-                f" {last_good}; raise checkpoint.keep or lower checkpoint.every"
-            )
+            fault = f"no checkpoint is as old as the last good step {last_good}"
+            advice = "raise checkpoint.keep or lower checkpoint.every"
+            raise UserError(f"the policy collapsed at step {collapsed}, and {fault}; {advice}")
         self.stream.close()
         self._drop_state()  # the end of the run does not save it, even if the next lines fail
         self.guards.rolled_back(good[-1])
@@ -180,26 +179,23 @@ class RunState:
         critic, path = self.trainer.critic, self.checkpoints.folder / str(step)
         target = self.trainer.learner.abstract_state()
         if critic is not None:
-            target |= {CRITIC: critic.learner.abstract_state()}
+            target = target | {CRITIC: critic.learner.abstract_state()}
         self._drop_state()  # there is room for one state
         state, extra = self.checkpoints.restore(step, target)
         try:
             saved, base = extra.get("base"), self.base.get("base")
             if (saved or {}).get("sha256") != (base or {}).get("sha256"):
-                raise UserError(
-                    f"{path}: its adapters belong to another base ({saved} instead of {base}); set"
-                    " policy.path to that one, or choose another run.dir"
-                )
+                fault = f"its adapters belong to another base ({saved} instead of {base})"
+                raise UserError(f"{path}: {fault}; set policy.path to that one, or choose another run.dir")
             self.questions.set_state(extra["questions"])
             self.stream.restore(extra["stream"], self.by_id)
             if with_guards:
                 self.guards.restore(extra["guards"])
             self.step = int(extra["step"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{path}: damaged checkpoint; delete it to use an older checkpoint"
-                f" (in {EXTRA}: {type(error).__name__} {error})"
-            ) from error
+            reason = f"in {EXTRA}: {type(error).__name__} {error}"
+            advice = "delete it to use an older checkpoint"
+            raise UserError(f"{path}: damaged checkpoint; {advice} ({reason})") from error
         if critic is not None:
             critic.state = state.pop(CRITIC)
         self.state = state

@@ -111,8 +111,7 @@ def _make_sampler(
 
         share, length = config.sampler, config.rollout.max_length
         if hosts.count == 1:
-            sampler = JaxSampler(model.policy, stops, share, model.mesh, length)
-            return sampler, lambda _, params: params
+            return JaxSampler(model.policy, stops, share, model.mesh, length), lambda _, params: params
         share = replace(share, slots=-(-share.slots // hosts.count))
         copied = LocalCopy(model.mesh, model.policy.numerics.compute_dtype, model.policy.split)
         sampler = JaxSampler(model.policy, stops, share, copied.mesh, length)

@@ -12,7 +12,8 @@ from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.guards import GUARDS, Guards, guard_metrics
 
 QUESTION = Question("q", "?", ("x",), "test")
-METRICS = {name: guard.metric for name, guard in GUARDS.items()}
+THRESHOLDS = {threshold[4:]: threshold for threshold in GUARDS}  # by the guard's name
+METRICS = {name: GUARDS[threshold][0] for name, threshold in THRESHOLDS.items()}
 HEALTHY = dict(zip(METRICS.values(), (0.3, 0.9, 0.05, 1.4, 1.1), strict=True))
 COLLAPSED = dict(zip(METRICS.values(), (0.001, 0.05, 0.8, 40.0, 9.0), strict=True))
 BAD = {name: {metric: COLLAPSED[metric]} for name, metric in METRICS.items()}
@@ -36,25 +37,26 @@ def restarted(watch):
     return other
 
 
-@pytest.mark.parametrize("name", GUARDS)
+@pytest.mark.parametrize("name", METRICS)
 def test_guard_trips_once_after_its_patience(name):
     verdicts = feed(guards(action="stop", patience=2), {}, BAD[name], BAD[name], BAD[name])
     assert [verdict.action for verdict in verdicts] == ["go_on", "go_on", "stop", "go_on"]
     assert [verdict.metrics[f"guard/{name}"] for verdict in verdicts] == [0, 1, 1, 1]
-    healthy = {f"guard/{other}": 0 for other in GUARDS if other != name}
+    healthy = {f"guard/{other}": 0 for other in METRICS if other != name}
     assert all(healthy.items() <= verdict.metrics.items() for verdict in verdicts)
     ((finding,),) = (verdict.findings for verdict in verdicts if verdict.findings)
-    assert finding.startswith(f"step 3: {GUARDS[name].cause}") and f"{GUARDS[name].threshold}=" in finding
+    threshold = THRESHOLDS[name]
+    assert finding.startswith(f"step 3: {GUARDS[threshold][1]}") and f"{threshold}=" in finding
 
 
-@pytest.mark.parametrize("name", GUARDS)
+@pytest.mark.parametrize("name", METRICS)
 def test_null_switches_guard_off_and_limit_is_good(name):
-    limit = getattr(GuardsConfig(), GUARDS[name].threshold)
+    limit = getattr(GuardsConfig(), THRESHOLDS[name])
     at_the_limit = feed(guards(patience=1, action="stop"), {}, {METRICS[name]: limit})[-1]
     assert (at_the_limit.action, at_the_limit.metrics[f"guard/{name}"]) == ("go_on", 0)
     logged = feed(guards(patience=1), {}, COLLAPSED)[-1]  # by default it never stops
     assert logged.action == "go_on" and len(logged.findings) == 5 and set(logged.metrics.values()) == {1.0}
-    off = feed(guards(patience=1, action="stop", **{GUARDS[name].threshold: None}), {}, BAD[name])[-1]
+    off = feed(guards(patience=1, action="stop", **{THRESHOLDS[name]: None}), {}, BAD[name])[-1]
     assert off.action == "go_on" and f"guard/{name}" not in off.metrics and len(off.metrics) == 4
 
 
