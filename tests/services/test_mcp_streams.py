@@ -15,14 +15,7 @@ from http_rig import Handler, serving
 
 from calibadv_jax.config import Config, LogConfig, McpConfig, RunConfig, ToolConfig
 from calibadv_jax.contrib import mcp_tools
-from calibadv_jax.core.errors import (
-    ENVIRONMENT_STATUS,
-    ActionRefused,
-    EnvironmentFailure,
-    RequestFailed,
-    UserError,
-    exit_status,
-)
+from calibadv_jax.core.errors import ActionRefused, EnvironmentFailure, RequestFailed, UserError, exit_status
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.services import child_process, http_client
 
@@ -78,15 +71,10 @@ def test_print_to_standard_output_is_logged(config, tmp_path, capfd, caplog):
     log = tmp_path / "mcp.log"
     log.touch()
     (action,) = mcp_tools.mcp_actions(config, 0, log)
-    assert results(action, *(f"loading {number}\n{RESULT % number}" for number in range(3))) == [
-        "0",
-        "1",
-        "2",
-    ]
-    while len(log.read_text().splitlines()) < 3:  # it is copied beside the calls
+    assert results(action, *(f"loading {digit}\n{RESULT % digit}" for digit in "012")) == list("012")
+    while len(lines := log.read_text().splitlines()) < 3:  # it is copied beside the calls
         time.sleep(0.01)
-    lines = [f"no message of MCP: loading {number}" for number in range(3)]
-    assert sorted(log.read_text().splitlines()) == lines
+    assert sorted(lines) == [f"no message of MCP: loading {digit}" for digit in "012"]
     assert capfd.readouterr().err == "" and not caplog.records
 
 
@@ -115,7 +103,7 @@ def test_changed_tool_ends_the_run(config, tmp_path, is_lost, tools, change):
         asyncio.run(ask())
     assert not isinstance(failure.value, RequestFailed)
     assert f"{config.command}: its tool 'say' {change}" in str(failure.value)
-    assert exit_status(failure.value) == ENVIRONMENT_STATUS
+    assert exit_status(failure.value) == 75
 
 
 def test_standard_error_is_kept_and_bounded(config, tmp_path, monkeypatch):
