@@ -1,19 +1,14 @@
-"""Tools of a real MCP server as actions: on its pipes and over HTTP, and what a bad server cannot do."""
+"""Tools of an MCP server as actions, and what a bad server cannot do; its transports: test_mcp_streams."""
 
 import asyncio
-import contextlib
 import inspect
-import shlex
-import subprocess
 import sys
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from hosts_rig import free_port
 
 from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.contrib import mcp_tools
@@ -27,38 +22,13 @@ pytest.importorskip("mcp")
 import mcp
 from mcp_server import server as served
 
-SERVER = str(Path(__file__).parent / "mcp_server.py")
-COMMAND = shlex.join([sys.executable, SERVER])
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("pipes", "http")]
 
-
-@contextmanager
-def over_http():
-    port = free_port()
-    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
-    try:
-        yield f"http://127.0.0.1:{port}/mcp"
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture(scope="module", params=["in process", *SLOW])
-def server(request):
-    """A config of the server, and its actions by name."""
-    here, client = McpConfig(command="in process", timeout=20), mcp_tools._client
-
-    def opened(config, log):
-        is_here = config.command == "in process"
-        return mcp.Client(served, cache=None) if is_here else client(config, log)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(mcp_tools, "_client", opened)
-        if request.param == "pipes":
-            here = McpConfig(command=COMMAND, timeout=20)
-        elif request.param == "http":
-            here = McpConfig(url=stack.enter_context(over_http()), timeout=20)
-        yield here, {action.name: action for action in mcp_tools.mcp_actions(here, 0)}
+@pytest.fixture
+def server(monkeypatch):
+    """A server of the package in this process: its config, and its actions by name."""
+    config = McpConfig(command="in process", timeout=20)
+    monkeypatch.setattr(mcp_tools, "_client", lambda *_: mcp.Client(served, cache=None))
+    return config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
 
 
 def asked(config, action, *bodies):
@@ -97,12 +67,10 @@ def test_servers_tools_are_actions(server):
 def test_slow_tool_fails_its_trajectory_only(server, monkeypatch):
     config, actions = server
     monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
-    limit = 0.5 if config.command == "in process" else 3
-    timed = replace(config, timeout=limit, patience=1)
+    timed = replace(config, timeout=0.5, patience=1)
     slow, quick = asked(timed, actions["slow_one"], '{"seconds": 60}', '{"seconds": 0}')
     assert isinstance(slow, RequestFailed) and slow.service == "slow_one"
-    assert f"no reply within {limit:g} s" in str(slow)
-    assert quick.text == "late"
+    assert "no reply within 0.5 s" in str(slow) and quick.text == "late"
 
 
 def test_missing_program_or_package_is_named(monkeypatch):
