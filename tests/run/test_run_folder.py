@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from config_rig import changed
 from run_folder_rig import (
     CALCULATOR,
     QUESTIONS,
@@ -20,7 +21,7 @@ from run_folder_rig import (
     write_inputs,
 )
 
-from calibadv_jax.config import CheckpointConfig, Config, dump_config, load_config
+from calibadv_jax.config import Config, dump_config, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.run.fingerprints import ADAPTERS, REFERENCE, check_same
@@ -224,14 +225,14 @@ def test_older_configs_get_defaults_of_newer_keys(run, tmp_path):
     path.with_name("1.yaml").write_text(path.read_text() + "pipeline: {size: 3}\n")  # a removed section
     assert refuses(run, "holds another experiment: pipeline changed")
 
-    cold = Config(run=replace(Config().run, dir=str(tmp_path)))
+    cold = changed(run={"dir": str(tmp_path)})
     check_cold_start(cold)  # there is none
     (tmp_path / "sft.yaml").write_text(dump_config(cold))
     without(tmp_path / "sft.yaml", "world", key="rumour")
     check_cold_start(cold)
     for other, key in (
-        (replace(cold, world=replace(cold.world, rumour=0.5)), "world.rumour"),
-        (replace(cold, run=replace(cold.run, seed=5)), "run.seed"),
+        (changed(cold, world={"rumour": 0.5}), "world.rumour"),
+        (changed(cold, run={"seed": 5}), "run.seed"),
     ):
         with pytest.raises(UserError, match=rf"other settings \({key}"):
             check_cold_start(other)
@@ -396,7 +397,7 @@ C2 = {"corpus_sha256": "c2"}
 
 
 def accepting(name):
-    return replace(Config(), checkpoint=CheckpointConfig(allow_change=[name]))
+    return changed(checkpoint={"allow_change": [name]})
 
 
 @pytest.fixture
