@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,11 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from config_rig import changed
 from hosts_rig import UNTIMED, rows  # noqa: F401
 from tiny_policy import NARROW
 
 from calibadv_jax.commands.train import train
-from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.data.questions import write_questions
@@ -65,20 +65,15 @@ def make_config(folder, **sections):
     """A run of four steps with two questions of three trajectories; `sections` change keys by section."""
     folder.mkdir(parents=True, exist_ok=True)
     write_questions(folder / "train.jsonl", QUESTIONS)
-    values = {
-        "run": {"dir": str(folder)},
-        "data": {"train": str(folder / "train.jsonl")},
-        "rollout": {"questions_per_step": 2, "group_size": 3, "max_prompt_length": 8, "max_length": 16},
-        "learner": {"steps": 4, "row_length": 16, "microbatch_rows": 8},
-        "checkpoint": {"every": 2},
-        "log": {"backends": [], "progress": False},
-    }
-    plain = Config()
-    changed = {
-        name: dataclasses.replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
-        for name in values.keys() | sections.keys()
-    }
-    return dataclasses.replace(plain, **changed)
+    small = changed(
+        run={"dir": str(folder)},
+        data={"train": str(folder / "train.jsonl")},
+        rollout={"questions_per_step": 2, "group_size": 3, "max_prompt_length": 8, "max_length": 16},
+        learner={"steps": 4, "row_length": 16, "microbatch_rows": 8},
+        checkpoint={"every": 2},
+        log={"backends": [], "progress": False},
+    )
+    return changed(small, **sections)
 
 
 def write_group(number, question, size=3):
@@ -119,8 +114,14 @@ class ScriptedRollouts:
         if number == self.fails_at:
             future.set_exception(RuntimeError("the machine is gone"))
         else:
-            future.set_result(write_group(number, question))
+            group = write_group(number, question)
+            for trajectory in group.trajectories:
+                self.alter(number, trajectory)
+            future.set_result(group)
         return future
+
+    def alter(self, number, trajectory):
+        """Subclasses may change a trajectory of the group of this number."""
 
     def publish(self, version, params):
         return params
@@ -138,13 +139,10 @@ class ScriptedRollouts:
 class Collapsing(ScriptedRollouts):
     """From group 7 on the policy babbles, unless other numbers are drawn than at first."""
 
-    def begin(self, number, question):
-        future = super().begin(number, question)
+    def alter(self, number, trajectory):
         if number >= 7 and self.seed == 0:
-            for trajectory in future.result().trajectories:
-                for turn in trajectory.turns:
-                    turn.logprobs = turn.logprobs - 20
-        return future
+            for turn in trajectory.turns:
+                turn.logprobs = turn.logprobs - 20
 
 
 GUARDED = {"max_sampled_perplexity": 1000.0, "patience": 1}

@@ -6,7 +6,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -48,31 +48,27 @@ class Notes:
             return self.kept[key]
 
 
-@pytest.fixture
-def run_all():
-    """Does a function of a process' hosts in two of them at once; gives what it returns or raises in each."""
-    made = []
+def run_all(work, count=2, left=0):
+    """Do a function of a process' hosts in several of them at once; return its result or error in each."""
+    notes, made = Notes(), []
 
-    def run(work, count=2, left=0):
-        notes = Notes()
+    def run_process(index):
+        hosts = Joined(notes, index, count, timeout=5.0)
+        made.append(hosts)
+        try:
+            return work(hosts), hosts.in_step
+        except BaseException as error:
+            return error, hosts.in_step
 
-        def run_process(index):
-            hosts = Joined(notes, index, count, timeout=5.0)
-            made.append(hosts)
-            try:
-                return work(hosts), hosts.in_step
-            except BaseException as error:
-                return error, hosts.in_step
-
+    try:
         with ThreadPoolExecutor(count) as threads:
             results = list(threads.map(run_process, range(count)))
-        kept = [key for key in notes.kept if key.startswith("calibadv_exchange")]
-        assert len(kept) <= (left or count)  # of the last barrier alone
-        return results
-
-    yield run
-    for hosts in made:
-        hosts.watch.close()
+    finally:
+        for hosts in made:
+            hosts.watch.close()
+    kept = [key for key in notes.kept if key.startswith("calibadv_exchange")]
+    assert len(kept) <= (left or count)  # of the last barrier alone
+    return results
 
 
 def check_stopped(results, status=130):
@@ -81,7 +77,7 @@ def check_stopped(results, status=130):
         assert isinstance(error, SystemExit) and error.code == status and in_step
 
 
-def test_exchange_keeps_the_order_of_processes(run_all):
+def test_exchange_keeps_the_order_of_processes():
     def work(hosts):
         values = [hosts.exchange("a", hosts.index), hosts.first("b", lambda: f"from {hosts.index}")]
         hosts.final_barrier()  # nobody is watched any more
@@ -105,7 +101,7 @@ def test_exchange_keeps_the_order_of_processes(run_all):
     ],
     ids=repr,
 )
-def test_error_ends_all_processes_with_its_kind(run_all, raised, status):
+def test_error_ends_all_processes_with_its_kind(raised, status):
     def work(hosts):
         with hosts.barrier("record"):
             if hosts.index:
@@ -117,7 +113,7 @@ def test_error_ends_all_processes_with_its_kind(run_all, raised, status):
     assert second is raised and is_in_step and other_is_in_step
 
 
-def test_signal_stops_all_at_the_next_barrier(run_all):
+def test_signal_stops_all_at_the_next_barrier():
     def work(hosts):
         stop = Stop()
         with hosts.steps(stop):
@@ -130,7 +126,7 @@ def test_signal_stops_all_at_the_next_barrier(run_all):
 
 
 @pytest.mark.parametrize("called", [0, 1])
-def test_signal_to_a_waiting_process_stops_both(run_all, called):
+def test_signal_to_a_waiting_process_stops_both(called):
     """It waits for the rollouts of the one that is called: both stop at this barrier, with its status."""
 
     def work(hosts):
@@ -144,7 +140,7 @@ def test_signal_to_a_waiting_process_stops_both(run_all, called):
     check_stopped(run_all(work))
 
 
-def test_signal_while_waiting_is_noted_for_the_others(run_all, monkeypatch):
+def test_signal_while_waiting_is_noted_for_the_others(monkeypatch):
     monkeypatch.setattr(exchange, "WAIT", 20)
 
     def work(hosts):
@@ -159,12 +155,11 @@ def test_signal_while_waiting_is_noted_for_the_others(run_all, monkeypatch):
 
 
 @pytest.mark.parametrize("reason", ["absent", "gone"])
-def test_error_without_the_others_is_out_of_step(run_all, monkeypatch, reason):
+def test_error_without_the_others_is_out_of_step(monkeypatch, reason):
     """Process 0 never comes to the barrier, or has ended and taken the store with it."""
     monkeypatch.setattr(exchange, "WAIT", 20)
 
-    def gone(*_):
-        raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
+    gone = jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
 
     def work(hosts):
         hosts._timeout = 0.1
@@ -172,9 +167,7 @@ def test_error_without_the_others_is_out_of_step(run_all, monkeypatch, reason):
         if not hosts.index:
             return None
         if reason == "gone":
-            hosts._all_gather._client = SimpleNamespace(
-                key_value_set_bytes=lambda *_: None, blocking_key_value_get_bytes=gone
-            )
+            hosts._all_gather._client = Mock(**{"blocking_key_value_get_bytes.side_effect": gone})
         with hosts.barrier("record"):
             raise UserError("data.train: no such file")
 
@@ -182,7 +175,7 @@ def test_error_without_the_others_is_out_of_step(run_all, monkeypatch, reason):
     assert str(error) == "data.train: no such file" and (first, second) == (False, False)
 
 
-def test_signal_within_a_barrier_stops_at_the_next(run_all, monkeypatch):
+def test_signal_within_a_barrier_stops_at_the_next(monkeypatch):
     """One process has said that it goes on when it is told to stop; the other may have gone on already."""
     wait, first = exchange._AllGather._wait, []
 
@@ -208,7 +201,7 @@ def test_signal_within_a_barrier_stops_at_the_next(run_all, monkeypatch):
     check_stopped(run_all(work), 143)
 
 
-def test_late_note_of_a_stop_is_harmless(run_all):
+def test_late_note_of_a_stop_is_harmless():
     """It comes after the barrier, while a process saves; or to one that a full disk ends already."""
     saved = []
 
@@ -238,7 +231,7 @@ def test_late_note_of_a_stop_is_harmless(run_all):
 
 
 @pytest.mark.parametrize("in_rollouts", [False, True])
-def test_difference_stops_all_at_one_step(run_all, in_rollouts):
+def test_difference_stops_all_at_one_step(in_rollouts):
     """In rollouts, as where tied groups would give way in one process, and in the other would not."""
 
     def work(hosts):
@@ -253,7 +246,7 @@ def test_difference_stops_all_at_one_step(run_all, in_rollouts):
         assert "has another score of a group than process" in str(error)
 
 
-def test_processes_at_different_barriers_fail(run_all):
+def test_processes_at_different_barriers_fail():
     errors = [error for error, _ in run_all(lambda hosts: hosts.exchange(f"from {hosts.index}", 0))]
     assert all(isinstance(error, RuntimeError) and "came for" in str(error) for error in errors)
 
@@ -268,7 +261,7 @@ def begin_all(hosts, run_ahead):
     return shared, [shared.begin(number, question) for number, question in enumerate(QUESTIONS)], own
 
 
-def test_process_writes_its_share_and_gets_all(run_all):
+def test_process_writes_its_share_and_gets_all():
     def work(hosts):
         shared, futures, own = begin_all(hosts, run_ahead=False)
         for number, future in own.items():
@@ -283,7 +276,7 @@ def test_process_writes_its_share_and_gets_all(run_all):
     assert groups == same == [(f"q{number}", number + 1) for number in range(5)]
 
 
-def test_groups_that_run_ahead_come_one_by_one(run_all, monkeypatch):
+def test_groups_that_run_ahead_come_one_by_one(monkeypatch):
     """In the same order to all: which groups a step trains must not depend on who wrote them."""
     monkeypatch.setattr(exchange, "LOOK", 0.01)
 
@@ -301,7 +294,7 @@ def test_groups_that_run_ahead_come_one_by_one(run_all, monkeypatch):
     assert first == second == [[3], [0, 3], [0, 1, 3], [0, 1, 2, 3]]
 
 
-def test_cancelled_group_is_not_written(run_all):
+def test_cancelled_group_is_not_written():
     """As when a run goes back to a checkpoint while groups run ahead."""
 
     def work(hosts):
@@ -333,7 +326,7 @@ def test_trajectories_are_restored_and_nothing_else():
 
 
 @pytest.mark.parametrize("is_one", [True, False])
-def test_separate_run_folders_are_refused(run_all, tmp_path, is_one):
+def test_separate_run_folders_are_refused(tmp_path, is_one):
     folders = [tmp_path / "a", tmp_path / ("a" if is_one else "b")]
     for folder in folders:
         folder.mkdir(exist_ok=True)

@@ -135,11 +135,8 @@ def outcomes(*processes, timeout=10.0):
         return list(threads.map(start, processes))
 
 
-def test_processes_that_all_start_go_on():
+def test_processes_wait_and_name_missing_ones():
     assert outcomes((0, 3), (1, 3), (2, 3)) == [([], None)] * 3
-
-
-def test_missing_processes_are_named():
     (lines, error), (_, other) = outcomes((0, 4), (2, 4), timeout=0.3)
     assert len(lines) == 1 and lines[0].startswith("waiting for processes 1, 3 since")
     assert str(error).startswith("processes 1, 3 did not start within") and exit_status(error) == 75
@@ -182,11 +179,8 @@ def test_process_0_judges_connections_that_end(texts, error, words):
 
     def connect(text):
         while True:
-            with (
-                suppress(ConnectionRefusedError),
-                socket.create_connection(("127.0.0.1", port)) as connection,
-            ):
-                return connection.sendall(text)
+            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as place:
+                return place.sendall(text)
 
     with ThreadPoolExecutor(3) as threads:
         first = threads.submit(meet, 0)

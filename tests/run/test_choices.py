@@ -1,12 +1,12 @@
 """What the start of a run and the doctor say of the choices in a config."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
+from config_rig import changed
 
 from calibadv_jax.advantages.estimators import describe
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, LoraConfig
 from calibadv_jax.contrib.commands import doctor
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.losses import check_loss
@@ -14,17 +14,14 @@ from calibadv_jax.run.choices import describe_choices
 
 
 def choices(**sections):
-    plain = Config()
-    return describe_choices(
-        replace(plain, **{name: replace(getattr(plain, name), **keys) for name, keys in sections.items()})
-    )
+    return describe_choices(changed(**sections))
 
 
 def test_optional_features_are_described_when_on():
     plain = Config()
     assert choices() == [*describe(plain.advantage), *check_loss(plain.loss)]
     reward = {"overlong_penalty": 1, "overlong_from": 100, "overlong_until": 200}
-    lora = replace(plain.policy.lora, rank=8, targets=["q", "v"])
+    lora = LoraConfig(rank=8, targets=["q", "v"])
     on = {"reward": reward, "data": {"rest_above": 0.9}, "rollout": {"replace_tied": 7}}
     adapters, overlong, tied, rest = choices(**on, policy={"lora": lora})[-4:]
     assert adapters == "adapters ON: rank 8, alpha 32 at q, v; the base stays as it is, in bfloat16"

@@ -9,22 +9,12 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from config_rig import changed
 from tiny_policy import WIDER
 
-from calibadv_jax.config import Config, LoraConfig, MeshConfig, load_config
+from calibadv_jax.config import LoraConfig, MeshConfig, load_config
 from calibadv_jax.contrib.planning import memory
-from calibadv_jax.contrib.planning.memory import (
-    SAMPLING,
-    adapter_lines,
-    cpu_lines,
-    estimate_memory,
-    heads_warnings,
-    held_beside,
-    host_memory,
-    memory_line,
-    memory_lines,
-    peak_memory,
-)
+from calibadv_jax.contrib.planning.memory import adapter_lines, estimate_memory, memory_line, peak_memory
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.adapters import Adapters
@@ -42,24 +32,16 @@ MESHES = [MeshConfig(2, 4, 1), MeshConfig(1, 4, 2), MeshConfig(1, 2, 4), MeshCon
 ONE_FAST = [pytest.param(mesh, marks=() if mesh.tensor == 2 else pytest.mark.medium) for mesh in MESHES]
 
 
-def config_with(**sections):
-    """Small rows, with these keys of these sections on top."""
-    plain = Config()
-    values = {
-        "learner": {"microbatch_rows": 8, "row_length": 128},
-        "rollout": {"max_length": 100, "max_prompt_length": 50},
-        "sampler": {"slots": 6, "prefill_chunk": 16},
-        "policy": {"param_dtype": "float32", "compute_dtype": "bfloat16", "logprob_chunk": 32},
-    }
-    changed = {
-        name: replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
-        for name in values.keys() | sections.keys()
-    }
-    return replace(plain, **changed)
+SMALL = changed(
+    learner={"microbatch_rows": 8, "row_length": 128},
+    rollout={"max_length": 100, "max_prompt_length": 50},
+    sampler={"slots": 6, "prefill_chunk": 16},
+    policy={"param_dtype": "float32", "compute_dtype": "bfloat16", "logprob_chunk": 32},
+)
 
 
-def estimate(mesh=ONE, architecture=ARCHITECTURE, **sections):
-    return estimate_memory(config_with(**sections), architecture, mesh)
+def estimate(mesh=ONE, **sections):
+    return estimate_memory(changed(SMALL, **sections), ARCHITECTURE, mesh)
 
 
 def bytes_on_a_device(tree):
@@ -81,7 +63,7 @@ def placed(tree):
 @pytest.mark.parametrize("slots", [6, 16])
 def test_kv_cache_estimate_equals_allocation(mesh, slots):
     """Slots in groups over data and fsdp, rounded up; over tensor heads, or slots where these do not fit."""
-    config = config_with(sampler={"slots": slots}, rollout={"max_length": 64, "max_prompt_length": 32})
+    config = changed(SMALL, sampler={"slots": slots}, rollout={"max_length": 64, "max_prompt_length": 32})
     policy, devices = Policy(ARCHITECTURE, Numerics.from_config(config.policy)), make_mesh(mesh)
     engine = CacheEngine(policy, devices, slots, config.rollout.max_length, 16, 16)
     cache = jax.jit(engine._empty_cache, out_shardings=engine._cache_sharding())()
@@ -99,9 +81,8 @@ LORA = LoraConfig(rank=4, targets=["q", "down"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("mesh", ONE_FAST, ids=str)
 def test_trainer_state_estimate_equals_placement(mesh, optimizer, lora):
-    rule = replace(Config().learner.optimizer, name=optimizer)
-    learner = {"microbatch_rows": 8, "row_length": 128, "optimizer": rule}
-    config = config_with(learner=learner, policy={"lora": lora})
+    rule = replace(SMALL.learner.optimizer, name=optimizer)
+    config = changed(SMALL, learner={"optimizer": rule}, policy={"lora": lora})
     numerics, devices = Numerics.from_config(config.policy), make_mesh(mesh)
     policy = Policy(ARCHITECTURE, numerics, Adapters.from_config(lora))
     learner = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, LearnerOptions(8))
@@ -118,15 +99,15 @@ def test_trainer_state_estimate_equals_placement(mesh, optimizer, lora):
 def test_base_of_adapters_counts_once():
     plain = estimate(policy={"lora": LORA})
     beside = sum(plain[name] for name in ("optimizer", "sampler weights", "kv cache"))
-    assert held_beside(plain, "log-probabilities") == beside  # the base is an argument
+    assert memory.held_beside(plain, "log-probabilities") == beside  # the base is an argument
     assert "reference policy" not in estimate(policy={"lora": LORA}, loss={"kl_coef": 0.1})  # the base itself
     begun = {"lora": replace(LORA, init_from="folder", base_dtype="float32")}
     other = estimate(policy=begun, loss={"kl_coef": 0.1})
     assert other["reference policy"] == other["parameters"]
     assert other["sampler weights"] == (other["parameters"] + other["base"]) / 2  # a copy in bfloat16
-    (line,) = adapter_lines(config_with(policy=begun), ARCHITECTURE)
+    (line,) = adapter_lines(changed(SMALL, policy=begun), ARCHITECTURE)
     assert f"rank 4, alpha 32, on down, q: {other['parameters'] / 4e6:.2f}M" in line
-    assert adapter_lines(config_with(), ARCHITECTURE) == []
+    assert adapter_lines(SMALL, ARCHITECTURE) == []
 
 
 def test_memory_depends_on_reference_critic_and_sampler():
@@ -135,7 +116,7 @@ def test_memory_depends_on_reference_critic_and_sampler():
     assert estimate(loss={"kl_coef": 0.1})["reference policy"] == 4 * count
     assert estimate(policy={"param_dtype": "bfloat16"})["parameters"] == 2 * count
     without = estimate(sampler={"name": "vllm"})
-    assert not {"kv cache", "sampler weights", *SAMPLING} & without.keys()
+    assert not {"kv cache", "sampler weights", *memory.SAMPLING} & without.keys()
     assert "sampling" in memory_line(plain) and "sampling" not in memory_line(without)
     critic, valued = estimate(advantage={"name": "gae"}), count - 402 * 32 + 32  # a head of one value
     assert critic == plain | {"critic": 4 * valued, "critic's optimizer": 2 * 4 * valued}
@@ -173,7 +154,7 @@ def test_peak_is_that_of_the_largest_phase(change, largest):
 )
 def test_undivided_heads_are_warned_of(heads, kv_heads, tensor, expected):
     architecture = replace(ARCHITECTURE, num_heads=heads, num_kv_heads=kv_heads)
-    lines = heads_warnings(architecture, {"data": 1, "fsdp": 2, "tensor": tensor})
+    lines = memory.heads_warnings(architecture, {"data": 1, "fsdp": 2, "tensor": tensor})
     for line, (problem, sizes) in zip(lines, expected, strict=True):
         assert line.startswith(f"warning: mesh.tensor is {problem}")
         assert line.endswith(f"; set mesh.tensor to {sizes} and mesh.fsdp to the rest")
@@ -198,7 +179,7 @@ def test_too_small_device_is_reported(monkeypatch, platform, share, words):
     device = SimpleNamespace(platform=platform, memory_stats=lambda: {"bytes_limit": limit})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(memory, "host_memory", lambda: 8 * limit)  # which eight devices share
-    _, *lines = memory_lines(estimated, 8)
+    _, *lines = memory.memory_lines(estimated, 8)
     assert re.match(words, "\n".join(lines)) and len(lines) == bool(words)
     assert "failed" not in words or "times the estimate" not in lines[0]
 
@@ -209,16 +190,16 @@ def test_host_memory_respects_container_limit(monkeypatch, tmp_path, text, limit
     files = str(tmp_path / "none"), str(tmp_path / "memory.max")
     monkeypatch.setattr(memory, "CGROUP_LIMITS", files)
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert host_memory() == min(physical, limit) > 2**19
+    assert memory.host_memory() == min(physical, limit) > 2**19
 
 
 def test_sizes_of_accelerators_are_warned_of_on_cpu(monkeypatch):
     own, overlay = ROOT / "configs/own_data.yaml", ROOT / "configs/cpu.yaml"
-    (warning,) = cpu_lines(load_config(own))
+    (warning,) = memory.cpu_lines(load_config(own))
     for key in ("sampler.slots (64)", "rollout.max_length (16384)", "learner.row_length (16384)"):
         assert key in warning
     assert warning.startswith("warning: ") and "configs/cpu.yaml" in warning
-    assert cpu_lines(load_config([own, overlay])) == []
-    assert cpu_lines(load_config(ROOT / "configs/quickstart.yaml")) == []
+    for config in ([own, overlay], ROOT / "configs/quickstart.yaml"):
+        assert memory.cpu_lines(load_config(config)) == []
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
-    assert cpu_lines(load_config(own)) == []
+    assert memory.cpu_lines(load_config(own)) == []

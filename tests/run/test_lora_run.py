@@ -13,6 +13,7 @@ from trainer_rig import (
     HF_CONFIG,
     ScriptedRollouts,
     make_config,
+    resumed,
     rows,
     run,
     shared_programs,  # noqa: F401
@@ -86,12 +87,8 @@ def test_adapters_alone_are_trained_against_the_base(whole):
 
 def test_killed_and_resumed_equals_uninterrupted(whole, base, tmp_path):
     folder, loaded = whole
-    parts = config_of(tmp_path, base)
-    with pytest.raises(RuntimeError, match="the machine is gone"):
-        run(parts, ScriptedRollouts(fails_at=3 * 2 + 1), tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints/3")
-    second = run(parts, ScriptedRollouts(), tmp_path)
-    assert [version for version, _ in second.loaded] == [2, 3, 4]
+    second = resumed(config_of(tmp_path, base), tmp_path, 3 * 2 + 1)
+    assert [version for version, _ in second.loaded] == [3, 4]
     assert_equal(second.loaded[-1][1], loaded[-1][1])
     assert rows(tmp_path) == rows(folder)
 
@@ -126,11 +123,9 @@ def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
     card = (adapter / "README.md").read_text()
     assert 'library_name: "peft"' in card and "| step | 4 |" in card and str(base.parent) not in card
     assert f'from_pretrained("{base.name}", torch_dtype=torch.float32)' in card
-    (tmp_path / "plain/checkpoints").mkdir(parents=True)
-    for source, words in (
-        (tmp_path / "plain/checkpoints", "no checkpoint with adapters"),
-        (folder / "checkpoints/9", "no complete"),
-    ):
+    plain, lost = tmp_path / "plain/checkpoints", folder / "checkpoints/9"
+    plain.mkdir(parents=True)
+    for source, words in ((plain, "no checkpoint with adapters"), (lost, "no complete")):
         with pytest.raises(UserError, match=words):
             export(replace(config, export=replace(outputs, source=str(source))), adapter=True)
 

@@ -4,9 +4,11 @@ import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from config_rig import changed
 from run_folder_rig import (
     CALCULATOR,
     QUESTIONS,
@@ -19,11 +21,10 @@ from run_folder_rig import (
     write_inputs,
 )
 
-from calibadv_jax.config import CheckpointConfig, Config, dump_config, load_config
+from calibadv_jax.config import Config, dump_config, load_config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run.fingerprints import ADAPTERS, JUDGE, REFERENCE, TOOLS, check_same
+from calibadv_jax.run.fingerprints import ADAPTERS, REFERENCE, check_same
 from calibadv_jax.run.folder import SERVICE_FILE, check_cold_start, check_service
 from calibadv_jax.snapshots.mirror import open_mirror
 from examples.own_tool import Calculator
@@ -68,9 +69,6 @@ DECAY = "learner.optimizer.decay_updates"
     [
         ([], "run.seed=1", True),
         ([], "learner.optimizer.lr=0.001", True),
-        ([], "sampler.name=vllm", True),
-        ([], "data.shuffle=false", True),
-        ([], "data.weights={nq: 2, popqa: 1}", True),
         ([], "learner.steps=20", True),  # the cosine ends later
         ([f"{DECAY}=20"], f"{DECAY}=30", True),
         ([f"{DECAY}=20"], "learner.steps=20", False),
@@ -92,8 +90,7 @@ def test_change_of_a_key_is_refused_or_shown(run, before, change, is_binding):
         words = f"another experiment: {key}.* changed.*choose another folder, such as run.dir={run.folder}-3"
         assert refuses(run, words, *before, change)
         allowed = rf"checkpoint.allow_change=\[{key}\]"
-        is_tuned = key.startswith(("learner", "sampler", "data.weights"))
-        assert not is_tuned or refuses(run, allowed, *before, change)
+        assert not key.startswith("learner") or refuses(run, allowed, *before, change)
         before = [*before, f"checkpoint.allow_change=[{key}]"]
     assert any(key in line and "accepted" in line for line in run(*before, change).splitlines())
     assert "accepted" not in run(*before, change)
@@ -105,6 +102,7 @@ def test_every_binding_key_is_compared(run):
     changes |= {"retriever.retrieval_topk": 20, "retriever.rerank_topk": 4, "retriever.reranker": "judge"}
     changes |= {"run.seed": 1, "learner.epochs": 2, "rollout.max_searches": 2, "rollout.group_size": 7}
     changes |= {"rollout.max_observation_length": 99, "rollout.questions_per_step": 3}
+    changes |= {"data.shuffle": "false", "data.weights": "{nq: 2, popqa: 1}", "learner.optimizer.lr": 0.001}
     changes |= {"rollout.temperature": 0.5, "policy.compute_dtype": "float32", "policy.lora.rank": 4}
     with_checkpoint(run)
     with pytest.raises(UserError, match="holds another experiment: ") as caught:
@@ -227,14 +225,14 @@ def test_older_configs_get_defaults_of_newer_keys(run, tmp_path):
     path.with_name("1.yaml").write_text(path.read_text() + "pipeline: {size: 3}\n")  # a removed section
     assert refuses(run, "holds another experiment: pipeline changed")
 
-    cold = Config(run=replace(Config().run, dir=str(tmp_path)))
+    cold = changed(run={"dir": str(tmp_path)})
     check_cold_start(cold)  # there is none
     (tmp_path / "sft.yaml").write_text(dump_config(cold))
     without(tmp_path / "sft.yaml", "world", key="rumour")
     check_cold_start(cold)
     for other, key in (
-        (replace(cold, world=replace(cold.world, rumour=0.5)), "world.rumour"),
-        (replace(cold, run=replace(cold.run, seed=5)), "run.seed"),
+        (changed(cold, world={"rumour": 0.5}), "world.rumour"),
+        (changed(cold, run={"seed": 5}), "run.seed"),
     ):
         with pytest.raises(UserError, match=rf"other settings \({key}"):
             check_cold_start(other)
@@ -278,6 +276,14 @@ JUDGED = "reward.judge={{url: 'http://127.0.0.1:1/v1', model: m, prompt: {}/prom
 WHENCE = [QUESTIONS[0], replace(QUESTIONS[1], text="Whence?")]
 
 
+def compared(folder, *keys, questions=QUESTIONS, hidden_size=4):
+    """The values that a process compares with those of the others."""
+    values, config = {}, load_config([], [f"run.dir={folder}/run", *keys])
+    hosts = SimpleNamespace(same=lambda name, value: values.update({name: value()}))
+    check_same(config, StandInModel(folder / "tokenizer", hidden_size=hidden_size), questions, hosts)
+    return values
+
+
 @pytest.mark.parametrize(
     ("keys", "change", "name"),
     [
@@ -293,14 +299,16 @@ WHENCE = [QUESTIONS[0], replace(QUESTIONS[1], text="Whence?")]
     ],
 )
 def test_contents_are_compared(run, tmp_path, monkeypatch, keys, change, name):
-    """Of the files, questions and actions that a config only names."""
+    """With the last start and among processes: of what a config only names."""
+    overrides, processes = [key.format(tmp_path) for key in keys], []
 
     def start(*more, purpose="calculate", may_be_empty=False, questions=QUESTIONS, hidden_size=4, **files):
         write_inputs(tmp_path, **files)
         another_calculator(monkeypatch, purpose)
         monkeypatch.setattr(Calculator, "may_be_empty", may_be_empty)
-        overrides = [key.format(tmp_path) for key in keys]
-        return run(*overrides, *more, questions=questions, hidden_size=hidden_size)
+        inputs = {"questions": questions, "hidden_size": hidden_size}
+        processes.append(compared(tmp_path, *overrides, **inputs))
+        return run(*overrides, *more, **inputs)
 
     start.folder = run.folder
     start()
@@ -308,6 +316,21 @@ def test_contents_are_compared(run, tmp_path, monkeypatch, keys, change, name):
     assert "changed" not in start()
     assert refuses(start, f"another experiment: {name} changed", **change)
     assert "accepted" in start(f"checkpoint.allow_change=[{name}]", **change)
+    first, same, other, _ = processes
+    assert first == same and [key for key in first if first[key] != other[key]] == [name]
+
+
+def test_only_weights_that_are_read_are_compared(tmp_path):
+    """A checkpoint lacks the adapters' base; with a KL term the first adapters are the reference."""
+    write_inputs(tmp_path)
+    path, adapters = PATH.format(tmp_path), [LORA, f"policy.lora.init_from={tmp_path}"]
+    before, adapted = compared(tmp_path, path), compared(tmp_path, path, *adapters)
+    (tmp_path / "run/checkpoints/3").mkdir(parents=True)
+    after, newest = compared(tmp_path, path), "newest checkpoint in run.dir"
+    assert (before[newest], after[newest]) == (None, 3)
+    assert before.keys() - after.keys() == {REFERENCE} and adapted.keys() - before.keys() == {ADAPTERS}
+    assert compared(tmp_path, path, *adapters).keys() == before.keys()
+    assert compared(tmp_path, path, *adapters, KL).keys() == adapted.keys()
 
 
 def test_weights_are_compared_only_as_reference(run, tmp_path):
@@ -374,7 +397,7 @@ C2 = {"corpus_sha256": "c2"}
 
 
 def accepting(name):
-    return replace(Config(), checkpoint=CheckpointConfig(allow_change=[name]))
+    return changed(checkpoint={"allow_change": [name]})
 
 
 @pytest.fixture
@@ -423,65 +446,3 @@ def test_trained_steps_count_without_a_checkpoint(tmp_path, file):
     (tmp_path / file).write_text('{"step": 1}\n')
     with pytest.raises(UserError, match="another index than at the last start"):
         check_service(Config(), tmp_path, FIRST | C2)
-
-
-CHECKPOINT = "newest checkpoint in run.dir"
-
-
-class Noting(Hosts):
-    """Notes the values that a process compares with those of the others."""
-
-    def __init__(self):
-        self.values = {}
-
-    def same(self, name, value):
-        self.values[name] = value()
-
-
-@pytest.fixture
-def hashes(tmp_path, monkeypatch):
-    """Returns the compared values of a process whose copies of the files have a change."""
-    (tmp_path / "config.yaml").write_text("{}")
-
-    places = [f"policy.path={tmp_path}/hf", f"run.dir={tmp_path}/run"]
-    places += [f"reward.judge.prompt={tmp_path}/prompt.txt"]
-
-    def values(*keys, purpose="calculate", questions=QUESTIONS, hidden_size=4, **files):
-        write_inputs(tmp_path, **files)
-        another_calculator(monkeypatch, purpose)
-        model, hosts = StandInModel(tmp_path / "tokenizer", hidden_size=hidden_size), Noting()
-        check_same(load_config(tmp_path / "config.yaml", [*places, *keys]), model, questions, hosts)
-        return hosts.values
-
-    return values
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"prompt": "Judge mildly."}, JUDGE),
-        ({"scale": 2.0}, REFERENCE),
-        ({"adapters": 2.0}, ADAPTERS),
-        ({"purpose": "guess a number"}, TOOLS),
-        ({"questions": QUESTIONS[:1]}, "data.content"),
-        ({"hidden_size": 8}, "policy.config"),
-    ],
-)
-def test_another_copy_of_one_file_shows(hashes, tmp_path, change, name):
-    keys = [CALCULATOR, "policy.lora.rank=2", f"policy.lora.init_from={tmp_path}"]
-    ours = hashes(*keys)
-    assert ours == hashes(*keys)
-    other = hashes(*keys, **change)
-    assert [key for key in ours if ours[key] != other[key]] == [name]
-
-
-def test_only_weights_that_are_read_are_compared(hashes, tmp_path):
-    """A checkpoint lacks the adapters' base; with a KL term the first adapters are the reference."""
-    begun = ["policy.lora.rank=2", f"policy.lora.init_from={tmp_path}"]
-    before, adapted = hashes(), hashes(*begun)
-    (tmp_path / "run/checkpoints/3").mkdir(parents=True)
-    after = hashes()
-    assert (before[CHECKPOINT], after[CHECKPOINT]) == (None, 3)
-    assert before.keys() - after.keys() == {REFERENCE} and adapted.keys() - before.keys() == {ADAPTERS}
-    assert hashes(*begun).keys() == before.keys()
-    assert hashes(*begun, "loss.kl_coef=0.1").keys() == adapted.keys()

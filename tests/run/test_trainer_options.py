@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import jax
 import numpy as np
@@ -45,13 +47,10 @@ CURRICULUM = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}
 def shared_critics():
     """Critics of equal settings have one learner, whose programs are compiled once."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, names in (
-            (critic, ("ValueLoss",)),
-            (optimizer, ("make_schedule",)),
-            (critic_learning, ("make_optimizer", "critic_of", "CriticLearner")),
-        ):
-            for name in names:
-                patch.setattr(module, name, functools.cache(getattr(module, name)))
+        patch.setattr(critic, "ValueLoss", functools.cache(critic.ValueLoss))
+        patch.setattr(optimizer, "make_schedule", functools.cache(optimizer.make_schedule))
+        for name in ("make_optimizer", "critic_of", "CriticLearner"):
+            patch.setattr(critic_learning, name, functools.cache(getattr(critic_learning, name)))
         yield
 
 
@@ -75,29 +74,22 @@ class SomeTied(ScriptedRollouts):
 
     answers = dict.fromkeys((0, 3, 4, 9), "no") | {2: "yes"}
 
-    def begin(self, number, question):
-        future = super().begin(number, question)
-        if number in self.answers and not future.exception():
-            answer = self.answers[number]
-            for trajectory in future.result().trajectories:
-                text = f"<think>t</think><answer>{answer}</answer>"
-                trajectory.turns[-1] = replace(trajectory.turns[-1], text=text, answer=answer)
-        return future
+    def alter(self, number, trajectory):
+        if number in self.answers:
+            turn = trajectory.turns[-1]
+            turn.answer = self.answers[number]
+            turn.text = f"<think>t</think><answer>{turn.answer}</answer>"
 
 
 CALIBRATED = {"name": "calibadv", "base": "gae", "target_ratio": 2.0}
 FALLING = OptimizerConfig(lr=0.05, schedule="cosine", warmup_steps=1)
 RUNS = {  # of four steps: config, rollouts, and the group at which a start of the run is killed
     "critic": (critic_config, ScriptedRollouts, 5),
-    "calibrated": (
-        functools.partial(critic_config, advantage=CALIBRATED, optimizer=FALLING),
-        ScriptedRollouts,
-        5,
-    ),
-    "igpo": (functools.partial(probed_config, advantage={"name": "igpo"}), ScriptedRollouts, 5),
-    "tips": (functools.partial(probed_config, advantage={"name": "tips"}, shares=False), ScriptedRollouts, 5),
+    "calibrated": (partial(critic_config, advantage=CALIBRATED, optimizer=FALLING), ScriptedRollouts, 5),
+    "igpo": (partial(probed_config, advantage={"name": "igpo"}), ScriptedRollouts, 5),
+    "tips": (partial(probed_config, advantage={"name": "tips"}, shares=False), ScriptedRollouts, 5),
     "tied": (tied_config, SomeTied, 10),
-    "curriculum": (functools.partial(tied_config, **CURRICULUM), SomeTied, 8),
+    "curriculum": (partial(tied_config, **CURRICULUM), SomeTied, 8),
 }
 
 
@@ -145,15 +137,9 @@ def test_resumed_run_is_equal_and_replayed(whole, tmp_path, name):
 
 def test_step_with_failed_critic_is_not_saved(tmp_path, monkeypatch):
     """The policy is updated by then: the next start would train it once more on the same trajectories."""
-    learn_values, calls = critic.learn_values, []
-
-    def failing(*arguments):
-        calls.append(arguments)
-        if len(calls) == 4:
-            raise RuntimeError("the device is full")
-        return learn_values(*arguments)
-
-    monkeypatch.setattr(critic, "learn_values", failing)
+    learn_values = Mock(wraps=critic.learn_values)
+    learn_values.side_effect = [DEFAULT, DEFAULT, DEFAULT, RuntimeError("the device is full")]
+    monkeypatch.setattr(critic, "learn_values", learn_values)
     with pytest.raises(RuntimeError, match="the device is full"):
         run(critic_config(tmp_path), ScriptedRollouts(), tmp_path)
     assert checkpoints(tmp_path) == [2]

@@ -1,7 +1,6 @@
-"""An MCP server of tests: on its pipes or, with a port as its argument, over HTTP."""
+"""An MCP server of tests, made with the package."""
 
 import asyncio
-import sys
 
 from mcp.server.mcpserver import MCPServer
 from mcp_types import EmbeddedResource, TextResourceContents
@@ -36,10 +35,3 @@ def book() -> list[EmbeddedResource]:
 async def slow(seconds: float) -> str:
     await asyncio.sleep(seconds)
     return "late"
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        server.run("streamable-http", port=int(sys.argv[1]))
-    else:
-        server.run()

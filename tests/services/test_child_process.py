@@ -69,10 +69,8 @@ def test_long_log_is_set_aside_at_a_start(tmp_path, monkeypatch):
 def test_log_that_another_child_writes_is_not_cut(tmp_path):
     """Two commands may work in the folder of a run; the cause is looked for in the child's own lines."""
     log, go_on = tmp_path / "child.log", tmp_path / "go on"
-    code = (
-        "import pathlib, sys, time; print('ValueError: theirs')\n"
-        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\nprint('end')"
-    )
+    wait = "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
+    code = f"import pathlib, sys, time; print('ValueError: theirs')\n{wait}\nprint('end')"
     first = child(log, code, str(go_on))
     first.start()
     while not log.read_text():

@@ -13,17 +13,7 @@ from pydantic import BaseModel
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.services import http_client
-from calibadv_jax.services.http_client import (
-    BAD_REPLIES,
-    ONCE,
-    BadReply,
-    HttpReply,
-    Unreachable,
-    open_session,
-    request,
-    retry,
-    watched,
-)
+from calibadv_jax.services.http_client import BadReply, HttpReply, Unreachable, open_session, request
 
 HOUR = 3600
 AWAY = Unreachable("away")
@@ -96,10 +86,10 @@ def test_status_says_whether_a_service_is_away():
     [
         # A reply, even a bad one, renews the patience.
         (2.0, [AWAY, AWAY, BadReply(), 5, AWAY, Unreachable("", 9), AWAY], [0.4, 0.6, 0.8, 1.8, 0.2], 2),
-        (2.0, [BadReply()] * BAD_REPLIES, [0.2, 0.4], 0),
+        (2.0, [BadReply()] * http_client.BAD_REPLIES, [0.2, 0.4], 0),
         (99.0, [AWAY] * 9 + [ValueError()], [0.4, 0.6, 1.0, 1.8, 3.4, 6.6, 10.2, 10.2, 10.2], 1),
         (99.0, [Unreachable("", 30), ValueError()], [30.0], 1),
-        (ONCE, [AWAY], [], 0),
+        (http_client.ONCE, [AWAY], [], 0),
         (0.0, [AWAY], [], 0),
     ],
 )
@@ -121,7 +111,7 @@ def test_retries_end_with_patience_or_bad_replies(monkeypatch, patience, failure
     monkeypatch.setattr(http_client, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(http_client, "random", SimpleNamespace(uniform=lambda low, high: high))
     with pytest.raises(type(failures[-1])):
-        asyncio.run(retry(attempt, patience, noted.append))
+        asyncio.run(http_client.retry(attempt, patience, noted.append))
     assert slept == pytest.approx(pauses) and len(noted) == notices
 
 
@@ -130,7 +120,7 @@ def test_reply_counts_more_than_a_failed_look():
         await asyncio.sleep(0.2)
         raise AWAY
 
-    assert asyncio.run(watched(asyncio.sleep(0.1, "reply"), look, 0.01)) == "reply"
+    assert asyncio.run(http_client.watched(asyncio.sleep(0.1, "reply"), look, 0.01)) == "reply"
 
 
 @pytest.mark.parametrize("status", [301, 302, 307])

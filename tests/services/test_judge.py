@@ -90,9 +90,7 @@ def judged_with(config, work):
 
 def scores(config, *answers):
     async def score_all(client):
-        return await asyncio.gather(
-            *(client.score(answered(answer)) for answer in answers), return_exceptions=True
-        )
+        return await asyncio.gather(*map(client.score, map(answered, answers)), return_exceptions=True)
 
     return judged_with(config, score_all)
 
@@ -117,10 +115,9 @@ def test_hostile_answer_does_not_move_the_verdict(endpoint):
     for _, body in handler.bodies:
         system, user = (message["content"] for message in body["messages"])
         fields = json.loads(user)
-        assert list(fields) == ["question", "golden_answers", "answer"] and fields["golden_answers"] == [
-            "Paris"
-        ]
-        assert len(fields["answer"]) <= 2000 and len(user) < 30_000 and len(user.splitlines()) == 1
+        answer = fields.pop("answer")
+        assert fields == {"question": QUESTION.text, "golden_answers": ["Paris"]}
+        assert len(answer) <= 2000 and len(user) < 30_000 and len(user.splitlines()) == 1
         assert user.isascii() and not re.search(r"[<>`#|]", user) and user.count("[") == user.count("{") == 1
         assert [message["role"] for message in body["messages"]] == ["system", "user"]
         assert system.startswith(judge.PROMPT) and not any(text in system for text in HOSTILE[1:])
@@ -152,16 +149,8 @@ THREE, LONG = http_client.BAD_REPLIES, gzip.compress(b" " * 2**23)
 @pytest.mark.parametrize(
     ("replies", "kind", "message"),
     [
-        (
-            [choice(message={"content": "It is.\ncorrect"})] * THREE,
-            RequestFailed,
-            "the last line is 'correct'",
-        ),
-        (
-            [choice(message={"content": None}, finish_reason="length")] * THREE,
-            RequestFailed,
-            "max_tokens=512",
-        ),
+        ([choice(message={"content": "It is.\ncorrect"})] * THREE, RequestFailed, "line is 'correct'"),
+        ([choice(message={}, finish_reason="length")] * THREE, RequestFailed, "max_tokens=512"),
         ([choice()] * THREE, RequestFailed, "the reply is no chat completion"),
         ([(200, LONG, {"Content-Encoding": "gzip"})] * THREE, RequestFailed, "is longer than 4 MiB"),
         ([NO_VERDICT, (200, {"choices": []}), (400, b"filtered")], RequestFailed, "status 400: 'filtered'"),
@@ -235,10 +224,7 @@ short_way = mean
         ("test_judge:wordy", "gave nan for an answer to question 'q'"),
         ("examples.own_tool:Calculator", "cannot be called with"),
         ("examples.own_reward:none", "has no function none"),
-        (
-            {"examples.own_reward:short_way": 0.5, "test_judge:short_way": 0.5},
-            "reward/short_way, which is an",
-        ),
+        ({"examples.own_reward:short_way": 0.5, "test_judge:short_way": 0.5}, "reward/short_way, which is"),
         ("test_judge:mean", "reward/mean, which is another metric's name"),
     ],
 )

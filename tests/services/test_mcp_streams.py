@@ -15,14 +15,7 @@ from http_rig import Handler, serving
 
 from calibadv_jax.config import Config, LogConfig, McpConfig, RunConfig, ToolConfig
 from calibadv_jax.contrib import mcp_tools
-from calibadv_jax.core.errors import (
-    ENVIRONMENT_STATUS,
-    ActionRefused,
-    EnvironmentFailure,
-    RequestFailed,
-    UserError,
-    exit_status,
-)
+from calibadv_jax.core.errors import ActionRefused, EnvironmentFailure, RequestFailed, UserError, exit_status
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.services import child_process, http_client
 
@@ -78,15 +71,10 @@ def test_print_to_standard_output_is_logged(config, tmp_path, capfd, caplog):
     log = tmp_path / "mcp.log"
     log.touch()
     (action,) = mcp_tools.mcp_actions(config, 0, log)
-    assert results(action, *(f"loading {number}\n{RESULT % number}" for number in range(3))) == [
-        "0",
-        "1",
-        "2",
-    ]
-    while len(log.read_text().splitlines()) < 3:  # it is copied beside the calls
+    assert results(action, *(f"loading {digit}\n{RESULT % digit}" for digit in "012")) == list("012")
+    while len(lines := log.read_text().splitlines()) < 3:  # it is copied beside the calls
         time.sleep(0.01)
-    lines = [f"no message of MCP: loading {number}" for number in range(3)]
-    assert sorted(log.read_text().splitlines()) == lines
+    assert sorted(lines) == [f"no message of MCP: loading {digit}" for digit in "012"]
     assert capfd.readouterr().err == "" and not caplog.records
 
 
@@ -115,7 +103,7 @@ def test_changed_tool_ends_the_run(config, tmp_path, is_lost, tools, change):
         asyncio.run(ask())
     assert not isinstance(failure.value, RequestFailed)
     assert f"{config.command}: its tool 'say' {change}" in str(failure.value)
-    assert exit_status(failure.value) == ENVIRONMENT_STATUS
+    assert exit_status(failure.value) == 75
 
 
 def test_standard_error_is_kept_and_bounded(config, tmp_path, monkeypatch):
@@ -155,18 +143,20 @@ ANSWERS = {
 
 
 class OverHttp(Handler):
-    """Answers a call with `content`, compressed if that is asked for."""
+    """Answers a call with `content`: as JSON, compressed, or as an event."""
 
-    content, zipped = b"", False
+    kind, content, openings = "", b"", 0
 
     def do_POST(self):
         request = json.loads(self.body())
         if request["method"] == "tools/call":
             text = self.content.replace(b"$ID", str(request["id"]).encode())
-            encoding = {"Content-Encoding": "gzip"} if self.zipped else {}
-            sent = gzip.compress(text, 1) if self.zipped else text
-            self.reply(200, sent, {"Content-Type": "application/json"} | encoding)
+            encoding = {"Content-Encoding": "gzip"} if self.kind == "gzip" else {}
+            sent = {"json": text, "gzip": gzip.compress(text, 1), "event-stream": b"data: " + text + b"\n\n"}
+            media = "text/event-stream" if self.kind == "event-stream" else "application/json"
+            self.reply(200, sent[self.kind], {"Content-Type": media} | encoding)
         elif result := ANSWERS.get(request["method"]):
+            type(self).openings += request["method"] == "initialize"
             self.reply(200, {"jsonrpc": "2.0", "id": request["id"], "result": result})
         else:
             self.reply(404 if "id" in request else 202, b"")
@@ -175,41 +165,25 @@ class OverHttp(Handler):
         self.reply(405, b"")
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_reply_over_http_is_bounded(monkeypatch, zipped):
+@pytest.mark.parametrize("kind", ["json", "gzip", "event-stream"])
+def test_bad_reply_over_http_fails_its_call_alone(monkeypatch, kind):
     monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
-    Server = type("Server", (OverHttp,), {"content": (RESULT % "a \\ud83d").encode(), "zipped": zipped})
+    half, fine = ((RESULT % word).encode() for word in ("a \\ud83d", "fine"))
+    Server = type("Server", (OverHttp,), {"kind": kind})
+
+    async def ask(action):
+        outcomes = []
+        for Server.content in (half, b" " * (2**26 + 1), fine):
+            outcomes += await asyncio.gather(action.call({"text": "x"}), return_exceptions=True)
+        await action.close()
+        return outcomes
+
     with serving(Server) as url:
-        (action,) = mcp_tools.mcp_actions(McpConfig(url=f"{url}/mcp", timeout=20, patience=0.1), 0)
-        assert results(action, "x") == ["a \ufffd"]
-        Server.content = b" " * (2**26 + 1)
-        (failed,) = results(action, "x")
-    assert type(failed) is RequestFailed and "the reply is longer than 64 MiB" in str(failed)
-
-
-@pytest.mark.parametrize("bad", [(RESULT % "\\ud83d").encode(), b"x" * (2**26 + 1)], ids=["emoji", "long"])
-def test_unreadable_event_fails_its_call_alone(monkeypatch, bad):
-    monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
-    openings = []
-
-    class Events(OverHttp):
-        def reply(self, status, content, headers=None):
-            if headers:
-                content, headers = b"data: " + content + b"\n\n", {"Content-Type": "text/event-stream"}
-            elif "protocolVersion" in str(content):
-                openings.append(status)
-            super().reply(status, content, headers)
-
-    with serving(Events) as url:
         (action,) = mcp_tools.mcp_actions(McpConfig(url=f"{url}/mcp", timeout=20, patience=20), 0)
-
-        async def ask():
-            outcomes = []
-            for Events.content in (bad, (RESULT % "fine").encode()):
-                outcomes += await asyncio.gather(action.call({"text": "x"}), return_exceptions=True)
-            await action.close()
-            return outcomes
-
-        failed, good = asyncio.run(ask())
-    assert type(failed) is RequestFailed and good.text == "fine"
-    assert len(openings) == 2  # one for the tools, and one for both calls
+        emoji, long, good = asyncio.run(ask(action))
+    assert type(long) is RequestFailed and good.text == "fine"
+    assert Server.openings == 2  # one for the tools, and one for the calls
+    if kind == "event-stream":  # the package reads it
+        assert type(emoji) is RequestFailed
+    else:
+        assert emoji.text == "a \ufffd" and "the reply is longer than 64 MiB" in str(long)

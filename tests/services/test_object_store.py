@@ -27,10 +27,8 @@ def test_object_is_created_once(tmp_path, s3, kind):
     data = [bytes([number]) * 1000 for number in range(8)]
     with ThreadPoolExecutor(8) as threads:
         created = list(threads.map(lambda each: open_store(url).create("marker/1", each), data))
-    [winner], store = (
-        [each for each, is_created in zip(data, created, strict=True) if is_created],
-        open_store(url),
-    )
+    [winner] = [each for each, is_created in zip(data, created, strict=True) if is_created]
+    store = open_store(url)
     assert store.files.cat_file("marker/1") == winner
     assert store.sizes("marker") == {"1": 1000} and store.sizes("") == {"marker": store.sizes("")["marker"]}
 

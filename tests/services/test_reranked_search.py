@@ -57,11 +57,10 @@ def test_trainer_gets_the_best_reranked_documents(service, child):
     expected = Reranker(child.reranker).rerank(queries, candidates, 2)
     documents = search(service, queries, timeout=10.0, **RERANKED)
     plain = search(service, queries, timeout=10.0, topk=2)
-    reranked, unranked = (
-        [[document.id for document in each] for each in results] for results in (documents, plain)
-    )
-    assert reranked == [[row["id"] for row, _ in each] for each in expected] != unranked
-    assert unranked == [[row["id"] for row, _ in each[:2]] for each in candidates]
+    reranked = [[document.id for document in each] for each in documents]
+    assert reranked == [[row["id"] for row, _ in each] for each in expected]
+    unranked = [[row["id"] for row, _ in each[:2]] for each in candidates]
+    assert [[document.id for document in each] for each in plain] == unranked != reranked
     scores = [document.score for document in documents[0]]
     assert scores == pytest.approx([score for _, score in expected[0]], abs=1e-4)
     assert documents[0][0].title in NAMES and documents[0][0].text.endswith("knows ada.")
@@ -71,12 +70,9 @@ def test_child_has_the_options_of_its_config():
     config = RetrieverConfig(corpus="c", pages="p", encoder="dense", model="m", reranker="r", **RERANKED)
     command = RetrieverProcess(config, Path("log")).command
     options = vars(parse([*command[command.index("retriever.serve") + 1 :], "--port", "0"]))
-    expected = {"corpus_path": "c", "index_path": "c.index", "pages_path": "p", "retriever_name": "dense"}
-    expected |= {"retriever_model": "m", "reranker_model": "r", "retrieval_topk": 3, "threads": 1}
-    assert (
-        expected.items()
-        <= {name: str(v) if isinstance(v, Path) else v for name, v in options.items()}.items()
-    )
+    expected = {"corpus_path": Path("c"), "index_path": Path("c.index"), "pages_path": Path("p")}
+    expected |= {"retriever_name": "dense", "retriever_model": "m", "reranker_model": "r"}
+    assert options == options | expected | {"retrieval_topk": 3, "threads": 1}
     running = config.at("http://h")  # it has models of its own
     assert running == replace(config, url="http://h", model="", reranker="")
 

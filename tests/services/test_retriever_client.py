@@ -16,11 +16,7 @@ from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import EnvironmentFailure, QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services import retriever_client
-from calibadv_jax.services.retriever_client import (
-    RetrieverClient,
-    check_running,
-    open_retriever,
-)
+from calibadv_jax.services.retriever_client import RetrieverClient, check_running, open_retriever
 
 pytest.importorskip("aiohttp")
 RERANKED = {"retrieval_topk": 6, "rerank_topk": 2}
@@ -75,8 +71,7 @@ def test_query_that_comes_whenever_is_answered(server):
     async def ask(number):
         for turn in range(10):
             await asyncio.sleep(0.0007 * ((number * 7 + turn * 3) % 11))
-            ((document,),) = await client.search([f"{number} {turn}"])
-            assert document.id == f"{number} {turn}"
+            assert ids([await client.search([f"{number} {turn}"])]) == [[f"{number} {turn}"]]
 
     async def ask_all():
         await asyncio.gather(*map(ask, range(8)))
@@ -178,10 +173,7 @@ NO_QUERY = {"detail": "field required: query"}
         (403, b"no", {}, "status 403: .*set retriever.url"),
         (404, b"no", {}, "status 404: .*set retriever.url"),
         (405, b"no", {}, "status 405: .*set retriever.url"),
-        *(
-            (status, b"oops", {}, f"no answer for 0.3 s .status {status}: 'oops'")
-            for status in (429, 500, 507)
-        ),
+        *((status, b"oops", {}, f"for 0.3 s .status {status}: 'oops'") for status in (429, 500, 507)),
     ],
 )
 def test_service_that_answers_no_query_is_an_error(server, status, content, config, words):
@@ -201,9 +193,7 @@ class Closing(Handler):
 def test_connection_without_a_reply_is_an_outage():
     with serving(Closing) as closing:
         for url in (closing, "http://127.0.0.1:9"):
-            with pytest.raises(
-                RequestFailed, match="start it with scripts/launch_retriever.sh, set retriever"
-            ):
+            with pytest.raises(RequestFailed, match="scripts/launch_retriever.sh, set retriever.url"):
                 search(url, ["a"], patience=0.2)
 
 
@@ -249,12 +239,6 @@ def test_reply_that_trickles_is_given_up():
 
     with serving(Trickling) as url, pytest.raises(RequestFailed, match="no answer for 0.5 s .no whole reply"):
         search(url, ["a"], timeout=0.4, patience=0.5)
-
-
-@pytest.mark.parametrize("status", [429, 500, 503, 507])
-def test_brief_outage_is_waited_for(server, status):
-    server.replies.append(lambda body: (status, b"oops") if len(server.requests) < 8 else ok(body))
-    assert search(server, ["a"], patience=30.0)[0][0].id == "a" and len(server.requests) >= 8
 
 
 @pytest.mark.parametrize("count", [1, 16])
@@ -360,12 +344,7 @@ def test_start_waits_for_a_service_that_is_loading(tmp_path):
 @pytest.mark.parametrize(
     ("url", "patience", "kind", "words"),
     [
-        (
-            ["http://127.0.0.1:9", "http://127.0.0.1:10"],
-            0.3,
-            EnvironmentFailure,
-            "cannot be reached .*; start",
-        ),
+        (["http://127.0.0.1:9", "http://127.0.0.1:10"], 0.3, EnvironmentFailure, "cannot be reached"),
         ("localhost:8000", 600.0, UserError, "not a URL"),
         ("http://localhost:port", 600.0, UserError, "not a URL"),
         ("ftp://a", 600.0, UserError, "not a URL"),

@@ -11,21 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
+from config_rig import changed
 from transformers import GenerationConfig
 
 from calibadv_jax.commands.export import export
-from calibadv_jax.config import (
-    AdvantageConfig,
-    Config,
-    EvaluateConfig,
-    ExportConfig,
-    PolicyConfig,
-    PromptConfig,
-    RetrieverConfig,
-    RunConfig,
-    dump_config,
-    load_config,
-)
+from calibadv_jax.config import Config, ExportConfig, RunConfig, dump_config, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import find_policy
@@ -60,23 +50,19 @@ def run(made, tmp_path):
     return Config(run=RunConfig(dir=str(folder)), export=output), params
 
 
-def with_source(config, source, **changes):
-    return replace(config, export=replace(config.export, source=source, **changes))
-
-
 def test_source_is_newest_named_step_or_snapshot(tiny, run, tmp_path):
     config, params = run
     elsewhere, output = replace(config, run=RunConfig(dir=str(tmp_path / "another"))), tmp_path / "hf"
 
-    def exported(*arguments, **changes):
-        assert export(with_source(*arguments, **changes)) == output
+    def exported(config, **keys):
+        assert export(changed(config, export=keys)) == output
         return load_params(output, tiny.policy, None)
 
-    assert tiny.same(exported(config, "", max_shard_gib=4000 / 2**30), params[2])
+    assert tiny.same(exported(config, max_shard_gib=4000 / 2**30), params[2])
     assert len(list(output.glob("*.safetensors"))) > 1 and (output / "tokenizer.json").is_file()
-    assert tiny.same(exported(elsewhere, f"{config.run.dir}/checkpoints/1"), params[1])
+    assert tiny.same(exported(elsewhere, source=f"{config.run.dir}/checkpoints/1"), params[1])
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params[2])
-    assert tiny.same(exported(elsewhere, f"{config.run.dir}/snapshots/v000002"), rounded)
+    assert tiny.same(exported(elsewhere, source=f"{config.run.dir}/snapshots/v000002"), rounded)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +81,9 @@ def test_unusable_source_or_file_is_one_line(run, tmp_path, source, words):
     tensor = Path(config.run.dir) / "snapshots/v000002/params/embed.embedding/0.0"
     tensor.write_bytes(tensor.read_bytes()[::-1])
     (tmp_path / "evaluation.json").write_text("{")
-    damaged = replace(config, evaluate=EvaluateConfig(output=str(tmp_path / "evaluation.json")))
+    keys = {"evaluate": {"output": f"{tmp_path}/evaluation.json"}}
     with pytest.raises(UserError) as caught:
-        export(with_source(damaged, source.format(run=config.run.dir)))
+        export(changed(config, export={"source": source.format(run=config.run.dir)}, **keys))
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -110,19 +96,20 @@ def card_of(folder):
 def test_card_describes_training_and_prompt(run, tmp_path, monkeypatch):
     """From the config of the run's last start, not from the export's own."""
     config, _ = run
-    trained = replace(
+    trained = changed(
         config,
-        policy=PolicyConfig(path="Qwen/Qwen2.5-3B", init={"vocab_size": 151936, "num_hidden_layers": 36}),
-        data=replace(config.data, train=["/home/someone/questions.jsonl", "more.jsonl"]),
-        advantage=AdvantageConfig(target_ratio=0.5),
-        prompt=PromptConfig(template="Ask {question} | now"),
-        retriever=RetrieverConfig(url="http://10.0.0.1:8000"),
+        policy={"path": "Qwen/Qwen2.5-3B", "init": {"vocab_size": 151936, "num_hidden_layers": 36}},
+        data={"train": ["/home/someone/questions.jsonl", "more.jsonl"]},
+        advantage={"target_ratio": 0.5},
+        prompt={"template": "Ask {question} | now"},
+        retriever={"url": "http://10.0.0.1:8000"},
     )
     folder = tmp_path / "run/configs"
     folder.mkdir()
     (folder / "9.yaml").write_text(dump_config(config))
     (folder / "10.yaml").write_text(dump_config(trained))
-    export(with_source(config, f"{config.run.dir}/checkpoints/1"))
+    first = changed(config, export={"source": f"{config.run.dir}/checkpoints/1"})
+    export(first)
     front, text = card_of(tmp_path / "hf")
     assert "then `<search>…</search>` or another" in text
     assert (front["library_name"], front["base_model"]) == ("transformers", "Qwen/Qwen2.5-3B")
@@ -138,28 +125,22 @@ def test_card_describes_training_and_prompt(run, tmp_path, monkeypatch):
     assert "Not evaluated." in text
     monkeypatch.chdir(tmp_path)
     Path("Qwen/Qwen2.5-3B").mkdir(parents=True)
-    export(with_source(config, f"{config.run.dir}/checkpoints/1"))
+    export(first)
     assert "base_model" not in card_of(tmp_path / "hf")[0]  # a folder here
 
 
 @pytest.mark.parametrize(("source", "step"), [("", 2), ("snapshots/v000002", 2), ("checkpoints/1", 1)])
 def test_card_has_scores_of_this_policy_only(run, tmp_path, source, step):
     config, _ = run
-    here = with_source(config, f"{config.run.dir}/{source}" if source else "")
-    policy = find_policy(Path(here.export.source or f"{config.run.dir}/checkpoints"))
+    place, path = f"{config.run.dir}/{source}", tmp_path / "evaluation.json"
+    here = changed(config, export={"source": source and place}, evaluate={"output": str(path)})
+    policy = find_policy(Path(place if source else f"{place}checkpoints"))
     evaluated = describe_policy(policy.at_step())
     assert evaluated["step"] == step
-    report = {
-        "policy": evaluated,
-        "method": "agent",
-        "samples": 1,
-        "confidence": 0.95,
-        "scores": {"0": {"nq": {"em": 0.5, "questions": 9.0, "trajectories": 9.0, "failed": 0.0}}},
-        "intervals": {"0": {"nq": {"em": [0.25, 0.75]}}},
-    }
-    path = tmp_path / "evaluation.json"
+    scores = {"em": 0.5, "questions": 9.0, "trajectories": 9.0, "failed": 0.0}
+    report = {"policy": evaluated, "method": "agent", "samples": 1, "confidence": 0.95}
+    report |= {"scores": {"0": {"nq": scores}}, "intervals": {"0": {"nq": {"em": [0.25, 0.75]}}}}
     path.write_text(json.dumps(report))
-    here = replace(here, evaluate=EvaluateConfig(output=str(path)))
     export(here)
     assert "| 0 | nq | 0.500 [0.250, 0.750] | 9 | 9 | 0 |" in card_of(tmp_path / "hf")[1]
     path.write_text(json.dumps(report | {"policy": evaluated | {"step": 7}}))
@@ -186,13 +167,13 @@ def test_export_samples_as_in_training(tiny, run, tmp_path):
     former = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05, "pad_token_id": 3}
     (tmp_path / "run/policy/config.json").write_text(json.dumps(tiny.config | {"pad_token_id": 7}))
     (tmp_path / "run/policy/generation_config.json").write_text(json.dumps(former))
-    export(replace(config, rollout=replace(config.rollout, temperature=0.9, top_p=0.95)))
+    export(changed(config, rollout={"temperature": 0.9, "top_p": 0.95}))
     written = json.loads((tmp_path / "hf/generation_config.json").read_text())
     sampling = {"do_sample": True, "repetition_penalty": 1.0, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
     assert written == {"eos_token_id": tiny.config["eos_token_id"], "pad_token_id": 3} | sampling
     loaded = GenerationConfig.from_pretrained(tmp_path / "hf")
     assert (loaded.top_k, loaded.top_p, loaded.do_sample) == (0, 0.95, True)
-    export(replace(config, rollout=replace(config.rollout, temperature=0.0)))
+    export(changed(config, rollout={"temperature": 0.0}))
     assert json.loads((tmp_path / "hf/generation_config.json").read_text())["do_sample"] is False
 
 
@@ -206,7 +187,7 @@ def test_output_of_another_run_or_hand_is_refused(run, tmp_path, adapter):
     (tmp_path / "old").mkdir()
     (tmp_path / "old/sft.yaml").touch()
     key = "adapter_output" if adapter else "output"
-    there = replace(config, export=replace(config.export, **{key: str(tmp_path / "old/hf")}))
+    there = changed(config, export={key: str(tmp_path / "old/hf")})
     with pytest.raises(UserError, match=rf"^export.{key}=.*/old/hf lies in the folder of another run, "):
         export(there, adapter)
     assert not (tmp_path / "old/hf").exists()

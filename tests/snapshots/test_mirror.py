@@ -68,6 +68,13 @@ def start(config, rollouts=None, console=QUIET, identity=None):
     return state
 
 
+@pytest.fixture
+def copied(tmp_path):
+    """A store with the copy of two steps, made by the run in the folder `a`."""
+    start(config_at(tmp_path / "a", tmp_path / "store", learner={"steps": 2}))
+    return tmp_path / "store"
+
+
 def marker(url):
     """The newest version of the marker; an empty one where there is none."""
     for _ in range(5):
@@ -325,8 +332,8 @@ def rollback_config(folder, store):
 @pytest.mark.parametrize("is_deleted", [True, False])
 def test_deleted_checkpoint_stays_deleted_after_kill(tmp_path, monkeypatch, is_deleted):
     """The store is away at the rollback, and the run is killed then; an older machine comes back too."""
-    store, folder = tmp_path / "store", tmp_path / "a"
-    create, killed = ObjectStore.create, RuntimeError("killed")
+    store, folder, killed = tmp_path / "store", tmp_path / "a", RuntimeError("killed")
+    create = ObjectStore.create
 
     def act(version, seed):
         if version == 5:
@@ -433,11 +440,9 @@ def test_killed_fetch_restores_no_dropped_checkpoint(tmp_path, monkeypatch):
     assert checkpoints(older) == steps_at(store)
 
 
-def test_cut_file_is_not_fetched(tmp_path, monkeypatch):
+def test_cut_file_is_not_fetched(tmp_path, copied, monkeypatch):
     """No file has its name before it is whole, the first config neither, by which runs are told apart."""
-    store = tmp_path / "store"
-    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    mirror = opened(tmp_path / "b", store)
+    mirror = opened(tmp_path / "b", copied)
     get = DirFileSystem.get
 
     def cut(self, objects, files):
@@ -454,16 +459,14 @@ def test_cut_file_is_not_fetched(tmp_path, monkeypatch):
     assert checkpoints(tmp_path / "b") == [2]
 
 
-def test_reading_command_takes_the_lock_only_to_fetch(tmp_path, monkeypatch):
-    store = tmp_path / "store"
-    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
+def test_reading_command_takes_the_lock_only_to_fetch(tmp_path, copied, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(mirror_module, "locked_run", fail_with(UserError("in use")))
-        bring_newest(config_at(tmp_path / "a", store), QUIET)
+        bring_newest(config_at(tmp_path / "a", copied), QUIET)
         with pytest.raises(UserError, match="in use"):
-            bring_newest(config_at(tmp_path / "b", store), QUIET)
+            bring_newest(config_at(tmp_path / "b", copied), QUIET)
     assert checkpoints(tmp_path / "b") == []
-    bring_newest(config_at(tmp_path / "b", store), QUIET)
+    bring_newest(config_at(tmp_path / "b", copied), QUIET)
     assert checkpoints(tmp_path / "b") == [2]
 
 
@@ -476,33 +479,23 @@ def test_folder_within_the_other_is_refused(tmp_path, name):
         make_config(tmp_path, run={"dir": "s3://a/b"})
 
 
-def test_store_that_holds_no_run_is_refused(tmp_path):
+def test_store_that_holds_no_run_is_refused(tmp_path, copied):
     """Not JSON, of an older format, or with paths outside of the run."""
-    store, stolen = tmp_path / "store", tmp_path / "elsewhere" / "stolen"
-    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    [file] = (store / MARKER).iterdir()
+    stolen, [file] = tmp_path / "elsewhere" / "stolen", (copied / MARKER).iterdir()
     version = json.loads(file.read_text())
-    paths = [
-        str(stolen),
-        "../stolen",
-        "a//b",
-        "a/../../stolen",
-        ".lock",
-        "rollouts/.lock",
-        "checkpoints/02/x",
-    ]
-    paths += [f"checkpoints/2/{stolen}", "checkpoints/2/../../../stolen", "checkpoints/other", ""]
-    paths += ["snapshots/v1/config.json"]
+    paths = [str(stolen), "../stolen", "a//b", "a/../../stolen", ".lock", "rollouts/.lock", ""]
+    paths += [f"checkpoints/2/{stolen}", "checkpoints/2/../../../stolen", "checkpoints/02/x"]
+    paths += ["checkpoints/other", "snapshots/v1/config.json"]
     foreign = {path: version["files"] | {path: version["files"]["metrics.jsonl"]} for path in paths}
     texts = {json.dumps(version | {"files": files}): repr(path) for path, files in foreign.items()}
     texts |= dict.fromkeys(("{", '{"files": {"a": 1}}', "[]"), MARKER)
     for text, words in texts.items():
         file.write_text(text)
         with pytest.raises(UserError, match=f"{re.escape(words)} is .*choose another place"):
-            opened(tmp_path / "b", store).fetch()
-    file.rename(store / "mirror.json")
+            opened(tmp_path / "b", copied).fetch()
+    file.rename(copied / "mirror.json")
     with pytest.raises(UserError, match=r"older format \(mirror.json\); choose another place"):
-        opened(tmp_path / "b", store).fetch()
+        opened(tmp_path / "b", copied).fetch()
     assert not list(tmp_path.rglob("stolen")) and not list((tmp_path / "b").rglob(".lock"))
     assert checkpoints(tmp_path / "b") == []
 
@@ -548,10 +541,9 @@ def test_missing_bucket_is_one_line(tmp_path, s3):
         mirror.fetch(claim=True)
 
 
-def test_fetch_goes_on_while_files_grow(tmp_path, monkeypatch):
+def test_fetch_goes_on_while_files_grow(tmp_path, copied, monkeypatch):
     """For longer than STALLED seconds."""
-    store, get = tmp_path / "store", DirFileSystem.get
-    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
+    get = DirFileSystem.get
     monkeypatch.setattr(object_store, "STALLED", 0.6)
     monkeypatch.setattr(object_store, "NOTED", 0.2)
 
@@ -563,23 +555,20 @@ def test_fetch_goes_on_while_files_grow(tmp_path, monkeypatch):
         get(self, objects, files)
 
     monkeypatch.setattr(DirFileSystem, "get", get_slowly)
-    with opened(tmp_path / "b", store).inputs() as count:
+    with opened(tmp_path / "b", copied).inputs() as count:
         assert count == 2
 
 
 def test_full_disk_leaves_the_copy_whole(tmp_path, small_disk):
     """The marker above all: cut off, it would hide every checkpoint, and refuse every start."""
     store, folder = small_disk / "store", tmp_path / "a"
-    start(config_at(folder, store, learner={"steps": 2}))
-    ballast = small_disk / "ballast"
+    config, ballast = config_at(folder, store, learner={"steps": 2}), small_disk / "ballast"
+    start(config)
     with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
             file.write(b"x" * 4096)
-    config = config_at(folder, store, learner={"steps": 2})
     mirror = open_mirror(config, QUIET)
-    with pytest.raises(
-        EnvironmentFailure, match=r"run\.mirror=.* cannot be used \(.*No space left.*make room"
-    ):
+    with pytest.raises(EnvironmentFailure, match=r"run\.mirror=.* cannot be used .*No space left.*make room"):
         mirror.fetch(claim=True)
     assert steps_at(store) == [2]
     ballast.unlink()

@@ -71,31 +71,20 @@ def test_plain_adapters_are_accepted(folder, options):
     np.testing.assert_array_equal(flatten(params)["layers.attn.q.lora_a"][0], first.T)
 
 
+CONVERTED = ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "new"]
+NOT_MERGED = {"layers_to_transform": [0, [0]], "option_of_tomorrow": [0.5, 0], "use_dora": [True]}
+NOT_MERGED |= {"alora_invocation_tokens": [[1, 2]], "use_bdlora": [{"nblocks": 2}], "bias": ["lora_only"]}
+NOT_MERGED |= {"rank_pattern": [{"q_proj": 1}], "alpha_pattern": [{"q_proj": 8}], "fan_in_fan_out": [True]}
+NOT_MERGED |= {"task_type": ["SEQ_CLS"], "peft_type": ["IA3"]}
+
+
 @pytest.mark.parametrize(
     ("values", "way_out"),
     [
-        (
-            {"init_lora_weights": ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "new"]},
-            "path_initial_model_for_weight_conversion",
-        ),
+        ({"init_lora_weights": CONVERTED}, "path_initial_model_for_weight_conversion"),
         ({"lora_alpha": [0, None, -1, "16", True, float("nan")]}, "verl"),
         ({"r": [0, None, 2.5]}, "policy.lora.rank"),
-        (
-            {
-                "layers_to_transform": [0, [0]],
-                "option_of_tomorrow": [0.5, 0],
-                "alora_invocation_tokens": [[1, 2]],
-                "use_dora": [True],
-                "use_bdlora": [{"nblocks": 2}],
-                "rank_pattern": [{"q_proj": 1}],
-                "alpha_pattern": [{"q_proj": 8}],
-                "bias": ["lora_only"],
-                "fan_in_fan_out": [True],
-                "task_type": ["SEQ_CLS"],
-                "peft_type": ["IA3"],
-            },
-            "merge_and_unload",
-        ),
+        (NOT_MERGED, "merge_and_unload"),
     ],
 )
 def test_other_options_are_refused_by_name(folder, values, way_out):
