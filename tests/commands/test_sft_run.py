@@ -14,12 +14,7 @@ from safetensors.numpy import load_file
 from trainer_rig import rows
 
 from calibadv_jax.commands import sft
-from calibadv_jax.config import (
-    LoraConfig,
-    OptimizerConfig,
-    SftPhase,
-    ToolConfig,
-)
+from calibadv_jax.config import LoraConfig, OptimizerConfig, SftPhase, ToolConfig
 from calibadv_jax.contrib.worlds.demonstrations import GENERATORS
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError

@@ -14,13 +14,7 @@ import pytest
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.contrib.worlds.demonstrations import GENERATORS, imperfect, lookups
 from calibadv_jax.contrib.worlds.words import POOLS, build_word_tokenizer
-from calibadv_jax.contrib.worlds.world import (
-    RUMOUR,
-    generate_world,
-    make_facts,
-    split_of,
-    write_world,
-)
+from calibadv_jax.contrib.worlds.world import RUMOUR, generate_world, make_facts, split_of, write_world
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
 from examples.own_tool import Calculator

@@ -23,14 +23,7 @@ from calibadv_jax.config import (
 )
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.evaluation.records import (
-    RowFile,
-    identity,
-    key_of,
-    make_row,
-    question_scores,
-    read_scores,
-)
+from calibadv_jax.evaluation.records import RowFile, identity, key_of, make_row, question_scores, read_scores
 from calibadv_jax.evaluation.report import ScoreReport, interval, metric_names, summarise
 from calibadv_jax.metrics.console import Console
 
