@@ -9,29 +9,16 @@ import os
 import signal
 from contextlib import contextmanager
 
-import jax
-import jax.numpy as jnp
 import pytest
-import tiny_policy
 from config_rig import changed
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
 from http_rig import Handler, serving
 
 from calibadv_jax.commands.evaluate import choose_policy
-from calibadv_jax.commands.evaluate import run as run_evaluation
 from calibadv_jax.config import EvaluateConfig
-from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.questions import write_questions
 from calibadv_jax.evaluation.report import table_rows
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.run import model
-from calibadv_jax.snapshots.checkpoint import CheckpointStore
-from calibadv_jax.snapshots.huggingface import save_folder
-from calibadv_jax.snapshots.publish import SnapshotStore
 
 
 @pytest.fixture
@@ -359,38 +346,3 @@ def test_passages_are_cut_to_the_prompt_length(run):
     prompts = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=room)[1].prompts
     assert {len(prompt) for prompt in prompts} == {600}
     assert all('Passage 1: "first" word word' in prompt and "second" not in prompt for prompt in prompts)
-
-
-@pytest.mark.slow
-def test_policy_of_folder_checkpoint_and_snapshot_agrees(tmp_path, monkeypatch):
-    """With the embedded sampler, without search, on one device."""
-    monkeypatch.setattr(model, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
-    shape, tokenizer, run = tiny_policy.SHAPE | {"eos_token_id": 1}, tmp_path / "tokenizer", tmp_path / "run"
-    build_word_tokenizer().save_pretrained(tokenizer)
-    params = jax.jit(Policy(architecture_from_hf(shape), Numerics()).init)(jax.random.key(0))
-    save_folder(params, shape, run / "policy", "float32", tokenizer)
-    write_questions(tmp_path / "eval.jsonl", QUESTIONS)
-    store = CheckpointStore(run / "checkpoints", keep=2)
-    for step, values in ((3, params), (4, jax.tree.map(jnp.zeros_like, params))):
-        state = {"params": values, "opt_state": jax.tree.leaves(values), "updates": jnp.int32(0)}
-        store.save(step, state, {})
-    store.close()
-    snapshots = SnapshotStore(run / "snapshots", keep=1, dtype=jnp.float32)
-    snapshots.publish(3, params, hf_config=shape, tokenizer_hash="")
-    config = changed(
-        data={"eval": str(tmp_path / "eval.jsonl")},
-        prompt={"chat": "off"},
-        rollout={"max_turn_length": 24, "max_prompt_length": 64, "max_length": 128},
-        sampler={"slots": 3, "decode_chunk": 8, "prefill_chunk": 16},
-        mesh={"fsdp": 1},
-        log={"progress": False},
-        evaluate={"method": "direct", "template": "Question: {question}\n", "resamples": 100},
-    )
-    texts, steps = [], []
-    for place in ("policy", "checkpoints/3", "snapshots/v000003", ""):
-        output = tmp_path / f"{len(texts)}.json"
-        run_evaluation(changed(config, evaluate={"policy": str(run / place), "output": str(output)}))
-        rows = map(json.loads, output.with_suffix(".jsonl").read_text().splitlines())
-        texts.append([row["trajectories"][0]["turns"][0]["text"] for row in rows])
-        steps.append(json.loads(output.read_text())["policy"]["step"])
-    assert texts[0] == texts[1] == texts[2] != texts[3] and steps == [None, 3, 3, 4]

@@ -25,7 +25,6 @@ from calibadv_jax.snapshots.huggingface import read_hf_config
 
 SHAPE = {"model_type": "qwen2", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 SHAPE |= {"num_attention_heads": 2, "tie_word_embeddings": True}
-NOTES: list[str] = []  # what the console shows of the cold start
 PHASES = [SftPhase(steps=3, kind="drills"), SftPhase(steps=2, kind="drills")]
 
 
@@ -52,7 +51,6 @@ def started(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sft.Learner, "update", noted)
-        patch.setattr(sft.Console, "note", lambda _, text: NOTES.append(text))
         sft.run(config)
     return config, folder, batches
 
@@ -65,11 +63,6 @@ def test_every_step_of_every_phase_is_a_row(started):
     assert [row["sft/lr"] for row in trained] == pytest.approx([0, 0.01, 0.0075, 0.005, 0.0025])
     assert trained[-1]["sft/loss"] < trained[0]["sft/loss"]
     assert [row["sft/tokens"] for row in trained] == [float((b.segment_ids > 0).sum()) for b in batches]
-
-
-def test_console_names_each_phase(started):
-    lines = [line.partition(" updates on ")[0] for line in NOTES if line.startswith("phase")]
-    assert lines == ["phase 1 of 2: 3", "phase 2 of 2: 2"]
 
 
 def test_phases_and_seeds_see_other_demonstrations(started):
