@@ -17,7 +17,10 @@ from calibadv_jax.config import (
     JudgeConfig,
     LossConfig,
     PromptConfig,
+    RetrieverConfig,
     RewardConfig,
+    RolloutConfig,
+    RunConfig,
     SamplerConfig,
     ToolConfig,
 )
@@ -156,6 +159,13 @@ def method(name, *texts):
 @pytest.mark.parametrize(
     ("first", "second", "are_equal"),
     [
+        ({}, {"run": RunConfig(seed=1)}, False),
+        ({}, {"rollout": RolloutConfig(max_searches=1)}, False),
+        ({}, {"rollout": RolloutConfig(max_concurrency=2)}, True),
+        ({}, {"retriever": RetrieverConfig(topk=5)}, False),
+        ({}, {"retriever": RetrieverConfig(index="elsewhere", patience=3)}, True),
+        ({}, {"prompt": PromptConfig(template="Tell: {question}")}, False),
+        (method("agent", "Who?"), method("empty_retriever", "Who?"), False),
         (vllm(), vllm(dtype="float32"), False),
         (vllm(), vllm(dtype="bfloat16"), True),  # the default
         (template(), template(enable_thinking=False), False),
