@@ -71,16 +71,6 @@ def test_more_documents_or_queries_cover_more(config):
     assert coverage.depth(changed(config, retriever=reranked)) == 7
 
 
-def test_doctors_line(config):
-    asked = changed(config, data={"train": "", "eval": config.data.train})
-    with shelf_service() as url:
-        (line,) = coverage.coverage_lines(asked, url)
-    assert line == (
-        "5 questions of data.eval as queries, 1 documents each: answer 50%, a passage 75%, all passages 50%"
-        " (calibadv coverage says more)"
-    )
-
-
 def test_first_query_counts_among_any_query():
     """The question finds one passage and the answer, a title the other passage."""
     question = parse_question(row("1", "Who?", ["Oslo"], ["p1", "p2"]), "a row")

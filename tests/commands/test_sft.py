@@ -1,6 +1,7 @@
 """The cold start's data: what is trained in a demonstration, and in which order they come."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import islice
 
@@ -242,33 +243,31 @@ def test_held_out_loss_is_the_token_mean(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "fault"),
+    ("longest", "row_length", "remaining", "fault"),
     [
-        ({"max_prompt_length": 100}, "sft.demonstrations: the prompts of 1 of 4 .*=leave_out"),
-        ({"row_length": 100}, r"2 of 4 .* sft.row_length=100, the longest has 3\d\d .*d.jsonl:2.*=leave_out"),
+        (100, 4096, (0, 1, 3), "sft.demonstrations: the prompts of 1 of 4 .*=leave_out"),
+        (4096, 100, (0, 3), r"2 of 4 .* sft.row_length=100, the longest has 3\d\d .*d.jsonl:2.*=leave_out"),
     ],
-    ids=str,
 )
-def test_overlong_demonstrations_are_refused_at_start(tmp_path, tokenizer, lengths, fault):
+def test_overlong_demonstrations_are_refused_at_start(
+    tmp_path, tokenizer, longest, row_length, remaining, fault
+):
     answers = [f"<think> {'city ' * count}</think> <answer> it </answer>" for count in (1, 300, 1, 1)]
     asked = ["who founded a ?", "who founded b ?", "who founded " + "city " * 200 + "?", "who founded it ?"]
-    path = write_rows(tmp_path / "d.jsonl", *map(chat, asked, answers))
-    config, output = config_with(demonstrations=str(path), row_length=lengths.get("row_length", 4096)), []
-    longest = lengths.get("max_prompt_length", 4096)
-    config = replace(config, rollout=replace(config.rollout, max_prompt_length=longest))
+    path, output = write_rows(tmp_path / "d.jsonl", *map(chat, asked, answers)), []
+
+    def read(overlong="leave_out", **keys):
+        config = config_with(demonstrations=str(path), **{"row_length": row_length} | keys)
+        config = changed(config, rollout={"max_prompt_length": longest}, data={"overlong_prompts": overlong})
+        return sft._own_demonstrations(config, tokenizer, output.append)
+
     with pytest.raises(UserError, match=fault):
-        sft._own_demonstrations(config, tokenizer, output.append)
-    left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
-    training, held_out = sft._own_demonstrations(left_out, tokenizer, output.append)
-    remaining = [
-        text for index, text in enumerate(asked) if index != 2 and ("row_length" not in lengths or index != 1)
-    ]
-    assert [item.question.text for item in training] == remaining and held_out is None
+        read("refuse")
+    training, held_out = read()
+    assert [item.question.text for item in training] == [asked[index] for index in remaining]
     (line,) = output
-    assert " of 4" in line and "left out" in line
-    part = replace(left_out, sft=replace(left_out.sft, held_out=0.5))
-    training, held_out = sft._own_demonstrations(part, tokenizer, output.append)
+    assert held_out is None and re.search(" of 4.*left out", line)
+    training, held_out = read(held_out=0.5)
     assert len(training) + int(held_out.segment_ids.max(axis=1).sum()) == len(remaining)
-    none = replace(left_out, sft=replace(left_out.sft, row_length=8))
-    with pytest.raises(UserError, match="of 4 .*none is left|of 3 .*none is left"):
-        sft._own_demonstrations(none, tokenizer, output.append)
+    with pytest.raises(UserError, match="of [34] .*none is left"):
+        read(row_length=8)

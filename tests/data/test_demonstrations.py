@@ -83,12 +83,7 @@ def test_chat_question_ends_with_its_line(tmp_path):
         "who wrote it?": {"messages": chat("Answer it.\nQuestion: who wrote it?\nThink first.")},
         "who?\nThink first.": {"messages": chat("who?\nThink first."), "id": 2.0},
         "Question: what is Question:?": {"messages": chat("Question: what is Question:?")},
-        "asked?": {
-            "messages": chat(
-                "who?", SEARCH, "See <information> a </information>", " <information> b </information>"
-            ),
-            "question": "asked?",
-        },
+        "asked?": {"messages": chat("who?", SEARCH, *shown), "question": "asked?"},
     }
     demonstrations = load_demonstrations(write_rows(tmp_path / "demos.jsonl", *rows.values()))
     assert [each.question.text for each in demonstrations] == list(rows)

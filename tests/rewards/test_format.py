@@ -12,7 +12,6 @@ from calibadv_jax.rewards.score import format_flaw
 SEARCH = "<think> t </think>\n<search> q </search>"
 ACCESS = "<think>t</think><access>a</access>"
 ANSWER = "<think>u</think> <answer>Rome</answer>"
-NO_ACTION = "no action: none of <search>, <access>, <answer>"
 
 
 def turn(kind, text, num_observed=0):
@@ -83,12 +82,6 @@ def test_opening_of_prompt_counts_in_first_turn(opening, text, expected):
         ([turn("search", SEARCH, 4), turn("answer", "<think></think><answer></answer>")], ""),
         ([turn("search", SEARCH, 4)] * 4 + [turn("answer", ANSWER)], ""),
         ([turn("search", SEARCH, 4), turn("search", SEARCH)], "turn 2: the action was not executed"),
-        (
-            [turn("search", SEARCH, 4), turn("invalid", "hm", 2), turn("answer", ANSWER)],
-            f"turn 2: {NO_ACTION}",
-        ),
-        ([turn("search", SEARCH, 4), turn("unfinished", "<think> long")], "turn 2: <think> is not closed"),
-        ([turn("search", ANSWER, 4), turn("answer", ANSWER)], "turn 1: <answer> in a turn of kind search"),
         ([turn("search", SEARCH, 4), turn("answer", SEARCH)], "turn 2: <search> in a turn of kind answer"),
         ([turn("search", SEARCH, 4), turn("search", SEARCH + "\n", 4), turn("answer", ANSWER)], ""),
     ],
