@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from config_rig import changed
 from disk_rig import refuses_full_disk
-from shelf_rig import BY_ID, row, shelf_service, write_corpus, write_rows
+from rows_rig import write_rows
+from shelf_rig import BY_ID, row, shelf_service, write_corpus
 
 from calibadv_jax.config import Config
 from calibadv_jax.contrib.commands import coverage
@@ -25,7 +26,7 @@ QUESTIONS = [
 
 @pytest.fixture
 def config(tmp_path):
-    write_rows(tmp_path / "questions.jsonl", QUESTIONS)
+    write_rows(tmp_path / "questions.jsonl", *QUESTIONS)
     write_corpus(tmp_path / "corpus.jsonl")
     return changed(
         run={"dir": str(tmp_path / "run")},
