@@ -102,14 +102,9 @@ def test_lowest_score_defaults_to_the_largest_reward(tmp_path, select):
     assert status == 2 and "no trajectory with a score of the largest reward among 1; lower" in error
 
 
-def test_opened_thought_is_whole_and_lines_are_rows(tmp_path, select):
-    row = trajectory("q", "Ann")
-    for each in row["turns"]:
-        each["text"] = each["text"].removeprefix("<think>")
-    write(tmp_path / "run", 1, [row, trajectory("q2", "Ann\u2028Bob")])
+def test_lines_of_a_new_folders_file_are_rows(tmp_path, select):
+    write(tmp_path / "run", 1, [trajectory("q", "Ann"), trajectory("q2", "Ann\u2028Bob")])
     select(tmp_path / "run", output="new/d.jsonl")
-    first, _ = load_demonstrations(tmp_path / "new/d.jsonl")
-    assert first.turns[0].text == "<think> t </think> <search> q </search>"
     lines = (tmp_path / "new/d.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
     assert [json.loads(line)["id"] for line in lines] == ["q", "q2"]
 
