@@ -1,9 +1,5 @@
 """The command `calibadv inspect`: its arguments, the folder it writes, the server it starts."""
 
-import signal
-import subprocess
-import sys
-import urllib.request
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -49,23 +45,3 @@ def test_bad_port_is_refused(run_folder, capsys):
     with pytest.raises(SystemExit) as end:
         cli.calibadv(["inspect", str(run_folder), "--port", "70000"])
     assert end.value.code == 2 and "70000: give 0 or more and below 65536" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_server_prints_address_and_ends_with_ctrl_c(run_folder):
-    # The tests may run as a background job, whose children ignore SIGINT from their start.
-    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = f"{heeding}; from calibadv_jax import cli; cli.calibadv()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", command, "inspect", str(run_folder), "--port", "0"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    address = process.stdout.readline().strip()
-    with urllib.request.urlopen(f"{address}data/index.json", timeout=60) as answer:
-        assert answer.status == 200 and b'"steps"' in answer.read()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in errors
