@@ -16,12 +16,8 @@ from record_rig import answer, keep, make_config, scored, search, tokens, unknow
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, ToolConfig, load_config
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
-from calibadv_jax.contrib.pages.site import tabulate
-from calibadv_jax.contrib.report.gather import _advantages
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.metrics.shown_steps import ending, transcript
-from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
 from calibadv_jax.record.schema import LOGPROBS, SCHEMA, VERSION, kept_steps
 from calibadv_jax.record.writer import RolloutWriter
@@ -212,9 +208,8 @@ def access(think, *documents):
     return dataclasses.replace(search(think, *documents), kind="access", text=text)
 
 
-@pytest.fixture
-def kept(tmp_path):
-    """A group of two that read a page, on disk, and its credit."""
+def test_record_keeps_the_actions(tmp_path):
+    """Of a group of two that read a page."""
     best = [search("a b c", "d1"), access("e f", "page x"), answer("Ann")]
     many = [
         Trajectory(QUESTION, tokens(1), turns, number, actions=("search", "access"))
@@ -223,11 +218,7 @@ def kept(tmp_path):
     groups = score_groups([Group(QUESTION, many)], CONFIG.reward, np.random.default_rng(0))
     result = compute_advantages(groups, CONFIG.advantage)
     RolloutWriter(tmp_path, CONFIG, 1).write(1, groups, result.credits, [[None, None]], 0)
-    return find_step(tmp_path, 1), groups, result
-
-
-def test_record_keeps_the_actions(kept):
-    path, groups, result = kept
+    path = find_step(tmp_path, 1)
     assert read_metadata(path)["schema_version"] == VERSION == "1"  # no column is new
     assert json.loads(read_metadata(path)["actions"]) == ["search", "access"]
     step = read_step(path)
@@ -235,20 +226,3 @@ def test_record_keeps_the_actions(kept):
     again = score_again(step, kept_config(step, path), np.random.default_rng(0))
     assert [trajectory.format_valid for trajectory in again[0][0].trajectories] == [True, True]
     assert equal_turns(step.credits, again[1].credits, rounding=0) == (5, 5)
-
-
-def test_page_report_and_terminal_name_the_action(kept):
-    path, groups, result = kept
-    rows = read_columns(path).to_pylist(maps_as_pydicts="strict")
-    assert tabulate(rows, [9, 5])["rows"]["queries"] == ["a b c?\ne f?", "g h i?"]
-    turns = read_columns(path)["turns"].combine_chunks().flatten()
-    assert _advantages(turns)["turn_advantage/search before"] == pytest.approx(
-        np.mean([*result.credits[0].before[0][:2], result.credits[0].before[1][0]])
-    )
-    output = list(transcript(groups[0].trajectories[0]))
-    assert "access  e f?" in output
-    unanswered = dataclasses.replace(groups[0].trajectories[0], turns=groups[0].trajectories[0].turns[:2])
-    assert ending(unanswered).startswith("no answer: its last access came after the last one allowed")
-    metrics = trajectory_metrics(groups)
-    assert metrics["rollout/actions/access"] == 1 and metrics["rollout/searches/mean"] == 0.5
-    assert metrics["rollout/valid_action_ratio"] == 1

@@ -16,6 +16,7 @@ from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Completion, Reply, SamplingParams
 from calibadv_jax.core.tags import INVALID_ACTION, STOP_STRINGS, Grammar, parse_turn
 from calibadv_jax.core.trajectory import Document, Group
+from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.rewards.score import score_groups, score_trajectory
 from calibadv_jax.rollout.actions import OwnAction, SearchAction, grammar_of, invalid_notice
 from calibadv_jax.rollout.agent import run_trajectory, turn_seed
@@ -226,6 +227,9 @@ def test_trajectory_of_three_actions(byte_tokenizer):
     page = trajectory.turns[1]
     assert page.documents == (PAGE,) and "lives in Rome" in page.observation_text
     assert trajectory.turns[2].observation_text == "\n\n<information>1.5</information>\n\n"
+    metrics = trajectory_metrics([Group.of(QUESTION, [trajectory])])
+    assert [metrics[f"rollout/actions/{name}"] for name in ("access", "calculate")] == [1, 1]
+    assert metrics["rollout/valid_action_ratio"] == 1
     assert trajectory.num_searches == 1 and score_trajectory(trajectory, RewardConfig()).answer_score == 1
     prompt = decode(byte_tokenizer, trajectory.prompt_ids)
     assert "by <access> address of the page </access>" in prompt and "by <calculate> numbers" in prompt

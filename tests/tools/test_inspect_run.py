@@ -1,7 +1,6 @@
 """The command `calibadv inspect`: its arguments, the folder it writes, the server it starts."""
 
 from argparse import ArgumentParser
-from pathlib import Path
 
 import pytest
 
@@ -9,8 +8,6 @@ from benchmarks.generated_run import make_run
 from calibadv_jax import cli
 from calibadv_jax.contrib.commands import inspect_run
 from calibadv_jax.core.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
