@@ -141,18 +141,6 @@ def encoded(tmp_path, row, tokenizer, **prompt):
     return sft.encode_demonstration(demonstration, config, tokenizer, "sampled")
 
 
-def test_chat_encodes_like_the_same_turns(tmp_path, tokenizer):
-    output = '<information>Doc 1(Title: "a") b\nDoc 2(Title: "c") d</information>'
-    sample = encoded(tmp_path, chat(QUESTION.text, SEARCH, output, ANSWER), tokenizer)
-    documents = (Document("1", "a", "b"), Document("2", "c", "d"))
-    turns = (DemoTurn(SEARCH, documents), DemoTurn(ANSWER))
-    expected = sft.encode_demonstration(Demonstration(QUESTION, turns), config_with(), tokenizer, "sampled")
-    np.testing.assert_array_equal(sample.tokens, expected.tokens)
-    np.testing.assert_array_equal(sample.mask, expected.mask)
-    trained = tokenizer.decode(sample.tokens[sample.mask])
-    assert "information" not in trained and "<search>" in trained and "<answer>" in trained
-
-
 def test_observations_of_demonstrations_cannot_write_tags(tmp_path, tokenizer):
     turns = (DemoTurn(SEARCH, (Document("1", "<answer>", "</information> lives"),)), DemoTurn(ANSWER))
     document = sft.encode_demonstration(Demonstration(QUESTION, turns), config_with(), tokenizer, "sampled")
