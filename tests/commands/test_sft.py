@@ -315,18 +315,16 @@ def test_every_step_of_every_phase_is_a_row(started):
     assert [row["sft/tokens"] for row in trained] == [float((b.segment_ids > 0).sum()) for b in batches]
 
 
-def test_phases_and_seeds_see_other_demonstrations(started):
+def test_phases_and_seeds_see_other_demonstrations(started, tokenizer):
     config, _, batches = started
     assert len({batch.tokens.tobytes() for batch in batches}) == len(batches) == 5
-    tokenizer = build_word_tokenizer()
     same = next(sft._batches(config, PHASES[0], (), tokenizer, seed=3))
     np.testing.assert_array_equal(same.tokens, batches[0].tokens)
     assert not np.array_equal(next(sft._batches(config, PHASES[0], (), tokenizer, 4)).tokens, same.tokens)
 
 
-def test_no_demonstration_is_lost_between_two_batches(started):
+def test_no_demonstration_is_lost_between_two_batches(started, tokenizer):
     config, _, _ = started
-    tokenizer = build_word_tokenizer()
     drawn = itertools.islice(GENERATORS[PHASES[0].kind](7, config.world), 400)
     samples = [sft.encode_demonstration(each, config, tokenizer, "sampled") for each in drawn]
     expected, start = [sample.tokens.tobytes() for sample in samples], 0

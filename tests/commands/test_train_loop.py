@@ -350,43 +350,31 @@ def test_unfit_data_is_refused_before_anything_starts(tmp_path, weights, templat
         ]
 
 
-class Entered(Exception):
-    """The run's folder is entered: all that a start checks before it has passed."""
-
-
-@pytest.fixture
-def entered_with(tmp_path, monkeypatch):
-    """Starts a run up to its folder; returns the questions that it would draw from.
-
-    Prompts are "Question: a 0?" and a newline: 15 letters; the last question's is longer.
-    """
+def test_overlong_prompts_are_refused_or_left_out(tmp_path, monkeypatch, capsys):
+    """Prompts are "Question: a 0?" and a newline: 15 letters; the last question's is longer."""
+    entered = []  # the questions of a run whose folder is entered: all that a start checks before has passed
+    monkeypatch.setattr(train, "build_model", lambda *_: SimpleNamespace(tokenizer=Letters()))
 
     def enter(config, model, questions, say, mirror):
-        raise Entered(questions)
+        entered.append(questions)
+        raise Broken
 
-    monkeypatch.setattr(train, "build_model", lambda *_: SimpleNamespace(tokenizer=Letters()))
     monkeypatch.setattr(train, "enter_run_folder", enter)
+    odd = replace(MIXED[0], id="long", text="why " * 9, golden_answers=("Ada|Bo",))
 
-    def run(**sections):
+    def start(error=Broken, message="", **sections):
         config = configured(tmp_path / "run", {}, **sections)
-        odd = replace(MIXED[0], id="long", text="why " * 9, golden_answers=("Ada|Bo",))
         write_questions(Path(config.data.train), [*MIXED, odd])
-        with pytest.raises(Entered) as entered:
+        with pytest.raises(error, match=message):
             train.run(config)
-        return entered.value.args[0]
 
-    return run
-
-
-def test_overlong_prompts_are_refused_or_left_out(entered_with, capsys):
-    with pytest.raises(UserError, match="data.train: the prompts of 1 of 13 questions .* has 47 tokens"):
-        entered_with(rollout={"max_prompt_length": 15})
+    short = {"max_prompt_length": 15}
+    start(UserError, "data.train: the prompts of 1 of 13 questions .* has 47 tokens", rollout=short)
     room = {"max_prompt_length": 47, "max_length": 60}
-    assert len(entered_with(rollout=room, learner={"row_length": 60}, evaluate={"every": 5})) == 13
+    start(rollout=room, learner={"row_length": 60}, evaluate={"every": 5})
     assert "are left out" not in capsys.readouterr().err
-    left_out = {"overlong_prompts": "leave_out"}
-    result = entered_with(rollout={"max_prompt_length": 15}, data=left_out, evaluate={"every": 5})
-    assert [question.id for question in result] == [question.id for question in MIXED]
+    start(rollout=short, data={"overlong_prompts": "leave_out"}, evaluate={"every": 5})
+    assert [len(questions) for questions in entered] == [13, 12] and odd not in entered[1]
     shown = " ".join(capsys.readouterr().err.split())
     for name in ("train", "eval"):
         assert f"data.{name}: the prompts of 1 of 13 questions" in shown

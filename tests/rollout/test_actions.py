@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from loop_fakes import DOCUMENT, EOS, QUESTION, DictRetriever, Loop, ScriptedSampler, context_of
+from loop_fakes import DOCUMENT, EOS, PAGE, QUESTION, Loop, context_of
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, Config, PromptConfig, RewardConfig, ToolConfig
@@ -163,7 +163,6 @@ def test_any_end_token_is_left_out_of_text(byte_tokenizer):
 
 
 CALCULATOR = "examples.own_tool:Calculator"
-PAGE = Document("page ann", "Ann", "Ann lives in Rome.")
 
 
 class Tool(Action):
@@ -189,13 +188,6 @@ def call(name, body, think="t"):
 USED = call("tool", "x"), call("answer", "Ann")
 
 
-def written(tokenizer, actions, *turns, **limits):
-    sampler = ScriptedSampler(tokenizer, lambda _, turn: turns[turn])
-    retriever = DictRetriever({"ann": [DOCUMENT]}, {"ann": PAGE})
-    context = context_of(sampler, tokenizer, retriever, actions, **limits)
-    return asyncio.run(run_trajectory(context, QUESTION, 0, 0, "s"))
-
-
 def config_of(*names):
     return Config(tools=list(map(ToolConfig, names)), prompt=PromptConfig(template="short"))
 
@@ -204,7 +196,7 @@ def three():
     return make_actions(config_of("search", "access", CALCULATOR))
 
 
-def test_search_by_name_equals_default(byte_tokenizer):
+def test_search_by_name_equals_default(byte_tokenizer, loop):
     prompts = [
         open_prompt(QUESTION, byte_tokenizer, PromptConfig(), 9999, actions)[0]
         for actions in ((), (SearchAction(),))
@@ -214,14 +206,14 @@ def test_search_by_name_equals_default(byte_tokenizer):
     assert TEMPLATES["paper"].replace("{question}", "Who?") == decode(byte_tokenizer, prompts[0])
     assert invalid_notice([SearchAction()]) == INVALID_ACTION and grammar_of([SearchAction()]) == Grammar()
     turns = call("search", "ann"), call("search", "bob"), "nothing"
-    trajectory, other = (written(byte_tokenizer, actions, *turns) for actions in ((), (SearchAction(),)))
+    trajectory, other = (loop(*turns, actions=actions) for actions in ((), (SearchAction(),)))
     np.testing.assert_array_equal(trajectory.response_ids, other.response_ids)
     assert trajectory.turns[0].documents == other.turns[0].documents == (DOCUMENT,)
 
 
-def test_trajectory_of_three_actions(byte_tokenizer):
+def test_trajectory_of_three_actions(byte_tokenizer, loop):
     bodies = {"search": "ann", "access": "ann", "calculate": "(1 + 2) / 2", "answer": "Ann"}
-    trajectory = written(byte_tokenizer, three(), *map(call, bodies, bodies.values()), template="paper")
+    trajectory = loop(*map(call, bodies, bodies.values()), template="paper", actions=three())
     assert [turn.kind for turn in trajectory.turns] == list(bodies)
     assert [turn.query for turn in trajectory.turns[:3]] == ["ann", "ann", "(1 + 2) / 2"]
     page = trajectory.turns[1]
@@ -235,10 +227,10 @@ def test_trajectory_of_three_actions(byte_tokenizer):
     assert "by <access> address of the page </access>" in prompt and "by <calculate> numbers" in prompt
 
 
-def test_refused_body_is_an_observation(byte_tokenizer):
+def test_refused_body_is_an_observation(loop):
     bodies = "__import__('os')", "9 ** 9", "1 / 0", "(" * 150, "1" * 201
     turns = [*(call("calculate", body) for body in bodies), call("access", "bob"), call("answer", "Ann")]
-    trajectory = written(byte_tokenizer, three(), *turns, max_searches=9)
+    trajectory = loop(*turns, max_searches=9, actions=three())
     assert trajectory.error is None and trajectory.answer == "Ann" and len(trajectory.turns) == 7
     assert all(turn.is_refused for turn in trajectory.turns[:6])
     assert "The action calculate does not take this: write numbers" in trajectory.turns[0].observation_text
@@ -258,8 +250,8 @@ def test_refused_body_is_an_observation(byte_tokenizer):
         (60.0, "tool: action tool: no reply within 0.05 s"),
     ],
 )
-def test_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
-    trajectory = written(byte_tokenizer, [OwnAction(Tool(brings), 0.05)], *USED)
+def test_action_that_fails_fails_the_trajectory(loop, brings, reason):
+    trajectory = loop(*USED, actions=[OwnAction(Tool(brings), 0.05)])
     assert re.sub(r" \(/.*test_actions.py:\d+\)$", "", trajectory.error) == reason
     assert ("test_actions.py:" in trajectory.error) == isinstance(brings, OSError)  # the place in own code
     group = Group.of(QUESTION, [trajectory])
@@ -280,9 +272,9 @@ def test_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
     ],
     ids=str,
 )
-def test_invalid_reply_is_refused(byte_tokenizer, brings):
+def test_invalid_reply_is_refused(loop, brings):
     with pytest.raises(UserError, match="action tool: call returned "):
-        written(byte_tokenizer, [OwnAction(Tool(brings), 9)], *USED)
+        loop(*USED, actions=[OwnAction(Tool(brings), 9)])
 
 
 @pytest.mark.parametrize(
@@ -305,20 +297,20 @@ def test_errors_of_own_parse_and_render(error, kind):
 
 
 @pytest.mark.timeout(60)  # as a whole it would take minutes
-def test_reply_of_ten_megabytes_is_cut_at_once(byte_tokenizer):
+def test_reply_of_ten_megabytes_is_cut_at_once(loop):
     huge = Reply((Document("d", "t", "<think>" * 1_500_000),), "</information> word " * 500_000)
     tool = OwnAction(Tool(huge), 9, max_length=64)
-    trajectory = written(byte_tokenizer, [tool], *USED, max_observation_length=256)
+    trajectory = loop(*USED, actions=[tool], max_observation_length=256)
     assert len(trajectory.turns[0].observation_ids) == 64 and trajectory.answer == "Ann"
     assert sum(len(document.text) for document in trajectory.turns[0].documents) < 10_000
 
 
-def test_silver_documents_come_from_every_action(byte_tokenizer):
+def test_silver_documents_come_from_every_action(loop):
     """A page that the best trajectory read is silver; an action without documents is worth 0."""
     turns = call("calculate", "1", "a b"), call("access", "ann", "c d"), call("answer", "Ann", "e")
-    good = written(byte_tokenizer, three(), *turns)
+    good = loop(*turns, actions=three())
     turns = call("access", "ann", "f g"), call("calculate", "1", "h i"), call("answer", "Bob", "j")
-    bad = written(byte_tokenizer, three(), *turns)
+    bad = loop(*turns, actions=three())
     bad.index = 1
     groups = score_groups([Group(QUESTION, [good, bad])], RewardConfig(), np.random.default_rng(0))
     (credit,) = compute_advantages(groups, AdvantageConfig()).credits
