@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from config_rig import changed
 from http_rig import Handler, serving
+from rows_rig import write_rows
 from tiny_policy import WIDER
 
-from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig, load_config
+from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.contrib.commands import doctor
 from calibadv_jax.contrib.commands.doctor import check_shape
@@ -49,20 +51,18 @@ def config(tmp_path):
         "eval": [question("3", "where is y ?"), question("4", "who wrote it, and where is it ?")],
     }
     for name, rows in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", *rows)
     build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
     policy = {"init": SHAPE, "tokenizer": str(tmp_path / "tokenizer"), "compute_dtype": "float32"}
-    values = {
-        "run": {"dir": str(tmp_path / "run")},
-        "data": {name: str(tmp_path / f"{name}.jsonl") for name in files},
-        "policy": policy,
-        "rollout": {"max_length": 1024, "max_prompt_length": 512},
-        "learner": {"row_length": 1024},
-        "prompt": {"template": "short", "chat": "off"},
-        "mesh": {"fsdp": 8},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(values))
-    return load_config(tmp_path / "run.yaml")
+    return changed(
+        run={"dir": str(tmp_path / "run")},
+        data={name: str(tmp_path / f"{name}.jsonl") for name in files},
+        policy=policy,
+        rollout={"max_length": 1024, "max_prompt_length": 512},
+        learner={"row_length": 1024},
+        prompt={"template": "short", "chat": "off"},
+        mesh={"fsdp": 8},
+    )
 
 
 def working_retriever():

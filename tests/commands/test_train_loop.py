@@ -362,7 +362,7 @@ def test_overlong_prompts_are_refused_or_left_out(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(train, "enter_run_folder", enter)
     odd = replace(MIXED[0], id="long", text="why " * 9, golden_answers=("Ada|Bo",))
 
-    def start(error=Broken, message="", **sections):
+    def start(error=Broken, message=None, **sections):
         config = configured(tmp_path / "run", {}, **sections)
         write_questions(Path(config.data.train), [*MIXED, odd])
         with pytest.raises(error, match=message):
