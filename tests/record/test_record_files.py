@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from record_rig import answer, keep, make_config, scored, search, tokens, unknown
+from config_rig import changed
+from record_rig import answer, keep, scored, search, tokens, unknown
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, ToolConfig, load_config
@@ -40,7 +41,7 @@ def rows_of(folder, step=7):
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path):
-    groups, result, learner = keep(tmp_path, make_config())
+    groups, result, learner = keep(tmp_path)
     step = read_step(find_step(tmp_path, 7))
     learner[0][0][[3, 4, 8, 9]] = 0  # the learner has none of observation tokens
     actual = comparable(
@@ -53,7 +54,7 @@ def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "hunter2")
     (tmp_path / "run.yaml").write_text("tools: [search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]")
     tools = load_config(tmp_path / "run.yaml").tools
-    keep(tmp_path, dataclasses.replace(make_config(), tools=tools))
+    keep(tmp_path, Config(tools=tools))
     path = find_step(tmp_path, 7)
     assert "hunter2" not in str(read_metadata(path)) and b"hunter2" not in path.read_bytes()
     assert kept_config(read_step(path), path).tools == tools  # what replay reads
@@ -61,8 +62,7 @@ def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("opening", ["", "<think>"])
 def test_openings_are_kept(tmp_path, opening):
-    prompt = dataclasses.replace(make_config().prompt, prepend_think=bool(opening))
-    config = dataclasses.replace(make_config(), prompt=prompt)
+    config = changed(prompt={"prepend_think": bool(opening)})
     groups, result = scored(config)
     groups[0].trajectories[0].first_opening = "<think>\n"
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 3)
@@ -74,7 +74,7 @@ def test_openings_are_kept(tmp_path, opening):
 
 
 def test_row_holds_the_credit(tmp_path):
-    _, result, _ = keep(tmp_path, make_config())
+    _, result, _ = keep(tmp_path)
     rows = rows_of(tmp_path)
     places = [(row["step"], row["group"], row["index"]) for row in rows]
     assert places == [(7, 0, 0), (7, 0, 1), (7, 0, 2), (7, 0, 3), (7, 1, 0), (7, 1, 1)]
@@ -100,9 +100,7 @@ def test_row_holds_the_credit(tmp_path):
 
 
 def test_grpo_judges_no_turn(tmp_path):
-    config = make_config()
-    config = dataclasses.replace(config, advantage=dataclasses.replace(config.advantage, name="grpo"))
-    keep(tmp_path, config)
+    keep(tmp_path, changed(advantage={"name": "grpo"}))
     rows = rows_of(tmp_path)
     assert all(row["silver"] == {} for row in rows)
     for turn in (turn for row in rows for turn in row["turns"]):
@@ -111,7 +109,7 @@ def test_grpo_judges_no_turn(tmp_path):
 
 
 def test_columns_and_metadata_describe_the_file(tmp_path):
-    config = make_config()
+    config = Config()
     keep(tmp_path, config, seed=11)
     path = find_step(tmp_path, 7)
     metadata = read_metadata(path)
@@ -139,7 +137,8 @@ def names(folder):
 
 def test_newest_and_every_nth_step_stay(tmp_path):
     for keep_newest, every, steps in ((3, 4, [4, 8, 9, 10]), (2, 0, [9, 10]), (0, 2, [*range(1, 11)])):
-        folder, config = tmp_path / str(every), make_config(rollouts_keep=keep_newest, rollouts_every=every)
+        folder = tmp_path / str(every)
+        config = changed(log={"rollouts_keep": keep_newest, "rollouts_every": every})
         metrics = write_steps(RolloutWriter(folder, config, 1), range(1, 11))
         assert list(kept_steps(folder)) == steps
         assert metrics[-1] == {"perf/record_bytes": find_step(folder, 10).stat().st_size}
@@ -147,13 +146,13 @@ def test_newest_and_every_nth_step_stay(tmp_path):
         find_step(tmp_path / "4", 7)
     with pytest.raises(UserError, match="no trajectories are kept there"):
         find_step(tmp_path, 3)
-    writer = RolloutWriter(tmp_path / "none", make_config(rollouts="none"), 1)
+    writer = RolloutWriter(tmp_path / "none", changed(log={"rollouts": "none"}), 1)
     assert write_steps(writer, [1]) == [{}] and not (tmp_path / "none").exists()
 
 
 def test_new_start_removes_later_steps(tmp_path):
-    write_steps(RolloutWriter(tmp_path, make_config(), 1), range(1, 5))
-    writer = RolloutWriter(tmp_path, make_config(rollouts="none"), 4)
+    write_steps(RolloutWriter(tmp_path, Config(), 1), range(1, 5))
+    writer = RolloutWriter(tmp_path, changed(log={"rollouts": "none"}), 4)
     assert names(tmp_path) == ["step_1.parquet", "step_2.parquet", "step_3.parquet"]
     writer.rewind(2)
     assert names(tmp_path) == ["step_1.parquet"]
@@ -167,17 +166,17 @@ def test_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("calibadv_jax.core.files.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            write_steps(RolloutWriter(tmp_path, make_config(), 1), [1])
+            write_steps(RolloutWriter(tmp_path, Config(), 1), [1])
     assert kept_steps(tmp_path) == {} and names(tmp_path) == []
     (tmp_path / "rollouts/.step_1.parquet.partial").write_text("cut")  # as kill -9 leaves it
-    RolloutWriter(tmp_path, make_config(), 1)
+    RolloutWriter(tmp_path, Config(), 1)
     assert names(tmp_path) == []
 
 
 def test_bad_files_are_one_line(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("calibadv_jax.record.schema.VERSION", "2")
-        keep(tmp_path, make_config())
+        keep(tmp_path)
     path = find_step(tmp_path, 7)
     with pytest.raises(UserError, match="its schema_version is 2, this program reads 1"):
         read_step(path)
@@ -189,7 +188,7 @@ def test_bad_files_are_one_line(tmp_path, monkeypatch):
 
 
 def test_older_file_without_golden_logprobs_is_read(tmp_path):
-    keep(tmp_path, make_config())
+    keep(tmp_path)
     path = find_step(tmp_path, 7)
     assert read_step(path).groups[0].trajectories[0].turns[0].golden_logprobs
     fields = [field for field in SCHEMA.field("turns").type.value_type if "golden" not in field.name]

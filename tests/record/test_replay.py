@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from record_rig import keep, make_config, make_groups, scored, unknown
+from config_rig import changed
+from record_rig import keep, make_groups, scored, unknown
 from rows_rig import write_rows
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
+from calibadv_jax.config import Config
 from calibadv_jax.contrib.commands.audit import (
     GROUP,
     MEASURES,
@@ -70,13 +72,8 @@ def totals(run):
     return run["settings"][0]["true"]["total"], run["settings"][0]["control"]["total"]
 
 
-def with_advantage(**changes):
-    config = make_config()
-    return replace(config, advantage=replace(config.advantage, **changes))
-
-
 def test_table_of_a_run(tmp_path, capsys):
-    keep(tmp_path, make_config())
+    keep(tmp_path)
     status, out, err = call(tmp_path, capsys=capsys)
     assert status == 0
     assert f"{tmp_path}: 1 kept steps, 1 groups, 3 trajectories, 6 searches" in out
@@ -99,7 +96,7 @@ def test_table_of_a_run(tmp_path, capsys):
 
 
 def test_sweep_is_a_column_a_value(tmp_path, capsys):
-    keep(tmp_path, make_config())
+    keep(tmp_path)
     arguments = ["--sweep", "advantage.target_ratio=0.5,2", "--sweep", "advantage.soft_penalty=false"]
     _, out, _ = call(tmp_path, *arguments, capsys=capsys)
     headers = out.splitlines()[3].split()
@@ -111,18 +108,19 @@ def test_sweep_is_a_column_a_value(tmp_path, capsys):
     assert tables(out)[-1].split()[9] == "1.000"  # over training: of the changed settings
 
 
-def test_file_holds_every_step(tmp_path, capsys):
+def test_file_holds_last(tmp_path, capsys):
     for step in (1, 10):
-        keep(tmp_path / "run", make_config(), step=step)
-    keep(tmp_path / "run", with_advantage(correctness="max"), step=12)  # every step has its own settings
-    changed = "advantage.correctness=max"
-    call(tmp_path / "run", changed, "--output", tmp_path / "audit.json", "--seed", 4, capsys=capsys)
+        keep(tmp_path / "run", step=step)
+    last = changed(advantage={"correctness": "max"})  # every step has its own settings
+    keep(tmp_path / "run", last, step=12)
+    override = "advantage.correctness=max"
+    call(tmp_path / "run", override, "--output", tmp_path / "audit.json", "--seed", 4, capsys=capsys)
     audit = json.loads((tmp_path / "audit.json").read_text())
     (run,) = audit["runs"]
     assert (audit["seed"], audit["window"], run["run"]) == (4, 10, str(tmp_path / "run"))
     own, other = run["settings"]
     assert (own["name"], own["overrides"]) == ("run", [])
-    assert (other["name"], other["overrides"]) == ("correctness=max", [changed])
+    assert (other["name"], other["overrides"]) == ("correctness=max", [override])
     steps = [(each["step"], each["blame/good_spared"]) for each in own["true"]["steps"]]
     assert steps == [(1, GOOD_SPARED), (10, GOOD_SPARED), (12, 1)]
     windows = [(each["first"], each["last"], each["groups"]) for each in own["true"]["windows"]]
@@ -135,8 +133,8 @@ def test_file_holds_every_step(tmp_path, capsys):
 
 
 def test_several_runs_and_their_mean(tmp_path, capsys):
-    keep(tmp_path / "a", make_config())
-    keep(tmp_path / "b=c", with_advantage(correctness="max"))  # a folder, for all its name
+    keep(tmp_path / "a")
+    keep(tmp_path / "b=c", changed(advantage={"correctness": "max"}))  # a folder, for all its name
     file = tmp_path / "audit.json"
     _, out, _ = call(tmp_path / "a", tmp_path / "b=c", "--output", file, "--seed", 3, capsys=capsys)
     # With seed 3 the reward falls on the trajectory without a turn: there is no silver, nothing is spared.
@@ -148,7 +146,7 @@ def test_several_runs_and_their_mean(tmp_path, capsys):
 
 def test_whom_estimators_praise_and_blame(tmp_path, capsys):
     """Of the six searches two are good: the best trajectory's first, and the wrong one's, half forgiven."""
-    keep(tmp_path, make_config())
+    keep(tmp_path)
     names = "grpo,calibadv+rloo,querygroup,reinforce_plus_plus,gigpo,mt_grpo,stepsearch,igpo,a2tgpo,tips"
     _, out, _ = call(tmp_path, "--estimators", names, capsys=capsys)
     lines = tables(out.partition("whom estimators praise and blame\n")[2])
@@ -169,7 +167,7 @@ def test_whom_estimators_praise_and_blame(tmp_path, capsys):
 
 
 def test_control_permutes_rewards_over_the_step(tmp_path):
-    keep(tmp_path, make_config())
+    keep(tmp_path)
     step_of_run = read_step(find_step(tmp_path, 7))
     config = kept_config(step_of_run, Path("step"))
 
@@ -189,7 +187,7 @@ def test_control_permutes_rewards_over_the_step(tmp_path):
 
 def write(folder, supporting):
     """The rig's step with other supporting passages of its first question."""
-    config, groups = make_config(), make_groups()
+    config, groups = Config(), make_groups()
     _, result = scored(config)
     groups[0].question = replace(groups[0].question, supporting_ids=supporting)
     for each in groups[0].trajectories:
@@ -198,11 +196,11 @@ def write(folder, supporting):
 
 
 def test_warnings(tmp_path, capsys):
-    keep(tmp_path / "grpo", with_advantage(name="grpo"))
-    keep(tmp_path / "kept", make_config())
-    groups, result = scored(make_config())
+    keep(tmp_path / "grpo", changed(advantage={"name": "grpo"}))
+    keep(tmp_path / "kept")
+    groups, result = scored(Config())
     result.credits[0].turns[1][0] *= 1 + 1e-6  # more than rounding
-    RolloutWriter(tmp_path / "other", make_config(), 7).write(7, groups, result.credits, unknown(groups), 3)
+    RolloutWriter(tmp_path / "other", Config(), 7).write(7, groups, result.credits, unknown(groups), 3)
     write(tmp_path / "corpus", ("wiki-1",))
     for name, words, overrides in (
         ("grpo", "grpo judges no search; advantage.name=calibadv shows", []),
@@ -219,10 +217,10 @@ def test_warnings(tmp_path, capsys):
 
 def test_mistakes_are_one_line(tmp_path, capsys):
     good, empty, blind, torn = (tmp_path / name for name in ("good", "empty", "blind", "torn"))
-    keep(good, make_config())
+    keep(good)
     empty.mkdir()
     write(blind, ())
-    keep(torn, make_config())
+    keep(torn)
     path = find_step(torn, 7)
     path.write_bytes(path.read_bytes()[:-9])
     for arguments, words in (
@@ -307,7 +305,7 @@ def shown(out):
 
 
 def test_same_settings_give_the_kept_advantages(tmp_path, capsys):
-    _, result, _ = keep(tmp_path, make_config())
+    _, result, _ = keep(tmp_path)
     ratio = result.metrics["advantage/answer/ratio_after"]
     write_rows(tmp_path / "metrics.jsonl", {"step": 6}, {"step": 7, "advantage/answer/ratio_after": ratio})
     assert status_of("replay", tmp_path, "--step", "7") == 0
@@ -333,8 +331,7 @@ MEDIUM = [pytest.param(name, marks=pytest.mark.medium) for name in ESTIMATORS if
 
 @pytest.mark.parametrize("name", ["grpo", *MEDIUM, "examples.own_advantage:by_rank"])
 def test_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, name):
-    plain = make_config()
-    config = replace(plain, advantage=replace(plain.advantage, name=name))
+    config = changed(advantage={"name": name})
     _, result, _ = keep(tmp_path, config)
     kept = read_step(find_step(tmp_path, 7))
     for credit, before in zip(kept.credits, result.credits, strict=True):
@@ -344,7 +341,7 @@ def test_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, name)
 
 
 def test_kept_step_stays_as_it_is(tmp_path):
-    keep(tmp_path, make_config())
+    keep(tmp_path)
     kept = read_step(find_step(tmp_path, 7))
     other = kept_config(kept, Path("step"), ["reward.format=false", "reward.answer=cover_em"])
     replayed = replay_step(kept, other)
@@ -361,7 +358,7 @@ def test_kept_step_stays_as_it_is(tmp_path):
     ids=["changed", "rounded"],
 )
 def test_changed_advantage_exits_1(tmp_path, capsys, factor, status, words):
-    config = make_config()
+    config = Config()
     groups, result, learner = keep(tmp_path, config)
     result.credits[0].turns[1][0] *= factor
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
@@ -391,8 +388,7 @@ def test_rows_that_differ_are_marked(before, after, is_changed, mark):
 
 
 def test_rewards_are_shuffled_as_they_were(tmp_path):
-    config = make_config()
-    config = replace(config, reward=replace(config.reward, shuffle=True))
+    config = changed(reward={"shuffle": True})
     groups, of_seed_0 = (
         score_groups(make_groups(), config.reward, random_state(seed, 6, "reward")) for seed in (14, 0)
     )
@@ -406,8 +402,8 @@ def test_rewards_are_shuffled_as_they_were(tmp_path):
 
 
 def test_newest_step_is_default_and_mistakes_are_refused(tmp_path, capsys):
-    keep(tmp_path, make_config(), step=3)
-    keep(tmp_path, make_config(), step=5)
+    keep(tmp_path, step=3)
+    keep(tmp_path, step=5)
     assert status_of("replay", tmp_path) == 0
     assert capsys.readouterr().out.startswith("step 5 of")
     for arguments, words in (
@@ -421,7 +417,7 @@ def test_newest_step_is_default_and_mistakes_are_refused(tmp_path, capsys):
 
 
 def test_bad_kept_config_names_the_file(tmp_path):
-    keep(tmp_path, make_config(), step=3)
+    keep(tmp_path, step=3)
     path = find_step(tmp_path, 3)
     kept = read_step(path)
     for config in ('{"loss": {"clip_both": 0.2}}', "[1, 2", "[1, 2]"):
