@@ -357,7 +357,7 @@ def test_first_query_counts_among_any_query():
         async def search(query):
             return first if query == question.text else others
 
-        return [asyncio.cover(look(item, search)) for item in questions]
+        return [asyncio.run(look(item, search)) for item in questions]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coverage, "look_up_each", find_by_query)
