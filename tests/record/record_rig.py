@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from calibadv_jax.advantages.estimators import compute_advantages
@@ -79,11 +77,6 @@ def make_groups():
     return groups
 
 
-def make_config(**log):
-    plain = Config()
-    return dataclasses.replace(plain, log=dataclasses.replace(plain.log, **log))
-
-
 def scored(config):
     """The groups after the reward stage, and their credit."""
     groups = score_groups(make_groups(), config.reward, np.random.default_rng(0))
@@ -94,7 +87,10 @@ def unknown(groups):
     return [[None] * len(group.trajectories) for group in groups]
 
 
-def keep(folder, config, step=7, seed=3):
+PLAIN = Config()
+
+
+def keep(folder, config=PLAIN, step=7, seed=3):
     """Writes the step, and returns what it was made of."""
     groups, result = scored(config)
     learner = unknown(groups)

@@ -11,17 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from record_rig import answer, keep, make_config, scored, search, tokens, unknown
+from config_rig import changed
+from record_rig import answer, keep, scored, search, tokens, unknown
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, ToolConfig, load_config
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
-from calibadv_jax.contrib.pages.site import tabulate
-from calibadv_jax.contrib.report.gather import _advantages
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.metrics.shown_steps import ending, transcript
-from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
 from calibadv_jax.record.schema import LOGPROBS, SCHEMA, VERSION, kept_steps
 from calibadv_jax.record.writer import RolloutWriter
@@ -44,7 +41,7 @@ def rows_of(folder, step=7):
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path):
-    groups, result, learner = keep(tmp_path, make_config())
+    groups, result, learner = keep(tmp_path)
     step = read_step(find_step(tmp_path, 7))
     learner[0][0][[3, 4, 8, 9]] = 0  # the learner has none of observation tokens
     actual = comparable(
@@ -57,7 +54,7 @@ def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "hunter2")
     (tmp_path / "run.yaml").write_text("tools: [search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]")
     tools = load_config(tmp_path / "run.yaml").tools
-    keep(tmp_path, dataclasses.replace(make_config(), tools=tools))
+    keep(tmp_path, Config(tools=tools))
     path = find_step(tmp_path, 7)
     assert "hunter2" not in str(read_metadata(path)) and b"hunter2" not in path.read_bytes()
     assert kept_config(read_step(path), path).tools == tools  # what replay reads
@@ -65,8 +62,7 @@ def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("opening", ["", "<think>"])
 def test_openings_are_kept(tmp_path, opening):
-    prompt = dataclasses.replace(make_config().prompt, prepend_think=bool(opening))
-    config = dataclasses.replace(make_config(), prompt=prompt)
+    config = changed(prompt={"prepend_think": bool(opening)})
     groups, result = scored(config)
     groups[0].trajectories[0].first_opening = "<think>\n"
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 3)
@@ -78,7 +74,7 @@ def test_openings_are_kept(tmp_path, opening):
 
 
 def test_row_holds_the_credit(tmp_path):
-    _, result, _ = keep(tmp_path, make_config())
+    _, result, _ = keep(tmp_path)
     rows = rows_of(tmp_path)
     places = [(row["step"], row["group"], row["index"]) for row in rows]
     assert places == [(7, 0, 0), (7, 0, 1), (7, 0, 2), (7, 0, 3), (7, 1, 0), (7, 1, 1)]
@@ -104,9 +100,7 @@ def test_row_holds_the_credit(tmp_path):
 
 
 def test_grpo_judges_no_turn(tmp_path):
-    config = make_config()
-    config = dataclasses.replace(config, advantage=dataclasses.replace(config.advantage, name="grpo"))
-    keep(tmp_path, config)
+    keep(tmp_path, changed(advantage={"name": "grpo"}))
     rows = rows_of(tmp_path)
     assert all(row["silver"] == {} for row in rows)
     for turn in (turn for row in rows for turn in row["turns"]):
@@ -115,7 +109,7 @@ def test_grpo_judges_no_turn(tmp_path):
 
 
 def test_columns_and_metadata_describe_the_file(tmp_path):
-    config = make_config()
+    config = Config()
     keep(tmp_path, config, seed=11)
     path = find_step(tmp_path, 7)
     metadata = read_metadata(path)
@@ -143,7 +137,8 @@ def names(folder):
 
 def test_newest_and_every_nth_step_stay(tmp_path):
     for keep_newest, every, steps in ((3, 4, [4, 8, 9, 10]), (2, 0, [9, 10]), (0, 2, [*range(1, 11)])):
-        folder, config = tmp_path / str(every), make_config(rollouts_keep=keep_newest, rollouts_every=every)
+        folder = tmp_path / str(every)
+        config = changed(log={"rollouts_keep": keep_newest, "rollouts_every": every})
         metrics = write_steps(RolloutWriter(folder, config, 1), range(1, 11))
         assert list(kept_steps(folder)) == steps
         assert metrics[-1] == {"perf/record_bytes": find_step(folder, 10).stat().st_size}
@@ -151,13 +146,13 @@ def test_newest_and_every_nth_step_stay(tmp_path):
         find_step(tmp_path / "4", 7)
     with pytest.raises(UserError, match="no trajectories are kept there"):
         find_step(tmp_path, 3)
-    writer = RolloutWriter(tmp_path / "none", make_config(rollouts="none"), 1)
+    writer = RolloutWriter(tmp_path / "none", changed(log={"rollouts": "none"}), 1)
     assert write_steps(writer, [1]) == [{}] and not (tmp_path / "none").exists()
 
 
 def test_new_start_removes_later_steps(tmp_path):
-    write_steps(RolloutWriter(tmp_path, make_config(), 1), range(1, 5))
-    writer = RolloutWriter(tmp_path, make_config(rollouts="none"), 4)
+    write_steps(RolloutWriter(tmp_path, Config(), 1), range(1, 5))
+    writer = RolloutWriter(tmp_path, changed(log={"rollouts": "none"}), 4)
     assert names(tmp_path) == ["step_1.parquet", "step_2.parquet", "step_3.parquet"]
     writer.rewind(2)
     assert names(tmp_path) == ["step_1.parquet"]
@@ -171,17 +166,17 @@ def test_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("calibadv_jax.core.files.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            write_steps(RolloutWriter(tmp_path, make_config(), 1), [1])
+            write_steps(RolloutWriter(tmp_path, Config(), 1), [1])
     assert kept_steps(tmp_path) == {} and names(tmp_path) == []
     (tmp_path / "rollouts/.step_1.parquet.partial").write_text("cut")  # as kill -9 leaves it
-    RolloutWriter(tmp_path, make_config(), 1)
+    RolloutWriter(tmp_path, Config(), 1)
     assert names(tmp_path) == []
 
 
 def test_bad_files_are_one_line(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("calibadv_jax.record.schema.VERSION", "2")
-        keep(tmp_path, make_config())
+        keep(tmp_path)
     path = find_step(tmp_path, 7)
     with pytest.raises(UserError, match="its schema_version is 2, this program reads 1"):
         read_step(path)
@@ -193,7 +188,7 @@ def test_bad_files_are_one_line(tmp_path, monkeypatch):
 
 
 def test_older_file_without_golden_logprobs_is_read(tmp_path):
-    keep(tmp_path, make_config())
+    keep(tmp_path)
     path = find_step(tmp_path, 7)
     assert read_step(path).groups[0].trajectories[0].turns[0].golden_logprobs
     fields = [field for field in SCHEMA.field("turns").type.value_type if "golden" not in field.name]
@@ -212,9 +207,8 @@ def access(think, *documents):
     return dataclasses.replace(search(think, *documents), kind="access", text=text)
 
 
-@pytest.fixture
-def kept(tmp_path):
-    """A group of two that read a page, on disk, and its credit."""
+def test_record_keeps_the_actions(tmp_path):
+    """Of a group of two that read a page."""
     best = [search("a b c", "d1"), access("e f", "page x"), answer("Ann")]
     many = [
         Trajectory(QUESTION, tokens(1), turns, number, actions=("search", "access"))
@@ -223,11 +217,7 @@ def kept(tmp_path):
     groups = score_groups([Group(QUESTION, many)], CONFIG.reward, np.random.default_rng(0))
     result = compute_advantages(groups, CONFIG.advantage)
     RolloutWriter(tmp_path, CONFIG, 1).write(1, groups, result.credits, [[None, None]], 0)
-    return find_step(tmp_path, 1), groups, result
-
-
-def test_record_keeps_the_actions(kept):
-    path, groups, result = kept
+    path = find_step(tmp_path, 1)
     assert read_metadata(path)["schema_version"] == VERSION == "1"  # no column is new
     assert json.loads(read_metadata(path)["actions"]) == ["search", "access"]
     step = read_step(path)
@@ -235,20 +225,3 @@ def test_record_keeps_the_actions(kept):
     again = score_again(step, kept_config(step, path), np.random.default_rng(0))
     assert [trajectory.format_valid for trajectory in again[0][0].trajectories] == [True, True]
     assert equal_turns(step.credits, again[1].credits, rounding=0) == (5, 5)
-
-
-def test_page_report_and_terminal_name_the_action(kept):
-    path, groups, result = kept
-    rows = read_columns(path).to_pylist(maps_as_pydicts="strict")
-    assert tabulate(rows, [9, 5])["rows"]["queries"] == ["a b c?\ne f?", "g h i?"]
-    turns = read_columns(path)["turns"].combine_chunks().flatten()
-    assert _advantages(turns)["turn_advantage/search before"] == pytest.approx(
-        np.mean([*result.credits[0].before[0][:2], result.credits[0].before[1][0]])
-    )
-    output = list(transcript(groups[0].trajectories[0]))
-    assert "access  e f?" in output
-    unanswered = dataclasses.replace(groups[0].trajectories[0], turns=groups[0].trajectories[0].turns[:2])
-    assert ending(unanswered).startswith("no answer: its last access came after the last one allowed")
-    metrics = trajectory_metrics(groups)
-    assert metrics["rollout/actions/access"] == 1 and metrics["rollout/searches/mean"] == 0.5
-    assert metrics["rollout/valid_action_ratio"] == 1

@@ -17,6 +17,7 @@ EOS = "<|endoftext|>"
 CONTROL = "<|im_end|>"
 QUESTION = Question("q7", "Who?", ("Ann",), "test")
 DOCUMENT = Document("d1", "Ann", "Ann is a painter.")
+PAGE = Document("page ann", "Ann", "Ann lives in Rome.")
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Loop:
         **limits: object,
     ) -> Trajectory:
         self.sampler = ScriptedSampler(self.tokenizer, lambda _, turn: turns[turn], by_letter=by_letter)
-        self.retriever = DictRetriever({"ann": [DOCUMENT]} if documents is None else documents)
+        self.retriever = DictRetriever({"ann": [DOCUMENT]} if documents is None else documents, {"ann": PAGE})
         context = context_of(self.sampler, self.tokenizer, self.retriever, **limits)
         context = replace(context, prompt=prompt or context.prompt)
         return asyncio.run(run_trajectory(context, question, index, seed, session="s"))

@@ -1,4 +1,4 @@
-"""Hostile steps through agent loop, reward, advantages and packing: what holds whatever anybody writes."""
+"""Hostile steps through agent loop, reward and advantages: what holds whatever anybody writes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from calibadv_jax.core.errors import ActionRefused
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.tags import Grammar, neutralise, refusal
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.learner.batching import pack, place
-from calibadv_jax.learner.step import make_sample
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.actions import AccessAction, OwnAction, SearchAction
 from calibadv_jax.rollout.agent import RolloutContext
@@ -193,28 +191,6 @@ def check_trajectory(trajectory, completions, tokenizer, step):
         assert trajectory.answer is not None
 
 
-def check_batch(trajectories, advantages, row_length):
-    """A column has weight exactly where its target was sampled, and then that token's advantage."""
-    pairs = zip(trajectories, advantages, strict=True)
-    trained = [(trajectory, values) for trajectory, values in pairs if trajectory.mask.any()]
-    samples = [make_sample(trajectory, values) for trajectory, values in trained]
-    if not samples:
-        return
-    batch = pack(samples, row_length)
-    places, _ = place([len(sample.tokens) for sample in samples], row_length)
-    weight = np.float32(1 / sum(int(trajectory.mask.sum()) for trajectory, _ in trained))
-    total = 0
-    for (trajectory, values), at in zip(trained, places, strict=True):
-        prompt, mask = len(trajectory.prompt_ids), trajectory.mask
-        here = slice(at.start + prompt - 1, at.start + prompt - 1 + len(mask))  # columns that predict it
-        np.testing.assert_array_equal(batch.targets[at.row, here], trajectory.response_ids)
-        np.testing.assert_array_equal(batch.weights[at.row, here], weight * mask)
-        np.testing.assert_array_equal(batch.advantages[at.row, here], values)
-        np.testing.assert_array_equal(batch.sampler_logprobs[at.row, here], trajectory.logprobs)
-        total += int(mask.sum())
-    assert np.count_nonzero(batch.weights) == total  # no column of a prompt, of padding or at an end
-
-
 def harmless(document, tokenizer, grammar):
     """A document of as many tokens that says nothing."""
     extra = added_token_strings(tokenizer)
@@ -240,7 +216,6 @@ def run_step(seed, tokenizer):
         assert np.isfinite(values).all() and not values[~trajectory.mask].any()
         counts.update(turn.kind for turn in trajectory.turns)
         counts.update(["paid"] * (trajectory.answer_score > 0) + ["valid"] * trajectory.format_valid)
-    check_batch(trajectories, advantages, step.rollout.max_length)
     blank, _ = written(step, tokenizer, lambda shown: harmless(shown, tokenizer, step.grammar))
     blank_trajectories = [trajectory for group in blank for trajectory in group.trajectories]
     for trajectory, other in zip(trajectories, blank_trajectories, strict=True):

@@ -14,7 +14,8 @@ from shutil import copy
 
 import pytest
 import yaml
-from shelf_rig import row, write_corpus, write_rows
+from rows_rig import write_rows
+from shelf_rig import row, write_corpus
 from tiny_policy import SHAPE
 
 from calibadv_jax.config import Config, MeshConfig
@@ -133,8 +134,8 @@ def inputs(tmp_path_factory):
     params = initial_params(config, model, "")
     save_folder(params, model.hf_config, folder / "model", "float32", model.tokenizer_folder)
     (folder / "data").mkdir()
-    write_rows(folder / "data" / "train.jsonl", TRAIN)
-    write_rows(folder / "data" / "test.jsonl", TEST)
+    write_rows(folder / "data" / "train.jsonl", *TRAIN)
+    write_rows(folder / "data" / "test.jsonl", *TEST)
     write_corpus(folder / "data" / "corpus.jsonl")
     return folder
 

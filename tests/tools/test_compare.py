@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from disk_rig import refuses_full_disk
 from evaluation_rig import QUESTIONS, Rig, Scripted
+from rows_rig import write_rows
 
 from calibadv_jax import cli
 from calibadv_jax.evaluation.records import FIELDS
@@ -57,8 +58,7 @@ def call(tmp_path, capsys):
 def change_rows(path, change):
     """Rewrite the rows of an evaluation."""
     rows = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
-    lines = (json.dumps(change(number, row)) + "\n" for number, row in enumerate(rows))
-    path.with_suffix(".jsonl").write_text("".join(lines))
+    write_rows(path.with_suffix(".jsonl"), *(change(number, row) for number, row in enumerate(rows)))
 
 
 def test_table_and_the_numbers(pair, call):
@@ -98,10 +98,8 @@ def test_full_disk_is_refused(pair, small_disk, capsys):
 def test_few_questions_are_a_warning(tmp_path, call, numbers, words):
     ids = [(source, f"{source}{number}") for source, size in numbers.items() for number in range(size)]
     blank = dict.fromkeys(FIELDS, "") | {"temperature": "0", "scores": {"em": 1.0}}
-    rows = [json.dumps(blank | {"data_source": source, "id": name}) + "\n" for source, name in ids]
-    paths = [tmp_path / f"{name}.jsonl" for name in "AB"]
-    for path in paths:
-        path.write_text("".join(rows))
+    rows = [blank | {"data_source": source, "id": name} for source, name in ids]
+    paths = [write_rows(tmp_path / f"{name}.jsonl", *rows) for name in "AB"]
     options = ["--metrics", "em", "--resamples", "50", "--confidence", "0.9"]
     status, out, error, _ = call(*paths, *options)
     assert status == 0 and ("fewer than" in error) == bool(words) and words in error

@@ -1,12 +1,6 @@
 """The command `calibadv inspect`: its arguments, the folder it writes, the server it starts."""
 
-import re
-import signal
-import subprocess
-import sys
-import urllib.request
 from argparse import ArgumentParser
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +8,6 @@ from benchmarks.generated_run import make_run
 from calibadv_jax import cli
 from calibadv_jax.contrib.commands import inspect_run
 from calibadv_jax.core.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -50,35 +42,3 @@ def test_bad_port_is_refused(run_folder, capsys):
     with pytest.raises(SystemExit) as end:
         cli.calibadv(["inspect", str(run_folder), "--port", "70000"])
     assert end.value.code == 2 and "70000: give 0 or more and below 65536" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_server_prints_address_and_ends_with_ctrl_c(run_folder):
-    # The tests may run as a background job, whose children ignore SIGINT from their start.
-    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = f"{heeding}; from calibadv_jax import cli; cli.calibadv()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", command, "inspect", str(run_folder), "--port", "0"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    address = process.stdout.readline().strip()
-    with urllib.request.urlopen(f"{address}data/index.json", timeout=60) as answer:
-        assert answer.status == 200 and b'"steps"' in answer.read()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in errors
-
-
-def test_page_is_in_the_package():
-    """Its files lie beside the code, and the wheel takes whole packages."""
-    names = {path.name for path in (ROOT / "calibadv_jax/contrib/pages/static").iterdir()}
-    assert {"index.html", "style.css", "app.js", "icon.svg"} <= names
-    html = (ROOT / "calibadv_jax/contrib/pages/static/index.html").read_text()
-    scripts = [path.read_text() for path in (ROOT / "calibadv_jax/contrib/pages/static").glob("*.js")]
-    used = re.findall(r'(?:href|src)="([^"]+)"', html)
-    used += [name for text in scripts for name in re.findall(r'from "\./([^"]+)"', text)]
-    assert set(used) <= names
-    assert not re.search(r"innerHTML|insertAdjacentHTML|eval\(", "".join(scripts))
