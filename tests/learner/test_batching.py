@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from calibadv_jax.learner import batching
-from calibadv_jax.learner.batching import Rows, RowShape, Sample, pack, place, plan, token_weights
+from calibadv_jax.learner.batching import Rows, RowShape, Sample, pack, plan, token_weights
 
 
 def make(length, trained, start=0):
@@ -136,13 +136,6 @@ def test_cheapest_rows_are_chosen(lengths, widths, rows, slope, num_rows, positi
     used = [shape.length for shape in packing.shapes]
     assert dict(zip(used, packing.num_rows, strict=True)) == num_rows and packing.positions == positions
     assert packing == plan(lengths, every)
-
-
-def test_one_width_is_first_fit_decreasing():
-    placements, num_rows = place([5, 9, 3, 7, 4], 12)
-    assert num_rows == 3
-    expected = [(1, 7, 2), (0, 0, 1), (0, 9, 2), (1, 0, 1), (2, 0, 1)]
-    assert [(place.row, place.start, place.segment) for place in placements] == expected
 
 
 def test_too_long_a_sample_is_named():

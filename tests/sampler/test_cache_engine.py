@@ -156,9 +156,7 @@ def test_scores_by_some_rows_are_the_same(policy, params, expected, monkeypatch)
     [
         (16384, [1024, 2048, 4096, 8192, 16384], [*range(2048, 16384, 2048), 16384]),
         (5000, [1250, 2500, 5000], [*range(640, 5000, 640), 5000]),
-        (320, [320], [64, 128, 192, 256, 320]),
         (100, [100], [64, 100]),
-        (40, [40], [40]),
     ],
 )
 def test_widths_of_windows(length, halvings, even_widths):
