@@ -138,17 +138,12 @@ def test_program_reads_the_longest_row_only(policy, params, expected, monkeypatc
 
 
 @pytest.mark.medium
-def test_tiles_of_a_few_rows_on_a_mesh(policy, params, expected, monkeypatch):
+def test_tiles_and_scores_of_a_few_rows_on_a_mesh(policy, params, expected, monkeypatch):
     monkeypatch.setitem(prefixes.TILE_TOKENS, "cpu", 24)  # three rows of eight tokens
+    monkeypatch.setattr(transformer, "SCORE_BYTES", 1)  # one row at a time
     sampler, completions = sample(policy, params, MeshConfig(1, 2, 2))
     assert sampler._engine._tile.rows == 3 and not sampler._engine._tile.is_whole
     check(completions, expected)
-
-
-@pytest.mark.medium
-def test_scores_by_some_rows_are_the_same(policy, params, expected, monkeypatch):
-    monkeypatch.setattr(transformer, "SCORE_BYTES", 3 * 4 * 8 * 4 * LENGTH)  # three rows of a prefill
-    check(sample(policy, params, ALONE)[1], expected)
 
 
 @pytest.mark.parametrize(
