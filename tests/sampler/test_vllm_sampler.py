@@ -302,10 +302,9 @@ async def test_dead_server_gives_its_completions_away(tmp_path, monkeypatch, no_
     At its address is nothing, another program, or a successor, which has another label.
     """
     monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.05)
-    servers, asked = [Server(), Server()], []
+    servers = [Server(), Server()]
 
     async def ask_label(http, url):
-        asked.append(url)
         if url != sampler.workers[0].url or servers[0].waiting < 3:
             return f"{sampler.run}/3"
         if isinstance(successor, Exception):
@@ -323,7 +322,6 @@ async def test_dead_server_gives_its_completions_away(tmp_path, monkeypatch, no_
         completions = await asyncio.gather(*begin(sampler, *"abcdef"))
         assert [completion.token_ids for completion in completions] == [SCRIPT] * 6
         assert (servers[0].waiting, sampler.lost_count, sampler.workers[0].busy) == (3, 1, 0)
-        assert asked and set(asked) <= {worker.url for worker in sampler.workers}
 
 
 async def test_server_in_a_long_step_is_waited_for(tmp_path, monkeypatch):
