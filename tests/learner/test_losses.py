@@ -1,14 +1,21 @@
-"""Losses against their formulas in docs/losses.md, in NumPy, without packing; functions of the user's own."""
+"""Losses against their formulas in docs/losses.md, in NumPy, and against published values and gradients.
+
+Also what holds for every loss, whatever the tokens, and functions of the user's own.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
+import hypothesis
 import jax.numpy as jnp
 import numpy as np
 import pydantic
 import pytest
+from hypothesis import strategies as st
 from loss_cases import batch_of, columns, packed, sample
 
 from calibadv_jax.config import LossConfig
@@ -145,6 +152,12 @@ def test_gradient_at_ratio_one_is_reinforces(name):
         # Only the second token fell, but its advantage is negative: gated, there is no penalty.
         ({"name": "lld", "lld_coef": 0.5, "lld_gating": True}, [1, 0.9], [1, -1], [-1 / 2, 0.9 / 2], 0),
         ({"name": "lld", "lld_coef": 0.5}, [1, 0.9], [1, -1], [-1 / 2 - 0.5, 0.9 / 2], 0),
+        # At ratio 1 every positive advantage is pushed, unless gated.
+        ({"name": "lld", "lld_gating": True}, [1] * 4, [1, 1, -1, 3], [-1 / 4, -1 / 4, 1 / 4, -3 / 4], 0),
+        ({"name": "lld"}, [1] * 3, [1, -1, 3], [-1 / 3 - 0.1 / 2, 1 / 3, -1 - 0.1 / 2], 0),
+        # At ratio 1: terms of positive advantages come to -4/3, others to 1/3; the factor is 1.75 x 4.
+        ({"name": "balance_detached", "balance_ratio": 1.75}, [1] * 3, [1, 3, -1], [-1 / 3, -1, 7 / 3], 0),
+        ({"name": "balance", "balance_ratio": 1.75}, [1] * 3, [1, 3, -1], [1 / 4, 3 / 4, 0], 0),
     ],
 )
 def test_gradients_of_options_by_hand(keys, ratios, advantages, expected, clipped):
@@ -230,15 +243,234 @@ def test_kl_estimators(estimator, difference, expected):
     assert float(metrics["actor/kl_loss"]) == pytest.approx(expected, rel=1e-5)
 
 
+# --- Whatever the tokens ---
+
+EXTRA = {
+    "vanilla": {"dual_clip": 2.0},
+    "cispo": {"drop_above": 1.5},
+    "gspo": {"aggregation": "sequence_mean", "clip_low": 0.05, "clip_high": 0.05},
+    "gmpo": {"aggregation": "sequence_mean", "clip_low": 0.4, "clip_high": 0.4},
+    "gpg": {"aggregation": "sequence_sum_norm", "length_norm": 16},
+    "clip_cov": {"cov_low": 0.1, "cov_share": 1.0},
+    "kl_cov": {"cov_share": 0.3},
+    "lld": {"lld_gating": True, "aggregation": "sequence_sum"},
+    "balance": {"balance_ratio": 1.75},
+    "balance_detached": {"balance_ratio": 1.75, "aggregation": "sequence_mean"},
+    "sapo": {"tau_positive": 2.0, "aggregation": "sequence_mean"},
+    "dppo_tv": {"clip_low": 0.05, "clip_high": 0.05, "ratio_cap": 3.0},
+    "dppo_kl": {"clip_low": 0.05, "clip_high": 0.05},
+    "dro": {"aggregation": "sequence_sum"},
+}
+CONFIGS = {name: LossConfig(name=name, **EXTRA[name]) for name in LOSSES}
+EACH = [  # each compiles its own programs
+    pytest.param(name, marks=() if name in ("vanilla", "gspo", "kl_cov") else pytest.mark.medium)
+    for name in CONFIGS
+]
+
+
+@st.composite
+def random_rows(draw, idle=False):
+    """One to five rows of up to nine tokens, with gaps in the mask; no two covariances are equal."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    made = []
+    for length in draw(st.lists(st.integers(1, 9), min_size=1, max_size=5)):
+        mask = rng.random(length) < draw(st.sampled_from([0.3, 0.8, 1.0]))
+        mask[rng.integers(length)] = True
+        made.append((*rng.uniform(-3, -0.1, (2, length)), rng.normal(size=length) * (not idle), mask))
+    return made
+
+
+def few(function):
+    return hypothesis.settings(max_examples=6, suppress_health_check=list(hypothesis.HealthCheck))(function)
+
+
+def assert_same(actual, expected):
+    assert actual[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
+    for gradient, other in zip(actual[1], expected[1], strict=True):
+        np.testing.assert_allclose(gradient, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", EACH)
+@few
+@hypothesis.given(cases=random_rows(), seed=st.integers(0, 99))
+def test_order_and_packing_change_nothing(name, cases, seed):
+    made = [sample(*case) for case in cases]
+    order = list(np.random.default_rng(seed).permutation(len(made)))
+    apart = packed(made, CONFIGS[name], row_length=10)
+    assert_same(packed(made, CONFIGS[name], order=order), apart)
+
+
+@pytest.mark.parametrize("name", [name for name in EACH if "dro" not in name.values])  # dro pulls all back
+@few
+@hypothesis.given(cases=random_rows(idle=True))
+def test_without_advantages_nothing_moves(name, cases):
+    loss, gradients, _ = packed([sample(*case) for case in cases], CONFIGS[name])
+    assert loss == 0 and not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("name", EACH)
+@few
+@hypothesis.given(cases=random_rows())
+def test_columns_that_are_not_trained_have_no_influence(name, cases):
+    expected = packed([sample(*case) for case in cases], CONFIGS[name])
+    other = [
+        sample(*(np.where(mask, values, junk) for values, junk in ((new, -9), (old, -2), (by, 7))), mask)
+        for new, old, by, mask in cases
+    ]
+    actual = packed(other, CONFIGS[name])
+    assert_same(actual, expected)
+    for gradient, (*_, mask) in zip(actual[1], cases, strict=True):
+        assert not gradient[~mask].any()
+
+
+@pytest.mark.parametrize("name", EACH)
+@few
+@hypothesis.given(cases=random_rows())
+def test_on_policy_equals_equal_old_logprobs(name, cases):
+    """Gradients at ratio 1 too: `on_policy` only saves the pass that would recompute the denominator."""
+    apart = packed([sample(new, new, by, mask) for new, _, by, mask in cases], CONFIGS[name])
+    stale = packed([sample(*case) for case in cases], CONFIGS[name], on_policy=True)
+    assert_same(stale, apart)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_rounding_of_the_old_logprobs_chooses_no_gradient(name):
+    """They come from another program than the new ones: in a first update nothing else is apart."""
+    new, by = np.array([-1.0, -2.0, -0.5, -1.0]), [1.0, 1.0, -1.0, 3.0]
+    rounding = np.array([2e-6, -2e-6, 1e-6, -1e-6])
+    _, (expected,), _ = packed([sample(new, new, by, [1] * 4)], CONFIGS[name])
+    for old in (new + rounding, new - rounding):
+        _, (actual,), _ = packed([sample(new, old, by, [1] * 4)], CONFIGS[name])
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+
+def test_ratios_without_bound_stay_finite():
+    """Beyond what exp can hold in float32, where the published code overflows."""
+    far = [0.0, 0.0], [-500.0, -500.0]
+    for name, config in CONFIGS.items():
+        for sign in (1.0, -1.0):
+            loss, gradients, _ = packed([sample(*far, [sign, sign / 2], [1, 1])], config)
+            assert np.isfinite(loss) and np.isfinite(gradients).all(), name
+
+
+# --- Published values, where they are present ---
+
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum-norm": "sequence_sum_norm",
+    "mean over rows": "sequence_mean",
+}
+PUBLISHED = {  # of the published losses; others are ours, but for hyphens
+    "clip-higher": "vanilla",
+    "dual-clip": "vanilla",
+    "cispo_verl": "cispo",
+    "geo-mean": "gmpo",
+} | {name.replace("_", "-"): name for name in LOSSES if name not in ("gmpo", "balance_detached")}
+SAME_FLAGS = ("vanilla", "clip-higher", "lld", "balance", "gspo")  # others count other tokens as clipped
+KEYS = {
+    "gating": "lld_gating",
+    "pg_loss_ratio": "balance_ratio",
+    "kl_coef": "cov_kl_coef",
+    "limit_low": "clip_low",
+    "limit_high": "clip_high",
+    "beta": "dro_beta",
+} | {field.name: field.name for field in fields(LossConfig) if field.name not in ("kl_coef", "aggregation")}
+CORRECTIONS = {  # those whose masked tokens leave the mean are scaled to ours, which stay in it
+    0: {"importance_cap": 2.0},
+    1: {"importance_cap": 2.0, "importance_level": "sequence"},
+    4: {"importance_low": 0.5, "importance_high": 2.0},
+    5: {"importance_cap": 2.0, "importance_low": 0.2, "importance_high": 2.0},
+    7: {"importance_low": 0.5, "importance_high": 2.0, "importance_level": "sequence"},
+    # The limits there are those of the weight's inverse.
+    6: {"importance_low": 1 / 1.1, "importance_high": 1 / 0.9, "importance_level": "sequence_geometric"},
+    8: {"importance_cap": 2.0, "reject_by": "k3", "reject_over": "sequence_max", "reject_above": 0.5},
+    9: {"reject_by": "k3", "reject_above": 0.1},
+    11: {"reject_by": "k2", "reject_over": "sequence_max", "reject_above": 0.4},
+    12: {"importance_cap": 2.0, "importance_low": 0.5, "importance_high": 2.0},
+    13: {"importance_cap": 3.0, "importance_low": 0.4, "importance_high": 3.0}
+    | {"importance_level": "sequence"},
+}
+
+
+def config_of(case: dict) -> LossConfig:
+    settings = case["settings"]
+    keys = {ours: settings[key] for key, ours in KEYS.items() if key in settings}
+    if "clip_ratio" in settings:
+        keys |= {"clip_low": settings["clip_ratio"], "clip_high": settings["clip_ratio"]}
+    aggregation = AGGREGATIONS[settings["aggregation"]]
+    norm = len(case["inputs"]["mask"][0]) if aggregation == "sequence_sum_norm" else 0
+    return LossConfig(name=PUBLISHED[case["loss"]], aggregation=aggregation, length_norm=norm, **keys)
+
+
+def scale_of(case: dict) -> float:
+    """The factor of our loss: theirs may count empty rows, and the Dr. GRPO sum is no mean over rows."""
+    trained = sum(any(row) for row in case["inputs"]["mask"])
+    aggregation, authors = case["settings"]["aggregation"], case["source"].startswith("CalibAdv")
+    if authors and aggregation == "seq-mean-token-sum-norm":
+        return trained
+    if aggregation == "mean over rows" or (authors and aggregation == "seq-mean-token-sum"):
+        return trained / len(case["inputs"]["mask"])
+    return 1.0
+
+
+class Draw:
+    """Draws the tokens that the published code drew."""
+
+    def __init__(self, case: dict):
+        places = np.argwhere(case["inputs"]["mask"]).tolist()
+        self.candidates, self.chosen = (
+            [places.index(place) for place in case["expected"][name]] for name in ("candidates", "chosen")
+        )
+
+    def choice(self, candidates, count, replace):
+        assert list(candidates) == self.candidates and count == len(self.chosen) and not replace
+        return np.array(self.chosen)
+
+
+def compared(case: dict, config: LossConfig, scale: float, *more: str, rng=None) -> dict[str, float]:
+    """Compare loss and gradients; return our metrics."""
+    names = ("log_prob", "old_log_prob", "advantages", "mask", *more)
+    rows = [sample(*row) for row in zip(*(case["inputs"][name] for name in names), strict=True)]
+    loss, gradients, metrics = packed(rows, config, rng)
+    tolerances = {"rtol": 1e-4, "atol": 1e-5, "err_msg": case["name"]}
+    np.testing.assert_allclose(scale * loss, case["expected"]["loss"], **tolerances)
+    for gradient, target in zip(gradients, case["expected"]["gradient"], strict=True):
+        np.testing.assert_allclose(scale * gradient, target, **tolerances)
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def published(shared):
+    return json.loads((shared / "golden" / "losses.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_values_and_gradients(published, name):
+    cases = [case for case in published if case["loss"] == name]
+    assert len(cases) == 6
+    for case in cases:
+        rng = Draw(case) if case["settings"].get("deterministic") is False else None
+        metrics = compared(case, config_of(case), scale_of(case), rng=rng)
+        if name in SAME_FLAGS:
+            fraction = metrics["actor/pg_clipfrac"] / np.sum(case["inputs"]["mask"])
+            assert fraction == pytest.approx(case["expected"]["clip_fraction"], abs=1e-6)
+
+
+@pytest.mark.parametrize("number", CORRECTIONS)
+def test_published_corrections_between_sampler_and_learner(published, number):
+    (case,) = [case for case in published if case["name"] == f"rollout-correction_{number}"]
+    config = LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, **CORRECTIONS[number])
+    count, accepted = np.sum(case["inputs"]["mask"]), np.sum(case["expected"]["kept_mask"])
+    metrics = compared(case, config, count / accepted, "rollout_log_prob")
+    if "reject" in case["settings"]:
+        assert metrics["actor/sampler_masked"] == count - accepted
+
+
 # --- By name ---
 
 SOURCE = """
-def doubled(tokens, config):
-    return -2 * tokens.ratio * tokens.advantages, tokens.ratio > 1 + config.clip_high
-
-def short(tokens):
-    return tokens.advantages
-
 def one_array(tokens, config):
     return tokens.advantages
 
@@ -257,22 +489,10 @@ def own(tmp_path, monkeypatch):
     return "my_losses_of_tests:"
 
 
-def test_own_loss_is_minimised(own):
-    row = [-1.0, -1.5], [-1.5, -1.5], [2.0, -1.0], [1, 1]
-    config = LossConfig(name=own + "doubled")
-    assert check_loss(config) == [f"loss {own}doubled: your own: {own}doubled"]
-    loss, (gradient,), metrics = packed([sample(*row)], config)
-    plain, (expected,), _ = packed([sample(*row)], LossConfig(clip_low=9.0, clip_high=9.0))
-    assert loss == pytest.approx(2 * plain) and gradient == pytest.approx(2 * expected)
-    assert metrics["actor/pg_clipfrac"] == 1
-    assert find_loss(config.name).every_sample  # it may move tokens without advantage
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("absent", "has no function absent"),
-        ("short", "expected: def my_loss"),
         ("one_array", "must return"),
         ("summed", "must return"),
         ("failing", "my_losses_of_tests.py:"),
@@ -291,7 +511,8 @@ def test_documented_loss_runs(tmp_path, monkeypatch):
     (tmp_path / "documented_loss_of_tests.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     config = LossConfig(name="documented_loss_of_tests:my_loss")
-    assert check_loss(config)
+    assert check_loss(config) == [f"loss {config.name}: your own: {config.name}"]
+    assert find_loss(config.name).every_sample  # it may move tokens without advantage
     loss, _, metrics = packed([sample([0.0, 0.0], [-1.0, 0.0], [1.0, 1.0], [1, 1])], config)
     assert loss == pytest.approx(-(1.2 * (2 - np.log(1.2)) + 1) / 2, rel=1e-5)
     assert metrics["actor/pg_clipfrac"] == 1

