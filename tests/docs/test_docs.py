@@ -40,9 +40,8 @@ def test_links_and_named_files_exist(page):
     for link in LINK.findall(text):
         place, _, anchor = link.partition("#")
         target = (page.parent / place).resolve() if place else page
-        if not link.startswith(("https://", "http://")) and not (
-            target.exists() and (not anchor or anchor in anchors(target))
-        ):
+        is_local = not link.startswith(("https://", "http://"))
+        if is_local and not (target.exists() and (not anchor or anchor in anchors(target))):
             dead.append(link)
     dead += [name for name in NAMED.findall(text) if not (ROOT / name).exists()]
     dead += set(NAMED_ALONE.findall(text)) - PYTHON_FILES

@@ -6,12 +6,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+from plan_rig import planned
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import prepare_data
-from calibadv_jax.contrib.commands.plan import make_plan, memory_verdict
-from calibadv_jax.contrib.planning.hardware import FRACTION, find_target
+from calibadv_jax.contrib.commands.plan import memory_verdict
+from calibadv_jax.contrib.planning.hardware import FRACTION
 from calibadv_jax.contrib.planning.memory import GIB, peak_memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,11 +55,7 @@ def test_table_has_the_planned_figures(share, arguments, row, monkeypatch):
     monkeypatch.delenv(FRACTION, raising=False)
     if share:
         monkeypatch.setenv(FRACTION, share)
-    parsed = cli.parse("calibadv plan", "", shlex.split(arguments), cli.OPTIONS["plan"])
-    options = parsed.options
-    target = find_target(options["tpu"], options["gpu"], options["topology"])
-    config = load_config([ROOT / path for path in parsed.configs], parsed.overrides)
-    plan = make_plan(config, target, options["efficiency"], options["tokens"], options["sampled"])
+    config, target, plan = planned(arguments)
     assert memory_verdict(plan, {})[1]  # it fits
     steps, memory = (
         config.learner.steps,
