@@ -36,7 +36,6 @@ def clock(monkeypatch):
 
 
 def test_step_is_one_line():
-    """Lines are aligned, however large or small the numbers, and whatever the width of a terminal."""
     stream = io.StringIO()
     console = Console(stream=stream)
     metrics = {"perf/tokens_per_second": 2900.3, "reward/mean": 0.52341, "timing_s/step": 4.3, "unknown": 3.0}
@@ -110,7 +109,6 @@ def test_no_progress_leaves_results_and_warnings(capsys):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("stream", [Terminal(), Kernel()], ids=["terminal", "notebook"])
 def test_line_is_rewritten(stream, monkeypatch):
-    """By returns and blanks alone, and cut at a terminal's width."""
     monkeypatch.setattr(console_module, "REWRITTEN_SECONDS", 0.01)
     monkeypatch.setenv("COLUMNS", "40")
     console = Console(stream=stream)
@@ -129,7 +127,6 @@ def test_line_is_rewritten(stream, monkeypatch):
 
 
 def test_file_gets_plain_lines():
-    """Nothing that moves or colours."""
     stream = io.StringIO()
     console = Console(stream=stream)
     with console.phase("waiting for the retriever", announce=True), console.phase("update"):
