@@ -35,7 +35,6 @@ def interrupt(*_, **__):
     ],
 )
 def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch, name, place, kept):
-    """Also an older index stays."""
     if name == "bm25":
         pytest.importorskip("bm25s")
     arguments = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "i")]
@@ -64,7 +63,6 @@ def test_ctrl_c_ends_other_commands_in_one_line(tmp_path, files, capsys, monkeyp
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_ctrl_c_reaches_processes(tmp_path, files):
-    """While shards are written, and while a service answers."""
     people_corpus(tmp_path / "c.jsonl", 30_000)
     build = ["build_index", "--corpus_path", tmp_path / "c.jsonl", "--index_path", tmp_path / "i"]
     answer = ["serve", "--corpus_path", files[0], "--index_path", files[1], "--port", "0"]

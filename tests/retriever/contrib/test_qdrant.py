@@ -80,7 +80,6 @@ def test_absent_server_and_foreign_collection_are_refused(tmp_path, corpus, enco
 
 
 def test_rlinf_collection_is_served_unchanged(tmp_path, corpus, encoder, monkeypatch):
-    """With search parameters."""
     upload(tmp_path, corpus, encoder)
     requests, query = [], QdrantClient.query_batch_points
 
@@ -188,9 +187,8 @@ def test_invalid_options_are_named(tmp_path, corpus):
         ({"search": "exact"}, "search parameters 'exact'"),
         ({"factory": "HNSW8"}, "--factory HNSW8: --kind qdrant"),
     ):
-        refuses(
-            message, build_index, corpus, tmp_path / "i", options_for(tmp_path, **options), progress=False
-        )
+        changed = options_for(tmp_path, **options)
+        refuses(message, build_index, corpus, tmp_path / "i", changed, progress=False)
     for more, message in (
         (["--corpus_path", "x"], "--corpus_path: "),
         (["--web_budget", "3"], "--web_budget: "),
