@@ -385,16 +385,12 @@ def words(path):
 def test_report_writes_tables_and_figures(output, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     evidence_report.main([str(output), "--docs", str(tmp_path), "--name", "rumours"])
-    labels = {
-        "frontier": {"calibadv", "soft", "5 updates a step", "1.9"},
-        "rewards": {"calibadv", "reward"},
-        "searches": {"soft", "calibadv-lambda0.5", "searches", "learning rate 1.9e-3: λ"},
-        "lambda": {"calibadv", "λ", "0.5", "1"},
-    }
-    names = ["rumours_tables.md", *(f"rumours_{kind}.svg" for kind in labels)]
-    assert capsys.readouterr().out.splitlines() == [str(tmp_path / name) for name in names]
-    for kind, texts in labels.items():
-        assert {"grpo"} | texts <= words(tmp_path / f"rumours_{kind}.svg")
+    figures = [f"rumours_{kind}.svg" for kind in ("frontier", "rewards", "searches", "lambda")]
+    assert capsys.readouterr().out.splitlines() == [
+        str(tmp_path / name) for name in ["rumours_tables.md", *figures]
+    ]
+    assert all("grpo" in words(tmp_path / name) for name in figures)
+    assert {"calibadv", "λ", "0.5", "1"} <= words(tmp_path / "rumours_lambda.svg")
     table, picture = evidence_report.write_short(output, ["short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"])
     assert list(cells(table)) == ["arm", "short-grpo-lr1.9e-3", "short-calibadv-lr1.9e-3"]
     assert {"grpo", "calibadv", "searches"} <= words(picture)
