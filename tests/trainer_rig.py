@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,11 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from config_rig import changed
 from hosts_rig import UNTIMED, rows  # noqa: F401
 from tiny_policy import NARROW
 
 from calibadv_jax.commands.train import train
-from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.data.questions import write_questions
@@ -73,12 +73,7 @@ def make_config(folder, **sections):
         "checkpoint": {"every": 2},
         "log": {"backends": [], "progress": False},
     }
-    plain = Config()
-    changed = {
-        name: dataclasses.replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
-        for name in values.keys() | sections.keys()
-    }
-    return dataclasses.replace(plain, **changed)
+    return changed(changed(**values), **sections)
 
 
 def write_group(number, question, size=3):
