@@ -102,9 +102,7 @@ def test_malformed_row_names_file_and_line(tmp_path, line, message):
 
 
 def test_gzip_and_plain_corpora_are_the_same(tmp_path):
-    path = write_rows(
-        tmp_path / "c.jsonl", [row(i) for i in range(2000)]
-    )  # more than the head
+    path = write_rows(tmp_path / "c.jsonl", [row(i) for i in range(2000)])  # more than the head
     packed = table_of(tmp_path, "c.jsonl", path.read_bytes(), True)
     assert load_corpus(packed).sha256 == load_corpus(path).sha256
     packed.write_bytes(packed.read_bytes()[:-20])
