@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 import jax
 import numpy as np
 import pytest
-import rounding
 from disk_rig import small_disk  # noqa: F401
 from object_store import s3  # noqa: F401
 
@@ -46,13 +45,10 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="fuzz tests try all their cases (minutes more)")
-    parser.addoption("--perturb", action="store_true", help="round as another CPU does: tests/rounding.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuses two modules of one name: tests are imported by it, so that one would hide the other."""
-    if config.getoption("--perturb"):
-        rounding.perturb()
     places: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         places.setdefault(path.name, []).append(str(path.relative_to(ROOT)))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import contextmanager
 from pathlib import Path
 
+from config_rig import changed
 from tiny_policy import Letters
 
 from calibadv_jax.commands import evaluate
-from calibadv_jax.config import Config, PromptConfig, ToolConfig
+from calibadv_jax.config import Config, ToolConfig
 from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.questions import write_questions
@@ -100,7 +100,7 @@ class Rig:
         self.shelf = Shelf()
         self.questions = {"eval.jsonl": QUESTIONS}
 
-    def config(self, **sections):
+    def config(self, tools=("search",), **sections):
         for name, questions in self.questions.items():
             write_questions(self.folder / name, questions)
         files = [str(self.folder / name) for name in self.questions]
@@ -109,15 +109,10 @@ class Rig:
             "data": {"eval": files[0] if len(files) == 1 else files},
             "evaluate": {"output": str(self.folder / "evaluation.json"), "resamples": 200},
             "log": {"progress": False},
+            "prompt": {"template": "short", "chat": "off"},
         }
-        plain = dataclasses.replace(Config(), prompt=PromptConfig(template="short", chat="off"))
-        changed = {
-            name: dataclasses.replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
-            for name in values.keys() | sections.keys()
-            if name != "tools"
-        }
-        tools = [ToolConfig(name) for name in sections.get("tools", ["search"])]
-        return dataclasses.replace(plain, tools=tools, **changed)
+        plain = changed(Config(tools=[ToolConfig(name) for name in tools]), **values)
+        return changed(plain, **sections)
 
     def rollouts(self, config, sampler):
         context = RolloutContext(sampler, self.shelf, Letters(), config.rollout, config.prompt)

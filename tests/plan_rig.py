@@ -1,6 +1,14 @@
-"""A small run to plan."""
+"""A small run to plan, and plans of the repository's configs."""
 
+import shlex
+from pathlib import Path
+
+from calibadv_jax import cli
 from calibadv_jax.config import load_config
+from calibadv_jax.contrib.commands.plan import make_plan
+from calibadv_jax.contrib.planning.hardware import find_target
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SHAPE = {"model_type": "qwen2", "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408}
 SHAPE |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -23,3 +31,12 @@ def small(folder, **changed):
     shape = "".join(f"    {key}: {str(value).lower()}\n" for key, value in SHAPE.items())
     (folder / "small.yaml").write_text(f"policy:\n  init:\n{shape}mesh: {{fsdp: -1}}\n")
     return load_config(folder / "small.yaml", overrides(**changed))
+
+
+def planned(words):
+    """(config, target, plan) of `calibadv plan` with these words."""
+    parsed = cli.parse("calibadv plan", "", shlex.split(words), cli.OPTIONS["plan"])
+    options = parsed.options
+    target = find_target(options["tpu"], options["gpu"], options["topology"])
+    config = load_config([ROOT / path for path in parsed.configs], parsed.overrides)
+    return config, target, make_plan(config, target, *map(options.get, ("efficiency", "tokens", "sampled")))

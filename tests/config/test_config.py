@@ -72,14 +72,11 @@ ON_COMMAND_LINE = [
     ("+learner.steps=1", "unknown key '+learner'; did you mean 'learner'?"),
     # of other trainers: the end of the name is enough
     ("reranker.select_num=3", "did you mean 'retriever.rerank_topk'?"),
-    ("data.max_obs_length=1", "did you mean 'rollout.max_observation_length'? (Search-R1: "),
     ("max_completion_length=1", "did you mean 'rollout.max_turn_length'? (it limits one turn"),
-    ("data.max_prompt_length=1", "did you mean 'rollout.max_prompt_length' or 'rollout.max_length'? (in"),
     ("num_generation=1", "did you mean 'rollout.group_size'?"),
     ("actor_rollout_ref.rollout.agent.num_workers=1", "; every key is in docs/configuration.md"),
     ("optim.lr=1", "did you mean 'learner.optimizer.lr' or 'critic.optimizer.lr'?"),
     ("clip_ratio=1", "did you mean 'loss.clip_low' and 'loss.clip_high'?"),
-    ("critic.model.path=1", "has no counterpart: the critic begins as a copy of the policy"),
 ]
 
 
@@ -107,16 +104,12 @@ ON_COMMAND_LINE = [
         # unknown keys
         ("learner: {step: 3}", "unknown key 'learner.step'; did you mean 'learner.steps'?"),
         ("learner: {optimizer: {leaning_rate: 1}}", "did you mean 'learner.optimizer.lr'?"),
-        ("learner: {group_size: 4}", "did you mean 'rollout.group_size'?"),
-        ("advantage: {lambda: 1}", "did you mean 'advantage.target_ratio'?"),
         ("rollout: {grop_size: 5}", "did you mean 'rollout.group_size'?"),
         ("run: {microbatch_row: 5}", "did you mean 'learner.microbatch_rows'?"),
         ("sft: {phases: {first: {steps: 5}}}", "unknown key 'sft.phases.first.steps'"),
         ("optimizer: {lr: 1}", OPTIMIZERS.format("")),
         ("reward: {model: judge}", "did you mean 'reward.judge.model'?"),
-        ("lerner: {steps: 1}", "unknown key 'lerner'; did you mean 'learner'?"),
         ("sft: {phases: [{steps: 5}, {step: 5}]}", "unknown key 'sft.phases.1.step'; did you mean"),
-        ("actor: {optim: {lr: 1}}", "unknown key 'actor.optim.lr'; did you mean 'learner.optimizer.lr'"),
         ("xyzzy: {}", "unknown key 'xyzzy'; every key is in docs/configuration.md"),
         ("policy: {lora: {dropout: 0.1}}", "'policy.lora.dropout'; it has no counterpart: with dropout"),
     ],
@@ -167,7 +160,6 @@ def test_key_type_decides_how_override_is_read(write, override, expected):
 
 
 def test_every_peer_key_has_a_hint():
-    """Also with Hydra's plus; it names only keys that exist, or says why there is none."""
     for key in peer_keys():
         assert set(key.keys) <= known_keys().keys()
         message = counterpart(f"+{key.name}")
@@ -224,7 +216,6 @@ def test_file_builds_upon_another(write, tmp_path):
     [
         (["{}", "learner: {steps: 0}"], "b.yaml: learner.steps: must be greater than 0 (got 0)"),
         (["learner: {steps: 0}", "learner: {epochs: 2}"], "a.yaml: learner.steps: must be"),
-        (["learner: {steps: 0}", "learner: {steps: x}"], "b.yaml: learner.steps: must be"),
         (["{}", "lerner: {}"], "b.yaml: unknown key 'lerner'"),
         (["{}", "learner: [1"], "b.yaml: not valid YAML"),
         (["base: b.yaml", "run: {seed: -1}"], "b.yaml: run.seed: must be"),

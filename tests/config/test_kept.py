@@ -1,11 +1,11 @@
 """Places in a config: URLs, the paths of a run that was moved, the configs that a run keeps."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from config_rig import changed
 
 from calibadv_jax import cli
 from calibadv_jax.commands.export import training_config
@@ -228,8 +228,7 @@ def test_damaged_starts_are_refused(run):
 
 def test_newer_keys_have_defaults_and_removed_keys_are_dropped(run):
     (run / "configs/1.yaml").write_text("run: {seed: 7}\npolicy: {lora: {dropout: 0.0}}\n")
-    config = replace(Config(), learner=replace(Config().learner, steps=9))
-    values = training_config(config, find_policy(run / "checkpoints"))
+    values = training_config(changed(learner={"steps": 9}), find_policy(run / "checkpoints"))
     assert values["run"]["seed"] == 7 and values["learner"]["steps"] == Config().learner.steps
     assert "dropout" not in newest_start(run).config["policy"]["lora"]
     assert load_config(run / "configs/1.yaml").policy == Config().policy

@@ -54,7 +54,6 @@ assert len(COMMANDS) > 30
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name)
 def test_configs_pass_the_offline_doctor(path, tmp_path, monkeypatch, capsys):
-    """In an empty folder, and without a connection."""
 
     def refuse(*_):
         raise AssertionError("a connection was opened")
@@ -187,28 +186,20 @@ def test_memory_fractions_leave_room_for_the_retriever(path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "is_right", "words"),
+    ("override", "status", "words"),
     [
-        (
-            ["prompt.template=papr"],
-            False,
-            ["FAIL prompt: prompt.template is", "1 of 5 offline checks failed"],
-        ),
-        (["learner.microbatch_rows=12"], False, ["set it to 16"]),
-        (["policy.init.model_type=gpt2"], False, ["FAIL policy: policy.init: model_type is 'gpt2'"]),
-        (["data.train=bad.jsonl"], False, ["FAIL questions: bad.jsonl:1"]),
-        (["rollout.max_length=8192"], True, ["longer ends without an answer"]),
-        (["mesh.fsdp=-1"], True, ["as many as there are here"]),
-        ([], True, ["10 update(s) each: 2050 in all"]),
-        (["policy.init.vocab_size=151936", "policy.path="], True, ["3085.94M parameters"]),
-        (["sampler.name=jax"], True, ["kv cache"]),
+        ("prompt.template=papr", 1, ["FAIL prompt: prompt.template is", "1 of 5 offline checks failed"]),
+        ("learner.microbatch_rows=12", 1, ["set it to 16"]),
+        ("rollout.max_length=8192", 0, ["longer ends without an answer"]),
+        ("mesh.fsdp=-1", 0, ["as many as there are here"]),
+        ("policy.path=", 0, ["3085.94M parameters", "10 update(s) each: 2050 in all"]),
+        ("sampler.name=jax", 0, ["kv cache"]),
     ],
 )
-def test_offline_doctor_names_the_mistake(tmp_path, monkeypatch, capsys, overrides, is_right, words):
+def test_offline_doctor_names_the_mistake(tmp_path, monkeypatch, capsys, override, status, words):
     monkeypatch.chdir(tmp_path)
-    Path("bad.jsonl").write_text('{"id": "1", "question": "Who?"}\n')
-    with nullcontext() if is_right else pytest.raises(SystemExit, match="1"):
-        doctor.run(paper("qwen2.5-3b", overrides=overrides), offline=True)
+    with pytest.raises(SystemExit, match="1") if status else nullcontext():
+        doctor.run(paper("qwen2.5-3b", overrides=[override, "policy.init.vocab_size=151936"]), offline=True)
     printed = capsys.readouterr().out
     assert all(part in printed for part in words)
 

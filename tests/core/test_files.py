@@ -79,7 +79,6 @@ def test_failed_write_leaves_the_older_alone(tmp_path, is_namesake, write, error
 
 
 def test_two_writers_of_a_file_do_not_mix(tmp_path):
-    """The second begins while the first writes, in another process."""
     path = tmp_path / "a"
     of_killed_process(path, ".partial").touch()
     other = "from pathlib import Path; from calibadv_jax.core.files import write_text;"

@@ -6,12 +6,13 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from config_rig import changed
 from hub_rig import running_hub, serve_hub, use_hub  # noqa: F401
 from tiny_policy import SHAPE
 
 from calibadv_jax.commands import sft
 from calibadv_jax.commands.evaluate import choose_policy
-from calibadv_jax.config import Config, LogConfig, MeshConfig, SftConfig, SftPhase
+from calibadv_jax.config import LogConfig, SftConfig, SftPhase
 from calibadv_jax.contrib.commands.doctor import weight_lines
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core import hub as hub_client
@@ -36,9 +37,7 @@ def policy_folder(tmp_path_factory):
 
 
 def configured(folder, **policy):
-    config = Config(mesh=MeshConfig(data=1, fsdp=8))
-    run = replace(config.run, dir=str(folder / "run"))
-    return replace(config, run=run, policy=replace(config.policy, **policy))
+    return changed(mesh={"data": 1, "fsdp": 8}, run={"dir": str(folder / "run")}, policy=policy)
 
 
 def read_params(config):
@@ -53,9 +52,7 @@ def test_repository_is_downloaded_once(hub, tmp_path, policy_folder):
     hub.add("owner/policy", policy_folder, **{"pytorch_model.bin": b"x" * 99})
     config = configured(tmp_path, path="owner/policy")
     model = build_model(config, "owner/policy")
-    assert weight_lines(config, model)[0].startswith(
-        "not checked: the tensors of owner/policy, which are not"
-    )
+    assert weight_lines(config, model)[0].startswith("not checked: the tensors of owner/policy, which are")
     assert "owner/policy/model.safetensors" not in hub.downloads, "a check needs no weights"
     params = read_params(config)
     (line,) = weight_lines(config, model)
@@ -103,8 +100,7 @@ def test_evaluation_and_tokenizer_accept_a_repository(hub, tmp_path, policy_fold
     config = configured(tmp_path, path=str(policy_folder), tokenizer="owner/policy")
     model = build_model(config, config.policy.path)
     assert model.tokenizer_folder.parts[-2] == "snapshots"
-    config = replace(config, evaluate=replace(config.evaluate, policy="owner/policy"))
-    source = choose_policy(config)
+    source = choose_policy(changed(config, evaluate={"policy": "owner/policy"}))
     assert source.kind == "huggingface" and (source.path / "model.safetensors").is_file()
 
 

@@ -107,7 +107,6 @@ def test_unwaited_work_returns_value_or_error():
 
 
 def test_leave_does_not_wait_for_unwaited_work(monkeypatch, capsys):
-    """It leaves in the usual way once the work is done, and else at once, with the same status."""
     monkeypatch.setattr(stopping, "GRACE", 0.1)
     left, go_on = [], threading.Event()
     monkeypatch.setattr(stopping.os, "_exit", lambda status: left.append(status))

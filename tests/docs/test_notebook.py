@@ -16,10 +16,6 @@ def test_notebook_is_valid_and_holds_no_results():
     nbformat.validate(nbformat.read(PATH, as_version=nbformat.NO_CONVERT))
     assert not [cell for cell in CELLS if cell.get("outputs") or cell.get("execution_count")]
     assert all("%pip" in cell.source for cell in CELLS if cell.metadata)
-    assert (
-        max(len(line) for cell in CELLS if cell.cell_type == "code" for line in cell.source.splitlines())
-        <= 110
-    )
 
 
 def test_prose_is_short_and_links_exist():

@@ -51,11 +51,9 @@ def expected_advantages(records: Sequence) -> list[np.ndarray]:
     for index, record in enumerate(records):
         turns = []
         for turn in record.turns:
-            ids, documents = (
-                np.zeros(turn.num_tokens, np.int32),
-                [Document(name, "", "") for name in turn.documents],
-            )
-            turns.append(Turn(turn.kind, ids, ids * 0.0, think=turn.thought, documents=tuple(documents)))
+            ids = np.zeros(turn.num_tokens, np.int32)
+            documents = tuple(Document(name, "", "") for name in turn.documents)
+            turns.append(Turn(turn.kind, ids, ids * 0.0, think=turn.thought, documents=documents))
         trajectories.append(Trajectory(question, np.zeros(1, np.int32), turns, index))
         trajectories[-1].format_valid, trajectories[-1].answer_score = record.format_valid, record.score
     return compute_advantages([Group(question, trajectories)], AdvantageConfig()).advantages[0]

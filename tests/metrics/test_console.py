@@ -36,17 +36,11 @@ def clock(monkeypatch):
 
 
 def test_step_is_one_line():
-    """Lines are aligned, however large or small the numbers, and whatever the width of a terminal."""
     stream = io.StringIO()
     console = Console(stream=stream)
     metrics = {"perf/tokens_per_second": 2900.3, "reward/mean": 0.52341, "timing_s/step": 4.3, "unknown": 3.0}
     console.step(12, 60, metrics | {"perf/remaining_seconds": 200.0})
-    for step, value, seconds in ((1, 0.0, 100.0), (10, 0.987654, 123.456), (1000, NAN, 1.0)):
-        console.step(step, 2000, dict.fromkeys(STEP_METRICS, value) | {"timing_s/step": seconds})
-    first, *lines = stream.getvalue().splitlines()
-    assert first == "step 12/60  reward 0.523    4.3 s/step    2,900 tok/s  ETA 3 min"
-    assert len(lines) == 3 and len(lines[0]) > 100
-    assert len({(line.index("s/step"), line.index(" tok/s")) for line in lines}) == 1
+    assert stream.getvalue() == "step 12/60  reward 0.523    4.3 s/step    2,900 tok/s  ETA 3 min\n"
     assert all(map(find, STEP_METRICS)), "every metric of the line is documented"
 
 
@@ -110,7 +104,6 @@ def test_no_progress_leaves_results_and_warnings(capsys):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("stream", [Terminal(), Kernel()], ids=["terminal", "notebook"])
 def test_line_is_rewritten(stream, monkeypatch):
-    """By returns and blanks alone, and cut at a terminal's width."""
     monkeypatch.setattr(console_module, "REWRITTEN_SECONDS", 0.01)
     monkeypatch.setenv("COLUMNS", "40")
     console = Console(stream=stream)
@@ -129,7 +122,6 @@ def test_line_is_rewritten(stream, monkeypatch):
 
 
 def test_file_gets_plain_lines():
-    """Nothing that moves or colours."""
     stream = io.StringIO()
     console = Console(stream=stream)
     with console.phase("waiting for the retriever", announce=True), console.phase("update"):

@@ -166,8 +166,14 @@ def test_diverging_critic_is_named_with_its_key(actor):
     verdict = watch.check(2, row)
     assert verdict.action == "stop" and watch.is_broken
     assert "update of the critic" in verdict.findings[0] and "critic.optimizer.lr" in verdict.findings[0]
-    lost = guards().check(1, row | {"critic/finite": 0.0})
-    assert "the parameters of the critic are not finite" in lost.findings[0]
+
+
+@pytest.mark.parametrize(("part", "name"), [("actor", ""), ("critic", " of the critic")])
+def test_lost_parameters_end_the_run_at_once(part, name):
+    watch = guards(patience=9)
+    verdict = watch.check(1, numbers(0.0) | numbers(0.0, finite=0.0, part=part))
+    assert verdict.action == "stop" and watch.is_broken
+    assert verdict.findings[0].startswith(f"step 1: the parameters{name} are not finite")
 
 
 @pytest.mark.parametrize(("action", "expected"), [("log", "stop"), ("rollback", "rollback")])
@@ -185,13 +191,6 @@ def test_steps_without_finite_updates_end_the_run(action, expected):
     assert not watch.is_broken and not watch.in_doubt
     for step, skipped in enumerate((0.5, 1.0, 0.0, 1.0, 0.8), 2):
         assert watch.check(step, numbers(skipped)).action == "go_on"
-
-
-def test_lost_parameters_end_the_run_at_once():
-    watch = guards(patience=9)
-    verdict = watch.check(1, numbers(0.0, finite=0.0))
-    assert verdict.action == "stop" and watch.is_broken
-    assert verdict.findings[0].startswith("step 1: the parameters are not finite")
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,13 @@ import re
 
 import numpy as np
 import pytest
+from test_console import Terminal
 
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.shown_steps import REPEAT_TIED, ShownSteps, why_tied
 
 HOSTILE = "\x1b[2Jgone\x07 [bold red]red[/] \u202eleft\r\n[/"
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def turn(kind="answer", text="", **fields):

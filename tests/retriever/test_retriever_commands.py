@@ -14,22 +14,11 @@ from retriever_rig import people_corpus, refuses
 
 from retriever import prepare_corpus, serve
 from retriever.build_index import main
-from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError, Unavailable, status_of
 from retriever.files import replacing, replacing_folder
-from retriever.indexes.index import open_index
 from retriever.options import parse, read_token
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_build_command_follows_its_options(tmp_path, files, capsys):
-    arguments = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "i"), "--kind", "jax"]
-    assert main(arguments) == 0
-    assert capsys.readouterr().out == f"16 passages indexed in {tmp_path / 'i'}\n"
-    assert open_index(tmp_path / "i", load_corpus(files[0])).manifest["kind"] == "jax"
-    assert main(["--corpus_path", str(tmp_path / "no"), "--index_path", str(tmp_path / "i")]) == 2
-    assert "error: " in capsys.readouterr().err
 
 
 def interrupt(*_, **__):
@@ -46,7 +35,6 @@ def interrupt(*_, **__):
     ],
 )
 def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch, name, place, kept):
-    """Also an older index stays."""
     if name == "bm25":
         pytest.importorskip("bm25s")
     arguments = ["--corpus_path", str(files[0]), "--index_path", str(tmp_path / "i")]
@@ -75,7 +63,6 @@ def test_ctrl_c_ends_other_commands_in_one_line(tmp_path, files, capsys, monkeyp
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_ctrl_c_reaches_processes(tmp_path, files):
-    """While shards are written, and while a service answers."""
     people_corpus(tmp_path / "c.jsonl", 30_000)
     build = ["build_index", "--corpus_path", tmp_path / "c.jsonl", "--index_path", tmp_path / "i"]
     answer = ["serve", "--corpus_path", files[0], "--index_path", files[1], "--port", "0"]

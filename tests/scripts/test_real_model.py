@@ -49,7 +49,6 @@ def packages(tmp_path, monkeypatch):
 
 
 def test_packages_replace_an_absent_hub_model(hub, tmp_path, capsys, packages):
-    """That of the name's repository, and in their order."""
     call = ["--output", str(tmp_path / "model"), "--model", "qwen2.5-0.5b"]
     assert real_model.main(["--output", str(tmp_path / "model"), "--repository", "own/er"]) == 2
     assert capsys.readouterr().err.startswith("error: own/er (model on")

@@ -7,18 +7,17 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import copy
 
 import pytest
 import yaml
+from config_rig import changed
 from rows_rig import write_rows
 from shelf_rig import row, write_corpus
 from tiny_policy import SHAPE
 
-from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.run.model import build_model, initial_params
 from calibadv_jax.snapshots.huggingface import save_folder
@@ -128,8 +127,8 @@ def inputs(tmp_path_factory):
     """Folders of a random policy and of data."""
     folder = tmp_path_factory.mktemp("real")
     build_word_tokenizer().save_pretrained(folder / "tokenizer")
-    config = Config(mesh=MeshConfig(data=1, fsdp=8))
-    config = replace(config, policy=replace(config.policy, init=SHAPE, tokenizer=str(folder / "tokenizer")))
+    policy = {"init": SHAPE, "tokenizer": str(folder / "tokenizer")}
+    config = changed(mesh={"data": 1, "fsdp": 8}, policy=policy)
     model = build_model(config, "")
     params = initial_params(config, model, "")
     save_folder(params, model.hf_config, folder / "model", "float32", model.tokenizer_folder)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hosts_rig import free_port, places
+from small_run import SMALL
 
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.worlds.world import write_world
@@ -42,19 +43,15 @@ for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda got, _: [one.send_signal(got) for one in running])
 sys.exit(max(abs(one.wait()) for one in running))
 """
+TINY = [
+    *SMALL,
+    *("rollout.questions_per_step=2", "rollout.group_size=2", "sampler.slots=4", "learner.microbatch_rows=4"),
+    *("learner.row_widths=1", "evaluate.every=0", "checkpoint.every=1000", "mesh.fsdp=-1"),
+]
 SCONTROL = """#!/usr/bin/env bash
 echo "scontrol $*" >>"$CALLS"
 if [[ "$1 $2" == "show hostnames" ]]; then tr , '\\n' <<<"$3"; fi
 """
-TINY = [
-    *("world.people=20", "world.cities=8", "world.companies=8", "world.train_questions=40"),
-    *("world.eval_questions=6", "policy.init.hidden_size=32", "policy.init.intermediate_size=32"),
-    *("policy.init.num_hidden_layers=1", "policy.init.head_dim=16", "rollout.questions_per_step=2"),
-    *("rollout.group_size=2", "rollout.max_turn_length=8", "rollout.max_length=64", "sampler.slots=4"),
-    *("sampler.decode_chunk=8", "learner.row_length=64", "learner.microbatch_rows=4", "learner.row_widths=1"),
-    *("policy.path=", "evaluate.every=0", "log.backends=[]", "checkpoint.every=1000", "mesh.data=1"),
-    "mesh.fsdp=-1",
-]
 
 
 @pytest.fixture
@@ -76,7 +73,6 @@ def cluster(tmp_path):
 
 
 def submitted(environment, *arguments):
-    """The job as it ended."""
     call = ["bash", str(SCRIPT), "--config", str(ROOT / "configs/paper/qwen2.5-7b.yaml"), *arguments]
     return subprocess.run(call, env=environment, capture_output=True, text=True)
 
@@ -84,7 +80,6 @@ def submitted(environment, *arguments):
 @pytest.mark.medium
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_job_starts_parts_on_their_nodes(cluster, trainers):
-    """Four workers on the nodes that the trainer has not."""
     environment, calls = cluster
     nodes = ["n1", "n2", "n3"]
     ports = range(8100, 8102 if trainers == 1 else 8104)
@@ -110,12 +105,7 @@ def test_bad_job_is_refused_before_the_start(cluster):
     environment, calls = cluster
     few = {"WORKER_NODES": "1", "WORKERS_PER_NODE": "1"}
     for nodes, more, arguments, message in (
-        (
-            "n1,n2,n3",
-            few,
-            [],
-            "1 vLLM workers for 2 nodes of the trainer: set WORKER_NODES, sampler.workers or",
-        ),
+        ("n1,n2,n3", few, [], "1 vLLM workers for 2 nodes of the trainer: set WORKER_NODES"),
         ("n1,n2", {}, ["sampler.name=jax"], "no retriever for 2 nodes: set RETRIEVER"),
         ("n1", {"WORKER_NODES": "1"}, [], "WORKER_NODES=1 of 1 nodes leaves none for the trainer"),
         ("n1", {}, ["mesh.fspd=8"], "the config cannot be used"),
@@ -128,21 +118,13 @@ def test_bad_job_is_refused_before_the_start(cluster):
     assert "nodes=" not in calls.read_text()
 
 
-def free_port():
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_time_limit_stops_and_resumes_two_processes(cluster, tmp_path):
     pytest.importorskip("faiss")
     pytest.importorskip("fastapi")
     environment, calls = cluster
     world, run = tmp_path / "world", tmp_path / "run"
-    places = [f"world.dir={world}", f"policy.tokenizer={world}/tokenizer", f"run.dir={run}", "retriever.url="]
-    places += [f"data.{name}={world}/{name}.jsonl" for name in ("train", "eval")]
-    settings = [*TINY, *places, "learner.steps=500"]
+    settings = [*TINY, *places(tmp_path), f"run.dir={run}", "learner.steps=500"]
     config = ROOT / "configs/quickstart.yaml"
     write_world(load_config(config, settings).world)
     retriever = f"--corpus_path {world}/corpus.jsonl --index_path {tmp_path}/index --retriever_name hashed"

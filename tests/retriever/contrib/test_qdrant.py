@@ -80,7 +80,6 @@ def test_absent_server_and_foreign_collection_are_refused(tmp_path, corpus, enco
 
 
 def test_rlinf_collection_is_served_unchanged(tmp_path, corpus, encoder, monkeypatch):
-    """With search parameters."""
     upload(tmp_path, corpus, encoder)
     requests, query = [], QdrantClient.query_batch_points
 
@@ -171,7 +170,6 @@ def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place
 
 
 def test_storage_options_reach_the_collection(tmp_path):
-    """Those of `int8` reach a server below."""
     values = {"qdrant_shards": 6, "qdrant_on_disk": True, "qdrant_quantization": "binary"}
     settings = collection_settings(768, options_for(tmp_path, **values))
     assert settings["shard_number"] == 6 and settings["quantization_config"].binary.always_ram
@@ -189,9 +187,8 @@ def test_invalid_options_are_named(tmp_path, corpus):
         ({"search": "exact"}, "search parameters 'exact'"),
         ({"factory": "HNSW8"}, "--factory HNSW8: --kind qdrant"),
     ):
-        refuses(
-            message, build_index, corpus, tmp_path / "i", options_for(tmp_path, **options), progress=False
-        )
+        changed = options_for(tmp_path, **options)
+        refuses(message, build_index, corpus, tmp_path / "i", changed, progress=False)
     for more, message in (
         (["--corpus_path", "x"], "--corpus_path: "),
         (["--web_budget", "3"], "--web_budget: "),
@@ -208,20 +205,19 @@ def test_search_parameters_are_parsed():
     assert params.model_dump(exclude_unset=True) == expected
 
 
-@pytest.mark.medium
-def test_rows_are_uploaded_and_searched_over_http(tmp_path):
-    """Several requests at once; storage options and search parameters reach the server."""
-    qdrant_rig = pytest.importorskip("qdrant_rig", reason="needs the package qdrant-edge-py")
-    corpus = people_corpus(tmp_path / "corpus.jsonl", 2000)
-    with qdrant_rig.qdrant_server(tmp_path / "engine") as (url, server):
-        settings = {"qdrant_url": url, "qdrant_quantization": "int8", "qdrant_replicas": 2}
-        options = BuildOptions(kind="qdrant", settings=settings, shard_rows=700, search="hnsw_ef=64")
-        build_index(corpus, tmp_path / "i", options, progress=False)
-        assert server.shard.info().points_count == 2000 and server.settings["replication_factor"] == 2
-        (hits,) = open_index(tmp_path / "i", corpus).search(["person 1234"], 5)
-        encoder = HashedEncoder.load(tmp_path / "i")
-        exact = encoder.encode_passages(corpus[:]) @ encoder.encode_queries(["person 1234"])[0]
-        assert hits[0][0]["id"] == "1234"
-        assert [score for _, score in hits] == pytest.approx(sorted(exact.tolist())[:-6:-1], rel=1e-3)
-        params = [search["params"] for search in server.searches]
-        assert len(params) >= 1 and all(values["hnsw_ef"] == 64 for values in params)
+@pytest.mark.filterwarnings("ignore:Local mode performs exact")
+def test_server_gets_key_storage_and_search_options(tmp_path, corpus, monkeypatch):
+    """The embedded mode stands in for the server."""
+    server = Mock(wraps=QdrantClient(path=str(tmp_path / "db")), close=Mock())
+    client = Mock(return_value=server)
+    monkeypatch.setattr(qdrant, "QdrantClient", client)
+    monkeypatch.setenv("QDRANT_API_KEY", "secret")
+    url = {"qdrant_url": "http://h:6333"}
+    storage = {"qdrant_quantization": "int8", "qdrant_replicas": 2, "qdrant_parallel": 1}
+    options = BuildOptions(kind="qdrant", settings=url | storage, shard_rows=20, search="hnsw_ef=64")
+    build_index(corpus, tmp_path / "i", options, progress=False)
+    client.assert_called_with(url="http://h:6333", api_key="secret", timeout=qdrant.TIMEOUT)
+    made = server.create_collection.call_args.kwargs
+    assert made["replication_factor"] == 2 and made["quantization_config"].scalar.type == "int8"
+    assert open_index(tmp_path / "i", corpus).search(["person 17"], 1)[0][0][0] == corpus[17]
+    assert [request.params.hnsw_ef for request in server.query_batch_points.call_args.args[1]] == [64]

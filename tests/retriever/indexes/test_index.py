@@ -55,7 +55,6 @@ def stop_after(monkeypatch):
 
 
 def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, capsys):
-    """The log has lines with the rate and the time left."""
     stop_after["limit"] = 20
     with pytest.raises(ZeroDivisionError):
         build(corpus, tmp_path / "i", shard_rows=8)
@@ -73,13 +72,6 @@ def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, caps
     build(corpus, tmp_path / "whole")
     assert (tmp_path / "i/index.faiss").read_bytes() == (tmp_path / "whole/index.faiss").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["i", "whole"]
-
-
-def test_named_embeddings_serve_several_indexes(tmp_path, corpus, stop_after):
-    for name, factory in (("flat", "Flat"), ("hnsw", "HNSW8")):
-        build(corpus, tmp_path / name, embeddings=tmp_path / "e", factory=factory)
-        assert first_id(corpus, tmp_path / name) == "17"
-    assert stop_after["encoded"] == 30
 
 
 @pytest.mark.parametrize(
@@ -128,7 +120,6 @@ def test_other_folders_are_left_alone(tmp_path, corpus):
 
 
 def test_small_disk_is_refused_before_the_work(tmp_path, corpus, stop_after, monkeypatch):
-    """Before anything is encoded, and before an index is written."""
     disk, arguments = SimpleNamespace(free=1000), (build, corpus, tmp_path / "i")
     monkeypatch.setattr("shutil.disk_usage", lambda _: disk)
     refuses("need 491,520 bytes and the disk has 1,000 free", *arguments)
@@ -163,7 +154,6 @@ def largest_file(size):
     ],
 )
 def test_full_disk_names_the_folder(tmp_path, corpus, options, size, where):
-    """The build continues afterwards."""
     with largest_file(size), pytest.raises(RetrieverError, match="cannot be written") as caught:
         build(corpus, tmp_path / "i", **options)
     assert str(tmp_path / where) in str(caught.value) and "\n" not in str(caught.value)
@@ -174,7 +164,6 @@ def test_full_disk_names_the_folder(tmp_path, corpus, options, size, where):
 
 
 def test_second_build_of_a_folder_is_refused(tmp_path, corpus):
-    """After the first has failed or was killed, it may start."""
     options = {"embeddings": tmp_path / "e"}
     for folder in ("i", "e"):
         with pytest.raises(ZeroDivisionError), locked(tmp_path / folder):

@@ -79,7 +79,6 @@ class Backwards:
 
 
 def test_query_without_hits_gets_empty_list(towns, tmp_path):
-    """In every contract, alone and among others, from the index and from the store."""
     cache = ResultCache(tmp_path / "store", towns.manifest, "use")
     deep = {"topk_retrieval": 3}
     bodies = ({"topk": 3}, {}, deep, deep | {"topk_rerank": 2}, deep | {"topk_rerank": 2, "not_sort": True})
@@ -218,7 +217,6 @@ def test_body_in_parts_arrives_whole():
 
 @pytest.mark.medium
 def test_no_request_makes_the_service_fail(index, all_cases):
-    """Some hundred; ten thousand with --all-cases."""
     examples = 8000 if all_cases else 300
     contents = st.builds(json.dumps, bodies | json_values) | st.binary(max_size=60)
     with TestClient(make_app(index, 2), raise_server_exceptions=False) as client:
@@ -243,7 +241,6 @@ def identity(index, **more):
 
 
 def test_copies_of_an_index_have_one_identity(files, tmp_path):
-    """Also where another engine searches the copy exactly."""
     corpus, folder = files
     copy = shutil.copytree(folder, tmp_path / "elsewhere")
     moved = shutil.copy(corpus, tmp_path / "rows.jsonl")
@@ -257,7 +254,6 @@ def test_copies_of_an_index_have_one_identity(files, tmp_path):
 
 @pytest.mark.medium
 def test_identity_covers_everything_that_decides_results(files, tmp_path):
-    """One passage less, one word changed, another encoder, approximation, reranker, other pages."""
     changed = [*ROWS[:-1], ROWS[-1] | {"contents": ROWS[-1]["contents"] + " Indeed."}]
     index = opened(*files)
     identities = {identity(index), identity(index, reranker=SimpleNamespace(model="m"))}

@@ -132,21 +132,6 @@ def test_depths_are_not_mixed(index):
     assert counting.batches == [(1, 2), (2, 3)]
 
 
-def test_error_of_a_search_reaches_its_callers(index):
-    def search(queries, k):
-        if "bad" in queries:
-            raise OSError("disk")
-        return index.search(queries, k)
-
-    async def run():
-        batcher = SearchBatcher(search, Limits())
-        (failed,) = await batcher.submit(["bad"], 1)
-        assert isinstance(failed, OSError) and str(failed) == "disk"
-        return await batcher.submit(["ada almson"], 1)
-
-    assert asyncio.run(run())[0][0][0]["id"] == "0"
-
-
 def test_query_of_absent_client_is_dropped(index):
     """While it waits; where it is searched already, the others of its search have their results."""
     counting = Counting(index, seconds=0.05)
