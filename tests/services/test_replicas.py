@@ -12,8 +12,7 @@ from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.services import retriever_client
 from calibadv_jax.services.http_client import HttpReply, Unreachable
-from calibadv_jax.services.retriever_client import Replicas, RetrieverClient
-from calibadv_jax.services.retriever_client import Away
+from calibadv_jax.services.retriever_client import Away, Replicas, RetrieverClient
 
 GONE = 0  # status of a service that is not there
 

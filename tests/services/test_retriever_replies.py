@@ -7,8 +7,14 @@ from http_rig import replying
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.services.http_client import BadReply, HttpReply
-from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_client import Away, Broken, difference, read_documents, read_page
+from calibadv_jax.services.retriever_client import (
+    Away,
+    Broken,
+    RetrieverClient,
+    difference,
+    read_documents,
+    read_page,
+)
 
 
 def read(*items, is_reranked):
