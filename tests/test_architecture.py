@@ -18,6 +18,7 @@ import pytest
 
 from calibadv_jax.cli import COMMANDS, CORE, TOOLS
 from calibadv_jax.cli import module_of as module_of_command
+from calibadv_jax.config import known_keys
 from retriever.options import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +55,7 @@ LAUNCHERS = {  # --help needs nothing installed, and the number of threads is se
     ROOT / "retriever" / "build_index.py",
     ROOT / "retriever" / "prepare_corpus.py",
 }
+KEYS = known_keys().keys()
 
 
 def sources(package: str) -> list[Path]:
@@ -185,11 +187,36 @@ def test_length_of_files_and_functions(package):
     assert not long
 
 
-def test_comments_name_existing_files():
+# First parts of dotted names in docstrings and comments that are no modules of this project.
+OUTSIDE = {
+    *("asyncio", "dataclasses", "jax", "nnx", "pyarrow", "scipy", "select", "sys", "vllm"),
+    *("config", "metrics", "sampling", "turns"),  # arguments of that name, metrics.jsonl, a column
+}
+
+
+def test_docstrings_name_existing_modules():
+    """A file name exists, and `module.name` in backticks is a word of a module, or a config key."""
+    paths = [*sources("calibadv_jax"), *sources("retriever")]
     files = {path.name for path in ROOT.rglob("*.py")} | {"inspect.py", "my_reward.py"}
-    for path in [*sources("calibadv_jax"), *sources("retriever")]:
-        named = re.findall(r"(?<![\w.])([a-z_]+\.py)\b", path.read_text(encoding="utf-8"))
-        assert not set(named) - files, path
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    modules: dict[str, str] = {}
+    for path, text in texts.items():
+        for name in (path.stem, path.parent.name, path.parent.parent.name):
+            modules[name] = f"{modules.get(name, '')} {path.parent.name} {path.stem} {text}"
+    documents = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    missing = set()
+    for path in paths:
+        docs = [ast.get_docstring(node) or "" for node in ast.walk(tree(path)) if isinstance(node, documents)]
+        text = "\n".join([*docs, *re.findall(r"#(.*)", texts[path])])
+        missing |= {
+            (path, name) for name in re.findall(r"(?<![\w.])([a-z_]+\.py)\b", text) if name not in files
+        }
+        for module, name in set(re.findall(r"`([a-z_]+)\.([A-Za-z_]\w*)[`.(]", text)):
+            is_key = any(key == f"{module}.{name}" or key.startswith(f"{module}.{name}.") for key in KEYS)
+            if module not in OUTSIDE and not is_key:
+                code = modules.get(module, "").replace(f"`{module}.{name}", "")
+                missing |= set() if re.search(rf"\b{name}\b", code) else {(path, f"{module}.{name}")}
+    assert not missing
 
 
 def test_config_of_the_service_parses():

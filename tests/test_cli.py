@@ -155,6 +155,15 @@ def test_commands_help_and_version(argv, status, words, monkeypatch, capsys):
     assert words in (printed.err if status else printed.out)
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("program", [["calibadv_jax", "train"], ["calibadv_jax.train"]])
+def test_packages_are_programs(program):
+    command = [sys.executable, "-m", *program, "--config", "nowhere.yaml"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1
+    assert ran.stderr.startswith("error: nowhere.yaml: no such config file")
+
+
 def test_long_import_is_reported(monkeypatch):
     monkeypatch.setattr(cli, "SILENCE", 0.01)
     lines = queue.SimpleQueue()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_architecture import FLOORS
 
 from calibadv_jax import cli
 from calibadv_jax.config import known_keys, load_config
@@ -82,6 +83,19 @@ def test_index_has_each_page_once():
     assert sorted(listed) == sorted([*pages, "../README.md"])
 
 
+def test_table_of_packages_is_complete():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    table = text.split("\n## Packages\n")[1].split("\n## ")[0]
+    package = ROOT / "calibadv_jax"
+    folders = [f"`calibadv_jax/{init.parent.name}/`" for init in package.glob("*/__init__.py")]
+    modules = [f"`{path.name}`" for path in package.glob("*.py") if not path.name.startswith("__")]
+    assert folders and modules
+    assert not [name for name in folders + modules if name not in table]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
+    stated = {name: int(floor) for floor, names in rows for name in re.findall(r"calibadv_jax/(\w+)/", names)}
+    assert stated == {name: floor for floor, names in enumerate(FLOORS, 1) for name in names}
+
+
 def test_root_files_parse_and_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     citation, hooks, workflow = (
@@ -94,3 +108,10 @@ def test_root_files_parse_and_agree():
     assert commands == ["scripts/test.sh"]
     assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert all((ROOT / package / "py.typed").is_file() for package in ("calibadv_jax", "retriever"))
+
+
+def test_reliability_page_names_tests_that_exist():
+    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    section = text.split("\n## What stops a run")[1].split("\n## ")[0]
+    named = re.findall(r"`(tests/[\w/]+\.py)`", section)
+    assert named and not [name for name in named if not (ROOT / name).is_file()]

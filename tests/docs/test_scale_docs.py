@@ -16,14 +16,18 @@ from benchmarks.compiled import plan_table
 from benchmarks.compiled.ahead_of_time import expected_bytes, parse
 from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point
 from benchmarks.compiled.scale_table import row as table_row
+from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import plan
 from calibadv_jax.contrib.planning.compiled import compiled_figures
 from calibadv_jax.contrib.planning.hardware import FRACTION
 from calibadv_jax.contrib.planning.memory import (
     GIB,
+    estimate_memory,
     held_beside,
+    peak_memory,
     program_memory,
 )
+from calibadv_jax.policy.architecture import architecture_from_hf
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
@@ -91,6 +95,17 @@ def test_tables_have_rows_and_mark_what_does_not_fit():
     for row in ROWS:
         for match in filter(None, map(FIGURE.fullmatch, row[3 : 3 + len(TABLED)])):
             assert bool(match[1]) == (float(match[2]) > float(row[2])), row
+
+
+def test_parts_of_a_3b_policy_equal_the_doctors():
+    (line,) = re.findall(r"^\| \*\*sum\*\*.*", TEXT, re.MULTILINE)
+    shown = [float(number) for number in re.findall(r"[\d.]+", line)]
+    for overrides, value in zip((["sampler.name=jax", "sampler.slots=64"], []), shown, strict=True):
+        config = load_config(ROOT / "configs/paper/qwen2.5-3b.yaml", overrides)
+        estimate = estimate_memory(
+            config, architecture_from_hf(config.policy.init), {"data": 1, "fsdp": 8, "tensor": 1}
+        )
+        assert value == round(peak_memory(estimate) / GIB, 2)
 
 
 POINT = next(point for point in POINTS if "v5e:4x4 --shape qwen2.5-3b" in point)

@@ -38,6 +38,10 @@ def test_scores_are_bm25_up_to_the_projection():
     np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_query_without_a_known_word_finds_nothing(towns):
+    assert towns.search(["", "🎈", "\0", "!!!", "zzzz", "adar"], 2) == [[]] * 6
+
+
 class Ranked:
     """Gives these scores to the passages in their order."""
 

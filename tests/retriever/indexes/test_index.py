@@ -74,6 +74,13 @@ def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, caps
     assert sorted(os.listdir(tmp_path)) == ["i", "whole"]
 
 
+def test_named_embeddings_serve_several_indexes(tmp_path, corpus, stop_after):
+    for name, factory in (("flat", "Flat"), ("hnsw", "HNSW8")):
+        build(corpus, tmp_path / name, embeddings=tmp_path / "e", factory=factory)
+        assert first_id(corpus, tmp_path / name) == "17"
+    assert stop_after["encoded"] == 30
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
