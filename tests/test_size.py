@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
     "core lines": 20_230,
     "retriever lines": 4_000,
-    "optional lines": 7_280,
+    "optional lines": 7_300,
     "test lines": 35_160,
     "modules loaded by train": 95,
     "lines loaded by train": 14_700,

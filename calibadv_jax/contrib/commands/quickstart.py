@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from calibadv_jax.commands import export, sft, train
@@ -72,8 +74,23 @@ def run(config: Config) -> None:
     outputs |= {"metrics": report.with_name("metrics.jsonl"), "rollouts": report.with_name("rollouts")}
     for label, path in (outputs | {"report": report}).items():
         console.say(f"{label:>10}  {path}")
-    folder, policy = (shlex.quote(str(path.resolve())) for path in (Path(config.run.dir), output))
-    console.say(f"next: calibadv inspect {folder}; calibadv report {folder}; calibadv ask --policy {policy}")
+    console.say("next:")
+    for purpose, command in next_commands(Path(config.run.dir).resolve(), output.resolve()).items():
+        console.say(f"  {command}   # {purpose}")
+
+
+def next_commands(run: Path, policy: Path) -> dict[str, str]:
+    """Return purpose -> command for the absolute folders of a run and its export, for any shell anywhere."""
+    python, program = shlex.quote(sys.executable), Path(sys.executable).with_name("calibadv")
+    calibadv = shlex.quote(str(program)) if program.is_file() else f"{python} -m calibadv_jax"
+    report = f"{calibadv} report {shlex.quote(str(run))}"
+    if find_spec("matplotlib") is None:
+        report = f"{python} -m pip install 'calibadv-jax[report]' && {report}"
+    return {
+        "every trajectory with the credit of each turn": f"{calibadv} inspect {shlex.quote(str(run))}",
+        "one page with all curves": report,
+        "asks the trained policy": f"{calibadv} ask --policy {shlex.quote(str(policy))}",
+    }
 
 
 def _to(config: Config, name: str) -> Config:
