@@ -83,7 +83,7 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
         if newest >= config.learner.steps:  # services take minutes to start, and may be away by now
             console.note(f"{folder}: step {newest} is trained already; to go on, raise learner.steps")
             return
-        workers = " and the vLLM workers, whose start takes minutes (vllm_worker_*.log)"
+        workers = " and vLLM workers" + ("" if config.sampler.urls else ", for minutes (vllm_worker_*.log)")
         awaited = "the retriever" + (workers if config.sampler.name == "vllm" else "")
         with console.phase(f"waiting for {awaited}", announce=True):
             check = partial(check_service, config, folder) if hosts.is_first else lambda _: None

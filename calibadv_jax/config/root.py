@@ -112,7 +112,6 @@ class Config(Section):
         if rolls_back and keep <= bad:
             way_out = f"set checkpoint.keep={bad + 1} or more"
             yield f"guards.action is rollback, but all {keep} checkpoints may be of bad steps: {way_out}"
-
         yield from self._sampler_faults()
 
     def _sampler_faults(self) -> Iterator[str]:
@@ -132,5 +131,5 @@ class Config(Section):
             way_out = "set loss.importance_cap=2, or leave sampler.dtype out"
             yield f"{dtype} the loss does not correct for another policy.compute_dtype: {way_out}"
         if (rollout.top_p < 1 or rollout.top_k > 0) and loss.compares_with_sampler and is_vllm:
-            way_out = "set rollout.top_p=1 and rollout.top_k=0, or no correction by the loss"
+            way_out = "set top_p=1 and top_k=0, or loss.importance_* to 0 and loss.old_logprobs=recompute"
             yield f"vLLM reports log-probabilities after top_p and top_k, unlike the learner: {way_out}"

@@ -188,9 +188,9 @@ def csv_table(report: ScoreReport) -> str:
     writer = csv.writer(output, lineterminator="\n")
     columns = [column for name in names for column in (name, f"{name}_low", f"{name}_high")]
     writer.writerow(["temperature", "data", *COUNTS, *columns])
-    for temperature, source, *_, questions, trajectories, failed in rows:
+    for temperature, source, *_ in rows:
         values = report.means[temperature][source]
         bounds = report.intervals.get(temperature, {}).get(source, {})
         cells = [cell for name in names for cell in (values.get(name, ""), *bounds.get(name, ("", "")))]
-        writer.writerow([temperature, source, questions, trajectories, failed, *cells])
+        writer.writerow([temperature, source, *(int(values[name]) for name in COUNTS), *cells])
     return output.getvalue()

@@ -67,7 +67,7 @@ class Hosts:
         return self.index == 0
 
     def exchange(self, name: str, value: T) -> list[T]:
-        """Return the values of all processes; UserError or SystemExit if another process stops here."""
+        """Return the values of all processes, which call this in one order; raises if another stops here."""
         return [value]
 
     def first(self, name: str, work: Callable[[], T]) -> T:

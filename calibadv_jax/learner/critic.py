@@ -61,7 +61,7 @@ def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:
 
 @dataclass(frozen=True, eq=False)
 class ValueLoss:
-    """Half the squared error of values to `advantages` (returns), or values clipped near `old_logprobs`."""
+    """Half the larger squared error of plain and clipped values (returns: advantages, old: old_logprobs)."""
 
     clip: float  # 0: none
 

@@ -249,7 +249,7 @@ class Learner:
     def _values(
         self, base: Params, params: Params, microbatch: Batch, used: Array | None = None
     ) -> tuple[Array, Array]:
-        """Return the targets' log-probabilities and entropies, float32 [R, L]; any numbers if not `used`."""
+        """Return log-probabilities and entropies, float32 [R, L]; arbitrary outside the `used` columns."""
         decoder, options = self.policy.merge(joined(base, params)), self.options
         # More rows: as many logits at once.
         chunk = max(1, options.logprob_chunk * options.rows // len(microbatch.tokens))

@@ -139,7 +139,7 @@ class Guards:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`; guards that the config has switched off since are dropped."""
         self.rollbacks, self.last_good_step = state["rollbacks"], state["last_good_step"]
-        on = [threshold[4:] for threshold in GUARDS if getattr(self.config, threshold) is not None]
+        on = [name.partition("_")[2] for name in GUARDS if getattr(self.config, name) is not None]
         self._streaks = {name: count for name, count in state["streaks"].items() if name in (*on, NUMBERS)}
 
 

@@ -81,7 +81,8 @@ def _why_zero(trajectories: Sequence[Trajectory]) -> str:
     kinds = Counter("action" if turn.is_action else turn.kind for turn in last)
     if kinds.total() > len(answered):
         kind = kinds.most_common(1)[0][0]
-        return f"most do not answer, and most of these end with kind {kind}: {ENDINGS[kind][1]}"
+        reason, advice = ENDINGS[kind]
+        return f"most do not answer; the most frequent reason: {reason.format(kind=kind)}; {advice}"
     if any(not trajectory.format_valid and trajectory.metrics.get("f1") for trajectory in answered):
         way_out = "teach the format first (calibadv sft), or set reward.format=false"
         return f"some answers are right, but all of those in the wrong format: {way_out}"

@@ -102,6 +102,7 @@ class OwnAction(Action):
             raise RequestFailed(self.name, f"action {self.name}: {reason}") from error
 
     def _checked(self, reply: Any) -> Reply:
+        returned = type(reply).__name__
         if isinstance(reply, str):
             return Reply(text=reply)
         if isinstance(reply, Sequence):
@@ -109,7 +110,7 @@ class OwnAction(Action):
         is_reply = isinstance(reply, Reply) and isinstance(reply.documents, Sequence)
         if not (is_reply and all(map(_is_valid, reply.documents)) and isinstance(reply.text, str)):
             raise UserError(
-                f"action {self.name}: call returned {type(reply).__name__}; it must return a text, a list of"
+                f"action {self.name}: call returned {returned}; it must return a text, a list of"
                 " Documents or a Reply, whose ids, titles and texts are texts and whose scores are finite"
             )
         return reply

@@ -41,8 +41,8 @@ class Critic:
         batch = [sample for sample in samples if sample.mask.any()]
         params, config = self.state["params"], self.config.learner
         rows = iter(sample_logprobs(self.learner, params, batch, config) if batch else ())
-        none = np.zeros(0, np.float32)
-        values = [next(rows)[sample.mask] if sample.mask.any() else none for sample in samples]
+        no_values = np.zeros(0, np.float32)
+        values = [next(rows)[sample.mask] if sample.mask.any() else no_values for sample in samples]
         valued = map(_with_values, trajectories, values)
         return [replace(group, trajectories=[next(valued) for _ in group.trajectories]) for group in groups]
 

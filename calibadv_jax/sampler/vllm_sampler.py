@@ -64,13 +64,19 @@ class Worker:
 class VllmSampler:
     """Implements `interfaces.Sampler` over the URLs of `vllm_worker` servers, on the loop that first uses it.
 
-    A worker with another `vocabulary` (its hash) refuses the run; a token beyond its `size` is unusable.
+    A worker with another `tokenizer_hash` refuses the run; tokens must be below `vocab_size`.
     """
 
     def __init__(
-        self, urls: Sequence[str], config: SamplerConfig, stops: StopRule, vocabulary: str, size: int = 2**31
+        self,
+        urls: Sequence[str],
+        config: SamplerConfig,
+        stops: StopRule,
+        tokenizer_hash: str,
+        vocab_size: int = 2**31,
     ):
-        self.config, self.stops, self._vocabulary, self._size = config, stops, vocabulary, size
+        self.config, self.stops = config, stops
+        self.tokenizer_hash, self.vocab_size = tokenizer_hash, vocab_size
         self.run = uuid.uuid4().hex[:12]
         self.workers = [Worker(url.rstrip("/")) for url in urls]
         self._http = PerLoop(lambda: open_session(REQUEST_TIMEOUT))
@@ -207,7 +213,7 @@ class VllmSampler:
         worker.requests.add(posted)
         try:
             reply = await posted
-            return read_completion(reply, self._version, sampling.max_tokens - len(done), self._size)
+            return read_completion(reply, self._version, sampling.max_tokens - len(done), self.vocab_size)
         except ValueError as error:
             raise WorkerLost(f"unusable reply ({error})") from error
         except asyncio.CancelledError:
@@ -282,7 +288,7 @@ class VllmSampler:
                 before, worker.version = worker.version, None  # nothing new goes there meanwhile
                 path = self._snapshot[0]
                 if before is None:
-                    info = {"init_info": {"session": self.run, "tokenizer": self._vocabulary}}
+                    info = {"init_info": {"session": self.run, "tokenizer": self.tokenizer_hash}}
                     await self._control(worker, "/init_weight_transfer_engine", "refuses the run", json=info)
                 await self._control(worker, "/pause", params={"mode": "abort"})
                 try:

@@ -37,9 +37,7 @@ class ChildService:
     environment: Mapping[str, str] = field(default_factory=dict)  # variables that differ from this process's
     url: str = field(default="", init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _folder: TemporaryDirectory[str] = field(
-        default_factory=TemporaryDirectory, init=False
-    )  # of the port file
+    _folder: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory, init=False)  # of the port
     _log_start: int = field(default=0, init=False)  # bytes of the log before this child's
 
     def __enter__(self) -> ChildService:

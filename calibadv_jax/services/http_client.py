@@ -63,6 +63,7 @@ class HttpReply:
 
     @property
     def retry_after(self) -> float:
+        """Seconds that the service asks to wait for; 0: it does not say."""
         value = self.headers.get("Retry-After", "")
         if value.strip().isdecimal():
             return float(value)

@@ -121,7 +121,7 @@ def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypa
         assert opened[1] == ("workers", share, folder, tmp_path, "float32", 16, hosts.index)
         sampler = rollouts.context.sampler
         assert [worker.url for worker in sampler.workers] == ["http://127.0.0.1:8"]
-        assert (sampler._vocabulary, sampler._size) == (model.tokenizer_hash, 24)
+        assert (sampler.tokenizer_hash, sampler.vocab_size) == (model.tokenizer_hash, 24)
         folders = [rollouts.publish(version, params) for version in (3, 4, 5)]
     assert opened[2:] == ["sampler closed", "workers closed", "retriever closed"]
     assert [path.is_dir() for path in folders] == [False, hosts.is_first, hosts.is_first]

@@ -130,7 +130,7 @@ class LossConfig(Section):
             yield f"loss.cov_low is {self.cov_low}, but must be below loss.cov_high = {self.cov_high}"
         if (self.aggregation == "sequence_sum_norm") != bool(self.length_norm):
             keys = f"loss.aggregation is {self.aggregation}, and loss.length_norm is {self.length_norm}"
-            yield f"{keys}: set the longest response in tokens with aggregation=sequence_sum_norm only"
+            yield f"{keys}: set loss.length_norm, in tokens, with aggregation=sequence_sum_norm only"
         if self.masks_by_mismatch and self.old_logprobs == "sampler":
             keys = "importance_low, importance_high and reject_by"
             yield f"{keys} compare with the sampler: set loss.old_logprobs=recompute, or leave them out"

@@ -82,4 +82,4 @@ class RetrieverConfig(Section):
         if self.reranker and not keep:
             yield f"reranker {self.reranker!r} would be without effect: set rerank_topk, or leave it out"
         if keep and not self.url and self.corpus and not self.reranker:
-            yield "the service that is started here has no reranker: set reranker to a cross-encoder"
+            yield f"rerank_topk is {keep}, but the service has no reranker: set reranker to a cross-encoder"
