@@ -252,23 +252,27 @@ def sampler_result(policy: Policy, rng: np.random.Generator, arguments: argparse
     asyncio.run(sampler.load(0, params))
     vocabulary = policy.architecture.vocab_size
     prompts = rng.integers(1, vocabulary, (arguments.slots, arguments.prompt)).tolist()
-    made = [0]
+    num_tokens = [0]
 
     async def all_rows() -> None:
         sampling = SamplingParams(arguments.new, 1.0, seed=1)
         names = [str(number) for number in range(arguments.slots)]
-        done = await asyncio.gather(
+        finished = await asyncio.gather(
             *(sampler.generate(p, sampling, n) for p, n in zip(prompts, names, strict=True))
         )
         for name in names:
             sampler.release(name)
-        made[0] = sum(len(completion.token_ids) for completion in done)
+        num_tokens[0] = sum(len(completion.token_ids) for completion in finished)
 
     first, median = timed(lambda: asyncio.run(all_rows()), arguments.repeats)
     forward = policy.architecture.flops_per_token(length / 2)
-    flops = forward * (made[0] + arguments.slots * arguments.prompt)
+    flops = forward * (num_tokens[0] + arguments.slots * arguments.prompt)
     return Result(
-        "sampler (prefill + decode)", first, median, made[0] / median, utilisation(flops, median, arguments)
+        "sampler (prefill + decode)",
+        first,
+        median,
+        num_tokens[0] / median,
+        utilisation(flops, median, arguments),
     )
 
 

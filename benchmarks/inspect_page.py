@@ -36,18 +36,18 @@ TIME_FILTER = """([name, value]) => {
 
 def measure(page: Page, address: str) -> dict[str, float]:
     """Milliseconds that a person waits."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     page.goto(address)
     page.wait_for_selector("#list[data-ready]")
-    load = time.perf_counter() - begun
+    load = time.perf_counter() - started
     filters = [("text", word) for word in ("amber", "who keeps", "no such text", "")]
     filters += [("show", name) for name in ("wrong-good", "softened", "invalid", "failed", "")]
     filters += [("source", "two_hop"), ("from", "3"), ("to", "40")]
     slowest = max(page.evaluate(TIME_FILTER, list(options)) for options in filters)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     page.keyboard.press("j")
     page.wait_for_selector("#detail[data-ready*='/']")
-    return {"load_ms": 1000 * load, "filter_ms": slowest, "open_ms": 1000 * (time.perf_counter() - begun)}
+    return {"load_ms": 1000 * load, "filter_ms": slowest, "open_ms": 1000 * (time.perf_counter() - started)}
 
 
 def main() -> None:

@@ -70,8 +70,8 @@ def curve_table(curves: dict[str, list[float]]) -> str:
 
 def svg(curves: dict[str, list[float]]) -> str:
     """Running means over ten steps, one line a run, coloured by arm."""
-    drawn = {name: smoothed(values) for name, values in curves.items() if name.split("-")[0] in COLOURS}
-    longest = max(len(values) for values in drawn.values())
+    lines = {name: smoothed(values) for name, values in curves.items() if name.split("-")[0] in COLOURS}
+    longest = max(len(values) for values in lines.values())
 
     def x(step: int) -> float:
         return MARGIN + (WIDTH - 2 * MARGIN) * step / max(1, longest - 1)
@@ -88,12 +88,12 @@ def svg(curves: dict[str, list[float]]) -> str:
             f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y(tick)}" y2="{y(tick)}" stroke="#ddd"/>'
             f'<text x="8" y="{y(tick) + 4}">{tick:.2f}</text>'
         )
-    for name, values in drawn.items():
+    for name, values in lines.items():
         points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in enumerate(values))
         colour = COLOURS[name.split("-")[0]]
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{points}"/>')
     for place, (arm, colour) in enumerate(COLOURS.items()):
-        if any(name.startswith(arm) for name in drawn):
+        if any(name.startswith(arm) for name in lines):
             parts.append(f'<text x="{MARGIN + 10 + 90 * place}" y="24" fill="{colour}">{arm}</text>')
     parts.append(f'<text x="{WIDTH / 2 - 40}" y="{HEIGHT - 10}">training step</text></svg>')
     return "\n".join(parts) + "\n"

@@ -40,11 +40,10 @@ def run(checkout: Path, output: Path) -> Path:
     train = ["quickstart", "--config", "configs/quickstart.yaml", f"run.dir={folder}", *SETTINGS]
     for arguments in (train, ["replay", str(folder)]):
         command = [sys.executable, "-m", "calibadv_jax", *arguments]
-        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(
-                f"{checkout}: calibadv {arguments[0]} ended with {done.returncode}: {done.stderr[-2000:]}"
-            )
+        process = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+        if process.returncode:
+            status, errors = process.returncode, process.stderr[-2000:]
+            sys.exit(f"{checkout}: calibadv {arguments[0]} ended with {status}: {errors}")
     return folder
 
 

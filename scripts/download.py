@@ -37,15 +37,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder to download into")
     parser.add_argument("--remove_parts", action="store_true", help="delete what was joined or unpacked")
     arguments = parser.parse_args(argv)
+    if arguments.what == "corpus":
+        get, parts, unit = get_corpus, CORPUS[1], "passages"
+    else:
+        get, parts, unit = get_index, INDEX[1], "vectors"
     try:
-        path, count = (get_corpus if arguments.what == "corpus" else get_index)(arguments.output)
+        path, count = get(arguments.output)
     except RetrieverError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     if arguments.remove_parts:
-        for name in (CORPUS if arguments.what == "corpus" else INDEX)[1]:
+        for name in parts:
             (arguments.output / name).unlink(missing_ok=True)
-    sys.stdout.write(f"{path}: {count:,} {'passages' if arguments.what == 'corpus' else 'vectors'}\n")
+    sys.stdout.write(f"{path}: {count:,} {unit}\n")
     return 0
 
 
@@ -111,12 +115,12 @@ def fetch(repository: str, name: str, folder: Path) -> Path:
     return path
 
 
-def require_disk(folder: Path, need: int, what: str) -> None:
+def require_disk(folder: Path, need: int, target: str) -> None:
     """Raise RetrieverError where the disk is too small."""
     free = shutil.disk_usage(folder).free
     if need > free:
         raise RetrieverError(
-            f"{folder}: {what} needs up to {need:,} bytes more and {free:,} are free; use another --output"
+            f"{folder}: {target} needs up to {need:,} bytes more and {free:,} are free; use another --output"
         )
 
 
@@ -141,11 +145,11 @@ def blocks(path: Path) -> Iterable[bytes]:
         yield from pieces(file, f"join {path.name}")
 
 
-def pieces(file: BinaryIO | Any, what: str) -> Iterable[bytes]:
+def pieces(file: BinaryIO | Any, label: str) -> Iterable[bytes]:
     """Yield the file in blocks, with a progress bar."""
     from tqdm import tqdm
 
-    with tqdm(desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+    with tqdm(desc=label, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         while block := file.read(BLOCK):
             yield block
             bar.update(len(block))

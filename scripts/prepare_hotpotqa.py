@@ -69,15 +69,15 @@ def rows(pattern: str, limit: int) -> Iterator[dict[str, Any]]:
     Raises:
         UserError: the hub cannot be reached, or a file is not what it was.
     """
-    left = limit
+    missing = limit
     for path in hub.fetch_data(f"{FOLDER}/{pattern}"):
         try:
             with pq.ParquetFile(path) as file:
                 for batch in file.iter_batches(256, columns=COLUMNS):
-                    some = batch.to_pylist()[:left]
-                    left -= len(some)
-                    yield from some
-                    if not left:
+                    batch_rows = batch.to_pylist()[:missing]
+                    missing -= len(batch_rows)
+                    yield from batch_rows
+                    if not missing:
                         return
         except (pa.ArrowException, KeyError) as error:
             raise UserError(f"{path}: not HotpotQA's file ({error}); give --data FOLDER instead") from error

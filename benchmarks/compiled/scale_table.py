@@ -95,25 +95,25 @@ def compile_point(point: str, programs: Sequence[str], file: Path, compilers: di
         "--only",
         *programs,
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--json", str(file)],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
     # Status 1 is that of a program that does not fit, too; its figures are there.
-    if done.returncode not in (0, 1) or not set(programs) <= written(file).keys():
-        sys.exit(f"{shlex.join(command)}:\n{done.stderr[-3000:]}")
+    if process.returncode not in (0, 1) or not set(programs) <= written(file).keys():
+        sys.exit(f"{shlex.join(command)}:\n{process.stderr[-3000:]}")
 
 
 def row(point: str, programs: dict[str, dict[str, Any]]) -> str:
     """A line of the Markdown table."""
-    a = parse(shlex.split(point))
-    target = target_of(a)
+    options = parse(shlex.split(point))
+    target = target_of(options)
     limit = target.limit / GIB
-    kind = target.kind if a.platform == "tpu" else target.kind.upper()
+    kind = target.kind if options.platform == "tpu" else target.kind.upper()
     cells = [
-        a.shape + (f", LoRA {a.lora}" if a.lora else ""),
+        options.shape + (f", LoRA {options.lora}" if options.lora else ""),
         f"{target.devices} {kind}",
         f"{limit:.1f}",
     ]
@@ -126,9 +126,9 @@ def row(point: str, programs: dict[str, dict[str, Any]]) -> str:
             cells.append(text if figures["needed"] <= limit else f"**{text}**")
         else:
             cells.append("refused" if "refused" in figures else "")
-    base = expected_parts(a)["base"] if shares_base(run_config(a)) else 0.0
+    base = expected_parts(options)["base"] if shares_base(run_config(options)) else 0.0
     cells.append(with_sampler(programs, limit, base / GIB))
-    expected = expected_bytes(a)
+    expected = expected_bytes(options)
     sampling = max(expected["prefill"], expected["decode"])
     cells.append(", ".join(f"{size / GIB:.1f}" for size in (expected["update"], expected["apply"], sampling)))
     return "| " + " | ".join([*cells, f"`{point}`"]) + " |"
@@ -148,8 +148,8 @@ def with_sampler(figures: dict[str, dict[str, Any]], limit: float, shared: float
     state, cache = figures["apply"]["results"], figures["prefill"]["arguments"] - shared
     training = max(figures["update"]["needed"], figures["apply"]["needed"])
     sampling = max(figures["prefill"]["needed"], figures["decode"]["needed"])
-    most = max(training + cache, state + sampling)
-    return f"{most:.1f}" if most <= limit else f"**{most:.1f}**"
+    peak = max(training + cache, state + sampling)
+    return f"{peak:.1f}" if peak <= limit else f"**{peak:.1f}**"
 
 
 def table(folder: Path, points: list[str]) -> str:
@@ -181,7 +181,9 @@ def main() -> None:
     points = [point for point in POINTS if arguments.match in point]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     compilers = {"tpu": arguments.libtpu, "cuda": arguments.cuda}
-    for point in [] if arguments.print else points:
+    for point in points:
+        if arguments.print:
+            break
         file = file_of(arguments.folder, point)
         missing = [name for name in arguments.only if name not in written(file)]
         if missing:

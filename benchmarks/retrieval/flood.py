@@ -34,24 +34,24 @@ HEAD = "POST /retrieve HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n
 
 @dataclass
 class Outcome:
-    """What one flood did."""
+    """Effect of one flood on a real client and on the service's memory."""
 
-    what: str
+    name: str
     answers: int  # of the real client
     longest: float  # seconds it waited for one
     before: int  # bytes
-    most: int
+    peak: int
 
     def __str__(self) -> str:
         return (
-            f"{self.what}: {self.answers} answers, the longest after {self.longest:.2f} s;"
-            f" {self.before / 2**20:.0f} MB before, {self.most / 2**20:.0f} MB at most"
+            f"{self.name}: {self.answers} answers, the longest after {self.longest:.2f} s;"
+            f" {self.before / 2**20:.0f} MB before, {self.peak / 2**20:.0f} MB at most"
         )
 
 
 @contextlib.contextmanager
 def service(corpus: Path, index: Path, *options: str) -> Iterator[tuple[tuple[str, int], int]]:
-    """(address, process id) of a service with a token."""
+    """Start a service with a token; yield its address and process id."""
     with tempfile.TemporaryDirectory() as folder:
         port = Path(folder) / "port"
         command = [sys.executable, "-m", "retriever.serve", "--corpus_path", str(corpus)]
@@ -69,8 +69,8 @@ def service(corpus: Path, index: Path, *options: str) -> Iterator[tuple[tuple[st
             process.wait()
 
 
-def watch(what: str, address: tuple[str, int], pid: int, flood: Callable[[], None]) -> Outcome:
-    """Runs a flood while a real client asks, and memory is looked at."""
+def watch(name: str, address: tuple[str, int], pid: int, flood: Callable[[], None]) -> Outcome:
+    """Run a flood while a real client sends queries, and record the service's memory."""
     url = f"http://{address[0]}:{address[1]}/retrieve"
     header = {"Authorization": f"Bearer {TOKEN}"}
     ended, waits, before = threading.Event(), [], process_bytes(pid, "RssAnon")
@@ -99,8 +99,8 @@ def watch(what: str, address: tuple[str, int], pid: int, flood: Callable[[], Non
         ended.set()
         client.join()
     if failures or not waits:
-        raise SystemExit(f"{what}: the service did not answer: {failures[:1]}")
-    return Outcome(what, len(waits), max(waits), before, max(memory))
+        raise SystemExit(f"{name}: the service did not answer: {failures[:1]}")
+    return Outcome(name, len(waits), max(waits), before, max(memory))
 
 
 def idle(address: tuple[str, int], count: int, seconds: float) -> None:
@@ -158,8 +158,8 @@ def main() -> None:
     with service(arguments.corpus_path, arguments.index_path) as (address, pid):
         bodies(address, 2, arguments.size, TOKEN)  # buffers of a first large body stay
         outcomes = [
-            watch(what, address, pid, flood)
-            for what, flood in (
+            watch(name, address, pid, flood)
+            for name, flood in (
                 (
                     f"{arguments.idle} idle connections",
                     lambda: idle(address, arguments.idle, arguments.seconds),

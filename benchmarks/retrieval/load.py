@@ -312,12 +312,12 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         pids = {name: server.pid for name, server in servers.items()}
         sys.stdout.write(same_documents(urls, queries[:200]))
-        for what, command in (("idle", ""), ("beside a training", arguments.beside)):
-            if what != "idle" and not command:
+        for condition, command in (("idle", ""), ("beside a training", arguments.beside)):
+            if condition != "idle" and not command:
                 continue
             with beside(command):
-                tables[what] = table = compare(arguments, queries, urls, pids)
-            sys.stdout.write(f"{what}\n")
+                tables[condition] = table = compare(arguments, queries, urls, pids)
+            sys.stdout.write(f"{condition}\n")
             for name, row in table.items():
                 sys.stdout.write(
                     f"{name:>9}  {'  '.join(f'{key} {value:g}' for key, value in row.items())}\n"

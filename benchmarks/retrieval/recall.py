@@ -66,13 +66,13 @@ def write_part(source: Path, path: Path, questions: list[dict[str, Any]], count:
     """All supporting passages, and others drawn with seed 0, in corpus order."""
     corpus = load_corpus(source)
     gold = {name for question in questions for name in question["supporting_ids"]}
-    others = [i for i, row in enumerate(corpus) if row["id"] not in gold]
+    other_rows = [i for i, row in enumerate(corpus) if row["id"] not in gold]
     if count:
-        others = random.Random(0).sample(others, count - len(gold))
-    kept = set(others)
+        other_rows = random.Random(0).sample(other_rows, count - len(gold))
+    sampled = set(other_rows)
     with path.open("w", encoding="utf-8") as file:
         for i, row in enumerate(corpus):
-            if row["id"] in gold or i in kept:
+            if row["id"] in gold or i in sampled:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

@@ -66,16 +66,18 @@ def applied(policy: Policy, params: Params, tokens: np.ndarray, dtype: Any) -> n
     return np.asarray(values(params))
 
 
-def rounding(policy: Policy, whole: Params, tokens: np.ndarray) -> None:
+def rounding(policy: Policy, params: Params, tokens: np.ndarray) -> None:
     """Prints how far bfloat16 is from base and adapters in float32, applied and merged."""
     half, full = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-    exact = applied(policy, whole, tokens, full)
+    exact = applied(policy, params, tokens, full)
     settings = {
-        "applied, computed in bfloat16": applied(policy, whole, tokens, half),
-        "merged in bfloat16, computed in bfloat16": applied(policy, policy.merged(whole, half), tokens, half),
-        "merged in bfloat16, computed in float32": applied(policy, policy.merged(whole, half), tokens, full),
-        "merged in float32, computed in float32": applied(policy, policy.merged(whole, full), tokens, full),
-        "without the adapters, in float32": applied(policy, policy.split(whole)[0], tokens, full),
+        "applied, computed in bfloat16": applied(policy, params, tokens, half),
+        "merged in bfloat16, computed in bfloat16": applied(
+            policy, policy.merged(params, half), tokens, half
+        ),
+        "merged in bfloat16, computed in float32": applied(policy, policy.merged(params, half), tokens, full),
+        "merged in float32, computed in float32": applied(policy, policy.merged(params, full), tokens, full),
+        "without the adapters, in float32": applied(policy, policy.split(params)[0], tokens, full),
     }
     for name, values in settings.items():
         sys.stdout.write(f"{np.abs(values - exact).mean():.6f}  {name}\n")

@@ -232,7 +232,8 @@ async def measure(
     for number, work in enumerate(works):
         if not number:
             difference = await compared(samplers, work.prompts[0])
-        for arm in list(samplers) if number % 2 else reversed(samplers):
+        order = list(samplers) if number % 2 else list(reversed(samplers))
+        for arm in order:
             seconds = await one_round(Loops(samplers[arm], work), with_children=arm == "vllm")
             sys.stderr.write(f"round {number}, {arm}: {seconds.wall:.2f} s, {seconds.cpu:.2f} s of CPU\n")
             if number:  # the first one compiles

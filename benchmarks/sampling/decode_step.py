@@ -112,8 +112,8 @@ def layers(
 
     def body(step: Any, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
         tokens, cache = carry
-        at = jnp.full((rows, 1), widths[0] // 2) + step
-        hidden, cache = decoder.decode(tokens, at, at >= 0, cache, window=(widths, number))
+        positions = jnp.full((rows, 1), widths[0] // 2) + step
+        hidden, cache = decoder.decode(tokens, positions, positions >= 0, cache, window=(widths, number))
         return (hidden[..., 0] > 0).astype(jnp.int32), cache
 
     return jax.lax.fori_loop(0, TOKENS, body, (jnp.zeros((rows, 1), jnp.int32), cache))

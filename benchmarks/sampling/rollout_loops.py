@@ -158,7 +158,8 @@ async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> di
             ("continuous", partial(first.continuous, len(turns))),
             ("lock step", second.lock_step),
         ]
-        for name, loop in both if number % 2 else reversed(both):
+        order = both if number % 2 else both[::-1]
+        for name, loop in order:
             begun = time.monotonic()
             await loop()
             if number:

@@ -64,15 +64,16 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         work = Path(folder) / "work.json"
-        work.write_text(json.dumps(drawn(arguments)))
+        work.write_text(json.dumps(draw_prompts(arguments)))
         arms = {name: stack.enter_context(child(arguments, name, work)) for name in arguments.arms}
         versions: dict[str, str] = {}
         for arm in arms.values():
             versions |= reply(arm)
         timed: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
         for number in range(arguments.rounds + 1):
-            for name in list(arms) if number % 2 else reversed(arms):
-                timing = asked(arms[name])
+            order = list(arms) if number % 2 else list(reversed(arms))
+            for name in order:
+                timing = run_step(arms[name])
                 sys.stderr.write(f"round {number}, {name}: {timing}\n")
                 if number:  # the first one compiles
                     timed[name].append(timing)
@@ -108,8 +109,8 @@ def settings(arguments: argparse.Namespace) -> Config:
     return load_config("configs/real.yaml", [*keys, *arguments.keys])
 
 
-def drawn(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The prompts of every round, the same for all arms: as text and as tokens."""
+def draw_prompts(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the prompts of every round, the same for all arms, as text and as tokens."""
     config = settings(arguments)
     tokenizer = build_model(config, arguments.model).tokenizer
     per_step, rounds = arguments.questions_per_step, arguments.rounds + 1
@@ -118,7 +119,7 @@ def drawn(arguments: argparse.Namespace) -> dict[str, Any]:
     texts = [tokenizer.decode(prompt_ids) for prompt_ids in ids]
     if [tokenizer(text)["input_ids"] for text in texts] != ids:
         sys.exit("a prompt's text has other tokens than the prompt: the arms would not do the same")
-    split = [slice(at, at + per_step) for at in range(0, per_step * rounds, per_step)]
+    split = [slice(start, start + per_step) for start in range(0, per_step * rounds, per_step)]
     return {
         "texts": [texts[index] for index in split],
         "ids": [ids[index] for index in split],
@@ -134,8 +135,8 @@ def child(arguments: argparse.Namespace, name: str, work: Path) -> subprocess.Po
         script = Path(__file__).with_name("trl_step.py")
         command = [arguments.trl, str(script), *common, "--micro", str(arguments.micro)]
     else:
-        own = ["-m", "benchmarks.step.beside_trl", "--arm", name, "--questions", arguments.questions]
-        command = [sys.executable, *own, *common, "--keys", *arguments.keys]
+        module = ["-m", "benchmarks.step.beside_trl", "--arm", name, "--questions", arguments.questions]
+        command = [sys.executable, *module, *common, "--keys", *arguments.keys]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -146,8 +147,8 @@ def reply(arm: subprocess.Popen[str]) -> dict[str, Any]:
     return dict(json.loads(line))
 
 
-def asked(arm: subprocess.Popen[str]) -> dict[str, Any]:
-    """One step of an arm."""
+def run_step(arm: subprocess.Popen[str]) -> dict[str, Any]:
+    """Run one step of an arm and return its timing."""
     assert arm.stdin
     print("step", file=arm.stdin, flush=True)
     return reply(arm)
@@ -225,24 +226,24 @@ class Arm:
 
     async def _sample(self, prompts: list[list[int]], tokens: int, group: int) -> list[Sample]:
         await self._hand_over()
-        names = [f"{self.number}-{at}" for at in range(len(prompts))]
-        done = await asyncio.gather(
+        names = [f"{self.number}-{index}" for index in range(len(prompts))]
+        completions = await asyncio.gather(
             *(
-                self.sampler.generate(ids, SamplingParams(tokens, seed=at, stop=NEVER), name)
-                for at, (ids, name) in enumerate(zip(prompts, names, strict=True))
+                self.sampler.generate(ids, SamplingParams(tokens, seed=index, stop=NEVER), name)
+                for index, (ids, name) in enumerate(zip(prompts, names, strict=True))
             )
         )
         for name in names:
             self.sampler.release(name)
         self.number += 1
         rewards = np.array(
-            [np.mean([token % 2 == 0 for token in completion.token_ids]) for completion in done]
+            [np.mean([token % 2 == 0 for token in completion.token_ids]) for completion in completions]
         )
         groups = rewards.reshape(-1, group)
         scores = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
         return [
             sample(ids, completion.token_ids, completion.logprobs, score)
-            for ids, completion, score in zip(prompts, done, scores.ravel(), strict=True)
+            for ids, completion, score in zip(prompts, completions, scores.ravel(), strict=True)
         ]
 
     async def _hand_over(self) -> None:
@@ -283,9 +284,9 @@ def report(
         out(f"{rounds[-1]['sampled']:9.0f}")
         if "trl" in timed:
             trl = {part: statistics.median(timing[part] for timing in timed["trl"]) for part in PARTS}
-            whole = statistics.median(sum(timing[part] for part in PARTS) for timing in timed["trl"])
+            trl_step = statistics.median(sum(timing[part] for part in PARTS) for timing in timed["trl"])
             out(f"{trl['sampling'] / values['sampling']:10.2f}{trl['update'] / values['update']:10.2f}")
-            out(f"{whole / step:10.2f}")
+            out(f"{trl_step / step:10.2f}")
         out("\n")
 
 

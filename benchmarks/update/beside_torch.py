@@ -225,7 +225,7 @@ def packed(setting: Setting) -> Iterator[Piece]:
     rows = setting.learner.microbatch_rows
     causal = np.tril(np.ones((setting.learner.row_length,) * 2, bool))
     for start in range(0, num_rows, rows):
-        microbatch = jax.tree.map(lambda x, at=start: x[at : at + rows], batch)
+        microbatch = jax.tree.map(lambda array, first=start: array[first : first + rows], batch)
         visible = causal & (microbatch.segment_ids[:, :, None] == microbatch.segment_ids[:, None, :])
         inputs = {
             "input_ids": torch.from_numpy(microbatch.tokens.astype(np.int64)),
@@ -233,9 +233,9 @@ def packed(setting: Setting) -> Iterator[Piece]:
             "attention_mask": torch.from_numpy(visible[:, None]),
         }
         places = [
-            (index, at.row - start, at.start, at.length)
-            for index, at in enumerate(placements)
-            if start <= at.row < start + rows
+            (index, placement.row - start, placement.start, placement.length)
+            for index, placement in enumerate(placements)
+            if start <= placement.row < start + rows
         ]
         yield Piece(
             inputs,
@@ -306,7 +306,7 @@ def torch_loss(logprobs: torch.Tensor, logits: torch.Tensor, piece: Piece) -> to
 def difference(expected: Result, result: Result) -> float:
     """The largest difference of log-probabilities, loss and relative norm of the gradient."""
     pairs = zip(expected.logprobs, result.logprobs, strict=True)
-    largest = max(float(np.abs(mine - other).max()) for mine, other in pairs)
+    largest = max(float(np.abs(ours - torchs).max()) for ours, torchs in pairs)
     norm = abs(result.grad_norm / expected.grad_norm - 1.0)
     return max(largest, abs(result.loss - expected.loss), norm)
 

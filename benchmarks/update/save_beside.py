@@ -67,9 +67,9 @@ def arm(
     beside: list[float] = []
     after: list[float] = []
     for _ in range(steps):
-        at, is_beside = time.perf_counter(), store.is_writing()
+        started, is_beside = time.perf_counter(), store.is_writing()
         step()
-        (beside if is_beside else after).append(time.perf_counter() - at)
+        (beside if is_beside else after).append(time.perf_counter() - started)
         if is_beside and not store.is_writing():
             seconds["complete"] = time.perf_counter() - begun
     seconds["all steps"] = time.perf_counter() - begun
