@@ -94,7 +94,7 @@ class Generator:
 
 
 def median_seconds(function: Callable[[], object], runs: int) -> float:
-    """Median wall-clock seconds of `runs` calls, after one that does not count."""
+    """Return median wall-clock seconds of `runs` calls, after one that does not count."""
     function()
     times = []
     for _ in range(runs):
@@ -105,7 +105,7 @@ def median_seconds(function: Callable[[], object], runs: int) -> float:
 
 
 def measure(groups: list[Group], runs: int) -> dict[str, float]:
-    """Median seconds of each part."""
+    """Return median seconds of each part."""
     rng = np.random.default_rng(0)
     parts: dict[str, Callable[[], object]] = {
         "scoring (F1, EM, cover-EM, format)": lambda: score_groups(groups, RewardConfig(), rng),

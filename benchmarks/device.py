@@ -187,7 +187,7 @@ def parse() -> argparse.Namespace:
 def random_batch(
     rng: np.random.Generator, architecture: Architecture, arguments: argparse.Namespace
 ) -> Batch:
-    """Two trajectories a row, half of their tokens sampled."""
+    """Return two trajectories a row, half of their tokens sampled."""
     half = arguments.length // 2
     samples = []
     for _ in range(2 * arguments.rows):
@@ -205,7 +205,7 @@ def random_batch(
 
 
 def timed(call: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Seconds of the first call (it compiles) and the median of the others."""
+    """Return seconds of the first call (it compiles) and the median of the others."""
     seconds = []
     for _ in range(repeats + 1):
         begun = time.perf_counter()

@@ -38,7 +38,7 @@ NUM_DISTINCT = 250  # groups; no multiple of a step's, so that no two steps are 
 
 
 def make_tokenizer() -> Tokenizer:
-    """A byte-level tokenizer that has seen the words above."""
+    """Return a byte-level tokenizer that has seen the words above."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -80,7 +80,7 @@ def answer_turn(tokenizer: Tokenizer, think: str, answer: str) -> Turn:
 
 
 def make_group(tokenizer: Tokenizer, number: int, rng: np.random.Generator) -> Group:
-    """A question with searches of three documents each out of nine, right and wrong answers, and failures."""
+    """Return a question with searches of three documents each, right and wrong answers, and failures."""
     golden = words(rng, 2)
     question = Question(f"q{number}", f"who keeps {words(rng, 5)}?", (golden,), SOURCES[number % 3])
     corpus = [Document(f"{number}/{n}", words(rng, 2), words(rng, 40), float(n)) for n in range(9)]
@@ -103,7 +103,7 @@ def make_group(tokenizer: Tokenizer, number: int, rng: np.random.Generator) -> G
 def write_run(
     folder: Path, steps: list[list[Group]], config: Config, tokenizer: Tokenizer, planned: int = 0
 ) -> None:
-    """The files that the page reads: `steps` as a training would have kept them, and the tokenizer.
+    """Write the files that the page reads: `steps` as a training would have kept them, and the tokenizer.
 
     Args:
         planned: steps of the training; 0: those that were kept, so that the run has ended.
@@ -121,12 +121,12 @@ def write_run(
 
 
 def learner_logprobs(trajectory: Trajectory) -> np.ndarray | None:
-    """Float32 [T]: as if the learner held each sampled token for exp(0.07) times as likely as the sampler."""
+    """Return float32 [T]: each sampled token is exp(0.07) times as likely as for the sampler."""
     return (trajectory.logprobs + 0.07 * trajectory.mask).astype(np.float32)
 
 
 def make_run(folder: Path, num_trajectories: int) -> None:
-    """A run with that many generated trajectories, 80 a step; those of later steps repeat."""
+    """Write a run of that many generated trajectories, 80 a step; those of later steps repeat."""
     tokenizer, rng = make_tokenizer(), np.random.default_rng(0)
     numbers = range(num_trajectories // GROUP_SIZE)
     groups = [make_group(tokenizer, number, rng) for number in numbers[:NUM_DISTINCT]]

@@ -35,7 +35,7 @@ TIME_FILTER = """([name, value]) => {
 
 
 def measure(page: Page, address: str) -> dict[str, float]:
-    """Milliseconds that a person waits."""
+    """Return the milliseconds that a person waits."""
     started = time.perf_counter()
     page.goto(address)
     page.wait_for_selector("#list[data-ready]")

@@ -125,7 +125,7 @@ def free_port() -> int:
 
 
 def make_parts(folder: Path, world: Path, steps: int, with_vllm: bool) -> dict[str, Part]:
-    """The processes of one run in `folder`, none started."""
+    """Return the processes of one run in `folder`, none started."""
     port, cache = free_port(), {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache["JAX_COMPILATION_CACHE_DIR"] = str(world.parent / "compiled")
@@ -150,7 +150,7 @@ def make_parts(folder: Path, world: Path, steps: int, with_vllm: bool) -> dict[s
 
 
 def trained_steps(folder: Path) -> list[int]:
-    """Steps in metrics.jsonl, in its order; a line that is being written is left out."""
+    """Return steps in metrics.jsonl, in its order; a line that is being written is left out."""
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
     return [json.loads(line)["step"] for line in lines]
@@ -159,7 +159,7 @@ def trained_steps(folder: Path) -> list[int]:
 def supervise(
     parts: dict[str, Part], folder: Path, arguments: argparse.Namespace, kills: int
 ) -> Counter[str]:
-    """Runs until the trainer has ended by itself; returns how often each part was disturbed in which way.
+    """Run until the trainer has ended by itself; return how often each part was disturbed in which way.
 
     The disturbances are spread over the first two thirds of the steps, so that all of them meet the training.
 
@@ -218,7 +218,7 @@ def fill_disk(folder: Path, trainer: Part, deadline: float) -> None:
 
 @contextmanager
 def small_disk(folder: Path, mebibytes: int) -> Iterator[None]:
-    """A disk of its own at `folder`."""
+    """Mount a disk of its own at `folder`."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", folder], check=True)
     try:
@@ -229,7 +229,7 @@ def small_disk(folder: Path, mebibytes: int) -> Iterator[None]:
 
 @contextmanager
 def slow_store(rate: int) -> Iterator[str]:
-    """An S3 service that takes `rate` bytes a second in all; yields a URL in its bucket."""
+    """Start an S3 service that takes `rate` bytes a second in all; yield a URL in its bucket."""
     from moto.server import ThreadedMotoServer
 
     service, turn = ThreadedMotoServer(port=0, verbose=False), threading.Lock()
@@ -263,7 +263,7 @@ def slow_store(rate: int) -> Iterator[str]:
 def change_machines(
     output: Path, world: Path, arguments: argparse.Namespace, url: str
 ) -> tuple[Path, Counter[str]]:
-    """Trains while machines are lost or taken over; returns the last run.dir, and how often either happened.
+    """Train while machines are lost or taken over; return the last run.dir, and how often either happened.
 
     Raises:
         RuntimeError: a trainer ended otherwise than it must, or not within `arguments.deadline` seconds.
@@ -329,7 +329,7 @@ def is_owner(trainer: Part, url: str) -> bool:
 
 
 def read_marker(url: str) -> dict[str, Any]:
-    """The newest version of a store's marker."""
+    """Return the newest version of a store's marker."""
     files = fsspec.filesystem("s3")
     while True:
         files.invalidate_cache()
@@ -341,7 +341,7 @@ def read_marker(url: str) -> dict[str, Any]:
 
 
 def run(folder: Path, world: Path, arguments: argparse.Namespace, kills: int) -> Counter[str]:
-    """One run to its end; all its processes are gone afterwards."""
+    """Run to the end, and end all processes afterwards."""
     parts = make_parts(folder, world, arguments.steps, arguments.vllm)
     try:
         return supervise(parts, folder, arguments, kills)
@@ -351,7 +351,7 @@ def run(folder: Path, world: Path, arguments: argparse.Namespace, kills: int) ->
 
 
 def final_params(folder: Path, steps: int) -> dict[str, np.ndarray]:
-    """Parameters of the last checkpoint, by dotted path."""
+    """Return parameters of the last checkpoint, by dotted path."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         restored = checkpointer.restore((folder / "checkpoints" / str(steps) / "state").absolute())
     return {path: np.asarray(leaf) for path, leaf in flatten(restored["params"]).items()}

@@ -49,7 +49,7 @@ def row(name: str, run: dict[str, Any], temperature: str) -> str:
 
 
 def rewards(folder: Path) -> list[float]:
-    """The training reward of every step."""
+    """Return the training reward of every step."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["reward/f1"] for line in lines]
 
@@ -69,7 +69,7 @@ def curve_table(curves: dict[str, list[float]]) -> str:
 
 
 def svg(curves: dict[str, list[float]]) -> str:
-    """Running means over ten steps, one line a run, coloured by arm."""
+    """Draw running means over ten steps, one line a run, coloured by arm."""
     lines = {name: smoothed(values) for name, values in curves.items() if name.split("-")[0] in COLOURS}
     longest = max(len(values) for values in lines.values())
 

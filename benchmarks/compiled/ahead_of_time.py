@@ -53,20 +53,20 @@ PROGRAMS = (*TRAINED, *SAMPLED)
 
 
 def target_of(arguments: argparse.Namespace) -> Target:
-    """The devices to compile for."""
+    """Return the devices to compile for."""
     if arguments.platform == "tpu":
         return find_target(tpu=arguments.topology)
     return find_target(gpu=arguments.gpu, topology=arguments.topology)
 
 
 def mesh_sizes(arguments: argparse.Namespace) -> dict[str, int]:
-    """Sizes of the mesh's axes, without asking for the devices."""
+    """Return sizes of the mesh's axes, without asking for the devices."""
     devices, fsdp, tensor = target_of(arguments).devices, arguments.fsdp, arguments.tensor
     return {"data": devices // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
 
 
 def run_config(arguments: argparse.Namespace) -> Config:
-    """The parts of a run's config that its programs and their memory come from."""
+    """Return the parts of a run's config that its programs and their memory come from."""
     mesh = mesh_sizes(arguments)
     attention = arguments.attention or KERNELS[arguments.platform]
     return Config(
@@ -89,7 +89,7 @@ def run_config(arguments: argparse.Namespace) -> Config:
 
 
 def expected_bytes(arguments: argparse.Namespace) -> dict[str, float]:
-    """Bytes on a device that `doctor` expects of the programs that decide; log-probabilities never do."""
+    """Return the bytes on a device that `doctor` expects of the programs that decide."""
     memory = program_memory(expected_parts(arguments), shares_base(run_config(arguments)))
     if arguments.critic:
         memory |= {name: memory[f"critic's {name}"] for name in ("update", "apply")}
@@ -97,18 +97,18 @@ def expected_bytes(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def expected_parts(arguments: argparse.Namespace) -> dict[str, float]:
-    """Bytes on a device by purpose, as `doctor` counts them."""
+    """Return bytes on a device by purpose, as `doctor` counts them."""
     architecture = architecture_from_hf(SHAPES[arguments.shape])
     return estimate_memory(run_config(arguments), architecture, mesh_sizes(arguments))
 
 
 def make_topology_mesh(arguments: argparse.Namespace) -> Mesh:
-    """A mesh of devices that need not be attached."""
+    """Return a mesh of devices that need not be attached."""
     return topology_mesh(run_config(arguments), target_of(arguments))
 
 
 def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax.stages.Lowered]:
-    """The programs that the arguments ask for, for the mesh's devices."""
+    """Return the programs that the arguments ask for, for the mesh's devices."""
     of_critic = {name: f"critic's {name}" for name in ("update", "apply")} if arguments.critic else {}
     config, architecture = run_config(arguments), architecture_from_hf(SHAPES[arguments.shape])
     return {
@@ -187,12 +187,12 @@ def main() -> None:
 
 
 def written(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Figures of the programs that a file already has."""
+    """Return figures of the programs that a file already has."""
     return json.loads(file.read_text()) if file and file.exists() else {}
 
 
 def fits(figures: dict[str, Any], arguments: argparse.Namespace) -> bool:
-    """TPU's compiler has said so itself."""
+    """Return whether the program fits the device; TPU's compiler refuses by itself what does not."""
     if "refused" in figures or arguments.platform == "tpu":
         return "refused" not in figures
     return figures["needed"] * GIB <= target_of(arguments).limit

@@ -62,7 +62,7 @@ def file_of(folder: Path, point: str) -> Path:
 
 
 def compile_point(point: str, file: Path, compiler: Path) -> None:
-    """Leaves the plan's figures in the file.
+    """Write the plan's figures into the file.
 
     Raises:
         SystemExit: it failed for another reason than memory.
@@ -85,7 +85,7 @@ def compile_point(point: str, file: Path, compiler: Path) -> None:
 
 
 def row(point: str, figures: dict[str, Any]) -> str:
-    """A line of the Markdown table."""
+    """Return a line of the Markdown table."""
     kind = figures["kind"] if figures["kind"].startswith("v") else figures["kind"].upper()
     cells = [f"{figures['devices']} {kind}", f"{figures['limit'] / GIB:.1f}"]
     for name in PROGRAMS:

@@ -80,7 +80,7 @@ def file_of(folder: Path, point: str) -> Path:
 
 
 def compile_point(point: str, programs: Sequence[str], file: Path, compilers: dict[str, Path]) -> None:
-    """Leaves the programs' figures in the file, with the compiler's refusals.
+    """Write the programs' figures into the file, with the compiler's refusals.
 
     Raises:
         SystemExit: it failed for another reason than memory.
@@ -107,7 +107,7 @@ def compile_point(point: str, programs: Sequence[str], file: Path, compilers: di
 
 
 def row(point: str, programs: dict[str, dict[str, Any]]) -> str:
-    """A line of the Markdown table."""
+    """Return a line of the Markdown table."""
     options = parse(shlex.split(point))
     target = target_of(options)
     limit = target.limit / GIB
@@ -135,7 +135,7 @@ def row(point: str, programs: dict[str, dict[str, Any]]) -> str:
 
 
 def with_sampler(figures: dict[str, dict[str, Any]], limit: float, shared: float) -> str:
-    """The most that a device holds where the embedded sampler stays beside the trainer.
+    """Return the peak of a device where the embedded sampler stays beside the trainer.
 
     Args:
         shared: GiB of parameters that both compute with.

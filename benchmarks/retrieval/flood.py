@@ -104,7 +104,7 @@ def watch(name: str, address: tuple[str, int], pid: int, flood: Callable[[], Non
 
 
 def idle(address: tuple[str, int], count: int, seconds: float) -> None:
-    """Connections that never send anything."""
+    """Hold connections that never send anything."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             stack.enter_context(socket.create_connection(address))
@@ -112,7 +112,7 @@ def idle(address: tuple[str, int], count: int, seconds: float) -> None:
 
 
 def slow(address: tuple[str, int], count: int, seconds: float) -> None:
-    """Half of them send their head byte by byte, half their body, with the token."""
+    """Send half of the heads, and half of the bodies with the token, byte by byte."""
     head = f"{HEAD}authorization: Bearer {TOKEN}\r\ncontent-length: 1000\r\n".encode()
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(socket.create_connection(address)) for _ in range(count)]
@@ -127,7 +127,7 @@ def slow(address: tuple[str, int], count: int, seconds: float) -> None:
 
 
 def bodies(address: tuple[str, int], count: int, size: int, token: str = "", part: int = 2**16) -> None:
-    """Bodies at the same time, all but their last byte, then held for a moment."""
+    """Send bodies at the same time, all but their last byte, and hold them for a moment."""
     header = f"authorization: Bearer {token}\r\n" if token else ""
     head = f"{HEAD}{header}content-length: {size}\r\n\r\n".encode()
 

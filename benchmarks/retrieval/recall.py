@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def write_part(source: Path, path: Path, questions: list[dict[str, Any]], count: int) -> None:
-    """All supporting passages, and others drawn with seed 0, in corpus order."""
+    """Write all supporting passages, and others drawn with seed 0, in corpus order."""
     corpus = load_corpus(source)
     gold = {name for question in questions for name in question["supporting_ids"]}
     other_rows = [i for i, row in enumerate(corpus) if row["id"] not in gold]
@@ -77,7 +77,7 @@ def write_part(source: Path, path: Path, questions: list[dict[str, Any]], count:
 
 
 def measure(name: str, corpus: Corpus, folder: Path, questions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Recall by data source and depth, bytes, and queries a second."""
+    """Return recall by data source and depth, bytes, and queries a second."""
     encoder, factory, search = INDEXES[name]
     index_path = folder / re.sub(r"\W+", "_", name)
     options = BuildOptions(encoder, factory=factory, search=search)
@@ -110,7 +110,7 @@ def measure(name: str, corpus: Corpus, folder: Path, questions: list[dict[str, A
 
 
 def tables(results: dict[str, Any], questions: list[dict[str, Any]], documents: int) -> str:
-    """One table of recall and one of size and speed."""
+    """Return one table of recall and one of size and speed."""
     sources = list(dict.fromkeys(question["data_source"] for question in questions))
     count = {source: sum(q["data_source"] == source for q in questions) for source in sources}
     lines = [f"recall@{DEPTHS[0]} / recall@{DEPTHS[1]}, {documents:,} passages, {len(questions)} questions\n"]

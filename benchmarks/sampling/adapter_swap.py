@@ -41,7 +41,7 @@ KINDS = ("merged", "adapters")
 
 
 def moved(policy: Policy, seed: int) -> Params:
-    """Adapters as after a training: the products change the weights by about a hundredth."""
+    """Return adapters as after a training: the products change the weights by about a hundredth."""
     drawn = policy.split(jax.jit(policy.init)(jax.random.key(seed)))[1]
     keys = iter(jax.random.split(jax.random.key(seed + 1), 64))
 
@@ -53,7 +53,7 @@ def moved(policy: Policy, seed: int) -> Params:
 
 
 def applied(policy: Policy, params: Params, tokens: np.ndarray, dtype: Any) -> np.ndarray:
-    """float32 [T - 1]: log-probabilities of all tokens but the first, as the learner computes them."""
+    """Return float32 [T - 1]: log-probabilities of all tokens but the first, as the learner computes them."""
     policy = Policy(policy.architecture, Numerics(compute_dtype=dtype), policy.adapters)
 
     @jax.jit
@@ -67,7 +67,7 @@ def applied(policy: Policy, params: Params, tokens: np.ndarray, dtype: Any) -> n
 
 
 def rounding(policy: Policy, params: Params, tokens: np.ndarray) -> None:
-    """Prints how far bfloat16 is from base and adapters in float32, applied and merged."""
+    """Print how far bfloat16 is from base and adapters in float32, applied and merged."""
     half, full = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
     exact = applied(policy, params, tokens, full)
     settings = {
@@ -86,7 +86,7 @@ def rounding(policy: Policy, params: Params, tokens: np.ndarray) -> None:
 async def measure(
     sampler: VllmSampler, snapshots: list[tuple[str, Path]], tokens: np.ndarray
 ) -> tuple[dict[str, list[float]], dict[str, np.ndarray]]:
-    """Seconds of the swaps by kind, but for the first two, which open the session; the last values."""
+    """Return seconds of the swaps by kind, but for the first two, which open the session; the last values."""
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     tensors: dict[str, np.ndarray] = {}
     for kind, snapshot in snapshots:

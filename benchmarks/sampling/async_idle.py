@@ -33,7 +33,7 @@ from calibadv_jax.rollout.runner import RolloutStream
 
 
 def recorded(run: Path) -> tuple[np.ndarray, float]:
-    """Seconds [steps, groups] of a run's groups, and the median seconds of its update and publication."""
+    """Return seconds [steps, groups] of a run's groups, and median seconds of update and publication."""
     steps = []
     for path in kept_steps(run).values():
         groups: dict[str, float] = {}
@@ -46,13 +46,13 @@ def recorded(run: Path) -> tuple[np.ndarray, float]:
 
 
 def drawn(speed: float) -> tuple[np.ndarray, float]:
-    """Log-normal seconds [steps, groups] whose mean is a step's at this speed, and an update's second."""
+    """Return log-normal seconds [steps, groups], a step's in the mean, and the second of an update."""
     delays = np.exp(np.random.default_rng(1).normal(0.0, 0.7, (100, 64)))
     return delays / delays.mean() / speed, 1.0
 
 
 def simulate(delays: np.ndarray, update: float, staleness: int, steps: int) -> tuple[float, float]:
-    """(share of the time the learner waits, mean staleness in steps of the groups it trains)."""
+    """Return the share of the time the learner waits, and the mean staleness in steps of its groups."""
     rng = np.random.default_rng(0)
     per_step = delays.shape[1]
     pool = ThreadPoolExecutor(per_step)

@@ -161,7 +161,7 @@ def quickstart(arguments: argparse.Namespace, folder: Path) -> Setting:
 
 
 def work_of(samples: list[Sample], search_seconds: float) -> Work:
-    """Turns as long as what each sample trains, with what stands between as prompt and documents."""
+    """Return turns as long as those of each sample, with the tokens between them as prompt and documents."""
     prompts, turns, documents = [], [], []
     for sample in samples:
         edges = np.flatnonzero(np.diff(sample.mask)) + 1
@@ -209,7 +209,7 @@ def changed(config: SamplerConfig, arguments: argparse.Namespace) -> SamplerConf
 
 @contextlib.contextmanager
 def columns(whole: bool) -> Iterator[None]:
-    """Samplers that are made within the block read all columns of their cache at every token."""
+    """Make samplers that read all columns of their cache at every token."""
     before = engine.STEP
     engine.STEP = sys.maxsize if whole else before
     try:
@@ -221,7 +221,7 @@ def columns(whole: bool) -> Iterator[None]:
 async def measure(
     samplers: dict[str, Sampler], setting: Setting, snapshot: Path, params: Any, rounds: int
 ) -> tuple[float, dict[str, list[Seconds]]]:
-    """The largest difference of log-probabilities, and what the rounds of every arm took."""
+    """Return the largest difference of log-probabilities, and the seconds of every arm's rounds."""
     for sampler in samplers.values():
         if isinstance(sampler, VllmSampler):
             await sampler.load(snapshot_version(snapshot), snapshot)
@@ -244,7 +244,7 @@ async def measure(
 
 
 async def compared(samplers: dict[str, Sampler], prompt: list[int]) -> float:
-    """How far the log-probabilities of sampled tokens are apart, at most."""
+    """Return the largest difference of sampled tokens' log-probabilities between the arms."""
     written = {}
     for arm, sampler in samplers.items():
         written[arm] = await sampler.generate(prompt, SamplingParams(max_tokens=24, seed=1), "compared")
@@ -265,7 +265,7 @@ async def one_round(loops: Loops, with_children: bool) -> Seconds:
 
 
 def own_seconds(with_children: bool) -> float:
-    """CPU seconds of this process, and of all that descend from it."""
+    """Return the CPU seconds of this process, and of all that descend from it."""
     return time.process_time() + (sum(map(tree_seconds, children(os.getpid()))) if with_children else 0.0)
 
 
@@ -274,7 +274,7 @@ def tree_seconds(pid: int) -> float:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that any thread of a process has started."""
+    """Return processes that any thread of a process has started."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for path in lists for child in path.read_text().split()]
 
@@ -313,7 +313,7 @@ def report(
 
 
 def medians(rounds: Sequence[Seconds]) -> Seconds:
-    """Of every figure by itself."""
+    """Return the median of each figure."""
     return Seconds(*map(statistics.median, zip(*map(astuple, rounds), strict=True)))
 
 

@@ -74,7 +74,7 @@ def finished(part: Callable[[], object]) -> None:
 def layers_call(
     policy: Policy, params: Params, cache: Cache, widths: list[int], number: int
 ) -> Callable[[], object]:
-    """`layers`, whose cache is written in place as the sampler's."""
+    """Call `layers` with a cache that is written in place, as the sampler's."""
     program = jax.jit(partial(layers, policy, widths), donate_argnums=1)
     holder = [jax.tree.map(jnp.copy, cache)]
 
@@ -107,7 +107,7 @@ def draw(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 def layers(
     policy: Policy, widths: list[int], params: Params, cache: Cache, number: Any
 ) -> tuple[jax.Array, Cache]:
-    """As many tokens of every row after the first ones of the cache."""
+    """Decode `tokens` tokens of every row after the first ones of the cache."""
     decoder, rows = policy.merge(params), cache[0][0].shape[1]
 
     def body(step: Any, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:

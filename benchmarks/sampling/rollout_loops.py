@@ -46,7 +46,7 @@ Turns = list[list[int]]  # per trajectory: tokens of each of its turns
 
 
 def shape(hidden: int, layers: int) -> dict[str, Any]:
-    """HuggingFace config of the policy."""
+    """Return the HuggingFace config of the policy."""
     return {
         "model_type": "qwen3",
         "vocab_size": 398,
@@ -62,7 +62,7 @@ def shape(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def draw_turns(trajectories: int, turns: int, median: float, sigma: float, seed: int) -> Turns:
-    """Heavy-tailed turn lengths; a trajectory has between one turn and `turns`."""
+    """Draw heavy-tailed turn lengths; a trajectory has between one turn and `turns`."""
     rng = np.random.default_rng(seed)
     longest = min(40 * median, (MAX_LENGTH - 40) / turns - DOCUMENT_TOKENS)
     lengths = np.minimum(np.exp(rng.normal(np.log(median), sigma, (trajectories, turns))), longest)
@@ -91,7 +91,7 @@ class Work:
 
 
 def random_work(turns: Turns, search_seconds: np.ndarray, seed: int) -> Work:
-    """Prompts and documents of random words, the same number of them everywhere."""
+    """Draw prompts and documents of random words, the same number of them everywhere."""
     rng = np.random.default_rng(seed)
     prompts = rng.integers(11, 398, (len(turns), 40)).tolist()
     documents = rng.integers(11, 398, (len(turns), max(map(len, turns)), DOCUMENT_TOKENS)).tolist()

@@ -155,7 +155,7 @@ def run_step(arm: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """One of our arms: a step for every line."""
+    """Serve one of our arms: run a step for every line of the input."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     work, config = json.loads(arguments.work.read_text()), settings(arguments)
@@ -247,7 +247,7 @@ class Arm:
         ]
 
     async def _hand_over(self) -> None:
-        """The learner's parameters to the sampler."""
+        """Give the learner's parameters to the sampler."""
         if self.store is None:
             await self.sampler.load(self.number, self.state["params"])
             return

@@ -82,7 +82,7 @@ def parse() -> argparse.Namespace:
 
 
 def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Share of even tokens: never tied in practice, so that every completion trains on both sides."""
+    """Return share of even tokens: never tied in practice, so that every completion trains on both sides."""
     return [sum(token % 2 == 0 for token in completion) / len(completion) for completion in completion_ids]
 
 

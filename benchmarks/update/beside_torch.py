@@ -130,7 +130,7 @@ def parse() -> argparse.Namespace:
 
 
 def quickstart(arguments: argparse.Namespace) -> Setting:
-    """A step of the quickstart: demonstrations of its own world stand for the trajectories."""
+    """Return a step of the quickstart: demonstrations of its own world stand for the trajectories."""
     with tempfile.TemporaryDirectory() as folder:
         config: Config = load_config("configs/quickstart.yaml", [f"run.dir={folder}"])
         write_world(config.world)
@@ -144,7 +144,7 @@ def quickstart(arguments: argparse.Namespace) -> Setting:
 
 
 def middle(arguments: argparse.Namespace) -> Setting:
-    """Twelve trajectories of 150 to 1,024 tokens, half of their tokens sampled."""
+    """Return twelve trajectories of 150 to 1,024 tokens, half of their tokens sampled."""
     rng = np.random.default_rng(0)
     samples = []
     for length in np.clip(rng.lognormal(np.log(400), 0.6, 12), 150, 1024).astype(int):
@@ -162,7 +162,7 @@ SETTINGS = {"quickstart": quickstart, "30m": middle}
 
 
 def learner_calls(setting: Setting, policy: Policy, mesh: Any, params: Any) -> Calls:
-    """As a training step does it, packing included."""
+    """Return the calls of the learner, as in a training step, packing included."""
     optimizer = make_optimizer(OPTIMIZER, make_schedule(OPTIMIZER, 1000))
     learner = Learner(
         policy, optimizer, mesh, LearnerOptions(setting.learner.microbatch_rows, entropy_gradient=False)
@@ -195,7 +195,7 @@ class Piece:
 
 
 def padded(setting: Setting, by_length: bool) -> Iterator[Piece]:
-    """Micro-batches of whole trajectories, padded on the right: causal attention needs no mask."""
+    """Yield micro-batches of whole trajectories, padded on the right: causal attention needs no mask."""
     samples = setting.samples
     weights = token_weights(samples, LOSS.aggregation)
     order = sorted(range(len(samples)), key=lambda index: len(samples[index].tokens) if by_length else 0)
@@ -218,7 +218,7 @@ def padded(setting: Setting, by_length: bool) -> Iterator[Piece]:
 
 
 def packed(setting: Setting) -> Iterator[Piece]:
-    """The rows of the learner's own packing, as many at once as it takes."""
+    """Yield the rows of the learner's own packing, as many at once as it takes."""
     batch: Batch = pack(setting.samples, setting.learner.row_length, LOSS.aggregation)
     lengths = [len(sample.tokens) for sample in setting.samples]
     placements, num_rows = place(lengths, setting.learner.row_length)
@@ -247,7 +247,7 @@ def packed(setting: Setting) -> Iterator[Piece]:
 
 
 def torch_calls(setting: Setting, folder: Path, name: str) -> Calls:
-    """The same step in PyTorch, making the micro-batches included."""
+    """Return the calls of the same step in PyTorch, making the micro-batches included."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     model.train()
     optimizer = torch.optim.AdamW(
@@ -291,7 +291,7 @@ def torch_calls(setting: Setting, folder: Path, name: str) -> Calls:
 
 
 def torch_loss(logprobs: torch.Tensor, logits: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """`losses.policy_gradient` on the policy's own samples, with the entropy that it reports."""
+    """Compute `losses.policy_gradient` on the policy's own samples, with the entropy that it reports."""
     log_ratio = torch.clamp(logprobs - logprobs.detach(), -20.0, 20.0)
     ratio = torch.exp(log_ratio)
     clipped = torch.clamp(ratio, 1.0 - LOSS.clip_low, 1.0 + LOSS.clip_high)
@@ -304,7 +304,7 @@ def torch_loss(logprobs: torch.Tensor, logits: torch.Tensor, piece: Piece) -> to
 
 
 def difference(expected: Result, result: Result) -> float:
-    """The largest difference of log-probabilities, loss and relative norm of the gradient."""
+    """Return the largest difference of log-probabilities, loss and relative norm of the gradient."""
     pairs = zip(expected.logprobs, result.logprobs, strict=True)
     largest = max(float(np.abs(ours - torchs).max()) for ours, torchs in pairs)
     norm = abs(result.grad_norm / expected.grad_norm - 1.0)

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def measured(setting: tuple[str, Kernel, int, int], lengths: np.ndarray) -> list[float]:
-    """Positions a token and relative costs by the number of widths, and the bound."""
+    """Return positions a token and relative costs by the number of widths, and the bound."""
     shape, kernel, row_length, rows = setting
     policy = Policy(architecture_from_hf(SHAPES[shape]), Numerics(kernel=kernel))
     learner = Learner(policy, optax.sgd(1.0), make_mesh(MeshConfig(data=-1, fsdp=1)), LearnerOptions(rows))

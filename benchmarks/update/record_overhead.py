@@ -44,7 +44,7 @@ VOCABULARY, PASSAGE_WORDS = 150_000, 100
 
 
 def alternating(times: dict[int, dict[str, float]]) -> tuple[type, type]:
-    """Writers that write at even steps only, and note the seconds of every step in `times`."""
+    """Make writers write at even steps only, and note the seconds of every step in `times`."""
 
     class Rollouts(RolloutWriter):
         def write(self, step: int, *more: Any) -> dict[str, float]:
@@ -65,7 +65,7 @@ def alternating(times: dict[int, dict[str, float]]) -> tuple[type, type]:
 
 
 def measure_training(quickstart: Path, output: Path, steps: int) -> dict[str, float]:
-    """Medians over the steps after the warm-up; seconds, but for the bytes and the shares."""
+    """Return medians over the steps after the warm-up; seconds, but for the bytes and the shares."""
     overrides = [f"run.dir={output}", f"learner.steps={steps}", "checkpoint.every=0", "log.progress=false"]
     overrides += [f"world.dir={quickstart}/world", f"policy.path={quickstart}/sft"]
     overrides += [f"policy.tokenizer={quickstart}/world/tokenizer", f"retriever.index={quickstart}/index"]
@@ -92,7 +92,7 @@ def measure_training(quickstart: Path, output: Path, steps: int) -> dict[str, fl
 
 
 def paper_step(config: Config, seed: int = 0) -> list[Group]:
-    """A scored step of the paper's size."""
+    """Return a scored step of the paper's size."""
     rng = np.random.default_rng(seed)
     generator = Generator(seed, 4000, 100)
     words = generator.words
@@ -117,7 +117,7 @@ def paper_step(config: Config, seed: int = 0) -> list[Group]:
 
 
 def measure_paper(groups: list[Group], config: Config) -> dict[str, float]:
-    """Seconds (the least of three) and bytes of one write."""
+    """Return seconds (the least of three) and bytes of one write."""
     credits = compute_advantages(groups, config.advantage).credits
     learner: list[list[np.ndarray | None]] = [
         [trajectory.logprobs for trajectory in group.trajectories] for group in groups

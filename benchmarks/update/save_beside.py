@@ -37,7 +37,7 @@ COLUMNS = ("in save", "step beside", "step after", "complete", "all steps")
 
 
 def make_steps(hidden: int, layers: int, tokens: int) -> tuple[Callable[[], None], Callable[[], object], int]:
-    """One step of a random policy on one row of random tokens, its state, and its parameters."""
+    """Return one step of a random policy on one row of random tokens, its state, and its parameters."""
     policy = Policy(architecture_from_hf(shape(hidden, layers)), Numerics())
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     optimizer = make_optimizer(OptimizerConfig(), make_schedule(OptimizerConfig(), 1000))
@@ -58,7 +58,7 @@ def make_steps(hidden: int, layers: int, tokens: int) -> tuple[Callable[[], None
 def arm(
     name: str, number: int, steps: int, step: Callable[[], None], state: Callable[[], object], folder: Path
 ) -> dict[str, float]:
-    """Seconds by column."""
+    """Return seconds by column."""
     store = CheckpointStore(folder / name.replace(" ", "_"), 1, asynchronous=name == "beside the steps")
     begun = time.perf_counter()
     if name != "no save":

@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def prompts_once(samples: list[Sample]) -> int:
-    """Columns of the samples if those of one prompt shared it, and nothing else."""
+    """Count the columns of the samples if those of one prompt shared it, and nothing else."""
     prompts = {sample.tokens[: sample.prompt].tobytes(): sample.prompt or 0 for sample in samples}
     return sum(prompts.values()) + sum(len(sample.tokens) - (sample.prompt or 0) for sample in samples)
 
@@ -84,7 +84,7 @@ def report(name: str, counts: np.ndarray) -> None:
 
 
 def read(run: Path, step: int, keys: list[str]) -> tuple[Config, list[Sample]]:
-    """The run's config with some keys changed, and the step's samples."""
+    """Return the run's config with some keys changed, and the step's samples."""
     path = find_step(run, step)
     kept = read_step(path)
     config = kept_config(kept, path, keys)
@@ -95,7 +95,7 @@ def read(run: Path, step: int, keys: list[str]) -> tuple[Config, list[Sample]]:
 
 
 def updates(config: Config, samples: list[Sample]) -> Iterator[list[Sample]]:
-    """The samples that each update of a step computes: those that move its loss."""
+    """Return the samples that each update of a step computes: those that move its loss."""
     loss = policy_loss(config)
     for chosen in mini_batches(samples, config.learner, np.random.default_rng(0)):
         computed = [samples[index] for index in chosen if loss.is_moved_by(samples[index])]

@@ -80,7 +80,7 @@ def parse() -> argparse.Namespace:
 
 
 def drawn(config: Config, model: Model, rng: np.random.Generator, idle: float) -> Iterator[Sample]:
-    """Endless trajectories as a step's: one advantage each, none for a share of them."""
+    """Yield endless trajectories as a step's: one advantage each, none for a share of them."""
     for demonstration in imperfect(0, config.world):
         sample = encode_demonstration(demonstration, config, model.tokenizer, "sampled")
         advantage = 0.0 if rng.random() < idle else rng.normal()
@@ -93,7 +93,7 @@ def drawn(config: Config, model: Model, rng: np.random.Generator, idle: float) -
 
 @contextlib.contextmanager
 def layers(looped: bool) -> Iterator[None]:
-    """Within the block, what is compiled loops over the layers, as it does where they are many."""
+    """Compile within the block with a loop over the layers, as it is where they are many."""
     limit = transformer.UNROLLED_LAYERS
     transformer.UNROLLED_LAYERS = 0 if looped else limit
     try:
@@ -103,13 +103,13 @@ def layers(looped: bool) -> Iterator[None]:
 
 
 def shape(name: str) -> tuple[int, int]:
-    """(row length, rows) of an arm."""
+    """Return (row length, rows) of an arm."""
     row_length, rows = name.split(":")[0].split("x")
     return int(row_length), int(rows)
 
 
 def step_arm(config: Config, model: Model, samples: list[Sample], name: str) -> Call:
-    """A training step on the trajectories of one step: every update of it."""
+    """Return a training step on the trajectories of one step: every update of it."""
     row_length, rows = shape(name)
     per_step = config.rollout.questions_per_step * config.rollout.group_size
     chosen = samples[:per_step]
@@ -131,7 +131,7 @@ def step_arm(config: Config, model: Model, samples: list[Sample], name: str) -> 
 
 
 def sft_arm(config: Config, model: Model, samples: list[Sample], name: str) -> Call:
-    """One update of the cold start."""
+    """Return one update of the cold start."""
     row_length, rows = shape(name)
     count = next(n for n in range(len(samples), 0, -1) if rows_needed(samples[:n], row_length) <= rows)
     weights = token_weights(samples[:count], "token_mean")
@@ -151,7 +151,7 @@ def rows_needed(samples: list[Sample], row_length: int) -> int:
 
 
 def seconds(call: Callable[[], object]) -> tuple[float, float]:
-    """(wall-clock, CPU) seconds of a call."""
+    """Return (wall-clock, CPU) seconds of a call."""
     wall, cpu = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - wall, time.process_time() - cpu
