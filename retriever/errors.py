@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 ENVIRONMENT_STATUS = 75  # the same command may succeed later (EX_TEMPFAIL), as for the trainer
-PASSING = (errno.ENOSPC, errno.EDQUOT)
+TRANSIENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 REASON_LENGTH = 160  # characters shown of another library's message
 
 
@@ -35,17 +35,17 @@ def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> i
         work()
     except RetrieverError as error:
         sys.stderr.write(f"error: {error}\n")
-        return ENVIRONMENT_STATUS if _is_passing(error) else 2
+        return ENVIRONMENT_STATUS if _is_transient(error) else 2
     except KeyboardInterrupt:
         sys.stderr.write(f"{interrupted}\n")
         return 130
     return 0
 
 
-def _is_passing(error: BaseException | None) -> bool:
+def _is_transient(error: BaseException | None) -> bool:
     """Return whether another service is away or a disk is full, in the error or in its causes."""
     while error is not None:
-        if isinstance(error, Unavailable) or (isinstance(error, OSError) and error.errno in PASSING):
+        if isinstance(error, Unavailable) or (isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS):
             return True
         error = error.__cause__
     return False

@@ -15,8 +15,8 @@ def replacing(path: Path, by_many: bool = False) -> Iterator[Path]:
 
     Raises OSError: an older file is unchanged. `by_many`: several processes may write it at once.
     """
-    own = f".{os.getpid()}" if by_many else ""
-    partial = path.with_name(f".{path.name}{own}.partial")
+    process = f".{os.getpid()}" if by_many else ""
+    partial = path.with_name(f".{path.name}{process}.partial")
     try:
         yield partial
         os.replace(partial, path)
@@ -27,7 +27,8 @@ def replacing(path: Path, by_many: bool = False) -> Iterator[Path]:
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """As `replacing`, for an empty folder ``PATH.unfinished``."""
-    partial, previous = (path.with_name(path.name + end) for end in (".unfinished", ".previous"))
+    partial = path.with_name(path.name + ".unfinished")
+    previous = path.with_name(path.name + ".previous")
     for leftover in (partial, previous):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -135,20 +135,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.set_defaults(**_read_options(options.config, parser))
         options = parser.parse_args(argv)
     remote = find_remote(options)
-    for name in remote.needed if remote else ("corpus_path", "index_path"):
+    needed = remote.needed if remote else ("corpus_path", "index_path")
+    unused = remote.unused if remote else REMOTE_OPTIONS
+    for name in needed:
         if not getattr(options, name):
             raise RetrieverError(f"--{name} is missing; give it, or set {name} in the file of --config")
-    for name in remote.unused if remote else REMOTE_OPTIONS:
+    for name in unused:
         if getattr(options, name):
             purpose = f"--retriever_name {options.retriever_name}" if options.retriever_name else "an index"
             raise RetrieverError(f"--{name}: has no meaning for {purpose}; leave it out")
     may_build = options.build_if_missing or (remote and remote.takes_build)
     if not may_build and (extra := next(iter(_build_values(options)), None)):
         raise RetrieverError(f"--{extra}: only a build takes it; add --build_if_missing, or leave it out")
-    least = {name: 1 for name in COUNTS} | {"web_budget": 0, "threads": 0}
-    for name, smallest in least.items():
-        if getattr(options, name) < smallest:
-            raise RetrieverError(f"--{name} is {getattr(options, name)}, but must be at least {smallest}")
+    minima = {name: 1 for name in COUNTS} | {"web_budget": 0, "threads": 0}
+    for name, minimum in minima.items():
+        if getattr(options, name) < minimum:
+            raise RetrieverError(f"--{name} is {getattr(options, name)}, but must be at least {minimum}")
     if not options.request_seconds > 0:
         raise RetrieverError(f"--request_seconds is {options.request_seconds}, but must be above 0")
     return options

@@ -55,7 +55,8 @@ def prepare_corpus(
         except OSError as error:
             raise RetrieverError(f"{output}: cannot be written ({error.strerror})") from error
         with file:
-            for passage in _kept(find_inputs(inputs), drop_duplicates, number_ids, counts, progress):
+            files = find_inputs(inputs)
+            for passage in _select_passages(files, drop_duplicates, number_ids, counts, progress):
                 file.write(passage.to_line())
         if not counts.written:
             raise RetrieverError(f"{output}: no passage is left of {counts.read}; see docs/data.md")
@@ -76,7 +77,7 @@ def find_inputs(inputs: Sequence[str]) -> list[Path]:
     return files
 
 
-def _kept(
+def _select_passages(
     files: Sequence[Path], drop_duplicates: bool, number_ids: bool, counts: PreparedPassages, progress: bool
 ) -> Iterator[Passage]:
     seen: set[bytes] = set()

@@ -208,7 +208,7 @@ def engine(scores, counts):
 
 
 @pytest.mark.parametrize("k", [1, 3, 20])
-@pytest.mark.parametrize("documents", [1, 5, gpu.MORE + 4, 300])
+@pytest.mark.parametrize("documents", [1, 5, gpu.EXTRA_ROWS + 4, 300])
 @pytest.mark.parametrize("levels", [1, 3, 1000], ids="{} scores".format)
 def test_ties_do_not_depend_on_the_batch(k, documents, levels):
     rng = np.random.default_rng(k * documents)
@@ -224,7 +224,10 @@ def test_ties_do_not_depend_on_the_batch(k, documents, levels):
 
 
 def test_fetching_ends_with_the_tie():
-    for scores, expected in ((np.arange(5000), [3 + gpu.MORE]), (np.zeros(5000), [19, 76, 304, gpu.MOST])):
+    for scores, expected in (
+        (np.arange(5000), [3 + gpu.EXTRA_ROWS]),
+        (np.zeros(5000), [19, 76, 304, gpu.MAX_ROWS]),
+    ):
         counts = []
         search_in_corpus_order(engine(scores[None], counts), 3, 5000)
         assert counts == expected
