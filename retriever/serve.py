@@ -12,7 +12,7 @@ from retriever.options import INSTALL, parse
 def run(argv: list[str] | None) -> None:
     arguments = parse(argv)
     _limit_threads(is_asked=arguments.threads > 0)
-    for package in ("fastapi", "uvicorn", "prometheus_client", "scipy"):
+    for package in ("fastapi", "fastapi_offline", "uvicorn", "prometheus_client", "scipy"):
         require(package, INSTALL)
     from retriever.service import server
 

@@ -31,18 +31,17 @@ AGAIN = "build it again with python -m retriever.build_index"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a manifest of this or an earlier version; raises RetrieverError if missing or damaged."""
+    """Return the entries of an index's manifest; raises RetrieverError if missing or damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         raise RetrieverError(f"{folder}: no complete index; build it with python -m retriever.build_index")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        missing = {"corpus_sha256", "documents", "encoder", "factory"} - set(manifest)
-        manifest.setdefault("kind", "faiss")  # absent in manifests of the first version
+        is_complete = manifest.keys() >= {"corpus_sha256", "documents", "encoder", "factory", "checksums"}
         is_known = manifest["kind"] in KINDS or ":" in manifest["kind"]
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise RetrieverError(f"{path}: damaged ({error}); {AGAIN}") from error
-    if missing or not is_known:
+    if not (is_complete and is_known):
         raise RetrieverError(f"{path}: not a manifest of this version; {AGAIN}")
     return manifest
 
@@ -54,7 +53,7 @@ def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
 
 def check_files(folder: Path, manifest: dict[str, Any]) -> None:
     """Raise RetrieverError if a file is not the one that was built: FAISS takes random bytes for vectors."""
-    for name, expected in manifest.get("checksums", {}).items():  # absent in manifests of earlier versions
+    for name, expected in manifest["checksums"].items():
         if _checksum(folder / name) != expected:
             raise RetrieverError(f"{folder / name}: damaged (its checksum is not the manifest's); {AGAIN}")
 

@@ -17,7 +17,6 @@ from retriever.interfaces import Ranker
 
 FOLDER = "bm25"
 SAMPLE = 1000  # passages whose words are counted to estimate the memory
-BLOCK = 2**20  # places checked at once
 
 
 class Bm25Backend(Backend):
@@ -44,16 +43,13 @@ class Bm25Backend(Backend):
         return {}
 
     def open(self, folder: Path, manifest: dict[str, Any], options: IndexOptions) -> Ranker:
-        return Bm25(folder / FOLDER, options.mmap, check=not options.skip_checksum)
+        return Bm25(folder / FOLDER, options.mmap)
 
 
 class Bm25:
-    """Ranks all passages; raises RetrieverError for a damaged index, or one too large for the memory.
+    """Ranks all passages; raises RetrieverError for a damaged index, or one too large for the memory."""
 
-    `check` reads all of the index, so that no search meets a place out of range.
-    """
-
-    def __init__(self, folder: Path, mmap: bool = False, check: bool = True):
+    def __init__(self, folder: Path, mmap: bool = False):
         import bm25s
 
         try:
@@ -64,8 +60,6 @@ class Bm25:
         except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
             raise RetrieverError(f"{folder}: not a whole BM25 index ({error}); build it again") from error
         self.documents = int(self._index.scores["num_docs"])
-        if check and not _is_consistent(self._index):
-            raise RetrieverError(f"{folder}: not a whole BM25 index (places out of range); build it again")
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """As `interfaces.Ranker`; row -1 without a word in common."""
@@ -78,24 +72,12 @@ class Bm25:
         return scores, np.where(scores > 0, ids, -1)
 
 
-def _is_consistent(index: Any) -> bool:
-    """Each word's column must lie within the matrix and its rows within the passages."""
-    data, rows, starts = (index.scores[name] for name in ("data", "indices", "indptr"))
-    if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(rows) or len(rows) != len(data):
-        return False
-    columns = [column for word, column in index.vocab_dict.items() if word]  # bm25s adds an empty one
-    if np.any(starts[1:] < starts[:-1]) or max(columns, default=-1) >= len(starts) - 1:
-        return False
-    blocks = (rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK))
-    return all(block.min() >= 0 and block.max() < index.scores["num_docs"] for block in blocks)
-
-
 def top_k(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the k best of scores [N] and their places, ties in order of place."""
     if k < len(scores):
-        least = np.partition(scores, len(scores) - k)[len(scores) - k]
-        better = np.flatnonzero(scores > least)
-        equal = np.flatnonzero(scores == least)[: k - len(better)]
+        threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
+        better = np.flatnonzero(scores > threshold)
+        equal = np.flatnonzero(scores == threshold)[: k - len(better)]
         ids = np.concatenate([better, equal])
     else:
         ids = np.arange(len(scores))

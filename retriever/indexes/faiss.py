@@ -145,14 +145,14 @@ def free_memory(devices: int) -> list[int]:
     return free_bytes
 
 
-MORE = 16  # fetched beyond k at first
-MOST = 1024  # if more than this tie (an empty query), the first of those fetched are taken
+EXTRA_ROWS = 16  # fetched beyond k at first
+MAX_ROWS = 1024  # if more than this tie (an empty query), the first of those fetched are taken
 TRAINING = 262_144  # vectors at most that train an index
 FLAT, FLAT_HEADER = b"IxFI", 45  # inner product; bytes before the vectors
 LARGE = 2**28  # bytes from which a search of all vectors takes several threads
-MULTIPLIED = 4  # queries from which one matrix product is faster than a pass over the vectors a query
+PRODUCT_QUERIES = 4  # queries from which one matrix product is faster than a pass over the vectors a query
 HEAD = struct.Struct("<4siqqqbi")  # type, dimension, documents, two unused, is trained, metric
-LESS = (
+SMALLER_INDEXES = (
     "serve it with --mmap, on GPUs in fp16 with --faiss_gpu, or build a smaller index:"
     " python -m retriever.build_index --factory IVF4096,PQ64 (or SQfp16, half the size)"
 )
@@ -170,8 +170,8 @@ class FaissBackend(Backend):
         return {"factory": options.factory} | search | {"bytes": path.stat().st_size}
 
     def sizes(self, folder: Path, manifest: dict[str, Any]) -> tuple[int, int] | None:
-        path, size = folder / INDEX_FILE, manifest.get("bytes")  # absent in manifests of the first version
-        if size is not None and path.is_file() and path.stat().st_size != size:
+        path, size = folder / INDEX_FILE, manifest["bytes"]
+        if path.is_file() and path.stat().st_size != size:
             # A truncated file may load by chance, and then crash a memory-mapped search.
             problem = f"has {path.stat().st_size:,} bytes and its manifest says {size:,}"
             raise RetrieverError(f"{path}: {problem}; {AGAIN}")
@@ -195,14 +195,14 @@ def search_in_corpus_order(
     `search` returns for a count scores float32 [Q, count] and row numbers int64 [Q, count], or -1. The result
     is [Q, k] of both, best first; -1 comes last.
     """
-    k, fetch = min(k, documents), min(k + MORE, documents)
+    k, fetch = min(k, documents), min(k + EXTRA_ROWS, documents)
     while True:
         scores, ids = search(fetch)
         scores = np.where(ids < 0, -np.inf, scores)
         is_cut = (scores[:, -1] == scores[:, k - 1]) & (ids[:, -1] >= 0)
-        if fetch >= min(MOST, documents) or not is_cut.any():
+        if fetch >= min(MAX_ROWS, documents) or not is_cut.any():
             break
-        fetch = min(4 * fetch, MOST, documents)
+        fetch = min(4 * fetch, MAX_ROWS, documents)
     order = np.lexsort((ids, -scores), axis=1)[:, :k]
     return np.take_along_axis(scores, order, 1), np.take_along_axis(ids, order, 1)
 
@@ -295,13 +295,13 @@ class FaissVectors:
 
 
 def multiply_sooner(faiss: Any, dimension: int) -> None:
-    """Make FAISS search all vectors by one matrix product from MULTIPLIED queries on.
+    """Make FAISS search all vectors by one matrix product from PRODUCT_QUERIES queries on.
 
     FAISS 1.15 does so from 128,000 / dimension queries; below, a query takes up to 10 times as long
     (benchmarks/retrieval.md). Until 1.14 its limit was a number of queries (facebookresearch/faiss#5022).
     """
     counts_queries = tuple(int(part) for part in faiss.__version__.split(".")[:2]) < (1, 15)
-    faiss.cvar.distance_compute_blas_threshold = MULTIPLIED * (1 if counts_queries else dimension)
+    faiss.cvar.distance_compute_blas_threshold = PRODUCT_QUERIES * (1 if counts_queries else dimension)
 
 
 def _read(faiss: Any, path: Path, mmap: bool) -> Any:
@@ -311,7 +311,7 @@ def _read(faiss: Any, path: Path, mmap: bool) -> Any:
         kind = read_header(path).kind
         flag = faiss.IO_FLAG_MMAP if kind[:2] == b"Iw" or kind == b"IxPT" else faiss.IO_FLAG_MMAP_IFC
     else:
-        require_memory(path.stat().st_size, str(path), LESS)
+        require_memory(path.stat().st_size, str(path), SMALLER_INDEXES)
     try:
         index = faiss.read_index(str(path), flag)
     except RuntimeError as error:

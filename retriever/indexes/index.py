@@ -117,11 +117,12 @@ def embed(
     } | words_version(options.retriever_name)
     is_resumed = (folder / SETTINGS).is_file()
     if is_resumed:
-        begun = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        changed = [key for key, value in settings.items() if begun.get(key) != value]
+        previous = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        changed = [key for key, value in settings.items() if previous.get(key) != value]
         if changed:
-            changes = ", ".join(f"{key} was {begun.get(key)!r} and is {settings[key]!r}" for key in changed)
-            raise RetrieverError(f"{folder}: started with other settings ({changes}); restore or delete it")
+            changes = [f"{key} was {previous.get(key)!r} and is {settings[key]!r}" for key in changed]
+            problem = f"{folder}: started with other settings ({', '.join(changes)})"
+            raise RetrieverError(f"{problem}; restore or delete it")
         encoder = load_encoder(folder, options.retriever_name, options.retriever_model)
     else:
         encoder = make_encoder(options.retriever_name, options.retriever_model, corpus)

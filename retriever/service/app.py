@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import importlib.util
 import json
 import math
 import time
@@ -17,10 +16,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from retriever.backends import load_object
 from retriever.corpus.passages import Pages
 from retriever.encoders import Reranker
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
@@ -76,17 +75,17 @@ PIECE = 2**18  # bytes, about: what a reply takes of memory while it is sent
 JSON = "application/json"
 
 
-class Left(Exception):
+class ClientDisconnected(Exception):
     """The client has closed its connection before it had a reply."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of the work, or cancel it and raise Left if the client leaves."""
+    """Return the result of the work, or cancel it and raise ClientDisconnected if the client leaves."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Left
+            raise ClientDisconnected
         return working.result()
     finally:
         working.cancel()
@@ -115,8 +114,8 @@ def _pieces(parts: Iterator[str]) -> Iterator[bytes]:
 
 
 ROUTES = {"/retrieve", "/access", "/health", "/metrics"}  # a label each; the others share one
-OPEN = "/health"  # answers without a token, whoever reads it
-READS = ("GET", "HEAD")  # their bodies mean nothing, and are not read
+OPEN_ROUTE = "/health"  # answers without a token
+BODYLESS = ("GET", "HEAD")  # their bodies mean nothing, and are not read
 
 
 class Measure:
@@ -156,7 +155,7 @@ class RequireToken:
         self.app, self.token = app, token.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        is_open = scope["type"] == "http" and scope["path"] == OPEN and scope["method"] in READS
+        is_open = scope["type"] == "http" and scope["path"] == OPEN_ROUTE and scope["method"] in BODYLESS
         if scope["type"] == "http" and not is_open and not self._is_allowed(scope["headers"]):
             message = "send the header Authorization: Bearer <the service's token>"
             await error_reply(401, message, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
@@ -183,7 +182,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["method"] in READS:
+        if scope["method"] in BODYLESS:
             await self.app(scope, _replay(b"", receive), send)
             return
         body = bytearray()  # grows in place, however small the parts
@@ -193,7 +192,7 @@ class BodyLimit:
                 await self.app(scope, _replay(bytes(body), receive), send)
             else:
                 await refusal(scope, receive, send)
-        except Left:
+        except ClientDisconnected:
             return
         finally:
             self._held -= len(body)
@@ -208,7 +207,7 @@ class BodyLimit:
                 while more and max(expected, len(body)) <= self.max_body and self._held <= self.max_bodies:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise Left
+                        raise ClientDisconnected
                     part = message.get("body", b"")
                     body += part
                     self._held += len(part)
@@ -255,7 +254,8 @@ def make_app(
 
     `topk` documents are retrieved, `rerank_topk` kept by the reranker, unless a request says otherwise.
     """
-    app = _make_fastapi()
+    # The page at /docs loads its scripts from the service: a cluster's nodes reach no CDN.
+    app = FastAPIOffline(title=TITLE, redoc_url=None)
     metrics, limits = Metrics(), limits or Limits()
     engine = Engine(searcher, topk, rerank_topk, limits, metrics, reranker, cache)
     for kind in ERRORS:
@@ -273,8 +273,8 @@ def make_app(
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        of_pages = {"pages_sha256": pages.sha256} if pages else {}
-        return {"status": "ready", **searcher.manifest, "reranker": model, **of_pages, "identity": identity}
+        hashes = {"pages_sha256": pages.sha256} if pages else {}
+        return {"status": "ready", **searcher.manifest, "reranker": model, **hashes, "identity": identity}
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
@@ -294,20 +294,6 @@ def make_app(
         rows = await run_in_threadpool(lambda: [pages.access(url) for url in request.urls])
         items = (("," if number else "") + to_json(row) for number, row in enumerate(rows))
         return await reply_with(chain(['{"result":['], items, ["]}"]))
-
-    return app
-
-
-def _make_fastapi() -> FastAPI:
-    """Make the page at /docs load its scripts from the service: a cluster's nodes reach no CDN."""
-    if importlib.util.find_spec("fastapi_offline"):
-        offline: FastAPI = load_object("fastapi_offline:FastAPIOffline")(title=TITLE, redoc_url=None)
-        return offline
-    app = FastAPI(title=TITLE, docs_url=None, redoc_url=None)
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> JSONResponse:
-        return error_reply(404, "the page needs pip install fastapi-offline; /openapi.json has its content")
 
     return app
 

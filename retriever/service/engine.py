@@ -52,7 +52,7 @@ class AccessRequest(BaseModel):
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TRIM_EVERY = 1000  # queries; a trim takes about 10 ms, a thousand queries of a small encoder 3 s
-WORTH_IT = 8  # queries for which a further search begins beside those under way
+MIN_BATCH = 8  # queries for which a further search begins beside those under way
 
 SearchFunction = Callable[[Sequence[str], int], Sequence[Hits | Exception]]
 
@@ -110,7 +110,7 @@ class SearchBatcher:
     """Searches in threads; queries that arrive meanwhile share the next searches.
 
     `on_batch` is called with the number of queries of every search. A search waits `max_wait` seconds for
-    other requests, unless the last one had a single request. A further search begins when WORTH_IT queries
+    other requests, unless the last one had a single request. A further search begins when MIN_BATCH queries
     wait: a query of a small batch costs several times one of a large batch.
     """
 
@@ -156,12 +156,12 @@ class SearchBatcher:
     def _may_begin(self) -> bool:
         if not self._searches:
             return bool(self._queue)
-        return len(self._searches) < self._limits.workers and len(self._queue) >= WORTH_IT
+        return len(self._searches) < self._limits.workers and len(self._queue) >= MIN_BATCH
 
     def _begin(self) -> None:
         self._timer = None
         while self._may_begin():
-            searches = max(1, min(self._limits.workers - len(self._searches), len(self._queue) // WORTH_IT))
+            searches = max(1, min(self._limits.workers - len(self._searches), len(self._queue) // MIN_BATCH))
             batch = self._next_batch(min(self._limits.max_batch, -(-len(self._queue) // searches)))
             if batch:
                 search = asyncio.get_running_loop().create_task(self._run(batch))
@@ -235,9 +235,9 @@ class Engine:
 
     async def answer(self, request: RetrieveRequest) -> list[Hits]:
         """Return each query's documents; raises RequestFailed, or the error of a query."""
-        count, most = len(request.queries), self._max_queries
-        if count > most:
-            problem = f"queries: {count} in one request, and {most} are taken"
+        count, limit = len(request.queries), self._max_queries
+        if count > limit:
+            problem = f"queries: {count} in one request, and {limit} are taken"
             raise RequestFailed(422, f"{problem}; raise --max_queries, --max_queue")
         depth = (request.topk_retrieval if request.is_calibadv else request.topk) or self._topk
         if count * depth > self._max_results:
@@ -252,7 +252,7 @@ class Engine:
             raise RequestFailed(422, problem)
         self._metrics.cut.inc(sum(len(query) > MAX_QUERY_LENGTH for query in request.queries))
         queries = [query[:MAX_QUERY_LENGTH] for query in request.queries]
-        hits = await self._find(queries, depth)
+        hits = await self._search_or_look_up(queries, depth)
         if not request.is_calibadv:
             return hits
         keep = request.topk_rerank or self._rerank_topk
@@ -264,7 +264,7 @@ class Engine:
         loop, rerank = asyncio.get_running_loop(), self._reranker.rerank
         return await loop.run_in_executor(self._rerank_thread, rerank, queries, hits, keep)
 
-    async def _find(self, queries: list[str], k: int) -> list[Hits]:
+    async def _search_or_look_up(self, queries: list[str], k: int) -> list[Hits]:
         if self._cache is None:
             return _raise_errors(await self._batcher.submit(queries, k))
         hits = await run_in_threadpool(self._cache.look_up, queries, k)
