@@ -108,10 +108,3 @@ def test_root_files_parse_and_agree():
     assert commands == ["scripts/test.sh"]
     assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert all((ROOT / package / "py.typed").is_file() for package in ("calibadv_jax", "retriever"))
-
-
-def test_reliability_page_names_tests_that_exist():
-    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
-    section = text.split("\n## What stops a run")[1].split("\n## ")[0]
-    named = re.findall(r"`(tests/[\w/]+\.py)`", section)
-    assert named and not [name for name in named if not (ROOT / name).is_file()]

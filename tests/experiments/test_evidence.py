@@ -144,13 +144,12 @@ def programs(tmp_path, monkeypatch):
         name = str(folder.relative_to(tmp_path))
         return [sys.executable, "-S", "-c", start + programs[kind], str(folder), name]
 
-    folders = {"cold": evidence.cold_folder} | dict.fromkeys(COMMANDS, evidence.run_folder)
-    for kind in programs:
+    def stand_in(kind, folder_of):
+        return lambda output, job, _: command(kind, folder_of(output, job))
 
-        def make(output, job, _, kind=kind):
-            return command(kind, folders[kind](output, job))
-
-        monkeypatch.setattr(evidence, f"{kind}_command", make)
+    monkeypatch.setattr(evidence, "cold_command", stand_in("cold", evidence.cold_folder))
+    for kind in COMMANDS:
+        monkeypatch.setattr(evidence, f"{kind}_command", stand_in(kind, evidence.run_folder))
     return programs
 
 

@@ -4,26 +4,11 @@ import re
 
 import numpy as np
 import pytest
-from retriever_rig import TOWNS, bm25_scores, write_rows
+from retriever_rig import TOWNS, bm25_scores
 
-from retriever.backends import BuildOptions
-from retriever.corpus.passages import load_corpus, split_contents
+from retriever.corpus.passages import split_contents
 from retriever.encoders import HashedEncoder, words
-from retriever.indexes.index import Index, build_index, open_index
-
-PASSAGES = {  # id -> contents, a query that its passage alone matches
-    "zh": ("北京大学\n北京大学位于北京市海淀区，创办于1898年。", "北京大学在哪个区？"),
-    "ja": ("富士山\n富士山は静岡県と山梨県にまたがる活火山である。", "静岡にある火山は？"),
-    "kana": ("ラーメン\nおいしいラーメンのつくりかた", "ﾗｰﾒﾝ"),
-    "ko": ("서울특별시\n서울은 한강에 있는 도시이다.", "서울의 도시"),
-    "th": ("กรุงเทพมหานคร\nกรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย", "เมืองหลวงของไทย"),
-    "lo": ("ວຽງຈັນ\nວຽງຈັນເປັນນະຄອນຫຼວງຂອງລາວ", "ນະຄອນຫຼວງ"),
-    "km": ("ភ្នំពេញ\nភ្នំពេញជារាជធានីនៃកម្ពុជា", "រាជធានី"),
-    "my": ("ရန်ကုန်\nရန်ကုန်မြို့သည်မြန်မာနိုင်ငံတွင်ရှိသည်", "မြန်မာနိုင်ငံ"),
-    "bo": ("ལྷ་ས\nལྷ་ས་ནི་བོད་ཀྱི་རྒྱལ་ས་ཡིན།", "བོད་ཀྱི་རྒྱལ་ས"),
-    "mixed": ("iPhone手机\n苹果公司的iPhone手机售价ＡＢＣ９９", "abc99"),
-    "en": ("Zürich\nZürich is a city on the Limmat.", "LIMMAT"),
-}
+from retriever.indexes.index import Index
 
 
 def test_scores_are_bm25_up_to_the_projection():
@@ -62,17 +47,6 @@ def test_passages_beyond_the_noise_are_found():
     assert len(Index(rows[:2], noise, {"encoder": "e5"}).search(["zzzz"], 2)[0]) == 2  # cosines
 
 
-@pytest.mark.parametrize("name", ["hashed", "bm25"])
-def test_every_script_finds_its_passage(tmp_path, name):
-    rows = [{"id": key, "contents": contents} for key, (contents, _) in PASSAGES.items()]
-    corpus = load_corpus(write_rows(tmp_path / "corpus.jsonl", rows))
-    build_index(corpus, tmp_path / "index", BuildOptions(name), progress=False)
-    index = open_index(tmp_path / "index", corpus)
-    results = index.search([query for _, query in PASSAGES.values()], 1)
-    assert [[row["id"] for row, _ in hits] for hits in results] == [[key] for key in PASSAGES]
-    assert index.search(["哪里？", "ぬ", "밥", "!!!", "។"], 3) == [[]] * 5
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -88,6 +62,9 @@ def test_every_script_finds_its_passage(tmp_path, name):
         ("ไทย", ["ไท", "ทย"]),
         ("น้ำ", ["น้", "น้ำ"]),
         ("ភ្នំពេញ", ["ភ្នំ", "ពេ", "ភ្នំពេ", "ពេញ"]),
+        ("ລາວ", ["ລາ", "າວ"]),
+        ("བོད་ཀྱི", ["བོ", "བོད", "ཀྱི"]),
+        ("မြန်မာ", ["မြ", "န်", "မာ", "မြန်", "န်မာ"]),
         ("ไท\u200bย a\u200bb", ["ไท", "ทย", "a", "b"]),
         ("๒๕๔๐ ฿", ["๒๕๔๐"]),
     ],

@@ -157,6 +157,7 @@ def test_threads_win_over_the_environment():
     for more, expected in (([], "7 7"), (["--threads", "2"], "1 1")):
         ended = subprocess.run([*command, *more], capture_output=True, text=True, timeout=60, **call)
         assert ended.stdout.strip() == expected, ended.stderr
+        assert re.fullmatch("error: none: .*\n", ended.stderr)  # a failed loading ends the service
 
 
 def test_failure_leaves_the_old_file_or_folder(tmp_path, monkeypatch):

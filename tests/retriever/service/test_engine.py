@@ -5,7 +5,7 @@ import sqlite3
 import threading
 import time
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 from fastapi.testclient import TestClient
@@ -14,7 +14,7 @@ from retriever_rig import NAMES, Counting, refuses
 from retriever.errors import RequestFailed
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Engine, Limits, Metrics, RetrieveRequest, SearchBatcher, trim_memory
+from retriever.service.engine import Engine, Limits, Metrics, RetrieveRequest, SearchBatcher
 
 ECHO = SimpleNamespace(manifest={}, search=lambda queries, k: [[({"id": name}, 1.0)] for name in queries])
 
@@ -203,24 +203,16 @@ def test_request_above_the_queue_is_refused_whole():
 
 
 def test_memory_is_trimmed_every_1000_queries(monkeypatch):
-    trims, library = [], Mock()
-    with monkeypatch.context() as patch:
-        patch.setattr("retriever.service.engine.ctypes.CDLL", lambda name: library)
-        trim_memory()
-    library.malloc_trim.assert_called_once_with(0)
-    monkeypatch.setattr("retriever.service.engine.trim_memory", lambda: trims.append(1))
-
-    def search(queries, k):
-        if k > 1:
-            raise ValueError
-        return [[]] * len(queries)
+    library = Mock()
+    monkeypatch.setattr("retriever.service.engine.ctypes.CDLL", lambda name: library)
+    search = Mock(side_effect=[[[]] * 300, [[]] * 600, ValueError("counts too"), [[]] * 999, [[]]])
 
     async def run():
         batcher = SearchBatcher(search, Limits(max_batch=1000))
-        for count, k, expected in ((300, 1, 0), (600, 1, 0), (300, 2, 1), (999, 1, 1), (1, 1, 2)):
-            await batcher.submit(["a"] * count, k)
+        for count, trims in ((300, 0), (600, 0), (300, 1), (999, 1), (1, 2)):
+            await batcher.submit(["a"] * count, 1)
             while batcher._searches:
                 await asyncio.sleep(0)
-            assert len(trims) == expected
+            assert library.malloc_trim.call_args_list == [call(0)] * trims
 
     asyncio.run(run())

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import re
 import resource
 import signal
 import socket
@@ -26,11 +25,6 @@ from retriever.service import server as assembly
 from retriever.service.app import BodyLimit, index_identity, make_app
 from retriever.service.engine import Limits
 from retriever.service.server import Loading, listen, load, load_index, run
-
-
-def command(corpus, folder, *more):
-    base = [sys.executable, "-m", "retriever.serve", "--corpus_path", str(corpus)]
-    return [*base, "--index_path", str(folder), "--port", "0", *more]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::", "localhost"])
@@ -78,14 +72,6 @@ def test_loading_is_reported_before_the_service():
             assert (await client.post("/retrieve", json={"queries": ["q"]})).json() == {"result": [[]]}
 
     asyncio.run(ask())
-
-
-@pytest.mark.medium
-def test_failed_loading_ends_the_service(tmp_path):
-    call = command(tmp_path / "corpus.jsonl", tmp_path / "index")
-    ended = subprocess.run(call, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    assert re.fullmatch("error: .*corpus.jsonl.*\n", ended.stderr)
 
 
 STUCK = """
@@ -207,9 +193,8 @@ def test_idle_connections_beyond_the_limit_are_closed(index):
     with served(make_app(index, 1), max_connections=20) as address, contextlib.ExitStack() as stack:
         idle = [connected(stack, address) for _ in range(60)]
         assert b" 200 OK" in ask(address)
-        time.sleep(0.1)
-        closed = [connection for connection in idle if is_closed(connection)]
-        assert closed == idle[:41]  # those that waited longest; of 61 the twenty newest stay
+        for connection in idle[:41]:  # those that waited longest; of 61 the twenty newest stay
+            assert read(connection) == b""
         for connection in idle[41:]:
             connection.sendall(REQUEST)
             assert b" 200 OK" in read(connection)
@@ -233,24 +218,12 @@ def test_unread_request_is_not_dropped(index):
         assert b" 200 OK" in read(client)
 
 
-def is_closed(connection):
-    connection.setblocking(False)
-    try:
-        return connection.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionResetError:
-        return True
-    finally:
-        connection.setblocking(True)
-
-
 def test_connection_beyond_busy_ones_gets_503(index):
     with served(make_app(index, 1), max_connections=3) as address, contextlib.ExitStack() as stack:
         busy = [connected(stack, address, REQUEST[:-20]) for _ in range(3)]
         time.sleep(0.2)
         refused = ask(address)
-        assert b" 503 " in refused and b"retry-after: 1" in refused and b"--max_connections" in refused
+        assert all(part in refused for part in (b" 503 ", b"retry-after: 1", b"--max_connections"))
         for connection in busy:
             connection.sendall(REQUEST[-20:])
             assert b" 200 OK" in read(connection)
