@@ -25,10 +25,19 @@ from experiments.measures import (
 TEMPERATURE = "1"
 # What may differ between the runs of a table: seeds, places, and how fast they are computed.
 FREE = (
-    *IGNORED, "world", "sft", "data.train", "policy.path", "policy.tokenizer", "retriever.corpus",
-    "retriever.index", "sampler", "learner.row_length", "learner.microbatch_rows",
+    *IGNORED,
+    "world",
+    "sft",
+    "data.train",
+    "policy.path",
+    "policy.tokenizer",
     "policy.attention_chunk",
-)  # fmt: skip
+    "retriever.corpus",
+    "retriever.index",
+    "sampler",
+    "learner.row_length",
+    "learner.microbatch_rows",
+)
 
 
 @dataclass(frozen=True)

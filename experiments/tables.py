@@ -89,8 +89,8 @@ def with_interval(value: float, interval: Interval | None, sign: str = "") -> st
 
 def cold_line(cold: Mapping[int, float]) -> str:
     values = list(cold.values())
-    each = ", ".join(f"{value:.3f} (seed {seed})" for seed, value in cold.items())
-    line = f"Cold starts: F1 {with_interval(statistics.fmean(values), mean_interval(values))}: {each}."
+    by_seed = ", ".join(f"{value:.3f} (seed {seed})" for seed, value in cold.items())
+    line = f"Cold starts: F1 {with_interval(statistics.fmean(values), mean_interval(values))}: {by_seed}."
     return textwrap.fill(line, 110) + "\n"
 
 

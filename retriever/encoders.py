@@ -114,8 +114,8 @@ class HashedEncoder:
             return cls(int(state["dimension"]), state["idf"], float(state["mean_length"]))
 
     def save(self, folder: Path) -> None:
-        state: Any = {"dimension": self.dimension, "idf": self._idf, "mean_length": self._mean_length}
-        np.savez_compressed(folder / "encoder.npz", **state)
+        path = folder / "encoder.npz"
+        np.savez_compressed(path, dimension=self.dimension, idf=self._idf, mean_length=self._mean_length)
 
     def encode_passages(self, rows: Sequence[CorpusRow]) -> np.ndarray:
         return self._dense([self._weights(words(self._text(row))) for row in rows])
@@ -371,10 +371,11 @@ class Reranker:
         import torch
 
         self.model, self.batch_size = model, batch_size
-        kwargs = {"dtype": torch.float16} if torch.cuda.is_available() else {}
+        model_options = {"dtype": torch.float16} if torch.cuda.is_available() else {}
         try:
-            options: dict[str, Any] = {"max_length": 512, "trust_remote_code": False, "model_kwargs": kwargs}
-            self._encoder = library.CrossEncoder(model, **options)
+            self._encoder = library.CrossEncoder(
+                model, max_length=512, trust_remote_code=False, model_kwargs=model_options
+            )
         except (OSError, ValueError) as error:
             raise RetrieverError(f"--reranker_model {model}: cannot be loaded ({reason(error)})") from error
         self._lock = threading.Lock()

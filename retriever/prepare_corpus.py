@@ -29,8 +29,9 @@ def run(arguments: argparse.Namespace) -> None:
     # Not above: --help answers at once, and where nothing is installed.
     from retriever.corpus.prepare import prepare_corpus
 
-    options = (arguments.number_ids, arguments.drop_duplicates)
-    counts = prepare_corpus(arguments.inputs, arguments.output, *options)
+    counts = prepare_corpus(
+        arguments.inputs, arguments.output, arguments.number_ids, arguments.drop_duplicates
+    )
     dropped = "".join(f", {count} dropped ({reason})" for reason, count in sorted(counts.dropped.items()))
     output = f"{counts.written} written to {arguments.output}"
     sys.stdout.write(f"{counts.read} passages read{dropped}, {output}\n")

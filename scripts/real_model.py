@@ -351,7 +351,10 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
             for token, token_kind in zip(tokens, kinds, strict=True)
             if token_kind == kind
         ]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+        if special:
+            tokenizer.add_special_tokens(added)
+        else:
+            tokenizer.add_tokens(added)
     special_tokens = {
         f"{name}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))

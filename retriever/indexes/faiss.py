@@ -106,14 +106,16 @@ def to_gpus(faiss: Any, kind: bytes, path: Path, mmap: bool) -> tuple[Any, list[
 
             def make_shard(device: int) -> Any:
                 config = faiss.GpuIndexFlatConfig()
-                config.device, config.useFloat16 = device, True
+                config.device = device
+                config.useFloat16 = True
                 return faiss.GpuIndexFlatIP(resources[device], matrix.shape[1], config)
 
             index, parts = fill(faiss, matrix, shards, make_shard)
             return index, [*parts, *resources]
         require_ivf_memory(path.stat().st_size, free, str(path))
         options = faiss.GpuMultipleClonerOptions()
-        options.shard, options.useFloat16 = True, True
+        options.shard = True
+        options.useFloat16 = True
         return faiss.index_cpu_to_all_gpus(_read(faiss, path, mmap), co=options), []
     except RuntimeError as error:
         raise RetrieverError(f"--faiss_gpu: {path} cannot be put onto GPUs ({reason(error)})") from error

@@ -221,11 +221,23 @@ def load(arguments: argparse.Namespace, report: ReportStage = lambda _: None) ->
     if arguments.pages_path is not None:
         report("reading the pages")
         pages = Pages(arguments.pages_path)
-    names = ("max_batch", "max_queue", "max_queries", "max_results", "request_seconds")
-    limits = Limits(workers=_workers(arguments), **{name: getattr(arguments, name) for name in names})
-    depths = (arguments.retrieval_topk, arguments.reranking_topk)
+    limits = Limits(
+        max_batch=arguments.max_batch,
+        max_queue=arguments.max_queue,
+        max_queries=arguments.max_queries,
+        max_results=arguments.max_results,
+        workers=_workers(arguments),
+        request_seconds=arguments.request_seconds,
+    )
     return make_app(
-        searcher, *depths, reranker=reranker, cache=cache, pages=pages, limits=limits, token=token
+        searcher,
+        arguments.retrieval_topk,
+        arguments.reranking_topk,
+        reranker=reranker,
+        cache=cache,
+        pages=pages,
+        limits=limits,
+        token=token,
     )
 
 
@@ -273,8 +285,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 def make_config(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
     """Allow HTTP only: uvicorn would open WebSockets before it asks for a token."""
-    options: dict[str, Any] = {"ws": "none", "lifespan": "off", "log_level": "warning", "access_log": False}
-    return uvicorn.Config(app, http=protocol, **options)
+    return uvicorn.Config(
+        app, http=protocol, ws="none", lifespan="off", log_level="warning", access_log=False
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

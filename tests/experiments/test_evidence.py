@@ -54,7 +54,8 @@ def training(arm, steps=60):
 
 
 def changes(arm):
-    changed, plain = (dataclasses.asdict(training(each)) for each in (arm, Arm("grpo", "1.9e-3")))
+    changed = dataclasses.asdict(training(arm))
+    plain = dataclasses.asdict(training(Arm("grpo", "1.9e-3")))
     return {key: value for key, _, value in differences(plain, changed) if key not in PLACES}
 
 
