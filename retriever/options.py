@@ -113,10 +113,17 @@ def build_options(arguments: argparse.Namespace) -> BuildOptions:
 
 def index_options(arguments: argparse.Namespace) -> IndexOptions:
     """Return the options of opening an index; of a kind's own options only those that were given."""
-    values = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(IndexOptions)}
     settings = {name: getattr(arguments, name) for name in SERVE_OPTIONS}
-    changed = {name: value for name, value in settings.items() if value != SERVE_OPTIONS[name].default}
-    return IndexOptions(**values | {"settings": changed})
+    return IndexOptions(
+        retriever_name=arguments.retriever_name,
+        retriever_model=arguments.retriever_model,
+        engine=arguments.engine,
+        faiss_gpu=arguments.faiss_gpu,
+        mmap=arguments.mmap,
+        threads=arguments.threads,
+        skip_checksum=arguments.skip_checksum,
+        settings={name: value for name, value in settings.items() if value != SERVE_OPTIONS[name].default},
+    )
 
 
 def _build_values(arguments: argparse.Namespace) -> dict[str, Any]:

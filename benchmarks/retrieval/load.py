@@ -255,8 +255,12 @@ def beside(command: str) -> Iterator[None]:
         yield
         return
     loop = f"while {command}; do :; done"
-    options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(["bash", "-c", loop], start_new_session=True, **options)
+    process = subprocess.Popen(
+        ["bash", "-c", loop],
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         time.sleep(20)  # imports and compiles
         yield
