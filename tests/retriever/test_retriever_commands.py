@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from retriever_rig import people_corpus, refuses
 
-from retriever import prepare_corpus, serve
+from retriever import prepare_corpus
 from retriever.build_index import main
 from retriever.errors import RetrieverError, Unavailable, status_of
 from retriever.files import replacing, replacing_folder
@@ -50,14 +50,11 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch
         assert os.listdir(tmp_path) == ["i"]
 
 
-def test_ctrl_c_ends_other_commands_in_one_line(tmp_path, files, capsys, monkeypatch):
+def test_ctrl_c_leaves_no_converted_corpus(tmp_path, files, capsys, monkeypatch):
     monkeypatch.setattr("retriever.corpus.prepare._check", interrupt)
     assert prepare_corpus.main([str(files[0]), "--output", str(tmp_path / "c.jsonl")]) == 130
     assert capsys.readouterr().err == "interrupted; nothing was written: give the same command again\n"
     assert not os.listdir(tmp_path)
-    monkeypatch.setattr("retriever.service.server.run", interrupt)
-    assert serve.main(["--corpus_path", str(files[0]), "--index_path", str(files[1])]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.slow

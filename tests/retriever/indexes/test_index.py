@@ -75,13 +75,6 @@ def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, caps
     assert sorted(os.listdir(tmp_path)) == ["i", "whole"]
 
 
-def test_named_embeddings_serve_several_indexes(tmp_path, corpus, stop_after):
-    for name, factory in (("flat", "Flat"), ("hnsw", "HNSW8")):
-        build(corpus, tmp_path / name, embeddings=tmp_path / "e", factory=factory)
-        assert first_id(corpus, tmp_path / name) == "17"
-    assert stop_after["encoded"] == 30
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -207,15 +200,6 @@ def test_random_bytes_are_noticed(built, corpus, tmp_path, kind, mmap):
     (copy / "index.faiss").write_bytes(data)
     refuses("index.faiss: damaged .its checksum.*build it again", first_id, corpus, copy, mmap=mmap)
     assert first_id(corpus, copy, mmap=mmap, skip_checksum=True)
-
-
-def test_every_file_has_a_checksum(built, copy, corpus):
-    manifest, sparse = (json.loads((built / kind / MANIFEST).read_text()) for kind in ("flat", "bm25"))
-    assert set(manifest["checksums"]) == {path.name for path in copy.iterdir()} - {MANIFEST}
-    common = ["corpus_sha256", "documents", "words", "kind", "encoder"]
-    assert list(manifest) == [*common, "model", "dimension", "factory", "bytes", "checksums"]
-    assert list(sparse) == [*common, "factory", "checksums"]
-    assert {name.split("/")[0] for name in sparse["checksums"]} == {"bm25"}
 
 
 def test_words_of_index_and_queries_are_split_alike(copy, corpus):
