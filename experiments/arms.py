@@ -104,11 +104,11 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Names its folder: ``grpo-lr1.9e-3``, ``calibadv-lambda0.5-1update-lr3e-3``, ``short-…``."""
+        """Name its folder: ``grpo-lr1.9e-3``, ``calibadv-lambda0.5-1update-lr3e-3``, ``short-…``."""
         return f"{'short-' if self.is_short else ''}{self.method}{self.updates}-lr{self.lr}"
 
     def overrides(self) -> list[str]:
-        """``key.path=value`` of everything in which arms differ."""
+        """Return ``key.path=value`` of everything in which arms differ."""
         values = _PLAIN | METHODS[self.method] | UPDATES[self.updates] | {"learner.optimizer.lr": self.lr}
         return [f"{key}={value}" for key, value in values.items()]
 
@@ -129,7 +129,7 @@ class Job:
 
 
 def parse_name(name: str) -> Arm | None:
-    """The arm whose folder has this name; None for another folder."""
+    """Return the arm whose folder has this name; None for another folder."""
     rest, _, lr = name.removeprefix("short-").rpartition("-lr")
     updates = next((update for update in UPDATES if update and rest.endswith(update)), "")
     method = rest.removesuffix(updates)
@@ -137,7 +137,7 @@ def parse_name(name: str) -> Arm | None:
 
 
 def plan(part: str, seeds: Sequence[int], lr: str = LONG.lr, steps: int = LONG.steps) -> list[Job]:
-    """The trainings of a part, the most telling first, since a session may end in between.
+    """Return the trainings of a part, the most telling first, since a session may end in between.
 
     Every part goes seed by seed: after each seed, all arms have been compared once more from one cold start.
     That is the seed's own, but that of the first seed in the parts short, rivals and each.

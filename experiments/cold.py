@@ -17,7 +17,7 @@ PLACES = ("world.dir", "sft.output")  # the folder may be named in another way, 
 
 
 def run(config: Config) -> None:
-    """What is there already is not made again. The evaluation builds the index too.
+    """Make the parts that do not exist yet. The evaluation builds the index too.
 
     Raises:
         UserError: the folder holds a cold start with other settings.

@@ -27,7 +27,7 @@ Points = Mapping[float, Sequence[Result]]  # place on the x axis -> the seeds th
 
 
 def figures(results: Results) -> dict[str, Figure]:
-    """By name; one without results is left out."""
+    """Draw all figures by name; one without results is left out."""
     figures: dict[str, Figure] = {}
     columns = {}
     for updates, title in UPDATE_TITLES.items():
@@ -54,7 +54,7 @@ def _by_rate(results: Results, method: str, updates: str) -> Points:
 
 
 def _by_lambda(results: Results) -> dict[str, dict[str, Points]]:
-    """A column for each learning rate at which λ was varied, GRPO of that rate beside it."""
+    """Return a column for each learning rate at which λ was varied, GRPO of that rate beside it."""
     columns: dict[str, dict[str, Points]] = {}
     for rate in dict.fromkeys(arm.lr for arm in results if "lambda" in arm.method):
         arms = [
@@ -82,7 +82,7 @@ def _of_rates(results: Results) -> dict[str, Results]:
 
 
 def _families(results: Results) -> dict[str, Results]:
-    """Title -> GRPO, CalibAdv and its halves; and where λ was varied, GRPO and every λ."""
+    """Return title -> GRPO, CalibAdv and its halves; and where λ was varied, GRPO and every λ."""
     panels: dict[str, Results] = {}
     for title, arms in _of_rates(results).items():
         panels[title] = {arm: runs for arm, runs in arms.items() if arm.method in FOUR}
@@ -93,7 +93,7 @@ def _families(results: Results) -> dict[str, Results]:
 
 
 def curves(panels: Mapping[str, Results], name: str) -> Figure:
-    """One of CURVES by step, in panels: mean of the seeds, band over all of them.
+    """Draw one of CURVES by step, in panels: mean of the seeds, band over all of them.
 
     Args:
         panels: title -> what is shown there.
@@ -115,7 +115,7 @@ def curves(panels: Mapping[str, Results], name: str) -> Figure:
 
 
 def sweep(columns: Mapping[str, Mapping[str, Points]], x_name: str) -> Figure:
-    """Share of the seeds that collapsed, and final F1 with its interval, over a setting.
+    """Draw the share of seeds that collapsed, and final F1 with its interval, over a setting.
 
     Args:
         columns: title -> method -> points.
@@ -150,7 +150,7 @@ def sweep(columns: Mapping[str, Mapping[str, Points]], x_name: str) -> Figure:
 
 
 def scatter(points: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_name: str) -> Figure:
-    """One mark for each run, with a line where x is 0.
+    """Draw one mark for each run, with a line where x is 0.
 
     Args:
         points: method -> (x, y) of its runs.
@@ -184,7 +184,7 @@ def _collapsed(runs: Sequence[Result]) -> float:
 def _with_intervals(
     axes: Any, xs: Sequence[float], points: Sequence[Sequence[Result]], style: dict[str, Any]
 ) -> None:
-    """Means over the seeds, and Student's t intervals where there are several."""
+    """Draw means over the seeds, and Student's t intervals where there are several."""
     axes.plot(xs, [statistics.fmean(result.final_f1 for result in runs) for runs in points], **style)
     for x, runs in zip(xs, points, strict=True):
         interval = mean_interval([result.final_f1 for result in runs])
@@ -193,7 +193,7 @@ def _with_intervals(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """As SVG with text as text; the same figure gives the same file."""
+    """Write a figure as SVG with text as text; the same figure gives the same file."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):

@@ -40,7 +40,7 @@ class Judge:
 
     @staticmethod
     def load(folder: Path) -> Judge:
-        """That of a HuggingFace folder, in float32."""
+        """Load the judge of a HuggingFace folder, in float32."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,7 +48,7 @@ class Judge:
         return Judge(model, AutoTokenizer.from_pretrained(folder))
 
     def logprobs(self, token_ids: np.ndarray, start: int) -> np.ndarray:
-        """float32 [T - start]: log-probabilities of the tokens from `start`, at least 1, in nats."""
+        """Return float32 [T - start]: log-probabilities of the tokens from `start`, at least 1, in nats."""
         import torch
 
         ids = torch.from_numpy(token_ids.astype(np.int64))
@@ -87,13 +87,13 @@ class Window:
 
 
 def perplexity(logprobs: Sequence[np.ndarray]) -> float:
-    """Over all tokens; NaN of none."""
+    """Return the perplexity over all tokens; NaN of none."""
     tokens = sum(map(len, logprobs))
     return math.exp(-sum(float(logprob.sum()) for logprob in logprobs) / tokens) if tokens else math.nan
 
 
 def thoughts(tokenizer: Any, trajectory: Trajectory) -> Iterator[tuple[slice, str]]:
-    """Where the thoughts stand in prompt and response, and what they say; empty ones are left out."""
+    """Yield the place of each thought in prompt and response, and its text; empty ones are left out."""
     begin = len(trajectory.prompt_ids)
     for number, turn in enumerate(trajectory.turns):
         if turn.think:
@@ -104,7 +104,7 @@ def thoughts(tokenizer: Any, trajectory: Trajectory) -> Iterator[tuple[slice, st
 
 
 def within(tokenizer: Any, turn: Turn, tag: str) -> slice:
-    """The tokens of a turn that hold a character of its thought, which follows `tag`."""
+    """Return the tokens of a turn that hold a character of its thought, which follows `tag`."""
     ends = [len(tokenizer.decode(turn.token_ids[: end + 1])) for end in range(len(turn.token_ids))]
     text = tokenizer.decode(turn.token_ids)
     begin = text.index(turn.think, text.index(tag) + len(tag))

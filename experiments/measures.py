@@ -43,7 +43,7 @@ Interval = tuple[float, float]
 
 
 def running_mean(values: Values, width: int) -> Values:
-    """Mean of the last `width` values at every step that has so many up to itself."""
+    """Return the mean of the last `width` values at every step that has so many up to itself."""
     steps = sorted(values)
     return {
         steps[end - 1]: statistics.fmean(values[step] for step in steps[end - width : end])
@@ -52,7 +52,7 @@ def running_mean(values: Values, width: int) -> Values:
 
 
 def collapse_step(reward: Values, format_valid: Values) -> int | None:
-    """The first step at which the policy counts as collapsed; None where it never does.
+    """Return the first step at which the policy counts as collapsed, or None.
 
     The running mean over WINDOW steps of the training reward is below LEAST_SHARE of its own earlier maximum,
     or that of format validity is below LEAST_FORMAT.
@@ -69,7 +69,7 @@ def collapse_step(reward: Values, format_valid: Values) -> int | None:
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Student's t interval of the mean over seeds; None for fewer than two."""
+    """Return Student's t interval of the mean over seeds; None for fewer than two."""
     if len(values) < 2:
         return None
     reach = t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
@@ -78,13 +78,13 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 def share_interval(count: int, total: int) -> Interval:
-    """Exact binomial (Clopper-Pearson) interval of a share of seeds."""
+    """Return the exact binomial (Clopper-Pearson) interval of a share of seeds."""
     interval = binomtest(count, total).proportion_ci(CONFIDENCE, method="exact")
     return float(interval.low), float(interval.high)
 
 
 def quantities(run: Run) -> dict[str, Values]:
-    """QUANTITIES by step; one that the run does not have is left out.
+    """Return QUANTITIES by step; one that the run does not have is left out.
 
     The share of softened searches is 0 by definition where nothing is softened, and left out there.
     """
@@ -100,13 +100,13 @@ def finite(values: Mapping[int, float | None]) -> Values:
 
 
 def mean_at_the_end(values: Mapping[int, float | None], steps: int = 10) -> float | None:
-    """Mean over the last steps that have a value; None where none has."""
+    """Return the mean over the last steps that have a value; None where none has."""
     last = [value for _, value in sorted(finite(values).items())][-steps:]
     return statistics.fmean(last) if last else None
 
 
 def lengths(run: Run) -> dict[str, Values]:
-    """Mean sampled tokens of the trajectories with reward 0 and with reward 1, of the kept steps."""
+    """Return mean sampled tokens of the trajectories with reward 0 and with reward 1, by kept step."""
     lengths: dict[str, Values] = {WRONG_LENGTH: {}, RIGHT_LENGTH: {}}
     for step, path in run.rollouts.items():
         table = read_columns(path, ["error", "answer_score", "turns.list.element.token_ids"])
@@ -120,7 +120,7 @@ def lengths(run: Run) -> dict[str, Values]:
 
 
 def sampled_tokens(turns: pa.ListArray) -> np.ndarray:
-    """int64 [N]: of each trajectory, summed over its turns."""
+    """Return int64 [N]: the sampled tokens of each trajectory, summed over its turns."""
     counts = pc.list_value_length(pc.struct_field(turns.flatten(), "token_ids")).to_numpy(
         zero_copy_only=False
     )
@@ -138,7 +138,7 @@ class Departure:
 
 
 def first_departure(values: Values, others: Sequence[Values]) -> Departure | None:
-    """The first time that a quantity is outside the range of other runs for PATIENCE steps in a row.
+    """Find the first time that a quantity is outside the range of other runs for PATIENCE steps in a row.
 
     Args:
         others: the same quantity of other runs; see `ranges`.
@@ -155,7 +155,7 @@ def first_departure(values: Values, others: Sequence[Values]) -> Departure | Non
 
 
 def ranges(steps: Sequence[int], others: Sequence[Values]) -> dict[int, Interval]:
-    """Smallest and largest value of any of the runs within REACH steps of each step that has some near.
+    """Return the smallest and largest value of any run within REACH steps of each step that has some near.
 
     Not over all steps: entropy, say, falls in every training.
     """

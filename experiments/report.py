@@ -20,7 +20,7 @@ from experiments.results import cold_starts, read_results
 
 
 def write_report(output: Path, folder: Path, name: str = "evidence") -> list[Path]:
-    """Writes the tables and those figures that there are results for; returns their paths."""
+    """Write the tables and those figures that there are results for; return their paths."""
     results = read_results(output)
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{name}_tables.md"]
@@ -32,7 +32,7 @@ def write_report(output: Path, folder: Path, name: str = "evidence") -> list[Pat
 
 
 def write_short(output: Path, names: Sequence[str]) -> tuple[str, Path]:
-    """The table of some arms, and the one picture of the short version: their searches by step."""
+    """Return the table of some arms, and draw the figure of the short version: searches by step."""
     results = read_results(output, names)
     path = output / "short.svg"
     evidence_figures.save(evidence_figures.curves({"": results}, "searches"), path)

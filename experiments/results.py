@@ -58,18 +58,18 @@ class Result:
 
     @cached_property
     def collapse(self) -> int | None:
-        """The step; None for a run that did not collapse."""
+        """Return the step of the collapse; None for a run that did not collapse."""
         return collapse_step(self.reward, finite(self.run.values(FORMAT)))
 
     @property
     def best_f1(self) -> float:
-        """The largest of the evaluations during training and the last one."""
+        """Return the largest of the evaluations during training and the last one."""
         names = [f"eval/{source}/f1/temperature_{TEMPERATURE}" for source in (AVERAGE, ALL)]
         logged = next((values for name in names if (values := finite(self.run.values(name)))), {})
         return max([self.final_f1, *logged.values()])
 
     def at_the_end(self, metric: str) -> float | None:
-        """Mean over the last ten steps that have the metric."""
+        """Return the mean over the last ten steps that have the metric."""
         return mean_at_the_end(self.run.values(metric))
 
     @cached_property
@@ -81,7 +81,7 @@ Results = Mapping[Arm, Sequence[Result]]  # by seed
 
 
 def evaluated_step(report: Any) -> int:
-    """Step of the policy whose evaluation at TEMPERATURE this evaluation.json is; -1 where it is of none."""
+    """Return the step of the policy that an evaluation.json has scored at TEMPERATURE, or -1."""
     if not isinstance(report, dict) or TEMPERATURE not in report["scores"]:
         return -1
     step = report["policy"]["step"]
@@ -89,13 +89,13 @@ def evaluated_step(report: Any) -> int:
 
 
 def held_out_f1(report: Mapping[str, Any]) -> float:
-    """The mean over the kinds of questions, each of which counts the same."""
+    """Return the mean over the kinds of questions, each of which counts the same."""
     sources = report["scores"][TEMPERATURE]
     return float(sources.get(AVERAGE, sources[ALL])["f1"])
 
 
 def read_results(output: Path, names: Sequence[str] | None = None) -> Results:
-    """The finished runs by arm, in the order of the plan.
+    """Return the finished runs by arm, in the order of the plan.
 
     Args:
         names: of the arms that are wanted; None: all but those of the short version.
@@ -141,7 +141,7 @@ def _place(arm: Arm) -> tuple[int, int]:
 
 
 def check_settings(results: Sequence[Result]) -> None:
-    """Unlike runs have no place in one table: an arm's differ in their seeds, arms in what they say.
+    """Check that the runs of an arm differ in seeds only, and the arms in the keys of their names.
 
     A key that only one of two runs knows was added between them, and is not compared.
 
@@ -175,7 +175,7 @@ def _holds(override: str, settings: Mapping[str, Any]) -> bool:
 
 
 def cold_starts(output: Path) -> dict[int, float]:
-    """Seed -> held-out F1 of its cold start."""
+    """Return seed -> held-out F1 of its cold start."""
     scores = {}
     for path in output.glob("cold/seed-*/evaluation.json"):
         report = read_json(path)

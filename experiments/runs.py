@@ -52,7 +52,7 @@ def is_cold_done(output: Path, seed: int) -> bool:
 
 
 def is_done(output: Path, job: Job) -> bool:
-    """Whether the policy of the last step has been evaluated, which is the last thing that is done."""
+    """Return whether the policy of the last step has been evaluated, which is the last stage."""
     return evaluated_step(read_json(run_folder(output, job) / "evaluation.json")) >= job.steps
 
 
@@ -113,7 +113,7 @@ class Runs:
         self._starting = threading.Lock()  # what begins is seen by the one who ends it, or does not begin
 
     def run(self) -> None:
-        """All cold starts first, each on as many cores as there are workers; then the runs."""
+        """Run all cold starts first, each on as many cores as there are workers; then the runs."""
         seeds = dict.fromkeys(job.cold_seed for job in self.jobs if not is_done(self.output, job))
         with ThreadPoolExecutor(self.workers) as workers:
             try:
@@ -130,7 +130,7 @@ class Runs:
         return sum(is_done(self.output, job) for job in self.jobs)
 
     def _do(self, job: Job) -> None:
-        """Nothing for a run that is done, or whose cold start has failed."""
+        """Train and evaluate a run, unless it is done or its cold start has failed."""
         if is_done(self.output, job) or not is_cold_done(self.output, job.cold_seed):
             return
         commands = [make(self.output, job, self.config) for make in (train_command, evaluate_command)]
@@ -139,7 +139,7 @@ class Runs:
             say(f"{job.name}: held-out F1 {f1:.3f}; {self.num_done()} of {len(self.jobs)} runs done")
 
     def _try(self, name: str, folder: Path, num_devices: int, *commands: Sequence[str]) -> bool:
-        """Whether all commands end well, one after the other; a log in `folder` takes their output."""
+        """Run commands one after the other, logged in `folder`; return whether all end well."""
         begun, log = time.monotonic(), folder / "evidence.log"
         folder.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {
@@ -177,7 +177,7 @@ class Runs:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; what is not given is as the part has it."""
+    """Parse the command line; the part's defaults replace omitted options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path, metavar="OUTPUT")
     parser.add_argument(
@@ -215,14 +215,14 @@ def _shown(default: object) -> object:
 
 
 def whole_number(text: str) -> int:
-    """Of the command line, above 0."""
+    """Convert a number of the command line, above 0."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
     return int(text)
 
 
 def check(jobs: Sequence[Job], config: str) -> None:
-    """Finds a bad config or learning rate before hours of runs.
+    """Find a bad config or learning rate before hours of runs.
 
     Raises:
         UserError: as `load_config`.
@@ -251,7 +251,7 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 when all runs of the plan are done."""
+    """Return exit status 0 when all runs of the plan are done."""
     arguments = parse(argv)
     jobs = plan(arguments.part, arguments.seeds, arguments.lr, arguments.steps)
     if arguments.list:

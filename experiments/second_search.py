@@ -59,7 +59,7 @@ class World:
 
 
 def draw_group(rng: np.random.Generator, world: World, chance: float) -> Group:
-    """A group of scored trajectories; `found`: the chance of a right answer after two searches."""
+    """Draw a group of scored trajectories; `chance` is that of a right answer after two searches."""
     question = Question("q", "q", ("x",), "rumour")
     believed = world.quoted * (rng.random() < world.truth)  # the rumour is the same for the whole group
     trajectories = []
@@ -73,13 +73,13 @@ def draw_group(rng: np.random.Generator, world: World, chance: float) -> Group:
 
 
 def searches_again(trajectory: Trajectory) -> bool | None:
-    """What was decided after the first search; None where there was nothing to decide."""
+    """Return the decision after the first search; None where there was nothing to decide."""
     kinds = [turn.kind for turn in trajectory.turns[:2]]
     return kinds[1] == "search" if len(kinds) == 2 and kinds[0] == "search" else None
 
 
 def push(groups: Sequence[Group], credits: Sequence[GroupCredit], share: float) -> np.ndarray:
-    """float64 [number of groups]: what each adds to the gradient of the log-odds of searching again.
+    """Return float64 [groups]: what each adds to the gradient of the log-odds of searching again.
 
     Args:
         groups: of finished trajectories.
@@ -110,7 +110,7 @@ def drawn_table(world: World, num_groups: int, num_questions: int) -> str:
 
 
 def credit_of(arm: str, groups: Sequence[Group]) -> list[GroupCredit]:
-    """What an arm makes of scored groups."""
+    """Return the credit that an arm assigns to scored groups."""
     return compute_advantages(groups, _advantage_config(arm)).credits
 
 

@@ -50,13 +50,13 @@ class Beginning:
 
     @property
     def method(self) -> str:
-        """Of METHODS where `runs` named the folder; else the folder's own name."""
+        """Return the method of METHODS if `runs` named the folder, else the folder's own name."""
         arm = parse_name(self.run.parent.name)
         return arm.method if arm else self.run.name
 
     @property
     def searches_at_the_end(self) -> float:
-        """Of a trajectory, mean of the last ten steps.
+        """Return the searches of a trajectory, mean of the last ten steps.
 
         Raises:
             UserError: the run has not logged them.
@@ -69,16 +69,14 @@ class Beginning:
 
 
 def read_beginning(run: Path, num_steps: int) -> Beginning:
-    """Raises:
-    UserError: a step is not kept.
-    """
+    """Read the first steps of a run; raises UserError if one is not kept."""
     kept = [read_step(find_step(run, step)) for step in range(1, num_steps + 1)]
     groups = [group for step in kept for group in step.groups]
     return Beginning(run, groups, [credit for step in kept for credit in step.credits])
 
 
 def share_that_searches_again(groups: Sequence[Group]) -> float:
-    """Of those that have the choice.
+    """Return the share that searches again of those that have the choice.
 
     Raises:
         UserError: all of them decide alike.
@@ -91,7 +89,7 @@ def share_that_searches_again(groups: Sequence[Group]) -> float:
 
 
 def arms_table(groups: Sequence[Group]) -> str:
-    """Every arm on the same trajectories."""
+    """Return the table of every arm on the same trajectories."""
     share = share_that_searches_again(groups)
     earned = {
         which: [
@@ -112,7 +110,7 @@ def arms_table(groups: Sequence[Group]) -> str:
 
 
 def own_pushes(beginnings: Sequence[Beginning]) -> list[np.ndarray]:
-    """float64 [number of groups] for each run, by its own advantages."""
+    """Return float64 [groups] for each run, by its own advantages."""
     return [
         push(beginning.groups, beginning.credits, share_that_searches_again(beginning.groups))
         for beginning in beginnings

@@ -48,7 +48,7 @@ tokens of trajectories with reward 0 and with reward 1.
 
 
 def page(results: Results, cold: Mapping[int, float]) -> str:
-    """All tables, each with what its columns are."""
+    """Return all tables, each with a legend of its columns."""
     runs = [result for of_arm in results.values() for result in of_arm]
     seeds = ", ".join(map(str, sorted({result.seed for result in runs})))
     parts = [
@@ -82,7 +82,7 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def with_interval(value: float, interval: Interval | None, sign: str = "") -> str:
-    """``0.712 [0.604, 0.820]``"""
+    """Format a value with its interval: ``0.712 [0.604, 0.820]``."""
     bounds = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
     return f"{value:{sign}.3f}{bounds}"
 
@@ -117,13 +117,13 @@ def arms_table(results: Results) -> str:
 
 
 def end_of(runs: Sequence[Result], metric: str, form: str) -> str:
-    """Mean over the runs of the metric's mean over their last steps."""
+    """Return the mean over the runs of the metric's mean over their last steps."""
     values = [value for run in runs if (value := run.at_the_end(metric)) is not None]
     return f"{statistics.fmean(values):{form}}" if values else NOTHING
 
 
 def minus_grpo(arm: Arm, results: Results) -> str:
-    """Mean difference over the seeds that both have; nothing for GRPO itself."""
+    """Return the mean difference over the seeds that both have; nothing for GRPO itself."""
     plain = Arm("grpo", arm.lr, arm.updates, arm.is_short)
     reference = {run.seed: run.final_f1 for run in results.get(plain, [])}
     differences = [run.final_f1 - reference[run.seed] for run in results[arm] if run.seed in reference]
@@ -166,12 +166,12 @@ def departures(result: Result, others: Sequence[Result]) -> RunDepartures:
 
 
 def warnings(runs: Sequence[Result]) -> list[RunDepartures]:
-    """Of the collapsed runs."""
+    """Return the departures of the collapsed runs."""
     return [departures(run, _healthy(runs, run)) for run in runs if run.collapse is not None]
 
 
 def controls(runs: Sequence[Result]) -> list[RunDepartures]:
-    """Of the runs that did not collapse."""
+    """Return the departures of the runs that did not collapse."""
     return [departures(run, _healthy(runs, run)) for run in runs if run.collapse is None]
 
 
@@ -180,7 +180,7 @@ def _healthy(runs: Sequence[Result], but: Result) -> list[Result]:
 
 
 def lead(row: RunDepartures, name: str) -> int | None:
-    """Steps from the warning to the collapse; None where there was no warning before it."""
+    """Return the steps from the warning to the collapse; None where there was no warning before it."""
     departure = row.departures.get(name)
     if departure is None or row.result.collapse is None or departure.step >= row.result.collapse:
         return None
