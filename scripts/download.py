@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder to download into")
     parser.add_argument("--remove_parts", action="store_true", help="delete what was joined or unpacked")
     arguments = parser.parse_args(argv)
+    parts: tuple[str, ...]
     if arguments.what == "corpus":
         get, parts, unit = get_corpus, CORPUS[1], "passages"
     else:
