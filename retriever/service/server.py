@@ -44,9 +44,13 @@ INVALID = b'{"error": "not a valid HTTP request, or its head is larger than %d b
 
 def allowed_connections(limit: int) -> int:
     """Return at most the number of files that may be open; raises the soft limit to the hard one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return limit if hard == resource.RLIM_INFINITY else max(1, min(limit, hard - SPARE_FILES))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return max(1, min(limit, hard - SPARE_FILES))
+    if soft != resource.RLIM_INFINITY:  # macOS refuses a soft limit without a number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit + SPARE_FILES), hard))
+    return limit
 
 
 class _BoundedHeads(h11.Connection):

@@ -11,7 +11,7 @@ import threading
 import time
 from itertools import product
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import faiss
 import httpx
@@ -292,6 +292,16 @@ def test_connections_leave_descriptors_for_files():
     most = 10**9 if hard == resource.RLIM_INFINITY else hard - assembly.SPARE_FILES
     assert assembly.allowed_connections(10**9) == most
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+
+
+def test_soft_limit_of_descriptors_is_a_number(monkeypatch):
+    """macOS has no hard limit, and refuses an infinite soft one."""
+    set_limits, infinite = Mock(), resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, infinite))
+    monkeypatch.setattr(resource, "setrlimit", set_limits)
+    assert assembly.allowed_connections(4096) == 4096
+    expected = (4096 + assembly.SPARE_FILES, infinite)
+    set_limits.assert_called_once_with(resource.RLIMIT_NOFILE, expected)
 
 
 @pytest.mark.parametrize(("method", "status"), [("POST", b" 401 "), ("GET", b" 200 ")])
