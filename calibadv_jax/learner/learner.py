@@ -253,8 +253,10 @@ class Learner:
         decoder, options = self.policy.merge(joined(base, params)), self.options
         # More rows: as many logits at once.
         chunk = max(1, options.logprob_chunk * options.rows // len(microbatch.tokens))
-        settings = options.temperature, chunk, options.entropy_gradient, used
-        return token_logprobs(decoder, states(decoder, microbatch), microbatch.targets, *settings)
+        hidden, targets = states(decoder, microbatch), microbatch.targets
+        return token_logprobs(
+            decoder, hidden, targets, options.temperature, chunk, options.entropy_gradient, used
+        )
 
     def _state_of(self, params: Params) -> State:
         updates = jnp.zeros((), jnp.int32)

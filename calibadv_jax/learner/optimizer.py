@@ -74,8 +74,14 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
             orthogonalise.init, lambda updates, *more: orthogonalise.update(by_layers(updates), *more)
         )
     else:
-        moments = config.beta1, config.beta2, config.eps
-        rule = optax.adamw(schedule, *moments, weight_decay=config.weight_decay, mask=_decayed)
+        rule = optax.adamw(
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=_decayed,
+        )
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), rule)
 
 
