@@ -34,7 +34,7 @@ class GroupCredit:
     silver: dict[str, float] = field(default_factory=dict)  # document id -> weight in (0, 1]
     # The rest says why; [] where the algorithm does not judge turns.
     softened: list[np.ndarray] = field(default_factory=list)  # G × bool [K_i]: correctness made it smaller
-    repeated: list[list[str | None]] = field(default_factory=list)  # G × [K_i], see silver.Judgement
+    repeated: list[list[str | None]] = field(default_factory=list)  # G × [K_i], see calibadv.Judgement
     found_silver: list[list[tuple[str, ...]]] = field(default_factory=list)  # G × [K_i], newly found ids
     # G × [K_i] × float64 [N]: what its tokens have beside the turn's; [] where those of a turn are alike.
     beside: list[list[np.ndarray]] = field(default_factory=list)
