@@ -175,8 +175,9 @@ def overlong_penalty(sampled: int, config: RewardConfig) -> float:
 
 def text_scores(trajectory: Trajectory) -> dict[str, float]:
     """Score the answer or, where none is marked, the whole output."""
-    text = trajectory.answer or " ".join(turn.text for turn in trajectory.turns)
-    golden_answers = trajectory.question.golden_answers
+    text, golden_answers = trajectory.answer, trajectory.question.golden_answers
+    if text is None:
+        text = " ".join(turn.text for turn in trajectory.turns)
     return {f"text_{name}": ANSWER_REWARDS[name](text, golden_answers) for name in ("f1", "cover_em")}
 
 
