@@ -54,36 +54,39 @@ class Adapters:
 
 def split(params: Params) -> tuple[Params, Params]:
     """Split nested parameters into the base, and the adapters with a critic's head; leaves of any kind."""
-    parts: tuple[Params, Params] = {}, {}
+    base: Params = {}
+    added: Params = {}
     for path, leaf in flatten(params).items():
-        parts[path.endswith((LORA_A, LORA_B)) or path.startswith("value_head.")][path] = leaf
-    return unflatten(parts[0]), unflatten(parts[1])
+        is_added = path.endswith((LORA_A, LORA_B)) or path.startswith("value_head.")
+        (added if is_added else base)[path] = leaf
+    return unflatten(base), unflatten(added)
 
 
-def joined(base: Params, more: Params) -> Params:
+def joined(base: Params, added: Params) -> Params:
     """Join the results of `split`; no array is copied."""
-    return unflatten(flatten(base) | flatten(more))
+    return unflatten(flatten(base) | flatten(added))
 
 
 def merged(params: Params, scale: float, dtype: Any) -> Params:
     """Put kernel + lora_a @ lora_b * scale in place of adapters, summed in float32 and rounded once."""
     flat, results = flatten(params), {}
     for path, leaf in flatten(split(params)[0]).items():
-        first, second = (flat.get(path.removesuffix("kernel") + name) for name in (LORA_A, LORA_B))
-        results[path] = leaf.astype(dtype) if first is None else _summed(leaf, first, second, scale, dtype)
+        module = path.removesuffix("kernel")
+        lora_a, lora_b = flat.get(module + LORA_A), flat.get(module + LORA_B)
+        results[path] = leaf.astype(dtype) if lora_a is None else _summed(leaf, lora_a, lora_b, scale, dtype)
     return unflatten(results)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
-def _summed(kernel: Array, first: Array, second: Array, scale: float, dtype: Any) -> Array:
-    """Sum kernel [L, D, F] and first [L, D, r] @ second [L, r, F] * scale, in `dtype`."""
+def _summed(kernel: Array, lora_a: Array, lora_b: Array, scale: float, dtype: Any) -> Array:
+    """Sum kernel [L, D, F] and lora_a [L, D, r] @ lora_b [L, r, F] * scale, in `dtype`."""
 
     def layer(parts: tuple[Array, ...]) -> Array:
-        weights, a, b = (part.astype(jnp.float32) for part in parts)
-        change = jnp.matmul(a, b * scale, precision=jax.lax.Precision.HIGHEST)
+        weights, first, second = (part.astype(jnp.float32) for part in parts)
+        change = jnp.matmul(first, second * scale, precision=jax.lax.Precision.HIGHEST)
         return (weights + change).astype(dtype)
 
-    return jax.lax.map(layer, (kernel, first, second))
+    return jax.lax.map(layer, (kernel, lora_a, lora_b))
 
 
 def count(abstract: Params) -> int:

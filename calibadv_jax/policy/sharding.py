@@ -88,12 +88,12 @@ class LocalCopy:
         sizes = local_sizes(mesh.shape, mesh.size // len(processes))
         devices = mesh.devices.reshape(len(processes), *sizes.values())
         self.mesh = _auto_mesh(devices[processes.index(jax.process_index())], MESH_AXES)
-        every = _auto_mesh(devices, ("process", *MESH_AXES))
+        whole_mesh = _auto_mesh(devices, ("process", *MESH_AXES))
 
         def copy(leaf: Array, sharding: NamedSharding) -> Array:
             return jax.lax.with_sharding_constraint(jnp.array(leaf, dtype, copy=True), sharding)
 
-        self._gather = jax.jit(lambda params: jax.tree.map(copy, params, param_shardings(params, every)))
+        self._gather = jax.jit(lambda params: jax.tree.map(copy, params, param_shardings(params, whole_mesh)))
 
     def __call__(self, params: Any) -> Any:
         """Copy parameters; all processes call this together."""
