@@ -124,6 +124,15 @@ def two_sides(masses: Sequence[float]) -> tuple[float, float]:
     return math.fsum(mass for mass in masses if mass > 0), -math.fsum(mass for mass in masses if mass < 0)
 
 
+def side_factors(positive: float, negative: float, config: AdvantageConfig) -> tuple[float, float]:
+    """Return factors for both sides that bring their masses to the target ratio; 0 if a side is empty."""
+    if positive == 0 or negative == 0:
+        return 0.0, 0.0
+    if config.adjust == "positive":
+        return negative / (positive * config.target_ratio), 1.0
+    return 1.0, config.target_ratio * positive / negative
+
+
 # --- Metrics of a step ---
 
 
@@ -195,12 +204,3 @@ def _turns(credits: Sequence[GroupCredit]) -> dict[str, float]:
     for name, members in bins.items():
         metrics |= _mean(f"correctness/{name}_share", members)
     return metrics
-
-
-def side_factors(positive: float, negative: float, config: AdvantageConfig) -> tuple[float, float]:
-    """Return factors for both sides that bring their masses to the target ratio; 0 if a side is empty."""
-    if positive == 0 or negative == 0:
-        return 0.0, 0.0
-    if config.adjust == "positive":
-        return negative / (positive * config.target_ratio), 1.0
-    return 1.0, config.target_ratio * positive / negative

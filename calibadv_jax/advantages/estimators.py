@@ -54,8 +54,9 @@ class ScoredGroup:
     max_score: float = 1.0  # largest answer reward
 
 
-OfGroup = Sequence[float | np.ndarray | ByToken] | np.ndarray  # by trajectory: one number, or float64 [K]
-Estimate = Sequence[OfGroup]
+# By trajectory: one number, float64 [K] by turn, or one by token.
+GroupEstimate = Sequence[float | np.ndarray | ByToken] | np.ndarray
+Estimate = Sequence[GroupEstimate]
 EstimateFunction = Callable[[Sequence[Group], "AdvantageConfig"], Estimate]  # of groups that are not empty
 ByTurn = list[np.ndarray]  # by trajectory: float64 [n], its n turns up to the last sampled one, or fewer
 Scored = Sequence[ScoredGroup]
@@ -202,18 +203,18 @@ def to_go(rewards: np.ndarray, discount: float) -> np.ndarray:
 
 def standardised(values: ByTurn, labels: Sequence[Sequence[Hashable]], config: AdvantageConfig) -> ByTurn:
     """Return (value - mean) / (std + 1e-6) among a group's turns of one label; 0 for a turn that is alone."""
-    places: dict[Hashable, list[tuple[int, int]]] = {}
+    by_label: dict[Hashable, list[tuple[int, int]]] = {}
     for position, of_trajectory in enumerate(labels):
         for index, label in enumerate(of_trajectory):
-            places.setdefault(label, []).append((position, index))
+            by_label.setdefault(label, []).append((position, index))
     results = [np.zeros(len(turns)) for turns in values]
-    for together in places.values():
-        members = np.array([values[position][index] for position, index in together])
+    for places in by_label.values():
+        members = np.array([values[position][index] for position, index in places])
         if len(members) < 2:
             continue
         mean, std = mean_and_std(members)
         divisor = std + EPSILON if config.normalize_std else 1.0
-        for position, index in together:
+        for position, index in places:
             results[position][index] = (values[position][index] - mean) / divisor
     return results
 
@@ -230,15 +231,15 @@ def beside_grpo(turn_rewards: Callable[[Group, AdvantageConfig], ByTurn]) -> Est
         advantages = []
         for group, whole in zip(groups, grpo(groups, config), strict=True):
             turns = _each_turn(group, whole)
-            for values, own in zip(turns, turn_rewards(group, config), strict=True):
-                values[: len(own)] += config.turn_weight * own
+            for values, rewards in zip(turns, turn_rewards(group, config), strict=True):
+                values[: len(rewards)] += config.turn_weight * rewards
             advantages.append(turns)
         return advantages
 
     return estimate
 
 
-def _each_turn(group: Group, whole: OfGroup) -> ByTurn:
+def _each_turn(group: Group, whole: GroupEstimate) -> ByTurn:
     pairs = zip(group.trajectories, whole, strict=True)
     return [np.full(len(trajectory.turns), value) for trajectory, value in pairs]
 

@@ -385,7 +385,7 @@ class ColdStart:
         self.step = self._saved = newest or 0
         self._saved_at = time.monotonic()
         if newest is not None:
-            self.state, _ = self._store.restore(newest, learner.abstract_state())
+            self.state, _ = self._store.restore(newest, learner.abstract_state)
             console.note(f"going on from update {newest}")
 
     def updated(self, state: State) -> None:

@@ -1,6 +1,6 @@
 """Losses of the policy: the sum of `Batch.weights` times a term of each token.
 
-`config.sections.learner.LOSS_KEYS` lists the config keys that each loss reads.
+Formulas and sources: docs/losses.md. `config.sections.learner.LOSS_KEYS` lists the keys that each loss reads.
 """
 
 from __future__ import annotations
