@@ -24,9 +24,16 @@ ScoredRow = dict[str, Any]  # one line of the file
 RowKey = tuple[str, str, str]  # temperature, data source, question id
 
 FIELDS = (
-    "evaluation", "content", "temperature", "data_source", "id", "question", "golden_answers", "scores",
+    "evaluation",
+    "content",
+    "temperature",
+    "data_source",
+    "id",
+    "question",
+    "golden_answers",
+    "scores",
     "trajectories",
-)  # fmt: skip
+)
 
 
 def identity(

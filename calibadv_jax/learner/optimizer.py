@@ -166,8 +166,10 @@ def parts(sizes: dict[str, int]) -> list[list[str]]:
     most = most_at_once(sizes.values())
     groups: list[list[str]] = []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        room = (group for group in groups if sum(sizes[other] for other in group) + sizes[name] <= most)
-        if (group := next(room, None)) is None:
-            groups.append(group := [])
-        group.append(name)
+        for group in groups:
+            if sum(sizes[member] for member in group) + sizes[name] <= most:
+                group.append(name)
+                break
+        else:
+            groups.append([name])
     return sorted(groups, key=lambda group: -sum(sizes[name] for name in group))
