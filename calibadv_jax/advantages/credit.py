@@ -67,8 +67,10 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
         if not np.isfinite(values).all():
             raise ValueError(f"advantage {values.tolist()} is not finite")
         before.append(np.full(length, values))
-        last = last_sampled_turn(trajectory)
-        raw[position] = values if values.ndim == 0 else 0.0 if last is None else values[last]
+        if values.ndim == 0:
+            raw[position] = values
+        elif (last := last_sampled_turn(trajectory)) is not None:
+            raw[position] = values[last]
     turns = [advantages.copy() for advantages in before]
     correctness = [np.zeros(len(advantages)) for advantages in before]
     return GroupCredit(group, raw, before, turns, correctness, beside=beside)

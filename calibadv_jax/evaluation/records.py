@@ -166,7 +166,9 @@ class RowFile:
         self.foreign_lines = 0  # of another evaluation
         self._offsets: dict[RowKey, int] = {}  # bytes before a row's line
         contents = {(question.data_source, question.id, _content(question)) for question in questions}
-        for offset, row in _read(path, may_be_cut=True) if path.is_file() else ():
+        if not path.is_file():
+            return
+        for offset, row in _read(path, may_be_cut=True):
             is_same = (row["data_source"], row["id"], row["content"]) in contents
             if row["evaluation"] != evaluation:
                 self.foreign_lines += 1
