@@ -1,8 +1,8 @@
 """Estimators of advantages, their registry (`ESTIMATORS`), and the advantage stage (`compute_advantages`).
 
 An estimator is composed of a baseline, which looks at one group, and a spread, which looks at all groups of
-the step; or it rewards turns, besides GRPO's advantage; or it is a function of its own. All is float64 on the
-host, and every sum is exact to one rounding, so that the order of trajectories and groups does not matter.
+the step; or it rewards turns, besides GRPO's advantage; or it is a function of its own. Values are float64 on
+the host. Every sum is exact to one rounding, so the order of trajectories and groups does not matter.
 Formulas and sources: docs/credit.md.
 """
 
@@ -91,7 +91,7 @@ def is_tied(values: np.ndarray) -> bool:
 
 
 def mean_and_std(scores: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation (n - 1); 0 and 1 of one score, exactly it and 0 of equal ones."""
+    """Return mean and standard deviation (n - 1); (0, 1) for a single score, (score, 0) for equal scores."""
     if len(scores) == 1:
         return 0.0, 1.0
     if is_tied(scores):
@@ -177,7 +177,7 @@ def whitened(groups: Scored, centred: GroupValues, config: AdvantageConfig) -> G
 
 
 def whiten(values: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return (value - mean) / sqrt(variance + 1e-8), where a value counts so often; 0 where all are equal."""
+    """Return (value - mean) / sqrt(variance + 1e-8), values weighted by counts; 0 where all are equal."""
     joined, weights = np.concatenate([np.zeros(0), *values]), np.concatenate([np.zeros(0, int), *counts])
     total = int(weights.sum())
     if len(set(joined[weights > 0])) < 2:

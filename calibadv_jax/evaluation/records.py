@@ -214,7 +214,7 @@ def _content(question: Question) -> str:
 
 
 def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, ScoredRow]]:
-    """Yield (bytes before the line, row) of every line; with `may_be_cut` not of a last one without end."""
+    """Yield (bytes before the line, row) of every line; `may_be_cut` omits a last line without newline."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the .jsonl (or the .json beside it) of an evaluation")
     offset = 0

@@ -375,7 +375,7 @@ def check_loss(config: LossConfig) -> list[str]:
     return [] if config.name == "vanilla" else [f"loss {config.name}: {loss.summary}{cost}"]
 
 
-# --- Correction for tokens that another policy sampled than the one that is trained ---
+# --- Importance correction between the sampling and the trained policy ---
 
 
 def corrected_for_sampler(

@@ -53,8 +53,8 @@ def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Return the clip of the global gradient norm, then AdamW or Muon.
 
-    Muon orthogonalises stacked layer matrices [L, in, out] as L matrices, each device those of some layers:
-    the devices would all compute the same otherwise. Embeddings, head, norms and biases get AdamW.
+    Muon orthogonalises stacked layer matrices [L, in, out] as L matrices, which the devices share: each would
+    compute all of them otherwise. Embeddings, head, norms and biases get AdamW.
     """
     if config.name == "muon":
         ratio = config.adam_lr / config.lr if config.adam_lr else 1.0

@@ -168,7 +168,7 @@ def check_reward(config: RewardConfig) -> list[str]:
 
 
 def overlong_penalty(sampled: int, config: RewardConfig) -> float:
-    """Return the penalty of `sampled` tokens: 0 up to one length, all from another one on."""
+    """Return the penalty of `sampled` tokens: linear from 0 at `overlong_from` to all at `overlong_until`."""
     share = (sampled - config.overlong_from) / (config.overlong_until - config.overlong_from)
     return config.overlong_penalty * min(1.0, max(0.0, share))
 
