@@ -56,17 +56,18 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
     Muon orthogonalises stacked layer matrices [L, in, out] as L matrices, which the devices share: each would
     compute all of them otherwise. Embeddings, head, norms and biases get AdamW.
     """
+    beta1, beta2, eps, weight_decay = config.beta1, config.beta2, config.eps, config.weight_decay
     if config.name == "muon":
         ratio = config.adam_lr / config.lr if config.adam_lr else 1.0
         orthogonalise = muon(
             schedule,
-            beta=config.beta1,
-            eps=config.eps,
-            adam_b1=config.beta1,
-            adam_b2=config.beta2,
+            beta=beta1,
+            eps=eps,
+            adam_b1=beta1,
+            adam_b2=beta2,
             adam_learning_rate=lambda count: ratio * schedule(count),
-            weight_decay=config.weight_decay,
-            adam_weight_decay=config.weight_decay,
+            weight_decay=weight_decay,
+            adam_weight_decay=weight_decay,
             muon_weight_dimension_numbers=_by_matrix(lambda _: MuonDimensionNumbers(1, 2), lambda _: None),
         )
         by_layers = _by_matrix(lambda gradient: constrain(gradient, "stack"), lambda gradient: gradient)
@@ -74,14 +75,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
             orthogonalise.init, lambda updates, *more: orthogonalise.update(by_layers(updates), *more)
         )
     else:
-        rule = optax.adamw(
-            schedule,
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=_decayed,
-        )
+        rule = optax.adamw(schedule, beta1, beta2, eps, weight_decay=weight_decay, mask=_decayed)
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), rule)
 
 

@@ -508,13 +508,10 @@ class CriticDecoder(Decoder):
 
     def __init__(self, build: DecoderParts):
         super().__init__(build)
+        width, dtype = build.architecture.hidden_size, build.numerics.param_dtype
+        zeros = nnx.initializers.zeros
         self.value_head = nnx.Linear(
-            build.architecture.hidden_size,
-            1,
-            use_bias=False,
-            param_dtype=build.numerics.param_dtype,
-            kernel_init=nnx.initializers.zeros,
-            rngs=build.rngs,
+            width, 1, use_bias=False, param_dtype=dtype, kernel_init=zeros, rngs=build.rngs
         )
 
     def values(self, hidden: Array) -> Array:
