@@ -333,7 +333,7 @@ def gae_and_returns(trajectory: Trajectory, config: AdvantageConfig) -> tuple[np
     values = critic_values(trajectory).astype(np.float64)
     rewards = np.zeros(len(values))
     rewards[-1:] = trajectory.answer_score
-    advantages = token_advantages(rewards, values, config.discount, config.gae_lambda)
+    advantages = gae_advantages(rewards, values, config.discount, config.gae_lambda)
     return advantages, advantages + values
 
 
@@ -348,7 +348,7 @@ def critic_values(trajectory: Trajectory) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.float32), *values])
 
 
-def token_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, decay: float) -> np.ndarray:
+def gae_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, decay: float) -> np.ndarray:
     """Return GAE, float64 [n]: `rewards` stand after each sampled token, `values` before it."""
     advantages = np.zeros(len(values))
     later = next_value = 0.0
