@@ -37,7 +37,7 @@ class GroupCredit:
     repeated: list[list[str | None]] = field(default_factory=list)  # G × [K_i], see calibadv.Judgement
     found_silver: list[list[tuple[str, ...]]] = field(default_factory=list)  # G × [K_i], newly found ids
     # G × [K_i] × float64 [N]: tokens' advantages less the turn's; [] where all tokens of a turn share it.
-    token_offsets: list[list[np.ndarray]] = field(default_factory=list)
+    offsets: list[list[np.ndarray]] = field(default_factory=list)
 
     def answer_advantages(self) -> list[float]:
         """Return the advantage of each trajectory's last sampled turn, length G; 0 where there is none."""
@@ -54,13 +54,12 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
     """
     if len(estimate) != len(group.trajectories):
         raise ValueError(f"{len(estimate)} advantages for {len(group.trajectories)} trajectories")
-    raw, before, token_offsets = np.zeros(len(estimate)), [], []
+    raw, before, offsets = np.zeros(len(estimate)), [], []
     for position, (trajectory, advantage) in enumerate(zip(group.trajectories, estimate, strict=True)):
         length = len(trajectory.turns)
         if isinstance(advantage, ByToken):
             values = np.array([math.fsum(tokens) / max(1, len(tokens)) for tokens in advantage.turns])
-            pairs = zip(advantage.turns, values, strict=True)
-            token_offsets.append([tokens - mean for tokens, mean in pairs])
+            offsets.append([tokens - mean for tokens, mean in zip(advantage.turns, values, strict=True)])
         else:
             values = np.asarray(advantage, np.float64)
         if values.shape not in ((), (length,)):
@@ -74,7 +73,7 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
             raw[position] = values[last]
     turns = [advantages.copy() for advantages in before]
     correctness = [np.zeros(len(advantages)) for advantages in before]
-    return GroupCredit(group, raw, before, turns, correctness, token_offsets=token_offsets)
+    return GroupCredit(group, raw, before, turns, correctness, offsets=offsets)
 
 
 def last_sampled_turn(trajectory: Trajectory) -> int | None:
@@ -105,8 +104,8 @@ def spread(credit: GroupCredit) -> list[np.ndarray]:
     for position, (trajectory, turns) in enumerate(zip(credit.group.trajectories, credit.turns, strict=True)):
         parts = [np.zeros(0)]
         for index, turn in enumerate(trajectory.turns):
-            offsets = credit.token_offsets[position][index] if credit.token_offsets else 0.0
-            sampled = np.full(len(turn.token_ids), turns[index]) + offsets
+            offset = credit.offsets[position][index] if credit.offsets else 0.0
+            sampled = np.full(len(turn.token_ids), turns[index]) + offset
             parts += [sampled, np.zeros(len(turn.observation_ids))]
         advantages.append(np.concatenate(parts).astype(np.float32))
     return advantages

@@ -37,10 +37,7 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """The keys of the config section `advantage`, with its defaults: docs/configuration.md#advantage.
-
-    UserError if a choice is none of the config's, or `target_ratio` is not positive.
-    """
+    """The keys and defaults of docs/configuration.md#advantage; UserError for an unknown choice."""
 
     name: str = "calibadv"
     base: str = "grpo"

@@ -143,12 +143,6 @@ def row_shapes(row_length: int, rows: int, count: int, cost: Callable[[int], flo
     return [RowShape(width, rows_at(width, rows, row_length), cost(width)) for width in widths]
 
 
-def place(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]:
-    """Return a placement for each sample in rows of one width, and the number of rows; errors as `plan`."""
-    packing = plan(lengths, [RowShape(row_length, 1)])
-    return packing.placements, packing.num_rows[0]
-
-
 def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
     """Return the cheapest of several first-fit decreasing packings into rows of some `shapes`, widest first.
 

@@ -6,9 +6,7 @@ merged anew inside a scan. It also wraps one method of a model, where learner an
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,13 +37,6 @@ class Adapters:
         if not config.rank:
             return None
         return cls(config.rank, config.alpha, tuple(sorted(config.targets)), config.base_dtype)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Adapters:
-        return cls(**dict(values) | {"targets": tuple(values["targets"])})
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"targets": list(self.targets)}
 
     @property
     def scale(self) -> float:
@@ -87,7 +78,3 @@ def _summed(kernel: Array, lora_a: Array, lora_b: Array, scale: float, dtype: An
         return (weights + change).astype(dtype)
 
     return jax.lax.map(layer, (kernel, lora_a, lora_b))
-
-
-def count(abstract: Params) -> int:
-    return sum(math.prod(leaf.shape) for leaf in flatten(abstract).values())
