@@ -174,9 +174,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) -> int:
     """Return the number of devices along an axis of the mesh, or along several; 1 along none."""
-    if isinstance(names, str):
-        return mesh.shape[names]
-    return math.prod(mesh.shape[name] for name in names or ())
+    axes = (names,) if isinstance(names, str) else names or ()
+    return math.prod(mesh.shape[name] for name in axes)
 
 
 # --- The two weights that are as large as the vocabulary ---

@@ -10,16 +10,10 @@ import pytest
 from replay import replay
 
 from calibadv_jax.config import RewardConfig
+from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.tags import parse_turn
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
-from calibadv_jax.rewards.score import (
-    f1,
-    format_flaw,
-    normalise_answer,
-    score_groups,
-    score_trajectory,
-    text_scores,
-)
+from calibadv_jax.rewards.score import f1, format_flaw, score_groups, score_trajectory, text_scores
 
 ROME = Question("q", "?", ("Rome",), "test")
 
