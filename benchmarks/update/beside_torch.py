@@ -49,7 +49,7 @@ from benchmarks.device import SHAPES
 from benchmarks.update.update_speed import drawn, seconds
 from calibadv_jax.config import Config, LearnerConfig, LossConfig, MeshConfig, OptimizerConfig, load_config
 from calibadv_jax.contrib.worlds.world import write_world
-from calibadv_jax.learner.batching import Batch, Sample, pack, place, token_weights
+from calibadv_jax.learner.batching import Batch, RowShape, Sample, pack, plan, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
@@ -221,7 +221,8 @@ def packed(setting: Setting) -> Iterator[Piece]:
     """Yield the rows of the learner's own packing, as many at once as it takes."""
     batch: Batch = pack(setting.samples, setting.learner.row_length, LOSS.aggregation)
     lengths = [len(sample.tokens) for sample in setting.samples]
-    placements, num_rows = place(lengths, setting.learner.row_length)
+    packing = plan(lengths, [RowShape(setting.learner.row_length, 1)])
+    placements, num_rows = packing.placements, packing.num_rows[0]
     rows = setting.learner.microbatch_rows
     causal = np.tril(np.ones((setting.learner.row_length,) * 2, bool))
     for start in range(0, num_rows, rows):

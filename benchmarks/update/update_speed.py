@@ -33,7 +33,7 @@ from calibadv_jax.commands.sft import encode_demonstration
 from calibadv_jax.config import Config, LearnerConfig, load_config
 from calibadv_jax.contrib.worlds.demonstrations import imperfect
 from calibadv_jax.contrib.worlds.world import write_world
-from calibadv_jax.learner.batching import Sample, pack, place, token_weights
+from calibadv_jax.learner.batching import RowShape, Sample, pack, plan, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
@@ -147,7 +147,7 @@ def sft_arm(config: Config, model: Model, samples: list[Sample], name: str) -> C
 
 
 def rows_needed(samples: list[Sample], row_length: int) -> int:
-    return place([len(sample.tokens) for sample in samples], row_length)[1]
+    return plan([len(sample.tokens) for sample in samples], [RowShape(row_length, 1)]).num_rows[0]
 
 
 def seconds(call: Callable[[], object]) -> tuple[float, float]:

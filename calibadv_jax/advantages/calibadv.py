@@ -90,7 +90,7 @@ class Judgement:
     """The correctness of a turn by its group's silver documents, and its reason."""
 
     correctness: float = 0.0  # in [0, 1]
-    repeated: str | None = None  # what it repeats: "think of turn 1" or "documents of turn 2", counted from 1
+    repeated: str | None = None  # repeated part, "think of turn 1" or "documents of turn 2"; turns from 1
     found_silver: tuple[str, ...] = ()  # ids of its silver documents that no earlier turn saw, in its order
 
 

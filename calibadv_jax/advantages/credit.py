@@ -34,10 +34,10 @@ class GroupCredit:
     silver: dict[str, float] = field(default_factory=dict)  # document id -> weight in (0, 1]
     # The rest says why; [] where the algorithm does not judge turns.
     softened: list[np.ndarray] = field(default_factory=list)  # G × bool [K_i]: correctness made it smaller
-    repeated: list[list[str | None]] = field(default_factory=list)  # G × [K_i], see silver.Judgement
+    repeated: list[list[str | None]] = field(default_factory=list)  # G × [K_i], see calibadv.Judgement
     found_silver: list[list[tuple[str, ...]]] = field(default_factory=list)  # G × [K_i], newly found ids
-    # G × [K_i] × float64 [N]: what its tokens have beside the turn's; [] where those of a turn are alike.
-    beside: list[list[np.ndarray]] = field(default_factory=list)
+    # G × [K_i] × float64 [N]: tokens' advantages less the turn's; [] where all tokens of a turn share it.
+    offsets: list[list[np.ndarray]] = field(default_factory=list)
 
     def answer_advantages(self) -> list[float]:
         """Return the advantage of each trajectory's last sampled turn, length G; 0 where there is none."""
@@ -54,12 +54,12 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
     """
     if len(estimate) != len(group.trajectories):
         raise ValueError(f"{len(estimate)} advantages for {len(group.trajectories)} trajectories")
-    raw, before, beside = np.zeros(len(estimate)), [], []
+    raw, before, offsets = np.zeros(len(estimate)), [], []
     for position, (trajectory, advantage) in enumerate(zip(group.trajectories, estimate, strict=True)):
         length = len(trajectory.turns)
         if isinstance(advantage, ByToken):
             values = np.array([math.fsum(tokens) / max(1, len(tokens)) for tokens in advantage.turns])
-            beside.append([tokens - mean for tokens, mean in zip(advantage.turns, values, strict=True)])
+            offsets.append([tokens - mean for tokens, mean in zip(advantage.turns, values, strict=True)])
         else:
             values = np.asarray(advantage, np.float64)
         if values.shape not in ((), (length,)):
@@ -67,11 +67,13 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
         if not np.isfinite(values).all():
             raise ValueError(f"advantage {values.tolist()} is not finite")
         before.append(np.full(length, values))
-        last = last_sampled_turn(trajectory)
-        raw[position] = values if values.ndim == 0 else 0.0 if last is None else values[last]
+        if values.ndim == 0:
+            raw[position] = values
+        elif (last := last_sampled_turn(trajectory)) is not None:
+            raw[position] = values[last]
     turns = [advantages.copy() for advantages in before]
     correctness = [np.zeros(len(advantages)) for advantages in before]
-    return GroupCredit(group, raw, before, turns, correctness, beside=beside)
+    return GroupCredit(group, raw, before, turns, correctness, offsets=offsets)
 
 
 def last_sampled_turn(trajectory: Trajectory) -> int | None:
@@ -102,8 +104,8 @@ def spread(credit: GroupCredit) -> list[np.ndarray]:
     for position, (trajectory, turns) in enumerate(zip(credit.group.trajectories, credit.turns, strict=True)):
         parts = [np.zeros(0)]
         for index, turn in enumerate(trajectory.turns):
-            offsets = credit.beside[position][index] if credit.beside else 0.0
-            sampled = np.full(len(turn.token_ids), turns[index]) + offsets
+            offset = credit.offsets[position][index] if credit.offsets else 0.0
+            sampled = np.full(len(turn.token_ids), turns[index]) + offset
             parts += [sampled, np.zeros(len(turn.observation_ids))]
         advantages.append(np.concatenate(parts).astype(np.float32))
     return advantages
@@ -122,6 +124,15 @@ def answer_mass(group: Group, advantages: Sequence[float]) -> tuple[float, float
 def two_sides(masses: Sequence[float]) -> tuple[float, float]:
     """Return the positive sum and the magnitude of the negative sum, each exact to one rounding."""
     return math.fsum(mass for mass in masses if mass > 0), -math.fsum(mass for mass in masses if mass < 0)
+
+
+def side_factors(positive: float, negative: float, config: AdvantageConfig) -> tuple[float, float]:
+    """Return factors for both sides that bring their masses to the target ratio; 0 if a side is empty."""
+    if positive == 0 or negative == 0:
+        return 0.0, 0.0
+    if config.adjust == "positive":
+        return negative / (positive * config.target_ratio), 1.0
+    return 1.0, config.target_ratio * positive / negative
 
 
 # --- Metrics of a step ---
@@ -195,12 +206,3 @@ def _turns(credits: Sequence[GroupCredit]) -> dict[str, float]:
     for name, members in bins.items():
         metrics |= _mean(f"correctness/{name}_share", members)
     return metrics
-
-
-def side_factors(positive: float, negative: float, config: AdvantageConfig) -> tuple[float, float]:
-    """Return factors for both sides that bring their masses to the target ratio; 0 if a side is empty."""
-    if positive == 0 or negative == 0:
-        return 0.0, 0.0
-    if config.adjust == "positive":
-        return negative / (positive * config.target_ratio), 1.0
-    return 1.0, config.target_ratio * positive / negative

@@ -1,8 +1,8 @@
 """Estimators of advantages, their registry (`ESTIMATORS`), and the advantage stage (`compute_advantages`).
 
 An estimator is composed of a baseline, which looks at one group, and a spread, which looks at all groups of
-the step; or it rewards turns, besides GRPO's advantage; or it is a function of its own. All is float64 on the
-host, and every sum is exact to one rounding, so that the order of trajectories and groups does not matter.
+the step; or it rewards turns, besides GRPO's advantage; or it is a function of its own. Values are float64 on
+the host. Every sum is exact to one rounding, so the order of trajectories and groups does not matter.
 Formulas and sources: docs/credit.md.
 """
 
@@ -54,8 +54,9 @@ class ScoredGroup:
     max_score: float = 1.0  # largest answer reward
 
 
-OfGroup = Sequence[float | np.ndarray | ByToken] | np.ndarray  # by trajectory: one number, or float64 [K]
-Estimate = Sequence[OfGroup]
+# By trajectory: one number, float64 [K] by turn, or one by token.
+GroupEstimate = Sequence[float | np.ndarray | ByToken] | np.ndarray
+Estimate = Sequence[GroupEstimate]
 EstimateFunction = Callable[[Sequence[Group], "AdvantageConfig"], Estimate]  # of groups that are not empty
 ByTurn = list[np.ndarray]  # by trajectory: float64 [n], its n turns up to the last sampled one, or fewer
 Scored = Sequence[ScoredGroup]
@@ -90,7 +91,7 @@ def is_tied(values: np.ndarray) -> bool:
 
 
 def mean_and_std(scores: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation (n - 1); 0 and 1 of one score, exactly it and 0 of equal ones."""
+    """Return mean and standard deviation (n - 1); (0, 1) for a single score, (score, 0) for equal scores."""
     if len(scores) == 1:
         return 0.0, 1.0
     if is_tied(scores):
@@ -176,7 +177,7 @@ def whitened(groups: Scored, centred: GroupValues, config: AdvantageConfig) -> G
 
 
 def whiten(values: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return (value - mean) / sqrt(variance + 1e-8), where a value counts so often; 0 where all are equal."""
+    """Return (value - mean) / sqrt(variance + 1e-8), values weighted by counts; 0 where all are equal."""
     joined, weights = np.concatenate([np.zeros(0), *values]), np.concatenate([np.zeros(0, int), *counts])
     total = int(weights.sum())
     if len(set(joined[weights > 0])) < 2:
@@ -202,18 +203,18 @@ def to_go(rewards: np.ndarray, discount: float) -> np.ndarray:
 
 def standardised(values: ByTurn, labels: Sequence[Sequence[Hashable]], config: AdvantageConfig) -> ByTurn:
     """Return (value - mean) / (std + 1e-6) among a group's turns of one label; 0 for a turn that is alone."""
-    places: dict[Hashable, list[tuple[int, int]]] = {}
+    by_label: dict[Hashable, list[tuple[int, int]]] = {}
     for position, of_trajectory in enumerate(labels):
         for index, label in enumerate(of_trajectory):
-            places.setdefault(label, []).append((position, index))
+            by_label.setdefault(label, []).append((position, index))
     results = [np.zeros(len(turns)) for turns in values]
-    for together in places.values():
-        members = np.array([values[position][index] for position, index in together])
+    for places in by_label.values():
+        members = np.array([values[position][index] for position, index in places])
         if len(members) < 2:
             continue
         mean, std = mean_and_std(members)
         divisor = std + EPSILON if config.normalize_std else 1.0
-        for position, index in together:
+        for position, index in places:
             results[position][index] = (values[position][index] - mean) / divisor
     return results
 
@@ -230,15 +231,15 @@ def beside_grpo(turn_rewards: Callable[[Group, AdvantageConfig], ByTurn]) -> Est
         advantages = []
         for group, whole in zip(groups, grpo(groups, config), strict=True):
             turns = _each_turn(group, whole)
-            for values, own in zip(turns, turn_rewards(group, config), strict=True):
-                values[: len(own)] += config.turn_weight * own
+            for values, rewards in zip(turns, turn_rewards(group, config), strict=True):
+                values[: len(rewards)] += config.turn_weight * rewards
             advantages.append(turns)
         return advantages
 
     return estimate
 
 
-def _each_turn(group: Group, whole: OfGroup) -> ByTurn:
+def _each_turn(group: Group, whole: GroupEstimate) -> ByTurn:
     pairs = zip(group.trajectories, whole, strict=True)
     return [np.full(len(trajectory.turns), value) for trajectory, value in pairs]
 
@@ -332,7 +333,7 @@ def gae_and_returns(trajectory: Trajectory, config: AdvantageConfig) -> tuple[np
     values = critic_values(trajectory).astype(np.float64)
     rewards = np.zeros(len(values))
     rewards[-1:] = trajectory.answer_score
-    advantages = token_advantages(rewards, values, config.discount, config.gae_lambda)
+    advantages = gae_advantages(rewards, values, config.discount, config.gae_lambda)
     return advantages, advantages + values
 
 
@@ -347,7 +348,7 @@ def critic_values(trajectory: Trajectory) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.float32), *values])
 
 
-def token_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, decay: float) -> np.ndarray:
+def gae_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, decay: float) -> np.ndarray:
     """Return GAE, float64 [n]: `rewards` stand after each sampled token, `values` before it."""
     advantages = np.zeros(len(values))
     later = next_value = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -37,28 +37,36 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """The keys of the config section `advantage`, with its defaults: docs/configuration.md#advantage."""
+    """The keys and defaults of docs/configuration.md#advantage; UserError for an unknown choice."""
 
     name: str = "calibadv"
     base: str = "grpo"
     normalize_std: bool = True
-    std_over: str = "group"
+    std_over: Literal["group", "step"] = "group"
     score_threshold: float = 0.7
     turn_weight: float = 1.0
     discount: float = 1.0
     gae_lambda: float = 1.0
     probes: tuple[str, ...] = ()
     soft_penalty: bool = True
-    softening: str = "plain"
+    softening: Literal["plain", "aggressive", "upper_limit", "reset"] = "plain"
     silver_threshold: float = 0.7
-    correctness: str = "fraction"
+    correctness: Literal["fraction", "max", "mean"] = "fraction"
     rebalance: bool = True
-    rebalance_over: str = "answer"
-    rebalance_within: str = "group"
-    rebalance_by: str = "advantage"
+    rebalance_over: Literal["answer", "turn", "all"] = "answer"
+    rebalance_within: Literal["group", "step"] = "group"
+    rebalance_by: Literal["advantage", "tokens"] = "advantage"
     rebalance_excess: bool = False
     target_ratio: float = 1.0
-    adjust: str = "positive"
+    adjust: Literal["positive", "negative", "clip"] = "positive"
+
+    def __post_init__(self) -> None:
+        for key, hint in get_type_hints(AdvantageSettings).items():
+            value, choices = getattr(self, key), get_args(hint)
+            if get_origin(hint) is Literal and value not in choices:
+                raise UserError(f"{key} is {value!r}; use one of {', '.join(choices)}")
+        if not self.target_ratio > 0:
+            raise UserError(f"target_ratio is {self.target_ratio}; it must be positive")
 
     @property
     def is_calibrated(self) -> bool:
@@ -74,7 +82,7 @@ def turn_advantages(
 ) -> list[np.ndarray]:
     """Return the advantage of each turn: float64 [turns] for each trajectory of one question in one step.
 
-    UserError if the estimator is unknown or needs a critic or golden answers, or a value is invalid.
+    UserError if the estimator is unknown or needs a critic or golden answers, or a score is not finite.
     """
     entry = ESTIMATORS.get(settings.estimator)
     if entry is None or entry.needs:

@@ -33,7 +33,7 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.tags import behind_opening, neutralise_observation, parse_turn
 from calibadv_jax.data.demonstrations import Demonstration, load_demonstrations, split_off
 from calibadv_jax.hosts.joining import alone
-from calibadv_jax.learner.batching import Batch, Sample, pack, place, token_weights
+from calibadv_jax.learner.batching import Batch, RowShape, Sample, pack, plan, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, State
 from calibadv_jax.learner.losses import negative_log_likelihood
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
@@ -284,10 +284,11 @@ def _row_fulls(samples: Iterable[Sample], rows: int, row_length: int) -> Iterato
     """Yield lists of samples, in their order, that each fill the rows; the last one need not."""
     pending: list[Sample] = []
     lengths: list[int] = []
+    shapes = [RowShape(row_length, 1)]
     for sample in samples:
         pending.append(sample)
         lengths.append(len(sample.tokens))
-        if _may_need_more(lengths, rows, row_length) and place(lengths, row_length)[1] > rows:
+        if _may_need_more(lengths, rows, row_length) and plan(lengths, shapes).num_rows[0] > rows:
             yield pending[:-1]
             pending, lengths = pending[-1:], lengths[-1:]
     if pending:
@@ -295,7 +296,7 @@ def _row_fulls(samples: Iterable[Sample], rows: int, row_length: int) -> Iterato
 
 
 def _may_need_more(lengths: Sequence[int], rows: int, row_length: int) -> bool:
-    """Return False only if `place` needs at most `rows` rows, at a fraction of its cost.
+    """Return False only if `plan` needs at most `rows` rows, at a fraction of its cost.
 
     A sample opens one more row only if each of the other rows holds too many tokens for it.
     """
@@ -385,7 +386,7 @@ class ColdStart:
         self.step = self._saved = newest or 0
         self._saved_at = time.monotonic()
         if newest is not None:
-            self.state, _ = self._store.restore(newest, learner.abstract_state())
+            self.state, _ = self._store.restore(newest, learner.abstract_state)
             console.note(f"going on from update {newest}")
 
     def updated(self, state: State) -> None:

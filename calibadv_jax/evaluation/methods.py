@@ -118,7 +118,7 @@ class RandomDocuments(EmptyRetriever):
 def with_passages(
     question: Question, documents: Sequence[Document], fits: Callable[[Question], bool] = lambda _: True
 ) -> Question:
-    """Put passages before the question's text, for one-shot RAG; where they do not fit, the end is lost."""
+    """Put passages before the question's text, for one-shot RAG; cut their end where they do not fit."""
     passages = "\n".join(
         f'Passage {number}: "{document.title}" {" ".join(document.text.split())}'
         for number, document in enumerate(documents, 1)

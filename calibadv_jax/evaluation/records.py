@@ -21,12 +21,10 @@ from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.evaluation.methods import METHODS
 
 ScoredRow = dict[str, Any]  # one line of the file
-RowKey = tuple[str, str, str]  # temperature, data source, question id
+RowKey = tuple[str, str, str]  # values of KEY_FIELDS
 
-FIELDS = (
-    "evaluation", "content", "temperature", "data_source", "id", "question", "golden_answers", "scores",
-    "trajectories",
-)  # fmt: skip
+KEY_FIELDS = ("temperature", "data_source", "id")
+FIELDS = (*KEY_FIELDS, "evaluation", "content", "question", "golden_answers", "scores", "trajectories")
 
 
 def identity(
@@ -159,7 +157,8 @@ class RowFile:
         self.foreign_lines = 0  # of another evaluation
         self._offsets: dict[RowKey, int] = {}  # bytes before a row's line
         contents = {(question.data_source, question.id, _content(question)) for question in questions}
-        for offset, row in _read(path, may_be_cut=True) if path.is_file() else ():
+        rows = _read(path, may_be_cut=True) if path.is_file() else ()
+        for offset, row in rows:
             is_same = (row["data_source"], row["id"], row["content"]) in contents
             if row["evaluation"] != evaluation:
                 self.foreign_lines += 1
@@ -205,7 +204,7 @@ def _content(question: Question) -> str:
 
 
 def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, ScoredRow]]:
-    """Yield (bytes before the line, row) of every line; with `may_be_cut` not of a last one without end."""
+    """Yield (bytes before the line, row) of every line; `may_be_cut` omits a last line without newline."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the .jsonl (or the .json beside it) of an evaluation")
     offset = 0

@@ -77,7 +77,7 @@ def intervals_of_sums(
 def _bounds(
     draw: Callable[[int, np.random.Generator], np.ndarray], size: int, confidence: float, resamples: int
 ) -> np.ndarray:
-    """Return the percentile bounds of what `draw` returns for a number of resamples of `size` values each."""
+    """Return percentile bounds of the statistics that `draw` returns for resamples of `size` values each."""
     rng, batch = random_state(0, 0, "bootstrap"), max(1, ELEMENTS // size)
     drawn = [draw(min(batch, resamples - done), rng) for done in range(0, resamples, batch)]
     tail = (1 - confidence) / 2

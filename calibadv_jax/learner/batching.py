@@ -18,10 +18,10 @@ from calibadv_jax.config import Aggregation
 Arrays = Sequence[np.ndarray]  # of each sample, or of each batch
 
 WIDTHS = (Fraction(1), Fraction(1, 2), Fraction(3, 4), Fraction(1, 4), Fraction(3, 8))  # most useful first
-WORTH = 0.01  # share of the cost that another width must save: it takes a compilation
-FEW = 32  # samples, of which a microbatch is a large share: more packings are tried
-ORDERS = 32  # for FEW samples, besides that by length
-PLACED = 3_000  # placements for one choice of widths, over all packings
+MIN_SAVING = 0.01  # share of the cost that another width must save: it takes a compilation
+FEW_SAMPLES = 32  # of which a microbatch is a large share: more packings are tried
+RANDOM_ORDERS = 32  # of up to FEW_SAMPLES, besides that by length
+MAX_PLACEMENTS = 3_000  # for one choice of widths, over all packings
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,6 @@ def row_shapes(row_length: int, rows: int, count: int, cost: Callable[[int], flo
     return [RowShape(width, rows_at(width, rows, row_length), cost(width)) for width in widths]
 
 
-def place(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]:
-    """Return a placement for each sample in rows of one width, and the number of rows; errors as `plan`."""
-    packing = plan(lengths, [RowShape(row_length, 1)])
-    return packing.placements, packing.num_rows[0]
-
-
 def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
     """Return the cheapest of several first-fit decreasing packings into rows of some `shapes`, widest first.
 
@@ -157,52 +151,53 @@ def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
     the empty rows of the last microbatch, is offered to shorter samples. ValueError if a sample is longer
     than a row.
     """
-    longest = max(lengths, default=0)
-    if longest > (most := shapes[0].length):
-        raise ValueError(f"sample {lengths.index(longest)} has {longest} tokens, but a row holds {most}")
+    longest, widest = max(lengths, default=0), shapes[0].length
+    if longest > widest:
+        raise ValueError(f"sample {lengths.index(longest)} has {longest} tokens, but a row holds {widest}")
     plans = (
-        _laid(lengths, order, chosen, more)
+        _packing(lengths, order, chosen, num_extra)
         for order in _orders(lengths, len(shapes))
         for count in range(1, len(shapes) + 1)
         for chosen in combinations(shapes, count)
         if chosen[0].length >= longest
-        for more in _offers(lengths, chosen)
+        for num_extra in _extra_microbatches(lengths, chosen)
     )
-    return min(plans, key=lambda candidate: candidate.cost * (1.0 + WORTH * len(candidate.shapes)))
+    return min(plans, key=lambda candidate: candidate.cost * (1.0 + MIN_SAVING * len(candidate.shapes)))
 
 
-def _offers(lengths: Sequence[int], shapes: Sequence[RowShape]) -> list[int]:
-    """Return the numbers of microbatches of the widest rows to try, up to enough for all samples."""
+def _extra_microbatches(lengths: Sequence[int], shapes: Sequence[RowShape]) -> list[int]:
+    """Return the numbers of extra microbatches of the widest rows to try, up to enough for all samples."""
     most = sum(lengths) // (shapes[0].rows * shapes[0].length) if len(shapes) > 1 else 0
-    tried = min(most + 1, max(1, PLACED // max(1, len(lengths))))
-    return sorted({round(offer) for offer in np.linspace(0, most, tried)})
+    num_tries = min(most + 1, max(1, MAX_PLACEMENTS // max(1, len(lengths))))
+    return sorted({round(number) for number in np.linspace(0, most, num_tries)})
 
 
 def _orders(lengths: Sequence[int], num_shapes: int) -> Iterator[list[int]]:
     """Yield the samples by falling length, then by lengths raised at random, up to their double."""
     yield np.argsort(-np.asarray(lengths, int), kind="stable").tolist()
     rng = np.random.default_rng(0)
-    for _ in range(ORDERS if 1 < len(lengths) <= FEW and num_shapes > 1 else 0):
-        raised = np.asarray(lengths) * rng.uniform(1.0, 2.0, len(lengths))
-        yield np.argsort(-raised, kind="stable").tolist()
+    if 1 < len(lengths) <= FEW_SAMPLES and num_shapes > 1:
+        for _ in range(RANDOM_ORDERS):
+            raised = np.asarray(lengths) * rng.uniform(1.0, 2.0, len(lengths))
+            yield np.argsort(-raised, kind="stable").tolist()
 
 
-def _laid(lengths: Sequence[int], order: list[int], shapes: Sequence[RowShape], more: int) -> Plan:
-    """Lay samples in `order`; `more` microbatches of the widest rows are offered besides those needed."""
+def _packing(lengths: Sequence[int], order: list[int], shapes: Sequence[RowShape], num_extra: int) -> Plan:
+    """Lay samples in `order`, with `num_extra` microbatches of the widest rows beside those needed."""
     placements: dict[int, Placement] = {}
     used: list[RowShape] = []
     num_rows: list[int] = []
     narrower = [shape.length for shape in shapes[1:]] + [0]
     for shape, limit in zip(shapes, narrower, strict=True):
-        left = [index for index in order if index not in placements]
-        needed = [index for index in left if lengths[index] > limit]
-        offered = 0 if used else more * shape.rows
-        if not needed and not offered and (limit or used):
+        unplaced = [index for index in order if index not in placements]
+        too_long = [index for index in unplaced if lengths[index] > limit]  # for the next width
+        num_extra_rows = 0 if used else num_extra * shape.rows
+        if not too_long and not num_extra_rows and (limit or used):
             continue
-        rows = _Bins(shape.length, len(left) + offered)
-        placed = {index: rows.put(lengths[index], len(used), opens=True) for index in needed}
-        rows.count = -(-rows.count // shape.rows) * shape.rows + offered
-        placed |= {index: rows.put(lengths[index], len(used)) for index in left if index not in placed}
+        rows = _Bins(shape.length, len(unplaced) + num_extra_rows)
+        placed = {index: rows.put(lengths[index], len(used), opens=True) for index in too_long}
+        rows.count = -(-rows.count // shape.rows) * shape.rows + num_extra_rows
+        placed |= {index: rows.put(lengths[index], len(used)) for index in unplaced if index not in placed}
         placements |= {index: place for index, place in placed.items() if place is not None}
         used.append(shape)
         num_rows.append(int(np.count_nonzero(rows.segments)))
@@ -257,10 +252,12 @@ class Rows:
         widths = [shape.length for shape in self.plan.shapes]
         batches = [_empty(shape) for shape in zip(self.plan.num_rows, widths, strict=True)]
         self._lay(batches)
-        for batch in batches if factors is not None else ():
-            batch.factors = np.zeros_like(batch.weights)
+        if factors is not None:
+            for batch in batches:
+                batch.factors = np.zeros_like(batch.weights)
         for index, placement, columns, tokens in self._columns():
-            batch, place, sample = batches[placement.batch], (placement.row, columns), self.samples[index]
+            batch, sample = batches[placement.batch], self.samples[index]
+            place = placement.row, columns
             batch.targets[place] = sample.tokens[tokens]
             batch.advantages[place] = sample.advantages[tokens]
             batch.sampler_logprobs[place] = sample.logprobs[tokens]
@@ -357,11 +354,11 @@ class SharedRows(Rows):
             return super()._planned(shapes)  # raises
         self.common = _shared_by_all(self.samples)
         self.trees = list(trees(self.samples, shapes[0].length, self.common))
-        own = [len(tree.tokens) - self.common for tree in self.trees]
-        needed = [max(count, tree.num_trained) for count, tree in zip(own, self.trees, strict=True)]
+        counts = [len(tree.tokens) - self.common for tree in self.trees]
+        lengths = [max(count, tree.num_trained) for count, tree in zip(counts, self.trees, strict=True)]
         narrowed = [replace(shape, length=shape.length - self.common) for shape in shapes]
-        packing = plan(needed, [shape for shape in narrowed if shape.length > 0])
-        self.computed = sum(packing.num_rows) * self.common + sum(own)
+        packing = plan(lengths, [shape for shape in narrowed if shape.length > 0])
+        self.computed = sum(packing.num_rows) * self.common + sum(counts)
         return replace(packing, shapes=[replace(s, length=s.length + self.common) for s in packing.shapes])
 
     def _lay(self, batches: Sequence[Batch]) -> None:
@@ -369,11 +366,12 @@ class SharedRows(Rows):
             batch.sources, batch.ends = np.zeros_like(batch.tokens), np.zeros_like(batch.tokens)
         for tree, placement in zip(self.trees, self.plan.placements, strict=True):
             batch, row, start = batches[placement.batch], placement.row, placement.start
-            common, own = slice(self.common), slice(self.common, None)
+            prefix, branches = slice(self.common), slice(self.common, None)
             place = row, slice(self.common + start, len(tree.tokens) + start)
-            for of_rows, of_tree in ((batch.tokens, tree.tokens), (batch.positions, tree.positions)):
-                of_rows[row, common], of_rows[place] = of_tree[common], of_tree[own]
-            batch.ends[row, common], batch.ends[place] = batch.ends.shape[1], tree.ends[own] + start
+            batch.tokens[row, prefix], batch.tokens[place] = tree.tokens[prefix], tree.tokens[branches]
+            batch.positions[row, prefix] = tree.positions[prefix]
+            batch.positions[place] = tree.positions[branches]
+            batch.ends[row, prefix], batch.ends[place] = batch.ends.shape[1], tree.ends[branches] + start
         paths = {index: path for tree in self.trees for index, path in tree.paths.items()}
         for index, placement, columns, trained in self._columns():
             batch, before = batches[placement.batch], paths[index][trained - 1]
@@ -386,7 +384,8 @@ class SharedRows(Rows):
             start = placement.start
             for index in tree.paths:
                 trained = _trained(self.samples[index])
-                yield index, placement, slice(start, start := start + len(trained)), trained
+                yield index, placement, slice(start, start + len(trained)), trained
+                start += len(trained)
 
 
 def trees(samples: Sequence[Sample], most: int, common: int) -> Iterator[Tree]:
@@ -396,16 +395,17 @@ def trees(samples: Sequence[Sample], most: int, common: int) -> Iterator[Tree]:
     nodes = trained = 0
     last: Sample | None = None
     for index in order:
-        sample, more, same = samples[index], len(_trained(samples[index])), 0
+        sample, num_trained, num_shared = samples[index], len(_trained(samples[index])), 0
         if last is not None:
-            same = _common_prefix(last.tokens, sample.tokens)
-            is_other = same < min(len(last.prompt_ids), len(sample.prompt_ids))
-            if is_other or nodes + len(sample.tokens) - same > most or trained + more > most - common:
+            num_shared = _common_prefix(last.tokens, sample.tokens)
+            is_other_prompt = num_shared < min(len(last.prompt_ids), len(sample.prompt_ids))
+            is_full = nodes + len(sample.tokens) - num_shared > most or trained + num_trained > most - common
+            if is_other_prompt or is_full:
                 yield _tree(samples, shared, trained)
-                shared, nodes, trained, same = {}, 0, 0, 0
-        shared[index], last = same, sample
-        nodes += len(sample.tokens) - same
-        trained += more
+                shared, nodes, trained, num_shared = {}, 0, 0, 0
+        shared[index], last = num_shared, sample
+        nodes += len(sample.tokens) - num_shared
+        trained += num_trained
     if shared:
         yield _tree(samples, shared, trained)
 
@@ -414,9 +414,9 @@ def _tree(samples: Sequence[Sample], shared: dict[int, int], num_trained: int) -
     """Make a tree of samples in the order of their tokens; `shared` counts tokens of the sample before."""
     paths: dict[int, np.ndarray] = {}
     last, count = np.zeros(0, np.int64), 0
-    for index, same in shared.items():
-        start, count = count, count + len(samples[index].tokens) - same
-        paths[index] = last = np.concatenate([last[:same], np.arange(start, count)])
+    for index, num_shared in shared.items():
+        start, count = count, count + len(samples[index].tokens) - num_shared
+        paths[index] = last = np.concatenate([last[:num_shared], np.arange(start, count)])
     tokens, positions, ends = np.zeros((3, count), np.int32)
     for index, path in paths.items():
         tokens[path] = samples[index].tokens

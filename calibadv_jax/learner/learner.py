@@ -77,7 +77,8 @@ class Learner:
     """Owns the compiled functions; the state is passed to its methods and donated by `update`.
 
     The state holds the trained parameters. The frozen ones of a policy with adapters are `base` (from `init`;
-    else empty), which is never donated: samplers may share it. Raises UserError as `LearnerOptions.check`.
+    else empty), which is never donated: samplers may share it. `abstract_state` has the ShapeDtypeStructs of
+    the state, with shardings, for restoring a checkpoint. Raises UserError as `LearnerOptions.check`.
     """
 
     metrics_of = "actor"  # prefix of its metrics
@@ -90,7 +91,7 @@ class Learner:
         self.base: Params = {}
         abstract = jax.eval_shape(self._state_of, policy.abstract_trained)
         self._state_shardings = self._shardings(abstract, options.offload)
-        self._abstract_state = with_shardings(abstract, self._state_shardings)
+        self.abstract_state = with_shardings(abstract, self._state_shardings)
         self._abstract_base = placed_params(policy.split(policy.abstract_params)[0], mesh)
         self._abstract_gradients = placed_params(policy.abstract_trained, mesh, jnp.float32)
         self._placed = param_shardings(policy.abstract_trained, mesh)
@@ -99,7 +100,7 @@ class Learner:
         if options.offload:
             placed = jax.tree.leaves(self._shardings(abstract, offload=False))
             owners = jax.tree.leaves(self._owners(abstract))
-            self._apply = SplitStep(self._applied, self.abstract_state(), placed, owners)
+            self._apply = SplitStep(self._applied, self.abstract_state, placed, owners)
         else:
             shardings = self._state_shardings, None
             self._apply = jax.jit(self._applied, donate_argnums=0, out_shardings=shardings)
@@ -112,10 +113,6 @@ class Learner:
         self._norm = jax.jit(optax.tree.norm)
         self._pass: tuple[list[Any], int] = [], 0  # in progress: results of microbatches, and their number
         self.updates = 0  # of this object, for progress
-
-    def abstract_state(self) -> State:
-        """Return ShapeDtypeStructs with shardings, for restoring a checkpoint."""
-        return self._abstract_state
 
     def init(self, params: Params) -> State:
         """Return the first state. `params` must be in their shardings; the trained ones are donated."""
@@ -180,18 +177,18 @@ class Learner:
     def lower_update(self, length: int, loss: LossFunction) -> jax.stages.Lowered:
         """Lower a microbatch's gradient, with all that lies on the devices, which may be a topology's."""
         with jax.set_mesh(self.mesh):
-            arguments = self._abstract_base, self._abstract_state, self._abstract_gradients
+            arguments = self._abstract_base, self.abstract_state, self._abstract_gradients
             return self._compile(loss).lower(*arguments, self._abstract_microbatch(length), None)
 
     def lower_apply(self) -> jax.stages.Lowered:
         """Lower the optimizer's step with a sum of gradients, as `lower_update`."""
         with jax.set_mesh(self.mesh):
-            return self._apply.lower(self._abstract_state, self._abstract_gradients)
+            return self._apply.lower(self.abstract_state, self._abstract_gradients)
 
     def lower_logprobs(self, length: int) -> jax.stages.Lowered:
         """Lower the log-probabilities of one microbatch, as `lower_update`."""
         with jax.set_mesh(self.mesh):
-            params, microbatch = self._abstract_state["params"], self._abstract_microbatch(length)
+            params, microbatch = self.abstract_state["params"], self._abstract_microbatch(length)
             return self._logprobs.lower(self._abstract_base, params, microbatch)
 
     def _abstract_microbatch(self, length: int) -> Batch:
@@ -253,8 +250,10 @@ class Learner:
         decoder, options = self.policy.merge(joined(base, params)), self.options
         # More rows: as many logits at once.
         chunk = max(1, options.logprob_chunk * options.rows // len(microbatch.tokens))
-        settings = options.temperature, chunk, options.entropy_gradient, used
-        return token_logprobs(decoder, states(decoder, microbatch), microbatch.targets, *settings)
+        hidden, targets = states(decoder, microbatch), microbatch.targets
+        return token_logprobs(
+            decoder, hidden, targets, options.temperature, chunk, options.entropy_gradient, used
+        )
 
     def _state_of(self, params: Params) -> State:
         updates = jnp.zeros((), jnp.int32)

@@ -1,6 +1,6 @@
 """Losses of the policy: the sum of `Batch.weights` times a term of each token.
 
-`config.sections.learner.LOSS_KEYS` lists the config keys that each loss reads.
+Formulas and sources: docs/losses.md. `config.sections.learner.LOSS_KEYS` lists the keys that each loss reads.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ def check_loss(config: LossConfig) -> list[str]:
     return [] if config.name == "vanilla" else [f"loss {config.name}: {loss.summary}{cost}"]
 
 
-# --- Correction for tokens that another policy sampled than the one that is trained ---
+# --- Importance correction between the sampling and the trained policy ---
 
 
 def corrected_for_sampler(

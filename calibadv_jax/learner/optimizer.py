@@ -53,20 +53,21 @@ def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Return the clip of the global gradient norm, then AdamW or Muon.
 
-    Muon orthogonalises stacked layer matrices [L, in, out] as L matrices, each device those of some layers:
-    the devices would all compute the same otherwise. Embeddings, head, norms and biases get AdamW.
+    Muon orthogonalises stacked layer matrices [L, in, out] as L matrices, which the devices share: each would
+    compute all of them otherwise. Embeddings, head, norms and biases get AdamW.
     """
+    beta1, beta2, eps, weight_decay = config.beta1, config.beta2, config.eps, config.weight_decay
     if config.name == "muon":
         ratio = config.adam_lr / config.lr if config.adam_lr else 1.0
         orthogonalise = muon(
             schedule,
-            beta=config.beta1,
-            eps=config.eps,
-            adam_b1=config.beta1,
-            adam_b2=config.beta2,
+            beta=beta1,
+            eps=eps,
+            adam_b1=beta1,
+            adam_b2=beta2,
             adam_learning_rate=lambda count: ratio * schedule(count),
-            weight_decay=config.weight_decay,
-            adam_weight_decay=config.weight_decay,
+            weight_decay=weight_decay,
+            adam_weight_decay=weight_decay,
             muon_weight_dimension_numbers=_by_matrix(lambda _: MuonDimensionNumbers(1, 2), lambda _: None),
         )
         by_layers = _by_matrix(lambda gradient: constrain(gradient, "stack"), lambda gradient: gradient)
@@ -74,8 +75,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
             orthogonalise.init, lambda updates, *more: orthogonalise.update(by_layers(updates), *more)
         )
     else:
-        moments = config.beta1, config.beta2, config.eps
-        rule = optax.adamw(schedule, *moments, weight_decay=config.weight_decay, mask=_decayed)
+        rule = optax.adamw(schedule, beta1, beta2, eps, weight_decay=weight_decay, mask=_decayed)
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), rule)
 
 
@@ -160,8 +160,10 @@ def parts(sizes: dict[str, int]) -> list[list[str]]:
     most = most_at_once(sizes.values())
     groups: list[list[str]] = []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        room = (group for group in groups if sum(sizes[other] for other in group) + sizes[name] <= most)
-        if (group := next(room, None)) is None:
-            groups.append(group := [])
-        group.append(name)
+        for group in groups:
+            if sum(sizes[member] for member in group) + sizes[name] <= most:
+                group.append(name)
+                break
+        else:
+            groups.append([name])
     return sorted(groups, key=lambda group: -sum(sizes[name] for name in group))

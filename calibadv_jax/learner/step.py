@@ -25,12 +25,12 @@ LOSS_TERMS = {"actor/loss", "actor/pg_loss", "actor/kl_loss"}
 def make_sample(trajectory: Trajectory, advantages: np.ndarray) -> Sample:
     """Concatenate prompt and response; advantages are float32 [T] of the response."""
     prompt = trajectory.prompt_ids.astype(np.int32)
-    nothing = np.zeros(len(prompt), np.float32)
+    zeros = np.zeros(len(prompt), np.float32)
     return Sample(
         np.concatenate([prompt, trajectory.response_ids]),
-        np.concatenate([nothing.astype(bool), trajectory.mask]),
-        np.concatenate([nothing, advantages.astype(np.float32)]),
-        np.concatenate([nothing, trajectory.logprobs]),
+        np.concatenate([zeros.astype(bool), trajectory.mask]),
+        np.concatenate([zeros, advantages.astype(np.float32)]),
+        np.concatenate([zeros, trajectory.logprobs]),
         prompt=len(prompt),
     )
 
@@ -51,7 +51,7 @@ class Learned:
 
     state: State
     metrics: dict[str, float]  # empty if no sample has a token to train
-    samples: list[Sample]  # in their order, with recomputed `old_logprobs`
+    samples: list[Sample]  # in the given order, with recomputed `old_logprobs`
 
 
 def learn(
@@ -69,11 +69,11 @@ def learn(
     no advantage, are not computed, but count in the mean.
     """
     aggregation = loss.config.aggregation
-    samples, moving = list(samples), [loss.is_moved_by(sample) for sample in samples]
-    moved = np.flatnonzero(moving)  # samples that change nothing are left out of every pass
-    if loss.recomputes and len(moved):
-        recomputed = sample_logprobs(learner, state["params"], [samples[index] for index in moved], config)
-        for index, values in zip(moved, recomputed, strict=True):
+    samples, is_moving = list(samples), [loss.is_moved_by(sample) for sample in samples]
+    moving = np.flatnonzero(is_moving)  # samples that change nothing are left out of every pass
+    if loss.recomputes and len(moving):
+        recomputed = sample_logprobs(learner, state["params"], [samples[index] for index in moving], config)
+        for index, values in zip(moving, recomputed, strict=True):
             old = np.where(samples[index].mask, values, 0.0).astype(np.float32)
             samples[index] = dataclasses.replace(samples[index], old_logprobs=old)
     history: list[dict[str, float]] = []
@@ -81,11 +81,14 @@ def learn(
     for chosen in mini_batches(samples, config, rng):
         members = [samples[index] for index in chosen]
         weights = token_weights(members, aggregation, loss.config.length_norm)
-        pairs = [pair for *pair, index in zip(members, weights, chosen, strict=True) if moving[index]]
-        rows = packed(learner, [sample for sample, _ in pairs], config, [values for _, values in pairs])
-        needs_logprobs = loss.definition.needs_logprobs and pairs
-        current = _logprobs(learner, state["params"], rows) if needs_logprobs else None
-        batches = rows.batches(loss.factors(rows.samples, rows.weights, current, rng))
+        places = [place for place, index in enumerate(chosen) if is_moving[index]]
+        computed = [members[place] for place in places]
+        computed_weights = [weights[place] for place in places]
+        rows = packed(learner, computed, config, computed_weights)
+        current = None
+        if loss.definition.needs_logprobs and computed:
+            current = _logprobs(learner, state["params"], rows)
+        batches = rows.batches(loss.factors(computed, computed_weights, current, rng))
         state, metrics = learner.update(state, batches, loss, reference)
         is_mean = aggregation in ("token_mean", "sequence_mean")  # whose weights sum to 1
         total = 1.0 if is_mean else float(sum(values.sum() for values in weights))
@@ -123,8 +126,8 @@ def agreement(
     """
     if not worker_logprobs:
         return {}
-    nothing = np.zeros(len(tokens), np.float32)
-    sample = Sample(tokens, nothing == 0, nothing, nothing)
+    zeros = np.zeros(len(tokens), np.float32)
+    sample = Sample(tokens, np.ones(len(tokens), bool), zeros, zeros)
     (logprobs,) = sample_logprobs(learner, params, [sample], dataclasses.replace(config, row_widths=1))
     gaps = [np.abs(values - logprobs[1:]) for values in worker_logprobs]
     return {
@@ -147,20 +150,20 @@ def packed(
 
 
 def mini_batches(samples: Sequence[Sample], config: LearnerConfig, rng: Generator) -> Iterator[np.ndarray]:
-    """Yield numbers of samples with a token to train, `config.minibatch_size` at a time, each epoch."""
+    """Yield indices of samples with a token to train, `config.minibatch_size` at a time, each epoch."""
     trained = np.flatnonzero([sample.mask.any() for sample in samples])
     if not len(trained):
         return
-    groups: dict[Any, list[int]] = {}  # whose members stay together
-    for number in trained.tolist():
-        key = samples[number].prompt_ids.tobytes() if config.shuffle == "groups" else number
-        groups.setdefault(key, []).append(number)
-    shuffled, size = list(groups.values()), config.minibatch_size or len(trained)
+    by_key: dict[Any, list[int]] = {}  # indices that stay together
+    for index in trained.tolist():
+        key = samples[index].prompt_ids.tobytes() if config.shuffle == "groups" else index
+        by_key.setdefault(key, []).append(index)
+    groups, size = list(by_key.values()), config.minibatch_size or len(trained)
     for _ in range(config.epochs):
-        order = rng.permutation(len(shuffled)) if size < len(trained) else range(len(shuffled))
-        numbers = np.concatenate([shuffled[place] for place in order])
-        for start in range(0, len(numbers), size):
-            yield numbers[start : start + size]
+        order = rng.permutation(len(groups)) if size < len(trained) else range(len(groups))
+        indices = np.concatenate([groups[place] for place in order])
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]
 
 
 def _means(history: Sequence[Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, float]:

@@ -138,8 +138,7 @@ class MLflow(MetricsBackend):
                 _keep_id(path, client.create_run(number, run_name=directory.name).info.run_id)
             self._run_id = client.get_run(_kept_id(path)).info.run_id
         except self._error as error:
-            fault = f"no MLflow ({one_line(error)})"
-            raise UserError(f"log.backends: {fault}; set MLFLOW_TRACKING_URI") from error
+            raise UserError(f"log.backends: no MLflow: {one_line(error)}; set MLFLOW_TRACKING_URI") from error
         self._warn, self._is_away = warn, False
         self._unsent: list[Any] = []
 

@@ -18,7 +18,6 @@ from calibadv_jax.core.trajectory import Group, Turn
 NGRAM = 4  # tokens
 _HASH_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that powers of it do not vanish modulo 2**64
 
-
 # Threshold of GuardsConfig -> its metric, and what a value beyond it means. A guard has the threshold's name
 # without min_ or max_.
 GUARDS = {

@@ -58,7 +58,7 @@ class ShownSteps:
 
 
 def why_tied(groups: Sequence[Group]) -> str:
-    """Say why no group has two different scores, and what to try; "" where one has, or nothing finished."""
+    """Return why no group has two different scores, and advice; "" where one has, or nothing finished."""
     finished = [group.trajectories for group in groups if group.trajectories]
     scores = [{trajectory.answer_score for trajectory in trajectories} for trajectories in finished]
     if not finished or max(map(len, scores)) > 1:

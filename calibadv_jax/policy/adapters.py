@@ -6,9 +6,7 @@ merged anew inside a scan. It also wraps one method of a model, where learner an
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,13 +38,6 @@ class Adapters:
             return None
         return cls(config.rank, config.alpha, tuple(sorted(config.targets)), config.base_dtype)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Adapters:
-        return cls(**dict(values) | {"targets": tuple(values["targets"])})
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"targets": list(self.targets)}
-
     @property
     def scale(self) -> float:
         return self.alpha / self.rank  # the factor of the two matrices' product
@@ -54,37 +45,36 @@ class Adapters:
 
 def split(params: Params) -> tuple[Params, Params]:
     """Split nested parameters into the base, and the adapters with a critic's head; leaves of any kind."""
-    parts: tuple[Params, Params] = {}, {}
+    base: Params = {}
+    added: Params = {}
     for path, leaf in flatten(params).items():
-        parts[path.endswith((LORA_A, LORA_B)) or path.startswith("value_head.")][path] = leaf
-    return unflatten(parts[0]), unflatten(parts[1])
+        is_added = path.endswith((LORA_A, LORA_B)) or path.startswith("value_head.")
+        (added if is_added else base)[path] = leaf
+    return unflatten(base), unflatten(added)
 
 
-def joined(base: Params, more: Params) -> Params:
+def joined(base: Params, added: Params) -> Params:
     """Join the results of `split`; no array is copied."""
-    return unflatten(flatten(base) | flatten(more))
+    return unflatten(flatten(base) | flatten(added))
 
 
 def merged(params: Params, scale: float, dtype: Any) -> Params:
     """Put kernel + lora_a @ lora_b * scale in place of adapters, summed in float32 and rounded once."""
     flat, results = flatten(params), {}
     for path, leaf in flatten(split(params)[0]).items():
-        first, second = (flat.get(path.removesuffix("kernel") + name) for name in (LORA_A, LORA_B))
-        results[path] = leaf.astype(dtype) if first is None else _summed(leaf, first, second, scale, dtype)
+        module = path.removesuffix("kernel")
+        lora_a, lora_b = flat.get(module + LORA_A), flat.get(module + LORA_B)
+        results[path] = leaf.astype(dtype) if lora_a is None else _summed(leaf, lora_a, lora_b, scale, dtype)
     return unflatten(results)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
-def _summed(kernel: Array, first: Array, second: Array, scale: float, dtype: Any) -> Array:
-    """Sum kernel [L, D, F] and first [L, D, r] @ second [L, r, F] * scale, in `dtype`."""
+def _summed(kernel: Array, lora_a: Array, lora_b: Array, scale: float, dtype: Any) -> Array:
+    """Sum kernel [L, D, F] and lora_a [L, D, r] @ lora_b [L, r, F] * scale, in `dtype`."""
 
     def layer(parts: tuple[Array, ...]) -> Array:
-        weights, a, b = (part.astype(jnp.float32) for part in parts)
-        change = jnp.matmul(a, b * scale, precision=jax.lax.Precision.HIGHEST)
+        weights, first, second = (part.astype(jnp.float32) for part in parts)
+        change = jnp.matmul(first, second * scale, precision=jax.lax.Precision.HIGHEST)
         return (weights + change).astype(dtype)
 
-    return jax.lax.map(layer, (kernel, first, second))
-
-
-def count(abstract: Params) -> int:
-    return sum(math.prod(leaf.shape) for leaf in flatten(abstract).values())
+    return jax.lax.map(layer, (kernel, lora_a, lora_b))

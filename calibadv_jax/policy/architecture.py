@@ -64,7 +64,7 @@ class Architecture:
 
 
 def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
-    """Translate a HuggingFace ``config.json`` (transformers 4 and 5); UserError for what is not supported.
+    """Translate a HuggingFace ``config.json`` (transformers 4 and 5); UserError if it is not supported.
 
     Absent fields have the defaults of the model type's class in transformers; sizes have none.
     """

@@ -88,12 +88,12 @@ class LocalCopy:
         sizes = local_sizes(mesh.shape, mesh.size // len(processes))
         devices = mesh.devices.reshape(len(processes), *sizes.values())
         self.mesh = _auto_mesh(devices[processes.index(jax.process_index())], MESH_AXES)
-        every = _auto_mesh(devices, ("process", *MESH_AXES))
+        whole_mesh = _auto_mesh(devices, ("process", *MESH_AXES))
 
         def copy(leaf: Array, sharding: NamedSharding) -> Array:
             return jax.lax.with_sharding_constraint(jnp.array(leaf, dtype, copy=True), sharding)
 
-        self._gather = jax.jit(lambda params: jax.tree.map(copy, params, param_shardings(params, every)))
+        self._gather = jax.jit(lambda params: jax.tree.map(copy, params, param_shardings(params, whole_mesh)))
 
     def __call__(self, params: Any) -> Any:
         """Copy parameters; all processes call this together."""
@@ -173,8 +173,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) -> int:
-    """Return the number of devices along an axis of the mesh, or along several."""
-    return math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
+    """Return the number of devices along an axis of the mesh, or along several; 1 along none."""
+    axes = (names,) if isinstance(names, str) else names or ()
+    return math.prod(mesh.shape[name] for name in axes)
 
 
 # --- The two weights that are as large as the vocabulary ---

@@ -228,21 +228,20 @@ class CacheView:
 
     def written(self, stack: Stack, layer: Array, keys: Array, values: Array) -> Stack:
         """Return the stack with the tokens' keys and values [B, n, K, H] of a layer."""
-        place: tuple[Array, ...]
         rows = jnp.arange(self.columns.shape[0]) if self.slots is None else self.slots
+
+        def write(place: tuple[Array, ...], cached: Array, new: Array) -> Array:
+            return cached.at[place].set(new.astype(cached.dtype), mode="drop")
+
         mesh = jax.sharding.get_abstract_mesh()
         if keys.shape[1] == 1 or mesh.empty or axis_size(mesh, RULES["kv_heads"]) == 1:
             # One head a write: the cache keeps its layout, and no layer of it is copied for the products.
-            place = layer, rows[:, None, None], jnp.arange(keys.shape[2]), self.columns[:, :, None]
+            heads = jnp.arange(keys.shape[2])
+            put = functools.partial(write, (layer, rows[:, None, None], heads, self.columns[:, :, None]))
         else:  # each head by itself: a device needs nothing of the other devices' heads
-            place = layer, rows[:, None], self.columns
-
-        def write(cached: Array, new: Array) -> Array:
-            return cached.at[place].set(new.astype(cached.dtype), mode="drop")
-
-        if len(place) == 3:
-            write = jax.vmap(write, in_axes=2, out_axes=2)
-        return write(stack[0], keys), write(stack[1], values)
+            of_head = functools.partial(write, (layer, rows[:, None], self.columns))
+            put = jax.vmap(of_head, in_axes=2, out_axes=2)
+        return put(stack[0], keys), put(stack[1], values)
 
     def attended(self, stack: Stack, layer: Array, queries: Array) -> Array:
         """Attend from the tokens' queries [B, n, N, H] to a layer that holds them too: [B, n, N, H]."""
@@ -332,15 +331,16 @@ class Attention(nnx.Module):
     """Projections of grouped-query self-attention."""
 
     def __init__(self, build: DecoderParts):
-        a = build.architecture
-        self.architecture, self.numerics = a, build.numerics
-        heads, kv_heads = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-        self.q = Linear(build, "q", a.hidden_size, heads, a.qkv_bias)
-        self.k = Linear(build, "k", a.hidden_size, kv_heads, a.qkv_bias)
-        self.v = Linear(build, "v", a.hidden_size, kv_heads, a.qkv_bias)
-        self.o = Linear(build, "o", heads, a.hidden_size, a.out_bias)
-        if a.qk_norm:
-            self.q_norm, self.k_norm = build.norm(a.head_dim), build.norm(a.head_dim)
+        architecture = build.architecture
+        self.architecture, self.numerics = architecture, build.numerics
+        hidden, head_dim = architecture.hidden_size, architecture.head_dim
+        heads, kv_heads = architecture.num_heads * head_dim, architecture.num_kv_heads * head_dim
+        self.q = Linear(build, "q", hidden, heads, architecture.qkv_bias)
+        self.k = Linear(build, "k", hidden, kv_heads, architecture.qkv_bias)
+        self.v = Linear(build, "v", hidden, kv_heads, architecture.qkv_bias)
+        self.o = Linear(build, "o", heads, hidden, architecture.out_bias)
+        if architecture.qk_norm:
+            self.q_norm, self.k_norm = build.norm(head_dim), build.norm(head_dim)
 
     def project(self, x: Array, rope: Rope) -> tuple[Array, Array, Array]:
         """Project x [B, T, D] to q [B, T, N, H], k and v [B, T, K, H], q and k rotated."""
@@ -358,10 +358,11 @@ class Mlp(nnx.Module):
     """SwiGLU."""
 
     def __init__(self, build: DecoderParts):
-        a = build.architecture
-        self.gate = Linear(build, "gate", a.hidden_size, a.intermediate_size, a.mlp_bias)
-        self.up = Linear(build, "up", a.hidden_size, a.intermediate_size, a.mlp_bias)
-        self.down = Linear(build, "down", a.intermediate_size, a.hidden_size, a.mlp_bias)
+        architecture = build.architecture
+        hidden, inner = architecture.hidden_size, architecture.intermediate_size
+        self.gate = Linear(build, "gate", hidden, inner, architecture.mlp_bias)
+        self.up = Linear(build, "up", hidden, inner, architecture.mlp_bias)
+        self.down = Linear(build, "down", inner, hidden, architecture.mlp_bias)
 
     def __call__(self, x: Array) -> Array:
         return self.down(gated(self.gate(x), self.up(x)))
@@ -398,20 +399,21 @@ class Decoder(nnx.Module):
     """Token ids to hidden states; `logits` applies the (possibly tied) output head."""
 
     def __init__(self, build: DecoderParts):
-        a = build.architecture
-        self.architecture, self.numerics = a, build.numerics
+        architecture = build.architecture
+        self.architecture, self.numerics = architecture, build.numerics
+        vocab, hidden = architecture.vocab_size, architecture.hidden_size
         normal = nnx.initializers.normal(0.02)
-        self.embed = nnx.Embed(a.vocab_size, a.hidden_size, embedding_init=normal, **build.options)
+        self.embed = nnx.Embed(vocab, hidden, embedding_init=normal, **build.options)
 
-        @nnx.split_rngs(splits=a.num_layers)
+        @nnx.split_rngs(splits=architecture.num_layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stacked(rngs: nnx.Rngs) -> Block:
             return Block(replace(build, rngs=rngs))
 
         self.layers = stacked(build.rngs)
-        self.final_norm = build.norm(a.hidden_size)
-        if not a.tie_word_embeddings:
-            self.lm_head = nnx.Linear(a.hidden_size, a.vocab_size, use_bias=False, **build.options)
+        self.final_norm = build.norm(hidden)
+        if not architecture.tie_word_embeddings:
+            self.lm_head = nnx.Linear(hidden, vocab, use_bias=False, **build.options)
 
     def __call__(
         self, tokens: Array, positions: Array, segment_ids: Array, ends: Array | None = None
@@ -506,9 +508,11 @@ class CriticDecoder(Decoder):
 
     def __init__(self, build: DecoderParts):
         super().__init__(build)
-        options: Any = {"param_dtype": build.numerics.param_dtype, "kernel_init": nnx.initializers.zeros}
-        width = build.architecture.hidden_size
-        self.value_head = nnx.Linear(width, 1, use_bias=False, rngs=build.rngs, **options)
+        width, dtype = build.architecture.hidden_size, build.numerics.param_dtype
+        zeros = nnx.initializers.zeros
+        self.value_head = nnx.Linear(
+            width, 1, use_bias=False, param_dtype=dtype, kernel_init=zeros, rngs=build.rngs
+        )
 
     def values(self, hidden: Array) -> Array:
         """Return the value after each token: float32 [B, T], of hidden states [B, T, D]."""
@@ -566,9 +570,8 @@ class Policy:
 
     def empty_cache(self, slots: int, length: int) -> Cache:
         """Return zeroed keys and values for `slots` rows of `length` tokens."""
-        a = self.architecture
-        dtype = self.numerics.compute_dtype
+        num_layers, dtype = self.architecture.num_layers, self.numerics.compute_dtype
         # An unrolled layer's products read its own array; they would read a copy of a common one.
-        stacks = [1] * a.num_layers if a.num_layers <= UNROLLED_LAYERS else [a.num_layers]
-        shapes = [(count, slots, a.num_kv_heads, length, a.head_dim) for count in stacks]
-        return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes]
+        stacks = [1] * num_layers if num_layers <= UNROLLED_LAYERS else [num_layers]
+        row = slots, self.architecture.num_kv_heads, length, self.architecture.head_dim
+        return [(jnp.zeros((count, *row), dtype), jnp.zeros((count, *row), dtype)) for count in stacks]

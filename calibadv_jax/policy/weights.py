@@ -27,7 +27,7 @@ class Weight:
         return "{layer}" in self.hf
 
 
-LAYER, PEFT = "model.layers.{layer}.", "base_model.model."  # what names of layers, and PEFT's, begin with
+LAYER, PEFT = "model.layers.{layer}.", "base_model.model."  # prefixes of names
 
 
 def _layer(name: str, axis: str) -> Weight:
@@ -78,7 +78,7 @@ def to_hf(params: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     for path, value in flatten(params).items():
         weight = WEIGHTS[path]
         array = np.asarray(value)
-        for index, part in enumerate(array) if weight.stacked else [(0, array)]:
+        for index, part in enumerate(array if weight.stacked else [array]):
             yield weight.hf.format(layer=index), part.T if weight.transposed else part
 
 
@@ -87,8 +87,8 @@ def hf_shapes(abstract: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path, leaf in flatten(abstract).items():
         weight = WEIGHTS[path]
-        shape = leaf.shape[1:] if weight.stacked else leaf.shape
-        for index in range(leaf.shape[0] if weight.stacked else 1):
+        num_layers, shape = (leaf.shape[0], leaf.shape[1:]) if weight.stacked else (1, leaf.shape)
+        for index in range(num_layers):
             shapes[weight.hf.format(layer=index)] = shape[::-1] if weight.transposed else shape
     return shapes
 

@@ -168,15 +168,16 @@ def check_reward(config: RewardConfig) -> list[str]:
 
 
 def overlong_penalty(sampled: int, config: RewardConfig) -> float:
-    """Return the penalty of `sampled` tokens: 0 up to one length, all from another one on."""
+    """Return the penalty of `sampled` tokens: linear from 0 at `overlong_from` to all at `overlong_until`."""
     share = (sampled - config.overlong_from) / (config.overlong_until - config.overlong_from)
     return config.overlong_penalty * min(1.0, max(0.0, share))
 
 
 def text_scores(trajectory: Trajectory) -> dict[str, float]:
     """Score the answer or, where none is marked, the whole output."""
-    text = trajectory.answer or " ".join(turn.text for turn in trajectory.turns)
-    golden_answers = trajectory.question.golden_answers
+    text, golden_answers = trajectory.answer, trajectory.question.golden_answers
+    if text is None:
+        text = " ".join(turn.text for turn in trajectory.turns)
     return {f"text_{name}": ANSWER_REWARDS[name](text, golden_answers) for name in ("f1", "cover_em")}
 
 

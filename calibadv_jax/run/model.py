@@ -238,7 +238,7 @@ class AdapterBase:
         place, run = self.folder, folder.absolute().parent
         if place and Path(place).is_relative_to(run):
             place = str(Path("..") / Path(place).relative_to(run))
-        write_json(folder / BASE, asdict(self) | {"folder": place, "adapters": self.adapters.as_dict()})
+        write_json(folder / BASE, asdict(self) | {"folder": place})
 
 
 def read_base(folder: Path) -> AdapterBase | None:
@@ -249,8 +249,8 @@ def read_base(folder: Path) -> AdapterBase | None:
     values: dict[str, Any] = read_json(path)
     try:
         place = values["folder"] and str((folder / values["folder"]).resolve())
-        adapters = Adapters.from_dict(values["adapters"])
-        return AdapterBase(**values | {"folder": place, "adapters": adapters})
+        adapters = values["adapters"] | {"targets": tuple(values["adapters"]["targets"])}
+        return AdapterBase(**values | {"folder": place, "adapters": Adapters(**adapters)})
     except (KeyError, TypeError) as error:
         advice = "train on for a step, which writes it again, or copy it from a backup"
         raise UserError(f"{path}: damaged ({error}); {advice}") from error

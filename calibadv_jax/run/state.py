@@ -177,9 +177,9 @@ class RunState:
 
     def _restore(self, step: int, with_guards: bool = False) -> None:
         critic, path = self.trainer.critic, self.checkpoints.folder / str(step)
-        target = dict(self.trainer.learner.abstract_state())
+        target = dict(self.trainer.learner.abstract_state)
         if critic is not None:
-            target[CRITIC] = critic.learner.abstract_state()
+            target[CRITIC] = critic.learner.abstract_state
         self._drop_state()  # there is room for one state
         state, extra = self.checkpoints.restore(step, target)
         try:

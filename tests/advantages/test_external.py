@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -58,9 +59,21 @@ def test_advantages_equal_the_trainers(build, settings):
         np.testing.assert_array_equal(spread, by_token)
 
 
+def choices(section):
+    hints = get_type_hints(section)
+    return {key: get_args(hint) for key, hint in hints.items() if get_origin(hint) is Literal}
+
+
 def test_settings_have_the_configs_keys_and_defaults():
     config = dataclasses.asdict(AdvantageConfig()) | {"probes": ()}
     assert dataclasses.asdict(AdvantageSettings()) == config
+    assert choices(AdvantageSettings) == choices(AdvantageConfig) != {}
+
+
+@pytest.mark.parametrize("key", [*choices(AdvantageConfig), "target_ratio"])
+def test_setting_that_the_config_refuses_is_refused(key):
+    with pytest.raises(UserError, match=f"^{key} is "):
+        AdvantageSettings(**{key: 0})
 
 
 def test_observations_and_padding_get_no_advantage():

@@ -12,9 +12,9 @@ import pytest
 from calibadv_jax.advantages.estimators import (
     compute_advantages,
     describe,
+    gae_advantages,
     gae_and_returns,
     to_go,
-    token_advantages,
     whiten,
 )
 from calibadv_jax.config import AdvantageConfig
@@ -164,7 +164,7 @@ def test_published_values(shared):
             for mask, *row in zip(*columns, strict=True)
         ]
         factors = case["settings"]["gamma"], case["settings"]["lam"]
-        ours = [token_advantages(rewards, values, *factors) for rewards, values, *_ in rows]
+        ours = [gae_advantages(rewards, values, *factors) for rewards, values, *_ in rows]
         for own, white, (_, values, returns, expected) in zip(ours, whitened(*ours), rows, strict=True):
             np.testing.assert_allclose(own + values, returns, rtol=1e-6, atol=1e-7, err_msg=case["name"])
             np.testing.assert_allclose(white, expected, rtol=1e-6, atol=1e-7, err_msg=case["name"])

@@ -25,7 +25,7 @@ from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_off
-from calibadv_jax.learner.batching import Sample, pack, place
+from calibadv_jax.learner.batching import RowShape, Sample, pack, plan
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.optimizer import make_optimizer
 from calibadv_jax.metrics.console import Console
@@ -78,12 +78,12 @@ def test_only_what_the_policy_writes_is_trained(tokenizer, loss_on):
 def test_batches_are_filled_as_first_fit_places(monkeypatch, row_length, rows, shortest, longest):
     """Packing is computed only where it may need more rows."""
     counted = []
-    monkeypatch.setattr(sft, "place", lambda *arguments: counted.append(1) or place(*arguments))
+    monkeypatch.setattr(sft, "plan", lambda *arguments: counted.append(1) or plan(*arguments))
     lengths = np.random.default_rng(rows).integers(shortest, longest + 1, 400).tolist()
     pending, expected = [], []
     for number in range(len(lengths)):
         pending.append(number)
-        if place([lengths[item] for item in pending], row_length)[1] > rows:
+        if plan([lengths[item] for item in pending], [RowShape(row_length, 1)]).num_rows[0] > rows:
             expected.append(pending[:-1])
             pending = pending[-1:]
     samples = [Sample(np.full(length, number), *[None] * 3) for number, length in enumerate(lengths)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -13,19 +12,7 @@ from rows_rig import write_rows
 from scipy.stats import bootstrap
 
 from calibadv_jax.commands import evaluate
-from calibadv_jax.config import (
-    Config,
-    EvaluateConfig,
-    JudgeConfig,
-    LossConfig,
-    PromptConfig,
-    RetrieverConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplerConfig,
-    ToolConfig,
-)
+from calibadv_jax.config import Config, parse_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
@@ -144,40 +131,39 @@ def test_intervals_resample_within_each_data_source():
 
 def identity_of(hashes=None, texts=("Who?",), **sections):
     questions = [replace(QUESTION, text=text) for text in texts]
-    return identity(Config(**sections), {}, {}, questions, hashes or {})
+    return identity(parse_config(json.dumps(sections), "config.yaml"), {}, {}, questions, hashes or {})
 
 
 def vllm(**sampler):
-    return {"sampler": SamplerConfig(name="vllm", **sampler), "loss": LossConfig(importance_cap=2.0)}
+    return {"sampler": {"name": "vllm"} | sampler, "loss": {"importance_cap": 2.0}}
 
 
 def template(**arguments):
-    return {"prompt": PromptConfig(chat_template_kwargs=arguments)}
+    return {"prompt": {"chat_template_kwargs": arguments}}
 
 
 def tools(tools_hash="a", **access):
-    configs = [ToolConfig("search"), ToolConfig("access", **access)]
-    return {"tools": configs, "hashes": {"tools": tools_hash}}
+    return {"tools": [{"name": "search"}, {"name": "access"} | access], "hashes": {"tools": tools_hash}}
 
 
-def judged(reward=MappingProxyType({}), prompt_hash="a", **judge):
-    config = JudgeConfig(**({"url": "http://127.0.0.1:1/v1", "model": "small"} | judge))
-    return {"reward": RewardConfig(judge=config, **reward), "hashes": {"judge": prompt_hash}}
+def judged(reward=(), prompt_hash="a", **judge):
+    judge = {"url": "http://127.0.0.1:1/v1", "model": "small"} | judge
+    return {"reward": {"judge": judge, **dict(reward)}, "hashes": {"judge": prompt_hash}}
 
 
 def method(name, *texts):
-    return {"evaluate": EvaluateConfig(method=name), "texts": texts}
+    return {"evaluate": {"method": name}, "texts": texts}
 
 
 @pytest.mark.parametrize(
     ("first", "second", "are_equal"),
     [
-        ({}, {"run": RunConfig(seed=1)}, False),
-        ({}, {"rollout": RolloutConfig(max_searches=1)}, False),
-        ({}, {"rollout": RolloutConfig(max_concurrency=2)}, True),
-        ({}, {"retriever": RetrieverConfig(topk=5)}, False),
-        ({}, {"retriever": RetrieverConfig(index="elsewhere", patience=3)}, True),
-        ({}, {"prompt": PromptConfig(template="Tell: {question}")}, False),
+        ({}, {"run": {"seed": 1}}, False),
+        ({}, {"rollout": {"max_searches": 1}}, False),
+        ({}, {"rollout": {"max_concurrency": 2}}, True),
+        ({}, {"retriever": {"topk": 5}}, False),
+        ({}, {"retriever": {"index": "elsewhere", "patience": 3}}, True),
+        ({}, {"prompt": {"template": "Tell: {question}"}}, False),
         (method("agent", "Who?"), method("empty_retriever", "Who?"), False),
         (vllm(), vllm(dtype="float32"), False),
         (vllm(), vllm(dtype="bfloat16"), True),  # the default
@@ -217,11 +203,6 @@ FIRST = np.array([1.0, 0.0, 0.5, 0.2, 0.9, 0.4])
 SECOND = np.array([0.2, 0.8, 0.6])
 
 
-def resampled(values):
-    """The mean of every one of the N^N equally likely resamples."""
-    return np.array([np.mean(sample) for sample in itertools.product(values, repeat=len(values))])
-
-
 @pytest.mark.parametrize("elements", [report.ELEMENTS, 70])  # 70: eleven resamples at a time
 def test_interval_is_that_of_scipy(monkeypatch, elements):
     monkeypatch.setattr(report, "ELEMENTS", elements)
@@ -259,34 +240,39 @@ def test_interval_is_repeatable_and_needs_two_questions():
     assert interval([np.ones(5)], 0.95, 100) == (1, 1)
 
 
-def signs(differences):
-    """All signs that an exchange of the two policies' scores can give."""
+def means_of_sources(choices, *per_source):
+    """The mean over the data sources of their means, for every combination of the choices in each."""
+    means = [np.array([np.mean(chosen) for chosen in choices(values)]) for values in per_source]
+    return np.mean(np.meshgrid(*means), axis=0).ravel()
+
+
+def resamples(values):
+    return itertools.product(values, repeat=len(values))
+
+
+def exchanges(differences):
     return np.array(list(itertools.product([1, -1], repeat=len(differences)))) * differences
 
 
 @pytest.mark.medium
-def test_p_value_is_that_of_all_exchanges():
-    other = np.array([0.0, 0.0, 0.1, 0.3, 0.5, 0.0])  # one question is equal for both
-    differences = other - FIRST
-    sums = signs(differences).sum(1)
-    expected = (np.abs(sums) >= abs(differences.sum()) - 1e-9).mean()
-    compared = compare_paired([FIRST], [other], 0.95, 10_000)
-    assert 0.05 < expected < 0.5
-    assert compared.p_value == pytest.approx(expected)
-    assert (compared.questions, compared.first, compared.second) == (6, FIRST.mean(), other.mean())
-    assert compared.difference == pytest.approx(differences.mean())
-    low, high = np.quantile(resampled(differences), [0.025, 0.975])
-    assert compare_paired([FIRST], [other], 0.95, 40_000).interval == pytest.approx((low, high), abs=0.01)
-
-
-def test_average_weighs_data_sources_alike_in_test():
-    first, second = [FIRST, SECOND], [FIRST[::-1] - 0.3, SECOND + 0.5]
-    sums = [signs(b - a).mean(1) for a, b in zip(first, second, strict=True)]
-    exchanged = (sums[0][:, None] + sums[1][None]) / 2
-    observed = sum((b - a).mean() for a, b in zip(first, second, strict=True)) / 2
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([FIRST], [np.array([0.0, 0.0, 0.1, 0.3, 0.5, 0.0])]),  # one question is equal for both
+        ([FIRST, SECOND], [FIRST[::-1] - 0.3, SECOND + 0.5]),  # data sources count alike
+    ],
+    ids=["one source", "two sources"],
+)
+def test_paired_comparison_equals_enumeration(first, second):
+    differences = [b - a for a, b in zip(first, second, strict=True)]
+    means = [np.mean([values.mean() for values in strata]) for strata in (first, second, differences)]
     compared = compare_paired(first, second, 0.95, 10_000)
-    assert compared.difference == pytest.approx(observed)
-    assert compared.p_value == pytest.approx((np.abs(exchanged) >= abs(observed) - 1e-9).mean())
+    assert compared.questions == sum(map(len, first))
+    assert [compared.first, compared.second, compared.difference] == pytest.approx(means)
+    is_as_far = np.abs(means_of_sources(exchanges, *differences)) >= abs(means[2]) - 1e-9
+    assert 0.05 < compared.p_value < 0.95 and compared.p_value == pytest.approx(is_as_far.mean())
+    bounds = np.quantile(means_of_sources(resamples, *differences), [0.025, 0.975])
+    assert compare_paired(first, second, 0.95, 40_000).interval == pytest.approx(tuple(bounds), abs=0.01)
 
 
 def test_many_questions_are_exchanged_at_random():

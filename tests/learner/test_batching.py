@@ -155,8 +155,8 @@ def test_rows_of_several_widths_return_samples(seed):
 
 def test_many_samples_are_laid_in_few_ways(monkeypatch):
     """2,560 trajectories a step took five seconds of planning; each way of laying takes 30 ms."""
-    laid, real = [], batching._laid
-    monkeypatch.setattr(batching, "_laid", lambda *a: laid.append(1) or real(*a))
+    laid, real = [], batching._packing
+    monkeypatch.setattr(batching, "_packing", lambda *a: laid.append(1) or real(*a))
     lengths = np.random.default_rng(0).integers(100, 16_384, 2_560).tolist()
     shapes = batching.row_shapes(16_384, 8, 3, lambda width: 1.0 + width / 65_536)
     packing = plan(lengths, shapes)

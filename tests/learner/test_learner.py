@@ -146,7 +146,7 @@ def test_matrices_and_moments_are_split_over_the_mesh(tied_policy, name, moments
     mesh, config = mesh_of(fsdp=4, tensor=2), OptimizerConfig(name=name)
     learner = Learner(tied_policy, make_optimizer(config, make_schedule(config, 10)), mesh, LearnerOptions(4))
     state, counts = learner.init(init_params(tied_policy, mesh, 0)), Counter()
-    planned = dict(jax.tree_util.tree_leaves_with_path(learner.abstract_state()))
+    planned = dict(jax.tree_util.tree_leaves_with_path(learner.abstract_state))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         assert leaf.sharding == planned[path].sharding  # a checkpoint comes back to the same places
         if leaf.ndim > 1 and "kernel" in str(path) or leaf.shape == (16, 8):

@@ -193,7 +193,7 @@ def test_offloaded_moments_give_the_same_updates(name, sizes):
         state = learner.init(init_params(learner.policy, mesh, 0))
         for number in range(2):
             expected = {"params": {"device"}, "opt_state": {"pinned_host" if offload else "device"}}
-            assert kinds(state) == kinds(learner.abstract_state()) == expected
+            assert kinds(state) == kinds(learner.abstract_state) == expected
             state, metrics = step(learner, state, number)
         assert metrics["actor/skipped"] == 0
         states[offload] = jax.device_get(state)
@@ -215,7 +215,7 @@ def test_checkpoint_restores_with_or_without_offload(tmp_path, offload):
     state, _ = first.update(state, [batch()], LOSS)
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     store.save(1, state, {})
-    restored, _ = store.restore(1, then.abstract_state())
+    restored, _ = store.restore(1, then.abstract_state)
     store.close()
     assert kinds(restored)["opt_state"] == {"pinned_host" if offload else "device"}
     expected, _ = step(first, state, 1)
@@ -226,7 +226,7 @@ def test_checkpoint_restores_with_or_without_offload(tmp_path, offload):
 def test_part_brings_moments_of_its_parameters_only():
     """Every leaf is given to one part to change; what lies on the host is given to no other."""
     learner = make_learner("adamw", True, single_device())
-    leaves, step = jax.tree.leaves(learner.abstract_state()), learner._apply
+    leaves, step = jax.tree.leaves(learner.abstract_state), learner._apply
     on_device = {index for index, leaf in enumerate(leaves) if leaf.sharding.memory_kind == "device"}
     changed, near = zip(*(step._divided(leaves, names) for names, _ in step._parts), strict=True)
     assert sorted(index for mine in changed for index in mine) == list(range(len(leaves)))

@@ -73,4 +73,3 @@ def test_frozen_base_has_its_own_precision():
     assert trained == {f"layers.attn.v.lora_{x}" for x in "ab"} == set(flatten(policy.abstract_trained))
     assert {dtype for path, dtype in dtypes.items() if path not in trained} == {jnp.dtype(jnp.bfloat16)}
     assert Adapters.from_config(LoraConfig()) is None
-    assert Adapters.from_dict(policy.adapters.as_dict()) == policy.adapters

@@ -10,9 +10,10 @@ import pytest
 from replay import replay
 
 from calibadv_jax.config import RewardConfig
+from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.tags import parse_turn
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
-from calibadv_jax.rewards.score import f1, format_flaw, normalise_answer, score_groups, score_trajectory
+from calibadv_jax.rewards.score import f1, format_flaw, score_groups, score_trajectory, text_scores
 
 ROME = Question("q", "?", ("Rome",), "test")
 
@@ -78,6 +79,13 @@ def test_long_trajectory_loses_evenly_more(tokens, penalty):
         assert trajectory.answer_score == pytest.approx(score - penalty)
         assert trajectory.metrics["overlong_penalty"] == pytest.approx(penalty)
         assert trajectory.metrics["f1"] == score
+
+
+@pytest.mark.parametrize(("kind", "score"), [("answer", 0.0), ("invalid", 1.0)])
+def test_text_of_marked_answer_is_that_answer(kind, score):
+    """Though it is empty; without one the whole output counts."""
+    trajectory = Trajectory(ROME, np.zeros(1, np.int32), [turn(kind, "Rome")])
+    assert text_scores(trajectory) == {"text_f1": score, "text_cover_em": score}
 
 
 @pytest.mark.parametrize(("penalty", "start", "end"), [(1, 0, 0), (1, 5, 5), (0, 0, 5)])

@@ -86,7 +86,7 @@ def test_trainer_state_estimate_equals_placement(mesh, optimizer, lora):
     numerics, devices = Numerics.from_config(config.policy), make_mesh(mesh)
     policy = Policy(ARCHITECTURE, numerics, Adapters.from_config(lora))
     learner = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, LearnerOptions(8))
-    state, counted = learner.abstract_state(), estimate_memory(config, ARCHITECTURE, devices.shape)
+    state, counted = learner.abstract_state, estimate_memory(config, ARCHITECTURE, devices.shape)
     params = placed(state["params"])
     assert counted["parameters"] == params and counted["gradients"] == 2 * params
     assert counted["sampler weights"] == params / 2

@@ -185,7 +185,7 @@ def test_calibrated_critic_falls_in_its_rate(whole, tmp_path):
 def test_checkpoint_holds_critic_and_separable_policy(whole):
     folder, rollouts = whole("critic")
     state = make_state(critic_config(folder), folder)
-    params, step = restore_params(folder / "checkpoints", state.trainer.learner.abstract_state()["params"])
+    params, step = restore_params(folder / "checkpoints", state.trainer.learner.abstract_state["params"])
     np.testing.assert_equal((step, jax.device_get(params)), (4, rollouts.loaded[-1][1]))
     names = set(state.trainer.critic.state["params"])
     assert names == set(state.model.policy.abstract_params) | {"value_head"} and "lm_head" not in names

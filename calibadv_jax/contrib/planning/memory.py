@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh
 from calibadv_jax.config import Config, OptimizerConfig
 from calibadv_jax.learner.critic import critic_of
 from calibadv_jax.learner.optimizer import STACKED_MATRICES, most_at_once
-from calibadv_jax.policy.adapters import Adapters, count
+from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
 from calibadv_jax.policy.transformer import SCORE_BYTES, Numerics, Params, Policy
@@ -159,7 +159,8 @@ def adapter_lines(config: Config, architecture: Architecture) -> list[str]:
 
 
 def trained_parameters(config: Config, architecture: Architecture) -> int:
-    return count(_shapes(architecture, Adapters.from_config(config.policy.lora)).abstract_trained)
+    trained = _shapes(architecture, Adapters.from_config(config.policy.lora)).abstract_trained
+    return sum(leaf.size for leaf in jax.tree.leaves(trained))
 
 
 def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:

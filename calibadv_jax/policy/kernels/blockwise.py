@@ -39,19 +39,19 @@ def _forward(q: Array, k: Array, v: Array, ends: Array, block: int) -> tuple[Arr
     visibility = _Visibility.of(ends, block)
 
     def attend(index: Array) -> tuple[Array, Array]:
-        mine = queries[index]
+        block_queries = queries[index]
 
-        def visit(other: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        def visit(key_block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             out, largest, total = carry
-            scores = visibility.scores(mine, keys[other], index, other)
+            scores = visibility.scores(block_queries, keys[key_block], index, key_block)
             new = jnp.maximum(largest, scores.max(-1))
             weights = jnp.exp(scores - new[..., None])
             decay = jnp.exp(largest - new)
-            change = product("bkqt,bkth->bkqh", weights.astype(values.dtype), values[other])
+            change = product("bkqt,bkth->bkqh", weights.astype(values.dtype), values[key_block])
             return out * decay[..., None] + change, new, total * decay + weights.sum(-1)
 
-        nothing = jnp.zeros(mine.shape, jnp.float32)
-        start = (nothing, nothing[..., 0] + MASKED, nothing[..., 0])
+        zeros = jnp.zeros(block_queries.shape, jnp.float32)
+        start = (zeros, zeros[..., 0] + MASKED, zeros[..., 0])
         out, largest, total = visibility.each(index, visit, start)
         return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
@@ -69,28 +69,28 @@ def _backward(block: int, saved: Any, gradient: Array) -> tuple[Array, Array, Ar
     inner = _blocks(inner[..., None], num_kv, block)  # [n, B, K, G*C, 1]
 
     def attend(carry: tuple[Array, Array], index: Array) -> tuple[Any, Array]:
-        mine, gradient = queries[index], gradients[index]
+        block_queries, gradient = queries[index], gradients[index]
 
-        def visit(other: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        def visit(key_block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             to_queries, to_keys, to_values = carry
-            scores = visibility.scores(mine, keys[other], index, other)
+            scores = visibility.scores(block_queries, keys[key_block], index, key_block)
             weights = jnp.exp(scores - normaliser[index][..., None])
-            change = product("bkqh,bkth->bkqt", gradient, values[other]) - inner[index]
-            change = (weights * change * _scale(mine)).astype(mine.dtype)
-            weights = weights.astype(mine.dtype)
+            change = product("bkqh,bkth->bkqt", gradient, values[key_block]) - inner[index]
+            change = (weights * change * _scale(block_queries)).astype(block_queries.dtype)
+            weights = weights.astype(block_queries.dtype)
             return (
-                to_queries + product("bkqt,bkth->bkqh", change, keys[other]),
-                to_keys.at[other].add(product("bkqh,bkqt->bkht", mine, change)),
-                to_values.at[other].add(product("bkqh,bkqt->bkht", gradient, weights)),
+                to_queries + product("bkqt,bkth->bkqh", change, keys[key_block]),
+                to_keys.at[key_block].add(product("bkqh,bkqt->bkht", block_queries, change)),
+                to_values.at[key_block].add(product("bkqh,bkqt->bkht", gradient, weights)),
             )
 
-        start = (jnp.zeros(mine.shape, jnp.float32), *carry)
+        start = (jnp.zeros(block_queries.shape, jnp.float32), *carry)
         to_queries, *carry = visibility.each(index, visit, start)
-        return tuple(carry), to_queries.astype(mine.dtype)
+        return tuple(carry), to_queries.astype(block_queries.dtype)
 
     # [n, B, K, H, C]: the small operand of their products is then the one that is transposed.
-    nothing = jnp.zeros(keys.shape, jnp.float32).swapaxes(-1, -2)
-    (to_keys, to_values), to_queries = jax.lax.scan(attend, (nothing, nothing), jnp.arange(queries.shape[0]))
+    zeros = jnp.zeros(keys.shape, jnp.float32).swapaxes(-1, -2)
+    (to_keys, to_values), to_queries = jax.lax.scan(attend, (zeros, zeros), jnp.arange(queries.shape[0]))
     of_keys = (*gradient.shape[:2], num_kv, gradient.shape[3])
     to_queries = _rows(to_queries, gradient.shape)
     to_keys, to_values = (_rows(x.swapaxes(-1, -2).astype(keys.dtype), of_keys) for x in (to_keys, to_values))
@@ -122,18 +122,18 @@ class _Visibility:
         """Call `visit` with every block of keys of which the block of queries `index` sees any."""
         begins = index * self.ends.shape[2]
 
-        def visit_visible(other: Array, carry: Any) -> Any:
-            return jax.lax.cond(self.reach[other] > begins, visit, lambda _, same: same, other, carry)
+        def visit_visible(key_block: Array, carry: Any) -> Any:
+            return jax.lax.cond(self.reach[key_block] > begins, visit, lambda _, same: same, key_block, carry)
 
         return jax.lax.fori_loop(self.first[index], index + 1, visit_visible, start)
 
-    def scores(self, queries: Array, keys: Array, index: Array, other: Array) -> Array:
+    def scores(self, queries: Array, keys: Array, index: Array, key_block: Array) -> Array:
         """Return masked scores of queries [B, K, G*C, H] and keys [B, K, C, H]: float32 [B, K, G*C, C]."""
         scores = product("bkqh,bkth->bkqt", queries, keys) * _scale(queries)
         block = self.ends.shape[2]
         columns = jnp.arange(block)
-        query, key = index * block + columns[:, None], other * block + columns
-        visible = (query >= key) & (query < self.ends[other][:, None, :])  # [B, C, C]
+        query, key = index * block + columns[:, None], key_block * block + columns
+        visible = (query >= key) & (query < self.ends[key_block][:, None, :])  # [B, C, C]
         visible = jnp.tile(visible, (1, queries.shape[2] // block, 1))[:, None]
         return jnp.where(visible, scores, MASKED)
 
