@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -73,7 +72,6 @@ FREE = (  # of those; contents of files are compared by their hash
     "sft.optimizer.offload",
     "world.dir",
 )
-MOST_SECONDS = 600.0  # of work that a kill may cost if updates are slow
 
 
 def run(config: Config) -> None:
@@ -91,9 +89,7 @@ def run(config: Config) -> None:
 
 def _run(config: Config, console: Console) -> None:
     folder, sft = Path(config.run.dir), config.sft
-    unfinished = _read_start(folder) if newest_step(folder / CHECKPOINTS) is not None else None
-    begun_with = unfinished["config"]["sft"]["row_length"] if unfinished else None
-    sft = dataclasses.replace(sft, row_length=sft.row_length or begun_with or config.rollout.max_length)
+    sft = dataclasses.replace(sft, row_length=config.sft_row_length)
     config = dataclasses.replace(config, sft=sft)
     for line in describe_adapters(config.policy.lora):
         console.note(line)
@@ -121,7 +117,7 @@ def _run(config: Config, console: Console) -> None:
     )
     with stop, ColdStart(config, identity, learner, initial, console) as cold_start:
         batches = _all_batches(config, updates, training, model.tokenizer, cold_start.step)
-        _train(config, cold_start, batches, schedule, updates, held_out, stop)
+        _train(config, cold_start, batches, schedule, sum(updates), held_out, stop)
         write_text(folder / COLD_START, dump_config(config))
         hub.write_pins(folder, model.pins)
         dtype, tokenizer = config.policy.param_dtype, model.tokenizer_folder
@@ -135,24 +131,22 @@ def _train(
     cold_start: ColdStart,
     batches: Iterator[Batch],
     schedule: Callable[[int], Any],
-    updates: Sequence[int],
+    total: int,
     held_out: Batch | None,
     stop: Stop,
 ) -> None:
-    """Train on the batches; `updates` are those of each phase.
+    """Train on the batches, up to update `total`.
 
     Raises UserError if it diverged: the parameters are not finite, or no update is, for guards.patience
     updates in a row or from the first to the last.
     """
-    folder, every, total = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every, sum(updates)
+    folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
     learner, console = cold_start.learner, cold_start.console
     patience, first = min(config.guards.patience, total), cold_start.step + 1
     guards = Guards(dataclasses.replace(config.guards, patience=patience), "sft.optimizer.lr")
     backends = open_backends(config.log, folder, first, console.warn)
     with MetricsWriter(folder, backends, first) as writer, console.live("cold start"):
         for step, batch in enumerate(batches, first):
-            if line := phase_line(config, updates, step - 1):
-                console.note(line)
             console.begin_step(step, total)
             rate, tokens = float(schedule(step - 1)), int((batch.segment_ids > 0).sum())
             with stop.held():
@@ -172,17 +166,6 @@ def _train(
                 cold_start.updated(state)
             if step % 10 == 0 or step == total:
                 console.step(step, total, metrics)
-
-
-def phase_line(config: Config, updates: Sequence[int], done: int) -> str:
-    """Return a line on the phase that begins after `done` updates; "" if none or the only one does."""
-    number = sum(done >= end for end in itertools.accumulate(updates))
-    if len(updates) == 1 or done != sum(updates[:number]):
-        return ""
-    phase, source = config.sft.phases[number], config.sft.demonstrations
-    data = f"generated {phase.kind}" if source == "world" else source
-    count = f"phase {number + 1} of {len(updates)}: {updates[number]} updates"
-    return f"{count} on {data}, loss on {phase.loss_on} tokens"
 
 
 def count_updates(
@@ -383,7 +366,6 @@ class ColdStart:
             self.state = learner.init(initial())
         self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=1)
         self.step = self._saved = newest or 0
-        self._saved_at = time.monotonic()
         if newest is not None:
             self.state, _ = self._store.restore(newest, learner.abstract_state())
             console.note(f"going on from update {newest}")
@@ -391,7 +373,7 @@ class ColdStart:
     def updated(self, state: State) -> None:
         """Take the state after one more update, and save it if that is due."""
         self.state, self.step = state, self.step + 1
-        if self.every and (self.step % self.every == 0 or time.monotonic() - self._saved_at > MOST_SECONDS):
+        if self.every and self.step % self.every == 0:
             self._save()
 
     def finish(self) -> None:
@@ -418,7 +400,7 @@ class ColdStart:
     def _save(self) -> None:
         self._store.save(self.step, self.state, {})
         self._store.wait()
-        self._saved, self._saved_at = self.step, time.monotonic()
+        self._saved = self.step
 
 
 def _check_unfinished(folder: Path, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:

@@ -39,16 +39,7 @@ REFERENCE = re.compile(r"(?<!\\)\$\{\s*oc\.env:\W*(\w+)[^{}]*\}")
 Source = tuple[str, set[str]]  # a file or the command line, and the dotted names of what it sets
 
 _references: dict[tuple[str, str], str] = {}  # (dotted key, value) -> the text that refers to the environment
-_DEMANDS = {  # pydantic's error type -> a demand with the way out, if pydantic's own words lack it
-    "dataclass_type": "must be a section with keys of its own; leave it out for the defaults",
-    "string_type": "must be text",
-    "list_type": "must be a list, such as [a, b]",
-    "unexpected_keyword_argument": "unknown key",
-    "dict_type": "must be a mapping of keys to values",
-    "int_type": "must be an integer, without quotes",
-    "float_type": "must be a number, without quotes",
-    "bool_type": "must be true or false, without quotes",
-}
+_NO_SECTION = "must be a section with keys of its own; leave it out for the defaults"
 
 
 def load_config(
@@ -316,7 +307,10 @@ def _line(error: ErrorDetails, overridden: Set[str]) -> str:
     """``learner.steps: must be greater than 0 (got 0)``"""
     key = ".".join(map(str, error["loc"]))
     demand = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    demand = _DEMANDS.get(error["type"], demand)
+    if error["type"] == "dataclass_type":
+        demand = _NO_SECTION
+    if error["type"] in ("int_type", "float_type", "bool_type") and isinstance(error["input"], str):
+        demand += ", without quotes"
     if error["type"] == "literal_error" and isinstance(error["input"], bool):
         demand += ", in quotes: YAML takes on and off, yes and no for true and false"
     if error["type"] == "string_type" and isinstance(error["input"], int | float):

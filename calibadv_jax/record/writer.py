@@ -48,8 +48,13 @@ class RolloutWriter:
         table = pa.Table.from_pylist(rows, schema=schema.SCHEMA.with_metadata(self._metadata(groups, seed)))
         with replacing(path) as partial:
             # Dictionaries of values that hardly repeat cost ten times the time and a third more room.
-            encoding = {"use_dictionary": False, "use_byte_stream_split": schema.LOGPROBS}
-            pq.write_table(table, partial, compression="zstd", **encoding)
+            pq.write_table(
+                table,
+                partial,
+                compression="zstd",
+                use_dictionary=False,
+                use_byte_stream_split=schema.LOGPROBS,
+            )
         keep, every = self.log.rollouts_keep, self.log.rollouts_every
         for number, old in kept_steps(self.folder).items():
             if keep and number <= step - keep and (not every or number % every):

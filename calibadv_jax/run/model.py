@@ -140,15 +140,11 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 def _check_round_trip(tokenizer: Any, folder: Path) -> None:
     if lost := lost_probes(tokenizer):
-        text, kind = PROBES[lost[0]], type(tokenizer)
-        advice = "set policy.tokenizer to a folder whose tokenizer keeps them"
-        has_file = kind is not BACKEND and (folder / "tokenizer.json").is_file()
-        if has_file and not lost_probes(BACKEND.from_pretrained(folder, local_files_only=True)):
-            place = f"tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
-            advice = f"its tokenizer.json keeps them: set {place}"
-        reader = f"read as {kind.__name__} by transformers {transformers.__version__}"
+        text = PROBES[lost[0]]
         change = f"{text!r} becomes {decode(tokenizer, encode(tokenizer, text))!r}"
-        raise UserError(f"{folder}: the tokenizer, {reader}, loses {', '.join(lost)}: {change}; {advice}")
+        fault = f"the tokenizer, read as {type(tokenizer).__name__}, loses {', '.join(lost)}: {change}"
+        advice = f"set tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
+        raise UserError(f"{folder}: {fault}; {advice}, or policy.tokenizer to another folder")
     for tag in TAGS:
         if tag not in decode(tokenizer, encode(tokenizer, f"{tag} a")):
             fault = f"the tokenizer cannot write {tag}: encoding and decoding loses it"
