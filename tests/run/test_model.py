@@ -96,13 +96,13 @@ def test_tokenizer_class_that_loses_spaces_is_refused(tmp_path):
     with pytest.raises(UserError) as refused:
         load_tokenizer(tmp_path)
     message = str(refused.value)
-    assert message.startswith(f"{tmp_path}: the tokenizer, read as GPT2Tokenizer by transformers ")
-    assert "loses spaces, digits, " in message and "'who wrote it in the city' becomes '" in message
-    assert message.endswith("set tokenizer_class to TokenizersBackend in tokenizer_config.json there")
+    assert message.startswith(f"{tmp_path}: the tokenizer, read as GPT2Tokenizer, loses spaces, digits, ")
+    assert "'who wrote it in the city' becomes '" in message
+    assert "set tokenizer_class to TokenizersBackend in tokenizer_config.json there" in message
     set_class(tmp_path, "TokenizersBackend")
     assert load_tokenizer(tmp_path).encode("who") == build_word_tokenizer().encode("who")
     for normalizer, words in (
-        (normalizers.Replace(Regex(r"\d"), ""), "loses digits: .* becomes ' and '; set policy.tokenizer"),
+        (normalizers.Replace(Regex(r"\d"), ""), "loses digits: .* becomes ' and '; .* policy.tokenizer"),
         (normalizers.Replace("<", "("), "the tokenizer cannot write <think>"),
     ):
         of_bytes(normalizer).save_pretrained(tmp_path / "other")
