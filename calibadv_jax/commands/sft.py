@@ -326,15 +326,6 @@ def demonstration_length(demonstration: Demonstration, config: Config, tokenizer
     return len(encode_demonstration(demonstration, config, tokenizer, "sampled").tokens)
 
 
-def _read_start(folder: Path) -> dict[str, Any] | None:
-    """Return config and hashes with which a cold start began; None if they are lost or damaged."""
-    try:
-        start = json.loads((folder / START).read_text(encoding="utf-8"))
-        return {"config": with_defaults(start["config"]), "identity": start["identity"]}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-
-
 class ColdStart:
     """State and checkpoints of a cold start. As a block, it saves its last update if it is interrupted.
 
@@ -405,12 +396,14 @@ class ColdStart:
 
 def _check_unfinished(folder: Path, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:
     advice = f"choose another run.dir, or remove {folder / CHECKPOINTS} to begin again"
-    start = _read_start(folder)
-    if start is None:
+    try:
+        start = json.loads((folder / START).read_text(encoding="utf-8"))
+        before, hashes = with_defaults(start["config"]), start["identity"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         fault = f"lost or damaged, so that the settings of {CHECKPOINTS} are unknown"
-        raise UserError(f"{folder / START}: {fault}; {advice}")
-    changed = changed_keys(start["config"], config, COMPARED, FREE)
-    changed += [name for name, _, _ in differences(start["identity"], identity)]
+        raise UserError(f"{folder / START}: {fault}; {advice}") from error
+    changed = changed_keys(before, config, COMPARED, FREE)
+    changed += [name for name, _, _ in differences(hashes, identity)]
     if changed:
         fault = f"an unfinished cold start with other settings ({', '.join(changed)})"
         raise UserError(f"run.dir={folder} holds {fault}; {advice}")

@@ -32,7 +32,6 @@ from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.core.secrets import redact, remember
 
 COMMAND_LINE = "command line"
-SERVICE_KEYS = ("corpus_path", "index_path", "retriever_name")  # which only the retrieval service has
 BASE = "base"  # key of a file that builds upon another file
 REFERENCE = re.compile(r"(?<!\\)\$\{\s*oc\.env:\W*(\w+)[^{}]*\}")
 
@@ -173,9 +172,6 @@ def _checked(loaded: Any, name: str) -> DictConfig:
     """Return a file's values if they are a mapping of known sections and keys."""
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{name}: expected a mapping of sections, got a list")
-    if keys := [key for key in SERVICE_KEYS if key in loaded]:
-        way_out = f"start the service with it: scripts/launch_retriever.sh --config {name}"
-        raise UserError(f"{name}: holds options of the retrieval service ({', '.join(keys)}); {way_out}")
     values: Any = OmegaConf.to_container(loaded)
     drop_removed(values)
     refuse_unknown(values, name)

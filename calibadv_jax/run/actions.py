@@ -15,6 +15,7 @@ from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.own_function import failure, load_optional, own_function
 from calibadv_jax.core.tags import NAME, RESERVED
 from calibadv_jax.rollout.actions import AccessAction, OwnAction, SearchAction
+from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.rollout.prompts import ACTIONS, FROM_DATA
 
 DEFAULT = [ToolConfig("search")]
@@ -106,8 +107,7 @@ def check_tags(actions: tuple[Action, ...], tokenizer: Any) -> None:
     """Refuse (UserError) a tokenizer that loses the actions' tags; `load_tokenizer` checks the protocol's."""
     for action in actions:
         for tag in (f"<{action.name}>", f"</{action.name}>"):
-            ids = tokenizer.encode(f"{tag} a", add_special_tokens=False)
-            if tag not in tokenizer.decode(ids, skip_special_tokens=False):
+            if tag not in decode(tokenizer, encode(tokenizer, f"{tag} a")):
                 fault = f"the tokenizer cannot write {tag}: encoding and decoding loses it"
                 advice = "add it to the tokenizer as a token, or choose a tokenizer that can write any text"
                 raise UserError(f"tools: {fault}; {advice}")

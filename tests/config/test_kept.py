@@ -64,11 +64,6 @@ def test_url_with_a_password_is_refused(url, override, key, way_out):
         assert McpConfig(url=accepted).url == accepted
 
 
-def test_config_of_the_service_is_refused():
-    with pytest.raises(UserError, match=r"corpus_path, index_path, retriever_name.*launch_retriever.sh"):
-        load_config(ROOT / "configs/retriever.yaml")
-
-
 def test_kept_config_follows_its_run(tmp_path):
     """Paths inside run.dir are those of the folder in which the config lies; others stay."""
     data = ["data.train={a: old/run/a.jsonl, b: old/running/b.jsonl}", "data.eval=[old/run/e.jsonl]"]
