@@ -71,7 +71,9 @@ def read_config(path: Path) -> dict[str, Any] | None:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
         return None
-    if not isinstance(values, dict) or not all(isinstance(each, dict | list) for each in values.values()):
+    if not isinstance(values, dict):
+        return None
+    if not all(isinstance(section, dict | list) for section in values.values()):
         return None
     drop_removed(values)
     return values

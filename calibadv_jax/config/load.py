@@ -38,7 +38,6 @@ REFERENCE = re.compile(r"(?<!\\)\$\{\s*oc\.env:\W*(\w+)[^{}]*\}")
 Source = tuple[str, set[str]]  # a file or the command line, and the dotted names of what it sets
 
 _references: dict[tuple[str, str], str] = {}  # (dotted key, value) -> the text that refers to the environment
-_NO_SECTION = "must be a section with keys of its own; leave it out for the defaults"
 
 
 def load_config(
@@ -304,7 +303,7 @@ def _line(error: ErrorDetails, overridden: Set[str]) -> str:
     key = ".".join(map(str, error["loc"]))
     demand = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if error["type"] == "dataclass_type":
-        demand = _NO_SECTION
+        demand = "must be a section with keys of its own; leave it out for the defaults"
     if error["type"] in ("int_type", "float_type", "bool_type") and isinstance(error["input"], str):
         demand += ", without quotes"
     if error["type"] == "literal_error" and isinstance(error["input"], bool):
