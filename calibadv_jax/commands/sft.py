@@ -169,7 +169,7 @@ def _train(
 
 
 def count_updates(
-    config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int
+    config: Config, phase: SftPhase, demonstrations: Sequence[Demonstration], tokenizer: Any, seed: int
 ) -> int:
     """Return the optimizer updates of a phase; UserError if it gives epochs to a generator without end."""
     if not phase.epochs:
@@ -177,19 +177,19 @@ def count_updates(
     if config.sft.demonstrations == "world":
         fault = f"epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all the time"
         raise UserError(f"sft.phases: {fault}: give steps")
-    samples = [encode_demonstration(each, config, tokenizer, phase.loss_on) for each in own]
-    drawn = (samples[index] for index in _order(len(own), phase.epochs, seed))
+    samples = [encode_demonstration(each, config, tokenizer, phase.loss_on) for each in demonstrations]
+    drawn = (samples[index] for index in _order(len(demonstrations), phase.epochs, seed))
     return sum(1 for _ in _row_fulls(drawn, config.sft.rows, config.sft_row_length))
 
 
 def _all_batches(
-    config: Config, updates: Sequence[int], own: Sequence[Demonstration], tokenizer: Any, done: int
+    config: Config, updates: Sequence[int], demonstrations: Sequence[Demonstration], tokenizer: Any, done: int
 ) -> Iterator[Batch]:
     for number, (phase, count) in enumerate(zip(config.sft.phases, updates, strict=True)):
         skipped = min(done, count)
         done -= skipped
         if skipped < count:
-            batches = _batches(config, phase, own, tokenizer, config.run.seed + number, skipped)
+            batches = _batches(config, phase, demonstrations, tokenizer, config.run.seed + number, skipped)
             yield from _made_ahead(batches, count - skipped)
 
 
@@ -220,37 +220,42 @@ def _own_demonstrations(
         return [], None
     name, rule, actions = "sft.demonstrations", config.data.overlong_prompts, make_actions(config)
     longest, row_length = config.rollout.max_prompt_length, config.sft_row_length
-    own = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
+    demonstrations = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
 
     def fitting(lengths: dict[int, int], longest: int, *limit: str) -> list[Demonstration]:
-        questions = [demonstration.question for demonstration in own]
+        questions = [demonstration.question for demonstration in demonstrations]
         if warning := drop_overlong(questions, lengths, longest, rule, name, *limit)[1]:
             warn(warning)
-        return [demonstration for place, demonstration in enumerate(own) if place not in lengths]
+        return [demonstration for place, demonstration in enumerate(demonstrations) if place not in lengths]
 
-    questions = [demonstration.question for demonstration in own]
-    own = fitting(prompt_lengths(questions, tokenizer, config.prompt, longest, actions), longest)
-    sizes = enumerate(demonstration_length(each, config, tokenizer) for each in own)
+    questions = [demonstration.question for demonstration in demonstrations]
+    demonstrations = fitting(prompt_lengths(questions, tokenizer, config.prompt, longest, actions), longest)
+    sizes = enumerate(demonstration_length(each, config, tokenizer) for each in demonstrations)
     long_rows = {place: size for place, size in sizes if size > row_length}
-    own = fitting(long_rows, row_length, "demonstrations", "sft.row_length")
-    training, held_out = split_off(own, sft.held_out, config.run.seed)
+    demonstrations = fitting(long_rows, row_length, "demonstrations", "sft.row_length")
+    training, held_out = split_off(demonstrations, sft.held_out, config.run.seed)
     samples = [encode_demonstration(each, config, tokenizer, "sampled") for each in held_out]
     return training, pack(samples, row_length) if samples else None
 
 
 def _batches(
-    config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int, skipped: int = 0
+    config: Config,
+    phase: SftPhase,
+    demonstrations: Sequence[Demonstration],
+    tokenizer: Any,
+    seed: int,
+    skipped: int = 0,
 ) -> Iterator[Batch]:
     """Yield packed batches of `sft.rows` rows (the last may have fewer), without the first `skipped`.
 
     Raises UserError for a demonstration that does not fit in a row.
     """
     sft, longest = config.sft, config.sft_row_length
-    demonstrations: Iterable[Demonstration]
+    drawn: Iterable[Demonstration]
     if sft.demonstrations == "world":
-        demonstrations = load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
+        drawn = load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
     else:
-        demonstrations = (own[index] for index in _order(len(own), phase.epochs, seed))
+        drawn = (demonstrations[index] for index in _order(len(demonstrations), phase.epochs, seed))
 
     def fitting_sample(demonstration: Demonstration) -> Sample:
         sample = encode_demonstration(demonstration, config, tokenizer, phase.loss_on)
@@ -259,7 +264,7 @@ def _batches(
             raise UserError(f"{fault}, but sft.row_length is {longest}: raise it")
         return sample
 
-    for full in islice(_row_fulls(map(fitting_sample, demonstrations), sft.rows, longest), skipped, None):
+    for full in islice(_row_fulls(map(fitting_sample, drawn), sft.rows, longest), skipped, None):
         yield pack(full, longest, weights=token_weights(full, "token_mean"))
 
 

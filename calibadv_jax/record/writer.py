@@ -70,7 +70,8 @@ class RolloutWriter:
             path.unlink()
 
     def _metadata(self, groups: Sequence[Group], seed: int) -> dict[str, str]:
-        actions = next((each.actions for group in groups for each in group.attempts), SEARCH_ALONE)
+        attempts = (attempt for group in groups for attempt in group.attempts)
+        actions = next((attempt.actions for attempt in attempts), SEARCH_ALONE)
         named = {} if actions == SEARCH_ALONE else {"actions": json.dumps(actions)}
         return named | {
             "schema_version": schema.VERSION,

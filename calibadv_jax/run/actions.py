@@ -62,18 +62,18 @@ def _named_action(tool: ToolConfig) -> Action:
     if tool.name in built_in:
         return built_in[tool.name](max_length=tool.max_length)
     try:
-        own = own_function(tool.name, "tools", (), EXPECTED)()
+        action = own_function(tool.name, "tools", (), EXPECTED)()
     except UserError:
         raise
     except Exception as error:  # a class of the user's own may raise anything
         raise UserError(f"tools: making {tool.name} failed: {failure(error)}; correct it") from error
-    if not isinstance(own, Action) or not inspect.iscoroutinefunction(own.call):
+    if not isinstance(action, Action) or not inspect.iscoroutinefunction(action.call):
         kind = "a subclass of calibadv_jax.Action with `async def call`, as in examples/own_tool.py"
         raise UserError(f"tools: {tool.name} must give an object of {kind}")
     for text in ("name", "purpose"):
-        if not isinstance(getattr(own, text, None), str):
+        if not isinstance(getattr(action, text, None), str):
             raise UserError(f"tools: {tool.name} has no text {text!r}; see examples/own_tool.py")
-    return OwnAction(own, tool.timeout, tool.max_length)
+    return OwnAction(action, tool.timeout, tool.max_length)
 
 
 def _check(action: Action, tool: ToolConfig, earlier: list[Action]) -> None:

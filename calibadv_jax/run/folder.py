@@ -200,8 +200,9 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of an earlier start, as `kept_values`; newer keys get their defaults."""
     config = _merged(dataclasses.asdict(Config()), values)
     phase, tool = dataclasses.asdict(SftPhase()), dataclasses.asdict(ToolConfig("search")) | {"name": ""}
-    config["sft"]["phases"] = [phase | own for own in config["sft"]["phases"]]
-    config["tools"] = [tool | ({"name": own} if isinstance(own, str) else own) for own in config["tools"]]
+    config["sft"]["phases"] = [phase | values for values in config["sft"]["phases"]]
+    tools = [{"name": entry} if isinstance(entry, str) else entry for entry in config["tools"]]
+    config["tools"] = [tool | values for values in tools]
     return with_references(config)
 
 

@@ -160,11 +160,15 @@ def lost_probes(tokenizer: Any) -> list[str]:
     lost = []
     for name, text in PROBES.items():
         decoded = decode(tokenizer, encode(tokenizer, text))
-        words, expected = (unicodedata.normalize("NFKC", each).casefold().split() for each in (decoded, text))
+        words, expected = _folded_words(decoded), _folded_words(text)
         has_unknown = tokenizer.unk_token is not None and tokenizer.unk_token in decoded
         if words != expected and not (has_unknown and len(words) >= len(expected)):
             lost.append(name)
     return lost
+
+
+def _folded_words(text: str) -> list[str]:
+    return unicodedata.normalize("NFKC", text).casefold().split()
 
 
 def has_tokenizer(folder: Path) -> bool:
