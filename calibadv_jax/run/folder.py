@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from calibadv_jax.config import Config, SftPhase, ToolConfig, dump_config, known_keys
 from calibadv_jax.config.kept import Start, add_start, newest_start, read_config, rebase_paths
 from calibadv_jax.config.keys import among, marked
-from calibadv_jax.config.load import kept_values, with_references
+from calibadv_jax.config.load import kept_values
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
@@ -198,12 +198,12 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of an earlier start, as `kept_values`; newer keys get their defaults."""
-    config = _merged(dataclasses.asdict(Config()), values)
+    config: dict[str, Any] = _merged(dataclasses.asdict(Config()), values)
     phase, tool = dataclasses.asdict(SftPhase()), dataclasses.asdict(ToolConfig("search")) | {"name": ""}
     config["sft"]["phases"] = [phase | values for values in config["sft"]["phases"]]
     tools = [{"name": entry} if isinstance(entry, str) else entry for entry in config["tools"]]
     config["tools"] = [tool | values for values in tools]
-    return with_references(config)
+    return config
 
 
 def _merged(defaults: Any, values: Any) -> Any:
