@@ -166,8 +166,7 @@ def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
     if top not in _fields(Config) and any(key.name.startswith(f"{top}.") for key in peer_keys()):
         return ""  # a rare key of another trainer: a similar name means something else
     if near := difflib.get_close_matches(name, sorted(keys), n=1, cutoff=0.75):
-        similar = keys[near[0]]
-        return _question([key for key in similar if top and key.startswith(f"{top}.")] or similar)
+        return _question(keys[near[0]])
     return ""
 
 

@@ -28,8 +28,8 @@ from calibadv_jax.snapshots.checkpoint import newest_step, restore_params
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, weights_hash
 
 BACKEND = transformers.TokenizersBackend  # reads tokenizer.json as it is
-# A tokenizer must keep spaces, digits, accents, Chinese and newlines. The words are apart by white space, since
-# a tokenizer of whole words may put spaces around punctuation.
+# A tokenizer must keep spaces, digits, accents, Chinese and newlines.
+# Words are apart by white space, so that a tokenizer of whole words may put spaces around punctuation.
 PROBES = ("who wrote it in the city", "1291 and 12345", "Zürich café", "北京 大学", "a\nb\n\nc")
 BASE = "base.json"  # beside the config.json and the tokenizer of a run
 MOVED = f"set its folder in the run's policy/{BASE}"
