@@ -119,5 +119,6 @@ def short_name(run: Path) -> str:
 
 
 def kept_steps(run: Path) -> dict[int, Path]:
+    """Return the files of a run's kept steps, by step, in ascending order."""
     named = ((path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob("step_*"))
     return dict(sorted((int(match[1]), path) for path, match in named if match))
