@@ -297,6 +297,8 @@ def _line(error: ErrorDetails, overridden: Set[str]) -> str:
     """``learner.steps: must be greater than 0 (got 0)``"""
     key = ".".join(map(str, error["loc"]))
     demand = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if error["type"] == "unexpected_keyword_argument":
+        demand = "unknown key"
     if error["type"] == "dataclass_type":
         demand = "must be a section with keys of its own; leave it out for the defaults"
     if error["type"] in ("int_type", "float_type", "bool_type") and isinstance(error["input"], str):
