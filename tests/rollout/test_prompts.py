@@ -360,7 +360,7 @@ def merging_tokenizer():
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1000, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(PAGES, trainer)
+    tokenizer.train_from_iterator([*PAGES, "\n\n<information></information>\n\n" * 1000], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
