@@ -11,12 +11,10 @@ import difflib
 import importlib
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 from calibadv_jax.config import Config, counterpart, dump_config, load_config
@@ -25,7 +23,6 @@ from calibadv_jax.core.errors import INPUT_STATUS, UserError, exit_status, stora
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.stopping import leave
 
-SILENCE = 2.0  # seconds of loading after which a command reports it
 SMALL = 512  # width of a policy whose products fill no more than one core
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 CORE = ("sft", "train", "evaluate", "export")  # in calibadv_jax.commands; others in contrib.commands
@@ -106,7 +103,7 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     if command in PROGRAMS:
         os.execv(sys.executable, [sys.executable, "-m", PROGRAMS[command][0], *words])
     if command in TOOLS:
-        tool = _load(command)
+        tool = importlib.import_module(module_of(command))
         parser = _Parser(f"calibadv {command}", description=TOOLS[command], allow_abbrev=False)
         tool.add_arguments(parser)
         arguments = parser.parse_intermixed_args(words)  # options may stand between the other arguments
@@ -119,7 +116,11 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
         sys.exit(INPUT_STATUS)
     if argv is None and command in (*CORE, "quickstart"):
         use_large_pages()
-    main(command, lambda config, **options: _load(command).run(config, **options), words)
+
+    def run(config: Config, **options: Any) -> None:
+        importlib.import_module(module_of(command)).run(config, **options)
+
+    main(command, run, words)
 
 
 def _overview() -> str:
@@ -136,18 +137,6 @@ def module_of(command: str) -> str:
     """Return the dotted name of a command's module."""
     package = "commands" if command in CORE else "contrib.commands"
     return f"calibadv_jax.{package}.{MODULES.get(command, command.replace('-', '_'))}"
-
-
-def _load(name: str) -> ModuleType:
-    """Import the module of a command, and report if that takes long."""
-    report = f"calibadv {name}: loading its libraries (JAX and others)\n"
-    timer = threading.Timer(SILENCE, sys.stderr.write, [report])
-    timer.daemon = True
-    timer.start()
-    try:
-        return importlib.import_module(module_of(name))
-    finally:
-        timer.cancel()
 
 
 def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = None) -> NoReturn:

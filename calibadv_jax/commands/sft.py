@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -73,7 +72,6 @@ FREE = (  # of those; contents of files are compared by their hash
     "sft.optimizer.offload",
     "world.dir",
 )
-MOST_SECONDS = 600.0  # of work that a kill may cost if updates are slow
 
 
 def run(config: Config) -> None:
@@ -91,9 +89,7 @@ def run(config: Config) -> None:
 
 def _run(config: Config, console: Console) -> None:
     folder, sft = Path(config.run.dir), config.sft
-    unfinished = _read_start(folder) if newest_step(folder / CHECKPOINTS) is not None else None
-    begun_with = unfinished["config"]["sft"]["row_length"] if unfinished else None
-    sft = dataclasses.replace(sft, row_length=sft.row_length or begun_with or config.rollout.max_length)
+    sft = dataclasses.replace(sft, row_length=config.sft_row_length)
     config = dataclasses.replace(config, sft=sft)
     for line in describe_adapters(config.policy.lora):
         console.note(line)
@@ -121,7 +117,7 @@ def _run(config: Config, console: Console) -> None:
     )
     with stop, ColdStart(config, identity, learner, initial, console) as cold_start:
         batches = _all_batches(config, updates, training, model.tokenizer, cold_start.step)
-        _train(config, cold_start, batches, schedule, updates, held_out, stop)
+        _train(config, cold_start, batches, schedule, sum(updates), held_out, stop)
         write_text(folder / COLD_START, dump_config(config))
         hub.write_pins(folder, model.pins)
         dtype, tokenizer = config.policy.param_dtype, model.tokenizer_folder
@@ -135,24 +131,22 @@ def _train(
     cold_start: ColdStart,
     batches: Iterator[Batch],
     schedule: Callable[[int], Any],
-    updates: Sequence[int],
+    total: int,
     held_out: Batch | None,
     stop: Stop,
 ) -> None:
-    """Train on the batches; `updates` are those of each phase.
+    """Train on the batches, up to update `total`.
 
     Raises UserError if it diverged: the parameters are not finite, or no update is, for guards.patience
     updates in a row or from the first to the last.
     """
-    folder, every, total = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every, sum(updates)
+    folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
     learner, console = cold_start.learner, cold_start.console
     patience, first = min(config.guards.patience, total), cold_start.step + 1
     guards = Guards(dataclasses.replace(config.guards, patience=patience), "sft.optimizer.lr")
     backends = open_backends(config.log, folder, first, console.warn)
     with MetricsWriter(folder, backends, first) as writer, console.live("cold start"):
         for step, batch in enumerate(batches, first):
-            if line := phase_line(config, updates, step - 1):
-                console.note(line)
             console.begin_step(step, total)
             rate, tokens = float(schedule(step - 1)), int((batch.segment_ids > 0).sum())
             with stop.held():
@@ -174,19 +168,8 @@ def _train(
                 console.step(step, total, metrics)
 
 
-def phase_line(config: Config, updates: Sequence[int], done: int) -> str:
-    """Return a line on the phase that begins after `done` updates; "" if none or the only one does."""
-    number = sum(done >= end for end in itertools.accumulate(updates))
-    if len(updates) == 1 or done != sum(updates[:number]):
-        return ""
-    phase, source = config.sft.phases[number], config.sft.demonstrations
-    data = f"generated {phase.kind}" if source == "world" else source
-    count = f"phase {number + 1} of {len(updates)}: {updates[number]} updates"
-    return f"{count} on {data}, loss on {phase.loss_on} tokens"
-
-
 def count_updates(
-    config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int
+    config: Config, phase: SftPhase, demonstrations: Sequence[Demonstration], tokenizer: Any, seed: int
 ) -> int:
     """Return the optimizer updates of a phase; UserError if it gives epochs to a generator without end."""
     if not phase.epochs:
@@ -194,19 +177,19 @@ def count_updates(
     if config.sft.demonstrations == "world":
         fault = f"epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all the time"
         raise UserError(f"sft.phases: {fault}: give steps")
-    samples = [encode_demonstration(each, config, tokenizer, phase.loss_on) for each in own]
-    drawn = (samples[index] for index in _order(len(own), phase.epochs, seed))
+    samples = [encode_demonstration(each, config, tokenizer, phase.loss_on) for each in demonstrations]
+    drawn = (samples[index] for index in _order(len(demonstrations), phase.epochs, seed))
     return sum(1 for _ in _row_fulls(drawn, config.sft.rows, config.sft_row_length))
 
 
 def _all_batches(
-    config: Config, updates: Sequence[int], own: Sequence[Demonstration], tokenizer: Any, done: int
+    config: Config, updates: Sequence[int], demonstrations: Sequence[Demonstration], tokenizer: Any, done: int
 ) -> Iterator[Batch]:
     for number, (phase, count) in enumerate(zip(config.sft.phases, updates, strict=True)):
         skipped = min(done, count)
         done -= skipped
         if skipped < count:
-            batches = _batches(config, phase, own, tokenizer, config.run.seed + number, skipped)
+            batches = _batches(config, phase, demonstrations, tokenizer, config.run.seed + number, skipped)
             yield from _made_ahead(batches, count - skipped)
 
 
@@ -237,37 +220,42 @@ def _own_demonstrations(
         return [], None
     name, rule, actions = "sft.demonstrations", config.data.overlong_prompts, make_actions(config)
     longest, row_length = config.rollout.max_prompt_length, config.sft_row_length
-    own = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
+    demonstrations = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
 
     def fitting(lengths: dict[int, int], longest: int, *limit: str) -> list[Demonstration]:
-        questions = [demonstration.question for demonstration in own]
+        questions = [demonstration.question for demonstration in demonstrations]
         if warning := drop_overlong(questions, lengths, longest, rule, name, *limit)[1]:
             warn(warning)
-        return [demonstration for place, demonstration in enumerate(own) if place not in lengths]
+        return [demonstration for place, demonstration in enumerate(demonstrations) if place not in lengths]
 
-    questions = [demonstration.question for demonstration in own]
-    own = fitting(prompt_lengths(questions, tokenizer, config.prompt, longest, actions), longest)
-    sizes = enumerate(demonstration_length(each, config, tokenizer) for each in own)
+    questions = [demonstration.question for demonstration in demonstrations]
+    demonstrations = fitting(prompt_lengths(questions, tokenizer, config.prompt, longest, actions), longest)
+    sizes = enumerate(demonstration_length(each, config, tokenizer) for each in demonstrations)
     long_rows = {place: size for place, size in sizes if size > row_length}
-    own = fitting(long_rows, row_length, "demonstrations", "sft.row_length")
-    training, held_out = split_off(own, sft.held_out, config.run.seed)
+    demonstrations = fitting(long_rows, row_length, "demonstrations", "sft.row_length")
+    training, held_out = split_off(demonstrations, sft.held_out, config.run.seed)
     samples = [encode_demonstration(each, config, tokenizer, "sampled") for each in held_out]
     return training, pack(samples, row_length) if samples else None
 
 
 def _batches(
-    config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int, skipped: int = 0
+    config: Config,
+    phase: SftPhase,
+    demonstrations: Sequence[Demonstration],
+    tokenizer: Any,
+    seed: int,
+    skipped: int = 0,
 ) -> Iterator[Batch]:
     """Yield packed batches of `sft.rows` rows (the last may have fewer), without the first `skipped`.
 
     Raises UserError for a demonstration that does not fit in a row.
     """
     sft, longest = config.sft, config.sft_row_length
-    demonstrations: Iterable[Demonstration]
+    drawn: Iterable[Demonstration]
     if sft.demonstrations == "world":
-        demonstrations = load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
+        drawn = load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
     else:
-        demonstrations = (own[index] for index in _order(len(own), phase.epochs, seed))
+        drawn = (demonstrations[index] for index in _order(len(demonstrations), phase.epochs, seed))
 
     def fitting_sample(demonstration: Demonstration) -> Sample:
         sample = encode_demonstration(demonstration, config, tokenizer, phase.loss_on)
@@ -276,7 +264,7 @@ def _batches(
             raise UserError(f"{fault}, but sft.row_length is {longest}: raise it")
         return sample
 
-    for full in islice(_row_fulls(map(fitting_sample, demonstrations), sft.rows, longest), skipped, None):
+    for full in islice(_row_fulls(map(fitting_sample, drawn), sft.rows, longest), skipped, None):
         yield pack(full, longest, weights=token_weights(full, "token_mean"))
 
 
@@ -344,15 +332,6 @@ def demonstration_length(demonstration: Demonstration, config: Config, tokenizer
     return len(encode_demonstration(demonstration, config, tokenizer, "sampled").tokens)
 
 
-def _read_start(folder: Path) -> dict[str, Any] | None:
-    """Return config and hashes with which a cold start began; None if they are lost or damaged."""
-    try:
-        start = json.loads((folder / START).read_text(encoding="utf-8"))
-        return {"config": with_defaults(start["config"]), "identity": start["identity"]}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-
-
 class ColdStart:
     """State and checkpoints of a cold start. As a block, it saves its last update if it is interrupted.
 
@@ -384,7 +363,6 @@ class ColdStart:
             self.state = learner.init(initial())
         self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=1)
         self.step = self._saved = newest or 0
-        self._saved_at = time.monotonic()
         if newest is not None:
             self.state, _ = self._store.restore(newest, learner.abstract_state)
             console.note(f"going on from update {newest}")
@@ -392,7 +370,7 @@ class ColdStart:
     def updated(self, state: State) -> None:
         """Take the state after one more update, and save it if that is due."""
         self.state, self.step = state, self.step + 1
-        if self.every and (self.step % self.every == 0 or time.monotonic() - self._saved_at > MOST_SECONDS):
+        if self.every and self.step % self.every == 0:
             self._save()
 
     def finish(self) -> None:
@@ -419,17 +397,19 @@ class ColdStart:
     def _save(self) -> None:
         self._store.save(self.step, self.state, {})
         self._store.wait()
-        self._saved, self._saved_at = self.step, time.monotonic()
+        self._saved = self.step
 
 
 def _check_unfinished(folder: Path, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:
     advice = f"choose another run.dir, or remove {folder / CHECKPOINTS} to begin again"
-    start = _read_start(folder)
-    if start is None:
+    try:
+        start = json.loads((folder / START).read_text(encoding="utf-8"))
+        before, hashes = with_defaults(start["config"]), start["identity"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         fault = f"lost or damaged, so that the settings of {CHECKPOINTS} are unknown"
-        raise UserError(f"{folder / START}: {fault}; {advice}")
-    changed = changed_keys(start["config"], config, COMPARED, FREE)
-    changed += [name for name, _, _ in differences(start["identity"], identity)]
+        raise UserError(f"{folder / START}: {fault}; {advice}") from error
+    changed = changed_keys(before, config, COMPARED, FREE)
+    changed += [name for name, _, _ in differences(hashes, identity)]
     if changed:
         fault = f"an unfinished cold start with other settings ({', '.join(changed)})"
         raise UserError(f"run.dir={folder} holds {fault}; {advice}")

@@ -180,10 +180,10 @@ class Step:
         stream, progress = self.state.stream, self.state.rollouts.progress()
         with self._live("rollouts", "trajectories", progress, "rollout"), self.hosts.local_work("rollout"):
             groups = stream.take(self._begun)
-        attempts = [each for group in [*groups, *stream.replaced] for each in group.attempts]
+        attempts = [attempt for group in [*groups, *stream.replaced] for attempt in group.attempts]
         part = "step" if stream.max_staleness else "rollout"
-        self._counts["searches"] = sum(each.num_searches for each in attempts), part
-        self._counts["sampled_tokens"] = int(sum(each.mask.sum() for each in attempts)), part
+        self._counts["searches"] = sum(attempt.num_searches for attempt in attempts), part
+        self._counts["sampled_tokens"] = int(sum(attempt.mask.sum() for attempt in attempts)), part
         return groups
 
     def probe(self, groups: list[Group]) -> list[Group]:

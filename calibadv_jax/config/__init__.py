@@ -25,12 +25,3 @@ from calibadv_jax.config.sections.run import (
     LogConfig,
     RunConfig,
 )
-
-__all__ = [
-    "AdvantageConfig", "Aggregation", "CheckpointConfig", "ColumnsConfig", "Config", "CriticConfig",
-    "DataConfig", "DistributedConfig", "EvaluateConfig", "ExportConfig", "GuardsConfig", "JudgeConfig",
-    "LearnerConfig", "LogConfig", "LoraConfig", "LossConfig", "McpConfig", "MeshConfig", "OptimizerConfig",
-    "PolicyConfig", "PromptConfig", "RetrieverConfig", "RewardConfig", "RolloutConfig", "RunConfig",
-    "SamplerConfig", "SftConfig", "SftPhase", "ToolConfig", "WorldConfig", "counterpart", "dump_config",
-    "known_keys", "load_config", "parse_config",
-]  # fmt: skip

@@ -6,7 +6,6 @@ Paths inside the folder of a run follow that folder.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 
 from calibadv_jax.config.keys import drop_removed
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import write_json, write_text
+from calibadv_jax.core.files import read_json, write_json, write_text
 
 FOLDER = "configs"
 
@@ -28,7 +27,6 @@ class Start:
     path: Path
     config: dict[str, Any]  # nested as in the file, which may lack keys that are newer than it
     identity: dict[str, str]  # hashes of questions, policy's config and vocabulary; empty if they are lost
-    damaged: tuple[Path, ...] = ()  # files of newer starts, which were cut off
 
 
 def start_files(run: Path) -> list[Path]:
@@ -38,24 +36,17 @@ def start_files(run: Path) -> list[Path]:
 
 
 def newest_start(run: Path) -> Start | None:
-    """Return the newest start whose files are whole, with rebased paths; None if the folder has none.
-
-    If the hashes of every start are lost, the newest start with a config counts; UserError if none has one.
-    """
-    damaged: list[Path] = []
-    without_hashes = None
-    for path in reversed(start_files(run)):
-        values, identity = read_config(path), _read_identity(path.with_suffix(".json"))
-        config = None if values is None else rebase_paths(values, run)
-        if config is not None and identity is not None:
-            return Start(path, config, identity, tuple(damaged))
-        damaged.append(path if config is None else path.with_suffix(".json"))
-        if config is not None and without_hashes is None:
-            without_hashes = Start(path, config, {}, tuple(damaged))
-    if damaged and without_hashes is None:
-        way_out = f"write the run's config there (calibadv train --config FILE --dry-run > {damaged[0]})"
-        raise UserError(f"{damaged[0]}: empty or cut off, and no older start is whole; {way_out}")
-    return without_hashes
+    """Return the newest start, its paths rebased; None if the folder has none; UserError if it is damaged."""
+    paths = start_files(run)
+    if not paths:
+        return None
+    path, hashes = paths[-1], paths[-1].with_suffix(".json")
+    values = read_config(path)
+    if values is None:
+        way_out = "remove it, and the start before it counts; or write the run's config there"
+        raise UserError(f"{path}: empty or cut off; {way_out} (calibadv train --config FILE --dry-run)")
+    identity = read_json(hashes, "remove it, and its hashes count as lost") if hashes.is_file() else {}
+    return Start(path, rebase_paths(values, run), identity)
 
 
 def run_hash(run: Path) -> str:
@@ -77,26 +68,15 @@ def add_start(run: Path, config: str, identity: Mapping[str, str]) -> None:
 def read_config(path: Path) -> dict[str, Any] | None:
     """Return the nested values of a kept config; None if the file is damaged."""
     try:
-        text = path.read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
         return None
-    # A file that was cut off may still be YAML, but lacks the end of a line.
-    if not text.endswith("\n") or not isinstance(values, dict):
+    if not isinstance(values, dict):
         return None
     if not all(isinstance(section, dict | list) for section in values.values()):
         return None
     drop_removed(values)
     return values
-
-
-def _read_identity(path: Path) -> dict[str, str] | None:
-    """None if the file is damaged; empty if there is none, as earlier versions left it."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
-        return None
-    return values if isinstance(values, dict) else None
 
 
 def run_of(path: Path) -> Path | None:

@@ -147,7 +147,7 @@ def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
 
 def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
     """Return a peer's key of this whole name, else a key of this name in the section, a peer's key by the end
-    of its name, a key of this name elsewhere, or a similar name: in the section, of a peer, anywhere."""
+    of its name, a key of this name elsewhere, or a similar name: in the section, anywhere."""
     dotted = dotted.lstrip("+")  # Hydra's mark of a key that is added
     section, _, name = dotted.rpartition(".")
     top = section.partition(".")[0]
@@ -163,14 +163,10 @@ def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
         return _question(inside or keys[name])
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return _question([f"{section}.{near[0]}".lstrip(".")])
-    names = [] if is_section else sorted({key.name.rpartition(".")[2] for key in peer_keys()})
-    if near := difflib.get_close_matches(name, names, n=1, cutoff=0.85):
-        return _of_peers(find_peer_keys(near[0])[0])
     if top not in _fields(Config) and any(key.name.startswith(f"{top}.") for key in peer_keys()):
         return ""  # a rare key of another trainer: a similar name means something else
     if near := difflib.get_close_matches(name, sorted(keys), n=1, cutoff=0.75):
-        similar = keys[near[0]]
-        return _question([key for key in similar if top and key.startswith(f"{top}.")] or similar)
+        return _question(keys[near[0]])
     return ""
 
 

@@ -32,23 +32,12 @@ from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.core.secrets import redact, remember
 
 COMMAND_LINE = "command line"
-SERVICE_KEYS = ("corpus_path", "index_path", "retriever_name")  # which only the retrieval service has
 BASE = "base"  # key of a file that builds upon another file
 REFERENCE = re.compile(r"(?<!\\)\$\{\s*oc\.env:\W*(\w+)[^{}]*\}")
 
 Source = tuple[str, set[str]]  # a file or the command line, and the dotted names of what it sets
 
 _references: dict[tuple[str, str], str] = {}  # (dotted key, value) -> the text that refers to the environment
-_DEMANDS = {  # pydantic's error type -> a demand with the way out, if pydantic's own words lack it
-    "dataclass_type": "must be a section with keys of its own; leave it out for the defaults",
-    "string_type": "must be text",
-    "list_type": "must be a list, such as [a, b]",
-    "unexpected_keyword_argument": "unknown key",
-    "dict_type": "must be a mapping of keys to values",
-    "int_type": "must be an integer, without quotes",
-    "float_type": "must be a number, without quotes",
-    "bool_type": "must be true or false, without quotes",
-}
 
 
 def load_config(
@@ -95,11 +84,6 @@ def kept_values(config: Config) -> dict[str, Any]:
 
     values: dict[str, Any] = map_texts(dataclasses.asdict(config), keep)
     return values
-
-
-def with_references(values: Any) -> Any:
-    """Return nested values of a config with references in place of what comes from the environment."""
-    return map_texts(values, lambda key, text: _references.get((key, text), text))
 
 
 def _merged(
@@ -182,9 +166,6 @@ def _checked(loaded: Any, name: str) -> DictConfig:
     """Return a file's values if they are a mapping of known sections and keys."""
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{name}: expected a mapping of sections, got a list")
-    if keys := [key for key in SERVICE_KEYS if key in loaded]:
-        way_out = f"start the service with it: scripts/launch_retriever.sh --config {name}"
-        raise UserError(f"{name}: holds options of the retrieval service ({', '.join(keys)}); {way_out}")
     values: Any = OmegaConf.to_container(loaded)
     drop_removed(values)
     refuse_unknown(values, name)
@@ -316,7 +297,12 @@ def _line(error: ErrorDetails, overridden: Set[str]) -> str:
     """``learner.steps: must be greater than 0 (got 0)``"""
     key = ".".join(map(str, error["loc"]))
     demand = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    demand = _DEMANDS.get(error["type"], demand)
+    if error["type"] == "unexpected_keyword_argument":
+        demand = "unknown key"
+    if error["type"] == "dataclass_type":
+        demand = "must be a section with keys of its own; leave it out for the defaults"
+    if error["type"] in ("int_type", "float_type", "bool_type") and isinstance(error["input"], str):
+        demand += ", without quotes"
     if error["type"] == "literal_error" and isinstance(error["input"], bool):
         demand += ", in quotes: YAML takes on and off, yes and no for true and false"
     if error["type"] == "string_type" and isinstance(error["input"], int | float):

@@ -105,8 +105,11 @@ def fetch_data(address: str) -> list[Path]:
     revision = revision.replace("%2F", "/") or "main"
     with _errors(repository, "dataset", revision):
         if pattern:
-            patterns = {"revision": revision, "allow_patterns": [pattern]}
-            folder = Path(snapshot_download(repository, repo_type="dataset", **patterns))
+            folder = Path(
+                snapshot_download(
+                    repository, repo_type="dataset", revision=revision, allow_patterns=[pattern]
+                )
+            )
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             matches = [p for p in files if fnmatch.fnmatchcase(p.relative_to(folder).as_posix(), pattern)]
             if matches:

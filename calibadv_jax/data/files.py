@@ -60,10 +60,12 @@ def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Pat
     ``train-*.parquet``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE`` or ``OWNER/NAME``, the only data file of
     a dataset repository. Raises UserError if nothing is named, or there is no such file.
     """
+    if isinstance(sources, str | Path):
+        sources = [sources]
     if isinstance(sources, Mapping):
         pairs = [(str(file), name) for name, file in sources.items()]
     else:
-        pairs = [(str(file), "") for file in ([sources] if isinstance(sources, str | Path) else sources)]
+        pairs = [(str(file), "") for file in sources]
     if not pairs or not all(file for file, _ in pairs):
         raise UserError("no question file: set data.train and data.eval")
     for file, source in pairs:

@@ -106,7 +106,7 @@ def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
     """Return warnings of golden answers that look wrong; `key` is the config key of the files."""
     lines = []
     count = f"of {len(questions)} questions have a golden answer"
-    if empty := [each for each in questions if not all(map(normalise_answer, each.golden_answers))]:
+    if empty := [item for item in questions if not all(map(normalise_answer, item.golden_answers))]:
         hopeless = sum(not any(map(normalise_answer, question.golden_answers)) for question in empty)
         example = f"{empty[0].golden_answers} of {empty[0].id!r}"
         fault = f"{key}: {len(empty)} {count} that normalises to nothing, such as {example}"
@@ -150,15 +150,19 @@ def _parse_prompt(
 
 
 def question_row(question: Question) -> dict[str, Any]:
-    row = {
+    row: dict[str, Any] = {
         "id": question.id,
         "question": question.text,
         "golden_answers": list(question.golden_answers),
         "data_source": question.data_source,
         "supporting_ids": list(question.supporting_ids),
     }
-    prompt = [{"role": each.role, "content": question.text.join(each.parts)} for each in question.prompt]
-    return row | ({"prompt": prompt} if prompt else {})
+    if question.prompt:
+        row["prompt"] = [
+            {"role": message.role, "content": question.text.join(message.parts)}
+            for message in question.prompt
+        ]
+    return row
 
 
 def write_questions(path: Path, questions: Iterable[Question]) -> None:

@@ -77,17 +77,24 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(TURN)),
     ]
 )
-# Attributes of a trajectory and of a turn that are columns and are read back; arrays with their dtypes.
+# Attributes of a trajectory that are columns and are read back.
 TRAJECTORY_FIELDS = (
-    "index", "error", "answer_score", "format_valid", "metrics", "seconds", "prompt_ids", "first_opening",
-)  # fmt: skip
-TURN_FIELDS = (
-    "kind", "text", "think", "query", "answer", "stop_reason", "is_refused", "policy_versions",
-    "observation_text", "documents", "golden_logprobs",
-)  # fmt: skip
+    "index",
+    "error",
+    "answer_score",
+    "format_valid",
+    "metrics",
+    "seconds",
+    "prompt_ids",
+    "first_opening",
+)
+# Attributes of a turn that are arrays, with their dtypes.
 TURN_ARRAYS = {
-    "token_ids": np.int32, "logprobs": np.float32, "observation_ids": np.int32, "values": np.float32,
-}  # fmt: skip
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "observation_ids": np.int32,
+    "values": np.float32,
+}
 # Column of a turn -> attribute of `GroupCredit`, its dtype if it is an array, value of a failed trajectory.
 CREDIT = {
     "advantage_raw": ("before", np.float64, None),
@@ -97,6 +104,10 @@ CREDIT = {
     "repeated": ("repeated", None, None),
     "found_silver": ("found_silver", None, ()),
 }
+# All other columns of a turn are attributes of it too.
+TURN_FIELDS = tuple(
+    field.name for field in TURN if field.name not in {*TURN_ARRAYS, *CREDIT, "learner_logprobs"}
+)
 LOGPROBS = [  # Parquet's names of the columns that take nearly all of the space
     f"turns.list.element.{name}.list.element" for name in ("logprobs", "learner_logprobs", "values")
 ]
@@ -108,5 +119,6 @@ def short_name(run: Path) -> str:
 
 
 def kept_steps(run: Path) -> dict[int, Path]:
+    """Return the files of a run's kept steps, by step, in ascending order."""
     named = ((path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob("step_*"))
     return dict(sorted((int(match[1]), path) for path, match in named if match))

@@ -48,8 +48,13 @@ class RolloutWriter:
         table = pa.Table.from_pylist(rows, schema=schema.SCHEMA.with_metadata(self._metadata(groups, seed)))
         with replacing(path) as partial:
             # Dictionaries of values that hardly repeat cost ten times the time and a third more room.
-            encoding = {"use_dictionary": False, "use_byte_stream_split": schema.LOGPROBS}
-            pq.write_table(table, partial, compression="zstd", **encoding)
+            pq.write_table(
+                table,
+                partial,
+                compression="zstd",
+                use_dictionary=False,
+                use_byte_stream_split=schema.LOGPROBS,
+            )
         keep, every = self.log.rollouts_keep, self.log.rollouts_every
         for number, old in kept_steps(self.folder).items():
             if keep and number <= step - keep and (not every or number % every):
@@ -65,7 +70,8 @@ class RolloutWriter:
             path.unlink()
 
     def _metadata(self, groups: Sequence[Group], seed: int) -> dict[str, str]:
-        actions = next((each.actions for group in groups for each in group.attempts), SEARCH_ALONE)
+        attempts = (attempt for group in groups for attempt in group.attempts)
+        actions = next((attempt.actions for attempt in attempts), SEARCH_ALONE)
         named = {} if actions == SEARCH_ALONE else {"actions": json.dumps(actions)}
         return named | {
             "schema_version": schema.VERSION,

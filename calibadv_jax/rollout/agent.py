@@ -94,9 +94,13 @@ async def run_trajectory(
         question, context.tokenizer, context.prompt, rollout.max_prompt_length, context.actions
     )
     trajectory = Trajectory(
-        question, prompt_ids, index=index, opening=opening, actions=context.grammar.actions
+        question,
+        prompt_ids,
+        index=index,
+        opening=opening,
+        first_opening=None if first_opening == opening else first_opening,
+        actions=context.grammar.actions,
     )
-    trajectory.first_opening = None if first_opening == opening else first_opening
     start = time.monotonic()
     limit = asyncio.timeout(rollout.time_limit or None)
     try:

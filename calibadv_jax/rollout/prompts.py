@@ -201,7 +201,8 @@ def prompt_lengths(
     while batch := list(islice(candidates, BATCH)):
         places, texts = zip(*batch, strict=True)
         ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        lengths |= {place: len(own) for place, own in zip(places, ids, strict=True) if len(own) > max_length}
+        counts = zip(places, map(len, ids), strict=True)
+        lengths |= {place: count for place, count in counts if count > max_length}
     return lengths
 
 

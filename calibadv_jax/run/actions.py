@@ -15,6 +15,7 @@ from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.own_function import failure, load_optional, own_function
 from calibadv_jax.core.tags import NAME, RESERVED
 from calibadv_jax.rollout.actions import AccessAction, OwnAction, SearchAction
+from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.rollout.prompts import ACTIONS, FROM_DATA
 
 DEFAULT = [ToolConfig("search")]
@@ -61,18 +62,18 @@ def _named_action(tool: ToolConfig) -> Action:
     if tool.name in built_in:
         return built_in[tool.name](max_length=tool.max_length)
     try:
-        own = own_function(tool.name, "tools", (), EXPECTED)()
+        action = own_function(tool.name, "tools", (), EXPECTED)()
     except UserError:
         raise
     except Exception as error:  # a class of the user's own may raise anything
         raise UserError(f"tools: making {tool.name} failed: {failure(error)}; correct it") from error
-    if not isinstance(own, Action) or not inspect.iscoroutinefunction(own.call):
+    if not isinstance(action, Action) or not inspect.iscoroutinefunction(action.call):
         kind = "a subclass of calibadv_jax.Action with `async def call`, as in examples/own_tool.py"
         raise UserError(f"tools: {tool.name} must give an object of {kind}")
     for text in ("name", "purpose"):
-        if not isinstance(getattr(own, text, None), str):
+        if not isinstance(getattr(action, text, None), str):
             raise UserError(f"tools: {tool.name} has no text {text!r}; see examples/own_tool.py")
-    return OwnAction(own, tool.timeout, tool.max_length)
+    return OwnAction(action, tool.timeout, tool.max_length)
 
 
 def _check(action: Action, tool: ToolConfig, earlier: list[Action]) -> None:
@@ -106,8 +107,7 @@ def check_tags(actions: tuple[Action, ...], tokenizer: Any) -> None:
     """Refuse (UserError) a tokenizer that loses the actions' tags; `load_tokenizer` checks the protocol's."""
     for action in actions:
         for tag in (f"<{action.name}>", f"</{action.name}>"):
-            ids = tokenizer.encode(f"{tag} a", add_special_tokens=False)
-            if tag not in tokenizer.decode(ids, skip_special_tokens=False):
+            if tag not in decode(tokenizer, encode(tokenizer, f"{tag} a")):
                 fault = f"the tokenizer cannot write {tag}: encoding and decoding loses it"
                 advice = "add it to the tokenizer as a token, or choose a tokenizer that can write any text"
                 raise UserError(f"tools: {fault}; {advice}")

@@ -19,11 +19,11 @@ def describe_choices(config: Config) -> list[str]:
     _check_something_is_learned(config)
     return [
         *describe(config.advantage),
-        *_critic(config),
+        *_describe_critic(config),
         *check_loss(config.loss),
         *describe_actions(config),
         *check_reward(config.reward),
-        *_options(config),
+        *describe_adapters(config.policy.lora),
         *describe_processes(config),
     ]
 
@@ -35,16 +35,8 @@ def _check_something_is_learned(config: Config) -> None:
         fault = "the format asks for a search, so that every trajectory would score 0 and nothing be learned"
         keys, advice = "rollout.max_searches is 0 and reward.format is true", "set reward.format=false"
         raise UserError(f"{keys}: {fault}; {advice}, or allow searches")
-    if rollout.group_size > 1:
-        return
-    if tied := rollout.replace_tied:
-        fault = (
-            f"every group is tied, and rollout.replace_tied={tied} of them would be thrown away in every step"
-        )
-        advice = "set rollout.replace_tied=0, or raise rollout.group_size"
-        raise UserError(f"rollout.group_size is 1, so that {fault}; {advice}")
     balances = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
-    if credit.is_calibrated and balances and credit.adjust != "clip":
+    if rollout.group_size == 1 and credit.is_calibrated and balances and credit.adjust != "clip":
         raise UserError(
             "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question:"
             " every answer would have the advantage 0; set rollout.group_size to 2 or more, or advantage.name"
@@ -52,39 +44,22 @@ def _check_something_is_learned(config: Config) -> None:
         )
 
 
-def _critic(config: Config) -> list[str]:
-    critic, credit = config.critic, config.advantage
-    lines = {
+def _describe_critic(config: Config) -> list[str]:
+    if not config.advantage.has_critic:
+        return []
+    rate = config.critic.optimizer.lr
+    return [
         "critic ON: a second model of the policy's size, with an optimizer of its own (learning rate"
-        f" {critic.optimizer.lr:g}), is trained in every step, and asked for its values before every"
-        " update": True,
-        f"  in the first {critic.warmup_steps} steps the critic alone is trained": critic.warmup_steps,
-        "  an advantage of a turn is the mean of its tokens'; the calibration moves all of them by its change"
-        " of the mean": credit.is_calibrated,
-    }
-    return [line for line, is_on in lines.items() if is_on and credit.has_critic]
+        f" {rate:g}), is trained in every step, and asked for its values before every update"
+    ]
 
 
 def describe_adapters(lora: LoraConfig) -> list[str]:
     """Return a line on the adapters that are trained; none without adapters."""
+    if not lora.rank:
+        return []
     begun = f", which begin as those of {lora.init_from}" if lora.init_from else ""
-    line = (
+    return [
         f"adapters ON: rank {lora.rank}, alpha {lora.alpha:g} at {', '.join(lora.targets)}{begun};"
         f" the base stays as it is, in {lora.base_dtype}"
-    )
-    return [line] if lora.rank else []
-
-
-def _options(config: Config) -> list[str]:
-    reward, data, replace_tied = config.reward, config.data, config.rollout.replace_tied
-    lines = {
-        "shared prefixes ON: a common beginning of a group's trajectories is computed once per"
-        " update": config.learner.share_prefixes,
-        f"overlong penalty ON: from {reward.overlong_from} sampled tokens the score falls evenly, by"
-        f" {reward.overlong_penalty:g} at {reward.overlong_until} and beyond": reward.overlong_penalty,
-        f"dynamic sampling ON: a step asks up to {replace_tied} further questions in place of those whose"
-        " trajectories all have the same score": replace_tied,
-        "curriculum ON: a question is left out once after its trajectories had a mean score below"
-        f" {data.rest_below:g} or above {data.rest_above:g}": data.has_curriculum,
-    }
-    return [*describe_adapters(config.policy.lora), *(line for line, is_on in lines.items() if is_on)]
+    ]

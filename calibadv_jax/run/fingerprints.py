@@ -97,7 +97,11 @@ def check_same(config: Config, model: Model, questions: Sequence[Question], host
 
 def describe_policy(source: PolicySource) -> dict[str, Any]:
     """Return a policy on disk as plain values; `modified` (ns) tells versions of one place apart."""
-    step = int(source.path.name.removeprefix("v")) if source.kind == "snapshot" else source.step
+    step = source.step
+    if source.kind == "snapshot":
+        from calibadv_jax.snapshots.publish import snapshot_version
+
+        step = snapshot_version(source.path)
     path = source.path / str(step) if source.kind == "checkpoint" else source.path
     files = [path, *path.glob("*.safetensors")]
     modified = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)

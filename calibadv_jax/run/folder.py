@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from calibadv_jax.config import Config, SftPhase, ToolConfig, dump_config, known_keys
 from calibadv_jax.config.kept import Start, add_start, newest_start, read_config, rebase_paths
 from calibadv_jax.config.keys import among, marked
-from calibadv_jax.config.load import kept_values, with_references
+from calibadv_jax.config.load import kept_values
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.learner.optimizer import step_updates
 from calibadv_jax.metrics.console import table
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
@@ -88,14 +86,11 @@ def _logged_steps(folder: Path) -> set[int]:
 
 
 def _say_history(folder: Path, say: Callable[[str], None]) -> None:
-    logged, saved = _logged_steps(folder), newest_step(folder / "checkpoints") or 0
-    if again := sum(step > saved for step in logged | kept_steps(folder).keys()):
+    saved = newest_step(folder / "checkpoints") or 0
+    if again := sum(step > saved for step in _logged_steps(folder) | kept_steps(folder).keys()):
         newest = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
         count = "1 step is" if again == 1 else f"{again} steps are"
         say(f"{count} trained again: {newest} (checkpoint.every)")
-    if lost := sum(step not in logged for step in range(1, saved + 1)):
-        path = folder / "metrics.jsonl"
-        say(f"{path}: {lost} of steps 1 to {saved} have no row (lost, or removed) and will have none")
 
 
 def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
@@ -158,8 +153,6 @@ def _check_resume(
     if start is None:
         fault = f"run.dir={folder} holds trained steps, but their configs/ is lost"
         raise UserError(f"{fault}; choose another run.dir")
-    for path in start.damaged:
-        say(f"{path}: empty or cut off (was the disk full?); {start.path} is compared instead")
     changes = list(_changes(start, config, identity))
     refused = [name for name, _, _, binds in changes if binds and not among(allowed, name)]
     rows = [
@@ -179,40 +172,25 @@ def _changes(
 ) -> Iterator[tuple[str, Any, Any, bool]]:
     """Yield (dotted key, value then, value now, whether it makes another experiment)."""
     before, now = with_defaults(start.config), rebase_paths(kept_values(config), Path(config.run.dir))
-    same_decay, same_tools = _decay(before, config) == _decay(now, config), offers_same(before, now)
-    equal = {"learner.steps": same_decay, "learner.optimizer.decay_updates": same_decay, "tools": same_tools}
     for name, old, new in differences(before, now):
-        yield name, old, new, is_binding(name, config) and not equal.get(name)
+        is_equal = name == "tools" and offers_same(before, now)
+        yield name, old, new, is_binding(name, config) and not is_equal
     both = start.identity.keys() & identity.keys()
     for name, old, new in differences(start.identity, identity):
         if name not in OPTIONAL or name in both:
             yield name, old, new, True
 
 
-def _decay(values: Mapping[str, Any], config: Config) -> int:
-    """Return the updates over which the learning rate falls, for a config as nested values."""
-    learner, rollout = values["learner"], values["rollout"]
-    lengths = {name: learner[name] for name in ("steps", "epochs", "minibatch_size")}
-    trajectories = rollout["questions_per_step"] * rollout["group_size"]
-    updates = learner["steps"] * step_updates(dataclasses.replace(config.learner, **lengths), trajectories)
-    return learner["optimizer"]["decay_updates"] or updates
-
-
 def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
     folder, mirror, names = Path(config.run.dir), config.run.mirror, ", ".join(refused)
     lost = [name for name in refused if name in IDENTITY and not start.identity]
-    number = next(number for number in itertools.count(2) if not Path(f"{folder}-{number}").exists())
-    why, place = f"{names} changed (table above)", f"run.dir={folder}"
-    hint = f"choose another folder, such as run.dir={folder}-{number}"
+    why, place, hint = f"{names} changed (table above)", f"run.dir={folder}", "choose another run.dir"
     if "learner.steps" in refused:
-        length = _decay(with_defaults(start.config), config)
-        way_out = f"with learner.optimizer.decay_updates={length} it falls as before"
-        why += f": the learning rate falls over learner.steps; {way_out}"
-        why += ", and a run with schedule=constant can always be made longer"
+        why += ": the learning rate falls over learner.steps, unless decay_updates was set or it is constant"
     if lost:
         why += f": {start.path.with_suffix('.json')} is lost, so that they cannot be compared"
     if mirror:
-        place, hint = f"{place} or run.mirror={mirror}", f"{hint}, and another run.mirror"
+        place, hint = f"{place} or run.mirror={mirror}", f"{hint} and another run.mirror"
     if lost == list(refused) or all(among(TUNED, name) for name in refused):
         hint += f", or go on with this run all the same: checkpoint.allow_change=[{names}]"
     raise UserError(f"{place} holds another experiment: {why}; {hint}")
@@ -220,11 +198,12 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of an earlier start, as `kept_values`; newer keys get their defaults."""
-    config = _merged(dataclasses.asdict(Config()), values)
+    config: dict[str, Any] = _merged(dataclasses.asdict(Config()), values)
     phase, tool = dataclasses.asdict(SftPhase()), dataclasses.asdict(ToolConfig("search")) | {"name": ""}
-    config["sft"]["phases"] = [phase | own for own in config["sft"]["phases"]]
-    config["tools"] = [tool | ({"name": own} if isinstance(own, str) else own) for own in config["tools"]]
-    return with_references(config)
+    config["sft"]["phases"] = [phase | values for values in config["sft"]["phases"]]
+    tools = [{"name": entry} if isinstance(entry, str) else entry for entry in config["tools"]]
+    config["tools"] = [tool | values for values in tools]
+    return config
 
 
 def _merged(defaults: Any, values: Any) -> Any:

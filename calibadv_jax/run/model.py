@@ -28,14 +28,9 @@ from calibadv_jax.snapshots.checkpoint import newest_step, restore_params
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, weights_hash
 
 BACKEND = transformers.TokenizersBackend  # reads tokenizer.json as it is
-# Words apart by white space, so that a tokenizer of whole words may put spaces around punctuation.
-PROBES = {
-    "spaces": "who wrote it in the city",
-    "digits": "1291 and 12345",
-    "accents": "Zürich café",
-    "Chinese": "北京 大学",
-    "newlines": "a\nb\n\nc",
-}
+# A tokenizer must keep spaces, digits, accents, Chinese and newlines.
+# Words are apart by white space, so that a tokenizer of whole words may put spaces around punctuation.
+PROBES = ("who wrote it in the city", "1291 and 12345", "Zürich café", "北京 大学", "a\nb\n\nc")
 BASE = "base.json"  # beside the config.json and the tokenizer of a run
 MOVED = f"set its folder in the run's policy/{BASE}"
 
@@ -139,36 +134,34 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def _check_round_trip(tokenizer: Any, folder: Path) -> None:
-    if lost := lost_probes(tokenizer):
-        text, kind = PROBES[lost[0]], type(tokenizer)
-        advice = "set policy.tokenizer to a folder whose tokenizer keeps them"
-        has_file = kind is not BACKEND and (folder / "tokenizer.json").is_file()
-        if has_file and not lost_probes(BACKEND.from_pretrained(folder, local_files_only=True)):
-            place = f"tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
-            advice = f"its tokenizer.json keeps them: set {place}"
-        reader = f"read as {kind.__name__} by transformers {transformers.__version__}"
-        change = f"{text!r} becomes {decode(tokenizer, encode(tokenizer, text))!r}"
-        raise UserError(f"{folder}: the tokenizer, {reader}, loses {', '.join(lost)}: {change}; {advice}")
+    if changed := changed_probe(tokenizer):
+        text, decoded = changed
+        fault = f"the tokenizer, read as {type(tokenizer).__name__}, loses text: {text!r} becomes {decoded!r}"
+        advice = f"set tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
+        raise UserError(f"{folder}: {fault}; {advice}, or policy.tokenizer to another folder")
     for tag in TAGS:
         if tag not in decode(tokenizer, encode(tokenizer, f"{tag} a")):
             fault = f"the tokenizer cannot write {tag}: encoding and decoding loses it"
             raise UserError(f"{folder}: {fault}; add the eight protocol tags as tokens")
 
 
-def lost_probes(tokenizer: Any) -> list[str]:
-    """Return the names of the `PROBES` that decode(encode(text)) changes.
+def changed_probe(tokenizer: Any) -> tuple[str, str] | None:
+    """Return the first of the `PROBES` that decode(encode(text)) changes, and the decoded text; None if none.
 
     Case, the length of white space and compatible forms of a letter are ignored, as in rewards. Words may
     become the unknown token, but must stay apart.
     """
-    lost = []
-    for name, text in PROBES.items():
+    for text in PROBES:
         decoded = decode(tokenizer, encode(tokenizer, text))
-        words, expected = (unicodedata.normalize("NFKC", each).casefold().split() for each in (decoded, text))
+        words, expected = _folded_words(decoded), _folded_words(text)
         has_unknown = tokenizer.unk_token is not None and tokenizer.unk_token in decoded
         if words != expected and not (has_unknown and len(words) >= len(expected)):
-            lost.append(name)
-    return lost
+            return text, decoded
+    return None
+
+
+def _folded_words(text: str) -> list[str]:
+    return unicodedata.normalize("NFKC", text).casefold().split()
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -97,7 +97,7 @@ class RunState:
     def _are_tied(self, groups: Sequence[Group]) -> list[bool]:
         scores = [trajectory_scores(group, self.config.reward) for group in groups]
         self.hosts.same("score of a group", lambda: scores)  # else it would ask for other groups instead
-        return [len(set(each)) < 2 for each in scores]
+        return [len(set(of_group)) < 2 for of_group in scores]
 
     @property
     def seed(self) -> int:
@@ -116,7 +116,9 @@ class RunState:
     def _note_scores(self, groups: Sequence[Group]) -> dict[str, float]:
         metrics, reward, replaced = {}, self.config.reward, self.stream.replaced
         for group in groups:
-            self.questions.note(group.question.id, [each.relative_score for each in group.trajectories])
+            self.questions.note(
+                group.question.id, [trajectory.relative_score for trajectory in group.trajectories]
+            )
         for group in replaced:
             scores = [score / reward.max_score for score in trajectory_scores(group, reward)]
             self.questions.note(group.question.id, scores)

@@ -35,7 +35,7 @@ class UpdateResult:
 
     state: State  # of the policy; the critic keeps its own
     metrics: dict[str, float]
-    logprobs: Logprobs  # of each response before the first update; None where they were not computed
+    logprobs: Logprobs  # float32 [T] a response, before the first update; None where not computed
     tokens: int  # trained on, prompts and observations included
 
 

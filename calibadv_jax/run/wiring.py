@@ -122,8 +122,6 @@ def _make_sampler(
     dtype = config.checkpoint.snapshot_dtype or config.sampler_dtype
     store = SnapshotStore(snapshots, config.checkpoint.snapshots_kept, jnp.dtype(dtype))
     shared = base.shared() if base and config.policy.lora.snapshots == "adapters" else None
-    metadata: dict[str, Any] = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}
-    metadata |= {"base": shared, "writes": hosts.is_first}
 
     def publish(version: int, params: Params) -> Path:
         if shared:
@@ -131,7 +129,14 @@ def _make_sampler(
         elif model.policy.adapters:
             params = model.policy.merged(params, jnp.dtype(dtype))
         with hosts.barrier("snapshot of the policy"):
-            return store.publish(version, params, **metadata)
+            return store.publish(
+                version,
+                params,
+                hf_config=model.hf_config,
+                tokenizer_hash=model.tokenizer_hash,
+                base=shared,
+                writes=hosts.is_first,
+            )
 
     vocab_size = model.policy.architecture.vocab_size
     return VllmSampler(workers, config.sampler, stops, model.tokenizer_hash, vocab_size), publish

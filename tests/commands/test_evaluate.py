@@ -103,6 +103,10 @@ def test_report_tables_and_transcripts_agree(run):
 def test_failed_trajectories_are_counted_and_sampled_again(run):
     """The retriever fails for one question of a; at temperature 0 that question has no score."""
     run.shelf = Shelf({"a 1": RequestFailed("retriever", "gone")})
+    with pytest.raises(UserError, match="1 of 8 trajectories failed, more than rollout.max_failed_share=0"):
+        run(rollout={"max_failed_share": 0.0})
+    assert not run.file(".json").exists()
+    run.file(".jsonl").unlink()
     report, _ = run(rollout={"max_failed_share": 0.2})
     result = report.means["0"]["a"]
     assert (result["em"], result["questions"], result["trajectories"], result["failed"]) == (1, 3, 3, 1)
@@ -111,17 +115,6 @@ def test_failed_trajectories_are_counted_and_sampled_again(run):
     report, sampler = run(rollout={"max_failed_share": 0.2})
     assert len(sampler.asked) == 2  # turns of the one question
     assert report.means["0"]["a"]["questions"] == 4 and report.means["0"]["a"]["failed"] == 0
-
-
-def test_too_many_failures_end_it_and_lose_nothing(run):
-    keys = {"rollout": {"max_failed_share": 0.0, "max_concurrency": 1}}
-    run.shelf = Shelf({"b 3": RequestFailed("retriever", "gone")})
-    with pytest.raises(UserError, match="1 of 8 trajectories failed, more than rollout.max_failed_share=0"):
-        run(**keys)
-    assert not run.file(".json").exists() and len(rows(run)) == 8
-    run.shelf = Shelf()
-    report, sampler = run(**keys)
-    assert len(sampler.asked) == 2 and report.means["0"]["all"]["questions"] == 8
 
 
 def test_failed_source_has_no_means(run):

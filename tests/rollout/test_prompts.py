@@ -1,11 +1,10 @@
 """Text that the policy reads: prompts and their limits, information blocks, and texts that try to be more."""
 
-import gzip
 import hashlib
-import json
 import re
 from copy import deepcopy
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -348,38 +347,35 @@ def test_space_around_the_documents_is_not_shown(byte_tokenizer):
         assert text == WHOLE.replace("painter.\n", f"painter.{space}\n")
 
 
-@pytest.fixture(scope="module")
-def passages(shared):
-    with gzip.open(shared / "data/wiki_sample/corpus.jsonl.gz", "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for _, line in zip(range(600), file, strict=False)]
-    return [row["contents"].split("\n", 1) for row in rows]
+RNG = Random(0)
+WORDS = ["".join(RNG.choices("etaoins é字-,", k=RNG.randint(1, 9))) for _ in range(300)]
+PAGES = [" ".join(RNG.choices(WORDS, k=4000)) for _ in range(10)]
 
 
 @pytest.fixture(scope="module")
-def merging_tokenizer(passages):
-    """Byte-level BPE with merges learned from real text, as policies have them."""
+def merging_tokenizer():
+    """Byte-level BPE with merges learned from such text, as policies have them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([text for _, text in passages[:300]], trainer)
+    trainer = trainers.BpeTrainer(vocab_size=1000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([*PAGES, "\n\n<information></information>\n\n" * 1000], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
 @pytest.mark.parametrize("limit", [16, 64, 500])
-def test_huge_page_is_not_tokenised_whole(merging_tokenizer, passages, limit):
+def test_huge_page_is_not_tokenised_whole(merging_tokenizer, limit):
     tokenizer = Watched(merging_tokenizer)
-    for start in range(0, 600, 60):
-        some = passages[start : start + 60]
-        page = Document("1", "Page", " ".join(text for _, text in some))
+    for text in PAGES:
+        page = Document("1", "Page", text)
         ids, _ = render_observation([page, *TWO], tokenizer, limit)
         whole = f'\n\n<information>Doc 1(Title: "Page") {page.text}'
         closing = encode(merging_tokenizer, "</information>\n\n")
         assert ids.tolist() == [*encode(merging_tokenizer, whole)[: limit - len(closing)], *closing]
     tokenizer.texts.clear()
-    render_observation([Document("1", "T", page.text * 40)], tokenizer, limit)
-    assert len(page.text) * 40 > 10**6 and max(map(len, tokenizer.texts)) < 20 * limit
+    render_observation([Document("1", "T", page.text * 60)], tokenizer, limit)
+    assert len(page.text) * 60 > 10**6 and max(map(len, tokenizer.texts)) < 20 * limit
 
 
 def test_long_word_is_one_token(word_tokenizer):
@@ -394,15 +390,6 @@ def test_limit_below_the_tags_is_refused(byte_tokenizer):
     assert len(render_observation(TWO, byte_tokenizer, tags)[0]) == tags
     with pytest.raises(UserError, match=f"max_observation_length is {tags - 1}.*need {tags} tokens"):
         render_observation(TWO, byte_tokenizer, tags - 1)
-
-
-def test_word_tokenizer_keeps_the_tags_as_tokens(word_tokenizer):
-    ids, _ = render_observation(TWO[:1], word_tokenizer, 100)
-    vocabulary = word_tokenizer.get_vocab()
-    assert ids[0] == vocabulary["<information>"] and ids[-1] == vocabulary["</information>"]
-    cut, text = render_observation(TWO[:1], word_tokenizer, 6)
-    assert cut.tolist() == [*ids[:5], ids[-1]]
-    assert text.endswith("</information>\n\n")
 
 
 def test_documents_cannot_forge_anything(byte_tokenizer, word_tokenizer):

@@ -69,6 +69,8 @@ DECAY = "learner.optimizer.decay_updates"
     [
         ([], "run.seed=1", True),
         ([], "learner.optimizer.lr=0.001", True),
+        ([], "sampler.name=vllm", True),
+        ([], "data.weights={nq: 2, popqa: 1}", True),
         ([], "learner.steps=20", True),  # the cosine ends later
         ([f"{DECAY}=20"], f"{DECAY}=30", True),
         ([f"{DECAY}=20"], "learner.steps=20", False),
@@ -84,31 +86,15 @@ DECAY = "learner.optimizer.decay_updates"
 def test_change_of_a_key_is_refused_or_shown(run, before, change, is_binding):
     run(*before)
     trained(run, 3)
-    run.folder.with_name("run-2").mkdir()
     key = change.partition("=")[0]
     if is_binding:
-        words = f"another experiment: {key}.* changed.*choose another folder, such as run.dir={run.folder}-3"
+        words = f"another experiment: {key}.* changed.*choose another run.dir"
         assert refuses(run, words, *before, change)
         allowed = rf"checkpoint.allow_change=\[{key}\]"
         assert not key.startswith("learner") or refuses(run, allowed, *before, change)
         before = [*before, f"checkpoint.allow_change=[{key}]"]
     assert any(key in line and "accepted" in line for line in run(*before, change).splitlines())
     assert "accepted" not in run(*before, change)
-
-
-def test_every_binding_key_is_compared(run):
-    changes = {"sampler.name": "vllm", "prompt.template": "short", "advantage.name": "grpo"}
-    changes |= {"loss.clip_high": 0.5, "retriever.encoder": "e5", "retriever.topk": 5}
-    changes |= {"retriever.retrieval_topk": 20, "retriever.rerank_topk": 4, "retriever.reranker": "judge"}
-    changes |= {"run.seed": 1, "learner.epochs": 2, "rollout.max_searches": 2, "rollout.group_size": 7}
-    changes |= {"rollout.max_observation_length": 99, "rollout.questions_per_step": 3}
-    changes |= {"data.shuffle": "false", "data.weights": "{nq: 2, popqa: 1}", "learner.optimizer.lr": 0.001}
-    changes |= {"rollout.temperature": 0.5, "policy.compute_dtype": "float32", "policy.lora.rank": 4}
-    with_checkpoint(run)
-    with pytest.raises(UserError, match="holds another experiment: ") as caught:
-        run("sampler.slots=7", "retriever.threads=2", *(f"{key}={value}" for key, value in changes.items()))
-    named = str(caught.value).partition("experiment: ")[2].partition(" changed")[0]
-    assert set(named.split(", ")) == changes.keys()
 
 
 def test_allowed_change_accepts_no_other_change(run):
@@ -122,20 +108,6 @@ def test_allowed_change_accepts_no_other_change(run):
         words = f"another experiment: {refused} changed"
         assert refuses(run, words, *changes, f"checkpoint.allow_change=[{allowed}]")
     assert "refused" not in run(*changes, "checkpoint.allow_change=[learner.epochs, rollout.group_size]")
-
-
-LARGER = ["rollout.questions_per_step=4", "rollout.group_size=5", "learner.minibatch_size=8"]
-
-
-@pytest.mark.parametrize(("overrides", "length"), [([], 10), ([*LARGER, "learner.epochs=2"], 60)])
-def test_longer_run_needs_the_decay_of_before(run, overrides, length):
-    run(*overrides)
-    trained(run, 3)
-    longer = [*overrides, "learner.steps=20"]
-    words = f"learner.steps changed .*: the learning rate falls over learner.steps; with {DECAY}={length} it"
-    assert refuses(run, words, *longer)
-    assert "learner.steps" in run(*longer, f"{DECAY}={length}")
-    assert refuses(run, "decay_updates changed", *longer, f"{DECAY}=11")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +167,8 @@ def test_unknown_key_or_unusable_folder_is_refused(run):
     assert refuses(run, "'learner.lr', which is no key", "checkpoint.allow_change=[learner.lr]")
     damaged, metrics = run.folder / "configs/1.yaml", run.folder / "metrics.jsonl"
     damaged.touch()
-    assert f"{damaged}: empty or cut off" in (output := run()) and "0.yaml is compared instead" in output
+    assert refuses(run, "1.yaml: empty or cut off; remove it")
+    damaged.unlink()
     metrics.write_bytes(b'{"step": 1}\n\xff\xfe\x00\n')
     assert refuses(run, r"metrics.jsonl:2: not a row of metrics; remove the line")
     metrics.unlink()
@@ -238,7 +211,7 @@ def test_older_configs_get_defaults_of_newer_keys(run, tmp_path):
             check_cold_start(other)
 
 
-def test_steps_trained_again_or_without_row_are_reported(run):
+def test_steps_trained_again_are_reported(run):
     run()
     trained(run, 8)
     assert run() == "8 steps are trained again: there is no checkpoint yet (checkpoint.every)"
@@ -247,11 +220,6 @@ def test_steps_trained_again_or_without_row_are_reported(run):
     assert output == "2 steps are trained again: the newest checkpoint is that of step 6 (checkpoint.every)"
     trained(run, 6)
     assert run() == ""
-    path = run.folder / "metrics.jsonl"
-    path.write_text(path.read_text().split("\n", 1)[1])
-    assert run().startswith(f"{path}: 1 of steps 1 to 6 have no row")
-    path.unlink()
-    assert run().startswith(f"{path}: 6 of steps 1 to 6 have no row")
 
 
 def test_lost_hashes_can_be_accepted(run):
@@ -262,8 +230,7 @@ def test_lost_hashes_can_be_accepted(run):
     del identity["tools.content"]
     path.write_text(json.dumps(identity))
     run(CALCULATOR)  # as an older version left it
-    for path in (run.folder / "configs").glob("*.json"):
-        path.write_text("")
+    (run.folder / "configs/1.json").unlink()
     names = "data.content, policy.config, policy.vocabulary"
     assert refuses(run, rf"1.json is lost, .*allow_change=\[{names}", CALCULATOR)
     assert "accepted" in run(CALCULATOR, f"checkpoint.allow_change=[{names}]")
@@ -334,7 +301,7 @@ def test_only_weights_that_are_read_are_compared(tmp_path):
 
 
 def test_weights_are_compared_only_as_reference(run, tmp_path):
-    path, allowed = PATH.format(tmp_path), "checkpoint.allow_change=[loss.kl_coef, policy.weights]"
+    path = PATH.format(tmp_path)
     write_inputs(tmp_path)
     run(path)
     trained(run, 1)
@@ -342,11 +309,6 @@ def test_weights_are_compared_only_as_reference(run, tmp_path):
     run(path)
     write_inputs(tmp_path, scale=3.0)
     run(path, KL, "checkpoint.allow_change=[loss.kl_coef]")
-    write_inputs(tmp_path, scale=4.0)
-    run(path, allowed)
-    run(path, KL, "checkpoint.allow_change=[loss.kl_coef]")
-    shutil.copytree(tmp_path / "hf", tmp_path / "moved/hf")
-    assert "policy.path" in run(PATH.format(tmp_path / "moved"), KL)
 
 
 def served(url, more="", **own):
@@ -361,9 +323,6 @@ def test_keys_of_the_environment_are_compared_by_name(run, monkeypatch):
         monkeypatch.setenv("MY_KEY", key)
         assert "changed" not in run(server)
         trained(run, 3)
-    for path in (run.folder / "configs").glob("*.yaml"):  # as earlier versions kept it
-        path.write_text(path.read_text().replace("${oc.env:MY_KEY}", "correct-horse"))
-    assert "changed" not in run(server)
     output = run("tools=[search, {mcp: {command: '${oc.env:MY_KEY}'}}]", "checkpoint.allow_change=[tools]")
     assert "accepted" in output and "correct-horse" not in output
 

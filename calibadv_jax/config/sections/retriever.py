@@ -60,7 +60,8 @@ class RetrieverConfig(Section):
 
     def _faults(self) -> Iterator[str]:
         yield from credential_faults("url", self.url, "RETRIEVER_TOKEN")
-        for url in [self.url] if isinstance(self.url, str) else self.url:
+        urls = [self.url] if isinstance(self.url, str) else self.url
+        for url in urls:
             base = url.rstrip("/").removesuffix(ROUTE)
             if base != url.rstrip("/"):
                 yield f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}"

@@ -35,7 +35,8 @@ class Section:
 def credential_faults(key: str, urls: str | list[str], token_variable: str = "") -> Iterator[str]:
     """Refuse URLs with a user or a password, which would stand in the run's folder."""
     token = f", and set the environment variable {token_variable} to a token" if token_variable else ""
-    if any(map(_CREDENTIALS.match, [urls] if isinstance(urls, str) else urls)):
+    urls = [urls] if isinstance(urls, str) else urls
+    if any(_CREDENTIALS.match(url) for url in urls):
         yield f"{key} holds a user or a password, which messages and logs would show; take them out{token}"
 
 
