@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -72,6 +73,7 @@ FREE = (  # of those; contents of files are compared by their hash
     "sft.optimizer.offload",
     "world.dir",
 )
+MOST_SECONDS = 600.0  # of work that a kill may cost if updates are slow
 
 
 def run(config: Config) -> None:
@@ -363,6 +365,7 @@ class ColdStart:
             self.state = learner.init(initial())
         self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=1)
         self.step = self._saved = newest or 0
+        self._saved_at = time.monotonic()
         if newest is not None:
             self.state, _ = self._store.restore(newest, learner.abstract_state)
             console.note(f"going on from update {newest}")
@@ -370,11 +373,11 @@ class ColdStart:
     def updated(self, state: State) -> None:
         """Take the state after one more update, and save it if that is due."""
         self.state, self.step = state, self.step + 1
-        if self.every and self.step % self.every == 0:
+        if self.every and (self.step % self.every == 0 or time.monotonic() - self._saved_at > MOST_SECONDS):
             self._save()
 
     def finish(self) -> None:
-        self._saved = self.step
+        self._saved, self._saved_at = self.step, time.monotonic()
         self._store.close()
         # All checkpoints go at once: after a kill the next cold start continues or begins anew.
         (self.folder / CHECKPOINTS).rename(self.folder / GONE)

@@ -137,8 +137,11 @@ def _check_round_trip(tokenizer: Any, folder: Path) -> None:
     if changed := changed_probe(tokenizer):
         text, decoded = changed
         fault = f"the tokenizer, read as {type(tokenizer).__name__}, loses text: {text!r} becomes {decoded!r}"
-        advice = f"set tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
-        raise UserError(f"{folder}: {fault}; {advice}, or policy.tokenizer to another folder")
+        advice = "set policy.tokenizer to another folder"
+        if type(tokenizer) is not BACKEND:
+            place = f"tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
+            advice = f"set {place}, or policy.tokenizer to another folder"
+        raise UserError(f"{folder}: {fault}; {advice}")
     for tag in TAGS:
         if tag not in decode(tokenizer, encode(tokenizer, f"{tag} a")):
             fault = f"the tokenizer cannot write {tag}: encoding and decoding loses it"

@@ -7,6 +7,7 @@ import re
 import signal
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demon
 from calibadv_jax.learner.batching import RowShape, Sample, pack, plan
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.optimizer import make_optimizer
+from calibadv_jax.metrics.console import Console
 from calibadv_jax.run.folder import check_cold_start
 from calibadv_jax.run.model import build_model, initial_params
 from calibadv_jax.snapshots.checkpoint import newest_step
@@ -516,3 +518,30 @@ def test_adapters_are_merged_into_written_policy(started, tmp_path):
     assert other == {f"model.layers.0.{name}_proj.weight" for name in ("self_attn.q", "mlp.up")}
     for name in other:
         assert np.linalg.matrix_rank(result[name] - base[name], tol=1e-6) == 2
+
+
+class Kept:
+    """Checkpoints in memory; notes which updates are saved."""
+
+    def __init__(self, folder, keep):
+        self.folder, self.saved = folder, []
+
+    def save(self, step, state, extra):
+        self.saved.append(step)
+
+    def wait(self):
+        return self.saved[-1]
+
+
+@pytest.mark.parametrize(("every", "saved"), [(0, []), (4, [3, 4, 7, 8, 11, 12]), (100, [3, 6, 9, 12])])
+def test_slow_updates_are_saved_every_ten_minutes(tmp_path, monkeypatch, every, saved):
+    """Each update takes four minutes: ten minutes after the last save the next one is due."""
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=0)
+    monkeypatch.setattr(sft, "time", clock)
+    monkeypatch.setattr(sft, "CheckpointStore", Kept)
+    config = changed(run={"dir": str(tmp_path)}, sft={"checkpoint_every": every})
+    learner = SimpleNamespace(init=lambda params: params, policy=SimpleNamespace(adapters=None))
+    state = sft.ColdStart(config, {}, learner, dict, Console(progress=False))
+    for clock.now in range(240, 13 * 240, 240):
+        state.updated({})
+    assert state._store.saved == saved

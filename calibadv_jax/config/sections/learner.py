@@ -256,8 +256,8 @@ class SftConfig:
     rows: PositiveInt = 16
     """Packed rows per update, which are computed together: fewer or shorter rows need less memory."""
     checkpoint_every: NonNegativeInt = 50
-    """Updates between two saved states of a cold start, which continues from them. 0: only when a signal or
-    an error ends it."""
+    """Updates between two saved states of a cold start, which continues from them; slow updates are saved
+    after ten minutes. 0: only when a signal or an error ends it."""
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Optimizer of the cold start."""
     output: Annotated[str, Mark.OUTPUT] = "${run.dir}/sft"
