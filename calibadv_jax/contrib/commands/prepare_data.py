@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     filters = Filters(
         default_source=arguments.data_source,
         columns=ColumnsConfig(arguments.question, arguments.answer, arguments.separator),
-        data_sources=frozenset(arguments.only),
+        data_sources=arguments.only,
         excluded=arguments.exclude,
         max_characters=arguments.max_characters,
         max_tokens=arguments.max_tokens,
@@ -110,15 +110,17 @@ class PreparationReport:
     """Rows read, written and dropped, by data source, and examples of each reason."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of data source and outcome
-    renamed: int = 0  # rows whose id another row had before
-    empty_answers: int = 0  # left out of written rows: they normalise to nothing
     joined_answers: int = 0  # written rows whose only answer looks like several ones
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
+    def count(self, source: str, outcome: str) -> None:
+        self.counts.update([(source, READ), (source, outcome)])
+
     def drop(self, source: str, reason: str, where: str, text: str) -> None:
-        self.counts.update((source, outcome) for outcome in (READ, reason))
+        self.count(source, reason)
         shown = self.examples.setdefault(reason, [])
-        shown += [{"row": where, "question": text}] if len(shown) < EXAMPLES else []
+        if len(shown) < EXAMPLES:
+            shown.append({"row": where, "question": text})
 
     @property
     def outcomes(self) -> list[str]:
@@ -186,14 +188,12 @@ def _select(sources: Sources, filters: Filters, report: PreparationReport) -> It
                 report.drop(question.data_source, reason, where, question.text)
                 continue
             seen.add(_digest(question.text))
-            report.counts.update((question.data_source, outcome) for outcome in (READ, WRITTEN))
-            answers = tuple(filter(normalise_answer, question.golden_answers))
-            report.empty_answers += len(question.golden_answers) - len(answers)
+            report.count(question.data_source, WRITTEN)
             report.joined_answers += is_joined(question)
             names = chain([question.id], (f"{question.id}_{number}" for number in count(2)))
             name = next(name for name in names if name not in ids)
             ids.add(name)
-            report.renamed += name != question.id
+            answers = tuple(filter(normalise_answer, question.golden_answers))
             yield replace(question, id=name, golden_answers=answers)
 
 
