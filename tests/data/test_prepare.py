@@ -8,7 +8,6 @@ from rows_rig import write_rows
 from calibadv_jax import cli
 from calibadv_jax.contrib.commands import prepare_data as module
 from calibadv_jax.contrib.commands.prepare_data import Filters, prepare, question_key
-from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
 
@@ -41,8 +40,7 @@ def files(tmp_path):
 
 def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path, capsys):
     train, test = files
-    build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    filters = ["--exclude", test, "--max_tokens", "20", "--tokenizer", tmp_path / "tokenizer"]
+    filters = ["--exclude", test, "--max_characters", "99"]
     assert call(train, "--output", tmp_path / "out.jsonl", *filters) == 0
     written = [(question.id, question.text) for question in load_questions(tmp_path / "out.jsonl")]
     assert written == [("1", "Who wrote Silent Garden?"), ("1_2", "Another of this id")]
@@ -97,7 +95,6 @@ def test_former_output_stays_after_an_error(files, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max_tokens", "9"], "--max_tokens needs --tokenizer"),
         (["--max_characters", "-1"], "argument --max_characters: -1: give 0 or more"),
         (["--output", "out.txt"], "out.txt: the output must end in .jsonl or .parquet"),
         (["--output", "file/out.jsonl"], "file/out.jsonl: cannot be written"),
@@ -111,14 +108,11 @@ def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, argume
     assert message in output and output.count("\n") == 1
 
 
-def test_default_data_source_and_tokens_of_a_rows_prompt(tmp_path):
-    rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
-    train = write_rows(
-        tmp_path / "x.jsonl", *rows, rows[1] | {"question": "When?", "prompt": "Say it: When?"}
-    )
-    filters = Filters("mine\ud83d", max_tokens=2, count_tokens=lambda text: len(text.split()))
-    assert prepare(str(train), tmp_path / "out.jsonl", filters).rows()[0] == ["mine\ufffd", 4, 2, 1, 1]
-    assert [question.data_source for question in load_questions(tmp_path / "out.jsonl")] == ["mine\ufffd"] * 2
+def test_rows_without_source_get_the_default(tmp_path):
+    train = write_rows(tmp_path / "x.jsonl", {"id": 1, "question": "q1", "golden_answers": ["ada"]})
+    prepare(str(train), tmp_path / "out.jsonl", Filters("mine\ud83d"))
+    (question,) = load_questions(tmp_path / "out.jsonl")
+    assert question.data_source == "mine\ufffd"
 
 
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path):

@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 
 from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.contrib.arguments import number
-from calibadv_jax.core import hub
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import replacing, write_text
@@ -28,8 +27,6 @@ from calibadv_jax.data.files import Sources, find_files
 from calibadv_jax.data.layouts import NO_COLUMNS, NoAnswer
 from calibadv_jax.data.questions import is_joined, question_row, read_questions, write_questions
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.rollout.observation import encode
-from calibadv_jax.run.model import load_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,24 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these")
     text = "drop questions that occur in these files"
     parser.add_argument("--exclude", nargs="+", default=[], metavar="INPUT", help=text)
-    size = number(int, least=0)
-    parser.add_argument("--max_characters", type=size, default=0, help="of a question; 0: no limit")
-    parser.add_argument("--max_tokens", type=size, default=0, help="of a question or its prompt; 0: no limit")
-    text = "tokenizer for --max_tokens: a folder or OWNER/NAME[@REVISION]"
-    parser.add_argument("--tokenizer", default="", help=text)
+    text = "of a question; 0: no limit"
+    parser.add_argument("--max_characters", type=number(int, least=0), default=0, help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if bool(arguments.max_tokens) != bool(arguments.tokenizer):
-        raise UserError("--max_tokens needs --tokenizer, and the other way round: give both or neither")
     filters = Filters(
         default_source=arguments.data_source,
         columns=ColumnsConfig(arguments.question, arguments.answer, arguments.separator),
         data_sources=arguments.only,
         excluded=arguments.exclude,
         max_characters=arguments.max_characters,
-        max_tokens=arguments.max_tokens,
-        count_tokens=_token_counter(arguments.tokenizer) if arguments.tokenizer else len,
     )
     report, console = prepare(arguments.inputs, arguments.output, filters), Console()
     console.say(table(report.rows(), ["data source", *report.outcomes]))
@@ -70,15 +60,6 @@ def run(arguments: argparse.Namespace) -> None:
         joined = "rows have one golden answer with a separator in it (|, ; or a line break)"
         console.warn(f"{report.joined_answers} {joined}: if these are several answers, give --separator")
     console.say(f"written to {arguments.output}; dropped rows in {arguments.output}.report.json")
-
-
-def _token_counter(name: str) -> Callable[[str], int]:
-    folder = Path(name)
-    if hub.is_repository(name):
-        repository, _, revision = name.partition("@")
-        folder = hub.fetch_model(hub.resolve(repository, revision), with_weights=False)
-    tokenizer = load_tokenizer(folder)
-    return lambda text: len(encode(tokenizer, text))
 
 
 READ, WRITTEN = "read", "written"  # outcomes of rows beside the reasons to drop them
@@ -101,8 +82,6 @@ class Filters:
     data_sources: Collection[str] = ()  # kept; empty: all
     excluded: Sources = ()  # files of questions that must not occur
     max_characters: int = 0  # of the question; 0: no limit
-    max_tokens: int = 0  # of the question, or of the prompt that its row carries; 0: no limit
-    count_tokens: Callable[[str], int] = len
 
 
 @dataclass
@@ -206,10 +185,6 @@ def _why_dropped(
         return "empty answer"
     if filters.max_characters and len(question.text) > filters.max_characters:
         return "too long"
-    if filters.max_tokens:
-        texts = [question.text.join(message.parts) for message in question.prompt] or [question.text]
-        if sum(map(filters.count_tokens, texts)) > filters.max_tokens:
-            return "too long"
     digest = _digest(question.text)
     return "overlap" if digest in excluded else "duplicate" if digest in seen else ""
 
