@@ -13,7 +13,7 @@ from http_rig import Handler, serving
 from rows_rig import write_rows
 from tiny_policy import WIDER
 
-from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig
+from calibadv_jax.config import McpConfig, MeshConfig, ToolConfig
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.contrib.commands import doctor
 from calibadv_jax.contrib.commands.doctor import check_shape
@@ -72,7 +72,7 @@ def working_retriever():
 
 
 def with_retriever(config, url):
-    return replace(config, retriever=replace(config.retriever, url=url, patience=0.3, timeout=5.0))
+    return changed(config, retriever={"url": url, "patience": 0.3, "timeout": 5.0})
 
 
 def findings(capsys, config, failed=0, **options):
@@ -98,7 +98,7 @@ def test_every_check_passes_and_describes(config, capsys):
 
 
 def test_failed_check_is_counted_and_others_run(config, capsys):
-    broken = replace(config, data=replace(config.data, train="none.jsonl"))
+    broken = changed(config, data={"train": "none.jsonl"})
     with replying(working_retriever()) as url:
         lines, last = findings(capsys, with_retriever(broken, url), failed=1)
     failures = [line for line in lines if line.startswith("FAIL")]
@@ -110,8 +110,8 @@ def test_failed_check_is_counted_and_others_run(config, capsys):
 def test_opening_of_template_is_shown(config, added, prepend_think):
     tokenizer = build_word_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}<|endoftext|>" + added
-    prompt = replace(config.prompt, chat="on", prepend_think=prepend_think)
-    lines = doctor.prompt_lines(replace(config, prompt=prompt), tokenizer)[1:]
+    chat = changed(config, prompt={"chat": "on", "prepend_think": prepend_think})
+    lines = doctor.prompt_lines(chat, tokenizer)[1:]
     assert [line.split("'")[1] for line in lines] == ([added] if added else [])
 
 
@@ -123,7 +123,7 @@ def with_weights(config, folder, **fields):
     path = folder / "config.json"
     written = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({name: value for name, value in written.items() if value is not None}))
-    return replace(config, policy=replace(config.policy, path=str(folder), init={}))
+    return changed(config, policy={"path": str(folder), "init": {}})
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -136,7 +136,7 @@ def test_shapes_of_tensors_are_checked(config, tmp_path, offline):
 
 
 def test_questions_that_are_in_both_files_are_warning(config, tmp_path):
-    config = replace(config, data=replace(config.data, weights={"test": 1.0, "other": 2.0}))  # of data.train
+    config = changed(config, data={"weights": {"test": 1.0, "other": 2.0}})  # of data.train
     assert not any("warning" in line for line in doctor.check_questions(config))
     with (tmp_path / "eval.jsonl").open("a") as file:
         file.write(json.dumps(question("5", "who founded x ?")) + "\n")
@@ -149,34 +149,26 @@ def test_overlong_prompts_are_counted_or_refused(config):
     (line,) = doctor.prompt_lines(config, tokenizer)
     assert "where is it" in line and f"of {config.rollout.max_prompt_length} tokens" in line
     longest = int(line.split(" tokens")[0].split()[-3])
-    short = replace(config, rollout=replace(config.rollout, max_prompt_length=longest - 1))
+    short = changed(config, rollout={"max_prompt_length": longest - 1})
     with pytest.raises(UserError, match=r"data.eval: the prompts of 1 of 2 questions .*'4'"):
         doctor.prompt_lines(short, tokenizer)
-    left_out = replace(short, data=replace(short.data, overlong_prompts="leave_out"))
-    warning, _ = doctor.prompt_lines(left_out, tokenizer)
+    warning, _ = doctor.prompt_lines(changed(short, data={"overlong_prompts": "leave_out"}), tokenizer)
     assert warning.startswith("warning: data.eval: the prompts of 1 of 2 questions")
 
 
 def test_start_checks_the_services_that_are_named(config):
     with pytest.raises(UserError, match="retriever http://127.0.0.1:9: cannot be reached"):
         check_inputs(with_retriever(config, "http://127.0.0.1:9"))
-    sampler = replace(config.sampler, name="vllm", urls=["http://127.0.0.1:9"], patience=0.3)
+    away = {"name": "vllm", "urls": ["http://127.0.0.1:9"], "patience": 0.3}
     with pytest.raises(UserError, match="vLLM worker http://127.0.0.1:9: cannot be reached"):
-        check_inputs(replace(config, sampler=sampler))
-    check_inputs(replace(config, sampler=replace(sampler, name="jax")))  # which uses none of them
+        check_inputs(changed(config, sampler=away))
+    check_inputs(changed(config, sampler=away | {"name": "jax"}))  # which uses none of them
 
 
-def test_every_worker_is_asked_what_it_serves(config):
-    good = {"/weight_info": (200, {"weight_version": "abc/3"})}
-
-    def check(*urls):
-        sampler = replace(config.sampler, name="vllm", urls=list(urls))
-        return doctor.check_sampler(replace(config, sampler=sampler))
-
-    with replying(good) as first, replying({}) as second:
-        assert check(first) == [f"{first}: serves weights 'abc/3'"]
-        with pytest.raises(UserError, match=f"{second}: no /weight_info"):
-            check(first, second)
+def test_worker_is_asked_what_it_serves(config):
+    with replying({"/weight_info": (200, {"weight_version": "abc/3"})}) as url:
+        lines = doctor.check_sampler(changed(config, sampler={"name": "vllm", "urls": [url]}))
+    assert lines == [f"{url}: serves weights 'abc/3'"]
 
 
 def test_mcp_program_that_ends_is_named(config, capsys, monkeypatch):
@@ -198,16 +190,12 @@ def test_retriever_without_health_or_results_is_described(config, monkeypatch):
     silent = working_retriever() | {"/retrieve": (404, {})}
     with replying(silent) as url, pytest.raises(UserError, match="set retriever.url to a retrieval service"):
         doctor.check_retriever(with_retriever(config, url))
-    none = replace(config, retriever=RetrieverConfig())
-    own = replace(none, tools=[ToolConfig("examples.own_tool:Calculator")])
+    own = replace(config, tools=[ToolConfig("examples.own_tool:Calculator")])
     assert doctor.check_retriever(own) == ["none: no action of tools asks it"]
-    with pytest.raises(UserError, match="retriever.url is empty"):
-        doctor.check_retriever(none)
 
 
 def test_unchecked_files_do_not_read_ok(config, capsys):
-    absent = replace(config, data=replace(config.data, train="none.jsonl"))
-    lines, last = findings(capsys, absent, offline=True)
+    lines, last = findings(capsys, changed(config, data={"train": "none.jsonl"}), offline=True)
     assert "skip questions: data.train: none.jsonl is not here" in lines
     assert any(line.startswith("ok   questions: data.eval: 2 questions") for line in lines)
     assert last == "every offline check passed; warnings: 0, not checked: 1"
@@ -222,8 +210,7 @@ def test_too_small_host_fails_and_names_keys(config, capsys, monkeypatch):
     assert "do not fit: this host has 0.0 GiB for 8 device(s)" in failure and "sampler.slots" in failure
     assert any(line.startswith("ok   policy: tokens of each tag") for line in lines)  # the rest is said too
     assert last == "1 of 6 checks failed"
-    split = replace(config, mesh=replace(config.mesh, fsdp=2, tensor=4))
-    lines, last = findings(capsys, split, offline=True)
+    lines, last = findings(capsys, changed(config, mesh={"fsdp": 2, "tensor": 4}), offline=True)
     for words in ("do not fit", "mesh.tensor is 4, which does not divide the policy's 2"):
         assert any(line.startswith("warn policy: ") and words in line for line in lines)
     assert last.startswith("every offline check passed; warnings: ")
@@ -239,24 +226,24 @@ def test_retriever_lost_after_first_answer_fails_at_once(config):
 
     routes = Once(working_retriever())
     with replying(routes) as url, pytest.raises(UserError, match=r"no answer \(status"):
-        config = with_retriever(config, url)
-        doctor.check_retriever(replace(config, retriever=replace(config.retriever, patience=600.0)))
+        doctor.check_retriever(changed(with_retriever(config, url), retriever={"patience": 600.0}))
 
 
 class Judging(Handler):
-    """Says yes to golden answers, or to all that is asked."""
+    """Says yes to golden answers, or to every answer."""
 
     says_yes_to_all = False
 
     def do_POST(self):
         system, user = (message["content"] for message in json.loads(self.body())["messages"])
-        asked, key = json.loads(user), re.findall(r"the key (\w+)", system)[-1]
-        verdict = "yes" if self.says_yes_to_all or asked["answer"] in asked["golden_answers"] else "no"
-        self.reply(200, {"choices": [{"message": {"content": f"{key} {verdict}"}}]})
+        request, key = json.loads(user), re.findall(r"the key (\w+)", system)[-1]
+        is_right = self.says_yes_to_all or request["answer"] in request["golden_answers"]
+        content = f"{key} {'yes' if is_right else 'no'}"
+        self.reply(200, {"choices": [{"message": {"content": content}}]})
 
 
 def judged_by(config, url):
-    return replace(config, reward=replace(config.reward, judge=JudgeConfig(url=f"{url}/v1", model="m")))
+    return changed(config, reward={"judge": JudgeConfig(url=f"{url}/v1", model="m")})
 
 
 def test_judge_is_asked_about_right_and_wrong_answer(config):
