@@ -59,9 +59,7 @@ def test_estimate_prints_memory_work_and_hours(capsys, tmp_path):
     ("config", "devices", "changes"),
     [
         ("own_data", ["--gpu", "h100", "--topology", "1x1x1"], []),
-        ("paper/qwen2.5-3b", ["--gpu", "h100", "--topology", "1x1x1"], ["mesh.fsdp=1"]),
         ("paper/qwen2.5-3b", ["--tpu", "v5e:2x4"], ["sampler.name=jax"]),
-        ("own_data", ["--tpu", "v5e-8"], []),
         ("paper/qwen2.5-7b", EIGHT, ["policy.remat=none"]),
     ],
 )

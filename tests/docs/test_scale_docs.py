@@ -1,10 +1,7 @@
 """The pages of scale: their rows are the script's points, fit, and agree with what the doctor says."""
 
-import json
 import re
 import shlex
-import subprocess
-from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,7 +11,7 @@ from plan_rig import planned
 
 from benchmarks.compiled import plan_table
 from benchmarks.compiled.ahead_of_time import expected_bytes, parse
-from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point
+from benchmarks.compiled.scale_table import POINTS, TABLED
 from benchmarks.compiled.scale_table import row as table_row
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import plan
@@ -128,18 +125,6 @@ def test_sampler_row_is_the_largest_of_three(program, needed, expected):
     row = table_row(POINT, figures if needed else figures | {program: REFUSED}).split(" | ")
     assert row[:3] == ["| qwen2.5-3b", "16 v5e", "14.9"] and row[-1] == f"`{POINT}` |"
     assert row[8] == expected and row[5] == "3.0 in 1 s"
-
-
-def test_failed_compilation_raises_its_reason(tmp_path, monkeypatch):
-    """Status 1 is that of a program that does not fit, and of a failure: the figures tell which."""
-    file, programs = tmp_path / "point.json", ["update", "apply"]
-    for status, names, has_failed in ((1, ["update"], True), (1, programs, False), (-9, [], True)):
-        done = subprocess.CompletedProcess([], status, "", "ModuleNotFoundError: No module 'libtpu'")
-        monkeypatch.setattr(subprocess, "run", Mock(return_value=done))
-        file.write_text(json.dumps(dict.fromkeys(names, REFUSED)))
-        with pytest.raises(SystemExit, match="libtpu") if has_failed else nullcontext():
-            compile_point(POINT, programs, file, {"tpu": tmp_path})
-        assert subprocess.run.call_args.args[0][-4:-2] == programs
 
 
 def test_only_memory_refusals_are_figures():

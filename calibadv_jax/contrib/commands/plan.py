@@ -214,17 +214,22 @@ def cheapest_changes(
     """
     changes: Changes = {}
     size = peak_memory(memory_of(config, architecture, target))
-    while size > limit:
-        for step in levers(config, architecture, target.hosts):
-            with suppress(ValidationError, UserError):  # it does not go together with another key
-                smaller = changed(config, step)
-                smaller_size = peak_memory(memory_of(smaller, architecture, target))
-                if smaller_size < size:
-                    break
-        else:
-            return changes, size
-        config, size, changes = smaller, smaller_size, changes | step
+    while size > limit and (smaller := _pull_lever(config, architecture, target, size)):
+        config, size, step = smaller
+        changes |= step
     return changes, size
+
+
+def _pull_lever(
+    config: Config, architecture: Architecture, target: Target, size: float
+) -> tuple[Config, float, Changes] | None:
+    for step in levers(config, architecture, target.hosts):
+        with suppress(ValidationError, UserError):  # it does not go together with another key
+            smaller = changed(config, step)
+            smaller_size = peak_memory(memory_of(smaller, architecture, target))
+            if smaller_size < size:
+                return smaller, smaller_size, step
+    return None
 
 
 def levers(config: Config, architecture: Architecture, hosts: int) -> Iterator[Changes]:

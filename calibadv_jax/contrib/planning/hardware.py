@@ -18,7 +18,6 @@ from calibadv_jax.policy.sharding import local_sizes
 from calibadv_jax.policy.transformer import KERNELS
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # in the environment: share of a GPU's memory that JAX takes
-GPU_SHARE = 0.75  # its default
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Target:
         """Bytes of a device that the trainer may use; UserError for an invalid share in the environment."""
         if self.platform == "tpu":
             return self.chip.memory
-        value = os.environ.get(FRACTION, str(GPU_SHARE))
+        value = os.environ.get(FRACTION, "0.75")
         with suppress(ValueError):
             if 0 < float(value) <= 1:
                 return float(value) * self.chip.memory
