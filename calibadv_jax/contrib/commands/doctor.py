@@ -125,7 +125,8 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
         questions = load_questions(getattr(config.data, key), config.data.columns)
         lengths = prompt_lengths(questions, tokenizer, config.prompt, limit, actions)
         kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
-        warnings += [f"warning: {overlong}"] if overlong else []
+        if overlong:
+            warnings.append(f"warning: {overlong}")
         longest = max(kept, key=lambda question: len(question.text))
         prompts.append(open_prompt(longest, tokenizer, config.prompt, limit, actions))
     ids, opening = max(prompts, key=lambda prompt: len(prompt[0]))

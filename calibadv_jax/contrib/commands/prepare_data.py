@@ -185,8 +185,9 @@ def _why_dropped(
         return "empty answer"
     if filters.max_characters and len(question.text) > filters.max_characters:
         return "too long"
-    digest = _digest(question.text)
-    return "overlap" if digest in excluded else "duplicate" if digest in seen else ""
+    if (digest := _digest(question.text)) in excluded:
+        return "overlap"
+    return "duplicate" if digest in seen else ""
 
 
 def _digest(text: str) -> bytes:

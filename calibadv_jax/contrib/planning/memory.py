@@ -63,19 +63,20 @@ def estimate_memory(
         counts = _held_elements(_critic_of(policy).abstract_trained, mesh)
         estimate["critic"] = sum(counts.values()) * stored
         optimizer, critic_moments = _optimizer_state(config.critic.optimizer, counts, stored)
-        estimate |= {"critic's optimizer": optimizer} if optimizer else {}
+        if optimizer:
+            estimate["critic's optimizer"] = optimizer
         moments = max(moments, critic_moments)
     if moments:
         estimate["moments"] = moments
     if config.keeps_initial_policy and (not frozen or lora.init_from):  # new adapters: the base itself
         estimate["reference policy"] = held * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
-        own_mesh = sampling.mesh.sizes if sampling else mesh
-        weights = sum(_held_elements(policy.abstract_params, own_mesh).values())
+        sampler_mesh = sampling.mesh.sizes if sampling else mesh
+        weights = sum(_held_elements(policy.abstract_params, sampler_mesh).values())
         if sampling is None and shares_base(config):
             weights -= frozen_count
         estimate["sampler weights"] = weights * _computed_bytes(config)
-        estimate |= _sampler(sampling or config, architecture, own_mesh)
+        estimate |= _sampler(sampling or config, architecture, sampler_mesh)
     return estimate
 
 
@@ -121,13 +122,15 @@ def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> 
 
 def held_beside(estimate: Mapping[str, float], program: str, shares_base: bool = False) -> float:
     """Return bytes on a device beside a program (of `program_memory` or log-probabilities) and its inputs."""
-    arguments = {
+    arguments: tuple[str, ...] = {
         "update": ("parameters", "base", "optimizer"),
         "apply": ("parameters", "optimizer"),
         "log-probabilities": ("parameters", "base"),
         "critic's update": ("critic", "base", "critic's optimizer"),
         "critic's apply": ("critic", "critic's optimizer"),
-    }.get(program, ("sampler weights", "kv cache", *(("base",) if shares_base else ())))
+    }.get(program, ("sampler weights", "kv cache"))
+    if shares_base and "kv cache" in arguments:
+        arguments += ("base",)
     return sum(size for name, size in _permanent(estimate).items() if name not in arguments)
 
 
