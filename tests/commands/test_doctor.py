@@ -106,15 +106,6 @@ def test_failed_check_is_counted_and_others_run(config, capsys):
     assert last == "2 of 6 checks failed" and any(line.startswith("ok   retriever: ") for line in lines)
 
 
-@pytest.mark.parametrize(("added", "prepend_think"), [("", True), ("<think>", False), ("<think>Oh", True)])
-def test_opening_of_template_is_shown(config, added, prepend_think):
-    tokenizer = build_word_tokenizer()
-    tokenizer.chat_template = "{{ messages[0].content }}<|endoftext|>" + added
-    chat = changed(config, prompt={"chat": "on", "prepend_think": prepend_think})
-    lines = doctor.prompt_lines(chat, tokenizer)[1:]
-    assert [line.split("'")[1] for line in lines] == ([added] if added else [])
-
-
 def with_weights(config, folder, **fields):
     """A policy's folder whose tensors have the shapes of SHAPE, and its config with other `fields`."""
     policy = Policy(architecture_from_hf(SHAPE), Numerics())

@@ -128,12 +128,11 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
         if overlong:
             warnings.append(f"warning: {overlong}")
         longest = max(kept, key=lambda question: len(question.text))
-        prompts.append(open_prompt(longest, tokenizer, config.prompt, limit, actions))
-    ids, opening = max(prompts, key=lambda prompt: len(prompt[0]))
-    lines = [f"the longest question's prompt has {len(ids)} of {limit} tokens: {tokenizer.decode(ids)!r}"]
-    if opening != config.prompt.opening:
-        lines.append(f"the first turn begins with {opening!r}, which the chat template writes")
-    return [*warnings, *lines]
+        ids, _ = open_prompt(longest, tokenizer, config.prompt, limit, actions)
+        prompts.append(ids)
+    ids = max(prompts, key=len)
+    shown = f"{len(ids)} of {limit} tokens: {tokenizer.decode(ids)!r}"
+    return [*warnings, f"the longest question's prompt has {shown}"]
 
 
 def check_sampler(config: Config) -> list[str]:

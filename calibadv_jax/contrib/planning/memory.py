@@ -156,9 +156,7 @@ def policy_line(config: Config, architecture: Architecture) -> str:
     line = f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters"
     if not config.policy.lora.rank:
         return line
-    trained = trained_parameters(config, architecture)
-    share = trained / architecture.num_parameters
-    return f"{line}, and {trained / 1e6:.2f}M trained ones of adapters, {share:.1%} of the base's"
+    return f"{line}, and {trained_parameters(config, architecture) / 1e6:.2f}M trained ones of adapters"
 
 
 def trained_parameters(config: Config, architecture: Architecture) -> int:
