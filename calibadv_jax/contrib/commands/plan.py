@@ -217,6 +217,8 @@ def cheapest_changes(
     while size > limit and (smaller := _pull_lever(config, architecture, target, size)):
         config, size, step = smaller
         changes |= step
+    if "sampler.name" in changes:  # vLLM's workers have room for all slots
+        changes.pop("sampler.slots", None)
     return changes, size
 
 
