@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -44,13 +45,9 @@ def test_estimate_prints_memory_work_and_hours(capsys, tmp_path):
     expected = ["--tokens", "4000", "--sampled", "700", "--json", str(file)]
     status, printed, _ = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected)
     figures = json.loads(file.read_text())
-    assert status == 0
-    for words in (
-        "8 H100 (1x1x8), mesh data 1 x fsdp 8 x tensor 1: qwen2, 7615.62M parameters",
-        "estimated memory a device: 26.51 GiB",  # the doctor's
-        "2560 trajectories of 4000 tokens, 700 of them sampled",
-    ):
-        assert words in printed
+    assert status == 0 and "8 H100 (1x1x8), mesh data 1 x fsdp 8 x tensor 1: qwen2, 7615.62M" in printed
+    assert "estimated memory a device: 26.51 GiB" in printed  # the doctor's
+    assert "2560 trajectories of 4000 tokens, 700 of them sampled" in printed
     assert figures["fits"] and figures["programs"] == {} and figures["devices"] == 8
     assert figures["device_hours"] == pytest.approx(205 * figures["seconds"] * 8 / 3600)
     assert figures["tokens_per_second"] == pytest.approx(2560 * 4000 / figures["seconds"])
@@ -62,9 +59,7 @@ def test_estimate_prints_memory_work_and_hours(capsys, tmp_path):
     ("config", "devices", "changes"),
     [
         ("own_data", ["--gpu", "h100", "--topology", "1x1x1"], []),
-        ("paper/qwen2.5-3b", ["--gpu", "h100", "--topology", "1x1x1"], ["mesh.fsdp=1"]),
         ("paper/qwen2.5-3b", ["--tpu", "v5e:2x4"], ["sampler.name=jax"]),
-        ("own_data", ["--tpu", "v5e-8"], []),
         ("paper/qwen2.5-7b", EIGHT, ["policy.remat=none"]),
     ],
 )
@@ -95,42 +90,34 @@ def test_config_for_several_hosts_is_checked(capsys):
     ],
 )
 def test_missing_compiler_is_named_with_installation(capsys, monkeypatch, platform, named):
-    def missing(**_):
-        raise NotImplementedError("topology not implemented")
-
-    monkeypatch.setattr(topologies, "get_topology_desc", missing)
+    monkeypatch.setattr(topologies, "get_topology_desc", Mock(side_effect=NotImplementedError))
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
     status, printed, errors = planned(capsys, "--config", PAPER, *platform)
-    assert "GiB of a device, by the formula" in printed and "at efficiency 0.4:" in printed
-    assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
+    assert "estimated memory a device: " in printed and os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert status == 2 and named in line and "PYTHONPATH=compiler" in line and "--estimate" in line
 
 
 def test_compilers_refusal_is_no_fit(tmp_path):
-    each = plan.make_plan(small(tmp_path), find_target(gpu="h100", topology="1x1x4"), 0.4)
-    programs = {
-        "update": {"refused": "RESOURCE_EXHAUSTED"},
-        "apply": {"arguments": 1.0, "peak": 1.0, "needed": 1.0},
-    }
-    lines, fits = plan.memory_verdict(each, programs)
-    assert not fits and any("does not fit" in line and line.endswith(": update") for line in lines)
-    assert plan.memory_verdict(each, {"apply": programs["apply"]})[1]
+    run_plan = plan.make_plan(small(tmp_path), find_target(gpu="h100", topology="1x1x4"), 0.4)
+    programs = {"apply": {"arguments": 1.0, "peak": 1.0, "needed": 1.0}}
+    assert plan.memory_verdict(run_plan, programs)[1]
+    lines, fits = plan.memory_verdict(run_plan, programs | {"update": {"refused": "RESOURCE_EXHAUSTED"}})
+    assert not fits and lines[1].startswith("does not fit ") and lines[1].endswith(": update")
 
 
 @pytest.mark.parametrize(("hosts", "is_beside"), [(1, False), (2, True)])
 def test_learners_base_lies_beside_sampler_that_has_copy(monkeypatch, hosts, is_beside):
     """One process' sampler computes with the base itself, each of several with a copy on its own devices."""
-    printed = ["sampler.name=jax", "policy.lora.rank=8", "learner.microbatch_rows=16"]
-    printed.append(f"mesh.fsdp={8 * hosts}")
+    keys = ["sampler.name=jax", "policy.lora.rank=8", "learner.microbatch_rows=16", f"mesh.fsdp={8 * hosts}"]
     target = find_target(gpu="h100", topology=f"1x{hosts}x8")
-    each = plan.make_plan(load_config(PAPER, printed), target, 0.4)
+    run_plan = plan.make_plan(load_config(PAPER, keys), target, 0.4)
     monkeypatch.setattr(plan.compiled, "topology_mesh", lambda *_: None)
     monkeypatch.setattr(plan.compiled, "lowered_program", lambda *_: None)
     monkeypatch.setattr(plan.compiled, "compiled_figures", lambda _, beside: {"beside": beside})
-    programs = plan.compile_programs(each, Console(progress=False))
+    programs = plan.compile_programs(run_plan, Console(progress=False))
     held = ("parameters", "optimizer", *(["base"] if is_beside else []))
-    assert programs["decode"]["beside"] == sum(each.estimate[name] for name in held)
+    assert programs["decode"]["beside"] == sum(run_plan.estimate[name] for name in held)
 
 
 @pytest.mark.parametrize(

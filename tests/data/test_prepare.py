@@ -8,7 +8,6 @@ from rows_rig import write_rows
 from calibadv_jax import cli
 from calibadv_jax.contrib.commands import prepare_data as module
 from calibadv_jax.contrib.commands.prepare_data import Filters, prepare, question_key
-from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
 
@@ -41,23 +40,21 @@ def files(tmp_path):
 
 def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path, capsys):
     train, test = files
-    build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    filters = ["--exclude", test, "--max_tokens", "20", "--tokenizer", tmp_path / "tokenizer"]
+    filters = ["--exclude", test, "--max_characters", "99"]
     assert call(train, "--output", tmp_path / "out.jsonl", *filters) == 0
     written = [(question.id, question.text) for question in load_questions(tmp_path / "out.jsonl")]
     assert written == [("1", "Who wrote Silent Garden?"), ("1_2", "Another of this id")]
-    lines = capsys.readouterr().out.splitlines()
-    reasons = ["duplicate", "no answer", "overlap", "too long"]
-    rows = ["hotpotqa 3 1 0 0 1 1", "nq 3 1 1 1 0 0", "all 6 2 1 1 1 1"]
-    expected = [f"data source read written {' '.join(reasons)}", *rows]
-    assert [" ".join(line.split()) for line in (lines[0], *lines[2:5])] == expected
+    names = ["data_source", "read", "written", "duplicate", "no answer", "overlap", "too long"]
+    rows = [["hotpotqa", 3, 1, 0, 0, 1, 1], ["nq", 3, 1, 1, 1, 0, 0], ["all", 6, 2, 1, 1, 1, 1]]
     saved = json.loads((tmp_path / "out.jsonl.report.json").read_text())
-    names, hotpotqa = ["data_source", "read", "written", *reasons], ["hotpotqa", 3, 1, 0, 0, 1, 1]
-    assert saved["counts"][0] == dict(zip(names, hotpotqa, strict=True))
-    assert saved["renamed"] == 1
+    assert saved["counts"] == [dict(zip(names, row, strict=True)) for row in rows]
+    assert "all 6 2 1 1 1 1 written to" in " ".join(capsys.readouterr().out.split())
     assert saved["examples"]["duplicate"] == [{"row": f"{train}:2", "question": "who  wrote «silent garden»"}]
-    assert saved["examples"]["no answer"][0]["row"] == f"{train}:3"
-    assert "golden_answers" in saved["examples"]["no answer"][0]["question"]
+    (example,) = saved["examples"]["no answer"]
+    assert example["row"] == f"{train}:3" and "golden_answers" in example["question"]
+
+
+def test_report_shows_few_examples(tmp_path):
     many = write_rows(tmp_path / "many.jsonl", *(row(n, "Same?") for n in range(20)))
     report = prepare(str(many), tmp_path / "out.jsonl")
     assert len(report.examples["duplicate"]) == module.EXAMPLES and report.rows()[-1] == ["all", 20, 1, 19]
@@ -81,29 +78,23 @@ def test_both_output_formats_hold_the_same(tmp_path, monkeypatch, suffix):
     assert load_questions(tmp_path / f"out{suffix}") == load_questions(train)
 
 
-def test_bad_row_keeps_the_former_output(files, tmp_path):
+def test_former_output_stays_after_an_error(files, tmp_path):
     train, _ = files
-    (tmp_path / "out.jsonl").write_text("mine")
+    output = tmp_path / "out.jsonl"
+    output.write_text("mine")
+    with pytest.raises(UserError, match="no question is left, 6 .*no answer, other data source, too long"):
+        prepare(str(train), output, Filters(data_sources={"nq"}, max_characters=10))
     with train.open("a") as file:
         file.write("{nope\n")
-    before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(UserError, match="train.jsonl:7: not valid JSON"):
-        prepare(str(train), tmp_path / "out.jsonl")
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-    assert (tmp_path / "out.jsonl").read_text() == "mine"
-
-
-def test_nothing_left_is_an_error_and_writes_nothing(files, tmp_path):
-    filters = Filters(data_sources={"nq"}, max_characters=10)
-    with pytest.raises(UserError, match="no question is left, 6 .*no answer, other data source, too long"):
-        prepare(str(files[0]), tmp_path / "out.jsonl", filters)
-    assert not (tmp_path / "out.jsonl").exists()
+        prepare(str(train), output)
+    assert sorted(tmp_path.iterdir()) == [output, tmp_path / "test.jsonl", train]
+    assert output.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max_tokens", "9"], "--max_tokens needs --tokenizer"),
         (["--max_characters", "-1"], "argument --max_characters: -1: give 0 or more"),
         (["--output", "out.txt"], "out.txt: the output must end in .jsonl or .parquet"),
         (["--output", "file/out.jsonl"], "file/out.jsonl: cannot be written"),
@@ -117,14 +108,11 @@ def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, argume
     assert message in output and output.count("\n") == 1
 
 
-def test_default_data_source_and_tokens_of_a_rows_prompt(tmp_path):
-    rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
-    train = write_rows(
-        tmp_path / "x.jsonl", *rows, rows[1] | {"question": "When?", "prompt": "Say it: When?"}
-    )
-    filters = Filters("mine\ud83d", max_tokens=2, count_tokens=lambda text: len(text.split()))
-    assert prepare(str(train), tmp_path / "out.jsonl", filters).rows()[0] == ["mine\ufffd", 4, 2, 1, 1]
-    assert [question.data_source for question in load_questions(tmp_path / "out.jsonl")] == ["mine\ufffd"] * 2
+def test_rows_without_source_get_the_default(tmp_path):
+    train = write_rows(tmp_path / "x.jsonl", {"id": 1, "question": "q1", "golden_answers": ["ada"]})
+    prepare(str(train), tmp_path / "out.jsonl", Filters("mine\ud83d"))
+    (question,) = load_questions(tmp_path / "out.jsonl")
+    assert question.data_source == "mine\ufffd"
 
 
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path):
@@ -132,19 +120,19 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path):
     train = write_rows(tmp_path / "train.jsonl", *rows, row(3, "When?", golden_answers="May|June"))
     report = prepare(str(train), tmp_path / "out.jsonl")
     assert report.rows()[0] == ["nq", 3, 2, 1] and report.outcomes[2:] == ["empty answer"]
+    assert report.joined_answers == 1
     written = [question.golden_answers for question in load_questions(tmp_path / "out.jsonl")]
     assert written == [("Rome",), ("May|June",)]
-    saved = json.loads((tmp_path / "out.jsonl.report.json").read_text())
-    assert (saved["empty_answers"], saved["joined_answers"]) == (1, 1)
 
 
-def test_named_columns_and_separator_are_read(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("separator", "answers"), [(["--separator", ";"], ("Ada", "Bo")), ([], ("Ada; Bo",))]
+)
+def test_named_columns_and_separator_are_read(tmp_path, capsys, separator, answers):
     train = write_rows(tmp_path / "mine.jsonl", {"query_id": 7, "text": "who?", "gold": "Ada; Bo"})
     test = write_rows(tmp_path / "test.jsonl", row(9, "where?"))
-    columns = ["--question", "text", "--answer", "gold"]
-    for separator in (["--separator", ";"], []):
-        output = ["--output", tmp_path / "out.jsonl"]
-        assert call(train, *columns, "--exclude", test, *separator, *output) == 0
-        (question,) = load_questions(tmp_path / "out.jsonl")
-        assert question.golden_answers == (("Ada", "Bo") if separator else ("Ada; Bo",))
-        assert ("give --separator" in "".join(capsys.readouterr())) == (not separator)
+    columns = ["--question", "text", "--answer", "gold", "--exclude", test, *separator]
+    assert call(train, *columns, "--output", tmp_path / "out.jsonl") == 0
+    (question,) = load_questions(tmp_path / "out.jsonl")
+    assert question.golden_answers == answers
+    assert ("give --separator" in "".join(capsys.readouterr())) == (not separator)

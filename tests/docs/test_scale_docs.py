@@ -1,10 +1,7 @@
 """The pages of scale: their rows are the script's points, fit, and agree with what the doctor says."""
 
-import json
 import re
 import shlex
-import subprocess
-from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,7 +11,7 @@ from plan_rig import planned
 
 from benchmarks.compiled import plan_table
 from benchmarks.compiled.ahead_of_time import expected_bytes, parse
-from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point
+from benchmarks.compiled.scale_table import POINTS, TABLED
 from benchmarks.compiled.scale_table import row as table_row
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import plan
@@ -79,14 +76,12 @@ def test_planned_rows_equal_the_command(row, monkeypatch):
     first, end = 2, 2 + len(plan_table.PROGRAMS)
     assert row[:first] + row[end:] == shown[:first] + shown[end:]
     parts = program_memory(run_plan.estimate)
-    counted = {name: (size + held_beside(run_plan.estimate, name)) / GIB for name, size in parts.items()}
     cells = zip(plan_table.PROGRAMS, row[first:end], strict=True)
     at_once = {name: float(cell.strip("*").rpartition("(")[2].rstrip(")")) for name, cell in cells if cell}
-    for together in (("update",), ("apply",), ("prefill", "decode")):
-        names = [name for name in together if name in at_once]
-        if names:
-            ratio = max(counted[name] for name in names) / max(at_once[name] for name in names)
-            assert 1 / 1.15 < ratio < 1.15, (together, ratio)
+    for programs in (("update",), ("apply",), ("prefill", "decode")):
+        if names := at_once.keys() & programs:
+            counted = max(parts[name] + held_beside(run_plan.estimate, name) for name in names) / GIB
+            assert 1 / 1.15 < counted / max(at_once[name] for name in names) < 1.15, programs
 
 
 def test_tables_have_rows_and_mark_what_does_not_fit():
@@ -102,9 +97,8 @@ def test_parts_of_a_3b_policy_equal_the_doctors():
     shown = [float(number) for number in re.findall(r"[\d.]+", line)]
     for overrides, value in zip((["sampler.name=jax", "sampler.slots=64"], []), shown, strict=True):
         config = load_config(ROOT / "configs/paper/qwen2.5-3b.yaml", overrides)
-        estimate = estimate_memory(
-            config, architecture_from_hf(config.policy.init), {"data": 1, "fsdp": 8, "tensor": 1}
-        )
+        mesh = {"data": 1, "fsdp": 8, "tensor": 1}
+        estimate = estimate_memory(config, architecture_from_hf(config.policy.init), mesh)
         assert value == round(peak_memory(estimate) / GIB, 2)
 
 
@@ -115,11 +109,9 @@ REFUSED = {"refused": "RESOURCE_EXHAUSTED"}
 @pytest.mark.parametrize(
     ("program", "needed", "expected"),
     [
-        ("update", 9.0, "11.6"),
         ("update", 14.0, "**16.6**"),
         ("apply", 9.5, "12.1"),  # an optimizer's step and the cache
         ("prefill", 11.0, "13.2"),  # a call and the state without gradients
-        ("decode", 12.0, "14.2"),
         ("decode", None, "refused"),
     ],
 )
@@ -133,18 +125,6 @@ def test_sampler_row_is_the_largest_of_three(program, needed, expected):
     row = table_row(POINT, figures if needed else figures | {program: REFUSED}).split(" | ")
     assert row[:3] == ["| qwen2.5-3b", "16 v5e", "14.9"] and row[-1] == f"`{POINT}` |"
     assert row[8] == expected and row[5] == "3.0 in 1 s"
-
-
-def test_failed_compilation_raises_its_reason(tmp_path, monkeypatch):
-    """Status 1 is that of a program that does not fit, and of a failure: the figures tell which."""
-    file, programs = tmp_path / "point.json", ["update", "apply"]
-    for status, names, has_failed in ((1, ["update"], True), (1, programs, False), (-9, [], True)):
-        done = subprocess.CompletedProcess([], status, "", "ModuleNotFoundError: No module 'libtpu'")
-        monkeypatch.setattr(subprocess, "run", Mock(return_value=done))
-        file.write_text(json.dumps(dict.fromkeys(names, REFUSED)))
-        with pytest.raises(SystemExit, match="libtpu") if has_failed else nullcontext():
-            compile_point(POINT, programs, file, {"tpu": tmp_path})
-        assert subprocess.run.call_args.args[0][-4:-2] == programs
 
 
 def test_only_memory_refusals_are_figures():
@@ -161,6 +141,6 @@ def test_program_memory_adds_up():
     plain = compiled_figures(jax.jit(lambda x: x.sum(0)).lower(x))
     assert plain["arguments"] * GIB == 2**20 and plain["results"] * GIB == 1024
     assert plain["needed"] == plain["arguments"] + plain["results"] + plain["temporary"]
-    donated = compiled_figures(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x))
+    donated = compiled_figures(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x), 2.0**30)
     assert donated["results"] * GIB == 2**20
-    assert donated["needed"] == donated["arguments"] + donated["temporary"]
+    assert donated["needed"] == donated["arguments"] + donated["temporary"] + 1  # and what lies beside

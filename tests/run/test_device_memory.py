@@ -14,7 +14,7 @@ from tiny_policy import WIDER
 
 from calibadv_jax.config import LoraConfig, MeshConfig, load_config
 from calibadv_jax.contrib.planning import memory
-from calibadv_jax.contrib.planning.memory import adapter_lines, estimate_memory, memory_line, peak_memory
+from calibadv_jax.contrib.planning.memory import estimate_memory, memory_line, peak_memory, policy_line
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.adapters import Adapters
@@ -105,9 +105,9 @@ def test_base_of_adapters_counts_once():
     other = estimate(policy=begun, loss={"kl_coef": 0.1})
     assert other["reference policy"] == other["parameters"]
     assert other["sampler weights"] == (other["parameters"] + other["base"]) / 2  # a copy in bfloat16
-    (line,) = adapter_lines(changed(SMALL, policy=begun), ARCHITECTURE)
-    assert f"rank 4, alpha 32, on down, q: {other['parameters'] / 4e6:.2f}M" in line
-    assert adapter_lines(SMALL, ARCHITECTURE) == []
+    line = policy_line(changed(SMALL, policy=begun), ARCHITECTURE)
+    assert f"M parameters, and {other['parameters'] / 4e6:.2f}M trained ones of adapters" in line
+    assert policy_line(SMALL, ARCHITECTURE).endswith("M parameters")
 
 
 def test_memory_depends_on_reference_critic_and_sampler():
@@ -143,34 +143,34 @@ def test_peak_is_that_of_the_largest_phase(change, largest):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "tensor", "expected"),
+    ("heads", "kv_heads", "tensor", "undivided"),
     [
         (8, 2, 2, []),
-        (8, 2, 4, [("4, which does not divide the policy's 2 key-value heads", "1 or 2")]),
-        (8, 2, 6, [("6, which does not divide the policy's 8 heads", "1 or 2 or 4"), ("6, which", "1 or 2")]),
-        (24, 8, 3, [("3, which does not divide the policy's 8 key-value heads", "1 or 2")]),
-        (24, 3, 3, []),
+        (8, 2, 4, ["2 key-value heads"]),
+        (8, 2, 6, ["8 heads", "2 key-value heads"]),
+        (24, 8, 3, ["8 key-value heads"]),
     ],
 )
-def test_undivided_heads_are_warned_of(heads, kv_heads, tensor, expected):
+def test_undivided_heads_are_warned_of(heads, kv_heads, tensor, undivided):
     architecture = replace(ARCHITECTURE, num_heads=heads, num_kv_heads=kv_heads)
     lines = memory.heads_warnings(architecture, {"data": 1, "fsdp": 2, "tensor": tensor})
-    for line, (problem, sizes) in zip(lines, expected, strict=True):
-        assert line.startswith(f"warning: mesh.tensor is {problem}")
-        assert line.endswith(f"; set mesh.tensor to {sizes} and mesh.fsdp to the rest")
+    for line, number in zip(lines, undivided, strict=True):
+        assert line.startswith(
+            f"warning: mesh.tensor is {tensor}, which does not divide the policy's {number}"
+        )
 
 
 @pytest.mark.parametrize(
     ("platform", "share", "words"),
     [
         ("gpu", 1.0, ""),
-        ("gpu", 0.999, r"failed: 0\.0 GiB .*: the device has 0\.0 GiB; raise mesh\.fsdp"),
+        ("gpu", 0.999, r"failed: 0\.0 GiB .*: the device has 0\.0 GiB; lower sampler\.slots"),
         ("gpu", None, "not checked: "),
         ("tpu", 1.7, ""),
         ("tpu", 1.5, "warning: .*programs can need 1.6 times the estimate"),
         ("tpu", 0.999, "failed: "),
         ("cpu", 1.0, ""),
-        ("cpu", 0.999, r"failed: .*: this host has 0\.0 GiB for 8 devices; choose less"),
+        ("cpu", 0.999, r"failed: .*: this host has 0\.0 GiB for 8 device\(s\); lower "),
     ],
 )
 def test_too_small_device_is_reported(monkeypatch, platform, share, words):
@@ -196,8 +196,6 @@ def test_host_memory_respects_container_limit(monkeypatch, tmp_path, text, limit
 def test_sizes_of_accelerators_are_warned_of_on_cpu(monkeypatch):
     own, overlay = ROOT / "configs/own_data.yaml", ROOT / "configs/cpu.yaml"
     (warning,) = memory.cpu_lines(load_config(own))
-    for key in ("sampler.slots (64)", "rollout.max_length (16384)", "learner.row_length (16384)"):
-        assert key in warning
     assert warning.startswith("warning: ") and "configs/cpu.yaml" in warning
     for config in ([own, overlay], ROOT / "configs/quickstart.yaml"):
         assert memory.cpu_lines(load_config(config)) == []

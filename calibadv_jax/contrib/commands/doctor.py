@@ -6,8 +6,6 @@ A finding is ok, warn (a run would work, but not well), skip (not checked) or FA
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -26,7 +24,6 @@ from calibadv_jax.core import hub
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
-from calibadv_jax.learner.optimizer import step_updates
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -52,30 +49,23 @@ def run(config: Config, offline: bool = False) -> None:
     tools = [replace(tool, mcp=tool.mcp and replace(tool.mcp, patience=ONCE)) for tool in config.tools]
     config = replace(config, tools=tools)
     failed, counts = 0, Counter[str]()
-    failures: dict[str, str] = {}  # failure -> the first check with it
     for name, check in checks.items():
         try:
             with console.phase(f"checking: {name}", announce=not offline):
                 lines = check(config)
         except UserError as error:
             lines = [f"failed: {error}"]
-        statuses = []
+        failed += any(line.startswith("failed: ") for line in lines)
         for line in lines:
-            if line.startswith("failed: ") and (first := failures.setdefault(line, name)) != name:
-                line = f"not checked: what failed under {first!r} is needed here too"
             prefix = next(filter(line.startswith, STATUS), "")
-            statuses.append(STATUS.get(prefix, "ok"))
-            console.say(f"{statuses[-1]:4} {name}: {line.removeprefix(prefix)}")
-        counts.update(statuses)
-        failed += "FAIL" in statuses
+            status = STATUS.get(prefix, "ok")
+            counts[status] += 1
+            console.say(f"{status:4} {name}: {line.removeprefix(prefix)}")
     kind = "offline check" if offline else "check"
     if failed:
         console.say(f"{failed} of {len(checks)} {kind}s failed")
         raise SystemExit(1)
-    names = {"warn": "warning(s)", "skip": "not checked"}
-    exceptions = [f"{counts[status]} {name}" for status, name in names.items() if counts[status]]
-    passed = f"every {kind} passed"
-    console.say(f"{passed}, with {' and '.join(exceptions)}" if exceptions else f"ready: {passed}")
+    console.say(f"every {kind} passed; warnings: {counts['warn']}, not checked: {counts['skip']}")
 
 
 def check_questions(config: Config, offline: bool = False) -> list[str]:
@@ -107,14 +97,12 @@ check_question_files = partial(check_questions, offline=True)
 def check_policy(config: Config) -> list[str]:
     model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
     tags = grammar_of(make_actions(config)).tags
-    architecture = model.policy.architecture
     return [
-        f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters, mesh"
-        f" {dict(model.mesh.shape)}",
+        f"mesh {dict(model.mesh.shape)}",
         *weight_lines(config, model),
         "tokens of each tag: " + ", ".join(f"{tag} {len(encode(model.tokenizer, tag))}" for tag in tags),
         *prompt_lines(config, model.tokenizer),
-        *device_lines(config, architecture, model.mesh.shape),
+        *device_lines(config, model.policy.architecture, model.mesh.shape),
     ]
 
 
@@ -137,14 +125,14 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
         questions = load_questions(getattr(config.data, key), config.data.columns)
         lengths = prompt_lengths(questions, tokenizer, config.prompt, limit, actions)
         kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
-        warnings += [f"warning: {overlong}"] if overlong else []
+        if overlong:
+            warnings.append(f"warning: {overlong}")
         longest = max(kept, key=lambda question: len(question.text))
-        prompts.append(open_prompt(longest, tokenizer, config.prompt, limit, actions))
-    ids, opening = max(prompts, key=lambda prompt: len(prompt[0]))
-    lines = [f"the longest question's prompt has {len(ids)} of {limit} tokens: {tokenizer.decode(ids)!r}"]
-    if opening != config.prompt.opening:
-        lines.append(f"the first turn begins with {opening!r}, which the chat template writes")
-    return [*warnings, *lines]
+        ids, _ = open_prompt(longest, tokenizer, config.prompt, limit, actions)
+        prompts.append(ids)
+    ids = max(prompts, key=len)
+    shown = f"{len(ids)} of {limit} tokens: {tokenizer.decode(ids)!r}"
+    return [*warnings, f"the longest question's prompt has {shown}"]
 
 
 def check_sampler(config: Config) -> list[str]:
@@ -171,10 +159,10 @@ def check_retriever(config: Config) -> list[str]:
         health = retriever.health()
         state = ", ".join(f"{name} {value}" for name, value in health.items() if value != "")
         reranked = retriever.check_reranker(health)
-        ((documents,),), seconds = _timed(retriever, retriever.search, [[question.text]])
+        ((documents,),) = asyncio.run(_ask(retriever, retriever.search, [[question.text]]))
         outcome = f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?"
         if documents:
-            outcome = f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}"
+            outcome = f"first document for {question.text!r}: {documents[0].title!r}"
         return [
             f"{retriever.url}: {state or 'answers, but has no /health that names its corpus and index'}",
             *(f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()),
@@ -184,17 +172,13 @@ def check_retriever(config: Config) -> list[str]:
         ]
 
 
-def _timed(
+async def _ask(
     client: RetrieverClient | JudgeClient, ask: Callable[[Any], Awaitable[Any]], requests: Sequence[Any]
-) -> tuple[list[Any], float]:
-    async def ask_all() -> list[Any]:
-        try:
-            return [await ask(request) for request in requests]
-        finally:
-            await client.close()
-
-    begun = time.monotonic()
-    return asyncio.run(ask_all()), time.monotonic() - begun
+) -> list[Any]:
+    try:
+        return [await ask(request) for request in requests]
+    finally:
+        await client.close()
 
 
 def check_judge(config: Config) -> list[str]:
@@ -205,14 +189,13 @@ def check_judge(config: Config) -> list[str]:
     question = load_questions(config.data.eval, config.data.columns)[0]
     right = question.golden_answers[0]
     try:
-        (golden, other), seconds = _timed(judge, partial(judge.verdict, question), [right, NO_ANSWER])
+        golden, other = asyncio.run(_ask(judge, partial(judge.verdict, question), [right, NO_ANSWER]))
     except RequestFailed as error:
         raise UserError(str(error)) from error
-    scores = f"{judge.config.model} gives {right!r} {golden:g} and {NO_ANSWER!r} {other:g}"
-    wrong = [f"the golden answer {right!r} to {question.text!r} wrong"] if golden < 0.5 else []
-    wrong += [f"{NO_ANSWER!r} to {question.text!r} right"] if other >= 0.5 else []
-    warnings = [f"warning: it finds {verdict}; see reward.judge.prompt" for verdict in wrong]
-    return [f"{judge.url}: {scores} in {1000 * seconds:.0f} ms", *warnings]
+    lines = [f"{judge.url}: {judge.config.model} gives {right!r} {golden:g} and {NO_ANSWER!r} {other:g}"]
+    if golden < 0.5 or other >= 0.5:
+        lines.append(f"warning: it misjudges these answers to {question.text!r}; see reward.judge.prompt")
+    return lines
 
 
 def check_prompt(config: Config) -> list[str]:
@@ -222,30 +205,28 @@ def check_prompt(config: Config) -> list[str]:
     room = f"the longest trajectory has {longest} tokens, and rollout.max_length is {rollout.max_length}"
     if longest > rollout.max_length:
         room += ": a trajectory that is longer ends without an answer"
-    if config.prompt.template == FROM_DATA:
-        return ["the prompt that each row of the data carries", room]
-    text = template_text(config.prompt.template)
-    return [f"template of {len(text)} characters, {text.count('<answer>')} answer tags", room]
+    if config.prompt.template != FROM_DATA:
+        template_text(config.prompt.template)  # refuses an unknown name
+    return [room]
 
 
 def check_shape(config: Config) -> list[str]:
     mesh = config.mesh.sizes_on(jax.device_count())
     shards, rows = mesh["data"] * mesh["fsdp"], config.learner.microbatch_rows
     is_counted = REST in config.mesh.sizes.values()
-    demand = f"learner.microbatch_rows is {rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards}"
-    if rows % shards and not is_counted:
-        raise UserError(f"{demand}: set it to {-(-rows // shards) * shards}")
-    sizes = " x ".join(f"{name} {size}" for name, size in mesh.items())
-    counted = ", as many as there are here" if is_counted else ""
-    lines = [f"mesh {sizes} = {math.prod(mesh.values())} device(s){counted}"]
+    shape = f"mesh {' x '.join(f'{name} {size}' for name, size in mesh.items())}"
+    lines = [f"{shape}, as many as there are here" if is_counted else shape]
     if rows % shards:
-        lines.append(f"warning: {demand} on a machine with as many devices")
+        status = "warning" if is_counted else "failed"
+        lines.append(
+            f"{status}: learner.microbatch_rows is {rows}, but must be a multiple of mesh.data x mesh.fsdp ="
+            f" {shards}: set it to {-(-rows // shards) * shards}"
+        )
     architecture = find_architecture(config)
     policy, folder = config.policy, Path(config.policy.path)
     if architecture is None:
         where = f"{policy.path}/config.json is not here" if policy.path else "no policy.path"
         return [*lines, f"not checked: memory: {where}, and policy.init gives no whole shape"]
-    lines.insert(0, f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters")
     tokenizer = Path(policy.tokenizer or folder)
     if (policy.tokenizer or policy.path) and tokenizer.is_dir() and has_tokenizer(tokenizer):
         lines.append(f"tokenizer of {len(load_tokenizer(tokenizer))} tokens in {tokenizer}")
@@ -256,16 +237,8 @@ def check_shape(config: Config) -> list[str]:
     return lines + [line.replace("failed: ", "warning: ", 1) for line in memory]
 
 
-def check_updates(config: Config) -> list[str]:
-    steps, rollout = config.learner.steps, config.rollout
-    questions, size = rollout.questions_per_step, rollout.group_size
-    updates = step_updates(config.learner, questions * size)
-    step = f"{questions} questions x {size} = {questions * size} trajectories, {updates} update(s) each"
-    return [f"{steps} steps of {step}: {steps * updates} in all"]
-
-
 Checks = dict[str, Callable[[Config], list[str]]]
 CHECKS: Checks = {"calibration": describe_choices, "questions": check_questions, "policy": check_policy}
 CHECKS |= {"sampler": check_sampler, "retriever": check_retriever, "judge": check_judge}
 OFFLINE_CHECKS: Checks = {"calibration": describe_choices, "prompt": check_prompt}
-OFFLINE_CHECKS |= {"questions": check_question_files, "policy": check_shape, "updates": check_updates}
+OFFLINE_CHECKS |= {"questions": check_question_files, "policy": check_shape}

@@ -6,8 +6,7 @@ Exit status 1 if it does not fit; the keys to change are named.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,9 +27,6 @@ from calibadv_jax.policy.architecture import Architecture
 
 NOT_COUNTED = "not counted: retrieval, publishing weights, checkpoints, evaluations, compiling"
 Changes = dict[str, Any]  # dotted key -> value
-ADAPTERS: Changes = {"policy.lora.rank": 16}
-TENSOR = (2, 4, 8)  # sizes of mesh.tensor that are tried
-NUM_LEVERS, STRONGEST = 8, 2**16  # of a lever, whose options count from 1; 0: it is not used
 
 
 @dataclass(frozen=True)
@@ -60,23 +56,15 @@ def run(
     """Print the plan; OPTIONS of cli.py describes the arguments."""
     console = Console(config.log.progress)
     plan = make_plan(config, find_target(tpu, gpu, topology), efficiency, tokens, sampled)
-    mesh, a = plan.config.mesh.sizes, plan.architecture
+    mesh = plan.config.mesh.sizes
     shape = " x ".join(f"{name} {size}" for name, size in mesh.items())
-    console.say(f"{plan.target}, mesh {shape}: {a.model_type}, {a.num_parameters / 1e6:.2f}M parameters")
-    for line in (memory.memory_line(plan.estimate), *memory.heads_warnings(a, mesh)):
+    console.say(f"{plan.target}, mesh {shape}: {memory.policy_line(plan.config, plan.architecture)}")
+    for line in (memory.memory_line(plan.estimate), *memory.heads_warnings(plan.architecture, mesh)):
         console.say(line)
-    programs: dict[str, dict[str, Any]] = {}
-    failure = None
-    if not estimate:
-        try:
-            programs = compile_programs(plan, console)
-        except UserError as error:
-            failure = error
+    programs = {} if estimate else compile_programs(plan, console)
     lines, fits = memory_verdict(plan, programs)
     for line in [*lines, *work_lines(plan)]:
         console.say(line)
-    if failure:
-        raise failure
     if json:
         write_json(Path(json), figures(plan, programs) | {"fits": fits})
     if not fits:
@@ -128,28 +116,23 @@ def compile_programs(plan: RunPlan, console: Console) -> dict[str, dict[str, Any
 def memory_verdict(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
     """Return the compiler's figures, or else the formula's; and the keys to change if it does not fit."""
     limit, gaps = plan.target.limit, GAPS.get(plan.target.platform, 1.0)
-    expected, scale, lines = peak_memory(plan.estimate), 1.0, []
-    has = f"{limit / GIB:.1f} GiB of a device"
+    expected, scale = peak_memory(plan.estimate), 1.0
+    room = f"{limit / GIB:.1f} GiB of a device"
     if programs:
         columns = ("arguments", "peak", "needed")
-        rows = [
-            (name, *(f"{sizes[key]:.2f}" if key in sizes else "refused" for key in columns))
-            for name, sizes in programs.items()
-        ]
+        rows = [(name, *(sizes.get(key, "refused") for key in columns)) for name, sizes in programs.items()]
         headers = ("program", "arguments GiB", "in use at once", "needed, with all that lies beside it")
-        lines.append(table(rows, headers))
         large = [name for name, sizes in programs.items() if sizes.get("needed", math.inf) * GIB > limit]
         fits = not large
-        verdict = f"fits {has}" if fits else f"does not fit {has}: {', '.join(large)}"
+        verdict = f"fits {room}" if fits else f"does not fit {room}: {', '.join(large)}"
+        lines = [table(rows, headers), verdict]
         refused = gaps * max(limit, expected) / GIB
-        most = max(sizes.get("needed", refused) for sizes in programs.values())
-        scale = max(1.0, most * GIB / expected)
+        scale = max(1.0, *(sizes.get("needed", refused) * GIB / expected for sizes in programs.values()))
     else:
         fits = expected <= limit
-        verdict = f"{'fits' if fits else 'does not fit'} {has}, by the formula"
+        lines = [f"{'fits' if fits else 'does not fit'} {room}, by the formula"]
         if fits and expected * gaps > limit:
-            verdict += f"; programs may need up to {gaps} times as much, so compile it (leave --estimate out)"
-    lines.append(verdict)
+            lines.append(f"programs may need up to {gaps} times as much: compile it (leave --estimate out)")
     if not fits:
         lines.append(remedy(plan.config, plan.architecture, plan.target, limit, scale))
     return lines, fits
@@ -176,8 +159,11 @@ def work_lines(plan: RunPlan) -> list[str]:
 
 
 def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    target = plan.target
-    return {name: getattr(target, name) for name in ("devices", "kind", "topology", "limit")} | {
+    return {
+        "devices": plan.target.devices,
+        "kind": plan.target.kind,
+        "topology": plan.target.topology,
+        "limit": plan.target.limit,
         "memory": plan.estimate,
         "peak": peak_memory(plan.estimate),
         "programs": programs,
@@ -193,111 +179,97 @@ def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[st
 
 def memory_of(config: Config, architecture: Architecture, target: Target) -> dict[str, float]:
     """Return bytes on one device of a placed config by purpose; each of several hosts has its own sampler."""
-    sampler = sampler_of(config, target) if target.hosts > 1 and config.sampler.name == "jax" else None
+    sampler = sampler_of(config, target) if target.hosts > 1 else None
     return estimate_memory(config, architecture, config.mesh.sizes, sampler)
-
-
-def changed(section: Any, changes: Changes) -> Any:
-    """Return a config, or a section of it, with other values; ValidationError if one is invalid."""
-    parts: dict[str, Changes] = {}
-    for key, value in changes.items():
-        name, _, inner = key.partition(".")
-        parts.setdefault(name, {})[inner] = value
-    values = {
-        name: keys[""] if "" in keys else changed(getattr(section, name), keys)
-        for name, keys in parts.items()
-    }
-    return replace(section, **values)
 
 
 def remedy(
     config: Config, architecture: Architecture, target: Target, limit: float, scale: float = 1.0
 ) -> str:
-    """Return a line with the cheapest changes that fit, or with the least memory if none do.
+    """Return a line with changes that fit; the least memory and other ways out if none do.
 
     `config` is placed on the devices; `limit`: bytes of a device; `scale`: bytes that the verdict
     counts, over those of the formula.
     """
-
-    def proposal(config: Config, adapters: Changes) -> tuple[str, float]:
-        changes, size = cheapest_changes(config, architecture, target, limit / scale)
-        overrides = " ".join(f"{key}={value}" for key, value in (adapters | changes).items())
-        gaps = GAPS.get(target.platform, 1.0)
-        scaled = f", times {scale:.2f} as the compiler counts" if scale > 1 else ""
-        more = f"; programs may need up to {gaps} times as much" if size * scale * gaps > limit else ""
-        more += "; vLLM's workers have devices of their own" if "sampler.name" in changes else ""
-        return f"{overrides} ({size * scale / GIB:.1f} GiB by the formula{scaled}{more})", size * scale
-
-    line, size = proposal(config, {})
-    if size <= limit:
-        return f"would fit: {line}"
-    advice = (
-        "no combination of learner.row_length, learner.microbatch_rows, policy.remat, mesh,"
-        f" learner.optimizer.offload and sampler fits (the least: {size / GIB:.1f} GiB): take more devices or"
-        " larger ones"
-    )
-    if not config.policy.lora.rank:
-        with suppress(ValidationError):  # the config may have what adapters cannot have
-            line, size = proposal(changed(config, ADAPTERS), ADAPTERS)
-            advice += f", or train adapters: {line}" if size <= limit else ""
-    return advice
+    changes, size = cheapest_changes(config, architecture, target, limit / scale)
+    if size > limit / scale:
+        adapters = "" if config.policy.lora.rank else ", or train adapters (policy.lora.rank=16)"
+        return (
+            "no combination of learner.row_length, learner.microbatch_rows, policy.remat, mesh,"
+            f" learner.optimizer.offload and sampler fits (the least: {size * scale / GIB:.1f} GiB):"
+            f" take more devices or larger ones{adapters}"
+        )
+    overrides = " ".join(f"{key}={value}" for key, value in changes.items())
+    counted = f", times {scale:.2f} as the compiler counts" if scale > 1 else ""
+    workers = "; vLLM's workers have devices of their own" if "sampler.name" in changes else ""
+    return f"would fit: {overrides} ({size * scale / GIB:.1f} GiB by the formula{counted}{workers})"
 
 
 def cheapest_changes(
     config: Config, architecture: Architecture, target: Target, limit: float
 ) -> tuple[Changes, float]:
-    """Return the cheapest combination of `levers` within a limit, and its bytes; else the strongest one.
+    """Return changes and the bytes of a device with them, which exceed the limit if no lever is left.
 
-    The dearest lever decides the cost of a combination, so it is relaxed first.
+    Until the config fits, the cheapest lever that saves memory moves one step.
     """
-
-    def pull(strengths: Sequence[int]) -> tuple[Changes, float]:
-        changes: Changes = {}
-        pulled, size = config, peak_memory(memory_of(config, architecture, target))
-        for lever, strength in enumerate(strengths):
-            options = levers(pulled, architecture, target.hosts)[lever]
-            if strength and options:
-                step = options[min(strength, len(options)) - 1]
-                with suppress(ValidationError, UserError):  # it does not go together with the others
-                    stepped = changed(pulled, step)
-                    size = peak_memory(memory_of(stepped, architecture, target))
-                    pulled, changes = stepped, changes | step
-        return changes, size
-
-    strengths = [STRONGEST] * NUM_LEVERS
-    if pull(strengths)[1] <= limit:
-        for n in reversed(range(NUM_LEVERS)):
-            before, after = strengths[:n], strengths[n + 1 :]
-            strengths[n] = bisect_left(
-                range(STRONGEST), True, key=lambda strength: pull([*before, strength, *after])[1] <= limit
-            )
-    return pull(strengths)
+    changes: Changes = {}
+    size = peak_memory(memory_of(config, architecture, target))
+    while size > limit and (smaller := _pull_lever(config, architecture, target, size)):
+        config, size, step = smaller
+        changes |= step
+    if "sampler.name" in changes:  # vLLM's workers have room for all slots
+        changes.pop("sampler.slots", None)
+    return changes, size
 
 
-def levers(config: Config, architecture: Architecture, hosts: int) -> list[list[Changes]]:
-    """Return the options of every lever, from the mildest to the strongest; none if it is at its end.
+def _pull_lever(
+    config: Config, architecture: Architecture, target: Target, size: float
+) -> tuple[Config, float, Changes] | None:
+    for step in levers(config, architecture, target.hosts):
+        with suppress(ValidationError, UserError):  # it does not go together with another key
+            smaller = changed(config, step)
+            smaller_size = peak_memory(memory_of(smaller, architecture, target))
+            if smaller_size < size:
+                return smaller, smaller_size, step
+    return None
 
-    The cheapest lever comes first; none changes what is learned.
-    """
+
+def levers(config: Config, architecture: Architecture, hosts: int) -> Iterator[Changes]:
+    """Yield the next step of each lever, the cheapest lever first; none changes what is learned."""
     mesh, sampler, learner, longest = config.mesh, config.sampler, config.learner, config.rollout.max_length
-    shards, rows, heads = mesh.data * mesh.fsdp, learner.microbatch_rows, architecture.num_kv_heads
-    parts = {"learner": learner} | ({"critic": config.critic} if config.advantage.has_critic else {})
-    resident = [name for name, section in parts.items() if section.optimizer.offload == "none"]
-    is_embedded = sampler.name == "jax"
-    splits: list[Changes] = [  # a tensor axis must divide the shards and the heads, and leave rows
-        {"mesh.fsdp": mesh.fsdp // size, "mesh.tensor": size, "learner.microbatch_rows": rows // size}
-        for size in TENSOR
-        if mesh.tensor <= 1 and mesh.fsdp % size == 0 and heads % size == 0 and rows >= size
-    ]
-    slots = (sampler.slots - 1) // shards * shards if is_embedded else 0
-    workers: Changes = {"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {})
-    return [
-        [{"learner.row_length": longest}] if learner.row_length > longest else [],
-        [{"learner.microbatch_rows": size} for size in range(rows - shards, 0, -shards)],
-        [{"policy.remat": "full"}] if config.policy.remat != "full" else [],
-        [{"mesh.data": 1, "mesh.fsdp": shards}] if mesh.data > 1 else [],
-        [{f"{name}.optimizer.offload": "host" for name in resident}] if resident else [],
-        splits,
-        [{"sampler.slots": count} for count in range(slots, 0, -shards)],
-        [workers] if is_embedded else [],
-    ]
+    shards, rows, tensor = mesh.data * mesh.fsdp, learner.microbatch_rows, 2 * mesh.tensor
+    if learner.row_length > longest:
+        yield {"learner.row_length": longest}
+    if rows > shards:
+        yield {"learner.microbatch_rows": _half(rows, shards)}
+    if config.policy.remat != "full":
+        yield {"policy.remat": "full"}
+    if mesh.data > 1:
+        yield {"mesh.data": 1, "mesh.fsdp": shards}
+    if learner.optimizer.offload == "none":
+        yield {"learner.optimizer.offload": "host"}
+    if config.advantage.has_critic and config.critic.optimizer.offload == "none":
+        yield {"critic.optimizer.offload": "host"}
+    if mesh.fsdp % 2 == 0 and architecture.num_kv_heads % tensor == 0:
+        yield {"mesh.fsdp": mesh.fsdp // 2, "mesh.tensor": tensor, "learner.microbatch_rows": rows // 2}
+    if sampler.name == "jax":
+        if sampler.slots > shards:
+            yield {"sampler.slots": _half(sampler.slots, shards)}
+        yield {"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {})
+
+
+def _half(size: int, unit: int) -> int:
+    """Return about half of a size, as a multiple of its unit."""
+    return max(1, size // 2 // unit) * unit
+
+
+def changed(section: Any, changes: Changes) -> Any:
+    """Return a config with other values; ValidationError if one is invalid."""
+    for key, value in changes.items():
+        section = _with_value(section, key, value)
+    return section
+
+
+def _with_value(section: Any, key: str, value: Any) -> Any:
+    name, _, inner = key.partition(".")
+    return replace(section, **{name: _with_value(getattr(section, name), inner, value) if inner else value})

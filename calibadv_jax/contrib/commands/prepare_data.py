@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 
 from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.contrib.arguments import number
-from calibadv_jax.core import hub
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import replacing, write_text
@@ -28,8 +27,6 @@ from calibadv_jax.data.files import Sources, find_files
 from calibadv_jax.data.layouts import NO_COLUMNS, NoAnswer
 from calibadv_jax.data.questions import is_joined, question_row, read_questions, write_questions
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.rollout.observation import encode
-from calibadv_jax.run.model import load_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,24 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these")
     text = "drop questions that occur in these files"
     parser.add_argument("--exclude", nargs="+", default=[], metavar="INPUT", help=text)
-    size = number(int, least=0)
-    parser.add_argument("--max_characters", type=size, default=0, help="of a question; 0: no limit")
-    parser.add_argument("--max_tokens", type=size, default=0, help="of a question or its prompt; 0: no limit")
-    text = "tokenizer for --max_tokens: a folder or OWNER/NAME[@REVISION]"
-    parser.add_argument("--tokenizer", default="", help=text)
+    text = "of a question; 0: no limit"
+    parser.add_argument("--max_characters", type=number(int, least=0), default=0, help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if bool(arguments.max_tokens) != bool(arguments.tokenizer):
-        raise UserError("--max_tokens needs --tokenizer, and the other way round: give both or neither")
     filters = Filters(
         default_source=arguments.data_source,
         columns=ColumnsConfig(arguments.question, arguments.answer, arguments.separator),
-        data_sources=frozenset(arguments.only),
+        data_sources=arguments.only,
         excluded=arguments.exclude,
         max_characters=arguments.max_characters,
-        max_tokens=arguments.max_tokens,
-        count_tokens=_token_counter(arguments.tokenizer) if arguments.tokenizer else len,
     )
     report, console = prepare(arguments.inputs, arguments.output, filters), Console()
     console.say(table(report.rows(), ["data source", *report.outcomes]))
@@ -70,15 +60,6 @@ def run(arguments: argparse.Namespace) -> None:
         joined = "rows have one golden answer with a separator in it (|, ; or a line break)"
         console.warn(f"{report.joined_answers} {joined}: if these are several answers, give --separator")
     console.say(f"written to {arguments.output}; dropped rows in {arguments.output}.report.json")
-
-
-def _token_counter(name: str) -> Callable[[str], int]:
-    folder = Path(name)
-    if hub.is_repository(name):
-        repository, _, revision = name.partition("@")
-        folder = hub.fetch_model(hub.resolve(repository, revision), with_weights=False)
-    tokenizer = load_tokenizer(folder)
-    return lambda text: len(encode(tokenizer, text))
 
 
 READ, WRITTEN = "read", "written"  # outcomes of rows beside the reasons to drop them
@@ -101,8 +82,6 @@ class Filters:
     data_sources: Collection[str] = ()  # kept; empty: all
     excluded: Sources = ()  # files of questions that must not occur
     max_characters: int = 0  # of the question; 0: no limit
-    max_tokens: int = 0  # of the question, or of the prompt that its row carries; 0: no limit
-    count_tokens: Callable[[str], int] = len
 
 
 @dataclass
@@ -110,15 +89,17 @@ class PreparationReport:
     """Rows read, written and dropped, by data source, and examples of each reason."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of data source and outcome
-    renamed: int = 0  # rows whose id another row had before
-    empty_answers: int = 0  # left out of written rows: they normalise to nothing
     joined_answers: int = 0  # written rows whose only answer looks like several ones
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
+    def count(self, source: str, outcome: str) -> None:
+        self.counts.update([(source, READ), (source, outcome)])
+
     def drop(self, source: str, reason: str, where: str, text: str) -> None:
-        self.counts.update((source, outcome) for outcome in (READ, reason))
+        self.count(source, reason)
         shown = self.examples.setdefault(reason, [])
-        shown += [{"row": where, "question": text}] if len(shown) < EXAMPLES else []
+        if len(shown) < EXAMPLES:
+            shown.append({"row": where, "question": text})
 
     @property
     def outcomes(self) -> list[str]:
@@ -186,14 +167,12 @@ def _select(sources: Sources, filters: Filters, report: PreparationReport) -> It
                 report.drop(question.data_source, reason, where, question.text)
                 continue
             seen.add(_digest(question.text))
-            report.counts.update((question.data_source, outcome) for outcome in (READ, WRITTEN))
-            answers = tuple(filter(normalise_answer, question.golden_answers))
-            report.empty_answers += len(question.golden_answers) - len(answers)
+            report.count(question.data_source, WRITTEN)
             report.joined_answers += is_joined(question)
             names = chain([question.id], (f"{question.id}_{number}" for number in count(2)))
             name = next(name for name in names if name not in ids)
             ids.add(name)
-            report.renamed += name != question.id
+            answers = tuple(filter(normalise_answer, question.golden_answers))
             yield replace(question, id=name, golden_answers=answers)
 
 
@@ -206,12 +185,9 @@ def _why_dropped(
         return "empty answer"
     if filters.max_characters and len(question.text) > filters.max_characters:
         return "too long"
-    if filters.max_tokens:
-        texts = [question.text.join(message.parts) for message in question.prompt] or [question.text]
-        if sum(map(filters.count_tokens, texts)) > filters.max_tokens:
-            return "too long"
-    digest = _digest(question.text)
-    return "overlap" if digest in excluded else "duplicate" if digest in seen else ""
+    if (digest := _digest(question.text)) in excluded:
+        return "overlap"
+    return "duplicate" if digest in seen else ""
 
 
 def _digest(text: str) -> bytes:

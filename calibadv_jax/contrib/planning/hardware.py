@@ -18,7 +18,6 @@ from calibadv_jax.policy.sharding import local_sizes
 from calibadv_jax.policy.transformer import KERNELS
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # in the environment: share of a GPU's memory that JAX takes
-GPU_SHARE = 0.75  # its default
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,11 @@ class Tpu(Chip):
 _FIGURES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 GPUS = {name: Gpu(**figures) for name, figures in _FIGURES["gpus"].items()}
 TPUS = {name: Tpu(**figures) for name, figures in _FIGURES["tpus"].items()}
-LITE = {"v5litepod": "v5e"}  # another name of Cloud TPU
+CLOUD_NAMES = {
+    f"{kind}-{number}": f"{kind}:{shape}"
+    for kind, tpu in TPUS.items()
+    for number, shape in tpu.slices.items()
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Target:
         """Bytes of a device that the trainer may use; UserError for an invalid share in the environment."""
         if self.platform == "tpu":
             return self.chip.memory
-        value = os.environ.get(FRACTION, str(GPU_SHARE))
+        value = os.environ.get(FRACTION, "0.75")
         with suppress(ValueError):
             if 0 < float(value) <= 1:
                 return float(value) * self.chip.memory
@@ -96,36 +99,30 @@ def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
     `tpu` is kind and shape of a slice, such as v5e:4x4, or its name in Cloud TPU, such as v5e-16; `topology`
     belongs to `gpu`: slices x hosts x GPUs of a host, such as 1x2x8.
     """
-    if bool(tpu) == bool(gpu):
+    if bool(tpu) == bool(gpu) or bool(gpu) != bool(topology):
         raise UserError("name the devices: --tpu v5e:4x4, or --gpu h100 --topology 1x2x8")
-    if tpu:
-        kind, _, shape = tpu.partition(":")
-        if not shape:  # perhaps a name of Cloud TPU
-            kind, _, number = tpu.partition("-")
-            kind = LITE.get(kind, kind)
-            shape = TPUS[kind].slices.get(int(number), "") if kind in TPUS and number.isdecimal() else ""
-        if topology:
-            raise UserError(f"--topology {topology} is for --gpu; give a TPU's shape as --tpu {kind}:4x4")
-        if kind not in TPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
-            raise UserError(
-                f"--tpu {tpu}: must be one of {', '.join(TPUS)} with the slice's shape, such as v5e:4x4, or a"
-                " name of Cloud TPU, such as v5e-16 (chips) and v5p-16 (cores, 8 chips)"
-            )
-        count, chip = _product(shape), TPUS[kind]
-        hosts = 1 if count <= chip.alone else count // _product(chip.host)
-        return Target("tpu", kind, f"{kind}:{shape}", chip, count, hosts)
-    if gpu not in GPUS:
-        raise UserError(f"--gpu {gpu}: must be one of {', '.join(GPUS)}")
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
-        shape = "must be slices x hosts x GPUs of a host, such as 1x2x8"
-        raise UserError(f"--topology {topology or 'is missing'}: {shape}")
-    hosts = _product(topology.rpartition("x")[0])
-    return Target("cuda", gpu, topology, GPUS[gpu], _product(topology), hosts)
+    if gpu:
+        if gpu not in GPUS:
+            raise UserError(f"--gpu {gpu}: must be one of {', '.join(GPUS)}")
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2}", topology):
+            raise UserError(f"--topology {topology}: must be slices x hosts x GPUs of a host, such as 1x2x8")
+        hosts = _product(topology.rpartition("x")[0])
+        return Target("cuda", gpu, topology, GPUS[gpu], _product(topology), hosts)
+    name = tpu.replace("v5litepod", "v5e")  # as Cloud TPU calls it too
+    kind, _, shape = CLOUD_NAMES.get(name, name).partition(":")
+    if kind not in TPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+        raise UserError(
+            f"--tpu {tpu}: must be one of {', '.join(TPUS)} with the slice's shape, such as v5e:4x4, or a"
+            " name of Cloud TPU, such as v5e-16 (chips) and v5p-16 (cores, 8 chips)"
+        )
+    devices, chip = _product(shape), TPUS[kind]
+    hosts = 1 if devices <= chip.alone else devices // _product(chip.host)
+    return Target("tpu", kind, f"{kind}:{shape}", chip, devices, hosts)
 
 
 def sampler_of(config: Config, target: Target) -> Config:
-    """Return the config of one process' sampler on a target: its own devices, its share of the slots."""
-    if target.hosts == 1:
+    """Return the config of one process' embedded sampler: its own devices, its share of the slots."""
+    if target.hosts == 1 or config.sampler.name != "jax":
         return config
     sizes = local_sizes(config.mesh.sizes, target.devices // target.hosts)
     slots = -(-config.sampler.slots // target.hosts)
@@ -144,7 +141,7 @@ def placed_on(config: Config, target: Target) -> Config:
     shards = sizes["data"] * sizes["fsdp"]
     if math.prod(sizes.values()) != target.devices:
         shape = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
-        tensor = mesh.tensor if mesh.tensor > 0 and target.devices % mesh.tensor == 0 else 1
+        tensor = sizes["tensor"] if target.devices % sizes["tensor"] == 0 else 1
         fsdp = target.devices // tensor
         raise UserError(
             f"the mesh {shape} does not fit {target}: set mesh.data=1 mesh.fsdp={fsdp} mesh.tensor={tensor}"

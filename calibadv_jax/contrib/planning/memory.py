@@ -30,7 +30,7 @@ from calibadv_jax.snapshots.huggingface import read_hf_config
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, 1
 CPU_COLUMNS = 2**18  # slots × tokens of the KV cache; a CPU reads up to all of them for a token of every slot
 CPU_ROW = 2**12  # tokens of a learner's row on a CPU
-LESS = "less of sampler.slots, rollout.max_length, learner.microbatch_rows and learner.row_length"
+REMEDY = "lower sampler.slots, rollout.max_length, learner.microbatch_rows, learner.row_length; add devices"
 GIB = 1024**3
 GAPS = {"tpu": 1.6}  # largest ratio of a program's memory to that in use at once (benchmarks/scale.md)
 UPDATE = ("gradients", "activations", "workspace")  # live while gradients are computed only
@@ -63,19 +63,20 @@ def estimate_memory(
         counts = _held_elements(_critic_of(policy).abstract_trained, mesh)
         estimate["critic"] = sum(counts.values()) * stored
         optimizer, critic_moments = _optimizer_state(config.critic.optimizer, counts, stored)
-        estimate |= {"critic's optimizer": optimizer} if optimizer else {}
+        if optimizer:
+            estimate["critic's optimizer"] = optimizer
         moments = max(moments, critic_moments)
     if moments:
         estimate["moments"] = moments
     if config.keeps_initial_policy and (not frozen or lora.init_from):  # new adapters: the base itself
         estimate["reference policy"] = held * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
-        copied = 0 if shares_base(config) else frozen_count
-        if sampling is not None:
-            mesh = sampling.mesh.sizes
-            held, copied = sum(_held_elements(policy.abstract_params, mesh).values()), 0
-        estimate["sampler weights"] = (held + copied) * _computed_bytes(config)
-        estimate |= _sampler(sampling or config, architecture, mesh)
+        sampler_mesh = sampling.mesh.sizes if sampling else mesh
+        weights = sum(_held_elements(policy.abstract_params, sampler_mesh).values())
+        if sampling is None and shares_base(config):
+            weights -= frozen_count
+        estimate["sampler weights"] = weights * _computed_bytes(config)
+        estimate |= _sampler(sampling or config, architecture, sampler_mesh)
     return estimate
 
 
@@ -121,13 +122,15 @@ def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> 
 
 def held_beside(estimate: Mapping[str, float], program: str, shares_base: bool = False) -> float:
     """Return bytes on a device beside a program (of `program_memory` or log-probabilities) and its inputs."""
-    arguments = {
+    arguments: tuple[str, ...] = {
         "update": ("parameters", "base", "optimizer"),
         "apply": ("parameters", "optimizer"),
         "log-probabilities": ("parameters", "base"),
         "critic's update": ("critic", "base", "critic's optimizer"),
         "critic's apply": ("critic", "critic's optimizer"),
-    }.get(program, ("sampler weights", "kv cache", *(("base",) if shares_base else ())))
+    }.get(program, ("sampler weights", "kv cache"))
+    if shares_base and "kv cache" in arguments:
+        arguments += ("base",)
     return sum(size for name, size in _permanent(estimate).items() if name not in arguments)
 
 
@@ -138,24 +141,22 @@ def _step(estimate: Mapping[str, float]) -> float:
 
 def memory_line(estimate: Mapping[str, float]) -> str:
     """Format as ``estimated memory a device: 12.87 GiB (parameters 1.44, …; update: gradients 2.87, …)``."""
-    phases = {"": tuple(_permanent(estimate)), "update: ": UPDATE, "optimizer's step: ": STEP}
+    phases = {"": tuple(_permanent(estimate)), "update: ": UPDATE}
+    phases |= {"optimizer's step: ": STEP, "sampling: ": SAMPLING}
     texts = []
-    for phase, names in (phases | {"sampling: ": SAMPLING}).items():
+    for phase, names in phases.items():
         sizes = [f"{name} {estimate[name] / GIB:.2f}" for name in names if name in estimate]
-        texts += [phase + ", ".join(sizes)] if sizes else []
+        if sizes:
+            texts.append(phase + ", ".join(sizes))
     return f"estimated memory a device: {peak_memory(estimate) / GIB:.2f} GiB ({'; '.join(texts)})"
 
 
-def adapter_lines(config: Config, architecture: Architecture) -> list[str]:
-    """Return one line with the adapters' shape and number of parameters; none without adapters."""
-    adapters, trained = Adapters.from_config(config.policy.lora), trained_parameters(config, architecture)
-    if adapters is None:
-        return []
-    share = trained / architecture.num_parameters
-    return [
-        f"adapters of rank {adapters.rank}, alpha {adapters.alpha:g}, on {', '.join(adapters.targets)}:"
-        f" {trained / 1e6:.2f}M trained parameters, {share:.1%} of the base's ({adapters.base_dtype}, frozen)"
-    ]
+def policy_line(config: Config, architecture: Architecture) -> str:
+    """Return the policy's number of parameters, and with adapters that of the trained ones."""
+    line = f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters"
+    if not config.policy.lora.rank:
+        return line
+    return f"{line}, and {trained_parameters(config, architecture) / 1e6:.2f}M trained ones of adapters"
 
 
 def trained_parameters(config: Config, architecture: Architecture) -> int:
@@ -165,16 +166,14 @@ def trained_parameters(config: Config, architecture: Architecture) -> int:
 
 def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
     """Return one line for each kind of heads that ``mesh.tensor`` does not divide, with the remedy."""
-    tensor, warnings = mesh["tensor"], []
-    for number, heads in ((architecture.num_heads, "heads"), (architecture.num_kv_heads, "key-value heads")):
-        if number % tensor:
-            sizes = " or ".join(str(size) for size in range(1, min(number, tensor) + 1) if number % size == 0)
-            warnings.append(
-                f"warning: mesh.tensor is {tensor}, which does not divide the policy's {number} {heads}: each"
-                f" device of the axis computes all of them; set mesh.tensor to {sizes} and mesh.fsdp to the"
-                " rest"
-            )
-    return warnings
+    tensor = mesh["tensor"]
+    numbers = {"heads": architecture.num_heads, "key-value heads": architecture.num_kv_heads}
+    return [
+        f"warning: mesh.tensor is {tensor}, which does not divide the policy's {number} {heads}: each device"
+        f" of the axis computes all of them; set it to a divisor of {number}, and mesh.fsdp to the rest"
+        for heads, number in numbers.items()
+        if number % tensor
+    ]
 
 
 def _held_elements(abstract: Params, mesh: Mapping[str, int]) -> dict[str, int]:
@@ -276,10 +275,10 @@ def _share(size: int, mesh: Mapping[str, int]) -> int:
 
 
 def device_lines(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
-    """Return adapters, memory and warnings of a config on a mesh of this machine's devices."""
+    """Return size, memory and warnings of a config on a mesh of this machine's devices."""
     devices = math.prod(mesh.values())
     return [
-        *adapter_lines(config, architecture),
+        policy_line(config, architecture),
         *memory_lines(estimate_memory(config, architecture, mesh), devices),
         *heads_warnings(architecture, mesh),
         *(cpu_lines(config) if devices <= jax.device_count() else []),
@@ -289,23 +288,23 @@ def device_lines(config: Config, architecture: Architecture, mesh: Mapping[str, 
 def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
     """Return the estimate, and if a device of this machine has less, the keys to change."""
     line, device, present = memory_line(estimate), jax.local_devices()[0], jax.device_count()
-    is_cpu = device.platform == "cpu"
-    limit = host_memory() / devices if is_cpu else (device.memory_stats() or {}).get("bytes_limit")
-    if devices > present or not limit:
-        silent, large = "the device does not say how much memory it has", f"the mesh has {devices} devices"
-        reason = f"{large}, and this machine {present}" if devices > present else silent
-        return [line, f"not checked: whether that fits: {reason}"]
+    if devices > present:
+        return [line, f"not checked: memory: the mesh has {devices} devices, and this machine {present}"]
+    if device.platform == "cpu":
+        limit = host_memory() / devices
+        room = f"this host has {host_memory() / GIB:.1f} GiB for {devices} device(s)"
+    else:
+        limit = (device.memory_stats() or {}).get("bytes_limit") or 0.0
+        room = f"the device has {limit / GIB:.1f} GiB"
     peak, gaps = peak_memory(estimate), GAPS.get(device.platform, 1.0)
-    has = f"the device has {limit / GIB:.1f} GiB"
-    remedy = f"raise mesh.fsdp or mesh.tensor, or choose {LESS}"
-    if is_cpu:
-        shared = f" for {devices} devices" if devices > 1 else ""
-        has = f"this host has {host_memory() / GIB:.1f} GiB{shared}"
-        remedy = f"choose {LESS}, a smaller policy (policy.path), or another machine"
+    if not limit:
+        return [line, "not checked: memory: the device does not say how much it has"]
     if peak > limit:
-        return [line, f"failed: {peak / GIB:.1f} GiB a device do not fit: {has}; {remedy}"]
-    many = f"programs can need {gaps} times the estimate (benchmarks/scale.md)"
-    return [line, f"warning: {has}, and {many}; {remedy}"] if peak * gaps > limit else [line]
+        return [line, f"failed: {peak / GIB:.1f} GiB a device do not fit: {room}; {REMEDY}"]
+    if peak * gaps > limit:
+        more = f"programs can need {gaps} times the estimate (benchmarks/scale.md)"
+        return [line, f"warning: {room}, and {more}; {REMEDY}"]
+    return [line]
 
 
 def host_memory() -> float:
@@ -320,15 +319,13 @@ def host_memory() -> float:
 
 def cpu_lines(config: Config) -> list[str]:
     """Return a warning if the devices are a CPU's, and the sizes are those of accelerators; else nothing."""
-    rollout, sampler, learner = config.rollout, config.sampler, config.learner
-    cache = sampler.slots * rollout.max_length if sampler.name == "jax" else 0
-    if jax.local_devices()[0].platform != "cpu" or (cache <= CPU_COLUMNS and learner.row_length <= CPU_ROW):
+    cache = config.sampler.slots * config.rollout.max_length if config.sampler.name == "jax" else 0
+    is_small = cache <= CPU_COLUMNS and config.learner.row_length <= CPU_ROW
+    if is_small or jax.local_devices()[0].platform != "cpu":
         return []
     return [
-        "warning: this machine computes on a CPU, and a few tokens would take minutes with sampler.slots"
-        f" ({sampler.slots}) times rollout.max_length ({rollout.max_length}) above {CPU_COLUMNS}, or"
-        f" learner.row_length ({learner.row_length}) above {CPU_ROW}: --config configs/cpu.yaml, given last,"
-        " lowers them for a trial"
+        "warning: this machine computes on a CPU, where a few tokens take minutes with these sampler.slots,"
+        " rollout.max_length and learner.row_length: --config configs/cpu.yaml, given last, lowers them"
     ]
 
 

@@ -5,7 +5,6 @@ A part takes as long as the slowest of three: computing, memory, links.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -72,22 +71,28 @@ def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> Expe
 
 def step_of(config: Config, architecture: Architecture, rollouts: ExpectedRollouts, target: Target) -> Step:
     """Count the parts of a step; the config is `placed_on` the target."""
-    costs, trajectories = Costs(config, architecture, rollouts.tokens), rollouts.trajectories
+    costs, trajectories, epochs = (
+        Costs(config, architecture, rollouts.tokens),
+        rollouts.trajectories,
+        config.learner.epochs,
+    )
     size = config.learner.minibatch_size or trajectories
-    starts = [*range(0, trajectories, size)] * config.learner.epochs
-    computed = sum(costs.positions(min(size, trajectories - start)) for start in starts)
-    whole, parts, updates = costs.positions(trajectories), [], len(starts)
+    minibatches = [min(size, trajectories - start) for start in range(0, trajectories, size)]
+    # Packing thousands takes a second: once for each number.
+    positions = {count: costs.positions(count) for count in {trajectories, *minibatches}}
+    computed, whole = epochs * sum(positions[count] for count in minibatches), positions[trajectories]
+    updates, parts = epochs * len(minibatches), []
     # Forward passes over a step before its update: old log-probabilities, and a reference's.
     if passes := policy_loss(config).recomputes + (config.loss.kl_coef > 0):
         parts.append(costs.forward("log-probabilities", whole * passes))
-    parts.append(costs.update(computed))
+    parts.append(costs.update("update", computed))
     if config.advantage.has_critic:
-        parts += [costs.forward("critic's values", whole), costs.update(computed, "critic's update")]
+        parts += [costs.forward("critic's values", whole), costs.update("critic's update", computed)]
         updates *= 2
     parts += [costs.apply(updates), *costs.sampling(rollouts, sampler_of(config, target))]
     overlap = config.rollout.max_staleness > 0 and bool(config.sampler.urls)
     trained = trajectories * rollouts.tokens
-    return Step(parts, trained * config.learner.epochs / computed, trained, overlap)
+    return Step(parts, trained * epochs / computed, trained, overlap)
 
 
 class Costs:
@@ -95,107 +100,94 @@ class Costs:
 
     def __init__(self, config: Config, architecture: Architecture, tokens: int):
         self.config, self.architecture, self.tokens = config, architecture, tokens
-        mesh, policy = config.mesh, config.policy
-        self.mesh, self.shards = mesh.sizes, mesh.data * mesh.fsdp
-        self.devices = math.prod(self.mesh.values())
-        self.computed = jnp.dtype(policy.compute_dtype).itemsize
-        self.stored = jnp.dtype(policy.param_dtype).itemsize
-        self.split = (mesh.fsdp - 1) / mesh.fsdp
-        self._positions: dict[int, int] = {}  # packing thousands takes a second
+        mesh, layers = config.mesh, architecture.num_layers
+        self.shards, self.devices = mesh.data * mesh.fsdp, mesh.data * mesh.fsdp * mesh.tensor
+        self.fetched = (mesh.fsdp - 1) / mesh.fsdp  # share of the weights that other devices hold
+        self.item = jnp.dtype(config.policy.compute_dtype).itemsize
+        # Bytes that one device computes with, and elements that it trains.
+        self.weights = architecture.num_parameters * self.item / mesh.tensor
+        self.trained = trained_parameters(config, architecture) / (mesh.fsdp * mesh.tensor)
+        # Bytes for one position on one device: layers and head write and read them; where `tensor` splits
+        # layers, they are received twice a layer.
+        self.activations = 2 * layers * layer_width(architecture, mesh.sizes) * self.item
+        self.activations += 2 * 4 * architecture.vocab_size / mesh.tensor
+        self.reduced = 2 * layers * 2 * (1 - 1 / mesh.tensor) * architecture.hidden_size * self.item
 
     def positions(self, trajectories: int) -> int:
         """Return the positions that the learner computes, those of unfilled rows too."""
-        if trajectories not in self._positions:
-            learner = self.config.learner
-            shapes = row_shapes(learner.row_length, learner.microbatch_rows, learner.row_widths, self._pass)
-            self._positions[trajectories] = sum(plan([self.tokens] * trajectories, shapes).positions)
-        return self._positions[trajectories]
+        learner = self.config.learner
+        shapes = row_shapes(
+            learner.row_length, learner.microbatch_rows, learner.row_widths, self.forward_flops
+        )
+        return sum(plan([self.tokens] * trajectories, shapes).positions)
 
-    def _pass(self, width: int) -> float:
+    def forward_flops(self, width: int) -> float:
         """Return operations of a position, for the keys that it attends to, or that its kernel computes."""
         numerics = Numerics.from_config(self.config.policy)
         keys = keys_computed(numerics.kernel, width, numerics.attention_chunk)
         return self.architecture.flops_per_token(max(keys, self.tokens / 2))
 
-    def forward(self, name: str, positions: float) -> Part:
-        width = self.config.learner.row_length
-        rounds = positions / (self.config.learner.microbatch_rows * width)
-        mine = positions / self.shards
-        memory = rounds * self._weights() + mine * self._activations()
-        received = rounds * self.split * self._weights() + mine * self._reduced()
-        return Part(name, positions * self._pass(width), memory, received, self.devices)
-
     def update_flops(self, width: int) -> float:
         """Return operations for one position of a row of `width`: forward, backward and recomputed ones."""
-        a, policy = self.architecture, self.config.policy
-        head = 2.0 * a.vocab_size * a.hidden_size
-        layers = a.flops_per_token(0) - head
-        attention = self._pass(width) - a.flops_per_token(0)
+        architecture, policy = self.architecture, self.config.policy
+        head = 2.0 * architecture.vocab_size * architecture.hidden_size
+        layers = architecture.flops_per_token(0) - head
+        attention = self.forward_flops(width) - architecture.flops_per_token(0)
         backward = 1 if policy.lora.rank else 2  # to the inputs, and to the weights
-        of_attention = FLASH_BACKWARD if policy.attention in ("splash", "triton") else 2
+        attention_backward = FLASH_BACKWARD if policy.attention in ("splash", "triton") else 2
         return (
             layers * (1 + backward + (policy.remat == "full"))
-            + attention * (1 + of_attention + (policy.remat != "none"))
+            + attention * (1 + attention_backward + (policy.remat != "none"))
             + head * (1 + backward + (width > policy.logprob_chunk))
         )
 
-    def update(self, positions: int, name: str = "update") -> Part:
+    def forward(self, name: str, positions: float) -> Part:
+        learner = self.config.learner
+        rounds, held = positions / (learner.microbatch_rows * learner.row_length), positions / self.shards
+        memory = rounds * self.weights + held * self.activations
+        received = rounds * self.fetched * self.weights + held * self.reduced
+        return Part(name, positions * self.forward_flops(learner.row_length), memory, received, self.devices)
+
+    def update(self, name: str, positions: float) -> Part:
         """Count the gradients of these positions, added up."""
-        learner, policy = self.config.learner, self.config.policy
-        rounds = positions / (learner.microbatch_rows * learner.row_length)
-        again = policy.remat == "full"
-        mine, weights = positions / self.shards, self._weights()
-        gradients = 4 * self._trained()  # float32, of one device
-        memory = rounds * ((2 + again) * weights + 3 * gradients) + (3 + again) * mine * self._activations()
+        learner, mesh = self.config.learner, self.config.mesh
+        rounds, held = positions / (learner.microbatch_rows * learner.row_length), positions / self.shards
+        passes = 2 + (self.config.policy.remat == "full")
+        gradients = 4 * self.trained  # bytes in float32, of one device
+        memory = rounds * (passes * self.weights + 3 * gradients) + (1 + passes) * held * self.activations
         # Weights come for the forward and for the backward pass; gradients go back to those who hold them.
-        gathered = 2 * weights + self._trained() * self.mesh["fsdp"] * self.computed
-        received = rounds * self.split * gathered
-        received += rounds * 2 * (1 - 1 / self.mesh["data"]) * gradients
-        received += mine * (2 + again) * self._reduced()
-        flops = positions * self.update_flops(learner.row_length)
-        return Part(name, flops, memory, received, self.devices)
+        gathered = 2 * self.weights + self.trained * mesh.fsdp * self.item
+        received = rounds * self.fetched * gathered
+        received += rounds * 2 * (1 - 1 / mesh.data) * gradients
+        received += held * passes * self.reduced
+        return Part(name, positions * self.update_flops(learner.row_length), memory, received, self.devices)
 
     def apply(self, updates: int) -> Part:
         """Count the optimizer's steps: parameters and two moments read and written, the sum read twice."""
-        held = self._trained()
-        flops = 20.0 * updates * held * self.devices
-        return Part("optimizer's step", flops, updates * held * (6 * self.stored + 8), 0.0, self.devices)
+        stored = jnp.dtype(self.config.policy.param_dtype).itemsize
+        flops = 20.0 * updates * self.trained * self.devices
+        return Part("optimizer's step", flops, updates * self.trained * (6 * stored + 8), 0.0, self.devices)
 
-    def sampling(self, rollouts: ExpectedRollouts, own: Config) -> list[Part]:
+    def sampling(self, rollouts: ExpectedRollouts, process: Config) -> list[Part]:
         """Count prefill, where every token is computed once, and decoding of all slots of `sampler_of`."""
-        config, a, sampler, count = self.config, self.architecture, self.config.sampler, rollouts.trajectories
-        context = rollouts.tokens / 2
+        architecture, sampler, count = self.architecture, self.config.sampler, rollouts.trajectories
         if sampler.name == "jax":
-            devices, slots, width = self.devices, sampler.slots, self.computed
-            split = own.mesh.fsdp * own.mesh.tensor
+            devices, slots, item = self.devices, sampler.slots, self.item
+            split = process.mesh.fsdp * process.mesh.tensor
         else:
-            workers, width = len(sampler.urls) or sampler.workers, jnp.dtype(config.sampler_dtype).itemsize
+            workers, item = (
+                len(sampler.urls) or sampler.workers,
+                jnp.dtype(self.config.sampler_dtype).itemsize,
+            )
             split = len(sampler.worker_devices[0].split(",")) if sampler.worker_devices else 1
             devices, slots = workers * split, sampler.slots * workers
-        slots = min(slots, count, config.rollout.max_concurrency)
-        flops, weights = a.flops_per_token(context), a.num_parameters * width / split
-        cached = 2 * a.num_layers * a.num_kv_heads * a.head_dim * width * context * slots / devices
+        slots = min(slots, count, self.config.rollout.max_concurrency)
+        context = rollouts.tokens / 2
+        flops, weights = architecture.flops_per_token(context), architecture.num_parameters * item / split
+        head_elements = architecture.num_kv_heads * architecture.head_dim
+        cached = 2 * architecture.num_layers * head_elements * item * context * slots / devices
         calls = count * rollouts.sampled / slots  # of decoding, each a token of every slot
         prefilled = count * (rollouts.tokens - rollouts.sampled)
-        prefill = Part("prefill", prefilled * flops, prefilled * self._activations() / devices, 0.0, devices)
+        prefill = Part("prefill", prefilled * flops, prefilled * self.activations / devices, 0.0, devices)
         decode = Part("decode", count * rollouts.sampled * flops, calls * (weights + cached), 0.0, devices)
         return [prefill, decode]
-
-    def _weights(self) -> float:
-        """Return bytes of the weights that a device computes with: one part of `tensor`."""
-        return self.architecture.num_parameters * self.computed / self.mesh["tensor"]
-
-    def _trained(self) -> float:
-        trained = trained_parameters(self.config, self.architecture)
-        return trained / (self.mesh["fsdp"] * self.mesh["tensor"])
-
-    def _activations(self) -> float:
-        """Return bytes that the layers and the head write and read for one position on one device."""
-        a, tensor = self.architecture, self.mesh["tensor"]
-        layers = 2 * a.num_layers * layer_width(a, self.mesh) * self.computed
-        return layers + 2 * 4 * a.vocab_size / tensor
-
-    def _reduced(self) -> float:
-        """Return bytes that a device receives for a position where `tensor` splits layers: twice a layer."""
-        a, tensor = self.architecture, self.mesh["tensor"]
-        return 2 * a.num_layers * 2 * (1 - 1 / tensor) * a.hidden_size * self.computed
