@@ -12,9 +12,9 @@ from fastapi.testclient import TestClient
 from qdrant_client import QdrantClient, models
 from retriever_rig import brute_force_ids, ids, people_corpus, refuses
 
-from retriever.backends import BuildOptions
+from retriever.backends import KINDS, BuildOptions
 from retriever.contrib import qdrant
-from retriever.contrib.qdrant import Collection, collection_settings, search_params
+from retriever.contrib.qdrant import Collection, search_params
 from retriever.encoders import HashedEncoder
 from retriever.indexes.index import build_index, open_index
 from retriever.options import parse
@@ -169,18 +169,8 @@ def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place
     assert not list(tmp_path.glob("i.embeddings"))
 
 
-def test_storage_options_reach_the_collection(tmp_path):
-    values = {"qdrant_shards": 6, "qdrant_on_disk": True, "qdrant_quantization": "binary"}
-    settings = collection_settings(768, options_for(tmp_path, **values))
-    assert settings["shard_number"] == 6 and settings["quantization_config"].binary.always_ram
-    assert settings["vectors_config"].on_disk and settings["vectors_config"].size == 768
-    plain = collection_settings(768, BuildOptions(kind="qdrant"))
-    assert plain["quantization_config"] is None and not plain["vectors_config"].on_disk
-
-
 def test_invalid_options_are_named(tmp_path, corpus):
     for options, message in (
-        ({"qdrant_shards": 0}, "--qdrant_shards 0"),
         ({"qdrant_quantization": "int4"}, "--qdrant_quantization 'int4'"),
         ({"search": "nprobe=3"}, "search parameters 'nprobe=3': .* hnsw_ef"),
         ({"search": "hnsw_ef=many"}, "search parameters 'hnsw_ef=many'"),
@@ -212,12 +202,13 @@ def test_server_gets_key_storage_and_search_options(tmp_path, corpus, monkeypatc
     client = Mock(return_value=server)
     monkeypatch.setattr(qdrant, "QdrantClient", client)
     monkeypatch.setenv("QDRANT_API_KEY", "secret")
-    url = {"qdrant_url": "http://h:6333"}
-    storage = {"qdrant_quantization": "int8", "qdrant_replicas": 2, "qdrant_parallel": 1}
-    options = BuildOptions(kind="qdrant", settings=url | storage, shard_rows=20, search="hnsw_ef=64")
+    settings = {"qdrant_url": "http://h:6333", "qdrant_quantization": "int8", "qdrant_on_disk": True}
+    options = BuildOptions(kind="qdrant", settings=settings, shard_rows=20, search="hnsw_ef=64")
     build_index(corpus, tmp_path / "i", options, progress=False)
     client.assert_called_with(url="http://h:6333", api_key="secret", timeout=qdrant.TIMEOUT)
-    made = server.create_collection.call_args.kwargs
-    assert made["replication_factor"] == 2 and made["quantization_config"].scalar.type == "int8"
+    made = server.create_collection.call_args
+    assert made.args[1].on_disk and made.kwargs["quantization_config"].scalar.type == "int8"
+    choices = KINDS["qdrant"].build_options["qdrant_quantization"].choices
+    assert set(qdrant.QUANTIZATION) == set(choices) and qdrant.QUANTIZATION["binary"].binary.always_ram
     assert open_index(tmp_path / "i", corpus).search(["person 17"], 1)[0][0][0] == corpus[17]
     assert [request.params.hnsw_ef for request in server.query_batch_points.call_args.args[1]] == [64]
