@@ -79,16 +79,7 @@ def test_table_of_a_run(tmp_path, capsys):
     assert f"{tmp_path}: 1 kept steps, 1 groups, 3 trajectories, 6 searches" in out
     ((cell, meaning),) = rows(out, "blame/good_spared")
     assert value(cell) == GOOD_SPARED and meaning == MEASURES["blame/good_spared"]
-    for name, expected in (
-        ("silver/precision", "0.250"),
-        ("search/good_share", "0.333"),
-        ("search/precision", "0.500"),
-        ("search/recall", "1.000"),
-        ("blame/good_blamed", "0.500"),
-        ("blame/useless_spared", "0.111"),
-        ("blame/spared_good_share", "0.600"),
-    ):
-        assert rows(out, name)[0][0].startswith(f"{expected} ("), name
+    assert value(rows(out, "blame/useless_spared")[0][0]) == round(USELESS_SPARED, 3)
     row = tables(out)[-1].split()
     assert row[0] == "7-7" and row[9] == "0.500"
     assert "cannot say: truly good searches are blamed in 1 groups and useless ones in 1; at least 30" in out
@@ -169,19 +160,14 @@ def test_control_permutes_rewards_over_the_step(tmp_path):
     keep(tmp_path)
     step_of_run = read_step(find_step(tmp_path, 7))
     config = kept_config(step_of_run, Path("step"))
-
-    def scores(groups):
-        return tuple(each.answer_score for group in groups for each in group.trajectories)
-
     seen = set()
     for seed in range(20):
-        permuted, again = (
-            scores(credit.group for credit in credit_again(step_of_run, config, seed)) for _ in "12"
-        )
+        credits = [credit_again(step_of_run, config, seed) for _ in "12"]
+        permuted, again = (scores(credit.group for credit in of_seed) for of_seed in credits)
         assert permuted == again and sorted(permuted) == [0, 0, 0, 0, 1]
-        seen.add(permuted)
+        seen.add(tuple(permuted))
     assert {(1, 0, 0, 0, 0), (0, 0, 0, 0, 1)} <= seen
-    assert scores(step_of_run.groups) == (1, 0, 0, 0, 0)
+    assert scores(step_of_run.groups) == [1, 0, 0, 0, 0]
 
 
 def write(folder, supporting):
@@ -252,10 +238,14 @@ def measured(true, control, count=40, spread=0.0):
     return Column("run", (), *sides)
 
 
+RIGHT = "right: truly good searches are spared 0.800 [0.800, 0.800] of their blame, useless ones 0.100 [0.100"
+BETTER = "better than chance: the lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300 [0.300"
+
+
 @pytest.mark.parametrize(
     ("true", "control", "more", "words"),
     [
-        ((0.8, 0.1), (0.7, 0.4), {}, ["right: ", "better than chance: "]),
+        ((0.8, 0.1), (0.7, 0.4), {}, [RIGHT, BETTER]),
         ((0.1, 0.8), (0.4, 0.7), {}, ["wrong: ", "worse than chance: "]),
         ((0.8, 0.1), (0.8, 0.1), {}, ["right: ", "cannot say whether it is better than chance: "]),
         ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4}, ["cannot say whether it is right: ", "cannot say"]),
@@ -272,10 +262,7 @@ def test_verdict_in_words(true, control, more, words):
 
 def test_verdict_pools_runs():
     pooled = verdict([measured((0.8, 0.1), (0.7, 0.4), 20)] * 2)  # each alone would be too few
-    assert pooled[0].startswith("right: ")
-    for words in ("0.800 [0.800, 0.800] of their blame", "useless ones 0.100 [0.100, 0.100]"):
-        assert words in pooled[0]
-    assert "0.700 [0.700, 0.700]" in pooled[1] and "(control) 0.300 [0.300, 0.300]" in pooled[1]
+    assert pooled[0].startswith(RIGHT)
 
 
 def test_every_measure_is_explained():
