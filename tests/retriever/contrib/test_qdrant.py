@@ -129,20 +129,29 @@ def test_unsuitable_collection_or_encoder_is_refused(tmp_path, corpus, encoder, 
 
 
 @pytest.mark.filterwarnings("ignore:Local mode performs exact")
-def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder):
-    """The collection can then be served without corpus and index folder."""
-    options = options_for(tmp_path, shard_rows=20, search="hnsw_ef=64")
+def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder, monkeypatch):
+    """The embedded mode stands in for the server. The collection also serves without corpus and index folder."""
+    server = Mock(wraps=QdrantClient(path=str(tmp_path / "db")), close=Mock())
+    client = Mock(return_value=server)
+    monkeypatch.setattr(qdrant, "QdrantClient", client)
+    monkeypatch.setenv("QDRANT_API_KEY", "secret")
+    settings = {"qdrant_url": "http://h:6333", "qdrant_quantization": "int8", "qdrant_on_disk": True}
+    options = BuildOptions(kind="qdrant", settings=settings, shard_rows=20, search="hnsw_ef=64")
     build_index(corpus, tmp_path / "i", options, progress=False)
+    client.assert_called_with(url="http://h:6333", api_key="secret", timeout=qdrant.TIMEOUT)
+    made = server.create_collection.call_args
+    assert made.args[1].on_disk and made.kwargs["quantization_config"].scalar.type == "int8"
+    choices = KINDS["qdrant"].build_options["qdrant_quantization"].choices
+    assert set(qdrant.QUANTIZATION) == set(choices) and qdrant.QUANTIZATION["binary"].binary.always_ram
+    index = open_index(tmp_path / "i", corpus)
+    assert index.search(["person 17"], 1)[0][0][0] == corpus[17] and index.manifest["factory"] == "qdrant"
+    assert [request.params.hnsw_ef for request in server.query_batch_points.call_args.args[1]] == [64]
     paths = ["--corpus_path", str(corpus.path), "--index_path", str(tmp_path / "i")]
     refuses("--mmap: has no meaning for an index of kind qdrant", load, parse([*paths, "--mmap"]))
-    index = open_index(tmp_path / "i", corpus)
-    assert index.search(["person 17"], 1)[0][0][0] == corpus[17]
-    assert index.manifest["search"] == "hnsw_ef=64" and index.manifest["factory"] == "qdrant"
-    index._ranker._vectors.client.close()
     index = load_index(parse([*paths, "--qdrant_search", "exact=true"]), print)
     assert index.manifest["search"] == "exact=true"  # the option wins over the manifest
-    index._ranker._vectors.client.close()
-    assert collection_at(tmp_path / "db", "passages").search(["person 17"], 1)[0][0][0] == corpus[17]
+    collection = collection_at("http://h:6333", "passages")
+    assert collection.search(["person 17"], 1)[0][0][0] == corpus[17]
 
 
 @pytest.mark.parametrize("place", [{}, {"qdrant_url": ""}], ids=["kept", "gone with the index's folder"])
@@ -193,22 +202,3 @@ def test_search_parameters_are_parsed():
     params = search_params("hnsw_ef=128,exact=false,rescore=true,oversampling=2.5")
     expected = {"hnsw_ef": 128, "exact": False, "quantization": {"rescore": True, "oversampling": 2.5}}
     assert params.model_dump(exclude_unset=True) == expected
-
-
-@pytest.mark.filterwarnings("ignore:Local mode performs exact")
-def test_server_gets_key_storage_and_search_options(tmp_path, corpus, monkeypatch):
-    """The embedded mode stands in for the server."""
-    server = Mock(wraps=QdrantClient(path=str(tmp_path / "db")), close=Mock())
-    client = Mock(return_value=server)
-    monkeypatch.setattr(qdrant, "QdrantClient", client)
-    monkeypatch.setenv("QDRANT_API_KEY", "secret")
-    settings = {"qdrant_url": "http://h:6333", "qdrant_quantization": "int8", "qdrant_on_disk": True}
-    options = BuildOptions(kind="qdrant", settings=settings, shard_rows=20, search="hnsw_ef=64")
-    build_index(corpus, tmp_path / "i", options, progress=False)
-    client.assert_called_with(url="http://h:6333", api_key="secret", timeout=qdrant.TIMEOUT)
-    made = server.create_collection.call_args
-    assert made.args[1].on_disk and made.kwargs["quantization_config"].scalar.type == "int8"
-    choices = KINDS["qdrant"].build_options["qdrant_quantization"].choices
-    assert set(qdrant.QUANTIZATION) == set(choices) and qdrant.QUANTIZATION["binary"].binary.always_ram
-    assert open_index(tmp_path / "i", corpus).search(["person 17"], 1)[0][0][0] == corpus[17]
-    assert [request.params.hnsw_ef for request in server.query_batch_points.call_args.args[1]] == [64]
