@@ -130,7 +130,7 @@ def test_unsuitable_collection_or_encoder_is_refused(tmp_path, corpus, encoder, 
 
 @pytest.mark.filterwarnings("ignore:Local mode performs exact")
 def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder, monkeypatch):
-    """The embedded mode stands in for the server. The collection also serves without corpus and index folder."""
+    """The embedded mode stands in for the server; the collection also serves without corpus and index."""
     server = Mock(wraps=QdrantClient(path=str(tmp_path / "db")), close=Mock())
     client = Mock(return_value=server)
     monkeypatch.setattr(qdrant, "QdrantClient", client)
