@@ -109,10 +109,8 @@ def run(config: Config) -> None:
 
 def _lengths(demonstration: Demonstration, config: Config, tokenizer: Any) -> Iterator[tuple[str, int, int]]:
     """Yield keys of the config, each with a length of the demonstration and its limit."""
-    rollout = config.rollout
-    prompt = open_prompt(demonstration.question, tokenizer, config.prompt, sys.maxsize, make_actions(config))[
-        0
-    ]
+    rollout, actions = config.rollout, make_actions(config)
+    prompt, _ = open_prompt(demonstration.question, tokenizer, config.prompt, sys.maxsize, actions)
     yield "rollout.max_prompt_length", len(prompt), rollout.max_prompt_length
     longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
     yield "rollout.max_turn_length", longest_turn, rollout.max_turn_length
