@@ -246,7 +246,10 @@ def _group(credit: GroupCredit, searches: np.ndarray) -> tuple[float, ...]:
         len(supporting & credit.silver.keys()),
         len(seen),
         len(supporting & seen),
-        *(blame[good].sum(), spared[good].sum(), blame[~good].sum(), spared[~good].sum()),
+        blame[good].sum(),
+        spared[good].sum(),
+        blame[~good].sum(),
+        spared[~good].sum(),
     )
 
 
@@ -259,9 +262,9 @@ def _searches(credit: GroupCredit) -> list[tuple[float, ...]]:
             hits = missing & {document.id for document in turn.documents}
             missing -= hits
             if index in searches:
-                columns = (credit.correctness, credit.before, credit.turns)
-                values = (column[position][index] for column in columns)
-                rows.append((bool(hits), judged, *values, len(turn.token_ids)))
+                correctness = credit.correctness[position][index]
+                advantages = credit.before[position][index], credit.turns[position][index]
+                rows.append((bool(hits), judged, correctness, *advantages, len(turn.token_ids)))
     return rows
 
 
