@@ -9,10 +9,10 @@ import pytest
 from config_rig import changed
 from disk_rig import refuses_full_disk
 from rows_rig import write_rows
-from shelf_rig import BY_ID, find, row, shelf_service, write_corpus
+from shelf_rig import BY_ID, as_row, find, row, shelf_service, write_corpus
 from test_doctor import SHAPE
 
-from calibadv_jax.config import Config, ToolConfig
+from calibadv_jax.config import ToolConfig
 from calibadv_jax.contrib.commands import coverage
 from calibadv_jax.contrib.commands.demonstrate import (
     MAX_QUOTE,
@@ -179,7 +179,7 @@ def test_passages_are_read_by_id_in_every_format(tmp_path):
         read_passages(path, {"1"})
 
 
-TWO_HOPS = row("1", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two")
+TWO_HOPS = row("1", WRITER, ["Oslo"], ["p0", "p1"], "two")
 QUESTIONS = [
     TWO_HOPS,
     row("2", "In which city was Bo Dorn born?", ["Lima"], ["p3"], "one"),
@@ -248,9 +248,8 @@ def test_long_demonstrations_are_left_out(config, capsys):
         ("rollout", {"max_prompt_length": 5}, "rollout.max_prompt_length"),
         ("rollout", {"max_turn_length": 10}, "rollout.max_turn_length"),
     ]:
-        with pytest.raises(
-            UserError, match=rf"none of 5 questions .*: 3 longer than {key} \(raise.*; 1 not found"
-        ):
+        message = rf"none of 5 questions .*: 3 longer than {key} \(raise.*; 1 not found"
+        with pytest.raises(UserError, match=message):
             run(changed(config, **{section: changes}))
 
 
@@ -289,7 +288,7 @@ def test_what_is_missing_is_said_in_one_line(config, tmp_path):
 
 
 COVERED = [
-    row("hop", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two"),
+    row("hop", WRITER, ["Oslo"], ["p0", "p1"], "two"),
     row("one", "In which city was Bo Dorn born?", ["Lima"], ["p3"], "one"),
     row("gone", "Who composed the anthem?", ["Zed"], ["p99"], "one"),
     row("yes", "Is Cy Emm a painter?", ["yes"], ["p4"], "one"),
@@ -340,19 +339,10 @@ def test_more_documents_or_queries_cover_more(covered):
     assert coverage.depth(changed(covered, retriever=reranked)) == 7
 
 
-def test_first_query_counts_among_any_query():
-    """The question finds one passage and the answer, a title the other passage."""
-    question = parse_question(row("1", "Who?", ["Oslo"], ["p1", "p2"]), "a row")
-    first, others = [BY_ID["p1"]], [BY_ID["p2"]]
-    covered = {"answer": True, "passage": True, "all_passages": False}
-    covered |= {"answer_by_any": True, "all_by_any": True, "answerable": True}
-
-    def find_by_query(config, url, questions, look, show):
-        async def search(query):
-            return first if query == question.text else others
-
-        return [asyncio.run(look(item, search)) for item in questions]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coverage, "look_up_each", find_by_query)
-        assert coverage.measure(Config(), "", [question], BY_ID) == [covered]
+def test_first_query_counts_among_any_query(covered):
+    """The question alone finds the passage that has no title, and the answer; a title finds the other."""
+    write_rows(Path(covered.data.train), row("both", "Who is Ada?", ["Oslo"], ["p1", "p2"]))
+    write_rows(Path(covered.retriever.corpus), as_row(BY_ID["p2"]))
+    by_question = {"questions": 1, "answer": 1.0, "passage": 1.0, "all_passages": 0.0}
+    by_any = {"answer_by_any": 1.0, "all_by_any": 1.0, "answerable": 1.0}
+    assert cover(covered)["train"] == {"test": by_question | by_any}

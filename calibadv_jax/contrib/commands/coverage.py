@@ -96,7 +96,8 @@ def measure(
 
 def _judge(question: Question, documents: Sequence[Document]) -> QuestionCoverage:
     is_yes_no = all(answer.lower() in YES_NO for answer in question.golden_answers)
-    texts, ids = (f"{each.title}\n{each.text}" for each in documents), {each.id for each in documents}
+    texts = (f"{document.title}\n{document.text}" for document in documents)
+    ids = {document.id for document in documents}
     supporting = [name in ids for name in question.supporting_ids]
     return {
         "answer": None if is_yes_no else any(answer_in(text, question) for text in texts),

@@ -276,7 +276,8 @@ def _worth(documents: Sequence[Document], missing: Collection[str]) -> tuple[int
 
 def _are_alternatives(question: Question, passages: Mapping[str, Document]) -> bool:
     """Return whether each of several supporting passages holds an answer, so that one is enough."""
-    texts = [f"{p.title}\n{p.text}" for name in question.supporting_ids if (p := passages.get(name))]
+    supporting = [passages[name] for name in question.supporting_ids if name in passages]
+    texts = [f"{passage.title}\n{passage.text}" for passage in supporting]
     return len(texts) > 1 and all(answer_in(text, question) for text in texts)
 
 
@@ -297,7 +298,8 @@ def demonstrate(
         turns.append(DemoTurn(text, lookup.documents))
         seen = shown(lookup.documents)
         support = [document for document in lookup.documents if document.id in lookup.new_ids]
-        new = [quote for document in support if (quote := clean(_quote(document, question))) in seen]
+        new = [clean(_quote(document, question)) for document in support]
+        new = [quote for quote in new if quote in seen]
         if not new:
             return "cut off"
         quotes += new

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -113,8 +114,8 @@ def make_facts(config: WorldConfig, rng: np.random.Generator, counts: dict[str, 
 
 
 def _draw_names(rng: np.random.Generator, kind: str, count: int, split: Split) -> list[str]:
-    first, second = POOLS[kind]
-    names = [name for a in first for b in second if split_of(name := f"{a} {b}") == split]
+    names = [" ".join(words) for words in product(*POOLS[kind])]
+    names = [name for name in names if split_of(name) == split]
     if count > len(names):
         raise UserError(f"world: {count} names of kind {kind!r} were asked for, but there are {len(names)}")
     return [names[index] for index in rng.choice(len(names), count, replace=False)]
@@ -144,7 +145,7 @@ def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, st
 
 def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -> dict[str, Document]:
     """Return address -> page: of each passage, with its text; no other text gives the address."""
-    addresses = [f"{a} {b}" for a in ADDRESSES[0] for b in ADDRESSES[1]]
+    addresses = [" ".join(words) for words in product(*ADDRESSES)]
     if len(passages) > len(addresses):
         raise UserError(
             f"world: {len(passages)} passages, but there are {len(addresses)} addresses of pages; lower"
