@@ -235,31 +235,27 @@ def measured(true, control, count=40, spread=0.0):
     return Column("run", (), *sides)
 
 
-RIGHT = "right: truly good searches are spared 0.800 [0.800, 0.800] of their blame, useless ones 0.100 [0.100"
-BETTER = "better than chance: the lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300 [0.300"
+LEAD = "the lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300 [0.300, 0.300]"
 
 
 @pytest.mark.parametrize(
     ("true", "control", "more", "words"),
     [
-        ((0.8, 0.1), (0.7, 0.4), {}, [RIGHT, BETTER]),
-        ((0.1, 0.8), (0.4, 0.7), {}, ["wrong: ", "worse than chance: "]),
-        ((0.8, 0.1), (0.8, 0.1), {}, ["right: ", "cannot say whether it is better than chance: "]),
-        ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4}, ["cannot say whether it is right: ", "cannot say"]),
-        ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4, "count": 4000}, ["right: ", "better than chance: "]),
-        ((0.8, 0.1), (0.7, 0.4), {"count": 29}, ["cannot say: truly good searches are blamed in 29 groups"]),
-        ((0.0, 0.0), (0.0, 0.0), {}, ["no calibration: no search lost any blame; 0.500 [0.500, 0.500] of"]),
+        ((0.8, 0.1), (0.7, 0.4), {}, f"better than chance: {LEAD}"),
+        ((0.1, 0.8), (0.4, 0.7), {}, "worse than chance: the lead is -0.700"),
+        ((0.8, 0.1), (0.8, 0.1), {}, "cannot say whether it is better than chance: "),
+        ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4}, "cannot say whether it is better than chance: "),
+        ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4, "count": 4000}, "better than chance: "),
+        ((0.8, 0.1), (0.7, 0.4), {"count": 29}, "cannot say: truly good searches are blamed in 29 groups"),
     ],
 )
-def test_verdict_in_words(true, control, more, words):
-    lines = verdict([measured(true, control, **more)])
-    assert len(lines) == len(words)
-    assert all(line.startswith(word) for line, word in zip(lines, words, strict=True)), lines
+def test_verdict_compares_leads(true, control, more, words):
+    assert verdict([measured(true, control, **more)]).startswith(words)
 
 
 def test_verdict_pools_runs():
     pooled = verdict([measured((0.8, 0.1), (0.7, 0.4), 20)] * 2)  # each alone would be too few
-    assert pooled[0].startswith(RIGHT)
+    assert pooled == f"better than chance: {LEAD}"
 
 
 def test_every_measure_is_explained():

@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> None:
     unsure = f"“cannot say”: intervals overlap, or there are fewer than {FEW} groups"
     say(f"\nverdict ({100 * CONFIDENCE:g} % intervals over groups; {unsure})")
     for title, runs in judged:
-        say("\n".join([f"{title}, settings {runs[0].name}:", *(f"  {line}" for line in verdict(runs))]))
+        say(f"{title}, settings {runs[0].name}:\n  {verdict(runs)}")
     if arguments.output is not None:
         results = [
             {"run": str(folder), "settings": list(map(as_json, measured))}
@@ -384,53 +384,34 @@ def verdicts_table(rivals: Sequence[Column]) -> str:
     return table(rows, ["estimator", *VERDICTS])
 
 
-def verdict(runs: Sequence[Column]) -> list[str]:
-    """Return the conclusions of the measures as sentences with numbers; the groups of all runs are pooled.
+def verdict(runs: Sequence[Column]) -> str:
+    """Say whether the lead is larger than the control's, with intervals over the groups of all runs.
 
-    The credit is right if the calibration takes a larger share of the blame from truly good searches than
-    from useless ones, and better than chance if its lead is larger than in the control.
+    The lead is the share of their blame that the calibration takes from truly good searches, less the share
+    that it takes from useless ones.
     """
-    true, control = (  # float64 [groups, 4]
-        np.column_stack([join(parts).groups[name] for name in BLAME])
-        for parts in zip(*(run.sides for run in runs), strict=True)
-    )
-    num_good, num_useless = (int((true[:, column] > 0).sum()) for column in (0, 2))
+    sides = [join(parts) for parts in zip(*(run.sides for run in runs), strict=True)]
+    sums = np.column_stack([side.groups[name] for side in sides for name in BLAME])  # float64 [groups, 8]
+    num_good, num_useless = (int((sums[:, column] > 0).sum()) for column in (0, 2))
     if min(num_good, num_useless) < FEW:
-        good = f"truly good searches are blamed in {num_good} groups and useless ones in {num_useless}"
-        return [f"cannot say: {good}; at least {FEW} of each are needed"]
-    sums = np.concatenate([true, control], axis=1)
-    bounds = intervals_of_sums(sums, _shares, CONFIDENCE, RESAMPLES)
-    values = _shares(sums.sum(axis=0, keepdims=True))[0]
-    on_good, good, useless, lead, chance = (
-        f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, (low, high) in zip(values, bounds, strict=True)
-    )
-    if not true[:, [1, 3]].any():
-        return [
-            f"no calibration: no search lost any blame; {on_good} of the blame lies on truly good searches"
-            f" (advantage.name={CALIBRATED} shows what CalibAdv would do)"
-        ]
-    right = _decide(bounds[1], bounds[2], "right", "wrong")
-    adds = _decide(bounds[3], bounds[4], "better than chance", "worse than chance")
-    return [
-        f"{right}: truly good searches are spared {good} of their blame, useless ones {useless}",
-        f"{adds}: the lead is {lead}, with shuffled rewards (control) {chance}",
-    ]
+        blamed = f"truly good searches are blamed in {num_good} groups and useless ones in {num_useless}"
+        return f"cannot say: {blamed}; at least {FEW} of each are needed"
+    lead, chance = _leads(sums.sum(axis=0, keepdims=True))[0]
+    (low, high), (chance_low, chance_high) = intervals_of_sums(sums, _leads, CONFIDENCE, RESAMPLES)
+    conclusion = "cannot say whether it is better than chance"
+    if low > chance_high:
+        conclusion = "better than chance"
+    elif high < chance_low:
+        conclusion = "worse than chance"
+    shuffled = f"with shuffled rewards (control) {chance:.3f} [{chance_low:.3f}, {chance_high:.3f}]"
+    return f"{conclusion}: the lead is {lead:.3f} [{low:.3f}, {high:.3f}], {shuffled}"
 
 
-def _shares(sums: np.ndarray) -> np.ndarray:
-    """Return share of blame on good searches, shares spared of good and useless, true and control lead."""
+def _leads(sums: np.ndarray) -> np.ndarray:
+    """Return the true and the control's lead, float64 [R, 2], of sums of blame, float64 [R, 8]."""
     with np.errstate(invalid="ignore", divide="ignore"):
         spared = sums[:, 1::2] / sums[:, ::2]
-        on_good = sums[:, 0] / (sums[:, 0] + sums[:, 2])
-    leads = spared[:, ::2] - spared[:, 1::2]
-    return np.column_stack([on_good, spared[:, :2], leads])
-
-
-def _decide(first: np.ndarray, second: np.ndarray, above: str, below: str) -> str:
-    """Describe how two intervals (low, high) lie to each other: "cannot say …" where they overlap."""
-    if first[0] > second[1]:
-        return above
-    return below if first[1] < second[0] else f"cannot say whether it is {above}"
+    return spared[:, ::2] - spared[:, 1::2]
 
 
 def as_json(column: Column) -> dict[str, Any]:
