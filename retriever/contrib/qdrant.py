@@ -167,9 +167,9 @@ class Collection:
         name, url, collection = options.retriever_name, options.qdrant_url, options.qdrant_collection
         if name in LEXICAL:
             raise RetrieverError(f"--retriever_name {name}: needs --index_path; or name e5, bge or dense")
-        vectors = self._vectors = QdrantVectors(Path(), url, collection, options.qdrant_search)
-        encoder = self._encoder = make_encoder(name, options.retriever_model, ())
-        self._text = options.qdrant_text
+        vectors = QdrantVectors(Path(), url, collection, options.qdrant_search)
+        encoder = make_encoder(name, options.retriever_model, ())
+        self._vectors, self._encoder, self._text = vectors, encoder, options.qdrant_text
         check_dimension(vectors.name, vectors.dimension, encoder)
         points, _ = vectors.client.scroll(collection, limit=1, with_vectors=True, with_payload=True)
         if not points:

@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> None:
     if overrides and arguments.sweep:
         say(f"the columns of --sweep: on top of {' '.join(overrides)}")
     for folder, measured in by_run.items():
-        total = measure(measured[0].sides[0])
+        total = measure(join(measured[0].true.values()))
         numbers = ", ".join(f"{total[name]:.0f} {name}" for name in ("groups", "trajectories", "searches"))
         say(f"\n{folder}: {len(measured[0].true)} kept steps, {numbers}")
         say(totals_table([measured]))
@@ -162,8 +162,10 @@ def _short(override: str) -> str:
 
 def make_rivals(overrides: Sequence[str], estimators: str | None) -> list[Column]:
     """Return CalibAdv and each of these estimators, on top of all overrides; nothing without estimators."""
+    if estimators is None:
+        return []
     rivals = []
-    for name in [] if estimators is None else dict.fromkeys([CALIBRATED, *estimators.split(",")]):
+    for name in dict.fromkeys([CALIBRATED, *estimators.split(",")]):
         keys = [f"advantage.name={name}"]
         if (base := name.removeprefix(f"{CALIBRATED}+")) != name:
             keys = [f"advantage.name={CALIBRATED}", f"advantage.base={base}"]
@@ -193,7 +195,7 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
                     same, turns = equal_turns(kept.credits, credits)
                     equal, total = equal + same, total + turns
             show(done)
-    groups = measured[0].sides[0].groups
+    groups = join(measured[0].true.values()).groups
     if not len(groups):
         raise UserError(
             f"{folder}: none of its questions names supporting passages (supporting_ids); audit a run on a"
@@ -356,11 +358,13 @@ def totals_table(runs: Sequence[Sequence[Column]]) -> str:
 
 def cell(name: str, true: Sequence[Mapping[str, float]], control: Sequence[Mapping[str, float]]) -> str:
     """Return the cell of a measure; "-" where no run has a value."""
-    values, chance = ([run[name] for run in runs if name in run] for runs in (true, control))
+    values = [run[name] for run in true if name in run]
+    chance = [run[name] for run in control if name in run]
     shown = f"{np.mean(values):.3f}" if values else "-"
     if values and len(true) > 1:
         shown += f" [{min(values):.3f}, {max(values):.3f}]"
-    return f"{shown} ({f'{np.mean(chance):.3f}' if chance else '-'})"
+    shuffled = f"{np.mean(chance):.3f}" if chance else "-"
+    return f"{shown} ({shuffled})"
 
 
 def windows_table(column: Column) -> str:
