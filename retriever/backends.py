@@ -26,7 +26,7 @@ ADVICE = {  # package -> what to do without it
 
 @dataclass(frozen=True)
 class Option:
-    """An option of the command line; False as the default makes it a switch, and 1 or more a count."""
+    """An option of the command line; False as the default makes it a switch."""
 
     help: str
     default: Any = ""
@@ -35,8 +35,6 @@ class Option:
     def check(self, name: str, value: Any) -> None:
         if self.choices and value not in self.choices:
             raise RetrieverError(f"--{name} {value!r}: choose from {', '.join(filter(None, self.choices))}")
-        if type(self.default) is int and value < 1:
-            raise RetrieverError(f"--{name} {value}: must be 1 or more")
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Kind:
     remote: Remote | None = None
 
 
-WEB_NAMES = ("google", "serpapi")  # values of --retriever_name
+WEB_NAMES = ("serpapi",)  # values of --retriever_name
 WEB_OPTIONS = {
     "web_budget": Option("web search: largest number of requests to send in all", 0),
     "web_endpoint": Option("web search: another address of the same API"),
@@ -99,13 +97,10 @@ KINDS: dict[str, Kind] = {
         build_options={
             "qdrant_url": Option("address of the Qdrant server (default: embedded in the index's folder)"),
             "qdrant_collection": Option("name of the collection to make", "passages"),
-            "qdrant_shards": Option("number of shards of the collection", 1),
-            "qdrant_replicas": Option("number of copies of each shard", 1),
             "qdrant_on_disk": Option("leave the full vectors on disk", False),
             "qdrant_quantization": Option(
                 "codes in memory: int8 or binary (default: none)", choices=("", "int8", "binary")
             ),
-            "qdrant_parallel": Option("number of requests of the upload at once", 4),
         },
         serve_options={
             "qdrant_search": Option("search parameters: hnsw_ef=128,oversampling=2; or exact=true"),

@@ -11,9 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,13 @@ from retriever.interfaces import CorpusRow, Hits, Vectors
 TIMEOUT = 60  # seconds
 BATCH = 256  # points of one request
 ERRORS = (ApiException, ValueError, KeyError)  # of a server, and of the embedded mode
+INT8 = models.ScalarQuantizationConfig(type=models.ScalarType.INT8, always_ram=True)
+BINARY = models.BinaryQuantizationConfig(always_ram=True)
+QUANTIZATION = {
+    "": None,
+    "int8": models.ScalarQuantization(scalar=INT8),
+    "binary": models.BinaryQuantization(binary=BINARY),
+}
 
 
 class QdrantBackend(Backend):
@@ -50,64 +55,47 @@ class QdrantBackend(Backend):
                 raise RetrieverError(f"--qdrant_collection {collection}: {problem}")
 
     def write(self, build: Build) -> dict[str, Any]:
-        """Upload in parallel; a stopped upload continues with the first shard that is not whole."""
+        """Upload the vectors; a stopped upload continues with the first shard that is not whole."""
         options, embeddings = build.options, build.embeddings
         assert embeddings is not None
         url, collection = options["qdrant_url"], options["qdrant_collection"]
         mark = _upload_mark(embeddings.folder, options)
-        workers = options["qdrant_parallel"] if "://" in url else 1  # no threads in the embedded mode
         problem = f"upload into {collection!r} failed; give the same command again"
         with connected(build.folder, url, problem) as client:
-
-            def send(shard: np.ndarray, start: int, first: int) -> int:
-                vectors = np.asarray(shard[first : first + BATCH], np.float32)
-                ids = range(start + first, start + first + len(vectors))
-                payloads = build.corpus[ids.start : ids.stop]
-                points = models.Batch(ids=list(ids), vectors=vectors.tolist(), payloads=payloads)
-                client.upsert(collection, points, wait=True)
-                return len(vectors)
-
             stored = 0  # points, of whole shards and one that was stopped
             if mark.is_file() and client.collection_exists(collection):
                 stored = client.count(collection, exact=True).count
             else:
                 client.create_collection(
-                    collection, **collection_settings(embeddings.encoder.dimension, options)
+                    collection,
+                    models.VectorParams(
+                        size=embeddings.encoder.dimension,
+                        distance=models.Distance.DOT,
+                        on_disk=options["qdrant_on_disk"],
+                    ),
+                    quantization_config=QUANTIZATION[options["qdrant_quantization"]],
+                    on_disk_payload=True,
                 )
                 mark.touch()
             uploaded = stored - stored % embeddings.shard_rows
-            with (
-                progress_bar(embeddings.documents, "upload", build.progress, uploaded) as bar,
-                ThreadPoolExecutor(workers) as pool,
-            ):
+            with progress_bar(embeddings.documents, "upload", build.progress, uploaded) as bar:
                 for number, shard in enumerate(embeddings.shards()):
-                    start, batches = number * embeddings.shard_rows, range(0, len(shard), BATCH)
-                    if start >= uploaded:
-                        for count in pool.map(partial(send, shard, start), batches):
-                            bar.update(count)
+                    for start in range(0, len(shard), BATCH):
+                        first = number * embeddings.shard_rows + start
+                        if first < uploaded:
+                            continue
+                        vectors = np.asarray(shard[start : start + BATCH], np.float32)
+                        ids = list(range(first, first + len(vectors)))
+                        payloads = build.corpus[first : first + len(vectors)]
+                        points = models.Batch(ids=ids, vectors=vectors.tolist(), payloads=payloads)
+                        client.upsert(collection, points, wait=True)
+                        bar.update(len(vectors))
         mark.unlink(missing_ok=True)
         return {"url": url, "collection": collection, "search": options.search}
 
     def open(self, folder: Path, manifest: dict[str, Any], options: IndexOptions) -> Vectors:
         manifest["search"] = options.settings.get("qdrant_search") or manifest.get("search", "")
         return QdrantVectors(folder, manifest["url"], manifest["collection"], manifest["search"])
-
-
-def collection_settings(dimension: int, options: BuildOptions) -> dict[str, Any]:
-    """Return the arguments of ``create_collection``."""
-    quantization = {
-        "": None,
-        "int8": models.ScalarQuantization(scalar={"type": "int8", "always_ram": True}),
-        "binary": models.BinaryQuantization(binary={"always_ram": True}),
-    }
-    vectors = {"size": dimension, "distance": "Dot", "on_disk": options["qdrant_on_disk"]}
-    return {
-        "vectors_config": models.VectorParams(**vectors),
-        "quantization_config": quantization[options["qdrant_quantization"]],
-        "shard_number": options["qdrant_shards"],
-        "replication_factor": options["qdrant_replicas"],
-        "on_disk_payload": True,
-    }
 
 
 def _upload_mark(shards: Path, options: BuildOptions) -> Path:
@@ -142,8 +130,12 @@ class QdrantVectors:
 
     def query(self, vectors: np.ndarray, k: int, with_payload: bool = False) -> list[list[Any]]:
         """Return the nearest points for float32 [Q, dimension]; raises Unavailable without an answer."""
-        options = {"limit": k, "params": self._params, "with_payload": with_payload}
-        requests = [models.QueryRequest(query=vector.tolist(), **options) for vector in vectors]
+        requests = [
+            models.QueryRequest(
+                query=vector.tolist(), limit=k, params=self._params, with_payload=with_payload
+            )
+            for vector in vectors
+        ]
         try:
             with self._lock:
                 answers = self.client.query_batch_points(self._collection, requests)
@@ -175,18 +167,18 @@ class Collection:
         name, url, collection = options.retriever_name, options.qdrant_url, options.qdrant_collection
         if name in LEXICAL:
             raise RetrieverError(f"--retriever_name {name}: needs --index_path; or name e5, bge or dense")
-        vectors = self._vectors = QdrantVectors(Path(), url, collection, options.qdrant_search)
-        encoder = self._encoder = make_encoder(name, options.retriever_model, ())
-        self._text = options.qdrant_text
+        vectors = QdrantVectors(Path(), url, collection, options.qdrant_search)
+        encoder = make_encoder(name, options.retriever_model, ())
+        self._vectors, self._encoder, self._text = vectors, encoder, options.qdrant_text
         check_dimension(vectors.name, vectors.dimension, encoder)
         points, _ = vectors.client.scroll(collection, limit=1, with_vectors=True, with_payload=True)
         if not points:
             raise RetrieverError(f"{vectors.name}: is empty; upload into it first")
         place, vector = f"{vectors.name}, point {points[0].id}", np.asarray(points[0].vector, np.float32)
         check_vector(place, vector, self._row(points[0]), encoder)
-        self.manifest = {"kind": "qdrant", "documents": vectors.documents, "encoder": encoder.name}
-        self.manifest |= {"model": encoder.model, "dimension": vectors.dimension, "url": url}
-        self.manifest |= {"collection": collection}
+        self.manifest = {"kind": "qdrant", "documents": vectors.documents, "dimension": vectors.dimension}
+        self.manifest |= {"encoder": encoder.name, "model": encoder.model}
+        self.manifest |= {"url": url, "collection": collection}
         if options.qdrant_search:
             self.manifest["search"] = options.qdrant_search
 

@@ -9,10 +9,10 @@ import pytest
 from config_rig import changed
 from disk_rig import refuses_full_disk
 from rows_rig import write_rows
-from shelf_rig import BY_ID, find, row, shelf_service, write_corpus
+from shelf_rig import BY_ID, as_row, find, row, shelf_service, write_corpus
 from test_doctor import SHAPE
 
-from calibadv_jax.config import Config, ToolConfig
+from calibadv_jax.config import ToolConfig
 from calibadv_jax.contrib.commands import coverage
 from calibadv_jax.contrib.commands.demonstrate import (
     MAX_QUOTE,
@@ -21,7 +21,6 @@ from calibadv_jax.contrib.commands.demonstrate import (
     demonstrate,
     find_support,
     find_varied_support,
-    is_complete,
     read_passages,
 )
 from calibadv_jax.contrib.commands.demonstrate import run as write_demonstrations
@@ -36,6 +35,7 @@ from calibadv_jax.run.model import load_tokenizer
 
 WRITER = "Where was the writer of Silent Garden born?"
 PAINTER = "Is Bo Dorn or Cy Emm a painter?"
+CAPITAL = "What is the capital of Norway?"
 
 
 def annotated(text, answers, supporting, name="1"):
@@ -47,13 +47,10 @@ def parsed(demo):
 
 
 def lookups_of(question, topk=1, max_searches=3, searches=find_support, search=find, first=()):
-    """The chosen lookups, and whether they show all."""
-
     async def find_documents(query):
         return search(query, topk)
 
-    result = asyncio.run(searches(question, BY_ID, find_documents, max_searches, *first))
-    return result, is_complete(question, BY_ID, result)
+    return asyncio.run(searches(question, BY_ID, find_documents, max_searches, *first))
 
 
 def whole(documents):
@@ -62,25 +59,23 @@ def whole(documents):
 
 def test_two_hops_are_two_linked_searches():
     question = annotated(WRITER, ["Oslo"], ["p1", "p0"])
-    demo = demonstrate(question, lookups_of(question)[0], whole)
+    demo = demonstrate(question, lookups_of(question), whole)
     turns = parsed(demo)
     assert [turn.kind for turn in turns] == ["search", "search", "answer"]
     assert turns[0].query in (WRITER, "Silent Garden")
     assert turns[1].query == "Ada Berk"
     assert turns[1].think == "It was written by Ada Berk in Rome. Now I look up Ada Berk."
-    assert turns[2].think == "She was born in Oslo in 1901!"
-    assert turns[2].answer == "Oslo"
+    assert (turns[2].think, turns[2].answer) == ("She was born in Oslo in 1901!", "Oslo")
     assert [[d.id for d in turn.documents] for turn in demo.turns] == [["p0"], ["p1"], []]
 
 
 def test_one_search_that_shows_all_is_enough():
     question = annotated(PAINTER, ["yes"], ["p3", "p4"])
-    demo = demonstrate(question, lookups_of(question, topk=2)[0], whole)
+    demo = demonstrate(question, lookups_of(question, topk=2), whole)
     assert [len(turn.documents) for turn in demo.turns] == [2, 0]
     # Nothing says yes: what both passages say of it is quoted.
-    assert "Bo Dorn is a painter." in demo.turns[1].text
-    assert "Cy Emm is a painter from Quito." in demo.turns[1].text
-    assert demo.turns[1].text.endswith("<answer> yes </answer>")
+    for text in ("Bo Dorn is a painter.", "Cy Emm is a painter from Quito.", "<answer> yes </answer>"):
+        assert text in demo.turns[1].text
 
 
 def rank_title(query, topk):
@@ -89,28 +84,30 @@ def rank_title(query, topk):
 
 
 @pytest.mark.parametrize(
-    ("question", "keys", "new_ids", "is_all"),
+    ("question", "keys", "expected"),
     [
         # A title that nothing mentions is no query.
-        (("Where do many people go every year?", ["Norway"], ["p2", "p6"]), {}, [("p2",)], False),
-        (("Which garden, Loud Garden?", ["Paris"], ["p2"]), {"search": rank_title}, [("p2",)], True),
-        (("What is the capital of Norway?", ["Oslo"], ["p6", "p1", "p5"]), {}, [("p6",)], True),
-        ((WRITER, ["Oslo"], ["p0", "p1"]), {"max_searches": 1}, [("p0",)], False),
+        (("Where do many people go every year?", ["Norway"], ["p2", "p6"]), {}, []),
+        (
+            ("Which garden, Loud Garden?", ["Paris"], ["p2"]),
+            {"search": rank_title},
+            [("Loud Garden", ("p2",))],
+        ),
+        # Each passage holds the answer: one is enough.
+        ((CAPITAL, ["Oslo"], ["p6", "p1", "p5"]), {}, [(CAPITAL, ("p6",))]),
+        ((WRITER, ["Oslo"], ["p0", "p1"]), {"max_searches": 1}, []),
     ],
 )
-def test_best_single_search_is_found(question, keys, new_ids, is_all):
-    result, is_complete = lookups_of(annotated(*question), **keys)
-    assert ([item.new_ids for item in result], is_complete) == (new_ids, is_all)
-    assert "search" not in keys or result[0].query == "Loud Garden"
+def test_best_searches_find_all_or_nothing(question, keys, expected):
+    lookups = lookups_of(annotated(*question), **keys)
+    assert [(lookup.query, lookup.new_ids) for lookup in lookups] == expected
 
 
 def test_varied_first_queries_are_question_and_mentioned_titles():
     queries = []
     for number in range(30):
         question = annotated(PAINTER, ["yes"], ["p3", "p4"], name=str(number))
-        result, is_complete = lookups_of(question, topk=2, searches=find_varied_support)
-        assert is_complete
-        queries.append(result[0].query)
+        queries.append(lookups_of(question, topk=2, searches=find_varied_support)[0].query)
     assert set(queries) == {PAINTER, "Bo Dorn", "Cy Emm"}
     assert queries[:6] == ["Cy Emm", "Cy Emm", *["Bo Dorn"] * 4], "the id alone decides"
 
@@ -121,23 +118,25 @@ def test_incomplete_first_query_is_never_drawn():
 
     for number in range(10):
         question = annotated(WRITER, ["Oslo"], ["p0", "p1"], name=str(number))
-        result, _ = lookups_of(question, searches=find_varied_support, search=search)
+        result = lookups_of(question, searches=find_varied_support, search=search)
         assert [item.query for item in result] == ["Silent Garden", "Ada Berk"]
     # Where none leads to all, the best searches are found as ever: here the question and the title together.
-    alone = annotated("Where is it, Oslo?", ["Oslo"], ["p5", "p2"])
-    assert lookups_of(alone, searches=find_varied_support, search=search) == lookups_of(alone, search=search)
-
-
-def test_thought_names_the_looked_up_title():
-    question = annotated("Where was Ada Berk born?", ["Oslo"], ["p1"])
-    for query, thought in ((question.text, "look this up"), ("Ada Berk", "look up Ada Berk")):
-        turn = parsed(demonstrate(question, lookups_of(question, first=[query])[0], whole))[0]
-        assert (turn.query, turn.think) == (query, f"I have to {thought}.")
+    text, both = "Where is Loud Garden?", "Where is Loud Garden? Loud Garden"
+    question = annotated(text, ["Paris"], ["p2"])
+    (lookup,) = lookups_of(
+        question,
+        searches=find_varied_support,
+        search=lambda query, _: [BY_ID["p2" if query == both else "p5"]],
+    )
+    assert lookup.query == both
 
 
 def test_answer_that_no_sentence_shows_is_refused():
     question = annotated("Where was Ada Berk born?", ["Oslo"], ["p1"])
-    result, _ = lookups_of(question)
+    for query, thought in ((question.text, "look this up"), ("Ada Berk", "look up Ada Berk")):
+        result = lookups_of(question, first=[query])
+        turn = parsed(demonstrate(question, result, whole))[0]
+        assert (turn.query, turn.think) == (query, f"I have to {thought}.")
     assert demonstrate(question, result, lambda documents: whole(documents)[:25]) == "cut off"
     missing = annotated(question.text, ["Bergen"], ["p1"])
     assert demonstrate(missing, result, whole) == "answer not in the passages"
@@ -180,7 +179,7 @@ def test_passages_are_read_by_id_in_every_format(tmp_path):
         read_passages(path, {"1"})
 
 
-TWO_HOPS = row("1", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two")
+TWO_HOPS = row("1", WRITER, ["Oslo"], ["p0", "p1"], "two")
 QUESTIONS = [
     TWO_HOPS,
     row("2", "In which city was Bo Dorn born?", ["Lima"], ["p3"], "one"),
@@ -215,13 +214,13 @@ def test_what_is_written_is_what_cold_start_reads(config, capsys):
     run(config)
     made = load_demonstrations(config.sft.demonstrations)
     assert [each.question.id for each in made] == ["1", "2", "5"]
-    assert [len(each.turns) for each in made] == [3, 2, 2]
     assert made[0].question.supporting_ids == ("p0", "p1")
-    assert [[d.id for d in turn.documents] for turn in made[0].turns] == [["p0"], ["p1"], []]
+    documents = [[[d.id for d in turn.documents] for turn in each.turns] for each in made]
+    assert documents == [[["p0"], ["p1"], []], [["p3"], []], [["p3"], []]]
     # The service refuses the fifth question as a query: its passage's title finds it.
-    assert parse_turn(made[2].turns[0].text, stop_reason="stop").query == "Bo Dorn"
-    output = capsys.readouterr().out
-    header, _, *rows = output.splitlines()[:5]
+    queries = [parse_turn(each.turns[0].text, stop_reason="stop").query for each in made[1:]]
+    assert queries == ["In which city was Bo Dorn born?", "Bo Dorn"]
+    header, _, *rows = capsys.readouterr().out.splitlines()[:5]
     columns = ["no supporting_ids", "not found", "written, 1 search", "written, 2 search"]
     assert [header.index(name) for name in columns] == sorted(header.index(name) for name in columns)
     assert [line.split() for line in rows] == [
@@ -232,27 +231,25 @@ def test_what_is_written_is_what_cold_start_reads(config, capsys):
 
 
 def test_varied_first_query_is_used(config):
-    questions = [row(str(n), "In which city was Bo Dorn born?", ["Lima"], ["p3"]) for n in range(12)]
-    write_rows(Path(config.data.train), *questions)
     whole = "In which city was Bo Dorn born?"
-    for kind, queries in (("best", {whole}), ("varied", {whole, "Bo Dorn"})):
-        run(changed(config, sft={"first_query": kind, "row_length": None}))
-        made = load_demonstrations(config.sft.demonstrations)
-        assert len(made) == 12
-        assert {parse_turn(each.turns[0].text, stop_reason="stop").query for each in made} == queries
+    write_rows(Path(config.data.train), *(row(str(n), whole, ["Lima"], ["p3"]) for n in range(12)))
+    run(changed(config, sft={"first_query": "varied", "row_length": None}))
+    made = load_demonstrations(config.sft.demonstrations)
+    queries = [parse_turn(each.turns[0].text, stop_reason="stop").query for each in made]
+    assert len(queries) == 12 and set(queries) == {whole, "Bo Dorn"}
 
 
 def test_long_demonstrations_are_left_out(config, capsys):
     run(changed(config, rollout={"max_observation_length": 30}))
     assert "cut off" in capsys.readouterr().out
-    for section, changes, cause in [
-        ("sft", {"row_length": 60}, "3 longer than sft.row_length"),
-        ("rollout", {"max_length": 60, "max_prompt_length": 50}, "3 longer than rollout.max_length"),
-        ("rollout", {"max_prompt_length": 5}, "3 longer than rollout.max_prompt_length"),
-        ("rollout", {"max_turn_length": 10}, "3 longer than rollout.max_turn_length"),
+    for section, changes, key in [
+        ("sft", {"row_length": 60}, "sft.row_length"),
+        ("rollout", {"max_length": 60, "max_prompt_length": 50}, "rollout.max_length"),
+        ("rollout", {"max_prompt_length": 5}, "rollout.max_prompt_length"),
+        ("rollout", {"max_turn_length": 10}, "rollout.max_turn_length"),
     ]:
-        others = r".*; 1 no supporting_ids \(.*; 1 not found \("
-        with pytest.raises(UserError, match=rf"none of 5 questions .*: {cause} \(raise{others}"):
+        message = rf"none of 5 questions .*: 3 longer than {key} \(raise.*; 1 not found"
+        with pytest.raises(UserError, match=message):
             run(changed(config, **{section: changes}))
 
 
@@ -274,12 +271,9 @@ def test_prompt_is_measured_with_actions_that_it_lists(config):
 def test_what_is_missing_is_said_in_one_line(config, tmp_path):
     calculator = [ToolConfig("examples.own_tool:Calculator")]
     for unfit, message in [
-        (
-            changed(config, sft={"demonstrations": "world"}),
-            "sft.demonstrations is 'world': set it to the file",
-        ),
-        (changed(config, retriever={"corpus": ""}), "retriever.corpus is empty: set it to the file"),
-        (replace(config, tools=calculator), "tools has no search.*put it into tools"),
+        (changed(config, sft={"demonstrations": "world"}), "sft.demonstrations is 'world'"),
+        (changed(config, retriever={"corpus": ""}), "retriever.corpus is empty"),
+        (replace(config, tools=calculator), "tools has no search"),
     ]:
         with pytest.raises(UserError, match=message):
             run(unfit)
@@ -294,7 +288,7 @@ def test_what_is_missing_is_said_in_one_line(config, tmp_path):
 
 
 COVERED = [
-    row("hop", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two"),
+    row("hop", WRITER, ["Oslo"], ["p0", "p1"], "two"),
     row("one", "In which city was Bo Dorn born?", ["Lima"], ["p3"], "one"),
     row("gone", "Who composed the anthem?", ["Zed"], ["p99"], "one"),
     row("yes", "Is Cy Emm a painter?", ["yes"], ["p4"], "one"),
@@ -304,7 +298,6 @@ COVERED = [
 
 @pytest.fixture
 def covered(config):
-    """The config, whose questions are those to cover."""
     write_rows(Path(config.data.train), *COVERED)
     return config
 
@@ -346,19 +339,10 @@ def test_more_documents_or_queries_cover_more(covered):
     assert coverage.depth(changed(covered, retriever=reranked)) == 7
 
 
-def test_first_query_counts_among_any_query():
-    """The question finds one passage and the answer, a title the other passage."""
-    question = parse_question(row("1", "Who?", ["Oslo"], ["p1", "p2"]), "a row")
-    first, others = [BY_ID["p1"]], [BY_ID["p2"]]
-    covered = {"answer": True, "passage": True, "all_passages": False}
-    covered |= {"answer_by_any": True, "all_by_any": True, "answerable": True}
-
-    def find_by_query(config, url, questions, look, show):
-        async def search(query):
-            return first if query == question.text else others
-
-        return [asyncio.run(look(item, search)) for item in questions]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coverage, "look_up_each", find_by_query)
-        assert coverage.measure(Config(), "", [question], BY_ID) == [covered]
+def test_first_query_counts_among_any_query(covered):
+    """The question alone finds the passage that has no title, and the answer; a title finds the other."""
+    write_rows(Path(covered.data.train), row("both", "Who is Ada?", ["Oslo"], ["p1", "p2"]))
+    write_rows(Path(covered.retriever.corpus), as_row(BY_ID["p2"]))
+    by_question = {"questions": 1, "answer": 1.0, "passage": 1.0, "all_passages": 0.0}
+    by_any = {"answer_by_any": 1.0, "all_by_any": 1.0, "answerable": 1.0}
+    assert cover(covered)["train"] == {"test": by_question | by_any}

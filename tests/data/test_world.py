@@ -19,14 +19,10 @@ from calibadv_jax.data.questions import load_questions
 from examples.own_tool import Calculator
 
 SMALL = WorldConfig(people=40, cities=12, companies=12, works=8, train_questions=300, eval_questions=200)
-RUMOURS = WorldConfig(
-    train_questions=600, eval_questions=50, one_hop=0.2, two_hop=0.2, comparison=0, rumour=0.6,
-    rumour_truth=0.4, misread=0.7,
-)  # fmt: skip
-PAGES = WorldConfig(
-    people=20, cities=8, companies=8, works=8, train_questions=60, eval_questions=20, one_hop=1, two_hop=0,
-    comparison=0, pages=True,
-)  # fmt: skip
+RUMOURS = WorldConfig(train_questions=600, eval_questions=50, comparison=0, rumour_truth=0.4, misread=0.7)
+RUMOURS = replace(RUMOURS, one_hop=0.2, two_hop=0.2, rumour=0.6)
+PAGES = WorldConfig(people=20, cities=8, companies=8, works=8, train_questions=60, eval_questions=20)
+PAGES = replace(PAGES, one_hop=1, two_hop=0, comparison=0, pages=True)
 AGES = replace(PAGES, age=1)
 STATED = RUMOUR.removesuffix("{}")
 
@@ -87,13 +83,6 @@ def test_age_is_the_difference_of_two_years(pages):
         assert question.golden_answers == (calculated(f"{died} - {born}"),)
         assert question.golden_answers[0] not in texts[name].replace(".", "").split()
         assert len(question.supporting_ids) == 1 + pages
-
-
-def test_smallest_world_has_rumours():
-    """One true object and one other, which every false rumour names."""
-    sizes = {"people": 2, "cities": 2, "companies": 2, "works": 1}
-    config = WorldConfig(**sizes, one_hop=0, two_hop=0, comparison=0, rumour=1)
-    assert len(generate_world(config).train) == config.train_questions
 
 
 @pytest.mark.parametrize("config", [SMALL, RUMOURS, AGES], ids=["plain", "rumours", "ages"])
@@ -160,25 +149,19 @@ def test_world_folder_is_written_once(tmp_path):
     assert len(load_questions(folder / "eval.jsonl")) == 200 and not (folder / "pages.jsonl").exists()
     contents = [row["contents"] for row in rows_of(folder / "corpus.jsonl")]
     assert all(text.startswith('"') and text.count("\n") == 1 for text in contents)
-    with pytest.raises(UserError, match="holds something other than this world"):
-        write_world(replace(config, seed=5))
-    older = json.loads((folder / "manifest.json").read_text())  # of a version without this key
-    del older["rumour"]
-    (folder / "manifest.json").write_text(json.dumps(older))
-    assert write_world(config) == folder
+    for content in (b'{"seed": 0, "peo', (folder / "manifest.json").read_bytes()):
+        (folder / "manifest.json").write_bytes(content)
+        with pytest.raises(UserError, match="holds something other than this world"):
+            write_world(replace(config, seed=5))
+        assert (folder / "manifest.json").read_bytes() == content
     pages = rows_of(write_world(replace(PAGES, dir=str(tmp_path / "pages"))) / "pages.jsonl")
     assert len(pages) == 88 and set(pages[0]) == {"url", "contents"}
 
 
-@pytest.mark.parametrize("manifest", [b"", b'{"seed": 0, "peo', b"[]", b"\xff"])
-def test_foreign_manifest_is_left_alone(tmp_path, manifest):
-    (tmp_path / "manifest.json").write_bytes(manifest)
-    with pytest.raises(UserError, match="holds something other than this world"):
-        write_world(replace(SMALL, dir=str(tmp_path)))
-    assert (tmp_path / "manifest.json").read_bytes() == manifest
-
-
 def test_too_large_world_is_refused():
+    # The smallest one has a true object and one other, which every false rumour names.
+    smallest = WorldConfig(people=2, cities=2, companies=2, works=1, one_hop=0, two_hop=0, rumour=1)
+    assert len(generate_world(replace(smallest, comparison=0)).train) == smallest.train_questions
     with pytest.raises(UserError, match="5000 names of kind 'person' were asked for, but there are"):
         generate_world(WorldConfig(people=5000))
     with pytest.raises(UserError, match="there are 576 addresses"):

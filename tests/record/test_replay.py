@@ -79,16 +79,7 @@ def test_table_of_a_run(tmp_path, capsys):
     assert f"{tmp_path}: 1 kept steps, 1 groups, 3 trajectories, 6 searches" in out
     ((cell, meaning),) = rows(out, "blame/good_spared")
     assert value(cell) == GOOD_SPARED and meaning == MEASURES["blame/good_spared"]
-    for name, expected in (
-        ("silver/precision", "0.250"),
-        ("search/good_share", "0.333"),
-        ("search/precision", "0.500"),
-        ("search/recall", "1.000"),
-        ("blame/good_blamed", "0.500"),
-        ("blame/useless_spared", "0.111"),
-        ("blame/spared_good_share", "0.600"),
-    ):
-        assert rows(out, name)[0][0].startswith(f"{expected} ("), name
+    assert value(rows(out, "blame/useless_spared")[0][0]) == round(USELESS_SPARED, 3)
     row = tables(out)[-1].split()
     assert row[0] == "7-7" and row[9] == "0.500"
     assert "cannot say: truly good searches are blamed in 1 groups and useless ones in 1; at least 30" in out
@@ -97,46 +88,45 @@ def test_table_of_a_run(tmp_path, capsys):
 
 def test_sweep_is_a_column_a_value(tmp_path, capsys):
     keep(tmp_path)
-    arguments = ["--sweep", "advantage.target_ratio=0.5,2", "--sweep", "advantage.soft_penalty=false"]
+    arguments = ["--sweep", "advantage.correctness=max,fraction", "--sweep", "advantage.soft_penalty=false"]
     _, out, _ = call(tmp_path, *arguments, capsys=capsys)
     headers = out.splitlines()[3].split()
-    assert headers == ["measure", "run", "target_ratio=0.5", "target_ratio=2", "soft_penalty=false"]
-    assert [value(cell) for cell in rows(out, "answer/ratio_after")[0]] == [1, 0.5, 2, 1]
-    assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 0.5, 0.5, 0]
-    _, out, _ = call("advantage.correctness=max", tmp_path, *arguments[:2], capsys=capsys)
-    assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 1, 1, 1]
+    assert headers == ["measure", "run", "correctness=max", "correctness=fraction", "soft_penalty=false"]
+    assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 1, 0.5, 0]
+    arguments = ["--sweep", "advantage.soft_penalty=true,false"]
+    _, out, _ = call("advantage.correctness=max", tmp_path, *arguments, capsys=capsys)
+    assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 1, 1, 0]
     assert tables(out)[-1].split()[9] == "1.000"  # over training: of the changed settings
 
 
-def test_file_holds_last(tmp_path, capsys):
+def test_file_holds_every_step_of_each_side(tmp_path, capsys):
     for step in (1, 10):
         keep(tmp_path / "run", step=step)
     last = changed(advantage={"correctness": "max"})  # every step has its own settings
     keep(tmp_path / "run", last, step=12)
-    override = "advantage.correctness=max"
-    call(tmp_path / "run", override, "--output", tmp_path / "audit.json", "--seed", 4, capsys=capsys)
-    audit = json.loads((tmp_path / "audit.json").read_text())
+    override, file = "advantage.correctness=max", tmp_path / "audit.json"
+    _, out, _ = call(tmp_path / "run", override, "--output", file, "--seed", 4, capsys=capsys)
+    assert [line.split()[0] for line in tables(out)[-2:]] == ["1-10", "12-12"]
+    audit = json.loads(file.read_text())
     (run,) = audit["runs"]
-    assert (audit["seed"], audit["window"], run["run"]) == (4, 10, str(tmp_path / "run"))
+    assert (audit["seed"], run["run"]) == (4, str(tmp_path / "run"))
     own, other = run["settings"]
     assert (own["name"], own["overrides"]) == ("run", [])
     assert (other["name"], other["overrides"]) == ("correctness=max", [override])
     steps = [(each["step"], each["blame/good_spared"]) for each in own["true"]["steps"]]
     assert steps == [(1, GOOD_SPARED), (10, GOOD_SPARED), (12, 1)]
-    windows = [(each["first"], each["last"], each["groups"]) for each in own["true"]["windows"]]
-    assert windows == [(1, 10, 2), (12, 12, 1)]
     assert [total["groups"] for total in totals(run)] == [3, 3]
     assert totals(run)[0]["blame/good_spared"] == pytest.approx((GOOD_SPARED + GOOD_SPARED + 1) / 3)
-    assert own["true"]["windows"][0]["blame/useless_spared"] == pytest.approx(USELESS_SPARED)
+    assert own["true"]["steps"][0]["blame/useless_spared"] == pytest.approx(USELESS_SPARED)
     assert other["true"]["steps"][0]["blame/good_spared"] == 1
     assert own["control"]["steps"] != own["true"]["steps"]
 
 
 def test_several_runs_and_their_mean(tmp_path, capsys):
     keep(tmp_path / "a")
-    keep(tmp_path / "b=c", changed(advantage={"correctness": "max"}))  # a folder, for all its name
-    file = tmp_path / "audit.json"
-    _, out, _ = call(tmp_path / "a", tmp_path / "b=c", "--output", file, "--seed", 3, capsys=capsys)
+    keep(tmp_path / "b", changed(advantage={"correctness": "max"}))
+    file, runs = tmp_path / "audit.json", [tmp_path / "a", tmp_path / "b", tmp_path / "a"]  # each counts once
+    _, out, _ = call(*runs, "--output", file, "--seed", 3, capsys=capsys)
     # With seed 3 the reward falls on the trajectory without a turn: there is no silver, nothing is spared.
     controls = [totals(run)[1]["blame/good_spared"] for run in json.loads(file.read_text())["runs"]]
     assert controls == [0, 0]
@@ -161,28 +151,20 @@ def test_whom_estimators_praise_and_blame(tmp_path, capsys):
     # 3 × 1/2 on the good one; of the others' 9 those with correctness 1/3 lose 1.
     assert table["calibadv"] == table["calibadv+rloo"] == [0.5, 0.25, round(1.5 / 9.5, 3), 0.5, 1.0]
     assert table["querygroup"][:1] == [0.0]  # both good ones found silver documents
-    _, out, _ = call(tmp_path, "--estimators", "querygroup", capsys=capsys)
-    (reference,) = (line for line in tables(out) if line.startswith("calibadv "))
-    assert reference.endswith("1.000 (1.000)")  # with which the others agree or not
 
 
 def test_control_permutes_rewards_over_the_step(tmp_path):
     keep(tmp_path)
     step_of_run = read_step(find_step(tmp_path, 7))
     config = kept_config(step_of_run, Path("step"))
-
-    def scores(groups):
-        return tuple(each.answer_score for group in groups for each in group.trajectories)
-
     seen = set()
     for seed in range(20):
-        permuted, again = (
-            scores(credit.group for credit in credit_again(step_of_run, config, seed)) for _ in "12"
-        )
+        credits = [credit_again(step_of_run, config, seed) for _ in "12"]
+        permuted, again = (scores(credit.group for credit in of_seed) for of_seed in credits)
         assert permuted == again and sorted(permuted) == [0, 0, 0, 0, 1]
-        seen.add(permuted)
+        seen.add(tuple(permuted))
     assert {(1, 0, 0, 0, 0), (0, 0, 0, 0, 1)} <= seen
-    assert scores(step_of_run.groups) == (1, 0, 0, 0, 0)
+    assert scores(step_of_run.groups) == [1, 0, 0, 0, 0]
 
 
 def write(folder, supporting):
@@ -195,16 +177,13 @@ def write(folder, supporting):
     RolloutWriter(folder, config, 7).write(7, groups, result.credits, unknown(groups), 3)
 
 
-def test_warnings(tmp_path, capsys):
+def test_doubtful_records_are_warned_of(tmp_path, capsys):
     keep(tmp_path / "grpo", changed(advantage={"name": "grpo"}))
-    keep(tmp_path / "kept")
     groups, result = scored(Config())
     result.credits[0].turns[1][0] *= 1 + 1e-6  # more than rounding
     RolloutWriter(tmp_path / "other", Config(), 7).write(7, groups, result.credits, unknown(groups), 3)
     write(tmp_path / "corpus", ("wiki-1",))
     for name, words, overrides in (
-        ("grpo", "grpo judges no search; advantage.name=calibadv shows", []),
-        ("kept", "", []),
         ("grpo", "", ["advantage.name=calibadv"]),
         ("other", "1 of 12 turns get another advantage than was kept", []),
         ("corpus", "no search ever showed a supporting passage", []),
@@ -216,30 +195,23 @@ def test_warnings(tmp_path, capsys):
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):
-    good, empty, blind, torn = (tmp_path / name for name in ("good", "empty", "blind", "torn"))
+    good, blind, torn = (tmp_path / name for name in ("good", "blind", "torn"))
     keep(good)
-    empty.mkdir()
     write(blind, ())
     keep(torn)
     path = find_step(torn, 7)
     path.write_bytes(path.read_bytes()[:-9])
     for arguments, words in (
-        ([empty], f"{empty}: no trajectories are kept there"),
+        ([tmp_path / "none"], f"{tmp_path / 'none'}: no trajectories are kept there"),
         ([blind], f"{blind}: none of its questions names supporting passages"),
         ([good, torn], f"{path}: cannot be read"),
-        ([tmp_path / "none"], "none: no such folder of a run"),
-        ([good, good], "good: is named twice"),
         (["advantage.correctness=max"], "no run among advantage.correctness=max"),
         ([good, "learner.steps=3"], "learner.steps=3: changes no credit of a kept step"),
         ([good, "--sweep", "rollout.group_size=3,4"], "rollout.group_size=3: changes no credit"),
         ([good, "advantage.lambda=2"], "unknown key 'advantage.lambda'"),
-        ([good, "advantage.target_ratio=0"], "advantage.target_ratio: must be greater than 0"),
         ([good, "--sweep", "advantage.target_ratio=1,,2"], "write it as key.path=VALUE,VALUE"),
         ([good, "--estimators", "rlo"], "advantage."),
-        ([good, "--estimators", "calibadv+calibadv"], "advantage."),
         ([good, "--estimators", ""], "advantage."),
-        ([good, "--estimators", "no_such_module:function"], "advantage."),
-        ([good, "--window", "0"], "argument --window: 0: give 1 or more"),
         ([good, "--output", tmp_path / "no/a.json"], "no: no such folder; make it, or change --output"),
     ):
         status, out, err = call(*arguments, capsys=capsys)
@@ -263,30 +235,27 @@ def measured(true, control, count=40, spread=0.0):
     return Column("run", (), *sides)
 
 
+LEAD = "the lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300 [0.300, 0.300]"
+
+
 @pytest.mark.parametrize(
     ("true", "control", "more", "words"),
     [
-        ((0.8, 0.1), (0.7, 0.4), {}, ["right: ", "better than chance: "]),
-        ((0.1, 0.8), (0.4, 0.7), {}, ["wrong: ", "worse than chance: "]),
-        ((0.8, 0.1), (0.8, 0.1), {}, ["right: ", "cannot say whether it is better than chance: "]),
-        ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4}, ["cannot say whether it is right: ", "cannot say"]),
-        ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4, "count": 4000}, ["right: ", "better than chance: "]),
-        ((0.8, 0.1), (0.7, 0.4), {"count": 29}, ["cannot say: truly good searches are blamed in 29 groups"]),
-        ((0.0, 0.0), (0.0, 0.0), {}, ["no calibration: no search lost any blame; 0.500 [0.500, 0.500] of"]),
+        ((0.8, 0.1), (0.7, 0.4), {}, f"better than chance: {LEAD}"),
+        ((0.1, 0.8), (0.4, 0.7), {}, "worse than chance: the lead is -0.700"),
+        ((0.8, 0.1), (0.8, 0.1), {}, "cannot say whether it is better than chance: "),
+        ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4}, "cannot say whether it is better than chance: "),
+        ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4, "count": 4000}, "better than chance: "),
+        ((0.8, 0.1), (0.7, 0.4), {"count": 29}, "cannot say: truly good searches are blamed in 29 groups"),
     ],
 )
-def test_verdict_in_words(true, control, more, words):
-    lines = verdict([measured(true, control, **more)])
-    assert len(lines) == len(words)
-    assert all(line.startswith(word) for line, word in zip(lines, words, strict=True)), lines
+def test_verdict_compares_leads(true, control, more, words):
+    assert verdict([measured(true, control, **more)]).startswith(words)
 
 
 def test_verdict_pools_runs():
     pooled = verdict([measured((0.8, 0.1), (0.7, 0.4), 20)] * 2)  # each alone would be too few
-    assert pooled[0].startswith("right: ")
-    for words in ("0.800 [0.800, 0.800] of their blame", "useless ones 0.100 [0.100, 0.100]"):
-        assert words in pooled[0]
-    assert "0.700 [0.700, 0.700]" in pooled[1] and "(control) 0.300 [0.300, 0.300]" in pooled[1]
+    assert pooled == f"better than chance: {LEAD}"
 
 
 def test_every_measure_is_explained():

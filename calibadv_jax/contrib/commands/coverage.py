@@ -24,7 +24,6 @@ from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.services.retriever_client import open_retriever
 
 ALL, SAMPLE = "all", 200
-FOLDER = "coverage"
 # Measure -> its header. The query is the question; any query: it, a title of a supporting passage, or both.
 MEASURES = {
     "answer": "answer",
@@ -41,9 +40,9 @@ Shares = dict[str, dict[str, float | int | None]]  # data source -> "questions" 
 
 def run(config: Config) -> None:
     console = Console(config.log.progress)
-    folder = Path(config.run.dir) / FOLDER
-    files = {key: sources for key in ("train", "eval") if (sources := getattr(config.data, key))}
-    if not files:
+    folder, corpus = Path(config.run.dir) / "coverage", config.retriever.corpus
+    files = {"train": config.data.train, "eval": config.data.eval}
+    if not any(files.values()):
         raise UserError("no question file: set data.train, data.eval or both")
     report = {}
     with (
@@ -52,9 +51,10 @@ def run(config: Config) -> None:
     ):
         folder.mkdir(parents=True, exist_ok=True)
         for key, sources in files.items():
+            if not sources:
+                continue
             questions = load_questions(sources, config.data.columns)
             named = {name for question in questions for name in question.supporting_ids}
-            corpus = config.retriever.corpus
             passages = read_passages(corpus, named) if corpus and named else {}
             with console.bar(f"data.{key}", len(questions), "questions") as show:
                 coverages = measure(config, url, questions, passages, show)
@@ -96,7 +96,8 @@ def measure(
 
 def _judge(question: Question, documents: Sequence[Document]) -> QuestionCoverage:
     is_yes_no = all(answer.lower() in YES_NO for answer in question.golden_answers)
-    texts, ids = (f"{each.title}\n{each.text}" for each in documents), {each.id for each in documents}
+    texts = (f"{document.title}\n{document.text}" for document in documents)
+    ids = {document.id for document in documents}
     supporting = [name in ids for name in question.supporting_ids]
     return {
         "answer": None if is_yes_no else any(answer_in(text, question) for text in texts),
@@ -116,7 +117,7 @@ def summary(questions: Sequence[Question], coverages: Sequence[QuestionCoverage]
     for source, members in by_source.items():
         shares[source] = {"questions": len(members)}
         for name in MEASURES:
-            values = [value for each in members if (value := each[name]) is not None]
+            values = [value for value in (coverage[name] for coverage in members) if value is not None]
             shares[source][name] = sum(values) / len(values) if values else None
     return shares
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -38,7 +39,6 @@ from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import build_model
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
 
-NO_LIMIT = 2**31
 # Cause for which a question gives no demonstration -> what to do. For "longer than KEY": raise it.
 CAUSES = {
     "no supporting_ids": "name the passages that answer a question in 'supporting_ids'",
@@ -66,7 +66,7 @@ def run(config: Config) -> None:
     tokenizer = build_model(config, config.sft.init_from or config.policy.path).tokenizer
     questions = load_questions(config.data.train, config.data.columns)
     passages = read_passages(corpus, {name for question in questions for name in question.supporting_ids})
-    searches = find_varied_support if config.sft.first_query == "varied" else find_support
+    find = find_varied_support if config.sft.first_query == "varied" else find_support
     search_action = next((action for action in actions if action.name == SEARCH), SearchAction())
     observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
 
@@ -77,14 +77,12 @@ def run(config: Config) -> None:
     async def attempt(question: Question, search: SearchFunction) -> Demonstration | str:
         if passages.keys().isdisjoint(question.supporting_ids):
             return "passage unknown" if question.supporting_ids else "no supporting_ids"
-        lookups = await searches(question, passages, search, config.rollout.max_searches)
-        if not is_complete(question, passages, lookups):
-            return "not found"
-        result = demonstrate(question, lookups, shown, grammar)
-        if isinstance(result, str):
-            return result
-        exceeded = (key for key, length, limit in _lengths(result, config, tokenizer) if length > limit)
-        return next((f"longer than {key}" for key in exceeded), result)
+        lookups = await find(question, passages, search, config.rollout.max_searches)
+        result = demonstrate(question, lookups, shown, grammar) if lookups else "not found"
+        if isinstance(result, Demonstration):
+            lengths = _lengths(result, config, tokenizer)
+            return next((f"longer than {key}" for key, length, limit in lengths if length > limit), result)
+        return result
 
     with (
         open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
@@ -111,8 +109,8 @@ def run(config: Config) -> None:
 
 def _lengths(demonstration: Demonstration, config: Config, tokenizer: Any) -> Iterator[tuple[str, int, int]]:
     """Yield keys of the config, each with a length of the demonstration and its limit."""
-    rollout = config.rollout
-    prompt = open_prompt(demonstration.question, tokenizer, config.prompt, NO_LIMIT, make_actions(config))[0]
+    rollout, actions = config.rollout, make_actions(config)
+    prompt, _ = open_prompt(demonstration.question, tokenizer, config.prompt, sys.maxsize, actions)
     yield "rollout.max_prompt_length", len(prompt), rollout.max_prompt_length
     longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
     yield "rollout.max_turn_length", longest_turn, rollout.max_turn_length
@@ -225,7 +223,7 @@ async def find_support(
     max_searches: int,
     first_query: str | None = None,
 ) -> list[Lookup]:
-    """Return searches that find the supporting passages of a question; fewer where not all can be found.
+    """Return searches that find the supporting passages of a question; none where not all can be found.
 
     Each is the query that finds most of the missing passages, the one that ranks them best if several do.
     Of equal ones the first search is the question, and a later one a title. Where each of several
@@ -234,21 +232,19 @@ async def find_support(
     missing, read = list(question.supporting_ids), question.text
     lookups: list[Lookup] = []
     while missing and len(lookups) < max_searches:
-        used = {lookup.query for lookup in lookups}
         queries = queries_for(question, _mentioned(passages, missing, read), bool(lookups))
         queries = queries if first_query is None or lookups else [first_query]
-        results = {query: await search(query) for query in queries if query not in used}
-        query = max(results, key=lambda query: _worth(results[query], missing), default="")
-        documents = results.get(query, [])
-        new_ids = [document.id for document in documents if document.id in missing]
+        results = {query: await search(query) for query in queries}
+        query = max(results, key=lambda query: _worth(results[query], missing))
+        new_ids = tuple(document.id for document in results[query] if document.id in missing)
         if not new_ids:
-            break
-        lookups.append(Lookup(query, tuple(documents), tuple(new_ids)))
-        missing = [name for name in missing if name not in new_ids]
-        read += "".join(f"\n{document.title}\n{document.text}" for document in documents)
+            return []
+        lookups.append(Lookup(query, tuple(results[query]), new_ids))
         if _are_alternatives(question, passages):
-            break
-    return lookups
+            return lookups
+        missing = [name for name in missing if name not in new_ids]
+        read += "".join(f"\n{document.title}\n{document.text}" for document in results[query])
+    return [] if missing else lookups
 
 
 async def find_varied_support(
@@ -258,15 +254,13 @@ async def find_varied_support(
 
     These are the question and each title that it mentions. The draw depends on the question's id alone.
     """
-    titles = _mentioned(passages, question.supporting_ids, question.text)
-    ways = []
-    for query in dict.fromkeys([question.text, *map(_plain, titles)]):
-        way = await find_support(question, passages, search, max_searches, query)
-        if is_complete(question, passages, way):
-            ways.append(way)
-    if not ways:
-        return await find_support(question, passages, search, max_searches)
-    return ways[crc32(question.id.encode()) % len(ways)]
+    titles = map(_plain, _mentioned(passages, question.supporting_ids, question.text))
+    queries = dict.fromkeys([question.text, *titles])
+    ways = [await find_support(question, passages, search, max_searches, query) for query in queries]
+    complete = [way for way in ways if way]
+    if complete:
+        return complete[crc32(question.id.encode()) % len(complete)]
+    return await find_support(question, passages, search, max_searches)
 
 
 def _mentioned(passages: Mapping[str, Document], names: Collection[str], read: str) -> list[str]:
@@ -280,15 +274,10 @@ def _worth(documents: Sequence[Document], missing: Collection[str]) -> tuple[int
     return len(ranks), -sum(ranks)
 
 
-def is_complete(question: Question, passages: Mapping[str, Document], lookups: Sequence[Lookup]) -> bool:
-    """Return whether the searches found the passages that the question needs."""
-    ids = {name for lookup in lookups for name in lookup.new_ids}
-    return bool(ids) and (_are_alternatives(question, passages) or ids >= set(question.supporting_ids))
-
-
 def _are_alternatives(question: Question, passages: Mapping[str, Document]) -> bool:
     """Return whether each of several supporting passages holds an answer, so that one is enough."""
-    texts = [f"{p.title}\n{p.text}" for name in question.supporting_ids if (p := passages.get(name))]
+    supporting = [passages[name] for name in question.supporting_ids if name in passages]
+    texts = [f"{passage.title}\n{passage.text}" for passage in supporting]
     return len(texts) > 1 and all(answer_in(text, question) for text in texts)
 
 
@@ -309,7 +298,8 @@ def demonstrate(
         turns.append(DemoTurn(text, lookup.documents))
         seen = shown(lookup.documents)
         support = [document for document in lookup.documents if document.id in lookup.new_ids]
-        new = [quote for document in support if (quote := clean(_quote(document, question))) in seen]
+        new = [clean(_quote(document, question)) for document in support]
+        new = [quote for quote in new if quote in seen]
         if not new:
             return "cut off"
         quotes += new

@@ -12,8 +12,9 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -51,6 +52,7 @@ COMPARISONS = {
     "employer": "do {} and {} work for the same company?",
 }
 RUMOUR = "it was written that {}"
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,11 @@ def make_facts(config: WorldConfig, rng: np.random.Generator, counts: dict[str, 
     entities = {kind: _draw_names(rng, kind, count, split) for kind, count in counts.items()}
     facts = Facts(entities, {})
     for kind, names in entities.items():
-        pools = {label: entities[each.object] for label, each in RELATIONS.items() if each.subject == kind}
+        pools = {
+            label: entities[relation.object]
+            for label, relation in RELATIONS.items()
+            if relation.subject == kind
+        }
         for name in names:
             facts.objects[name] = {label: str(rng.choice(pool)) for label, pool in pools.items()}
     if config.rumour:
@@ -108,8 +114,8 @@ def make_facts(config: WorldConfig, rng: np.random.Generator, counts: dict[str, 
 
 
 def _draw_names(rng: np.random.Generator, kind: str, count: int, split: Split) -> list[str]:
-    first, second = POOLS[kind]
-    names = [name for a in first for b in second if split_of(name := f"{a} {b}") == split]
+    names = [" ".join(words) for words in product(*POOLS[kind])]
+    names = [name for name in names if split_of(name) == split]
     if count > len(names):
         raise UserError(f"world: {count} names of kind {kind!r} were asked for, but there are {len(names)}")
     return [names[index] for index in rng.choice(len(names), count, replace=False)]
@@ -139,7 +145,7 @@ def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, st
 
 def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -> dict[str, Document]:
     """Return address -> page: of each passage, with its text; no other text gives the address."""
-    addresses = [f"{a} {b}" for a in ADDRESSES[0] for b in ADDRESSES[1]]
+    addresses = [" ".join(words) for words in product(*ADDRESSES)]
     if len(passages) > len(addresses):
         raise UserError(
             f"world: {len(passages)} passages, but there are {len(addresses)} addresses of pages; lower"
@@ -282,8 +288,8 @@ def write_world(config: WorldConfig) -> Path:
     A folder that already holds exactly this world is left unchanged; UserError if it holds something else.
     """
     folder = Path(config.dir)
-    manifest = dataclasses.asdict(config) | {"dir": ""}
-    if _read_manifest(folder) == manifest:
+    manifest = json.dumps(dataclasses.asdict(config) | {"dir": ""}, indent=2).encode()
+    if (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == manifest:
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: holds something other than this world; remove it or change world.dir")
@@ -297,17 +303,8 @@ def write_world(config: WorldConfig) -> Path:
             rows = ({"url": address, "contents": _contents(page)} for address, page in world.pages.items())
             write_jsonl(partial / "pages.jsonl", rows)
         build_word_tokenizer(config.pages, config.age > 0).save_pretrained(partial / "tokenizer")
-        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        (partial / MANIFEST).write_bytes(manifest)
     return folder
-
-
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the config that the folder holds; a key that is newer than the folder has its default."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return dataclasses.asdict(WorldConfig()) | manifest if isinstance(manifest, dict) else None
 
 
 def _contents(document: Document) -> str:

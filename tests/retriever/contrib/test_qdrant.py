@@ -12,9 +12,9 @@ from fastapi.testclient import TestClient
 from qdrant_client import QdrantClient, models
 from retriever_rig import brute_force_ids, ids, people_corpus, refuses
 
-from retriever.backends import BuildOptions
+from retriever.backends import KINDS, BuildOptions
 from retriever.contrib import qdrant
-from retriever.contrib.qdrant import Collection, collection_settings, search_params
+from retriever.contrib.qdrant import Collection, search_params
 from retriever.encoders import HashedEncoder
 from retriever.indexes.index import build_index, open_index
 from retriever.options import parse
@@ -129,20 +129,29 @@ def test_unsuitable_collection_or_encoder_is_refused(tmp_path, corpus, encoder, 
 
 
 @pytest.mark.filterwarnings("ignore:Local mode performs exact")
-def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder):
-    """The collection can then be served without corpus and index folder."""
-    options = options_for(tmp_path, shard_rows=20, search="hnsw_ef=64")
+def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder, monkeypatch):
+    """The embedded mode stands in for the server; the collection also serves without corpus and index."""
+    server = Mock(wraps=QdrantClient(path=str(tmp_path / "db")), close=Mock())
+    client = Mock(return_value=server)
+    monkeypatch.setattr(qdrant, "QdrantClient", client)
+    monkeypatch.setenv("QDRANT_API_KEY", "secret")
+    settings = {"qdrant_url": "http://h:6333", "qdrant_quantization": "int8", "qdrant_on_disk": True}
+    options = BuildOptions(kind="qdrant", settings=settings, shard_rows=20, search="hnsw_ef=64")
     build_index(corpus, tmp_path / "i", options, progress=False)
+    client.assert_called_with(url="http://h:6333", api_key="secret", timeout=qdrant.TIMEOUT)
+    made = server.create_collection.call_args
+    assert made.args[1].on_disk and made.kwargs["quantization_config"].scalar.type == "int8"
+    choices = KINDS["qdrant"].build_options["qdrant_quantization"].choices
+    assert set(qdrant.QUANTIZATION) == set(choices) and qdrant.QUANTIZATION["binary"].binary.always_ram
+    index = open_index(tmp_path / "i", corpus)
+    assert index.search(["person 17"], 1)[0][0][0] == corpus[17] and index.manifest["factory"] == "qdrant"
+    assert [request.params.hnsw_ef for request in server.query_batch_points.call_args.args[1]] == [64]
     paths = ["--corpus_path", str(corpus.path), "--index_path", str(tmp_path / "i")]
     refuses("--mmap: has no meaning for an index of kind qdrant", load, parse([*paths, "--mmap"]))
-    index = open_index(tmp_path / "i", corpus)
-    assert index.search(["person 17"], 1)[0][0][0] == corpus[17]
-    assert index.manifest["search"] == "hnsw_ef=64" and index.manifest["factory"] == "qdrant"
-    index._ranker._vectors.client.close()
     index = load_index(parse([*paths, "--qdrant_search", "exact=true"]), print)
     assert index.manifest["search"] == "exact=true"  # the option wins over the manifest
-    index._ranker._vectors.client.close()
-    assert collection_at(tmp_path / "db", "passages").search(["person 17"], 1)[0][0][0] == corpus[17]
+    collection = collection_at("http://h:6333", "passages")
+    assert collection.search(["person 17"], 1)[0][0][0] == corpus[17]
 
 
 @pytest.mark.parametrize("place", [{}, {"qdrant_url": ""}], ids=["kept", "gone with the index's folder"])
@@ -169,18 +178,8 @@ def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place
     assert not list(tmp_path.glob("i.embeddings"))
 
 
-def test_storage_options_reach_the_collection(tmp_path):
-    values = {"qdrant_shards": 6, "qdrant_on_disk": True, "qdrant_quantization": "binary"}
-    settings = collection_settings(768, options_for(tmp_path, **values))
-    assert settings["shard_number"] == 6 and settings["quantization_config"].binary.always_ram
-    assert settings["vectors_config"].on_disk and settings["vectors_config"].size == 768
-    plain = collection_settings(768, BuildOptions(kind="qdrant"))
-    assert plain["quantization_config"] is None and not plain["vectors_config"].on_disk
-
-
 def test_invalid_options_are_named(tmp_path, corpus):
     for options, message in (
-        ({"qdrant_shards": 0}, "--qdrant_shards 0"),
         ({"qdrant_quantization": "int4"}, "--qdrant_quantization 'int4'"),
         ({"search": "nprobe=3"}, "search parameters 'nprobe=3': .* hnsw_ef"),
         ({"search": "hnsw_ef=many"}, "search parameters 'hnsw_ef=many'"),
@@ -203,21 +202,3 @@ def test_search_parameters_are_parsed():
     params = search_params("hnsw_ef=128,exact=false,rescore=true,oversampling=2.5")
     expected = {"hnsw_ef": 128, "exact": False, "quantization": {"rescore": True, "oversampling": 2.5}}
     assert params.model_dump(exclude_unset=True) == expected
-
-
-@pytest.mark.filterwarnings("ignore:Local mode performs exact")
-def test_server_gets_key_storage_and_search_options(tmp_path, corpus, monkeypatch):
-    """The embedded mode stands in for the server."""
-    server = Mock(wraps=QdrantClient(path=str(tmp_path / "db")), close=Mock())
-    client = Mock(return_value=server)
-    monkeypatch.setattr(qdrant, "QdrantClient", client)
-    monkeypatch.setenv("QDRANT_API_KEY", "secret")
-    url = {"qdrant_url": "http://h:6333"}
-    storage = {"qdrant_quantization": "int8", "qdrant_replicas": 2, "qdrant_parallel": 1}
-    options = BuildOptions(kind="qdrant", settings=url | storage, shard_rows=20, search="hnsw_ef=64")
-    build_index(corpus, tmp_path / "i", options, progress=False)
-    client.assert_called_with(url="http://h:6333", api_key="secret", timeout=qdrant.TIMEOUT)
-    made = server.create_collection.call_args.kwargs
-    assert made["replication_factor"] == 2 and made["quantization_config"].scalar.type == "int8"
-    assert open_index(tmp_path / "i", corpus).search(["person 17"], 1)[0][0][0] == corpus[17]
-    assert [request.params.hnsw_ef for request in server.query_batch_points.call_args.args[1]] == [64]

@@ -1,4 +1,4 @@
-"""Web search against a local server that speaks the providers' formats."""
+"""Web search against a local server that speaks SerpAPI's format."""
 
 import json
 import re
@@ -11,9 +11,9 @@ from http_rig import Handler, serving
 from retriever_rig import refuses
 
 from retriever.contrib import web
-from retriever.contrib.web import PROVIDERS, WebSearch
+from retriever.contrib.web import WebSearch
 from retriever.errors import RequestFailed
-from retriever.options import WEB_NAMES, parse
+from retriever.options import parse
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
 from retriever.service.server import load
@@ -24,8 +24,7 @@ ITEMS = [{"title": f"T {n}\nx", "link": f"https://e.org/{n}", "snippet": f"s {n}
 @pytest.fixture
 def api(monkeypatch):
     """Answers each query by `replies` to it: (status, body), one after the other."""
-    for name in ("GOOGLE_API_KEY", "GOOGLE_CSE_ID", "SERPAPI_API_KEY"):
-        monkeypatch.setenv(name, f"secret-{name}")
+    monkeypatch.setenv("SERPAPI_API_KEY", "secret")
     monkeypatch.setattr(web, "DELAYS", (0.0, 0.01, 0.02))
     api = SimpleNamespace(asked=[], replies={})
 
@@ -33,7 +32,7 @@ def api(monkeypatch):
         def do_GET(self):
             api.asked.append(dict(parse_qsl(urlsplit(self.path).query)))
             planned = api.replies.get(api.asked[-1]["q"])
-            self.reply(*(planned.pop(0) if planned else (200, {"items": ITEMS, "organic_results": ITEMS})))
+            self.reply(*(planned.pop(0) if planned else (200, {"organic_results": ITEMS})))
 
     with serving(Planned) as url:
         api.url = f"{url}/"
@@ -42,39 +41,29 @@ def api(monkeypatch):
 
 @pytest.fixture
 def open_search(api, tmp_path):
-    """Provider -> a search of it at the local server, with a budget kept in a file."""
+    """Opens a search at the local server, with a budget kept in a file."""
 
-    def open_search(name, budget=5, url=None):
+    def open_search(budget=5, url=None):
         paths = ["--cache_path", str(tmp_path / "store"), "--web_endpoint", url or api.url]
-        return WebSearch(parse(["--retriever_name", name, "--web_budget", str(budget), *paths]))
+        return WebSearch(parse(["--retriever_name", "serpapi", "--web_budget", str(budget), *paths]))
 
     return open_search
 
 
-@pytest.mark.parametrize(
-    ("provider", "address", "sent"),
-    [
-        ("google", "customsearch.googleapis.com/customsearch/v1", {"key": "API_KEY", "cx": "CSE_ID"}),
-        ("serpapi", "serpapi.com/search.json", {"api_key": "API_KEY"}),
-    ],
-)
-def test_results_keep_the_order_of_the_web(api, open_search, provider, address, sent):
-    assert PROVIDERS[provider].endpoint == f"https://{address}"
-    search = open_search(provider)
+def test_results_keep_the_order_of_the_web(api, open_search):
+    search = open_search()
     results, same = search.search(["who?", "who?"], 2)
-    secrets = {name: f"secret-{provider.upper()}_{variable}" for name, variable in sent.items()}
-    more = {"engine": "google"} if provider == "serpapi" else {}
-    assert api.asked == [{**secrets, **more, "q": "who?", "num": "2"}]
+    assert api.asked == [{"api_key": "secret", "engine": "google", "q": "who?", "num": "2"}]
     assert search.budget.spent == 1 and same == results  # equal queries are sent once
     row = {"id": "https://e.org/0", "url": "https://e.org/0", "contents": '"T 0 x"\ns 0 y'}
     assert results[0] == (row, 1.0) and results[1][1] == 0.5 and len(results) == 2
-    assert "secret-GOOGLE_API_KEY" not in json.dumps(search.manifest)
+    assert "secret" not in json.dumps(search.manifest)
 
 
 def test_half_surrogate_pair_in_snippet_is_replaced(api, open_search, tmp_path):
     items = [{"title": "half \ud800", "link": "https://e.org/\udfff", "snippet": "whole \U0001f600"}]
-    api.replies["q"] = [(200, {"items": items})]
-    search = open_search("google")
+    api.replies["q"] = [(200, {"organic_results": items})]
+    search = open_search()
     store = ResultCache(tmp_path / "store", search.manifest, "use")
     with TestClient(make_app(search, 1, cache=store)) as client:
         replies = [client.post("/retrieve", json={"queries": ["q"]}) for _ in range(2)]
@@ -85,23 +74,22 @@ def test_half_surrogate_pair_in_snippet_is_replaced(api, open_search, tmp_path):
 
 def test_no_results_are_no_error(api, open_search):
     none = {"error": "Google hasn't returned any results for this query."}
-    api.replies = {"google": [(200, {"searchInformation": {}})], "serpapi": [(200, none)]}
-    for provider in PROVIDERS:
-        assert open_search(provider).search([provider], 3) == [[]]
+    api.replies = {"q": [(200, {"search_metadata": {}}), (200, none)]}
+    assert [open_search().search(["q"], 3) for _ in "12"] == [[[]], [[]]]
 
 
 @pytest.mark.parametrize(
-    ("provider", "replies", "spent", "message"),
+    ("replies", "spent", "message"),
     [
-        ("google", [(403, {"error": {"message": "API key not valid"}})], 1, "403: API key not valid; check"),
-        ("google", [(500, {})] * 3, 3, "no answer after 3 attempts .status 500"),
-        *[("google", [(200, content)], 1, "unusable answer") for content in (b"<html>", [1])],
-        ("serpapi", [(200, {"error": "Your account has run out of searches."})], 1, "run out of searches"),
+        ([(403, {"error": "API key not valid"})], 1, "403: API key not valid; check"),
+        ([(500, {})] * 3, 3, "no answer after 3 attempts .status 500"),
+        *[([(200, content)], 1, "unusable answer") for content in (b"<html>", [1])],
+        ([(200, {"error": "Your account has run out of searches."})], 1, "run out of searches"),
     ],
 )
-def test_failures_name_their_cause_and_are_counted(api, open_search, provider, replies, spent, message):
+def test_failures_name_their_cause_and_are_counted(api, open_search, replies, spent, message):
     api.replies = {"bad": list(replies)}
-    search = open_search(provider)
+    search = open_search()
     bad, good = search.search(["bad", "good"], 1)
     assert isinstance(bad, RequestFailed) and bad.status == 502
     assert re.search(message, str(bad)) and "secret" not in str(bad) and len(good) == 1
@@ -109,12 +97,12 @@ def test_failures_name_their_cause_and_are_counted(api, open_search, provider, r
 
 
 def test_passing_failure_is_retried(api, open_search):
-    api.replies = {"q": [(429, {"error": {"message": "slow down"}}), (503, {})]}
-    search = open_search("google")
+    api.replies = {"q": [(429, {"error": "slow down"}), (503, {})]}
+    search = open_search()
     (results,) = search.search(["q"], 1)
     assert len(results) == 1 and search.budget.spent == 3
-    (away,) = open_search("google", 9, "http://127.0.0.1:9/").search(["q"], 1)
-    assert str(away) == "google: no answer after 3 attempts (ConnectError)"  # no key in it
+    (away,) = open_search(9, "http://127.0.0.1:9/").search(["q"], 1)
+    assert str(away) == "serpapi: no answer after 3 attempts (ConnectError)"  # no key in it
 
 
 def test_budget_and_paid_results_outlive_the_process(api, open_search, tmp_path):
@@ -123,7 +111,7 @@ def test_budget_and_paid_results_outlive_the_process(api, open_search, tmp_path)
         (2, [(["a", "b", "c"], 402)]),
         (3, [(["a", "b", "c"], 200), (["d"], 402)]),
     ):
-        search = open_search("google", budget)
+        search = open_search(budget)
         store = ResultCache(tmp_path / "store", search.manifest, "use")
         with TestClient(make_app(search, 3, cache=store)) as service:
             for queries, status in requests:
@@ -135,7 +123,6 @@ def test_budget_and_paid_results_outlive_the_process(api, open_search, tmp_path)
 
 def test_options_start_the_web_service(api, tmp_path, monkeypatch):
     options = ["--retriever_name", "serpapi", "--web_endpoint", api.url]
-    assert set(WEB_NAMES) == set(PROVIDERS)
     for name, value in (("cache_path", str(tmp_path / "store")), ("web_budget", "4")):
         refuses(f"--{name} is missing", parse, options)
         options += [f"--{name}", value]

@@ -87,7 +87,7 @@ def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, caps
         ({"embedding_dtype": "int8"}, "--embedding_dtype 'int8'"),
         ({"shard_rows": 0}, "--shard_rows 0"),
         ({"kind": "jax", "factory": "HNSW8"}, "--factory HNSW8: --kind jax has none"),
-        ({"settings": {"qdrant_shards": 2}}, "--qdrant_shards 2: --kind faiss has none"),
+        ({"settings": {"qdrant_on_disk": True}}, "--qdrant_on_disk True: --kind faiss has none"),
         ({"factory": "IVF64,Flat"}, "cannot be trained on 30 passages"),
         ({"search": "nprobe"}, "--search 'nprobe'"),
         ({"retriever_name": "bm25", "retriever_model": "x"}, "has no vectors"),

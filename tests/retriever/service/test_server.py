@@ -147,7 +147,7 @@ def test_workers_are_cores_but_one_for_web(files, tmp_path, monkeypatch):
     """Equal queries of one search are paid for once; those of two searches would be paid for twice."""
     monkeypatch.setattr(assembly, "available_cores", lambda: 6)
     paths = ["--corpus_path", str(files[0]), "--index_path", str(files[1])]
-    web = ["--retriever_name", "google", "--cache_path", str(tmp_path / "c"), "--web_budget", "1"]
+    web = ["--retriever_name", "serpapi", "--cache_path", str(tmp_path / "c"), "--web_budget", "1"]
     for threads, variable, expected in ((0, "1", 6), (0, "2", 3), (0, "99", 1), (4, "1", 4), (4, "2", 4)):
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
         assert assembly._workers(parse([*paths, "--threads", str(threads)])) == expected
