@@ -146,7 +146,6 @@ def test_many_long_runs_make_small_figures(tmp_path):
     [
         ("{}/absent", "{}/absent: not a run folder"),
         ("{}/run --smooth 0", "argument --smooth: 0: give 1 or more"),
-        ("", "the following arguments are required: RUN"),
         ("{}/run", "matplotlib is not installed; pip install 'calibadv-jax[report]'"),
     ],
 )

@@ -32,17 +32,6 @@ def test_rows_are_read_by_step(tmp_path):
     assert run.rollouts == {1: files[0], 4: files[1]}
 
 
-def test_config_of_the_last_start_counts(tmp_path):
-    make_run(tmp_path, {"a": [1.0]}, quickstart_config(tmp_path, "learner.steps=5"))
-    for number, steps in ((2, 6), (10, 7)):
-        later = (tmp_path / "configs/0.yaml").read_text().replace("steps: 5", f"steps: {steps}")
-        (tmp_path / f"configs/{number}.yaml").write_text(later)
-    (tmp_path / "configs/notes.yaml").write_text("learner: {steps: 99}")
-    (run,) = read_runs([tmp_path])
-    assert (run.setting("learner.steps"), run.num_starts) == (7, 3)
-    assert run.setting("learner.nothing") is None and run.setting("no.such.section") is None
-
-
 @pytest.mark.parametrize(
     ("names", "words"),
     [
@@ -90,6 +79,7 @@ def test_seeds_are_one_series(tmp_path):
         run.config["data"]["train"] = [f"{run.folder}/world/a.jsonl", "/elsewhere/b.jsonl"]
     (series,) = group_runs(runs)
     assert (series.name, series.runs) == ("3 runs", tuple(runs))
+    assert {run.num_starts for run in runs} == {1} and runs[0].setting("no.key") is None
     settings = compare([series])
     assert settings["data.train"] == [["['${run.dir}/world/a.jsonl', /elsewhere/b.jsonl]"]]
     assert settings["run.seed"] == [["4", "5", "6"]]

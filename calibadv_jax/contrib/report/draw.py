@@ -90,8 +90,8 @@ def _draw_line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
     marker = "o" if len(curve.steps) <= MAX_MARKS else ""
     name = curve.name if len(curve.name) <= LONGEST_NAME else f"{curve.name[: LONGEST_NAME - 1]}…"
     # A step that the metric was not logged at is bridged; a value that was not finite is a gap.
-    (line,) = axes.plot(curve.steps, curve.trend, color=colour, linestyle=dashes, linewidth=LINE_WIDTH)
-    line.set(label=name, marker=marker, markersize=3)
+    style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": LINE_WIDTH}
+    axes.plot(curve.steps, curve.trend, label=name, marker=marker, markersize=3, **style)
     if curve.has_band:
         axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=alpha, linewidth=0)
     elif not np.array_equal(curve.trend, curve.mean, equal_nan=True):
