@@ -90,7 +90,7 @@ def read_evaluations(folder: Path, output: str | None) -> list[EvaluationRow]:
     paths = sorted(folder.glob("evaluation*.json"), reverse=True)  # evaluation_before, then evaluation_after
     if output and Path(output).is_file():
         paths.append(Path(output))
-    rows = []
+    rows: list[EvaluationRow] = []
     for path in dict.fromkeys(path.resolve() for path in paths):
         report = read_json(path) or {}
         if "scores" in report:
