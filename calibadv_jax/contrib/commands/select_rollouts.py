@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
             tokens = sum(len(turn["token_ids"]) for turn in row["turns"])
             rank = (-row["answer_score"], tokens, run_index, row["step"], row["group"], row["index"])
             question = (row["data_source"], row["question_id"])
-            candidates = [*chosen.get(question, []), (rank, row)]
+            candidates: list[Candidate] = [*chosen.get(question, []), (rank, row)]
             chosen[question] = _best(candidates, arguments.per_question, counts)
     if not chosen:
         least = "the largest reward" if arguments.min_score is None else f"{arguments.min_score:g} or more"
