@@ -37,35 +37,38 @@ def with_golden_logprobs(
 ) -> tuple[list[Group], dict[str, float]]:
     """Return copies of the groups whose turns have `golden_logprobs` under each policy, and metrics."""
     samples: dict[bytes, Sample] = {}  # by their tokens and the length of the answer
-    logprobs: dict[bytes, dict[str, float]] = defaultdict(dict)  # by policy
-    by_turn: list[list[dict[str, float]]] = []  # of them, by trajectory
+    logprobs: dict[bytes, dict[str, float]] = defaultdict(dict)  # by policy; filled below
+    probed_groups: list[Group] = []
+    probed: list[list[bytes]] = []  # keys of the turns of each trajectory that has probes
     for group in groups:
         if group.trajectories:  # the same for all of them; later turns continue as the second does
             continuations = [_continuation(group.trajectories[0], number, tokenizer) for number in (0, 1)]
+        trajectories = []
         for trajectory in group.trajectories:
-            by_turn.append([])
+            turns, keys = list(trajectory.turns), []
             for number, prefix in enumerate(prefixes(trajectory)):
                 beginning, answer = continuations[min(number, 1)]
                 tokens = np.concatenate([prefix, beginning, answer])
                 key = tokens.tobytes() + bytes([len(answer)])
                 samples.setdefault(key, _sample(tokens, len(answer), len(trajectory.prompt_ids)))
-                by_turn[-1].append(logprobs[key])
+                turns[number] = replace(turns[number], golden_logprobs=logprobs[key])
+                keys.append(key)
+            trajectories.append(replace(trajectory, turns=turns))
+            if keys:
+                probed.append(keys)
+        probed_groups.append(replace(group, trajectories=trajectories))
     if any(len(sample.tokens) > config.row_length for sample in samples.values()):
         config = replace(config, row_length=config.row_length + PROBE_TOKENS)
     for policy, params in policies.items():
         values = sample_logprobs(learner, params, list(samples.values()), config)
-        for (key, sample), own in zip(samples.items(), values, strict=True):
-            logprobs[key][policy] = float(own[sample.mask].mean(dtype=np.float64))
-    following = iter(by_turn)
-    probed_groups = [
-        replace(group, trajectories=[_probed(member, next(following)) for member in group.trajectories])
-        for group in groups
-    ]
+        for (key, sample), token_logprobs in zip(samples.items(), values, strict=True):
+            logprobs[key][policy] = float(token_logprobs[sample.mask].mean(dtype=np.float64))
     metrics = {"advantage/golden/tokens": float(sum(len(sample.tokens) for sample in samples.values()))}
-    probed = [turns for turns in by_turn if turns]
-    for policy in policies if probed else ():
-        for name, turn in (("first", 0), ("last", -1)):
-            mean = np.mean([np.exp(turns[turn][policy]) for turns in probed])
+    if not probed:
+        return probed_groups, metrics
+    for policy in policies:
+        for name, index in (("first", 0), ("last", -1)):
+            mean = np.mean([np.exp(logprobs[keys[index]][policy]) for keys in probed])
             metrics[f"advantage/golden/{policy}/{name}"] = float(mean)
     return probed_groups, metrics
 
@@ -95,9 +98,3 @@ def _continuation(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[
 def _sample(tokens: np.ndarray, count: int, prompt: int) -> Sample:
     nothing = np.zeros(len(tokens), np.float32)
     return Sample(tokens, np.arange(len(tokens)) >= len(tokens) - count, nothing, nothing, prompt=prompt)
-
-
-def _probed(trajectory: Trajectory, logprobs: Sequence[dict[str, float]]) -> Trajectory:
-    pairs = zip(trajectory.turns, logprobs, strict=False)
-    turns = [replace(turn, golden_logprobs=by_policy) for turn, by_policy in pairs]
-    return replace(trajectory, turns=turns + trajectory.turns[len(logprobs) :])

@@ -27,10 +27,10 @@ def _igpo(group: Group, config: AdvantageConfig) -> ByTurn:
         logprobs = _golden_logprobs(trajectory, "current")
         rewards.append(np.append(np.diff(np.exp(logprobs)), score)[: len(logprobs)])
     spread = estimators.standardised(rewards, [[0] * len(turns) for turns in rewards], config)
-    advantages = [np.zeros(len(trajectory.turns)) for trajectory in group.trajectories]
-    for values, own in zip(advantages, spread, strict=True):
-        values[: len(own)] = to_go(own, config.discount)
-    return advantages
+    return [
+        np.pad(to_go(gains, config.discount), (0, len(trajectory.turns) - len(gains)))
+        for trajectory, gains in zip(group.trajectories, spread, strict=True)
+    ]
 
 
 @beside_grpo

@@ -10,16 +10,7 @@ from pathlib import Path
 import pytest
 from report_rig import HASHES, keep_step, learning_curve, make_run, quickstart_config
 
-from calibadv_jax.contrib.report.page import state
-from calibadv_jax.contrib.report.runs import (
-    EvaluationTable,
-    compare,
-    flatten,
-    group_runs,
-    one_metric,
-    read_evaluations,
-    read_runs,
-)
+from calibadv_jax.contrib.report.runs import compare, flatten, group_runs, read_evaluations, read_runs
 from calibadv_jax.core.errors import UserError
 
 GRPO, MANY = "advantage.name=grpo", ["learner.steps=7", "rollout.group_size=4", "rollout.max_searches=2"]
@@ -36,28 +27,9 @@ def test_rows_are_read_by_step(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "a": 7.0}\n{"step": 5, "a"')
     (run,) = read_runs([tmp_path])
-    assert run.kind == "training run" and run.steps == [1, 2, 3, 4]
+    assert run.steps == [1, 2, 3, 4]
     assert run.values("a") == {1: 1.0, 2: 7.0, 4: None} and run.values("b") == {}
     assert run.rollouts == {1: files[0], 4: files[1]}
-
-
-def test_config_of_the_last_start_counts(tmp_path):
-    make_run(tmp_path, {"a": [1.0]}, quickstart_config(tmp_path, "learner.steps=5"))
-    for number, steps in ((2, 6), (10, 7)):
-        later = (tmp_path / "configs/0.yaml").read_text().replace("steps: 5", f"steps: {steps}")
-        (tmp_path / f"configs/{number}.yaml").write_text(later)
-    (tmp_path / "configs/notes.yaml").write_text("learner: {steps: 99}")
-    (run,) = read_runs([tmp_path])
-    assert (run.setting("learner.steps"), run.num_starts) == (7, 3)
-    assert run.setting("learner.nothing") is None and run.setting("no.such.section") is None
-
-
-def test_state_of_a_run(tmp_path):
-    planned = quickstart_config(tmp_path, "learner.steps=3")
-    unfinished = "2 of 3 steps: still running, or stopped early"
-    for length, config, text in ((2, planned, unfinished), (3, planned, "3 of 3 steps"), (1, None, "1 step")):
-        (run,) = read_runs([make_run(tmp_path / str(length), {"a": [1.0] * length}, config)])
-        assert state(run) == text
 
 
 @pytest.mark.parametrize(
@@ -65,30 +37,31 @@ def test_state_of_a_run(tmp_path):
     [
         (["empty"], r"not a run folder, it has no metrics\.jsonl; give the run\.dir"),
         (["absent"], "not a run folder"),
-        (["runs"], r"it holds some: \S+/runs/seed-0 \S+/runs/seed-1$"),
         (["begun"], "no metrics yet; try again when the first step has ended"),
         (["started"], "no metrics yet; try again when the first step has ended"),
-        (["runs/seed-0", "sft"], "sft is a cold start and .*seed-0 a training run; make a report of each"),
-        (["sft", "runs/../sft"], "named twice"),
+        (["run", "empty/../run"], "named twice"),
     ],
 )
 def test_folders_without_report_are_refused(tmp_path, names, words):
-    for name in ("seed-1", "seed-0", "sft_metrics"):
-        make_run(tmp_path / "runs" / name, {"reward/mean": [1.0]})
-    assert read_runs([make_run(tmp_path / "sft", {"sft/loss": [1.0]})])[0].kind == "cold start"
+    make_run(tmp_path / "run", {"reward/mean": [1.0]})
     (tmp_path / "empty").mkdir()
     for name in ("begun", "started"):
         make_run(tmp_path / name, {}, quickstart_config(tmp_path))
     (tmp_path / "begun/metrics.jsonl").unlink()
     with pytest.raises(UserError, match=words):
         read_runs([tmp_path / name for name in names])
+    assert read_runs([]) == []
 
 
-def test_names_are_the_shortest_that_differ(tmp_path):
-    places = ["grpo/seed-0", "grpo/seed-1", "calibadv/seed-0"]
-    runs = read_runs([make_run(tmp_path / place, {"a": [1.0]}) for place in places])
-    assert [run.name for run in runs] == ["grpo/seed-0", "seed-1", "calibadv/seed-0"]
-    assert [each.name for each in group_runs(runs)] == [run.name for run in runs]  # without a config: alone
+def test_names_are_paths_below_the_common_folder(tmp_path):
+    for places, names in (
+        (["grpo/seed-0", "grpo/seed-1", "calibadv/seed-0"], None),
+        (["grpo/seed-0", "grpo/seed-1"], ["seed-0", "seed-1"]),
+        (["grpo/seed-0"], ["seed-0"]),
+    ):
+        runs = read_runs([make_run(tmp_path / place, {"a": [1.0]}) for place in places])
+        assert [run.name for run in runs] == (names or places)
+        assert [each.name for each in group_runs(runs)] == (names or places)  # without a config: alone
 
 
 def runs_of(tmp_path, *settings, hashes=None):
@@ -105,15 +78,16 @@ def test_seeds_are_one_series(tmp_path):
     for run in runs:  # paths in run folders are equal
         run.config["data"]["train"] = [f"{run.folder}/world/a.jsonl", "/elsewhere/b.jsonl"]
     (series,) = group_runs(runs)
-    assert (series.name, series.seeds, series.runs) == ("3 seeds", "4, 5, 6", tuple(runs))
-    rows = {row.key: row for row in compare([series])}
-    assert rows["data.train"].values == ("['${run.dir}/world/a.jsonl', /elsewhere/b.jsonl]",)
+    assert (series.name, series.runs) == ("3 runs", tuple(runs))
+    assert {run.num_starts for run in runs} == {1} and runs[0].setting("no.key") is None
+    settings = compare([series])
+    assert settings["data.train"] == [["['${run.dir}/world/a.jsonl', /elsewhere/b.jsonl]"]]
+    assert settings["run.seed"] == [["4", "5", "6"]]
 
 
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ([["run.seed=4"], ["run.seed=4"]], ["2 runs"]),  # not two seeds
         ([[GRPO], [], [GRPO, "run.seed=1"]], ["grpo", "calibadv"]),
         (
             [["advantage.target_ratio=1"], ["advantage.target_ratio=2"]],
@@ -152,70 +126,52 @@ def test_more_configs_than_colours_are_refused(tmp_path):
         group_runs(runs)
 
 
-def test_comparison_marks_exactly_the_differences(tmp_path):
+def test_comparison_has_every_key_of_each_series(tmp_path):
     runs = runs_of(tmp_path, ["advantage.name=grpo"], [], ["run.seed=3"])
-    rows = {row.key: row for row in compare(group_runs(runs))}
-    assert set(rows) == set(flatten(runs[0].config))
     assert flatten({"a": {"b": 1, "c": {}}, "d": [{"e": 2}]}) == {"a.b": 1, "a.c": {}, "d": [{"e": 2}]}
-    different = {key for key, row in rows.items() if row.is_different}
-    assert different == {"advantage.name", "run.seed", "run.dir"}
-    assert rows["advantage.name"].values == ("grpo", "calibadv")
-    assert rows["run.seed"].values == ("0", "0 | 3")
-    assert rows["policy.path"].values == ("${run.dir}/sft",) * 2
-    del runs[1].config["guards"]["patience"]
-    rows = {row.key: row for row in compare(group_runs(runs))}
-    assert rows["guards.patience"].is_different and "-" in " ".join(rows["guards.patience"].values)
+    del runs[1].config["guards"]["patience"], runs[2].config["guards"]["patience"]
+    settings = compare(group_runs(runs))
+    assert set(settings) == set(flatten(runs[0].config))
+    patience = settings.pop("guards.patience")
+    assert patience[0] != patience[1] == ["-"]
+    different = {key: values for key, values in settings.items() if values[0] != values[1]}
+    assert different == {"advantage.name": [["grpo"], ["calibadv"]], "run.seed": [["0"], ["0", "3"]]}
+    assert settings["policy.path"] == [["${run.dir}/sft"]] * 2
 
 
 def write(folder, name, content):
     (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-@pytest.mark.parametrize("has_intervals", [False, True])
-def test_means_and_intervals_are_read(tmp_path, has_intervals):
-    write(tmp_path, "evaluation.json", EVALUATION | ({} if has_intervals else {"intervals": {}}))
-    (table,) = read_evaluations(tmp_path, None)
-    assert (table.title, table.confidence) == ("Evaluation", 0.95 if has_intervals else None)
-    assert table.metrics == ["f1", "trajectories"]
-    assert table.rows == {
-        "temperature 0, all": {"f1": "0.500" + " [0.375, 0.625]" * has_intervals, "trajectories": "300"},
-        "temperature 0, nq": {"f1": "0.250", "trajectories": "100"},
-    }
-
-
-def test_evaluations_are_in_order(tmp_path):
+def test_evaluations_are_read_in_order(tmp_path):
     """Half a file, and one of another program, are no evaluations."""
     for name, content in (
-        ("evaluation_after", EVALUATION),
+        ("evaluation_after", EVALUATION | {"intervals": {}}),
         ("evaluation_before", EVALUATION),
         ("evaluation", EVALUATION | {"method": "rag"}),
         ("evaluation_cut", '{"scores": {"all": {"f1"'),
         ("evaluation_notes", {"seconds": 3}),
     ):
         write(tmp_path, f"{name}.json", content)
-    titles = [table.title for table in read_evaluations(tmp_path, str(tmp_path / "absent/x.json"))]
-    assert titles == ["Before training", "After training", "Evaluation (rag)"]
-
-
-def test_one_metric_of_all_tables():
-    tables = [
-        EvaluationTable(f"table {number}", {f"questions {number}": {metric: str(number)}}, None)
-        for number, metric in enumerate(("f1", "f1", "em"))
-    ]
-    columns, rows = one_metric(list(zip("abc", tables, strict=True)), "f1")
-    assert columns == [("a", "table 0"), ("b", "table 1")]
-    assert rows == [("questions 0", ["0", "-"]), ("questions 1", ["-", "1"])]
+    rows = read_evaluations(tmp_path, str(tmp_path / "absent/x.json"))
+    titles = ["evaluation before", "evaluation after", "evaluation (rag)"]
+    assert [row.title for row in rows] == [title for title in titles for _ in range(2)]
+    assert [row.questions for row in rows] == ["temperature 0, all", "temperature 0, nq"] * 3
+    assert [row.confidence for row in rows] == [0.95, None, None, None, 0.95, None]
+    assert rows[0].cells == {"f1": "0.500 [0.375, 0.625]", "trajectories": "300"}
+    assert rows[1].cells == {"f1": "0.250", "trajectories": "100"}
 
 
 def test_evaluation_output_is_read_once(tmp_path, monkeypatch):
-    for name, title in (("evaluation.json", "Evaluation"), ("scores.json", "scores")):
-        run = tmp_path / name / "run"
-        run.mkdir(parents=True)
-        write(run, name, EVALUATION)
-        monkeypatch.chdir(tmp_path / name)
-        Path("link").symlink_to("run")
-        for folder, output in itertools.product(
-            (Path("run"), Path("link"), run), (Path("run", name), run / name)
-        ):
-            (table,) = read_evaluations(folder, str(output))
-            assert table.title == title
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    Path("link").symlink_to("run")
+    for name, outputs in (
+        ("evaluation.json", ["run/evaluation.json"]),
+        ("scores.json", ["link/scores.json"]),
+    ):
+        write(tmp_path / "run", name, EVALUATION)
+        for folder, output in itertools.product((Path("run"), Path("link")), outputs):
+            rows = read_evaluations(folder, output)
+            assert [row.title for row in rows if row.questions.endswith("all")] == [name.partition(".")[0]]
+        (tmp_path / "run" / name).unlink()

@@ -7,7 +7,6 @@ of one method, whose scores are averaged by question.
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,13 +17,12 @@ from typing import Any
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
-from calibadv_jax.evaluation.records import ScoredRow, read_scores
+from calibadv_jax.evaluation.records import RowKey, ScoredRow, key_of, read_scores
 from calibadv_jax.evaluation.report import ALL, AVERAGE, FEW, metric_names, scores_of
 from calibadv_jax.evaluation.statistics import Comparison, compare_paired
 from calibadv_jax.metrics.console import Console, table
 
-Evaluation = dict[tuple[str, str, str], ScoredRow]  # (temperature, data source, id) -> row
-BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
+Evaluation = dict[RowKey, ScoredRow]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,101 +40,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     console = Console()
-    sides = [_seeds(argument) for argument in (arguments.first, arguments.second)]
+    sides = [_read_seeds(argument) for argument in (arguments.first, arguments.second)]
+    evaluations = sides[0] | sides[1]
+    _check_same(evaluations)
+    services = [next(iter(evaluation.values())).get("retriever") for evaluation in evaluations.values()]
+    services = [service for service in services if service]  # an evaluation without searches has none
+    has_other_retrievers = any(service != services[0] for service in services)
+    if has_other_retrievers:
+        console.warn('different retrievers searched; compare "retriever" in the lines of the files')
     first, second = map(_means, sides)
-    common = [temperature for temperature in _temperatures(first) if temperature in _temperatures(second)]
-    if not common:
-        raise UserError(
-            f"{arguments.first} has temperatures {', '.join(_temperatures(first))} and {arguments.second} has"
-            f" {', '.join(_temperatures(second))}: evaluate both at one temperature"
-        )
-    first, second = ({key: row for key, row in side.items() if key[0] in common} for side in (first, second))
-    _check_same(arguments.first, arguments.second, first, second)
-    if differing := _differing_services({**sides[0], **sides[1]}):
-        console.warn(f"other retrievers searched {differing}")
     results: dict[tuple[str, str, str], Comparison] = {}  # by temperature, metric and data source
-    for temperature, metric in product(common, arguments.metrics):
+    for temperature, metric in product(dict.fromkeys(key[0] for key in first), arguments.metrics):
         for source, comparison in _compare(arguments, temperature, metric, first, second):
             results[temperature, metric, source] = comparison
     console.say(f"A: {arguments.first}\nB: {arguments.second}")
     rows = [
-        [*key, each.questions, each.first, each.second, each.difference]
-        + ["[{:.3f}, {:.3f}]".format(*each.interval) if each.interval else "-", f"{each.p_value:.4f}"]
-        for key, each in results.items()
+        [*key, result.questions, result.first, result.second, result.difference]
+        + ["[{:.3f}, {:.3f}]".format(*result.interval) if result.interval else "-", f"{result.p_value:.4f}"]
+        for key, result in results.items()
     ]
     headers = ["temperature", "metric", "data", "questions", "A", "B", "B - A"]
     console.say(table(rows, [*headers, f"{100 * arguments.confidence:g}% interval", "p"]))
-    if few := {source: each.questions for (*_, source), each in results.items() if each.questions < FEW}:
+    if few := {key[2]: result.questions for key, result in results.items() if result.questions < FEW}:
         counts = ", ".join(f"{source}: {questions}" for source, questions in few.items())
-        console.warn(
-            f"fewer than {FEW} questions ({counts}): their intervals and p-values are not reliable; evaluate"
-            " more questions (data.eval_limit)"
-        )
+        advice = "their intervals and p-values are not reliable; evaluate more questions (data.eval_limit)"
+        console.warn(f"fewer than {FEW} questions ({counts}): {advice}")
     if arguments.output is not None:
-        numbers: Any = {temperature: {metric: {} for metric in arguments.metrics} for temperature in common}
+        numbers: dict[str, Any] = {}
         for (temperature, metric, source), comparison in results.items():
-            numbers[temperature][metric][source] = asdict(comparison)
+            numbers.setdefault(temperature, {}).setdefault(metric, {})[source] = asdict(comparison)
         about = {name: getattr(arguments, name) for name in ("first", "second", "confidence", "resamples")}
-        write_json(arguments.output, about | {"other_retrievers": bool(differing), "differences": numbers})
+        write_json(
+            arguments.output, about | {"other_retrievers": has_other_retrievers, "differences": numbers}
+        )
 
 
-def _seeds(argument: str) -> dict[str, Evaluation]:
-    names, seeds = BETWEEN_FILES.split(argument), dict[str, Evaluation]()
+def _read_seeds(argument: str) -> dict[str, Evaluation]:
+    names, seeds = argument.split(","), dict[str, Evaluation]()
     if len({Path(name).resolve().with_suffix("") for name in names}) < len(names):
         raise UserError(f"{argument}: names an evaluation twice; name each seed once")
     for name in names:
         path = Path(name)
         rows = read_scores(path.with_suffix(".jsonl") if path.suffix == ".json" else path)
-        seeds[name] = {(row["temperature"], row["data_source"], row["id"]): row for row in rows}
+        seeds[name] = {key_of(row): row for row in rows}
         if not seeds[name]:
             raise UserError(f"{path}: no questions in it; run calibadv evaluate first")
     return seeds
 
 
-def _temperatures(evaluation: Evaluation) -> list[str]:
-    return list(dict.fromkeys(temperature for temperature, *_ in evaluation))
+def _check_same(evaluations: dict[str, Evaluation]) -> None:
+    path, first = next(iter(evaluations.items()))
+    for other, evaluation in evaluations.items():
+        keys = [key for key in first | evaluation if _asked(first, key) != _asked(evaluation, key)]
+        if keys:
+            temperature, source, name = min(keys)
+            fault = (
+                f"{len(keys)} questions differ, such as {name!r} of {source!r} at temperature {temperature}"
+            )
+            way_out = "evaluate to the end, with one data.eval, data.eval_limit and evaluate.temperatures"
+            raise UserError(f"{path} and {other}: {fault}; {way_out}")
+
+
+def _asked(evaluation: Evaluation, key: RowKey) -> tuple[Any, Any]:
+    row = evaluation.get(key, {})
+    return row.get("question"), row.get("golden_answers")
 
 
 def _means(seeds: dict[str, Evaluation]) -> Evaluation:
     """Return the means of the scores over the seeds; a metric that a seed lacks is left out."""
-    (path, first), *further = seeds.items()
-    for other, evaluation in further:
-        if set(_temperatures(evaluation)) != set(_temperatures(first)):
-            raise UserError(
-                f"{path} has temperatures {', '.join(_temperatures(first))} and {other} has"
-                f" {', '.join(_temperatures(evaluation))}: evaluate every seed at the same temperatures"
-            )
-        _check_same(path, other, first, evaluation)
+    first, *_ = seeds.values()
     means: Evaluation = {}
     for key, row in first.items():
         scores = [evaluation[key]["scores"] for evaluation in seeds.values()]
-        names = [name for name in scores[0] if all(name in own for own in scores)]
-        means[key] = row | {"scores": {name: statistics.fmean(own[name] for own in scores) for name in names}}
+        names = [name for name in scores[0] if all(name in of_seed for of_seed in scores)]
+        mean = {name: statistics.fmean(of_seed[name] for of_seed in scores) for name in names}
+        means[key] = row | {"scores": mean}
     return means
-
-
-def _differing_services(evaluations: dict[str, Evaluation]) -> str:
-    """Describe the first two retrievers that differ; empty if none do. No retriever is no difference."""
-    rows = {path: next(iter(evaluation.values())) for path, evaluation in evaluations.items()}
-    services = {path: service for path, row in rows.items() if (service := row.get("retriever"))}
-    path, first = next(iter(services.items()), ("", {}))
-    for other, service in services.items():
-        if names := [name for name in first | service if first.get(name) != service.get(name)]:
-            differing = ", ".join(f"{name} {first.get(name)!r} and {service.get(name)!r}" for name in names)
-            return f"for {path} and {other}: {differing}"
-    return ""
-
-
-def _check_same(a: str, b: str, first: Evaluation, second: Evaluation) -> None:
-    keys = first.keys() ^ second.keys()
-    for name in ("question", "golden_answers"):
-        keys |= {key for key in first.keys() & second.keys() if first[key][name] != second[key][name]}
-    if differing := {(source, name) for _, source, name in keys}:
-        source, name = min(differing)
-        raise UserError(
-            f"{a} and {b} did not answer the same questions: {len(differing)} differ, such as {name!r} of"
-            f" {source!r}; evaluate both to the end, with the same data.eval and data.eval_limit"
-        )
 
 
 def _compare(
@@ -150,15 +129,15 @@ def _compare(
             names = ", ".join(metric_names(rows)) or "no scores at all"
             raise UserError(f"{argument}: no metric {metric!r}; it has {names}")
     both = [key for key in keys if metric in first[key]["scores"] and metric in second[key]["scores"]]
-    by_source: dict[str, list[tuple[str, str, str]]] = {}
+    by_source: dict[str, list[RowKey]] = {}
     for key in both:
         by_source.setdefault(key[1], []).append(key)
     groups = {ALL: [both]} if both else {}
     groups |= {AVERAGE: list(by_source.values())} if len(by_source) > 1 else {}
     groups |= {source: [members] for source, members in by_source.items()}
     for name, strata in groups.items():
-        a, b = (
+        before, after = (
             [scores_of([side[key] for key in members], metric) for members in strata]
             for side in (first, second)
         )
-        yield name, compare_paired(a, b, arguments.confidence, arguments.resamples)
+        yield name, compare_paired(before, after, arguments.confidence, arguments.resamples)

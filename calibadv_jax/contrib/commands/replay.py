@@ -68,18 +68,17 @@ def run(arguments: argparse.Namespace) -> None:
     say = Console().say
     num_trajectories = sum(len(group.attempts) for group in kept.groups)
     say(f"step {step} of {folder}: {len(kept.groups)} groups, {num_trajectories} trajectories")
-    rows = comparison_rows(columns, bool(arguments.overrides))
+    rows = comparison_rows(columns)
     say(table(rows, ["metric", *columns, "differs"]))
     before, after = list(columns)[-2:]
     say(f"{sum('≠' in row for row in rows)} of {len(rows)} metrics differ (≠) between {before} and {after}")
     equal, total = equal_turns(kept.credits, same.advantages.credits)
     exact, _ = equal_turns(kept.credits, same.advantages.credits, rounding=0)
-    bits = f"{exact} of them bit for bit, the other turns within {ROUNDING:g}"
-    bits = "bit for bit" if exact == equal else bits
+    bits = "bit for bit" if exact == equal else f"{exact} of them bit for bit, the others within {ROUNDING:g}"
     say(f"replayed: {equal} of {total} turns have the advantage that was kept, {bits}")
     if arguments.overrides:
-        other, total = equal_turns(kept.credits, changed.advantages.credits)
-        say(f"{' '.join(arguments.overrides)}: {total - other} of {total} turns get another advantage")
+        unchanged, _ = equal_turns(kept.credits, changed.advantages.credits)
+        say(f"{' '.join(arguments.overrides)}: {total - unchanged} of {total} turns get another advantage")
     if equal < total:
         raise SystemExit(1)
 
@@ -151,17 +150,13 @@ def equal_turns(
     return int(np.isclose(after, before, rounding, rounding).sum()), len(before)
 
 
-def comparison_rows(columns: Mapping[str, Mapping[str, float]], is_changed: bool) -> list[list[str]]:
-    """Return one row for each metric of SHOWN that a column has: its name, one cell a config, and "≠" or "".
-
-    "≠" stands where the last two configs differ by more than rounding, and, where the last one is not the
-    run's own (`is_changed`), where one of them lacks the metric.
-    """
-    rounding, rows = ROUNDING if is_changed else FLOAT32, []
+def comparison_rows(columns: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Return a row for each metric of SHOWN: name, values, "≠" where the last two differ beyond rounding."""
+    rounding, rows = ROUNDING if "changed" in columns else FLOAT32, []
     for name in sorted({name for column in columns.values() for name in column if name.startswith(SHOWN)}):
         values = [column.get(name) for column in columns.values()]
         before, after = values[-2:]
-        differs = is_changed and before is not after
+        differs = False
         if before is not None and after is not None:
             differs = not np.isclose(after, before, rounding, rounding, equal_nan=True)
         cells = ["-" if value is None else number(value) for value in values]

@@ -9,7 +9,7 @@ from pathlib import Path
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.contrib.commands.inspect_run import PORT
 from calibadv_jax.contrib.report.draw import draw
-from calibadv_jax.contrib.report.gather import Gathered
+from calibadv_jax.contrib.report.gather import SMOOTH, Gathered
 from calibadv_jax.contrib.report.page import render
 from calibadv_jax.contrib.report.runs import group_runs, read_runs
 from calibadv_jax.core.errors import UserError
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its run.dir)")
     text = "page to write; default: report.html, in the run's folder if there is only one run"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
-    text = "steps that the strong lines average (default: a tenth of the run, at most 20; 1: no mean)"
-    parser.add_argument("--smooth", type=number(int, least=1), metavar="STEPS", help=text)
+    text = "steps that the strong lines average (default: %(default)s; 1: no mean)"
+    parser.add_argument("--smooth", type=number(int, least=1), default=SMOOTH, metavar="STEPS", help=text)
     text = "also write every figure as FOLDER/NAME.png"
     parser.add_argument("--png", type=Path, metavar="FOLDER", help=text)
 

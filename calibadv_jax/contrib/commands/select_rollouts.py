@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,9 @@ from calibadv_jax.record.reader import read_columns, read_metadata
 from calibadv_jax.record.schema import kept_steps
 
 RecordRow = dict[str, Any]  # of rollouts/step_N.parquet
-Rank = tuple[float, ...]  # the smallest is the best
-COLUMNS = (
-    "step", "group", "index", "question_id", "question", "data_source", "golden_answers", "supporting_ids",
-    "error", "answer_score", "format_valid",
-)  # fmt: skip
+Candidate = tuple[tuple[float, ...], RecordRow]  # its rank, of which the smallest is the best
+QUESTION = ["question", "golden_answers", "data_source", "supporting_ids"]
+COLUMNS = QUESTION + ["step", "group", "index", "question_id", "error", "answer_score", "format_valid"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Write the best by score, then fewest sampled tokens, then the earliest; print all counts."""
     counts: Counter[str] = Counter()
-    chosen: dict[tuple[str, str], list[tuple[Rank, RecordRow]]] = {}
+    chosen: dict[tuple[str, str], list[Candidate]] = {}
     for run_index, folder in enumerate(arguments.runs):
         for row in _good_rows(folder, arguments.min_score, counts):
             tokens = sum(len(turn["token_ids"]) for turn in row["turns"])
             rank = (-row["answer_score"], tokens, run_index, row["step"], row["group"], row["index"])
-            candidates = chosen.setdefault((row["data_source"], row["question_id"]), [])
-            _insert(candidates, (rank, row), arguments.per_question, counts)
+            question = (row["data_source"], row["question_id"])
+            candidates: list[Candidate] = [*chosen.get(question, []), (rank, row)]
+            chosen[question] = _best(candidates, arguments.per_question, counts)
     if not chosen:
         least = "the largest reward" if arguments.min_score is None else f"{arguments.min_score:g} or more"
         raise UserError(f"no trajectory with a score of {least} among {counts['all']}; lower --min-score")
@@ -87,33 +86,30 @@ def _verdict(row: RecordRow, min_score: float) -> str:
     return "score too low" if row["answer_score"] < min_score else ""
 
 
-def _insert(
-    candidates: list[tuple[Rank, RecordRow]], new: tuple[Rank, RecordRow], limit: int, counts: Counter[str]
-) -> None:
-    """Insert by rank; of equal texts the better one stays, and at most `limit` stay."""
-    if same := [candidate for candidate in candidates if _texts(candidate[1]) == _texts(new[1])]:
-        counts["duplicate"] += 1
-        candidates.remove(same[0])
-    candidates.append(min(same + [new], key=lambda candidate: candidate[0]))
-    candidates.sort(key=lambda candidate: candidate[0])
-    counts["beyond --per-question"] += len(candidates) > limit
-    del candidates[limit:]
+def _best(candidates: list[Candidate], limit: int, counts: Counter[str]) -> list[Candidate]:
+    """Return at most `limit` by rank; of equal texts the better one stays."""
+    by_texts: dict[str, Candidate] = {}
+    for rank, row in sorted(candidates, key=lambda candidate: candidate[0]):
+        by_texts.setdefault(_texts(row), (rank, row))
+    best = list(by_texts.values())[:limit]
+    counts["duplicate"] += len(candidates) - len(by_texts)
+    counts["beyond --per-question"] += len(by_texts) - len(best)
+    return best
 
 
-def _texts(row: RecordRow) -> Sequence[str]:
-    return [" ".join(turn["text"].lower().split()) for turn in row["turns"]]
+def _texts(row: RecordRow) -> str:
+    return "\n".join(" ".join(turn["text"].lower().split()) for turn in row["turns"])
 
 
 def demonstration(row: RecordRow) -> dict[str, Any]:
     """Return a row of the file that `data.demonstrations.load_demonstrations` reads."""
-    names = ("question", "golden_answers", "data_source", "supporting_ids")
     turns = [{"text": with_open_tag(turn["text"])} | _reply(turn) for turn in row["turns"]]
-    return {"id": row["question_id"]} | {name: row[name] for name in names} | {"turns": turns}
+    return {"id": row["question_id"]} | {name: row[name] for name in QUESTION} | {"turns": turns}
 
 
 def _reply(turn: RecordRow) -> dict[str, Any]:
     """Return the documents or the text of the observation, or both where an action returned both."""
-    documents = [{name: each[name] for name in ("id", "title", "text")} for each in turn["documents"]]
+    documents = [{name: document[name] for name in ("id", "title", "text")} for document in turn["documents"]]
     shown = turn["observation_text"].partition(OPEN_INFORMATION)[2].rpartition(CLOSE_INFORMATION)[0]
     words, listed, _ = shown.partition(FIRST_DOCUMENT)
     if documents and listed:

@@ -14,7 +14,6 @@ import yaml
 
 from calibadv_jax.contrib.report.gather import MAX_MARKS, Chart, Curve, Panel
 from calibadv_jax.contrib.report.runs import LONGEST_NAME
-from calibadv_jax.metrics.console import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,19 +25,17 @@ WIDTH = 400
 PANEL_HEIGHT, SMALL_PANEL_HEIGHT, MARGIN = 190, 155, 54  # in a chart with one panel and with several
 SMALL_TEXT = 11.5
 LINE_WIDTH = 1.8
-# Where an axis may be cut: above values that are SPIKE times the percentile USUAL.
-USUAL, SPIKE = 95, 2.0
-LEAST_SPAN = 0.02  # of an axis, as a share of the value in its middle
 # Told apart by dash pattern, by name and by colour; the colours by people who confuse red and green too.
 COLOURS = ("#0060ae", "#b45309", "#007a5e", "#86389b", "#6b5c05", "#be185d", "#0f6f80", "#555b66")
 _GAPS = ((5, 2), (1.5, 1.5), (7, 2, 1.5, 2), (3, 1.2), (9, 3), (4, 1.5, 1, 1.5, 1, 1.5), (1, 3))
 DASHES: tuple[Any, ...] = ("-", *((0, lengths) for lengths in _GAPS))
-HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")  # dots would take 150 kB each
 STYLE: dict[Any, Any] = yaml.safe_load(Path(__file__).with_name("style.yaml").read_text(encoding="utf-8"))
 INK, MUTED, GRID, SURFACE = (
     STYLE[name] for name in ("text.color", "axes.edgecolor", "grid.color", "figure.facecolor")
 )
 SMALL: dict[str, Any] = {"color": MUTED, "fontsize": SMALL_TEXT}
+THEME = {colour: f"var(--series-{index})" for index, colour in enumerate(COLOURS)}
+THEME |= {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", SURFACE: "var(--surface)"}
 
 
 def draw(chart: Chart, order: Sequence[str]) -> Figure:
@@ -56,7 +53,7 @@ def draw(chart: Chart, order: Sequence[str]) -> Figure:
         figure = Figure(figsize=(WIDTH / UNIT, height / UNIT), dpi=UNIT, layout="constrained")
         column: list[Axes] = list(figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0])
         for axes, panel in zip(column, panels, strict=True):
-            _draw_panel(axes, panel, chart, names)
+            _draw_panel(axes, panel, names)
         column[0].set_xlim(steps.min() - margin, steps.max() + margin)
         column[0].set_title(chart.figure.unit, loc="left", **SMALL)
         column[-1].set_xlabel("step", loc="left", labelpad=0, **SMALL)
@@ -73,91 +70,47 @@ def place(figure: Figure, axes: Axes) -> dict[str, float]:
     return {name: round(float(edge), 1) for name, edge in edges.items()} | {"first": first, "last": last}
 
 
-def _draw_panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    is_stack = chart.figure.kind == "stack"
-    if is_stack:
-        _draw_stack(axes, panel, names)
-    else:
-        for curve in panel.curves:
-            _draw_line(axes, curve, names.index(curve.name), min(0.18, 0.5 / len(panel.curves)))
+    for curve in panel.curves:
+        _draw_line(axes, curve, names.index(curve.name), min(0.18, 0.5 / len(panel.curves)))
     axes.margins(y=0.06)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
     axes.set_title(panel.title, loc="right", fontsize=12, pad=6, color=INK, fontweight="bold")
     if any(curve.name for curve in panel.curves):
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=is_stack)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _draw_line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
     """Draw the mean, its band with the opacity `alpha`, and a mark at every point where there are few."""
-    colour = COLOURS[index % len(COLOURS)]
+    colour, dashes = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
+    marker = "o" if len(curve.steps) <= MAX_MARKS else ""
+    name = curve.name if len(curve.name) <= LONGEST_NAME else f"{curve.name[: LONGEST_NAME - 1]}…"
     # A step that the metric was not logged at is bridged; a value that was not finite is a gap.
-    if not curve.has_band and not np.array_equal(curve.trend, curve.mean, equal_nan=True):
-        axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.8, alpha=0.4)
-    look: dict[str, Any] = {"marker": "o", "markersize": 3} if len(curve.steps) <= MAX_MARKS else {}
-    look |= {"color": colour, "linestyle": DASHES[index % len(DASHES)], "linewidth": LINE_WIDTH}
-    axes.plot(curve.steps, curve.trend, label=_shortened(curve.name), **look)
+    style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": LINE_WIDTH}
+    axes.plot(curve.steps, curve.trend, label=name, marker=marker, markersize=3, **style)
     if curve.has_band:
         axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=alpha, linewidth=0)
-
-
-def _draw_stack(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
-    """Draw areas on top of each other, edged by the background so that neighbours are told apart."""
-    areas = axes.stackplot(*_stacked(panel), labels=[_shortened(curve.name) for curve in panel.curves])
-    for area, curve in zip(areas, panel.curves, strict=True):
-        index = names.index(curve.name)
-        area.set(facecolor=COLOURS[index % len(COLOURS)], edgecolor=SURFACE, linewidth=0.8, alpha=0.75)
-        area.set_hatch(HATCHES[index % len(HATCHES)])
-
-
-def _stacked(panel: Panel) -> tuple[np.ndarray, np.ndarray]:
-    """Return all steps of the panel, [N], and each curve's mean at them, [curves, N]: 0 where it has none."""
-    steps = np.unique(np.concatenate([curve.steps for curve in panel.curves]))
-    values = np.zeros((len(panel.curves), len(steps)))
-    for heights, curve in zip(values, panel.curves, strict=True):
-        heights[np.searchsorted(steps, curve.steps)] = np.nan_to_num(curve.mean)
-    return steps, values
+    elif not np.array_equal(curve.trend, curve.mean, equal_nan=True):
+        axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.8, alpha=0.4)
 
 
 def _set_limits(column: Sequence[Axes], chart: Chart) -> None:
     """Start at 0 where nothing is negative; draw the guard's threshold where it is in view."""
     low, high = column[0].get_ylim()
-    tops = np.concatenate([curve.high for curve in chart.curves])
-    if chart.figure.kind == "stack":
-        tops = np.concatenate([_stacked(panel)[1].sum(axis=0) for panel in chart.panels])
     if chart.figure.from_zero and min(np.nanmin(curve.low) for curve in chart.curves) >= 0:
         low = 0.0
-    top, usual = np.nanmax(tops), np.percentile(tops[np.isfinite(tops)], USUAL)
-    if chart.figure.cuts_spikes and top > SPIKE * usual > 0:
-        high = 1.2 * usual
-        column[0].text(0.5, 1, f"up to {number(top)}", va="top", transform=column[0].transAxes, **SMALL)
-    middle = (low + high) / 2
-    least = abs(middle) * LEAST_SPAN / 2  # narrower, and its numbers of four digits would all be the same
-    low, high = min(low, middle - least), max(high, middle + least)
+    if chart.figure.cuts_spikes:
+        usual = np.nanpercentile(np.concatenate([curve.high for curve in chart.curves]), 95)
+        high = min(high, 2 * float(usual))
     column[0].set_ylim(low, high if high > low else low + 1)
     if chart.limit is not None and low <= chart.limit <= high:
         for axes in column:
             axes.axhline(chart.limit, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
             axes.text(0, chart.limit, "guard", va="bottom", transform=axes.get_yaxis_transform(), **SMALL)
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
-
-
-THEME = {colour: f"var(--series-{index})" for index, colour in enumerate(COLOURS)}
-THEME |= {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", SURFACE: "var(--surface)"}
-# The file's head, its size in points, and what the page has itself; ids of groups, to which nothing refers.
-_UNUSED = re.compile(
-    r"^.*?(?=<svg)|<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>"
-    r'| (?:xmlns:xlink="[^"]*"|(?:width|height)="[^"]*pt"|id="[\w.]+_\d+")',
-    re.DOTALL,
-)
-_FRACTION = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
-_COORDINATES, _STYLES = re.compile(r' (?:d|x|y|transform)="[^"]*"'), re.compile(r' style="[^"]*"')
 
 
 def themed_svg(figure: Figure, key: str, label: str) -> str:
@@ -166,19 +119,11 @@ def themed_svg(figure: Figure, key: str, label: str) -> str:
 
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    svg = _UNUSED.sub("", file.getvalue()).replace("xlink:href", "href")
-    svg = _STYLES.sub(_themed, _COORDINATES.sub(_rounded, svg))
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]  # without the head of an XML file
+    svg = re.sub(
+        r' id="[\w.]+_\d+"', "", svg
+    )  # of groups: nothing refers to them, and every drawing has them
+    svg = re.sub(r"#[0-9a-f]{6}", lambda match: THEME.get(match[0], match[0]), svg)
     return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
-
-
-def _rounded(attribute: re.Match[str]) -> str:
-    """Write the numbers with one decimal place at most."""
-    text = _FRACTION.sub(lambda match: f"{float(match[0]):.1f}".removesuffix(".0"), attribute[0])
-    return f" {' '.join(text.split())}"
-
-
-def _themed(attribute: re.Match[str]) -> str:
-    """Replace the colours by the theme's, and leave out fonts: the page has its own."""
-    text = re.sub(r"font-family: [^;]*;? ?", "", attribute[0])
-    return re.sub(r"#[0-9a-f]{6}", lambda match: THEME.get(match[0], match[0]), text)

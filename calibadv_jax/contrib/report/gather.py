@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,12 +26,9 @@ from calibadv_jax.record.schema import SCHEMA
 
 Values = dict[str, dict[int, float | None]]  # metric -> step -> value
 # Points of a curve: ALL_POINTS / number of series, so that the page stays below 5 MB.
-MIN_POINTS, MAX_POINTS, ALL_POINTS = 60, 360, 640
-# Default of the trend: a SMOOTH_SHARE-th of the run, at most MAX_SMOOTH steps so that jumps stay visible.
-SMOOTH_SHARE, MAX_SMOOTH = 10, 20
+MAX_POINTS, ALL_POINTS = 360, 640
+SMOOTH = 10  # steps that trends are means of, by default
 MAX_MARKS = 25  # points up to which each is marked
-EVALUATED_F1 = re.compile(r"eval/(.+)/f1/(greedy|temperature_[^/]+)")  # a data source may hold slashes
-PHASES = ("rollout", "advantage", "update", "record", "publish", "evaluate")
 MAX_STEPS = 100  # kept steps that are read of a run
 PERCENTILES = (1, 50, 99)
 _OF_TURNS = ("kind", "logprobs", "learner_logprobs", "advantage_raw", "advantage")
@@ -44,36 +43,32 @@ class Figure:
     title: str
     text: str  # the values and how to read them
     unit: str
-    metrics: Mapping[str, str]  # metric -> name of its line; a name ending in "*" stands for all that follow
-    kind: Literal["lines", "stack"] = "lines"
-    needs_rollouts: bool = False  # its values come from kept trajectories, not from metrics.jsonl
+    metrics: Mapping[str, str]  # metric -> name of its line; "*" stands for any text, which names the line
     from_zero: bool = True  # the axis starts at 0 where no value is negative
-    cuts_spikes: bool = False  # the axis ends below rare values that are far larger than all others
+    cuts_spikes: bool = False  # the axis ends at twice the 95th percentile
     limit: str = ""  # config key of the guard's threshold on it
 
 
-def _figure(
-    key: str, title: str, metrics: str | Mapping[str, str], note: str = "", text: str = "", **options: Any
-) -> Figure:
-    """Return a figure; without a text of its own it has those of its metrics in the catalogue."""
+def _figure(key: str, options: dict[str, Any]) -> Figure:
+    """Return a figure of figures.yaml; text and unit that are missing there are the catalogue's."""
+    metrics, note = options.pop("metrics"), options.pop("note", "")
     lines = {metrics: ""} if isinstance(metrics, str) else metrics
-    if not text:
-        labels: dict[catalogue.Metric, list[str]] = {}
+    if "text" not in options:
+        labels: dict[catalogue.Metric, list[str]] = defaultdict(list)
         for name, label in lines.items():
-            if (entry := catalogue.find(name)) and not name.endswith("*"):
-                labels.setdefault(entry, []).append(label)
-        described = "; ".join(
-            entry.meaning if len(names) == len(lines) else f"{' and '.join(names)}: {entry.meaning}"
-            for entry, names in labels.items()
-        )
-        text = f"{described[0].upper()}{described[1:]}."
-        options = {"unit": next(iter(labels)).unit.strip("-")} | options
-    return Figure(key, title, f"{text} {note}".rstrip(), metrics=lines, **options)
+            if entry := catalogue.find(name):
+                labels[entry].append(label)
+        meanings = [f"{' and '.join(names)}: {entry.meaning}" for entry, names in labels.items()]
+        text = "; ".join(meanings) if len(labels) > 1 else next(iter(labels)).meaning
+        unit = next(iter(labels)).unit.strip("-")
+        options = {"unit": unit, "text": f"{text[0].upper()}{text[1:]}."} | options
+    options["text"] = f"{options['text']} {note}".rstrip()
+    return Figure(key, metrics=lines, **options)
 
 
 _SECTIONS = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
 SECTIONS = {
-    key: (row["title"], row["text"], [_figure(name, **options) for name, options in row["figures"].items()])
+    key: (row["title"], row["text"], [_figure(name, values) for name, values in row["figures"].items()])
     for key, row in _SECTIONS.items()
 }
 FIGURES = [figure for _, _, figures in SECTIONS.values() for figure in figures]
@@ -89,7 +84,6 @@ class Curve:
     low: np.ndarray  # float64, smallest of them
     high: np.ndarray  # float64, largest of them
     trend: np.ndarray  # float64, moving mean of `mean`
-    steps_per_point: int = 1
 
     @property
     def has_band(self) -> bool:
@@ -128,35 +122,21 @@ class Section:
 
 
 class Gathered:
-    """Everything that the page draws; `smooth`: points that trends are means of, None: by their length."""
+    """Everything that the page draws; trends are means of `smooth` steps."""
 
-    def __init__(self, series: Sequence[Series], smooth: int | None = None):
-        if smooth is None:
-            longest = max(len(run.rows) for each in series for run in each.runs)
-            smooth = min(MAX_SMOOTH, max(1, longest // SMOOTH_SHARE))
+    def __init__(self, series: Sequence[Series], smooth: int = SMOOTH):
         self.series, self.smooth = series, smooth
         self._values = [[_values(run) for run in each.runs] for each in series]  # by series and run
         self._logged = list(dict.fromkeys(chain.from_iterable(chain.from_iterable(self._values))))
-        self._found: set[str] = set()  # keys of figures that have values
         others = {"other": ("Other metrics", "Logged, and in no figure above.", self._other_figures())}
         sections = [self._section(key, *parts) for key, parts in (SECTIONS | others).items()]
         self.sections = [section for section in sections if section.charts or section.constant]
         self.charts = [chart for section in sections for chart in section.charts]
-        curves = [curve for chart in self.charts for curve in chart.curves]
-        self.steps_per_point = max((curve.steps_per_point for curve in curves), default=1)
-
-    @property
-    def left_out(self) -> list[Figure]:
-        """Return figures that need kept trajectories, which no run has."""
-        if self.series[0].runs[0].kind == "cold start":
-            return []
-        return [figure for figure in FIGURES if figure.needs_rollouts and figure.key not in self._found]
 
     def _section(self, key: str, title: str, text: str, figures: Sequence[Figure]) -> Section:
         """Return a section's charts; those whose curves are all flat become a line of text."""
         section = Section(key, title, text, [], {})
         for chart in filter(None, map(self._chart, figures)):
-            self._found.add(chart.figure.key)
             ends = np.concatenate([end for curve in chart.curves for end in (curve.low, curve.high)])
             if (ends == ends[0]).all():  # never if one is NaN
                 section.constant[chart.figure.title] = float(ends[0])
@@ -166,93 +146,62 @@ class Gathered:
 
     def _other_figures(self) -> list[Figure]:
         """Return a figure for each metric that no figure of FIGURES shows."""
-        names = sorted(name for name in self._logged if not _has_figure(name, self._logged))
-        return [Figure(_key(name), name, "", "", {name: ""}, from_zero=False) for name in names]
+        figures = []
+        for name in sorted(name for name in self._logged if not _has_figure(name, self._logged)):
+            # Different metrics have different keys, which name anchors and files.
+            key = "metric_" + re.sub(r"[^\w/]", lambda mark: f"-{ord(mark[0])}-", name).replace("/", "-")
+            figures.append(Figure(key, name, "", "", {glob.escape(name): ""}, from_zero=False))
+        return figures
 
     def _chart(self, figure: Figure) -> Chart | None:
         lines = self._lines(figure)
-        by_series = [
-            [self._curve(metric, label, runs) for metric, label in lines.items()] for runs in self._values
-        ]
-        titles = names = [each.name if len(self.series) > 1 else "" for each in self.series]
-        rows = by_series
+        if len(lines) == 1:
+            ((metric, label),) = lines.items()
+            figure = replace(figure, title=f"{figure.title}: {label}" if label else figure.title)
+            lines = {metric: ""}
         # A panel compares series where they are the more, else the lines of one series.
-        is_by_series = len(lines) == 1 or (len(self.series) > len(lines) and figure.kind == "lines")
-        if is_by_series:
-            titles = list(lines.values())
-            rows = [
-                [replace(curves[line], name=name) for curves, name in zip(by_series, names, strict=True)]
-                for line in range(len(lines))
-            ]
-        if len(lines) == 1 and titles[0]:
-            figure, titles = replace(figure, title=f"{figure.title}: {titles[0]}"), [""]
-        panels = [
-            Panel(title, tuple(curves))
-            for title, row in zip(titles, rows, strict=True)
-            if (curves := [curve for curve in row if not curve.is_empty])
-        ]
-        limit, *different = {run.setting(figure.limit) for each in self.series for run in each.runs}
-        limit = float(limit) if isinstance(limit, int | float) and not different else None
-        return Chart(figure, tuple(panels), limit, is_by_series) if panels else None
+        is_by_series = len(lines) == 1 or len(self.series) > len(lines)
+        panels: dict[str, list[Curve]] = {}
+        for series, runs in zip(self.series, self._values, strict=True):
+            name = series.name if len(self.series) > 1 else ""
+            for metric, label in lines.items():
+                curve = self._curve(metric, name if is_by_series else label, runs)
+                if not curve.is_empty:
+                    panels.setdefault(label if is_by_series else name, []).append(curve)
+        limits = {run.setting(figure.limit) for each in self.series for run in each.runs}
+        limit = limits.pop() if len(limits) == 1 else None
+        drawn = tuple(Panel(title, tuple(curves)) for title, curves in panels.items())
+        return Chart(figure, drawn, limit, is_by_series) if drawn else None
 
     def _lines(self, figure: Figure) -> dict[str, str]:
         lines: dict[str, str] = {}
         for metric, label in figure.metrics.items():
-            if (start := metric.removesuffix("*")) != metric:
-                matching = [name for name in self._logged if name.startswith(start)]
-                lines |= {name: name.removeprefix(start).replace("_", " ") for name in matching}
-            elif metric in self._logged:
-                lines[metric] = label
+            for name in fnmatch.filter(self._logged, metric):
+                start, star, _ = metric.partition("*")
+                lines[name] = name.removeprefix(start).replace("_", " ") if star else label
         return lines
 
-    def _curve(self, metric: str, label: str, runs: Sequence[Values]) -> Curve:
+    def _curve(self, metric: str, name: str, runs: Sequence[Values]) -> Curve:
         by_step = [values.get(metric, {}) for values in runs]
-        max_points = min(MAX_POINTS, max(MIN_POINTS, ALL_POINTS // len(self.series)))
         is_sparse = max(map(len, by_step)) <= MAX_MARKS  # every point of it is marked and stands for itself
-        return thin(over_seeds(label, by_step, 1 if is_sparse else self.smooth), max_points)
+        curve = over_seeds(name, by_step, 1 if is_sparse else self.smooth)
+        return thin(curve, min(MAX_POINTS, ALL_POINTS // len(self.series)))
 
 
 def _values(run: Run) -> Values:
     names = dict.fromkeys(name for row in run.rows.values() for name in row)
     values: Values = {name: run.values(name) for name in names if name not in ("step", "nonfinite")}
-    values |= {"nonfinite_count": {step: len(row.get("nonfinite", [])) for step, row in run.rows.items()}}
-    for name in list(values):
-        if match := EVALUATED_F1.fullmatch(name):
-            values[f"eval_f1/{match[1]}, {match[2].replace('_', ' ')}"] = values[name]
-    return values | _phases(run, [name for name in names if _is_phase(name)]) | rollout_values(run)
-
-
-def _phases(run: Run, timed: Sequence[str]) -> Values:
-    """Return seconds by phase, and the rest of the step; a phase that a step did not have took 0."""
-    logged = [name.removeprefix("timing_s/") for name in timed]
-    phases = [name for name in dict.fromkeys((*PHASES, *logged)) if name in logged and name != "step"]
-    values: Values = defaultdict(dict)
-    for step, total in run.values("timing_s/step").items():
-        if total is not None:
-            seconds = {name: run.rows[step].get(f"timing_s/{name}") or 0.0 for name in phases}
-            seconds["rest" if phases else "step"] = max(0.0, total - sum(seconds.values()))
-            for name, value in seconds.items():
-                values[f"phase/{name}"][step] = value
-    return dict(values)
+    values["nonfinite_count"] = {step: len(row.get("nonfinite", [])) for step, row in run.rows.items()}
+    return values | rollout_values(run)
 
 
 def _has_figure(name: str, logged: Sequence[str]) -> bool:
-    """Whether a figure shows the metric, or another metric that it belongs to."""
-    shown = [metric for figure in FIGURES for metric in figure.metrics]
-    starts = [metric.removesuffix("*") for metric in shown if metric.endswith("*")]
+    """Whether a figure shows the metric, its mean, or the same value under another name."""
     base, _, part = name.rpartition("/")
     is_end = part in ("max", "min") and f"{base}/mean" in logged
-    is_second = name in ALIASES or base in ALIASES or name == "group/all_zero"  # all_wrong_share
-    return name in shown or name.startswith((*starts, "eval/")) or _is_phase(name) or is_end or is_second
-
-
-def _is_phase(name: str) -> bool:
-    return name.startswith("timing_s/") and name.count("/") == 1
-
-
-def _key(metric: str) -> str:
-    """Return a name for an anchor and a file; different metrics have different ones."""
-    return "metric_" + re.sub(r"[^\w/]", lambda mark: f"-{ord(mark[0])}-", metric).replace("/", "-")
+    is_alias = name in ALIASES or base in ALIASES
+    patterns = ["eval/*", *chain.from_iterable(figure.metrics for figure in FIGURES)]
+    return is_end or is_alias or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def over_seeds(name: str, runs: Sequence[Mapping[int, float | None]], smooth: int = 1) -> Curve:
@@ -273,21 +222,15 @@ def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def thin(curve: Curve, max_points: int) -> Curve:
-    """Return at most `max_points` points, each for as many steps in a row, the last one for the rest.
-
-    The mean is over its steps, the band from the smallest to the largest value of any run at any of them, so
-    that no spike is lost.
-    """
-    width = -(-len(curve.steps) // max_points)
-    if width <= 1:
-        return curve
+    """Return at most `max_points` points: means of as many steps each, with a band of all their values."""
+    width = max(1, -(-len(curve.steps) // max_points))
     points = {}
     summaries = dict.fromkeys(("steps", "mean", "trend"), np.ma.mean) | {"low": np.ma.min, "high": np.ma.max}
     for name, summary in summaries.items():
         values = getattr(curve, name)
         padded = np.pad(values, (0, -len(values) % width), constant_values=np.nan)
         points[name] = _finite(summary, padded.reshape(-1, width).T)
-    return Curve(curve.name, **points, steps_per_point=width)
+    return Curve(curve.name, **points)
 
 
 def _finite(summary: Any, values: np.ndarray) -> np.ndarray:

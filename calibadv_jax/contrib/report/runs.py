@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -18,23 +20,19 @@ from calibadv_jax.evaluation.report import COUNTS
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
 
-Kind = Literal["training run", "cold start"]
-TITLES = {"evaluation_before": "Before training", "evaluation_after": "After training"}
-TITLES |= {"evaluation": "Evaluation"}
 MAX_SERIES = 8  # curves of one chart that can be told apart
 IGNORED = marked(Mark.PER_RUN)  # keys that two runs of one experiment may have different
 LONGEST_NAME = 22  # letters of a curve's name
 
 
 @dataclass(frozen=True)
-class EvaluationTable:
-    title: str
-    rows: dict[str, dict[str, str]]  # questions, such as "temperature 0, all" -> metric -> cell
-    confidence: float | None  # of the intervals; None: there are none
+class EvaluationRow:
+    """Scores of one evaluation on one group of questions."""
 
-    @property
-    def metrics(self) -> list[str]:
-        return list(dict.fromkeys(name for cells in self.rows.values() for name in cells))
+    title: str  # of the evaluation
+    questions: str  # such as "temperature 0, all"
+    confidence: float | None  # of the intervals; None: there are none
+    cells: dict[str, str]  # metric -> ``0.512 [0.470, 0.554]``; counts are whole numbers
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,12 @@ class Run:
     """Contents of one run folder; its config is that of the newest start whose files are whole."""
 
     folder: Path
-    name: str  # the shortest end of the path that no other run of the report has
-    kind: Kind
+    name: str  # the path below the folder that holds all runs of the report
     rows: dict[int, dict[str, Any]]  # step, ascending -> metric -> value; None where it was not finite
     config: dict[str, Any]  # nested as in the YAML file; empty where the folder holds none
     identity: dict[str, str]  # hashes of question file, policy config and vocabulary
     num_starts: int
-    evaluations: list[EvaluationTable]
+    evaluations: list[EvaluationRow]
     rollouts: dict[int, Path]  # step -> file of its kept trajectories
 
     @property
@@ -65,52 +62,40 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read the folders, in the order given; each must be a run with metrics, all of one kind."""
+    """Read the folders, in the order given; each must be a run with metrics."""
     resolved = [folder.resolve() for folder in folders]
     if twice := [folder for folder in resolved if resolved.count(folder) > 1]:
         raise UserError(f"{twice[0]}: named twice; name every run once")
-    first, *_ = runs = [_read(folder, _shortest_name(folder, resolved)) for folder in resolved]
-    for run in runs:
-        if run.kind != first.kind:
-            kinds = f"{run.folder} is a {run.kind} and {first.folder} a {first.kind}"
-            raise UserError(f"{kinds}; make a report of each")
-    return runs
-
-
-def _shortest_name(folder: Path, folders: Sequence[Path]) -> str:
-    length = 1
-    while [other.parts[-length:] for other in folders].count(folder.parts[-length:]) > 1:
-        length += 1
-    return str(Path(*folder.parts[-length:]))
+    common = os.path.commonpath([folder.parent for folder in resolved]) if resolved else ""
+    return [_read(folder, str(folder.relative_to(common))) for folder in resolved]
 
 
 def _read(folder: Path, name: str) -> Run:
     path, start = folder / "metrics.jsonl", newest_start(folder)
     if not path.is_file() and start is None:
-        within = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
-        runs = [str(path) for path in within if path.name != "sft_metrics"][:8]
-        hint = f"it holds some: {' '.join(runs)}" if runs else "give the run.dir of a training run"
-        raise UserError(f"{folder}: not a run folder, it has no metrics.jsonl; {hint}")
+        raise UserError(f"{folder}: not a run folder, it has no metrics.jsonl; give the run.dir of a run")
     # A resumed run may write a step again; the later row is the one that the policy went on from.
     rows = {row["step"]: row for row in read_metrics(path)} if path.is_file() else {}
     if not rows:
         raise UserError(f"{folder}: no metrics yet; try again when the first step has ended")
     config, identity = (start.config, start.identity) if start else ({}, {})
-    kind: Kind = "cold start" if any("sft/loss" in row for row in rows.values()) else "training run"
     evaluations = read_evaluations(folder, (config.get("evaluate") or {}).get("output"))
     rollouts = {step: path for step, path in kept_steps(folder).items() if step in rows}  # none rolled back
     rows, starts = dict(sorted(rows.items())), len(start_files(folder))
-    return Run(folder, name, kind, rows, config, identity, starts, evaluations, rollouts)
+    return Run(folder, name, rows, config, identity, starts, evaluations, rollouts)
 
 
-def read_evaluations(folder: Path, output: str | None) -> list[EvaluationTable]:
+def read_evaluations(folder: Path, output: str | None) -> list[EvaluationRow]:
     """Read the evaluations of a run, `output` (evaluate.output) too; half-written files are left out."""
-    paths = sorted(folder.glob("evaluation*.json"))
-    paths.sort(key=lambda path: [*TITLES, path.stem].index(path.stem))  # the others follow alphabetically
-    if output and Path(output).is_file() and Path(output).resolve() not in [path.resolve() for path in paths]:
+    paths = sorted(folder.glob("evaluation*.json"), reverse=True)  # evaluation_before, then evaluation_after
+    if output and Path(output).is_file():
         paths.append(Path(output))
-    reports = {path: read_json(path) or {} for path in paths}
-    return [_evaluation_table(path, report) for path, report in reports.items() if "scores" in report]
+    rows: list[EvaluationRow] = []
+    for path in dict.fromkeys(path.resolve() for path in paths):
+        report = read_json(path) or {}
+        if "scores" in report:
+            rows += _evaluation_rows(path.stem.replace("_", " "), report)
+    return rows
 
 
 def read_json(path: Path) -> Any:
@@ -121,33 +106,19 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def _evaluation_table(path: Path, report: dict[str, Any]) -> EvaluationTable:
-    intervals, rows = report["intervals"], {}
-    for temperature, sources in report["scores"].items():
-        for source, means in sources.items():
-            ends = intervals.get(temperature, {}).get(source, {})
-            cells = {name: _cell(name, mean, ends.get(name)) for name, mean in means.items()}
-            rows[f"temperature {temperature}, {source}"] = cells
-    title = TITLES.get(path.stem, path.stem.replace("_", " "))
+def _evaluation_rows(title: str, report: dict[str, Any]) -> list[EvaluationRow]:
     if (method := report.get("method", "agent")) != "agent":
         title += f" ({method})"
-    return EvaluationTable(title, rows, report["confidence"] if any(intervals.values()) else None)
-
-
-def _cell(metric: str, mean: float, interval: Sequence[float] | None) -> str:
-    """Format as ``0.512 [0.470, 0.554]``; counts as whole numbers."""
-    text = f"{mean:.0f}" if metric in COUNTS else f"{mean:.3f}"
-    return f"{text} [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else text
-
-
-def one_metric(
-    tables: Sequence[tuple[str, EvaluationTable]], metric: str
-) -> tuple[list[tuple[str, str]], list[tuple[str, list[str]]]]:
-    """Return a metric of all (run, table): (run, title) of columns, and (questions, cells) of rows."""
-    columns = [(run, table) for run, table in tables if metric in table.metrics]
-    names = dict.fromkeys(name for _, table in columns for name in table.rows)
-    rows = [(name, [table.rows.get(name, {}).get(metric, "-") for _, table in columns]) for name in names]
-    return [(run, table.title) for run, table in columns], rows
+    rows = []
+    for temperature, sources in report["scores"].items():
+        for source, means in sources.items():
+            intervals = report["intervals"].get(temperature, {}).get(source, {})
+            cells = {name: f"{mean:.0f}" if name in COUNTS else f"{mean:.3f}" for name, mean in means.items()}
+            for name, (low, high) in intervals.items():
+                cells[name] += f" [{low:.3f}, {high:.3f}]"
+            confidence = report["confidence"] if intervals else None
+            rows.append(EvaluationRow(title, f"temperature {temperature}, {source}", confidence, cells))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -156,22 +127,6 @@ class Series:
 
     name: str
     runs: tuple[Run, ...]
-
-    @property
-    def last_step(self) -> int:
-        return max(run.steps[-1] for run in self.runs)
-
-    @property
-    def seeds(self) -> str:
-        seeds = [run.setting("run.seed") for run in self.runs]
-        return ", ".join("?" if seed is None else str(seed) for seed in seeds)
-
-
-@dataclass(frozen=True)
-class Setting:
-    key: str
-    values: tuple[str, ...]  # one a series; more than one value of its runs are joined by " | "
-    is_different: bool
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -195,52 +150,41 @@ def group_runs(runs: Sequence[Run]) -> list[Series]:
     return list(map(Series, _series_names(groups), groups))
 
 
-def compare(series: Sequence[Series]) -> list[Setting]:
-    """Return every key of every config with its value in each series, in the order of the configs."""
-    flat = [[_relative(run) for run in each.runs] for each in series]
-    rows = []
-    for key in dict.fromkeys(key for configs in flat for config in configs for key in config):
-        texts = [[config.get(key, "-") for config in configs] for configs in flat]
-        values = tuple(" | ".join(dict.fromkeys(own)) for own in texts)
-        rows.append(Setting(key, values, len({text for own in texts for text in own}) > 1))
-    return rows
+def compare(series: Sequence[Series]) -> dict[str, list[list[str]]]:
+    """Return key -> the different values of each series' runs, for every key of every config."""
+    configs = [[_relative(run) for run in each.runs] for each in series]
+    settings = {}
+    for key in dict.fromkeys(chain.from_iterable(chain.from_iterable(configs))):
+        by_series = [[config.get(key, "-") for config in run_configs] for run_configs in configs]
+        settings[key] = [list(dict.fromkeys(values)) for values in by_series]
+    return settings
 
 
 def _experiment(run: Run) -> dict[str, str]:
     """Return the settings that two runs must share to be seeds of one experiment."""
     settings = {key: text for key, text in _relative(run).items() if not among(IGNORED, key)}
     # A generated world has a seed of its own, and other questions and words with it.
-    own = ("policy.config",) if run.setting("world.dir") else run.identity
-    return settings | {name: run.identity[name] for name in own if name in run.identity}
+    hashes = ("policy.config",) if run.setting("world.dir") else run.identity
+    return settings | {name: run.identity[name] for name in hashes if name in run.identity}
 
 
 def _relative(run: Run) -> dict[str, str]:
     """Return the flat config as text, paths in the run's folder written relative to it."""
     flat = flatten(rebase_paths(run.config, Path("${run.dir}")))
-    folder = run.setting("run.dir")
-    return {key: _as_text(value) for key, value in flat.items()} | ({"run.dir": folder} if folder else {})
+    return {key: _as_text(value) for key, value in flat.items()}
 
 
 def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Name by the value of the one key that differs, by keys and values of two, else by the folders."""
-    first = groups[0]
-    if len(groups) == 1 and len(first) == 1:
-        return [str(Path(*first[0].folder.parts[-2:]))]
-    if len(groups) == 1:
-        seeds = {(run.setting("run.seed"), run.setting("world.seed")) for run in first}
-        return [f"{len(first)} {'seeds' if len(seeds) == len(first) else 'runs'}"]
+    """Name by the key that differs if it is one, else by the folders."""
+    if len(groups) == 1 and len(groups[0]) > 1:
+        return [f"{len(groups[0])} runs"]
     experiments = [_experiment(runs[0]) for runs in groups]
-    keys = dict.fromkeys(key for experiment in experiments for key in experiment)
+    keys = dict.fromkeys(chain.from_iterable(experiments))
     differing = [key for key in keys if len({experiment.get(key) for experiment in experiments}) > 1]
-    if all(experiments) and 1 <= len(differing) <= 2:
-        labels = {
-            key: "" if differing == ["advantage.name"] else f"{key.split('.')[-1]} " for key in differing
-        }
-        names = [
-            ", ".join(label + experiment.get(key, "-") for key, label in labels.items())
-            for experiment in experiments
-        ]
-        if len(set(names)) == len(names) and max(map(len, names)) <= LONGEST_NAME:
+    if len(differing) == 1:
+        label = "" if differing == ["advantage.name"] else f"{differing[0].split('.')[-1]} "
+        names = [f"{label}{experiment.get(differing[0], '-')}" for experiment in experiments]
+        if max(map(len, names)) <= LONGEST_NAME:
             return names
     return [runs[0].name if len(runs) == 1 else f"{runs[0].name} +{len(runs) - 1}" for runs in groups]
 
