@@ -140,7 +140,7 @@ def test_processes_wait_and_name_missing_ones():
     (lines, error), (_, other) = outcomes((0, 4), (2, 4), timeout=0.3)
     assert len(lines) == 1 and lines[0].startswith("waiting for processes 1, 3 since")
     assert str(error).startswith("processes 1, 3 did not start within") and exit_status(error) == 75
-    assert isinstance(other, EnvironmentFailure) and "another process" in str(other) or "1, 3" in str(other)
+    assert isinstance(other, EnvironmentFailure) and str(other).startswith(("another process", "process 0 ("))
     [(lines, error)] = outcomes((1, 2), timeout=0.1)
     assert lines[0].startswith("waiting for process 0 (127.0.0.1:") and exit_status(error) == 75
 
@@ -155,9 +155,7 @@ def test_processes_wait_and_name_missing_ones():
 def test_processes_that_disagree_are_refused(processes, message):
     (_, error), *others = outcomes(*processes)
     assert message in str(error) and exit_status(error) == 2
-    # Who waits already hears why.
-    heard = [str(other).startswith(f"process 0 has ended: {error}") for _, other in others]
-    assert any(heard) == (len(processes) == 3) and all(exit_status(other) == 75 for _, other in others)
+    assert [exit_status(other) for _, other in others] == [75] * len(others)
 
 
 FOREIGN = [b"GET / HTTP/1.1\n", b"calibadv\n", b"calibadv 1 3 3\n", b"calibadv one 3\n", b"other 1 3\n", b""]
@@ -202,7 +200,6 @@ EARLY = "ended before all had started"
     ("parts", "words"),
     [
         ([b"go", b"\n"], ""),
-        ([b"process 0 has ended: no room\n"], "^process 0 has ended: no room$"),
         ([b"HTTP/1.1 400 Bad Request\n"], EARLY),
         ([], EARLY),
         ([b"go", RESET], EARLY),
