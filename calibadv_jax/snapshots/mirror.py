@@ -34,7 +34,7 @@ from calibadv_jax.policy.weights import summary
 from calibadv_jax.services.object_store import ObjectStore
 from calibadv_jax.snapshots.checkpoint import ROLLBACK, newest_step, read_rollback, saved_steps
 
-MARKER, OBJECTS, OLD_MARKER = "marker", "objects", "mirror.json"  # in the store; the last of an older format
+MARKER, OBJECTS = "marker", "objects"  # in the store
 PINS, CHECKPOINTS = ".mirror", "checkpoints"  # in the run's folder
 PAUSE = 10.0  # seconds between two tries to upload
 PATIENCE, HURRY = 600.0, 120.0  # seconds for which an orderly end, and any other, waits for the last copy
@@ -50,6 +50,7 @@ Entry = tuple[str, int, int]  # object, size in bytes, time of change in ns
 
 
 def open_mirror(config: Config, console: Console) -> Mirror | None:
+    """Return the mirror of the run's folder, None without run.mirror; raises as `Mirror`."""
     run = config.run
     return Mirror(run.mirror, Path(run.dir), config.checkpoint.keep, console) if run.mirror else None
 
@@ -127,8 +128,9 @@ class Mirror:
             self._get(places)
             yield len(places)
         except BaseException:
-            for place in places.values() if self._version.owner != self._owner else ():
-                place.unlink(missing_ok=True)
+            if self._version.owner != self._owner:
+                for place in places.values():
+                    place.unlink(missing_ok=True)
             raise
 
     def fetch(self, claim: bool = False, tries: int = TRIES) -> bool:
@@ -216,6 +218,7 @@ class Mirror:
                 self._console.warn(f"{error}; the next copy deletes the checkpoints after step {step}")
 
     def check(self) -> None:
+        """Raise TakenOver if another start has become the writer."""
         if self._taken is not None:
             raise self._taken
 
@@ -308,8 +311,6 @@ class Mirror:
 
     def _newest(self) -> _Version:
         names, way_out = list(self._store.sizes(MARKER)), "choose another place"
-        if not names and OLD_MARKER in self._store.sizes(""):
-            raise UserError(f"{self._key} holds a copy in an older format ({OLD_MARKER}); {way_out}")
         if not names:
             return _Version()
         try:
