@@ -31,10 +31,9 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.files import write_text
 from calibadv_jax.services.child_process import ChildService
-from calibadv_jax.services.http_client import BadReply, Unreachable, request, wait_for_any
+from calibadv_jax.services.http_client import BadReply, HttpReply, Unreachable, request, wait_for_any
 
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
-OWN_CONNECTION: dict[str, Any] = {"headers": {"connection": "close"}, "timeout": ClientTimeout(ASK_SECONDS)}
 
 
 def require_vllm() -> None:
@@ -153,16 +152,27 @@ def find_workers(
     config: SamplerConfig, warn: Callable[[str], object]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the labels of the weights of workers that answer, and why others do not; see `wait_for_any`."""
-    urls = [url.rstrip("/") for url in config.urls]
-    advice = "start it with scripts/launch_vllm_worker.sh or correct sampler.urls"
-    times: dict[str, Any] = {"timeout": ASK_SECONDS, "patience": config.patience}
-    return wait_for_any("vLLM worker", urls, ask_label, advice=advice, say=warn, **times)
+    return wait_for_any(
+        "vLLM worker",
+        [url.rstrip("/") for url in config.urls],
+        ask_label,
+        timeout=ASK_SECONDS,
+        patience=config.patience,
+        advice="start it with scripts/launch_vllm_worker.sh or correct sampler.urls",
+        say=warn,
+    )
+
+
+async def _get(http: ClientSession, url: str) -> HttpReply:
+    """Ask on a connection of its own, which a server that has ended does not hold up; raises as `request`."""
+    timeout = ClientTimeout(ASK_SECONDS)
+    return await request(http, "GET", url, headers={"connection": "close"}, timeout=timeout)
 
 
 async def ask_label(http: ClientSession, url: str) -> Any:
     """Return the label of a worker's weights; UserError if it is no worker, Unreachable if it is away."""
     try:
-        reply = await request(http, "GET", f"{url}/weight_info", **OWN_CONNECTION)
+        reply = await _get(http, f"{url}/weight_info")
         if reply.is_away:
             raise Unreachable(f"status {reply.status}")
         return json.loads(reply.body)["weight_version"]
@@ -174,7 +184,7 @@ async def ask_label(http: ClientSession, url: str) -> Any:
 async def ask_alive(http: ClientSession, url: str) -> None:
     """Raise Unreachable if a server is silent or its engine dead; it answers also during a weight swap."""
     try:
-        reply = await request(http, "GET", f"{url}/health", **OWN_CONNECTION)
+        reply = await _get(http, f"{url}/health")
     except BadReply as error:
         raise Unreachable(f"/health: {error}") from error
     if reply.is_away:
@@ -208,11 +218,16 @@ def open_workers(
     options |= {"max_model_len": max_length, "max_num_seqs": config.slots}
     workers = []
     with ExitStack() as stack:
-        for number in range(config.workers):
-            name, log = f"vLLM worker {first + number}", logs / f"vllm_worker_{first + number}.log"
-            devices = config.worker_devices[number] if config.worker_devices else None
-            more: dict[str, Any] = {"arguments": config.worker_args, "start_timeout": config.start_timeout}
-            worker = VllmWorkerProcess(model, log, options, name=name, devices=devices, **more)
+        for number in range(first, first + config.workers):
+            worker = VllmWorkerProcess(
+                model,
+                logs / f"vllm_worker_{number}.log",
+                options,
+                name=f"vLLM worker {number}",
+                arguments=config.worker_args,
+                devices=config.worker_devices[number - first] if config.worker_devices else None,
+                start_timeout=config.start_timeout,
+            )
             stack.callback(worker.stop)
             worker.start()
             workers.append(worker)

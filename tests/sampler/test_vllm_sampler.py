@@ -9,7 +9,6 @@ import math
 from contextlib import suppress
 
 import pytest
-from aiohttp import ClientTimeout
 from test_stop_rule import PIECES, STOP, ids, letters
 from vllm_server import PROMPT, SAMPLING, SCRIPT, Server, begin, sampler_of, sampling, until
 
@@ -345,7 +344,7 @@ async def test_server_in_a_long_step_is_waited_for(tmp_path, monkeypatch):
 async def test_stopped_server_does_not_hold_up_a_swap(tmp_path, monkeypatch):
     """After SIGSTOP the system still takes its connections; a request may take half an hour."""
     monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.05)
-    monkeypatch.setitem(vllm_worker.OWN_CONNECTION, "timeout", ClientTimeout(0.2))
+    monkeypatch.setattr(vllm_worker, "ASK_SECONDS", 0.2)
 
     async def silent(reader, writer):  # holds both: a writer that nobody has closes the connection
         with suppress(asyncio.CancelledError):
