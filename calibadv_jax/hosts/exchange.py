@@ -176,9 +176,9 @@ class Joined(Hosts):
 
     def same(self, name: str, value: Callable[[], object]) -> None:
         with self.barrier(name):
-            own = value()
-            for index, other in enumerate(self.exchange(name, own)):
-                if other != own:
+            local_value = value()
+            for index, other_value in enumerate(self.exchange(name, local_value)):
+                if other_value != local_value:
                     fault = f"{self.named(index)} has another {name} than {self.named(self.index)}"
                     raise UserError(f"{fault}: start all processes with the same config and the same files")
 
@@ -473,8 +473,8 @@ class SharedGroups:
         """Return a future that all processes fulfil in the same call of `wait`; it can be cancelled."""
         shared = self._all[number] = Future()
         if number % self._hosts.count == self._hosts.index:
-            own = self._own[number] = self._begin(number, question)
-            shared.add_done_callback(lambda future: future.cancelled() and own.cancel())
+            rollout = self._own[number] = self._begin(number, question)
+            shared.add_done_callback(lambda future: future.cancelled() and rollout.cancel())
         return shared
 
     def wait(self, _: list[Future[Group]]) -> None:

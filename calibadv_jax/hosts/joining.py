@@ -251,11 +251,11 @@ def _admit(connection: socket.socket, count: int, present: dict[socket.socket, i
     with suppress(OSError):
         if (hello := _HELLO.fullmatch(connection.recv(LINE))) is None:
             return
-        index, other = map(int, hello.groups())
-        if index in present.values() or (other == count and not index):
+        index, its_count = map(int, hello.groups())
+        if index in present.values() or (its_count == count and not index):
             raise UserError(f"distributed: two processes are number {index}")
-        if other != count or index >= count:
-            problem = f"is {other} in process {index} and {count} in process 0"
+        if its_count != count or index >= count:
+            problem = f"is {its_count} in process {index} and {count} in process 0"
             raise UserError(f"distributed.num_processes {problem}")
         present[connection] = index
 

@@ -101,8 +101,8 @@ class CacheEngine:
         """Take a copy of the parameters in `compute_dtype`, a base only if it differs; forget the cache."""
         base, dtype = self.policy.split(params)[0], self.policy.numerics.compute_dtype
         shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
-        others = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
-        self._params = joined(unflatten(shared), self._cast(unflatten(others)))
+        copied = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
+        self._params = joined(unflatten(shared), self._cast(unflatten(copied)))
         self.forget()
 
     def _copied(self, params: Params) -> Params:
@@ -278,7 +278,7 @@ class CacheEngine:
         def one_token(carry: Any) -> Any:
             step, cache, last, live, tokens, logprobs, counts = carry
             places = positions + counts
-            token, position, valid = (x.reshape(-1, self._rows, 1) for x in (last, places, live))
+            token, position, valid = (array.reshape(-1, self._rows, 1) for array in (last, places, live))
             hidden, cache = append(token, position, valid, cache, None, None)
             logits = decoder.logits(hidden.reshape(num_rows, -1))
             sampling = seeds, places, temperatures, top_p, top_k

@@ -271,8 +271,13 @@ def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
     vLLM's server then waits for completions that its engine, which ends first, no longer computes.
     """
     script = "read -r _; kill -s KILL -- -$0"  # reads until the launcher's end of the pipe is closed
-    command, pipe, nothing = ["sh", "-c", script, str(server.pid)], subprocess.PIPE, subprocess.DEVNULL
-    guard = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=nothing, start_new_session=True)
+    guard = subprocess.Popen(
+        ["sh", "-c", script, str(server.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         yield
     finally:
@@ -334,14 +339,14 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
         # By itself vLLM ties every server to the same first cores, where two servers, or one beside a
         # learner, slow each other down. It also keeps scheduler and model in two processes that use a core
         # while they wait for each other, and compiles a small function of the sampler in C++.
-        ours = {
+        defaults = {
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "TORCH_COMPILE_DISABLE": "1",
         }
-        environment |= {name: os.environ.get(name, value) for name, value in ours.items()}
+        environment |= {name: os.environ.get(name, value) for name, value in defaults.items()}
     return command + arguments.extra, environment
 
 

@@ -234,7 +234,7 @@ class Replicas:
     def _leave_out(self, replica: Replica, reason: Unreachable) -> bool:
         """Send the service no requests until its health is good; return False for the last one: it stays."""
         replica.is_verified = False
-        if all(each.other for each in self._all):
+        if all(candidate.other for candidate in self._all):
             raise UserError(
                 f"retriever {replica.url} serves another index than at the start of this run"
                 f" ({replica.other}); serve the index that the run began with, or begin another run"

@@ -211,8 +211,8 @@ def _raw_checkpointer() -> ocp.Checkpointer:
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where it is missing
     )
     logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
-    own = jax.process_index()  # of several processes, one writes: Orbax must not wait for the others
-    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    process = jax.process_index()  # of several processes, one writes: Orbax must not wait for the others
+    alone = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, use_compression=False, type_handler_registry=registry, multiprocessing_options=alone
     )
