@@ -201,7 +201,6 @@ EARLY = "ended before all had started"
     [
         ([b"go", b"\n"], ""),
         ([b"HTTP/1.1 400 Bad Request\n"], EARLY),
-        ([], EARLY),
         ([b"go", RESET], EARLY),
     ],
     ids=str,

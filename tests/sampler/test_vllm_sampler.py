@@ -189,14 +189,6 @@ async def test_prompt_logprobs_come_by_worker(tmp_path, no_return, entries):
         assert (first is None) == is_bad == sampler.lost_count
 
 
-async def test_sampler_without_weights_asks_nobody():
-    sampler = sampler_of("http://127.0.0.1:9")
-    with pytest.raises(RuntimeError, match="no weights"):
-        await sampler.generate(PROMPT, SAMPLING, "s")
-    assert (await sampler.prompt_logprobs([1, 2]), sampler.workers[0].reviving) == ({}, None)
-    await sampler.close()
-
-
 DEAD = 500, {"error": {"message": "dead"}}
 SWAP = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 NOBODY = "http://127.0.0.1:9"
@@ -357,20 +349,6 @@ async def test_stopped_server_does_not_hold_up_a_swap(tmp_path, monkeypatch):
         assert states == [(None, "/init_weight_transfer_engine: no whole reply in time"), (3, "")]
         assert (await sampler.generate(PROMPT, SAMPLING, "s")).token_ids == SCRIPT
     stopped.close()
-
-
-async def test_long_load_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.02)
-    server, asked, alive = Server(), [], vllm_sampler.ask_alive
-
-    async def ask_alive(http, url):
-        asked.append(url)
-        await alive(http, url)
-
-    monkeypatch.setattr(vllm_sampler, "ask_alive", ask_alive)
-    server.delays["/update_weights"] = 0.2
-    async with sampling(tmp_path, server) as sampler:
-        assert (sampler.workers[0].version, sampler.lost_count) == (3, 0) and len(asked) > 1
 
 
 async def test_requests_of_a_lost_worker_are_sent_again(tmp_path):

@@ -531,13 +531,6 @@ def test_end_of_a_run_names_the_missing_step(tmp_path, monkeypatch, capsys):
     hanging.set()
 
 
-def test_missing_bucket_is_one_line(tmp_path, s3):
-    mirror = opened(tmp_path, "s3://other/run")
-    assert not mirror.fetch()
-    with pytest.raises(UserError, match=r"^run\.mirror=s3://other/run cannot be used \(.*bucket.*\); check"):
-        mirror.fetch(claim=True)
-
-
 def test_fetch_goes_on_while_files_grow(tmp_path, copied, monkeypatch):
     """For longer than STALLED seconds."""
     get = DirFileSystem.get
