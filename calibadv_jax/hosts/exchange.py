@@ -202,6 +202,7 @@ class Joined(Hosts):
                 file.unlink(missing_ok=True)
 
     def final_barrier(self) -> None:
+        """Wait for all processes at the end of the run, and watch them no more."""
         self._send(_Head("the end"))
         self.watch.close()
 
@@ -256,6 +257,7 @@ class Joined(Hosts):
         return None if self._stop.was_called else self._stop.status
 
     def _send(self, head: _Head, until: float = math.inf) -> list[_Head]:
+        """Return the heads of all processes; TimeoutError if one is missing at `until` (monotonic seconds)."""
 
         def check() -> None:
             if self._stop.status is not None:  # a signal came meanwhile: the others must not take their time

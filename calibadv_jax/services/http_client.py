@@ -237,6 +237,7 @@ class PerLoop(Generic[T]):
         self._value: T | None = None
 
     def get(self) -> T:
+        """Return the value of the running loop, made at the first call there."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop or self._value is None:
             self._loop, self._value = loop, self._make()

@@ -57,6 +57,7 @@ class CheckpointStore:
         return sorted(self._manager.all_steps())
 
     def delete_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps, once a save in progress has ended; raises as `wait`."""
         self.wait()
         for later in self.steps():
             if later > step:
@@ -119,6 +120,7 @@ class CheckpointStore:
 
 
 def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a folder, in any order; none without the folder."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return [int(path.name) for path in paths if path.name.isdecimal()]
 

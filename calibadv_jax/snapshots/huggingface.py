@@ -165,12 +165,14 @@ class Weights:
         return str(self.files[name].get_slice(name).get_dtype())
 
     def read(self, name: str, region: Region) -> np.ndarray:
+        """Return a region of a tensor in its stored dtype; raise UserError if the file is damaged."""
         try:
             return self.files[name].get_slice(name)[region]
         except SafetensorError as error:
             raise UserError(f"{self.path_of[name]}: {name} cannot be read: {error}") from error
 
     def placed(self, abstract: Mapping[str, Any], num_layers: int, mesh: Mesh | None) -> Params:
+        """Return parameters in the shapes and dtypes of `abstract` and their shardings; raises as `read`."""
 
         def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
             parts: dict[Any, np.ndarray] = {}  # replicas share a part

@@ -253,6 +253,7 @@ def _digest(array: np.ndarray) -> str:
 
 
 def snapshot_version(folder: Path) -> int:
+    """Return the version of a snapshot by its folder's name, such as v000012; -1 for another name."""
     digits = folder.name[1:]
     return int(digits) if digits.isdigit() else -1
 
