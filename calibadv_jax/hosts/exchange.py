@@ -257,7 +257,7 @@ class Joined(Hosts):
         return None if self._stop.was_called else self._stop.status
 
     def _send(self, head: _Head, until: float = math.inf) -> list[_Head]:
-        """Return the heads of all processes; TimeoutError if one is missing at `until` (monotonic seconds)."""
+        """Return the heads of all processes; TimeoutError if one is missing at `until` (monotonic)."""
 
         def check() -> None:
             if self._stop.status is not None:  # a signal came meanwhile: the others must not take their time
