@@ -487,7 +487,8 @@ class SharedGroups:
             done = {number: future.result() for number, future in self._own.items() if future.done()}
             self._own = {number: future for number, future in self._own.items() if number not in done}
             completed = self._hosts.exchange("groups", done)
-            for number, group in (item for groups in completed for item in groups.items()):
-                self._all.pop(number).set_result(group)
+            for groups in completed:
+                for number, group in groups.items():
+                    self._all.pop(number).set_result(group)
             if any(completed):
                 return

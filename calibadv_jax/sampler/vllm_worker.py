@@ -286,12 +286,10 @@ def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
-    for sign, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        try:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(server.pid, sign)
-            server.wait(seconds)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+            server.wait(10.0)
 
 
 def _free_port(host: str) -> int:
