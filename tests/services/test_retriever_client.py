@@ -55,7 +55,7 @@ def search_all(url, *searches, **config):
     async def ask(client):
         return await asyncio.gather(*map(client.search, searches), return_exceptions=True)
 
-    with client_of(url, **{"timeout": 2.0, "patience": 5.0} | config) as (client, run):
+    with client_of(url, **{"timeout": 20.0} | config) as (client, run):
         return run(ask(client))
 
 
