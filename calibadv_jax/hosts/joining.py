@@ -122,12 +122,13 @@ def _place(config: DistributedConfig) -> Place | None:
 
 
 def _join(place: Place, timeout: float, warn: Callable[[str], object]) -> Joined | None:
-    address, count, index = place
+    address: str | None = place.address
+    count, index = place.count, place.index
     is_auto = address == AUTO
     if is_auto:  # as JAX does below
         detect = ClusterEnv.auto_detect_unset_distributed_params
         address, count, index, _ = detect(None, count, index, None, None, math.ceil(timeout))
-    if address and (count or 1) > 1 and index is not None:  # else JAX says what is missing
+    if address and count is not None and count > 1 and index is not None:  # else JAX says what is missing
         with Stop():  # a signal ends the wait at once
             meet(address, count, index, timeout, warn)
     # JAX would take SIGTERM for itself; and it ends a process in its own way where another is lost, later.

@@ -35,6 +35,7 @@ FAST = {("tempting", 0), ("pieces", 3)}
 def quick(monkeypatch):
     monkeypatch.setattr(vllm_sampler, "PROBE_PAUSE", 0.01)
     monkeypatch.setattr(vllm_sampler, "EMPTY_PAUSE", 0.01)
+    monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 600.0)  # the server has no label to watch
 
 
 @pytest.fixture
