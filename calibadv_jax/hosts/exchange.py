@@ -176,9 +176,9 @@ class Joined(Hosts):
 
     def same(self, name: str, value: Callable[[], object]) -> None:
         with self.barrier(name):
-            own = value()
-            for index, other in enumerate(self.exchange(name, own)):
-                if other != own:
+            local_value = value()
+            for index, other_value in enumerate(self.exchange(name, local_value)):
+                if other_value != local_value:
                     fault = f"{self.named(index)} has another {name} than {self.named(self.index)}"
                     raise UserError(f"{fault}: start all processes with the same config and the same files")
 
@@ -202,6 +202,7 @@ class Joined(Hosts):
                 file.unlink(missing_ok=True)
 
     def final_barrier(self) -> None:
+        """Wait for all processes at the end of the run, and watch them no more."""
         self._send(_Head("the end"))
         self.watch.close()
 
@@ -256,6 +257,7 @@ class Joined(Hosts):
         return None if self._stop.was_called else self._stop.status
 
     def _send(self, head: _Head, until: float = math.inf) -> list[_Head]:
+        """Return the heads of all processes; TimeoutError if one is missing at `until` (monotonic)."""
 
         def check() -> None:
             if self._stop.status is not None:  # a signal came meanwhile: the others must not take their time
@@ -473,8 +475,8 @@ class SharedGroups:
         """Return a future that all processes fulfil in the same call of `wait`; it can be cancelled."""
         shared = self._all[number] = Future()
         if number % self._hosts.count == self._hosts.index:
-            own = self._own[number] = self._begin(number, question)
-            shared.add_done_callback(lambda future: future.cancelled() and own.cancel())
+            rollout = self._own[number] = self._begin(number, question)
+            shared.add_done_callback(lambda future: future.cancelled() and rollout.cancel())
         return shared
 
     def wait(self, _: list[Future[Group]]) -> None:
@@ -485,7 +487,8 @@ class SharedGroups:
             done = {number: future.result() for number, future in self._own.items() if future.done()}
             self._own = {number: future for number, future in self._own.items() if number not in done}
             completed = self._hosts.exchange("groups", done)
-            for number, group in (item for groups in completed for item in groups.items()):
-                self._all.pop(number).set_result(group)
+            for groups in completed:
+                for number, group in groups.items():
+                    self._all.pop(number).set_result(group)
             if any(completed):
                 return

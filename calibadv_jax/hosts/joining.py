@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import distributed  # the only place where JAX gives its client of the coordination service
@@ -44,10 +44,18 @@ _HELLO, _GO = re.compile(rb"calibadv (\d+) (\d+)\s*"), b"go\n"
 MARGIN = 10.0  # seconds for which an error waits for the news that another process is lost
 
 
+class Place(NamedTuple):
+    """A process of a run; of an automatic address, JAX finds out what is None."""
+
+    address: str  # host:port of process 0, or AUTO
+    count: int | None
+    index: int | None
+
+
 @contextmanager
 def joined(config: Config) -> Iterator[Hosts]:
     """Yield this process among the run's, by the section `distributed`; UserError if one is missing."""
-    place, timeout = _process_arguments(config.distributed), config.distributed.timeout
+    place, timeout = _place(config.distributed), config.distributed.timeout
     hosts = _join(place, timeout, Console(config.log.progress).warn) if place else None
     if hosts is None:
         yield Hosts()
@@ -66,26 +74,26 @@ def joined(config: Config) -> Iterator[Hosts]:
 
 def alone(config: DistributedConfig, command: str) -> None:
     """Refuse (UserError) several processes, for a command that runs in one."""
-    place = _process_arguments(config)
-    if place and (place["num_processes"] or 1) > 1:
+    place = _place(config)
+    if place and (place.count or 1) > 1:
         fault = f"calibadv {command} runs in one process: start it once"
         raise UserError(f"{fault}, without distributed.num_processes and {KEYS['num_processes']}")
 
 
 def describe_processes(config: Config) -> list[str]:
     """Return a line on how many processes train; none for one. Raises UserError as `joined`."""
-    place = _process_arguments(config.distributed)
+    place = _place(config.distributed)
     if not place:
         return []
-    address, count, index = place.values()
-    if address == AUTO:
+    if place.count is None or place.address == AUTO:
         return ["several processes ON: as many as JAX detects"]
-    check_workers(config.sampler, count)
-    return [f"several processes ON: this is number {index} of {count}; they meet at {address}"]
+    check_workers(config.sampler, place.count)
+    text = f"this is number {place.index} of {place.count}; they meet at {place.address}"
+    return [f"several processes ON: {text}"]
 
 
-def _process_arguments(config: DistributedConfig) -> dict[str, Any]:
-    """Return the arguments of `jax.distributed.initialize`; empty for one process."""
+def _place(config: DistributedConfig) -> Place | None:
+    """Return this process's place by keys and environment; None for one process."""
     values: dict[str, Any] = {name: getattr(config, name) for name in KEYS}
     for name, variable in KEYS.items():
         text = os.environ.get(variable)
@@ -97,7 +105,7 @@ def _process_arguments(config: DistributedConfig) -> dict[str, Any]:
             values[name] = int(text) if is_number else text
     address, count, index = values.values()
     if count == 1 or not (address or count):
-        return {}
+        return None
     if not address:
         fault = f"distributed.num_processes is {count}, but nothing says where they meet"
         raise UserError(f"{fault}: set distributed.coordinator_address to host:port of process 0, or to auto")
@@ -110,23 +118,26 @@ def _process_arguments(config: DistributedConfig) -> dict[str, Any]:
     if count is not None and index is not None and index >= count:
         fault = f"distributed.process_id is {index}, but there are distributed.num_processes={count}"
         raise UserError(f"{fault}: they are numbered 0 to {count - 1}")
-    return values
+    return Place(address, count, index)
 
 
-def _join(place: dict[str, Any], timeout: float, warn: Callable[[str], object]) -> Joined | None:
-    address, count, index = place.values()
+def _join(place: Place, timeout: float, warn: Callable[[str], object]) -> Joined | None:
+    address: str | None = place.address
+    count, index = place.count, place.index
     is_auto = address == AUTO
     if is_auto:  # as JAX does below
         detect = ClusterEnv.auto_detect_unset_distributed_params
         address, count, index, _ = detect(None, count, index, None, None, math.ceil(timeout))
-    if address and (count or 1) > 1 and index is not None:  # else JAX says what is missing
+    if address and count is not None and count > 1 and index is not None:  # else JAX says what is missing
         with Stop():  # a signal ends the wait at once
             meet(address, count, index, timeout, warn)
     # JAX would take SIGTERM for itself; and it ends a process in its own way where another is lost, later.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            **place | ({"coordinator_address": None} if is_auto else {}),
+            coordinator_address=None if is_auto else place.address,
+            num_processes=place.count,
+            process_id=place.index,
             cluster_detection_method=None if is_auto else "deactivate",
             heartbeat_timeout_seconds=math.ceil(3 * timeout + MARGIN),
             shutdown_timeout_seconds=math.ceil(timeout),
@@ -134,7 +145,7 @@ def _join(place: dict[str, Any], timeout: float, warn: Callable[[str], object]) 
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is one
         where = "the job's processes (auto)" if is_auto else address
         raise EnvironmentFailure(
-            f"distributed.coordinator_address: process {place['process_id']} could not join {where}:"
+            f"distributed.coordinator_address: process {place.index} could not join {where}:"
             f" {' '.join(str(error).split())[:300]}; is every process started, with the same address and"
             " num_processes, and is the port free?"
         ) from error
@@ -218,19 +229,18 @@ def _receive(port: int, count: int, check: Callable[[str], None]) -> None:
     present: dict[socket.socket, int] = {}  # number of the process, by its connection
     with ExitStack() as stack:
         stack.enter_context(listener)
-        try:
-            while len(present) < count - 1:
-                readable, _, _ = select.select([listener, *present], [], [], PERIOD)
-                check(_names(set(range(1, count)) - set(present.values())))
-                if ended := [present[each] for each in readable if each is not listener]:  # they only wait
-                    fault = f"{_names(ended)} ended before all had started"
-                    raise EnvironmentFailure(f"{fault}; start all processes again")
-                if readable:
-                    _admit(stack.enter_context(listener.accept()[0]), count, present)
-        except UserError as error:
-            _send(present, f"process 0 has ended: {error}\n".encode())
-            raise
-        _send(present, _GO)
+        while len(present) < count - 1:
+            readable, _, _ = select.select([listener, *present], [], [], PERIOD)
+            check(_names(set(range(1, count)) - set(present.values())))
+            ended = [present[connection] for connection in readable if connection in present]
+            if ended:  # nothing else makes them readable: they only wait
+                fault = f"{_names(ended)} ended before all had started"
+                raise EnvironmentFailure(f"{fault}; start all processes again")
+            if readable:
+                _admit(stack.enter_context(listener.accept()[0]), count, present)
+        for connection in present:
+            with suppress(OSError):
+                connection.sendall(_GO)
         for connection in present:  # they close first, so that JAX can open the port at once
             with suppress(OSError):
                 connection.recv(1)
@@ -242,11 +252,11 @@ def _admit(connection: socket.socket, count: int, present: dict[socket.socket, i
     with suppress(OSError):
         if (hello := _HELLO.fullmatch(connection.recv(LINE))) is None:
             return
-        index, other = map(int, hello.groups())
-        if index in present.values() or (other == count and not index):
+        index, its_count = map(int, hello.groups())
+        if index in present.values() or (its_count == count and not index):
             raise UserError(f"distributed: two processes are number {index}")
-        if other != count or index >= count:
-            problem = f"is {other} in process {index} and {count} in process 0"
+        if its_count != count or index >= count:
+            problem = f"is {its_count} in process {index} and {count} in process 0"
             raise UserError(f"distributed.num_processes {problem}")
         present[connection] = index
 
@@ -263,21 +273,11 @@ def _come(host: str, port: int, count: int, index: int, check: Callable[[str], N
         connection.sendall(b"calibadv %d %d\n" % (index, count))
         while not select.select([connection], [], [], PERIOD)[0]:
             check("another process (process 0 says which)")
-        try:
-            answer = lines.readline(LINE)
-        except OSError:
-            answer = b""
-    if answer != _GO:
-        text = answer.decode(errors="replace").strip() if answer.startswith(b"process 0") else ""
-        raise EnvironmentFailure(
-            text or f"process 0 ({host}:{port}) ended before all had started; start all processes again"
-        )
-
-
-def _send(connections: Iterable[socket.socket], text: bytes) -> None:
-    for connection in connections:
         with suppress(OSError):
-            connection.sendall(text)
+            if lines.readline(LINE) == _GO:
+                return
+    fault = f"process 0 ({host}:{port}) ended before all had started"
+    raise EnvironmentFailure(f"{fault}; see its error, and start all processes again")
 
 
 def _names(indices: Iterable[int]) -> str:

@@ -101,8 +101,8 @@ class CacheEngine:
         """Take a copy of the parameters in `compute_dtype`, a base only if it differs; forget the cache."""
         base, dtype = self.policy.split(params)[0], self.policy.numerics.compute_dtype
         shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
-        own = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
-        self._params = joined(unflatten(shared), self._cast(unflatten(own)))
+        copied = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
+        self._params = joined(unflatten(shared), self._cast(unflatten(copied)))
         self.forget()
 
     def _copied(self, params: Params) -> Params:
@@ -236,9 +236,15 @@ class CacheEngine:
 
             return jax.lax.fori_loop(0, counts[0], copy_one, cache)
 
-        by_group, held = spec(self._slot_axis), self._cache_sharding().spec
-        specs: dict[str, Any] = {"in_specs": (held, by_group, by_group), "out_specs": held}
-        return jax.shard_map(copy_in_group, mesh=self.mesh, check_vma=False, **specs)(cache, slots, counts)
+        by_group, cache_spec = spec(self._slot_axis), self._cache_sharding().spec
+        copy = jax.shard_map(
+            copy_in_group,
+            mesh=self.mesh,
+            in_specs=(cache_spec, by_group, by_group),
+            out_specs=cache_spec,
+            check_vma=False,
+        )
+        return copy(cache, slots, counts)
 
     def _append(self, decoder: Decoder, columns: jax.Array, widths: Widths) -> Callable[..., Any]:
         """Return `Decoder.decode` for every group [groups, ...], in the narrowest window of `columns`."""
@@ -272,7 +278,7 @@ class CacheEngine:
         def one_token(carry: Any) -> Any:
             step, cache, last, live, tokens, logprobs, counts = carry
             places = positions + counts
-            token, position, valid = (x.reshape(-1, self._rows, 1) for x in (last, places, live))
+            token, position, valid = (array.reshape(-1, self._rows, 1) for array in (last, places, live))
             hidden, cache = append(token, position, valid, cache, None, None)
             logits = decoder.logits(hidden.reshape(num_rows, -1))
             sampling = seeds, places, temperatures, top_p, top_k

@@ -31,10 +31,9 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.files import write_text
 from calibadv_jax.services.child_process import ChildService
-from calibadv_jax.services.http_client import BadReply, Unreachable, request, wait_for_any
+from calibadv_jax.services.http_client import BadReply, HttpReply, Unreachable, request, wait_for_any
 
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
-OWN_CONNECTION: dict[str, Any] = {"headers": {"connection": "close"}, "timeout": ClientTimeout(ASK_SECONDS)}
 
 
 def require_vllm() -> None:
@@ -153,16 +152,27 @@ def find_workers(
     config: SamplerConfig, warn: Callable[[str], object]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the labels of the weights of workers that answer, and why others do not; see `wait_for_any`."""
-    urls = [url.rstrip("/") for url in config.urls]
-    advice = "start it with scripts/launch_vllm_worker.sh or correct sampler.urls"
-    times: dict[str, Any] = {"timeout": ASK_SECONDS, "patience": config.patience}
-    return wait_for_any("vLLM worker", urls, ask_label, advice=advice, say=warn, **times)
+    return wait_for_any(
+        "vLLM worker",
+        [url.rstrip("/") for url in config.urls],
+        ask_label,
+        timeout=ASK_SECONDS,
+        patience=config.patience,
+        advice="start it with scripts/launch_vllm_worker.sh or correct sampler.urls",
+        say=warn,
+    )
+
+
+async def _get(http: ClientSession, url: str) -> HttpReply:
+    """Ask on a connection of its own, which a server that has ended does not hold up; raises as `request`."""
+    timeout = ClientTimeout(ASK_SECONDS)
+    return await request(http, "GET", url, headers={"connection": "close"}, timeout=timeout)
 
 
 async def ask_label(http: ClientSession, url: str) -> Any:
     """Return the label of a worker's weights; UserError if it is no worker, Unreachable if it is away."""
     try:
-        reply = await request(http, "GET", f"{url}/weight_info", **OWN_CONNECTION)
+        reply = await _get(http, f"{url}/weight_info")
         if reply.is_away:
             raise Unreachable(f"status {reply.status}")
         return json.loads(reply.body)["weight_version"]
@@ -174,7 +184,7 @@ async def ask_label(http: ClientSession, url: str) -> Any:
 async def ask_alive(http: ClientSession, url: str) -> None:
     """Raise Unreachable if a server is silent or its engine dead; it answers also during a weight swap."""
     try:
-        reply = await request(http, "GET", f"{url}/health", **OWN_CONNECTION)
+        reply = await _get(http, f"{url}/health")
     except BadReply as error:
         raise Unreachable(f"/health: {error}") from error
     if reply.is_away:
@@ -208,11 +218,16 @@ def open_workers(
     options |= {"max_model_len": max_length, "max_num_seqs": config.slots}
     workers = []
     with ExitStack() as stack:
-        for number in range(config.workers):
-            name, log = f"vLLM worker {first + number}", logs / f"vllm_worker_{first + number}.log"
-            devices = config.worker_devices[number] if config.worker_devices else None
-            more: dict[str, Any] = {"arguments": config.worker_args, "start_timeout": config.start_timeout}
-            worker = VllmWorkerProcess(model, log, options, name=name, devices=devices, **more)
+        for number in range(first, first + config.workers):
+            worker = VllmWorkerProcess(
+                model,
+                logs / f"vllm_worker_{number}.log",
+                options,
+                name=f"vLLM worker {number}",
+                arguments=config.worker_args,
+                devices=config.worker_devices[number - first] if config.worker_devices else None,
+                start_timeout=config.start_timeout,
+            )
             stack.callback(worker.stop)
             worker.start()
             workers.append(worker)
@@ -256,8 +271,13 @@ def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
     vLLM's server then waits for completions that its engine, which ends first, no longer computes.
     """
     script = "read -r _; kill -s KILL -- -$0"  # reads until the launcher's end of the pipe is closed
-    command, pipe, nothing = ["sh", "-c", script, str(server.pid)], subprocess.PIPE, subprocess.DEVNULL
-    guard = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=nothing, start_new_session=True)
+    guard = subprocess.Popen(
+        ["sh", "-c", script, str(server.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         yield
     finally:
@@ -266,12 +286,10 @@ def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
-    for sign, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        try:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(server.pid, sign)
-            server.wait(seconds)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+            server.wait(10.0)
 
 
 def _free_port(host: str) -> int:
@@ -319,14 +337,14 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
         # By itself vLLM ties every server to the same first cores, where two servers, or one beside a
         # learner, slow each other down. It also keeps scheduler and model in two processes that use a core
         # while they wait for each other, and compiles a small function of the sampler in C++.
-        ours = {
+        defaults = {
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "TORCH_COMPILE_DISABLE": "1",
         }
-        environment |= {name: os.environ.get(name, value) for name, value in ours.items()}
+        environment |= {name: os.environ.get(name, value) for name, value in defaults.items()}
     return command + arguments.extra, environment
 
 

@@ -13,8 +13,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, Generic, TypeVar
 
 import aiohttp
@@ -63,16 +61,9 @@ class HttpReply:
 
     @property
     def retry_after(self) -> float:
-        """Seconds that the service asks to wait for; 0: it does not say."""
-        value = self.headers.get("Retry-After", "")
-        if value.strip().isdecimal():
-            return float(value)
-        try:
-            date = parsedate_to_datetime(value)
-        except ValueError:
-            return 0.0
-        date = date.replace(tzinfo=date.tzinfo or UTC)
-        return max(0.0, (date - datetime.now(UTC)).total_seconds())
+        """Seconds that the service asks to wait for; 0: it does not say, or gives a date."""
+        value = self.headers.get("Retry-After", "").strip()
+        return float(value) if value.isdecimal() else 0.0
 
     @property
     def excerpt(self) -> str:
@@ -246,6 +237,7 @@ class PerLoop(Generic[T]):
         self._value: T | None = None
 
     def get(self) -> T:
+        """Return the value of the running loop, made at the first call there."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop or self._value is None:
             self._loop, self._value = loop, self._make()

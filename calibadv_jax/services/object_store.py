@@ -73,7 +73,7 @@ class ObjectStore:
             return dict(sorted((entry["name"].rpartition("/")[2], entry["size"]) for entry in entries))
         return {}
 
-    def call(self, operation: str, work: Callable[[], T], progress: Callable[[], Any] = int) -> T:
+    def call(self, operation: str, work: Callable[[], T], progress: Callable[[], Any] = lambda: 0) -> T:
         """Return the result of `work` or raise UserError, also after STALLED seconds without `progress`."""
         future, idle, before = in_daemon_thread(work), 0, progress()
         while not wait([future], NOTED).done:

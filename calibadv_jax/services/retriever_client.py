@@ -158,8 +158,10 @@ async def ask_health(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def difference(agreed: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+def difference(agreed: Mapping[str, Any] | None, state: Mapping[str, Any]) -> str:
     """Return how a service's documents differ from the agreed ones; empty if nothing shows a difference."""
+    if agreed is None:
+        return ""
     names = [*SAME, IDENTITY] if IDENTITY in agreed and IDENTITY in state else SAME
     for name in names:
         if state.get(name) != agreed.get(name):
@@ -176,12 +178,9 @@ def identity(state: Mapping[str, Any]) -> dict[str, Any]:
 class Replica:
     url: str
     pause: float = CHECK_PAUSE  # before its health is asked for
-    is_busy: bool = False  # with a request of ours
-    is_well: bool = True
     is_verified: bool = False  # it has shown its index since it was last away
-    is_named: bool = False  # it names its index with each reply: one without the name is another service's
     other: str = ""  # how its index differs from the agreed index
-    check: asyncio.Task[None] | None = None
+    recovery: asyncio.Task[None] | None = None  # waits for its health; None: it gets requests
 
 
 class Replicas:
@@ -199,91 +198,78 @@ class Replicas:
         warn: Callable[[str], object],
     ):
         self._http, self._agreed, self._warn = http, agreed, warn
-        self._all = [Replica(url) for url in urls]  # by last request, the newest at the end
-        self._changed = asyncio.Event()
+        self._all = [Replica(url) for url in urls]
+        self._free: asyncio.Queue[Replica] = asyncio.Queue()  # the one asked longest ago comes first
+        for replica in self._all:
+            self._free.put_nowait(replica)
 
     async def close(self) -> None:
-        checks = [replica.check for replica in self._all if replica.check is not None]
-        for check in checks:
-            check.cancel()
-        await asyncio.gather(*checks, return_exceptions=True)
+        recoveries = [replica.recovery for replica in self._all if replica.recovery is not None]
+        for recovery in recoveries:
+            recovery.cancel()
+        await asyncio.gather(*recoveries, return_exceptions=True)
 
     async def post(
         self, route: str, body: Callable[[], Mapping[str, Any]], read: Callable[[str, HttpReply], T]
     ) -> T:
         """Return `read` of a free service's URL and reply; `body` is called when a service is free.
 
-        Instead of one that is away or of another index, another is asked. Raises Unreachable if none is left.
+        Instead of one that is away or of another index, another is asked. Raises Unreachable if none is left,
+        UserError if all serve another index.
         """
         while True:
-            replica = await self.acquire()
+            replica = await self._free.get()
             try:
                 reply = await request(self._http, "POST", replica.url + route, json=body())
                 if not reply.is_away:
-                    await self.check(replica, reply)
+                    await self._check_index(replica, reply)
                 return read(replica.url, reply)
             except Unreachable as error:
-                if not self.leave_out(replica, error):
+                if not self._leave_out(replica, error):
                     raise
             finally:
-                self.release(replica)
+                if replica.recovery is None:
+                    self._free.put_nowait(replica)
 
-    async def acquire(self) -> Replica:
-        """Return the free service asked longest ago, a well one if any; UserError if all indexes differ."""
-        while True:
-            usable = [replica for replica in self._all if not replica.other]
-            if not usable:
-                raise UserError(
-                    f"retriever {self._all[0].url} serves another index than at the start of this run"
-                    f" ({self._all[0].other}); serve the index that the run began with, or begin another run"
-                )
-            candidates = [replica for replica in usable if replica.is_well] or usable
-            if free := [replica for replica in candidates if not replica.is_busy]:
-                free[0].is_busy = True
-                self._all.remove(free[0])
-                self._all.append(free[0])
-                return free[0]
-            self._changed.clear()
-            await self._changed.wait()
-
-    def release(self, replica: Replica) -> None:
-        replica.is_busy = False
-        self._changed.set()
-
-    def leave_out(self, replica: Replica, reason: Unreachable) -> bool:
-        """Send the service no requests until its health is good; return whether to ask again at once."""
+    def _leave_out(self, replica: Replica, reason: Unreachable) -> bool:
+        """Send the service no requests until its health is good; return False for the last one: it stays."""
         replica.is_verified = False
-        if len(self._all) > 1:
-            if replica.is_well and not replica.other and not isinstance(reason, Away):
-                self._warn(f"retriever {replica.url} is left out until it answers: {reason}")
-            replica.is_well = False
-            if replica.check is None or replica.check.done():
-                replica.check = asyncio.create_task(self._wait_for(replica, reason.retry_after))
-        others_are_well = any(other.is_well for other in self._all if other is not replica)
-        return others_are_well or all(other.other for other in self._all)
+        if all(candidate.other for candidate in self._all):
+            raise UserError(
+                f"retriever {replica.url} serves another index than at the start of this run"
+                f" ({replica.other}); serve the index that the run began with, or begin another run"
+            )
+        if all(other.recovery for other in self._all if other is not replica):
+            return False
+        if not replica.other and not isinstance(reason, Away):
+            self._warn(f"retriever {replica.url} is left out until it answers: {reason}")
+        replica.recovery = asyncio.create_task(self._recover(replica, reason.retry_after))
+        return True
 
-    async def check(self, replica: Replica, reply: HttpReply) -> None:
-        """Note that the service is well; raise Unreachable unless the reply is of the agreed index."""
-        if self._agreed is not None:
-            agreed, name = self._agreed.get(IDENTITY), reply.headers.get(IDENTITY_HEADER)
-            if agreed is not None and name is not None:
-                replica.is_named = True
-                other = "" if name == agreed else f"{IDENTITY} {name!r} instead of {agreed!r}"
-                self._note_index(replica, other)
-            elif reply.status == 200 and replica.is_named:
-                self._note_index(replica, f"no {IDENTITY_HEADER} instead of {agreed!r}")
-            elif not replica.is_verified:
-                self._note_index(replica, self._differs(replica, await ask_health(self._http, replica.url)))
+    async def _recover(self, replica: Replica, seconds: float) -> None:
+        """Wait until its health is good; a service without that route need only answer."""
+        is_well = False
+        while not is_well:
+            await asyncio.sleep(min(max(replica.pause, seconds), LAST_PAUSE))
+            replica.pause = min(2 * replica.pause, LAST_PAUSE)
+            with suppress(Unreachable):
+                state = await ask_health(self._http, replica.url)
+                self._note_index(replica, difference(self._agreed, state))
+                is_well = not replica.other
+        replica.recovery = None
+        self._free.put_nowait(replica)
+
+    async def _check_index(self, replica: Replica, reply: HttpReply) -> None:
+        """Raise Unreachable unless the reply is of the agreed index."""
+        agreed, name = (self._agreed or {}).get(IDENTITY), reply.headers.get(IDENTITY_HEADER)
+        if agreed is not None and name is not None:
+            self._note_index(replica, "" if name == agreed else f"{IDENTITY} {name!r} instead of {agreed!r}")
+        elif self._agreed is not None and not replica.is_verified:
+            state = await ask_health(self._http, replica.url)
+            self._note_index(replica, difference(self._agreed, state))
         if replica.other:
             raise Unreachable(f"it serves another index: {replica.other}")
-        replica.is_well, replica.pause = True, CHECK_PAUSE
-
-    def _differs(self, replica: Replica, state: Mapping[str, Any]) -> str:
-        if self._agreed is None:
-            return ""
-        if replica.is_named and IDENTITY not in state:
-            return f"no {IDENTITY} instead of {self._agreed[IDENTITY]!r}"
-        return difference(self._agreed, state)
+        replica.pause = CHECK_PAUSE
 
     def _note_index(self, replica: Replica, other: str) -> None:
         if other and other != replica.other:
@@ -293,28 +279,11 @@ class Replicas:
             )
         replica.other, replica.is_verified = other, not other
 
-    async def _wait_for(self, replica: Replica, wait: float) -> None:
-        """Wait until its health is good; a service without that route need only answer."""
-        while not replica.is_well:
-            await asyncio.sleep(min(max(replica.pause, wait), LAST_PAUSE))
-            replica.pause = min(2 * replica.pause, LAST_PAUSE)
-            try:
-                state = await ask_health(self._http, replica.url)
-            except Unreachable:
-                continue
-            self._note_index(replica, self._differs(replica, state))
-            replica.is_well = not replica.other
-        self._changed.set()
-
 
 @dataclass
 class _Batch:
     queries: list[str]
     results: asyncio.Task[list[QueryResult]]
-
-
-class _Divisible(Exception):
-    """A request of several queries failed, perhaps over one of them."""
 
 
 class RetrieverClient:
@@ -439,7 +408,7 @@ class RetrieverClient:
         _, replicas = self._connections.get()
         await asyncio.sleep(window)
 
-        async def attempt() -> list[QueryResult]:
+        async def attempt() -> list[QueryResult] | None:
             try:
                 return await self._request(replicas, queries)
             except Broken as error:
@@ -448,18 +417,21 @@ class RetrieverClient:
                 failure: Exception = BadReply(str(error))  # it is these queries that break it
             except (BadReply, QueryRefused) as error:
                 failure = error
-            raise failure if len(queries) == 1 else _Divisible
+            if len(queries) > 1:
+                return None
+            raise failure
 
         try:
-            return await self._retry("answer", attempt)
-        except _Divisible:
-            middle = len(queries) // 2
-            halves = await asyncio.gather(self._answer(queries[:middle]), self._answer(queries[middle:]))
-            return [result for half in halves for result in half]
+            results = await self._retry("answer", attempt)
         except RequestFailed as error:
             if isinstance(error, QueryRefused):
                 await self._check_contract(queries)
             return [error] * len(queries)
+        if results is not None:
+            return results
+        middle = len(queries) // 2
+        halves = await asyncio.gather(self._answer(queries[:middle]), self._answer(queries[middle:]))
+        return [result for half in halves for result in half]
 
     async def _page(self, address: str) -> Document | None:
         _, replicas = self._connections.get()

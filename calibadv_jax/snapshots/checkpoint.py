@@ -38,9 +38,14 @@ class CheckpointStore:
         self.folder, self._barrier = folder.absolute(), barrier
         # A folder that process 0 creates in a thread is waited for without a look at its errors.
         threads = ocp.AsyncOptions(barrier_sync_fn=barrier, create_directories_asynchronously=not barrier)
-        options = {"max_to_keep": keep, "create": True, "cleanup_tmp_directories": True}
-        options |= {"enable_async_checkpointing": asynchronous, "async_options": threads}
-        self._manager = _open(self.folder, **options)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=True,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=asynchronous,
+            async_options=threads,
+        )
+        self._manager = _open(self.folder, options)
         self._writing: int | None = None
         self._has_failed = False  # the last save that was waited for
 
@@ -52,6 +57,7 @@ class CheckpointStore:
         return sorted(self._manager.all_steps())
 
     def delete_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps, once a save in progress has ended; raises as `wait`."""
         self.wait()
         for later in self.steps():
             if later > step:
@@ -114,6 +120,7 @@ class CheckpointStore:
 
 
 def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a folder, in any order; none without the folder."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return [int(path.name) for path in paths if path.name.isdecimal()]
 
@@ -145,22 +152,19 @@ def restore_params(folder: Path, abstract_params: Any, step: int | None = None) 
     such checkpoint, it is damaged, or it is of another policy.
     """
     chosen = newest_step(folder) if step is None else step
-    if chosen not in saved_steps(folder):
+    if chosen is None or chosen not in saved_steps(folder):
         name = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise UserError(f"{folder}: no complete {name} there; train first, or set export.source")
-    assert chosen is not None
-    with _open(folder.absolute(), create=False) as manager:
+    options = ocp.CheckpointManagerOptions(create=False, enable_async_checkpointing=False)
+    with _open(folder.absolute(), options) as manager:
         restored, _ = _restore(manager, chosen, {PARAMS: abstract_params}, partial=True)
     return restored[PARAMS], chosen
 
 
-def _open(folder: Path, **options: Any) -> ocp.CheckpointManager:
+def _open(folder: Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
     _hide_late_errors()
-    return ocp.CheckpointManager(
-        folder,
-        options=ocp.CheckpointManagerOptions(**{"enable_async_checkpointing": False} | options),
-        item_handlers={STATE: ocp.PyTreeCheckpointHandler(), EXTRA: ocp.JsonCheckpointHandler()},
-    )
+    handlers = {STATE: ocp.PyTreeCheckpointHandler(), EXTRA: ocp.JsonCheckpointHandler()}
+    return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
 
 
 def _restore(

@@ -143,7 +143,9 @@ def save_folder(
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer's files, and generation_config.json if there is one."""
-    for file in sorted(source.iterdir()) if source.resolve() != target.resolve() else ():
+    if source.resolve() == target.resolve():
+        return
+    for file in sorted(source.iterdir()):
         if file.is_file() and _is_tokenizer_file(file.name):
             with replacing(target / file.name) as partial:
                 shutil.copyfile(file, partial)
@@ -163,12 +165,14 @@ class Weights:
         return str(self.files[name].get_slice(name).get_dtype())
 
     def read(self, name: str, region: Region) -> np.ndarray:
+        """Return a region of a tensor in its stored dtype; raise UserError if the file is damaged."""
         try:
             return self.files[name].get_slice(name)[region]
         except SafetensorError as error:
             raise UserError(f"{self.path_of[name]}: {name} cannot be read: {error}") from error
 
     def placed(self, abstract: Mapping[str, Any], num_layers: int, mesh: Mesh | None) -> Params:
+        """Return parameters in the shapes and dtypes of `abstract` and their shardings; raises as `read`."""
 
         def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
             parts: dict[Any, np.ndarray] = {}  # replicas share a part
@@ -266,24 +270,24 @@ def _write_weights(params: Params, folder: Path, dtype: np.dtype, max_shard_byte
 
 def _complete(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return the config with every field whose default differs between readers."""
-    a = architecture_from_hf(hf_config)
+    architecture = architecture_from_hf(hf_config)
     explicit = {
-        "architectures": [ARCHITECTURES[a.model_type]],
-        "num_key_value_heads": a.num_kv_heads,
-        "head_dim": a.head_dim,
-        "rms_norm_eps": a.rms_norm_eps,
-        "tie_word_embeddings": a.tie_word_embeddings,
+        "architectures": [ARCHITECTURES[architecture.model_type]],
+        "num_key_value_heads": architecture.num_kv_heads,
+        "head_dim": architecture.head_dim,
+        "rms_norm_eps": architecture.rms_norm_eps,
+        "tie_word_embeddings": architecture.tie_word_embeddings,
         "hidden_act": "silu",
     }
     present = {name: value for name, value in hf_config.items() if value is not None}
     # Readers before transformers 5 look for rope_theta, rope_scaling and torch_dtype, later ones for
     # rope_parameters, which a rope_scaling beside it overrules, and dtype.
-    scaling: dict[str, Any] = {"rope_type": "default"}
-    if a.rope_scaling is not None:
-        scaling = {"rope_type": "llama3"} | asdict(a.rope_scaling)
+    theta = {"rope_theta": architecture.rope_theta}
+    rope: dict[str, Any] = theta | {"rope_parameters": {"rope_type": "default"} | theta}
+    if architecture.rope_scaling is not None:
+        scaling = {"rope_type": "llama3"} | asdict(architecture.rope_scaling)
         scaling["original_max_position_embeddings"] = scaling.pop("original_length")
-    rope = {"rope_theta": a.rope_theta, "rope_parameters": scaling | {"rope_theta": a.rope_theta}}
-    rope |= {"rope_scaling": scaling} if a.rope_scaling is not None else {}
+        rope |= {"rope_scaling": scaling, "rope_parameters": scaling | theta}
     # Without it transformers 5 warns of a folder with a large vocabulary that its tokenizer were wrong.
     origin = {"transformers_version": version("transformers")}
     return origin | explicit | present | rope | {"dtype": dtype, "torch_dtype": dtype}
@@ -297,7 +301,9 @@ def refuse_foreign(output: Path) -> None:
     """Raise UserError unless `output` is absent, empty, or an export."""
     if output.is_file():
         raise UserError(f"{output}: is a file; choose another output folder")
-    for file in sorted(output.iterdir()) if output.exists() else ():
+    if not output.exists():
+        return
+    for file in sorted(output.iterdir()):
         is_config = file.name in (CONFIG, INDEX, "adapter_config.json")
         if not (is_config or _is_tokenizer_file(file.name) or _is_ours(file)):
             fault = f"{output}: holds {file.name}, which is not an export's"

@@ -34,7 +34,7 @@ from calibadv_jax.policy.weights import summary
 from calibadv_jax.services.object_store import ObjectStore
 from calibadv_jax.snapshots.checkpoint import ROLLBACK, newest_step, read_rollback, saved_steps
 
-MARKER, OBJECTS, OLD_MARKER = "marker", "objects", "mirror.json"  # in the store; the last of an older format
+MARKER, OBJECTS = "marker", "objects"  # in the store
 PINS, CHECKPOINTS = ".mirror", "checkpoints"  # in the run's folder
 PAUSE = 10.0  # seconds between two tries to upload
 PATIENCE, HURRY = 600.0, 120.0  # seconds for which an orderly end, and any other, waits for the last copy
@@ -50,6 +50,7 @@ Entry = tuple[str, int, int]  # object, size in bytes, time of change in ns
 
 
 def open_mirror(config: Config, console: Console) -> Mirror | None:
+    """Return the mirror of the run's folder, None without run.mirror; raises as `Mirror`."""
     run = config.run
     return Mirror(run.mirror, Path(run.dir), config.checkpoint.keep, console) if run.mirror else None
 
@@ -90,8 +91,8 @@ class Mirror:
     def __init__(self, url: str, folder: Path, keep: int, console: Console):
         self._key, self.folder, self._keep, self._console = f"run.mirror={url}", folder, keep, console
         self._store = ObjectStore(url, self._key, console.note)
-        here, there = folder.resolve(), self._store.folder
-        if there and (there.is_relative_to(here) or here.is_relative_to(there)):
+        local, remote = folder.resolve(), self._store.folder
+        if remote and (remote.is_relative_to(local) or local.is_relative_to(remote)):
             raise UserError(f"{self._key} and run.dir={folder} lie in one another; choose a folder elsewhere")
         self._owner = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
         self._version = _Version()  # that was read or written last
@@ -104,13 +105,14 @@ class Mirror:
     def has_newer(self) -> bool:
         """Return whether the store is ahead, also by a rollback; UserError if it holds another run."""
         version = self._version = self._store.call("reading its marker", self._newest)
-        run, here = run_hash(self.folder), newest_step(self.folder / CHECKPOINTS)
-        if version.steps and (run or here is not None) and run != version.run:
+        run, newest = run_hash(self.folder), newest_step(self.folder / CHECKPOINTS)
+        if version.steps and (run or newest is not None) and run != version.run:
             fault = f"{self._key} holds another run than run.dir={self.folder}"
             raise UserError(f"{fault}; change one of the two")
-        if not version.steps or here is None:
+        if not version.steps or newest is None:
             return bool(version.steps)
-        return (version.rollbacks, version.steps[-1]) > (read_rollback(self.folder).get("rollbacks", 0), here)
+        rollbacks = read_rollback(self.folder).get("rollbacks", 0)
+        return (version.rollbacks, version.steps[-1]) > (rollbacks, newest)
 
     @contextmanager
     def inputs(self, *paths: str) -> Iterator[int]:
@@ -127,8 +129,9 @@ class Mirror:
             self._get(places)
             yield len(places)
         except BaseException:
-            for place in places.values() if self._version.owner != self._owner else ():
-                place.unlink(missing_ok=True)
+            if self._version.owner != self._owner:
+                for place in places.values():
+                    place.unlink(missing_ok=True)
             raise
 
     def fetch(self, claim: bool = False, tries: int = TRIES) -> bool:
@@ -157,14 +160,14 @@ class Mirror:
 
         The newest checkpoint and the note of the last rollback, by which `has_newer` decides, come last.
         """
-        files, steps, here = self._version.files, self._version.steps, _states(self.folder)
-        new = [path for path, entry in files.items() if here.get(path) != entry[1:]]
-        gib = sum(files[path][1] for path in new) / 2**30
+        files, steps, states = self._version.files, self._version.steps, _states(self.folder)
+        changed = [path for path, entry in files.items() if states.get(path) != entry[1:]]
+        gib = sum(files[path][1] for path in changed) / 2**30
         self._console.note(f"fetching step {steps[-1]} from {self._key} ({gib:.2f} GiB)")
-        places = {path: self.folder / path for path in new if _step_of(path) is None}
-        rollback = {path: places.pop(path) for path in new if path == ROLLBACK}
+        places = {path: self.folder / path for path in changed if _step_of(path) is None}
+        rollback = {path: places.pop(path) for path in changed if path == ROLLBACK}
         self._get(places)
-        for step in [step for step in steps if step in map(_step_of, new)]:
+        for step in [step for step in steps if step in map(_step_of, changed)]:
             with replacing_folder(self.folder / CHECKPOINTS / str(step)) as place:
                 paths = [path for path in files if _step_of(path) == step]
                 self._get({path: place.joinpath(*path.split("/")[2:]) for path in paths})
@@ -182,8 +185,9 @@ class Mirror:
             self._store.call(
                 "fetching", get, lambda: [os.path.exists(name) and os.path.getsize(name) for name in names]
             )
-            if cut := [path for path, part in parts.items() if part.stat().st_size != files[path][1]]:
-                fault = f"{self._key}: {summary(cut)} not as long as its marker says"
+            wrong = [path for path, part in parts.items() if part.stat().st_size != files[path][1]]
+            if wrong:
+                fault = f"{self._key}: {summary(wrong)} not as long as its marker says"
                 raise UserError(f"{fault}; remove the copy")
             for path, part in parts.items():
                 os.utime(part, ns=(files[path][2],) * 2)
@@ -216,6 +220,7 @@ class Mirror:
                 self._console.warn(f"{error}; the next copy deletes the checkpoints after step {step}")
 
     def check(self) -> None:
+        """Raise TakenOver if another start has become the writer."""
         if self._taken is not None:
             raise self._taken
 
@@ -271,21 +276,22 @@ class Mirror:
     def _upload(self, step: int, links: Path) -> None:
         """Upload what changed, then name it in the marker."""
         before, states = self._owned().files, _states(links)
-        new = [path for path, state in states.items() if before.get(path, ("",))[1:] != state]
-        names = {path: f"{links.name}.{number}" for number, path in enumerate(new)}
+        changed = [path for path, state in states.items() if before.get(path, ("",))[1:] != state]
+        names = {path: f"{links.name}.{number}" for number, path in enumerate(changed)}
         objects = [f"{OBJECTS}/{name}" for name in names.values()]
-        self._store.files.put([str(links / path) for path in new], objects, batch_size=4)
+        self._store.files.put([str(links / path) for path in changed], objects, batch_size=4)
         with self._committing:
             if links not in self._pins:  # dropped by a rollback
                 return
             version, sizes = self._owned().up_to(step), self._store.sizes(OBJECTS)
             entries = {path: (name, sizes.get(name), states[path][1]) for path, name in names.items()}
             # Files that are appended to may have grown meanwhile, those of a checkpoint have not.
-            if cut := [path for path in new if _step_of(path) == step and entries[path][1:] != states[path]]:
-                raise OSError(f"{summary(cut)} not as long in the store as here")
+            of_step = [path for path in changed if _step_of(path) == step]
+            if wrong := [path for path in of_step if entries[path][1:] != states[path]]:
+                raise OSError(f"{summary(wrong)} not as long in the store as here")
             steps = tuple(sorted({*version.steps, step})[-self._keep :])
-            here = states.keys() | {path for path in _states(self.folder) if _step_of(path) is None}
-            stay = [path for path in version.files if path in here or _step_of(path) in steps[:-1]]
+            local = states.keys() | {path for path in _states(self.folder) if _step_of(path) is None}
+            stay = [path for path in version.files if path in local or _step_of(path) in steps[:-1]]
             files = {path: version.files[path] for path in stay} | entries
             self._commit(version, steps=steps, files=files, run=run_hash(self.folder))
 
@@ -308,8 +314,6 @@ class Mirror:
 
     def _newest(self) -> _Version:
         names, way_out = list(self._store.sizes(MARKER)), "choose another place"
-        if not names and OLD_MARKER in self._store.sizes(""):
-            raise UserError(f"{self._key} holds a copy in an older format ({OLD_MARKER}); {way_out}")
         if not names:
             return _Version()
         try:
@@ -338,11 +342,12 @@ class Mirror:
         if (not is_created or newest != name) and self._owned() != version:
             raise OSError("the answer to an earlier write was lost")  # the next try knows of it
         self._version, self._taken = version, None
-        used = {name for name, _, _ in version.files.values()}
-        busy = {links.name for links in list(self._pins)}
-        gone = [f"{OBJECTS}/{name}" for name in objects if name not in used and name[:32] not in busy]
-        if gone or older:
-            self._store.files.rm(gone + [f"{MARKER}/{name}" for name in older])
+        named = {name for name, _, _ in version.files.values()}
+        uploading = {links.name for links in list(self._pins)}
+        unused = [name for name in objects if name not in named and name[:32] not in uploading]
+        if unused or older:
+            obsolete = [f"{OBJECTS}/{name}" for name in unused] + [f"{MARKER}/{name}" for name in older]
+            self._store.files.rm(obsolete)
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int]]:

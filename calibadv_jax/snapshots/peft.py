@@ -25,10 +25,6 @@ ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 BASE_DTYPE = "base_dtype"  # metadata of ADAPTER: the precision of the base that the adapters were trained on
 MATRIX = re.compile(rf".*\.({'|'.join(LORA_TARGETS)})_proj\.lora_[AB]\.weight")
 MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that as policy.path"
-CONVERT = (
-    "it may have changed the base too. PEFT converts PiSSA, OLoRA, CorDA and LoRA-GA: save_pretrained(…,"
-    " path_initial_model_for_weight_conversion=INITIAL_ADAPTER); or "
-)
 # Options of PEFT with which an adapter is its two matrices times lora_alpha / r, and nothing else. Any other
 # option must be off: None, False or empty. The initialisations named here leave the base as it was.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -123,9 +119,9 @@ def _check_config(config: Mapping[str, Any], adapters: Adapters, path: Path) -> 
     for name, value in ({"peft_type": None} | dict(config)).items():
         is_off = value is None or value is False or (isinstance(value, str | list | dict) and not value)
         if name not in HARMLESS and not (value in PLAIN[name] if name in PLAIN else is_off):
-            fault = f"{path}: {name} is {value!r:.80}, which is not supported; only plain LoRA adapters are: "
-            raise UserError(fault + (CONVERT if name == "init_lora_weights" else "") + MERGE)
-    for name, key, ours in (("r", "rank", adapters.rank), ("lora_alpha", "alpha", adapters.alpha)):
+            fault = f"{path}: {name} is {value!r:.80}, which is not supported; only plain LoRA adapters are"
+            raise UserError(f"{fault}: {MERGE}")
+    for name, key, expected in (("r", "rank", adapters.rank), ("lora_alpha", "alpha", adapters.alpha)):
         size: Any = config.get(name)
         is_number = isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < math.inf
         if not is_number or (name == "r" and size % 1):
@@ -134,8 +130,8 @@ def _check_config(config: Mapping[str, Any], adapters: Adapters, path: Path) -> 
                 f" adapter's training there, and set policy.lora.{key} to it (verl's model merger always"
                 " writes lora_alpha 0; the value is verl's actor_rollout_ref.model.lora_alpha)"
             )
-        if size != ours:
-            fault = f"{path}: {name} is {size!r}, but policy.lora.{key} is {ours:g}"
+        if size != expected:
+            fault = f"{path}: {name} is {size!r}, but policy.lora.{key} is {expected:g}"
             raise UserError(f"{fault}: set policy.lora.{key}={size}")
 
 
@@ -149,7 +145,7 @@ def _check_targets(shapes: Mapping[str, Any], adapters: Adapters, path: Path) ->
             f" the base, save the adapter again with PEFT's save_embedding_layers=False; else {MERGE}"
         )
     targets = ", ".join(sorted({match[1] for match in matches.values() if match}))
-    ours = ", ".join(adapters.targets)
-    if targets != ours:
-        fault = f"{path}: has adapters on {targets}, but policy.lora.targets is {ours}"
+    expected = ", ".join(adapters.targets)
+    if targets != expected:
+        fault = f"{path}: has adapters on {targets}, but policy.lora.targets is {expected}"
         raise UserError(f"{fault}: set policy.lora.targets=[{targets}]")

@@ -211,8 +211,8 @@ def _raw_checkpointer() -> ocp.Checkpointer:
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where it is missing
     )
     logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
-    own = jax.process_index()  # of several processes, one writes: Orbax must not wait for the others
-    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    process = jax.process_index()  # of several processes, one writes: Orbax must not wait for the others
+    alone = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, use_compression=False, type_handler_registry=registry, multiprocessing_options=alone
     )
@@ -253,6 +253,7 @@ def _digest(array: np.ndarray) -> str:
 
 
 def snapshot_version(folder: Path) -> int:
+    """Return the version of a snapshot by its folder's name, such as v000012; -1 for another name."""
     digits = folder.name[1:]
     return int(digits) if digits.isdigit() else -1
 

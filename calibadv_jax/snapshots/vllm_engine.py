@@ -56,8 +56,8 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         jax.config.update("jax_platforms", "cpu")  # the accelerator is vLLM's
         self._session, self._version = init_info, -1
         machines = _of_all(socket.gethostname())
-        here = [rank for rank, machine in enumerate(machines) if machine == socket.gethostname()]
-        self._share = slice(here.index(get_tp_group().rank_in_group), None, len(here))
+        ranks = [rank for rank, machine in enumerate(machines) if machine == socket.gethostname()]
+        self._share = slice(ranks.index(get_tp_group().rank_in_group), None, len(ranks))
 
     def start_weight_update(self) -> None:
         """Do nothing: `receive_weights` loads a snapshot in one go, once it is known to be complete."""
@@ -97,13 +97,16 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
             raise UserError(f"{fault}; this worker has version {self._version}")
         if manifest["tokenizer"] != self._session.tokenizer:
             raise UserError(f"{snapshot}: written for another tokenizer than this session's")
-        own = architecture_from_hf(self.model_config.hf_config.to_dict(), "the worker's config")
+        architecture = architecture_from_hf(self.model_config.hf_config.to_dict(), "the worker's config")
         published = asdict(architecture_from_hf(manifest["config"], f"{snapshot}: config"))
-        other = {name: value for name, value in asdict(own).items() if value != published[name]}
-        if other:
-            differences = [f"{name} {published[name]} instead of {value}" for name, value in other.items()]
+        differences = [
+            f"{name} {published[name]} instead of {value}"
+            for name, value in asdict(architecture).items()
+            if value != published[name]
+        ]
+        if differences:
             raise UserError(f"{snapshot}: snapshot of another model: {'; '.join(differences)}")
-        return read_tensors(snapshot, self._share, Policy(own, Numerics()))
+        return read_tensors(snapshot, self._share, Policy(architecture, Numerics()))
 
     def _repack_heads(self) -> None:
         """Renew the packed copy of the output head's weights, which a kernel keeps on CPU.

@@ -117,37 +117,6 @@ def test_token_that_holds_a_stop_string_stays_whole(policy, params):
     assert (done.token_ids, done.stop_reason) == (forced, "stop")
 
 
-def counted(sampler, monkeypatch):
-    """Numbers of the rows of every chunk that is decoded."""
-    sizes, chunk = [], sampler._chunk
-    monkeypatch.setattr(sampler, "_chunk", lambda requests: sizes.append(len(requests)) or chunk(requests))
-    return sizes
-
-
-@pytest.mark.medium
-def test_chunk_goes_on_behind_harmless_tokens(policy, params, monkeypatch):
-    """ "y>ay>a…" holds the last letter of "ja", which no token of it can complete."""
-    y, more = CharTokenizer.pieces.index("y"), CharTokenizer.pieces.index(">a")
-    sampler = make_sampler(scripted(policy, {y: more, more: y}), params, decode_chunk=12)
-    sizes = counted(sampler, monkeypatch)
-    assert len(asyncio.run(generated(sampler, [1, y], 12, 0.0, stop=("ja",))).token_ids) == 12
-    assert sizes == [1]
-
-
-async def test_successive_requests_begin_together(sampler, monkeypatch):
-    sizes = counted(sampler, monkeypatch)
-
-    async def late(number):
-        for _ in range(3 * number):
-            await asyncio.sleep(0)
-        await sampler.generate([1, 2, 3], SamplingParams(2, 0.0), f"late{number}")
-
-    await asyncio.gather(*map(late, range(4)))
-    for number in range(4):
-        sampler.release(f"late{number}")
-    assert sizes == [4]
-
-
 @pytest.mark.parametrize("part", ["find", "_chunk"])
 @pytest.mark.timeout(60)
 async def test_error_reaches_all_who_wait(sampler, monkeypatch, part):

@@ -21,5 +21,5 @@ def client_of(*services, warn=print, **config):
 
 def search(url, queries, **config):
     """Documents of each query."""
-    with client_of(url, **{"timeout": 2.0, "patience": 5.0} | config) as (client, run):
+    with client_of(url, **{"timeout": 20.0} | config) as (client, run):
         return run(client.search(queries))

@@ -8,7 +8,7 @@ import pytest
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.services import child_process
-from calibadv_jax.services.child_process import ChildService, set_aside
+from calibadv_jax.services.child_process import ChildService
 
 
 def child(log, code, *arguments, timeout=30.0, **options):
@@ -55,15 +55,12 @@ def test_cause_is_named_and_the_log(tmp_path, monkeypatch, code, cause):
 def test_long_log_is_set_aside_at_a_start(tmp_path, monkeypatch):
     monkeypatch.setattr(child_process, "LONGEST_LOG", 100)
     log, old = tmp_path / "child.log", tmp_path / "child.log.old"
-    set_aside(log)  # there is none
-    for text in ("x" * 100, "y" * 101, "z" * 101):
+    for text, kept in (("x" * 100, ""), ("y" * 101, "y" * 101), ("z" * 101, "z" * 101)):
         log.write_text(text)
-        set_aside(log)
-    assert old.read_text() == "z" * 101 and not log.exists()
-    log.write_text("w" * 101)
-    with pytest.raises(EnvironmentFailure):
-        child(log, "raise SystemExit('gone')").__enter__()
-    assert (old.read_text(), log.read_text()) == ("w" * 101, "gone\n")
+        with pytest.raises(EnvironmentFailure):
+            child(log, "raise SystemExit('gone')").__enter__()
+        assert (old.read_text() if old.exists() else "") == kept
+        assert log.read_text() == ("" if kept else text) + "gone\n"
 
 
 def test_log_that_another_child_writes_is_not_cut(tmp_path):

@@ -104,7 +104,8 @@ def test_absent_replica_is_left_out_losing_no_query(services, status, health):
     async def fail():
         a.seconds = b.seconds = c.seconds = 0.02
         tasks = asyncio.create_task(ask(client, 80))
-        await asyncio.sleep(0.1)
+        while len(a.queries) < 8:  # it has answered the first four
+            await asyncio.sleep(0)
         a.status, a.health = status, health
         names = await tasks
         a.seconds = b.seconds = c.seconds = 0.0
@@ -175,60 +176,43 @@ def test_pause_between_checks_grows_to_its_limit(services, monkeypatch, retry_af
 
     async def run():
         replicas = Replicas(None, [service.url for service in services], None, print)
-        replica = await replicas.acquire()
-        assert replicas.leave_out(replica, Unreachable("gone", retry_after))
-        await replica.check
-        return replica.is_well
+        replica = await replicas._free.get()
+        assert replicas._leave_out(replica, Unreachable("gone", retry_after))
+        await replica.recovery
+        return replica in replicas._free._queue
 
     monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.5)
     monkeypatch.setattr(retriever_client.asyncio, "sleep", pause)
     assert asyncio.run(run()) and noted == pauses
 
 
-def test_outage_is_warned_of_once_unless_announced():
-    """A single service is never left out; a good reply ends an outage."""
+def test_outage_is_warned_of_unless_announced():
+    """A single service, or the last one, is never left out; a good reply ends an outage."""
     warnings = []
 
     async def run():
-        several = Replicas(None, ["http://a", "http://b"], None, warnings.append)
-        single = Replicas(None, ["http://c"], None, warnings.append)
-        first, second = several._all
-        several.leave_out(first, Away("status 503"))
-        for reason in ("gone", "still gone"):
-            several.leave_out(second, Unreachable(reason))
-            assert not single.leave_out(single._all[0], Unreachable(reason))
-        await several.close()
-        assert single._all[0].is_well and single._all[0].check is None
-        second.pause = 8.0
-        await several.check(second, HttpReply(200, b""))
-        assert second.is_well and second.pause == retriever_client.CHECK_PAUSE
+        replicas = Replicas(None, ["http://a", "http://b", "http://c"], None, warnings.append)
+        single = Replicas(None, ["http://d"], None, warnings.append)
+        first, second, last = replicas._all
+        assert replicas._leave_out(first, Away("status 503"))
+        assert replicas._leave_out(second, Unreachable("gone"))
+        for replica, owner in ((last, replicas), (single._all[0], single)):
+            assert not owner._leave_out(replica, Unreachable("gone")) and replica.recovery is None
+        await replicas.close()
+        last.pause = 8.0
+        await replicas._check_index(last, HttpReply(200, b""))
+        assert last.pause == retriever_client.CHECK_PAUSE
 
     asyncio.run(run())
     assert warnings == ["retriever http://b is left out until it answers: gone"]
 
 
-def test_refusal_need_not_name_the_index():
-    """A proxy may refuse; an answer without the name is another service's."""
-    replicas = Replicas(None, ["http://a", "http://b"], {"identity": "x"}, print)
-    replica = replicas._all[0]
-    replica.is_named = replica.is_verified = True
-    asyncio.run(replicas.check(replica, HttpReply(422, b"")))
-    with pytest.raises(Unreachable, match="serves another index: no X-Index-Identity instead of 'x'"):
-        asyncio.run(replicas.check(replica, HttpReply(200, b"")))
-
-
 OURS = {"corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": "", "identity": "aa"}
 FOREIGN = {"corpus_sha256": "c1", "encoder": "e5"}
-# Put in place of OURS without an outage. The second is of another make, and its health says nothing else.
-EXCHANGED = {
-    "identity 'bb' instead of 'aa'": OURS | {"identity": "bb"},
-    "no X-Index-Identity instead of 'aa'": {k: v for k, v in OURS.items() if k != "identity"},
-}
-exchanged = pytest.mark.parametrize(("reason", "manifest"), EXCHANGED.items(), ids=["another", "none"])
+EXCHANGED, REASON = OURS | {"identity": "bb"}, "identity 'bb' instead of 'aa'"  # in place of OURS, no outage
 
 
-@exchanged
-def test_replica_with_exchanged_index_is_left_out(make, reason, manifest):
+def test_replica_with_exchanged_index_is_left_out(make):
     first, second = make("a", **OURS), make("b", **OURS)
     warnings = []
     with client_of(first, second, warn=warnings.append) as (client, run):
@@ -236,10 +220,10 @@ def test_replica_with_exchanged_index_is_left_out(make, reason, manifest):
         names = set()
         while names != {"a", "b"}:  # bounded by pytest's limit
             names |= set(run(ask(client, 4)))
-        second.manifest = manifest
+        second.manifest = EXCHANGED
         for _ in range(5):
             assert set(run(ask(client, 6))) == {"a"}
-        message = f"retriever {second.url} serves another index ({reason}) and is left out"
+        message = f"retriever {second.url} serves another index ({REASON}) and is left out"
         assert warnings[0].startswith(message)
         asked, checks = len(second.queries), second.checks
         while second.checks < checks + 3:
@@ -267,16 +251,15 @@ def test_replica_returning_with_another_corpus_is_left_out(make):
     assert again.queries == [] and any("corpus_sha256 'c2' instead of 'c1'" in line for line in warnings)
 
 
-@exchanged
 @pytest.mark.parametrize("names", ["a", "ab"])
-def test_exchange_of_every_index_ends_the_run(make, names, reason, manifest):
+def test_exchange_of_every_index_ends_the_run(make, names):
     made = [make(name, **OURS) for name in names]
     with client_of(*made, warn=lambda _: None) as (client, run):
         client.health()
         run(ask(client, 5))
         for service in made:
-            service.manifest = manifest
-        with pytest.raises(UserError, match=f"serves another index .*{reason}") as caught:
+            service.manifest = EXCHANGED
+        with pytest.raises(UserError, match=f"serves another index .*{REASON}") as caught:
             run(ask(client, 12))
     assert type(caught.value) is UserError  # a RequestFailed would cost one trajectory only
 

@@ -1,11 +1,9 @@
 """The client against real servers: the service itself, and servers that are away or misbehave."""
 
 import asyncio
-import functools
 import json
 import re
 import time
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -57,7 +55,7 @@ def search_all(url, *searches, **config):
     async def ask(client):
         return await asyncio.gather(*map(client.search, searches), return_exceptions=True)
 
-    with client_of(url, **{"timeout": 2.0, "patience": 5.0} | config) as (client, run):
+    with client_of(url, **{"timeout": 20.0} | config) as (client, run):
         return run(ask(client))
 
 
@@ -185,18 +183,6 @@ def test_service_that_answers_no_query_is_an_error(server, status, content, conf
     assert len(server.requests) == 1 or status not in (401, 403, 404, 405)
 
 
-class Closing(Handler):
-    def do_POST(self):
-        self.close_connection = True
-
-
-def test_connection_without_a_reply_is_an_outage():
-    with serving(Closing) as closing:
-        for url in (closing, "http://127.0.0.1:9"):
-            with pytest.raises(RequestFailed, match="scripts/launch_retriever.sh, set retriever.url"):
-                search(url, ["a"], patience=0.2)
-
-
 def test_cancelled_search_leaves_the_request_to_others(server):
     server.replies.append(ok)
 
@@ -210,16 +196,6 @@ def test_cancelled_search_leaves_the_request_to_others(server):
     with client_of(server, timeout=2.0) as (client, run):
         assert run(ask(client)) == ("b", True)
     assert [body["queries"] for body in server.requests] == [["a", "b"]]
-
-
-def test_refusal_after_an_answer_asks_no_probe(server):
-    server.replies.append(lambda body: (422, {"error": "no"}) if "bad" in body["queries"] else ok(body))
-    with client_of(server, timeout=2.0) as (client, run):
-        for query in ("bad", "bad", "good", "bad"):
-            with suppress(QueryRefused):
-                run(client.search([query]))
-    sent = [body["queries"][0] for body in server.requests]
-    assert sent == ["bad", retriever_client.PROBE, "bad", "good", "bad"]
 
 
 @pytest.mark.timeout(60)  # it would trickle for 200 s
@@ -274,10 +250,10 @@ def test_reranker_fits_the_config_or_is_refused(config, state, words):
 ANN = Document("page ann", "Ann", "Ann paints.")  # not the passage of this title
 
 
-def pages(body, identity="aa"):
+def pages(body):
     row = {"url": "p/ann", "contents": '"Ann"\nAnn paints.', "more": 1}
     result = [row if url == "p/ann" else None for url in body["urls"]]
-    return 200, {"result": result}, {"X-Index-Identity": identity}
+    return 200, {"result": result}
 
 
 def read(url, *addresses, patience=0.2):
@@ -309,17 +285,6 @@ def test_service_that_reads_no_page_is_an_error(server, status, content, kind, w
     with pytest.raises(kind, match=words) as error:
         read(server, "ann")
     assert type(error.value) is kind
-
-
-def test_exchanged_pages_are_never_taken(server):
-    server.replies.append(pages)
-    with client_of(server, page_address="p/{}") as (client, run):
-        client.health()
-        assert run(client.access(["ann"])) == [ANN]
-        server.replies[:] = [functools.partial(pages, identity="bb")]
-        with pytest.raises(UserError, match="serves another index than at the start") as error:
-            run(client.access(["ann"]))
-    assert type(error.value) is UserError
 
 
 def test_service_answers_inside_a_running_event_loop():

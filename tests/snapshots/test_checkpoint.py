@@ -16,7 +16,6 @@ from orbax.checkpoint.checkpoint_manager import CheckpointManager
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError, exit_status
 from calibadv_jax.policy.sharding import make_mesh, placed_params
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots import checkpoint
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, restore_params, saved_steps
 
@@ -218,11 +217,6 @@ def test_parameters_alone_are_restored_in_other_precision(tiny, store, state, tm
 def test_other_errors_are_no_damage():
     with pytest.raises(ZeroDivisionError), checkpoint.damage_as_user_error("damaged"):
         raise ZeroDivisionError
-
-
-def test_tree_does_not_depend_on_numerics(tiny):
-    other = Policy(tiny.policy.architecture, Numerics(jnp.bfloat16, jnp.bfloat16, "full", "xla", 8))
-    assert jax.tree.structure(other.abstract_params) == jax.tree.structure(tiny.policy.abstract_params)
 
 
 def test_failed_save_leaves_the_older_checkpoints(tiny, state, tmp_path, monkeypatch):
