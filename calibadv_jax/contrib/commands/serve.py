@@ -59,8 +59,14 @@ def run(arguments: argparse.Namespace) -> None:
             warm_up = asking.answer(rollouts, "warm-up", "who?", context.watch, context.rollout)
             if error := rollouts.run(warm_up).error:  # else the first client waits for compilers
                 raise EnvironmentFailure(error)
-            limits = (arguments.slots, arguments.queue, arguments.time_limit, arguments.temperature)
-            service = app.Service(rollouts, printable(short_name(arguments.policy)), *limits)
+            service = app.Service(
+                rollouts,
+                model=printable(short_name(arguments.policy)),
+                slots=arguments.slots,
+                queue=arguments.queue,
+                seconds=arguments.time_limit,
+                temperature=arguments.temperature,
+            )
             with app.serving(service, listener, token) as ended:
                 host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
                 console.say(f"http://{host}:{listener.getsockname()[1]}/")
