@@ -126,7 +126,7 @@ def parse(body: bytes, model: str) -> ChatRequest:
         request = ChatRequest.model_validate_json(body)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        place = ".".join(map(str, first["loc"])) or "body"
         raise ApiError(400, printable(f"{place}: {first['msg']}")) from error
     if request.model != model:
         raise ApiError(404, f"model: there is {model!r} only")
